@@ -1,0 +1,24 @@
+"""Exact gradient accumulation for Keras 3 models on TensorFlow.
+
+Train with the updates of a batch that does not fit in memory:
+
+```python
+from ga_model import accumulate
+
+model = accumulate(model, accumulation_steps=4)  # one added line
+model.compile("adam", "mse")
+model.fit(x, y, batch_size=32)  # updates of 128 rows
+```
+
+`AccumulatingModel` is the same as a mixin for model classes, `GradientAccumulator` the part for
+training loops of your own.
+"""
+
+from importlib.metadata import version as _version
+
+from ga_model._accumulator import GradientAccumulator
+from ga_model._model import AccumulatingModel
+from ga_model._wrap import accumulate
+
+__all__ = ["AccumulatingModel", "GradientAccumulator", "accumulate"]
+__version__ = _version("ga_model")

@@ -1,0 +1,252 @@
+"""The sum of a window's weighted gradients, and their mean.
+
+For microbatches i of one window with gradients g_i and weights w_i the update uses
+
+    g = sum_i(w_i * g_i) / sum_i(w_i)
+
+Both sums are stored and the division is made once, when the mean is read. Weights are stored in
+units of the window's first weight that is not zero, u: the buffers hold sum_i((w_i / u) * g_i) and
+the total holds sum_i(w_i / u). The unit cancels in the mean, a window of equal weights adds its
+gradients as they are, and a window of one microbatch gives back its gradient bit for bit.
+
+Why the buffers are not zeroed after an update: the first microbatch of a window is assigned where
+the others are added, which saves one pass over the memory of all trainable variables per window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from ga_model import _strategy, _validate
+
+
+class GradientAccumulator:
+    """Sums weighted gradients over microbatches and applies their mean to an optimizer.
+
+    Use it in a training loop of your own; `AccumulatingModel` uses it too. Everything works inside
+    and outside of `tf.function`. The update equals that of the optimizer on the whole window when
+    each weight says how much its microbatch counts in the loss's mean: the number of rows for a
+    mean over rows, the number of valid tokens for a mean over tokens.
+
+    There is one buffer per variable that has a gradient, made by the first `add`: float32 for
+    float16 and bfloat16 variables, else the variable's own dtype. `tf.IndexedSlices` are scattered
+    into the buffer. A variable whose gradients are None is handed to the optimizer with None.
+
+    Attributes:
+        num_microbatches: int64 scalar variable, microbatches added since the last reset.
+
+    Example:
+
+    ```python
+    optimizer = keras.optimizers.Adam()
+    accumulator = GradientAccumulator()
+
+    @tf.function
+    def microbatch_step(x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(x, training=True) - y))
+        variables = model.trainable_variables
+        accumulator.add(tape.gradient(loss, variables), variables, weight=len(x))
+        return loss
+
+    for step, (x, y) in enumerate(dataset, start=1):
+        microbatch_step(x, y)
+        if step % 4 == 0:
+            accumulator.apply(optimizer)
+    accumulator.apply(optimizer)  # what is left; nothing happens if nothing is
+    ```
+    """
+
+    def __init__(self) -> None:
+        self.num_microbatches = _strategy.make_variable((), tf.int64)
+        self._total = _strategy.make_variable((), tf.float64)
+        self._unit = _strategy.make_variable((), tf.float64)
+        self._variables: list[Any] = []
+        self._buffers: list[tf.Variable | None] = []
+        self._is_sum: bool | None = None
+
+    def add(
+        self, gradients: Sequence[Any], variables: Sequence[Any], *, weight: Any | None = 1.0
+    ) -> None:
+        """Add the gradients of one microbatch to the window.
+
+        Args:
+            gradients: one per variable: a tensor of the variable's shape, `tf.IndexedSlices` or
+            None. variables: the variables, the same ones in the same order in every call. weight:
+            scalar number or tensor, what the microbatch counts in the window's mean (rows,
+                or tokens, of a loss that is their mean). Zero changes nothing. None in every call
+                for a loss that is a sum: the gradients are then summed and not divided.
+
+        Raises:
+            ValueError: the lengths differ, the variables are not those of the first call, or
+                `weight` is None in one call and a number in another.
+            RuntimeError: a variable whose gradient was None at first has one now.
+        """
+        relative_weight = None
+        if weight is not None:
+            relative_weight = self.relative_weight(weight)
+            gradients = [_scale(gradient, relative_weight) for gradient in gradients]
+        self.add_weighted(gradients, variables, weight=weight, relative_weight=relative_weight)
+
+    def relative_weight(self, weight: Any) -> tf.Tensor:
+        """Return `weight` in the open window's unit: float64 scalar, 1 for the first microbatch."""
+        weight = tf.cast(weight, tf.float64)
+        return tf.math.divide_no_nan(weight, self._unit_with(weight))
+
+    def _unit_with(self, weight: tf.Tensor) -> tf.Tensor:
+        return tf.where(tf.equal(self._unit, 0.0), weight, self._unit)
+
+    def add_weighted(
+        self,
+        weighted_gradients: Sequence[Any],
+        variables: Sequence[Any],
+        *,
+        weight: Any | None,
+        relative_weight: Any | None,
+    ) -> None:
+        """Add gradients that already carry `relative_weight(weight)`, as those of a scaled loss do.
+
+        `add` is this after a multiplication. Folding the weight into the loss saves that pass over
+        the gradients, and keeps float16 gradients within the range they have in the whole batch.
+        """
+        self._check(weighted_gradients, variables, is_sum=weight is None)
+        pairs = [
+            (buffer, gradient)
+            for buffer, gradient in zip(self._buffers, weighted_gradients)
+            if buffer is not None
+        ]
+        tf.cond(
+            tf.equal(self.num_microbatches, 0),
+            lambda: _run(_assign, pairs),
+            lambda: _run(_assign_add, pairs),
+        )
+        self.num_microbatches.assign_add(1)
+        if weight is not None:
+            self._unit.assign(self._unit_with(tf.cast(weight, tf.float64)))
+            self._total.assign_add(tf.cast(relative_weight, tf.float64))
+
+    @property
+    def variables(self) -> list[Any]:
+        """The variables whose gradients are summed; none before the first `add`."""
+        return list(self._variables)
+
+    def mean(self) -> list[Any]:
+        """Return the window's gradient, one tensor in the variable's dtype or None per variable.
+
+        That is sum(w_i * g_i) / sum(w_i), or sum(g_i) where the weights are None. Not finite where
+        the weights sum to zero.
+        """
+        return [
+            None if buffer is None else self._divide(buffer, variable)
+            for buffer, variable in zip(self._buffers, self._variables)
+        ]
+
+    def _divide(self, buffer: tf.Variable, variable: Any) -> tf.Tensor:
+        value = buffer.read_value()
+        if not self._is_sum:
+            value = value / tf.cast(self._total, value.dtype)
+        return tf.cast(value, variable.dtype)
+
+    def apply(self, optimizer: Any) -> None:
+        """Update the variables with the window's gradient, and start the next window.
+
+        One call is one `optimizer.apply`, so iterations, schedules, weight decay, clipping,
+        constraints and moving averages advance once. An empty window, and one whose weights sum to
+        zero, changes nothing.
+
+        Args:
+            optimizer: a `keras.optimizers.Optimizer`.
+
+        Raises:
+            RuntimeError: traced in a `tf.function` before any gradient was added.
+        """
+        if not self._variables:
+            if not tf.executing_eagerly():
+                raise RuntimeError(_validate.empty_apply_message())
+            return
+        variables = self._variables
+        _strategy.build_optimizer(optimizer, variables)
+        counts = tf.greater(self.num_microbatches, 0)
+        if not self._is_sum:
+            counts = tf.logical_and(counts, tf.not_equal(self._total, 0.0))
+        _strategy.update_if(counts, lambda: optimizer.apply(self.mean(), variables))
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the open window. The buffers stay allocated."""
+        self.num_microbatches.assign(0)
+        self._total.assign(0.0)
+        self._unit.assign(0.0)
+
+    def _check(self, gradients: Sequence[Any], variables: Sequence[Any], is_sum: bool) -> None:
+        if len(gradients) != len(variables):
+            raise ValueError(
+                "`gradients` and `variables` must have the same length. "
+                f"Received: {len(gradients)} gradients and {len(variables)} variables."
+            )
+        if not self._variables:
+            self._variables = list(variables)
+            self._is_sum = is_sum
+            self._buffers = [
+                None if gradient is None else _make_buffer(variable)
+                for gradient, variable in zip(gradients, variables)
+            ]
+            return
+        if [id(v) for v in variables] != [id(v) for v in self._variables]:
+            raise ValueError(_validate.unknown_variables_message())
+        if is_sum != self._is_sum:
+            raise ValueError(_validate.mixed_weights_message())
+        late = [
+            getattr(variable, "path", variable.name)
+            for variable, gradient, buffer in zip(variables, gradients, self._buffers)
+            if gradient is not None and buffer is None
+        ]
+        if late:
+            raise RuntimeError(_validate.late_gradient_message(late))
+
+
+def _make_buffer(variable: Any) -> tf.Variable:
+    dtype = tf.as_dtype(variable.dtype)
+    if dtype in (tf.float16, tf.bfloat16):
+        dtype = tf.float32
+    return _strategy.make_variable(variable.shape, dtype)
+
+
+def _scale(gradient: Any, factor: tf.Tensor) -> Any:
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(
+            _scale(gradient.values, factor), gradient.indices, gradient.dense_shape
+        )
+    gradient = tf.convert_to_tensor(gradient)
+    if gradient.dtype in (tf.float16, tf.bfloat16):
+        gradient = tf.cast(gradient, tf.float32)
+    return gradient * tf.cast(factor, gradient.dtype)
+
+
+def _run(operation: Any, pairs: list[tuple[tf.Variable, Any]]) -> tf.Tensor:
+    for buffer, gradient in pairs:
+        operation(buffer, gradient)
+    return tf.constant(0)
+
+
+def _assign(buffer: tf.Variable, gradient: Any) -> None:
+    if gradient is None or isinstance(gradient, tf.IndexedSlices):
+        buffer.assign(tf.zeros_like(buffer))
+        _assign_add(buffer, gradient)
+    else:
+        buffer.assign(tf.cast(gradient, buffer.dtype))
+
+
+def _assign_add(buffer: tf.Variable, gradient: Any) -> None:
+    if gradient is None:
+        return
+    if isinstance(gradient, tf.IndexedSlices):
+        values = tf.cast(gradient.values, buffer.dtype)
+        buffer.scatter_add(tf.IndexedSlices(values, gradient.indices))
+    else:
+        buffer.assign_add(tf.cast(gradient, buffer.dtype))

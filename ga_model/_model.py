@@ -1,0 +1,342 @@
+"""The mixin that makes a Keras model accumulate gradients."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import keras
+import tensorflow as tf
+
+from ga_model import _validate, _weights
+from ga_model._callbacks import CloseWindow, with_first
+from ga_model._recorder import (
+    OptimizerAttribute,
+    current_recording,
+    record,
+    watch_attribute,
+)
+from ga_model._window import Target, Window
+
+_validate.check_backend(keras.backend.backend())
+
+if TYPE_CHECKING:  # what the mixin's `super()` finds
+    from keras import Model as _Base
+else:
+    _Base = object
+
+_CALLBACKS_POSITION = list(inspect.signature(keras.Model.fit).parameters).index("callbacks") - 1
+
+
+def _accumulated(train_step: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a `train_step` take part in a window. The outermost one of a model does the work."""
+
+    @functools.wraps(train_step)
+    def accumulated(self: Any, data: Any) -> Any:
+        if current_recording(self) is not None or not self._accumulates():
+            return train_step(self, data)
+        return self._microbatch_step(functools.partial(train_step, self), data)
+
+    return accumulated
+
+
+def _observed(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a `compute_loss` note the terms of the loss it returns."""
+
+    @functools.wraps(compute_loss)
+    def observed(
+        self: Any,
+        x: Any = None,
+        y: Any = None,
+        y_pred: Any = None,
+        sample_weight: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        loss = compute_loss(self, x, y, y_pred, sample_weight, *args, **kwargs)
+        if (recording := current_recording(self)) is not None:
+            recording.note_loss(self._loss_terms(x, y, y_pred, sample_weight))
+        return loss
+
+    return observed
+
+
+class AccumulatingModel(_Base):
+    """Mixin for Keras models: several batches of `fit` make one update, that of the big batch.
+
+    Stand it left of the model class. `accumulation_steps` is an argument of `compile`; everything
+    else stays as it is. With `accumulation_steps=K` the gradients of K batches, a *window*, are
+    summed with the weights that the compiled loss gives them, and the optimizer is applied once to
+    their mean. Weights and optimizer state are then those of plain Keras on the whole window:
+    learning-rate schedules, weight decay, clipping, constraints and moving averages count updates.
+
+    A window also ends with the epoch, before validation and before any callback's `on_epoch_end`,
+    and takes what it has. `fit` begins with an empty window. In a loop over `train_on_batch` call
+    `close_window` where an epoch ends.
+
+    Not equal to the whole batch: BatchNormalization in training mode, which sees a microbatch at a
+    time; dropout, which draws other masks; losses that compare rows with one another.
+
+    With `accumulation_steps=1`, the default, training is plain Keras.
+
+    Example:
+
+    ```python
+    class Net(AccumulatingModel, keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+
+        def call(self, inputs):
+            return self.dense(inputs)
+
+    model = Net()
+    model.compile("adam", "mse", accumulation_steps=4)
+    model.fit(x, y, batch_size=32)  # updates of 128 rows
+    ```
+    """
+
+    train_function: Any
+    jit_compile: Any
+    optimizer = OptimizerAttribute("optimizer")
+    _accumulation_steps = 1
+    _window: Window | None = None
+    _has_warned_of_mismatch = False
+    _has_warned_of_batch_normalization = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        mro = cls.__mro__
+        if keras.Model not in mro and any(
+            base is not object and not issubclass(base, AccumulatingModel) for base in cls.__bases__
+        ):
+            raise TypeError(_validate.no_keras_model_message(cls.__name__))
+        if keras.Model in mro and mro.index(keras.Model) < mro.index(AccumulatingModel):
+            raise TypeError(_validate.wrong_side_message(cls.__name__))
+        for name, decorate in (("train_step", _accumulated), ("compute_loss", _observed)):
+            owner = next(c for c in mro if name in c.__dict__)
+            if not issubclass(owner, AccumulatingModel) or owner is cls:
+                setattr(cls, name, decorate(owner.__dict__[name]))
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # Keras calls `__new__` of every base when it makes a functional model of a subclass.
+        if not issubclass(cls, keras.Model) and not cls.__subclasses__():
+            raise TypeError(_validate.no_keras_model_message(cls.__name__))
+        return super().__new__(cls, *args, **kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, keras.optimizers.Optimizer):
+            watch_attribute(type(self), name)
+        super().__setattr__(name, value)
+
+    # What users call.
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Batches per window, an integer >= 1. A new value counts from the next window on."""
+        return self._accumulation_steps
+
+    @accumulation_steps.setter
+    def accumulation_steps(self, value: int) -> None:
+        steps = _validate.check_accumulation_steps(value)
+        _validate.check_single_accumulation(self._optimizers(), steps)
+        self._accumulation_steps = steps
+        if self._window is not None:
+            self._window.set_steps(steps)
+        self._warn_of_batch_normalization()
+
+    def compile(self, *args: Any, accumulation_steps: int | None = None, **kwargs: Any) -> None:
+        """Configure the model for training, as `keras.Model.compile` does.
+
+        Args:
+            *args: positional arguments of the model class's own `compile`.
+            accumulation_steps: batches per window, an integer >= 1. None keeps the present value,
+                which is 1 unless it was set.
+            **kwargs: keyword arguments of the model class's own `compile`.
+
+        Raises:
+            TypeError, ValueError: `accumulation_steps` is no integer >= 1.
+            ValueError: an optimizer with `gradient_accumulation_steps` would accumulate as well.
+
+        Warns:
+            UserWarning: the model has trainable BatchNormalization layers and accumulates.
+        """
+        if accumulation_steps is None:
+            accumulation_steps = self._accumulation_steps
+        steps = _validate.check_accumulation_steps(accumulation_steps)
+        given = [v for v in (*args, *kwargs.values()) if isinstance(v, keras.optimizers.Optimizer)]
+        _validate.check_single_accumulation(given, steps)
+        super().compile(*args, **kwargs)
+        self._accumulation_steps = steps
+        self._window = None
+        self._has_warned_of_mismatch = self._has_warned_of_batch_normalization = False
+        self._warn_of_batch_normalization()
+
+    def close_window(self) -> None:
+        """Make the update of a partial window from the microbatches it has.
+
+        `fit` does so at every epoch's end. Call it in a loop of your own over `train_on_batch` or
+        `train_step`, where weights are read before a window is full. An empty window changes
+        nothing.
+        """
+        if self._window is not None:
+            self._window.close()
+
+    def microbatch_weight(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None
+    ) -> Any:
+        """Return what a microbatch counts in its window's mean. Override it for a rule of your own.
+
+        By default the weight follows from the compiled loss: the number of loss values for a mean,
+        the valid entries with a mask, the sum of the sample weights for `mean_with_sample_weight`,
+        None for `sum`. Without a compiled loss it is the number of rows. A `train_step` that does
+        not call `compute_loss` is weighted by rows, unless this method is overridden.
+
+        Args:
+            x, y, sample_weight: the microbatch, as `compute_loss` got it.
+            y_pred: the model's outputs, None where `train_step` does not call `compute_loss`.
+
+        Returns:
+            A scalar tensor or number >= 0, the denominator of the microbatch's loss; None where the
+            loss is a sum and the window's gradient is the plain sum.
+        """
+        return _weights.loss_terms(self, x, y, y_pred, sample_weight).weight
+
+    # What Keras calls.
+
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as `keras.Model.fit` does. Each epoch closes its last window, full or not."""
+        close_window = CloseWindow(self)
+        if len(args) > _CALLBACKS_POSITION:
+            callbacks = with_first(close_window, args[_CALLBACKS_POSITION])
+            args = (*args[:_CALLBACKS_POSITION], callbacks, *args[_CALLBACKS_POSITION + 1 :])
+        else:
+            kwargs["callbacks"] = with_first(close_window, kwargs.get("callbacks"))
+        return super().fit(*args, **kwargs)
+
+    @_accumulated
+    def train_step(self, data: Any) -> Any:
+        """Run the model class's own `train_step` on one batch, as a microbatch of the window."""
+        return super().train_step(data)
+
+    @_observed
+    def compute_loss(
+        self,
+        x: Any = None,
+        y: Any = None,
+        y_pred: Any = None,
+        sample_weight: Any = None,
+        training: bool = True,
+    ) -> Any:
+        """Return the model class's own loss."""
+        compute_loss = super().compute_loss
+        if "training" in inspect.signature(compute_loss).parameters:
+            return compute_loss(x, y, y_pred, sample_weight, training=training)
+        return compute_loss(x, y, y_pred, sample_weight)
+
+    def make_train_function(self, force: bool = False) -> Any:
+        """Make the function that `fit` calls once per execution.
+
+        There are two: Keras's own for `accumulation_steps=1`, and one that accumulates. Each is
+        traced when it is used for the first time. In the second only the forward and backward pass
+        are compiled by XLA (see `_microbatch_step`), so the outer function is made without.
+        """
+        if self.train_function is not None and not force:
+            return self.train_function
+        super().make_train_function(force=True)
+        plain = self.train_function
+        jit_compile, self.jit_compile = self.jit_compile, False
+        try:
+            super().make_train_function(force=True)
+        finally:
+            self.jit_compile = jit_compile
+        accumulating = self.train_function
+
+        def train_function(iterator: Any) -> Any:
+            return (accumulating if self._accumulates() else plain)(iterator)
+
+        self.train_function = train_function
+        return train_function
+
+    # One microbatch.
+
+    def _accumulates(self) -> bool:
+        return self._accumulation_steps > 1 or (self._window is not None and self._window.is_open())
+
+    def _microbatch_step(self, train_step: Callable[[Any], Any], data: Any) -> Any:
+        """Run `train_step`, add what it applies to the window, and update if the window is full.
+
+        Under XLA the forward and backward pass are a cluster of their own: with the conditional
+        update inside of it, XLA would copy all weights and optimizer state at every microbatch.
+        """
+        if self._window is None:
+            self._window = Window(self._accumulation_steps, self.run_eagerly)
+        window = self._window
+        targets: list[Target] = []
+
+        def forward_and_backward(data: Any) -> Any:
+            with record(self, window, data) as recording:
+                logs = train_step(data)
+            recording.check_complete()
+            targets[:] = recording.targets
+            return logs, recording.contributions
+
+        window.begin_microbatch()
+        if self.jit_compile and not tf.executing_eagerly():
+            forward_and_backward = tf.function(forward_and_backward, jit_compile=True)
+        logs, contributions = forward_and_backward(data)
+        # Nothing but the data orders these state changes after the fetch of the data: without the
+        # dependency some of them run before a step finds that its iterator is at an end.
+        tensors = [t for t in tf.nest.flatten(data, expand_composites=True) if t is not None]
+        with tf.control_dependencies(tensors):
+            for target, contribution in zip(targets, contributions):
+                window.add(target, contribution)
+            window.end_microbatch()
+        return logs
+
+    def _loss_terms(self, x: Any, y: Any, y_pred: Any, sample_weight: Any) -> _weights.LossTerms:
+        if type(self).microbatch_weight is not AccumulatingModel.microbatch_weight:
+            weight = self.microbatch_weight(x, y, y_pred, sample_weight)
+            return _weights.own_terms(self, weight)
+        terms = _weights.loss_terms(self, x, y, y_pred, sample_weight)
+        if terms.mismatch and not self._has_warned_of_mismatch:
+            self._has_warned_of_mismatch = True
+            _validate.warn(_validate.one_weight_message(terms.exact, terms.mismatch))
+        return terms
+
+    def _discard_window(self) -> None:
+        if self._window is not None:
+            self._window.discard()
+
+    # What is checked, and what is saved.
+
+    def _optimizers(self) -> list[Any]:
+        return [v for v in vars(self).values() if isinstance(v, keras.optimizers.Optimizer)]
+
+    def _warn_of_batch_normalization(self) -> None:
+        if not self.compiled or self._accumulation_steps == 1:
+            return
+        names = [
+            layer.name
+            for layer in self._flatten_layers()
+            if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
+        ]
+        if names and not self._has_warned_of_batch_normalization:
+            self._has_warned_of_batch_normalization = True
+            _validate.warn(_validate.batch_normalization_message(names))
+
+    def get_compile_config(self) -> dict[str, Any]:
+        """Return the model class's own compile configuration, with `accumulation_steps`."""
+        config = super().get_compile_config()
+        return {**config, "accumulation_steps": self._accumulation_steps} if config else config
+
+    def compile_from_config(self, config: dict[str, Any]) -> None:
+        """Compile with a configuration that `get_compile_config` returned."""
+        if type(self).compile is not AccumulatingModel.compile:
+            super().compile_from_config(config)  # says what to override
+            return
+        self.compile(**keras.saving.deserialize_keras_object(config))
+        if self.built:
+            self.optimizer.build(self.trainable_variables)

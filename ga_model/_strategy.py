@@ -1,0 +1,63 @@
+"""Everything that depends on `tf.distribute`, and on names that Keras keeps private.
+
+Private names of Keras in use, read in Keras 3.15.1. A release that renames one breaks the tests
+named after what it serves, not a user's training in silence.
+
+* `Trainer._compile_loss`, `CompileLoss._flat_losses`, `CompileLoss._metrics`, in `_weights`: the
+  compiled losses, and Keras's own matching of targets, outputs and sample weights.
+* `tensor._keras_mask`, in `_weights`: the mask of an output or of loss values.
+* `Layer._flatten_layers`, in `_model`: BatchNormalization layers at any depth.
+* `Optimizer._trainable_variables`, in `_recorder`: `optimizer.apply(gradients)` without variables.
+* `KerasSaveable._unpickle_model`, in `_wrap`: pickling a wrapped model as the plain model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ga_model import _validate
+
+
+def check_single_replica() -> None:
+    """Raise NotImplementedError under a strategy with more than one replica."""
+    strategy = tf.distribute.get_strategy()
+    if strategy.num_replicas_in_sync > 1:
+        raise NotImplementedError(
+            _validate.strategy_message(type(strategy).__name__, strategy.num_replicas_in_sync)
+        )
+
+
+def make_variable(shape: Sequence[int], dtype: tf.DType) -> tf.Variable:
+    """Make a variable of zeros outside of the graph that is being traced.
+
+    A variable that `tf.function` sees coming into being makes it trace a second time. This one is
+    made eagerly and out of its sight.
+    """
+    with tf.init_scope():
+        return tf.Variable(
+            tf.zeros(shape, dtype), trainable=False, experimental_enable_variable_lifting=False
+        )
+
+
+def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Create the optimizer's variables, as its first `apply` would.
+
+    Done ahead of `update_if`, because variables made inside of a branch belong to that branch.
+    """
+    if not optimizer.built:
+        with keras.name_scope(optimizer.name, caller=optimizer):
+            optimizer.build(list(variables))
+
+
+def update_if(condition: tf.Tensor, update: Callable[[], Any]) -> None:
+    """Run `update` in the graph where `condition`, a bool scalar, holds."""
+
+    def run() -> tf.Tensor:
+        update()
+        return tf.constant(0)
+
+    tf.cond(condition, run, lambda: tf.constant(0))

@@ -1,0 +1,193 @@
+"""Check arguments and word the messages. Imports neither TensorFlow nor Keras.
+
+Every message says what was expected, what was received, and the way out.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+_NOT_THE_USERS = {"ga_model", "keras", "tensorflow"}
+
+
+def warn(message: str) -> None:
+    """Warn at the line of the user's that led here, through however many frames of Keras."""
+    level = 1
+    while sys._getframe(level).f_globals.get("__name__", "").split(".")[0] in _NOT_THE_USERS:
+        level += 1
+    warnings.warn(message, UserWarning, stacklevel=level + 1)
+
+
+def check_backend(backend: str) -> None:
+    """Raise RuntimeError unless Keras runs on TensorFlow."""
+    if backend != "tensorflow":
+        raise RuntimeError(
+            "`ga_model` works with the TensorFlow backend of Keras. "
+            f"Received: keras.backend.backend()={backend!r}. "
+            "Set the environment variable KERAS_BACKEND=tensorflow before importing keras."
+        )
+
+
+def check_accumulation_steps(value: Any) -> int:
+    """Return `value` as an int, or raise.
+
+    Raises:
+        TypeError: `value` is no integer (a bool is none either).
+        ValueError: `value` is less than 1.
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        steps = operator.index(value)
+    except TypeError:
+        raise TypeError(_accumulation_steps_message(value)) from None
+    if steps < 1:
+        raise ValueError(_accumulation_steps_message(value))
+    return steps
+
+
+def _accumulation_steps_message(value: Any) -> str:
+    return (
+        "`accumulation_steps` must be an integer >= 1. "
+        f"Received: accumulation_steps={value!r} (of type {type(value).__name__}). "
+        "Pass 1 to train without accumulation."
+    )
+
+
+def check_single_accumulation(optimizers: Iterable[Any], accumulation_steps: int) -> None:
+    """Raise ValueError if an optimizer would accumulate a second time.
+
+    With `accumulation_steps=1` the optimizer's own accumulation is plain Keras and is let through.
+    """
+    if accumulation_steps == 1:
+        return
+    for optimizer in optimizers:
+        inner = getattr(optimizer, "inner_optimizer", None) or optimizer
+        steps = getattr(inner, "gradient_accumulation_steps", None)
+        if steps:
+            raise ValueError(
+                "Gradients would be accumulated twice. "
+                f"Received: accumulation_steps={accumulation_steps} and the optimizer "
+                f"{inner.name!r} with gradient_accumulation_steps={steps}. "
+                "Remove `gradient_accumulation_steps` from the optimizer, "
+                "or set `accumulation_steps=1`."
+            )
+
+
+def wrong_side_message(name: str) -> str:
+    return (
+        "`AccumulatingModel` must stand left of the Keras model class. "
+        f"Received: class {name} with a Keras model class on its left. "
+        f"Write `class {name}(AccumulatingModel, keras.Model)`."
+    )
+
+
+def no_keras_model_message(name: str) -> str:
+    return (
+        "`AccumulatingModel` is a mixin for Keras model classes. "
+        f"Received: class {name}, which is no subclass of `keras.Model`. "
+        f"Write `class {name}(AccumulatingModel, keras.Model)`."
+    )
+
+
+def not_a_model_message(value: Any) -> str:
+    hint = (
+        " Pass an instance: call the class first."
+        if isinstance(value, type)
+        else " Wrap layers in `keras.Sequential([...])` first."
+    )
+    return (
+        "`accumulate` takes a Keras model. "
+        f"Received: model={value!r} (of type {type(value).__name__}).{hint}"
+    )
+
+
+def applied_twice_message(model: str, optimizer: str) -> str:
+    return (
+        "A `train_step` that applies one optimizer more than once can not be accumulated: "
+        "its second gradient would have to be taken after the first update. "
+        f"Received: `train_step` of {model!r} applies the optimizer {optimizer!r} twice. "
+        "Sum the losses and apply once, use one optimizer per update, "
+        "or set `accumulation_steps=1`."
+    )
+
+
+def applied_none_message(model: str) -> str:
+    return (
+        "A `train_step` that is accumulated must apply an optimizer that is an attribute of the "
+        "model, such as `self.optimizer`. "
+        f"Received: `train_step` of {model!r} applies none. "
+        "Keep each optimizer in an attribute of its own (not in a list or a dict) and call "
+        "`self.<attribute>.apply(gradients, variables)`, or set `accumulation_steps=1`."
+    )
+
+
+def not_scaled_message(model: str) -> str:
+    return (
+        "A loss that sums over rows, beside regularizers or means, is counted right only if "
+        "`train_step` passes it through `self.optimizer.scale_loss(loss)` before taking gradients. "
+        f"Received: `train_step` of {model!r} does not. Add that call, or make the loss a mean."
+    )
+
+
+def unknown_variables_message() -> str:
+    return (
+        "A window's gradients must all belong to the same variables, in the same order. "
+        "Received: other variables than in the first microbatch. "
+        "After freezing or unfreezing layers call `model.compile()` again; "
+        "in a loop of your own make a new `GradientAccumulator`."
+    )
+
+
+def late_gradient_message(variables: list[str]) -> str:
+    return (
+        "A variable without a gradient in the first microbatch can not get one later. "
+        f"Received: a gradient for {variables}. "
+        "Let every microbatch use the same layers, or start with one that uses all of them."
+    )
+
+
+def empty_apply_message() -> str:
+    return (
+        "`GradientAccumulator.apply()` was traced before any gradient was added, so the traced "
+        "function could never apply one. Call `add()` before `apply()` is traced for the first "
+        "time, or put both into the same `tf.function`."
+    )
+
+
+def mixed_weights_message() -> str:
+    return (
+        "`weight` must be a number in every microbatch of a `GradientAccumulator`, or None in "
+        "every one. Received: both. Pass None only where the loss is a sum."
+    )
+
+
+def strategy_message(name: str, replicas: int) -> str:
+    return (
+        "Accumulation runs on one replica. "
+        f"Received: {name} with {replicas} replicas. "
+        "Train outside the strategy's scope, or set `accumulation_steps=1`."
+    )
+
+
+def batch_normalization_message(layers: list[str]) -> str:
+    return (
+        f"BatchNormalization layers in training mode: {layers}. They normalize each microbatch by "
+        "its own statistics and move their running averages once per microbatch, so training "
+        "differs from the whole batch. Freeze them (`layer.trainable = False` before `compile`), "
+        "use LayerNormalization or GroupNormalization, or accept the difference."
+    )
+
+
+def one_weight_message(exact: list[str], approximate: list[str]) -> str:
+    return (
+        "One weight per microbatch can not serve all terms of this loss: they average over "
+        "different things. "
+        f"Exact: {exact}. Exact only where all microbatches of a full window count alike: "
+        f"{approximate}. Give the terms the same reduction, mask and sample weights, or override "
+        "`AccumulatingModel.microbatch_weight`."
+    )

@@ -1,0 +1,93 @@
+"""Give an existing model the mixin."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable
+from typing import Any, cast
+
+import keras
+
+from ga_model import _validate
+from ga_model._model import AccumulatingModel
+from ga_model._recorder import watch_attribute
+
+
+def accumulate(model: keras.Model, *, accumulation_steps: int | None = None) -> keras.Model:
+    """Make an existing Keras model accumulate gradients, and return the same object.
+
+    For scripts that have a model already: Functional, Sequential or subclassed, built or not,
+    compiled or not. Layers, weights, optimizer and every reference to the model stay what they are,
+    and so do the files that `save` writes: they are the plain model's and open without this
+    package.
+
+    Args:
+        model: a `keras.Model`. One that is an `AccumulatingModel` already only gets the setting.
+        accumulation_steps: batches of `fit` per update, an integer >= 1. None keeps the present
+            value, 1 for a plain model.
+
+    Returns:
+        `model`, now an instance of `AccumulatingModel` too.
+
+    Raises:
+        TypeError: `model` is no Keras model, or `accumulation_steps` no integer.
+        ValueError: `accumulation_steps` is less than 1, or the model is compiled with an optimizer
+            that has `gradient_accumulation_steps`.
+
+    Warns:
+        UserWarning: the model is compiled and has trainable BatchNormalization layers.
+
+    Example:
+
+    ```python
+    model = keras.Sequential([keras.layers.Dense(16, activation="relu"), keras.layers.Dense(1)])
+    model = accumulate(model, accumulation_steps=4)
+    model.compile("adam", "mse")
+    model.fit(x, y, batch_size=32)  # updates of 128 rows
+    ```
+    """
+    if not isinstance(model, keras.Model):
+        raise TypeError(_validate.not_a_model_message(model))
+    steps = 1 if accumulation_steps is None else accumulation_steps
+    optimizers = {k: v for k, v in vars(model).items() if isinstance(v, keras.optimizers.Optimizer)}
+    steps = _validate.check_accumulation_steps(steps)
+    _validate.check_single_accumulation(optimizers.values(), steps)
+    if not isinstance(model, AccumulatingModel):
+        wrapped = _wrapped_class(cast(Hashable, type(model)))
+        for name in optimizers:
+            watch_attribute(wrapped, name)
+        object.__setattr__(model, "__class__", wrapped)
+        model.train_function = None
+    if accumulation_steps is not None:
+        model.accumulation_steps = steps
+    return model
+
+
+class _Wrapped(AccumulatingModel):
+    """What a wrapped model has beside the mixin: it passes for an instance of its own class.
+
+    `model.__class__` answers with the class that the user wrote, which is what Keras records in
+    files and looks up when it copies and clones.
+    """
+
+    def get_compile_config(self) -> dict[str, Any]:
+        config: dict[str, Any] = super(AccumulatingModel, self).get_compile_config()
+        return config
+
+    def __reduce__(self) -> Any:
+        _, arguments = super().__reduce__()
+        return self.__class__._unpickle_model, arguments
+
+
+@functools.cache
+def _wrapped_class(original: Any) -> type:
+    return type(
+        original.__name__,
+        (_Wrapped, original),
+        {
+            "__module__": original.__module__,
+            "__qualname__": original.__qualname__,
+            "__doc__": original.__doc__,
+            "__class__": property(lambda self: original),
+        },
+    )

@@ -1,0 +1,41 @@
+"""Settings for all tests: quiet TensorFlow, few threads, fixed seeds, float32 by default."""
+
+import os
+
+os.environ["KERAS_BACKEND"] = "tensorflow"
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
+
+import keras
+import pytest
+import tensorflow as tf
+
+# The suite runs in several processes, and its models are small.
+tf.config.threading.set_intra_op_parallelism_threads(1)
+tf.config.threading.set_inter_op_parallelism_threads(1)
+
+
+def set_dtype(dtype):
+    keras.config.set_floatx(dtype)
+    keras.config.set_dtype_policy(dtype)
+
+
+@pytest.fixture(autouse=True)
+def fresh_keras():
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(0)
+    set_dtype("float32")
+    yield
+    set_dtype("float32")
+
+
+@pytest.fixture(params=["float32", "float64"])
+def dtype(request):
+    set_dtype(request.param)
+    return request.param
+
+
+@pytest.fixture
+def float64():
+    set_dtype("float64")
+    return "float64"

@@ -1,0 +1,96 @@
+"""Train a model with plain Keras and with accumulation, and compare what comes out.
+
+The measure is the relative difference of the weight change, the largest over all variables:
+
+    ||w - w_reference|| / ||w_reference - w_start||
+
+References are trained by plain Keras in the same process on the same rows in the same order.
+"""
+
+import keras
+import numpy as np
+
+from ga_model import accumulate
+
+# The promise: see "What is exact" in the README.
+TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
+
+
+def relative_difference(weights, reference, start):
+    """Return the largest relative difference of the weight change over all variables."""
+    differences = []
+    for w, r, s in zip(weights, reference, start, strict=True):
+        change, error = np.linalg.norm(r - s), np.linalg.norm(w - r)
+        assert np.isfinite(error)
+        assert np.isfinite(change)
+        differences.append(error / change if change else (0.0 if not error else np.inf))
+    return max(differences)
+
+
+def assert_changed(weights, start):
+    assert any(np.any(w != s) for w, s in zip(weights, start, strict=True))
+
+
+def fit_pair(make, compile_args, data, *, rows, steps, epochs=2, fit_args=None, wrap=accumulate):
+    """Train two equal models, on windows of `steps` batches of `rows` rows and on whole windows.
+
+    Args:
+        make: function that returns a fresh model, the same one every time.
+        compile_args: function that returns fresh keyword arguments of `compile`.
+        data: (x, y) or (x, y, sample_weight).
+        rows: rows per microbatch.
+        steps: microbatches per window.
+
+    Returns:
+        The accumulating model, the reference, and their common start weights.
+    """
+    arguments = {"epochs": epochs, "shuffle": False, "verbose": 0, **(fit_args or {})}
+    arguments.update(zip(("x", "y", "sample_weight"), data))
+
+    reference = seeded(make)
+    reference.compile(**compile_args())
+    model = wrap(seeded(make), accumulation_steps=steps)
+    model.compile(**compile_args())
+    if not reference.built:
+        for m in (reference, model):
+            m(keras.tree.map_structure(lambda x: x[:1], data[0]))
+            keras.utils.set_random_seed(2)
+            m.set_weights([keras.random.normal(w.shape) * 0.5 for w in m.get_weights()])
+    start = reference.get_weights()
+    for a, b in zip(start, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+    reference.history_ = reference.fit(batch_size=rows * steps, **arguments)
+    model.history_ = model.fit(batch_size=rows, **arguments)
+    assert_changed(reference.get_weights(), start)
+    return model, reference, start
+
+
+def difference_of_fits(*args, **kwargs):
+    """Return the relative difference of the two trainings of `fit_pair`."""
+    model, reference, start = fit_pair(*args, **kwargs)
+    assert model.optimizer.iterations == reference.optimizer.iterations
+    return relative_difference(model.get_weights(), reference.get_weights(), start)
+
+
+def seeded(make):
+    keras.utils.set_random_seed(1)
+    return make()
+
+
+def dense_model(features=4, outputs=2):
+    """A small smooth model: every gradient is far from zero."""
+    return keras.Sequential(
+        [
+            keras.Input((features,)),
+            keras.layers.Dense(6, activation="tanh"),
+            keras.layers.Dense(outputs),
+        ]
+    )
+
+
+def dense_data(rows, features=4, outputs=2, seed=3):
+    generator = np.random.default_rng(seed)
+    dtype = keras.config.floatx()
+    x = generator.normal(size=(rows, features)).astype(dtype)
+    y = generator.normal(size=(rows, outputs)).astype(dtype)
+    return x, y

@@ -1,0 +1,225 @@
+"""`GradientAccumulator` in loops of the user's own, inside and outside of `tf.function`."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import TOLERANCE, assert_changed, dense_data, dense_model, relative_difference, seeded
+from zoo import WithUnusedVariable, embedding, embedding_data
+
+from ga_model import GradientAccumulator
+
+PARTS = [range(4), range(4, 5), range(5, 12)]
+
+
+def mean_loss(model, x, y):
+    return tf.reduce_mean(tf.square(model(x, training=True) - y))
+
+
+def gradients_of(loss_function, model, x, y):
+    with tf.GradientTape() as tape:
+        loss = loss_function(model, tf.convert_to_tensor(x), tf.convert_to_tensor(y))
+    return tape.gradient(loss, model.trainable_variables)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_loop_matches_the_whole_batch(graph, dtype):
+    x, y = dense_data(12)
+    model, reference = seeded(dense_model), seeded(dense_model)
+    optimizers = [keras.optimizers.Adam(0.01) for _ in range(2)]
+    accumulator = GradientAccumulator()
+    start = model.get_weights()
+
+    def microbatch(x, y):
+        gradients = gradients_of(mean_loss, model, x, y)
+        accumulator.add(gradients, model.trainable_variables, weight=tf.shape(x)[0])
+
+    def update():
+        accumulator.apply(optimizers[0])
+
+    if graph:
+        microbatch = tf.function(microbatch, reduce_retracing=True)
+        update = tf.function(update)
+    for _ in range(3):
+        for part in PARTS:
+            microbatch(x[part], y[part])
+        assert accumulator.num_microbatches == 3
+        update()
+        assert accumulator.num_microbatches == 0
+        update()  # nothing is left, nothing happens
+        gradients = gradients_of(mean_loss, reference, x, y)
+        optimizers[1].apply(gradients, reference.trainable_variables)
+    assert optimizers[0].iterations == 3
+    assert_changed(reference.get_weights(), start)
+    difference = relative_difference(model.get_weights(), reference.get_weights(), start)
+    assert difference <= TOLERANCE[dtype]
+
+
+def test_a_whole_window_in_one_function_matches_the_whole_batch(float64):
+    x, y = dense_data(12)
+    model, reference = seeded(dense_model), seeded(dense_model)
+    optimizers = [keras.optimizers.Adam(0.01) for _ in range(2)]
+    accumulator = GradientAccumulator()
+    start = model.get_weights()
+
+    @tf.function
+    def train(x, y):
+        for i in tf.range(3):
+            rows = slice(4 * i, 4 * i + 4)
+            gradients = gradients_of(mean_loss, model, x[rows], y[rows])
+            accumulator.add(gradients, model.trainable_variables)
+        accumulator.apply(optimizers[0])
+
+    for _ in range(3):
+        train(tf.constant(x), tf.constant(y))
+        gradients = gradients_of(mean_loss, reference, x, y)
+        optimizers[1].apply(gradients, reference.trainable_variables)
+    difference = relative_difference(model.get_weights(), reference.get_weights(), start)
+    assert difference <= TOLERANCE[float64]
+
+
+def test_weight_none_sums(float64):
+    x, y = dense_data(12)
+    model = seeded(dense_model)
+
+    def sum_loss(model, x, y):
+        return tf.reduce_sum(tf.square(model(x) - y))
+
+    accumulator = GradientAccumulator()
+    for part in PARTS:
+        gradients = gradients_of(sum_loss, model, x[part], y[part])
+        accumulator.add(gradients, model.trainable_variables, weight=None)
+    expected = gradients_of(sum_loss, model, x, y)
+    for g, e in zip(accumulator.mean(), expected, strict=True):
+        np.testing.assert_allclose(g, e, rtol=1e-12)
+
+
+def test_one_microbatch_gives_its_gradient_back_to_the_bit():
+    generator = np.random.default_rng(0)
+    variable = keras.Variable(np.zeros(1000, "float32"))
+    accumulator = GradientAccumulator()
+    for weight in (1.0, 3.0, 0.1, 1e-30, 1e30, 7):
+        gradient = generator.normal(size=1000).astype("float32")
+        accumulator.add([gradient], [variable], weight=weight)
+        np.testing.assert_array_equal(accumulator.mean()[0], gradient)
+        accumulator.reset()
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
+def test_1024_small_half_precision_gradients_sum_right(kind):
+    variable = keras.Variable(np.zeros(4), dtype=kind)
+    accumulator = GradientAccumulator()
+    gradient = tf.constant([1.0, 2.0, -1.0, 0.5], kind)
+
+    @tf.function
+    def add():
+        accumulator.add([gradient / 1024], [variable], weight=None)
+
+    for _ in range(1024):
+        add()
+    mean = accumulator.mean()[0]
+    assert mean.dtype == kind
+    np.testing.assert_array_equal(tf.cast(mean, "float32"), [1.0, 2.0, -1.0, 0.5])
+
+
+def test_sparse_gradients_are_scattered_and_duplicates_are_summed(float64):
+    ids, y = embedding_data(12)
+    model = seeded(embedding)
+    accumulator = GradientAccumulator()
+    for part in PARTS:
+        gradients = gradients_of(mean_loss, model, ids[part], y[part])
+        assert isinstance(gradients[0], tf.IndexedSlices)
+        accumulator.add(gradients, model.trainable_variables, weight=len(part))
+    expected = gradients_of(mean_loss, model, ids, y)
+    for _ in range(2):  # a second window does not see what the first one left in the buffers
+        for g, e in zip(accumulator.mean(), expected, strict=True):
+            np.testing.assert_allclose(g, tf.convert_to_tensor(e), rtol=1e-11, atol=1e-15)
+        accumulator.reset()
+        accumulator.add(expected, model.trainable_variables, weight=2)
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning:keras")
+def test_none_stays_none():
+    x, y = dense_data(12)
+    model = seeded(WithUnusedVariable)
+    model.build((None, 4))
+    accumulator = GradientAccumulator()
+    gradients = gradients_of(mean_loss, model, x, y)
+    assert gradients[2] is None
+    accumulator.add(gradients, model.trainable_variables)
+    assert [g is None for g in accumulator.mean()] == [False, False, True, True]
+    accumulator.apply(keras.optimizers.Adam())
+
+
+def test_weight_zero_changes_nothing_and_a_window_of_it_makes_no_update():
+    variable = keras.Variable([1.0, 2.0])
+    optimizer = keras.optimizers.Adam()
+    accumulator = GradientAccumulator()
+    accumulator.add([tf.constant([5.0, 5.0])], [variable], weight=0)
+    accumulator.apply(optimizer)
+    assert optimizer.iterations == 0
+    np.testing.assert_array_equal(variable, [1.0, 2.0])
+    accumulator.add([tf.constant([5.0, 5.0])], [variable], weight=0)
+    accumulator.add([tf.constant([1.0, 3.0])], [variable], weight=4)
+    np.testing.assert_array_equal(accumulator.mean()[0], [1.0, 3.0])
+
+
+def test_tf_variables_and_optimizers_that_are_built_later_work():
+    variable = tf.Variable([1.0, 2.0])
+    accumulator = GradientAccumulator()
+    accumulator.add([tf.constant([1.0, 3.0])], [variable], weight=2)
+    accumulator.add([tf.constant([3.0, 0.0])], [variable], weight=1)
+    accumulator.apply(keras.optimizers.SGD(0.3))
+    np.testing.assert_allclose(variable, [1.0 - 0.3 * 5 / 3, 2.0 - 0.3 * 6 / 3], rtol=1e-6)
+
+
+def test_buffers_are_float32_or_better_and_only_where_there_are_gradients():
+    variables = [keras.Variable(np.zeros(3), dtype=d) for d in ("bfloat16", "float32", "float64")]
+    accumulator = GradientAccumulator()
+    gradients = [None, *(tf.zeros(3, v.dtype) for v in variables[1:])]
+    accumulator.add(gradients, variables)
+    assert [None if b is None else b.dtype.name for b in accumulator._buffers] == [
+        None,
+        "float32",
+        "float64",
+    ]
+
+
+class TestBadInput:
+    variables = property(lambda self: [keras.Variable(np.zeros(2)), keras.Variable(np.zeros(3))])
+
+    def test_lengths_differ(self):
+        with pytest.raises(ValueError, match="Received: 1 gradients and 2 variables"):
+            GradientAccumulator().add([tf.zeros(2)], self.variables)
+
+    def test_other_variables(self):
+        accumulator = GradientAccumulator()
+        accumulator.add([tf.zeros(2), tf.zeros(3)], self.variables)
+        with pytest.raises(ValueError, match="make a new `GradientAccumulator`"):
+            accumulator.add([tf.zeros(2), tf.zeros(3)], self.variables)
+
+    def test_weight_none_in_one_call_only(self):
+        accumulator, variables = GradientAccumulator(), self.variables
+        accumulator.add([tf.zeros(2), tf.zeros(3)], variables)
+        with pytest.raises(ValueError, match="Received: both"):
+            accumulator.add([tf.zeros(2), tf.zeros(3)], variables, weight=None)
+
+    def test_a_gradient_that_comes_late(self):
+        accumulator, variables = GradientAccumulator(), self.variables
+        accumulator.add([tf.zeros(2), None], variables)
+        with pytest.raises(RuntimeError, match="can not get one later"):
+            accumulator.add([tf.zeros(2), tf.zeros(3)], variables)
+
+    def test_a_refused_call_changes_nothing(self):
+        accumulator, variables = GradientAccumulator(), self.variables
+        accumulator.add([tf.ones(2), tf.ones(3)], variables)
+        with pytest.raises(ValueError, match="Received: both"):
+            accumulator.add([tf.zeros(2), tf.zeros(3)], variables, weight=None)
+        assert accumulator.num_microbatches == 1
+        np.testing.assert_array_equal(accumulator.mean()[0], [1.0, 1.0])
+
+    def test_apply_traced_before_anything_is_added(self):
+        accumulator = GradientAccumulator()
+        accumulator.apply(keras.optimizers.SGD())  # eagerly an empty window is just empty
+        with pytest.raises(RuntimeError, match="traced before any gradient"):
+            tf.function(lambda: accumulator.apply(keras.optimizers.SGD()))()

@@ -1,0 +1,246 @@
+"""The command line's main job: `python -m ga_model`.
+
+`full_run` is the whole job, shortened to one epoch, in a process as users start it. The other tests
+call its parts, with made-up results where a training would take long.
+"""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import keras
+import numpy as np
+import psutil
+import pytest
+
+from ga_model import _demo, _report
+from ga_model._cli import main
+
+SETTINGS = _demo.Settings()
+RUNS = _demo.make_runs(SETTINGS)
+SPLIT = _demo.Run("big batch, split", 128, {"microbatch_size": 32})
+
+
+def made_up(run, difference, **attributes):
+    """Return a result whose relative difference from one with `difference=0` is `difference`."""
+    start = [np.zeros((2, 2)), np.ones(2)]
+    weights = [np.full((2, 2), 3.0 * (1 + difference)), np.full(2, 5.0)]
+    result = _demo.Result(
+        run=run,
+        start=start,
+        weights=weights,
+        updates=12,
+        history={"loss": [2.0, 1.0], "val_accuracy": [0.5, 0.75]},
+        seconds=1.25,
+        base_memory=600 * 10**6,
+        peak_memory=850 * 10**6,
+    )
+    return replace(result, **attributes)
+
+
+def made_up_results(accumulation=1e-6, control=0.5):
+    return [made_up(run, d) for run, d in zip(RUNS, (0.0, accumulation, control), strict=True)]
+
+
+def rows_of(report):
+    """Return the cells of the table's lines by the name of the run."""
+    names = [run.name for run in RUNS]
+    lines = {
+        name: [line for line in report.splitlines() if line.startswith(name)] for name in names
+    }
+    return {name: line.removeprefix(name).split() for name, (line,) in lines.items()}
+
+
+@pytest.fixture(scope="module")
+def full_run(tmp_path_factory):
+    plot = tmp_path_factory.mktemp("demo") / "demo.png"
+    command = [sys.executable, "-m", "ga_model", "--epochs", "1", "--plot", str(plot)]
+    return subprocess.run(command, capture_output=True, text=True, check=False), plot
+
+
+def test_accumulation_makes_the_updates_of_the_big_batch_and_small_batches_do_not(full_run):
+    process, _ = full_run
+    assert process.returncode == 0, process.stderr
+    table = rows_of(process.stdout)
+    assert [cells[:2] for cells in table.values()] == [["128", "12"], ["32", "12"], ["32", "47"]]
+    big, accumulation, control = table.values()
+    assert big[2] == accumulation[2] != control[2]  # validation accuracy
+    assert float(accumulation[3]) <= _report.TOLERANCE["float32"] < 0.1 < float(control[3])
+    assert "\nReproduced: " in process.stdout
+
+
+def test_memory_is_that_of_each_run(full_run):
+    training = {name: int(cells[7]) for name, cells in rows_of(full_run[0].stdout).items()}
+    assert training["accumulation"] < 0.75 * training["big batch"]
+    assert training["accumulation"] > 0
+
+
+def test_progress_names_the_run_and_takes_few_lines(full_run):
+    lines = full_run[0].stdout.splitlines()
+    assert [line for line in lines if line.startswith("[")] == [
+        "[1/3] big batch: batches of 128",
+        "[2/3] accumulation: batches of 32, accumulation_steps=4",
+        "[3/3] no accumulation: batches of 32",
+    ]
+    assert [line.split()[0] for line in lines if "val_loss" in line] == ["12/12", "47/47", "47/47"]
+    assert len(lines) < 30
+    assert not any("\r" in line or "\b" in line for line in lines)
+    assert max(map(len, lines)) <= 120
+
+
+def test_plot_is_a_png(full_run):
+    assert full_run[1].read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_leaves_out_memory_that_is_not_known():
+    from ga_model import _plot
+
+    results = [replace(r, base_memory=None, peak_memory=None) for r in made_up_results()]
+    assert len(_plot.draw(made_up_results()).axes) == 2
+    assert len(_plot.draw(results).axes) == 1
+    assert "n/a" in _report.table(results)
+
+
+def test_training_that_fails_shows_its_error():
+    settings = replace(SETTINGS, optimizer="no such optimizer")
+    with pytest.raises(
+        _demo.DemoError, match=r"(?s)'big batch' ended with exit status 1.*KeyError"
+    ):
+        _demo.train_in_own_process(RUNS[0], settings)
+
+
+def run_main(monkeypatch, results, *arguments):
+    by_name = {r.run.name: r for r in results}
+    monkeypatch.setattr(_demo, "train_in_own_process", lambda run, settings: by_name[run.name])
+    return main(arguments)
+
+
+def test_exit_status_tells_whether_the_big_batch_was_reproduced(monkeypatch, capsys):
+    assert run_main(monkeypatch, made_up_results(accumulation=1e-6)) == 0
+    assert "\nReproduced: the relative difference from the big batch is 1.0e-06 for " in (
+        capsys.readouterr().out
+    )
+    assert run_main(monkeypatch, made_up_results(accumulation=2e-3)) == 1
+    assert "Not reproduced: the relative difference from the big batch is 2.0e-03 for " in (
+        capsys.readouterr().out
+    )
+    assert run_main(monkeypatch, made_up_results(accumulation=1e-6), "--dtype", "float64") == 1
+
+
+def test_failed_training_is_exit_status_2(monkeypatch, capsys):
+    def fail(run, settings):
+        raise _demo.DemoError("The run failed.")
+
+    monkeypatch.setattr(_demo, "train_in_own_process", fail)
+    assert main([]) == 2
+    assert capsys.readouterr().err == "ga_model: error: The run failed.\n"
+
+
+def test_difference_is_that_of_the_worst_variable():
+    reference, other = made_up(RUNS[0], 0.0), made_up(RUNS[1], 0.0)
+    other.weights[0][0, 0] += 0.5  # the change was 4 times 3, so its norm is 6
+    other.weights[1][1] -= 0.25  # the change was 2 times 4, so its norm is 4 * sqrt(2)
+    difference = _report.difference(other, reference)
+    assert difference.relative == pytest.approx(0.5 / 6)
+    assert difference.absolute == 0.5
+
+
+def test_every_run_but_the_control_must_match():
+    results = made_up_results()
+    assert _report.judge([*results, made_up(SPLIT, 1e-6)], "float32").is_reproduced
+    assert not _report.judge([*results, made_up(SPLIT, 0.1)], "float32").is_reproduced
+
+
+def test_nan_is_not_reproduced():
+    verdict = _report.judge(made_up_results(accumulation=np.nan), "float32")
+    assert not verdict.is_reproduced
+    assert verdict.text.startswith("Not reproduced: ")
+    results = made_up_results()
+    results[0].weights[0][:] = np.nan
+    verdict = _report.judge(results, "float32")
+    assert not verdict.is_reproduced
+    assert "not finite" in verdict.text
+
+
+def test_settings_that_can_not_tell_the_runs_apart_prove_nothing():
+    verdict = _report.judge(made_up_results(control=1e-6), "float32")
+    assert not verdict.is_reproduced
+    assert verdict.text.startswith("No verdict: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--batch-size", "0"], r"--batch-size: must be an integer >= 1\. Received: '0'"),
+        (["--batch-size", "130"], r"must be divisible by --accumulation-steps.*Pass.*132"),
+        (["--accumulation-steps", "1"], r"must be an integer >= 2\. Received: '1'"),
+        (["--accumulation-steps", "2.5"], r"must be an integer >= 2\. Received: '2\.5'"),
+        (["--epochs", "0"], r"--epochs: must be an integer >= 1"),
+        (["--seed", "-1"], r"must be an integer from 0 to 4294967295\. Received: '-1'"),
+        (["--learning-rate", "0"], r"must be a positive number\. Received: '0'"),
+        (["--learning-rate", "nan"], r"must be a positive number\. Received: 'nan'"),
+        (["--optimizer", "adm"], r"invalid choice: 'adm' \(choose from .*adam.*sgd"),
+        (["--optimizer", "LossScaleOptimizer"], r"invalid choice: 'lossscaleoptimizer'"),
+        (["--dtype", "float16"], r"invalid choice: 'float16'"),
+        (["--dataset", "cifar"], r"invalid choice: 'cifar'"),
+        (["--plot", "demo.xyz"], r"must end in a format.*png.*Received: 'demo\.xyz'.*demo\.png"),
+        (["--plot", "demo"], r"must end in a format.*png.*Received: 'demo'"),
+        (["--plot", "no/such/demo.png"], r"in a folder that exists.*Create the folder 'no/such'"),
+    ],
+)
+def test_bad_argument_ends_with_status_2_before_any_training(arguments, message, capsys):
+    with pytest.raises(SystemExit) as ending:
+        main(arguments)
+    assert ending.value.code == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    with pytest.raises(AssertionError, match=f"(?s){message}"):
+        raise AssertionError(output.err)
+
+
+def test_missing_packages_name_the_extra(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    assert main([]) == 2
+    assert 'pip install "ga_model[demo]"' in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    with pytest.raises(SystemExit) as ending:
+        main(["--plot", "demo.png"])
+    assert ending.value.code == 2
+    assert 'pip install "ga_model[demo]"' in capsys.readouterr().err
+
+
+def test_mnist_without_a_network_says_so(monkeypatch, capsys):
+    def load_data():
+        raise Exception("URL fetch failure")
+
+    monkeypatch.setattr(keras.datasets.mnist, "load_data", load_data)
+    assert main(["--dataset", "mnist"]) == 2
+    assert "can not be downloaded: URL fetch failure. Check the network" in capsys.readouterr().err
+
+
+def test_mnist_goes_through_the_same_network(monkeypatch):
+    images, labels = np.full((5, 28, 28), 255, "uint8"), np.zeros(5, "uint8")
+    monkeypatch.setattr(keras.datasets.mnist, "load_data", lambda: [(images, labels)] * 2)
+    data = _demo.load_dataset(replace(SETTINGS, dataset="mnist"))
+    assert data.x.shape == (5, 28, 28, 1)
+    assert data.x.max() == 1
+    assert _demo.make_model(28).compute_output_shape((5, 28, 28, 1)) == (5, 10)
+
+
+def test_split_of_digits_depends_on_the_seed_alone():
+    first, same, other = (_demo.load_dataset(replace(SETTINGS, seed=s)) for s in (1, 1, 2))
+    np.testing.assert_array_equal(first.x, same.x)
+    assert np.any(first.y != other.y)
+    assert first.x.shape == (1500, 8, 8, 1)
+    assert first.x_validation.shape == (297, 8, 8, 1)
+
+
+def test_every_listed_optimizer_can_be_made():
+    assert {"sgd", "adam", "adamw", "rmsprop", "lion"} <= set(_demo.OPTIMIZERS)
+    for make in _demo.OPTIMIZERS.values():
+        assert isinstance(make(), keras.optimizers.Optimizer)
+
+
+def test_peak_memory_is_in_bytes():
+    resident = psutil.Process().memory_info().rss
+    assert 0.9 * resident <= _demo.peak_memory() <= 100 * resident

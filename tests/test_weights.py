@@ -1,0 +1,351 @@
+"""Every reduction, masked or weighted, equals the whole batch; the mean of means does not."""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import (
+    TOLERANCE,
+    dense_data,
+    dense_model,
+    difference_of_fits,
+    fit_pair,
+    relative_difference,
+    seeded,
+)
+from zoo import masked_data, masked_recurrent, two_outputs, two_outputs_data
+
+from ga_model import AccumulatingModel, accumulate
+
+REDUCTIONS = ["sum_over_batch_size", "mean", "mean_with_sample_weight", "sum"]
+
+
+def sequence_model():
+    return keras.Sequential(
+        [
+            keras.Input((5, 3)),
+            keras.layers.Dense(4, activation="tanh"),
+            keras.layers.Dense(2),
+        ]
+    )
+
+
+def sample_weights(kind, rows):
+    generator = np.random.default_rng(5)
+    if kind == "none":
+        return ()
+    shape = {"rows": (rows, 1), "positions": (rows, 5), "zeros": (rows, 1)}[kind]
+    weights = generator.uniform(0.1, 3.0, size=shape).astype(keras.config.floatx())
+    if kind == "zeros":
+        weights[: rows // 3] = 0.0  # a whole microbatch that counts nothing, and more
+    return (weights,)
+
+
+def compile_with(reduction, **kwargs):
+    def arguments():
+        return {
+            "optimizer": keras.optimizers.SGD(0.001 if reduction == "sum" else 0.05, momentum=0.9),
+            "loss": keras.losses.MeanSquaredError(reduction=reduction),
+            **kwargs,
+        }
+
+    return arguments
+
+
+@pytest.mark.parametrize("kind", ["none", "rows", "positions", "zeros"])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_reduction_matches_the_whole_batch(reduction, masked, kind, dtype):
+    rows = 34  # windows of 12 rows: two full ones, and a partial one that is ragged
+    x, y = masked_data(rows)
+    make = masked_recurrent if masked else sequence_model
+    data = (x, y, *sample_weights(kind, rows))
+    difference = difference_of_fits(make, compile_with(reduction), data, rows=4, steps=3)
+    assert difference <= TOLERANCE[dtype]
+
+
+def test_reduction_none_matches_the_whole_batch(float64):
+    data = dense_data(34)
+    difference = difference_of_fits(dense_model, compile_with("none"), data, rows=4, steps=3)
+    assert difference <= TOLERANCE[float64]
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_class_weight_matches_the_whole_batch(reduction, dtype):
+    x, _ = dense_data(34)
+    y = (np.arange(34) % 3).astype("int32")
+
+    def arguments():
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
+        return {"optimizer": keras.optimizers.SGD(0.1), "loss": loss}
+
+    difference = difference_of_fits(
+        lambda: dense_model(outputs=3),
+        arguments,
+        (x, y),
+        rows=4,
+        steps=3,
+        fit_args={"class_weight": {0: 0.2, 1: 1.0, 2: 4.0}},
+    )
+    assert difference <= TOLERANCE[dtype]
+
+
+def test_ignored_class_counts_like_a_mask(float64):
+    x, _ = masked_data(34)
+    y = np.random.default_rng(6).integers(0, 2, size=(34, 5)).astype("int32")
+    y[:9] = -1  # two microbatches and a row that are ignored
+    y[12:, 2:] = -1
+
+    def arguments():
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)
+        return {"optimizer": keras.optimizers.SGD(0.1), "loss": loss}
+
+    difference = difference_of_fits(sequence_model, arguments, (x, y), rows=4, steps=3)
+    assert difference <= TOLERANCE[float64]
+
+
+def embedding_lm():
+    """A causal language model: next-token loss, padding masked by the Embedding."""
+    return keras.Sequential(
+        [
+            keras.Input((6,), dtype="int32"),
+            keras.layers.Embedding(9, 4, mask_zero=True),
+            keras.layers.GRU(5, return_sequences=True, reset_after=False),
+            keras.layers.Dense(9),
+        ]
+    )
+
+
+def test_token_loss_with_very_unequal_token_counts_matches_the_whole_batch(dtype):
+    generator = np.random.default_rng(7)
+    tokens = generator.integers(1, 9, size=(34, 7)).astype("int32")
+    lengths = np.where(np.arange(34) % 8 < 4, 1, 6)  # microbatches of 4 rows: 4 or 24 tokens
+    x = np.where(np.arange(6) < lengths[:, None], tokens[:, :-1], 0).astype("int32")
+
+    def arguments():
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        return {"optimizer": keras.optimizers.SGD(0.1), "loss": loss}
+
+    difference = difference_of_fits(embedding_lm, arguments, (x, tokens[:, 1:]), rows=4, steps=3)
+    assert difference <= TOLERANCE[dtype]
+
+
+def regularized_sequence_model():
+    l2 = keras.regularizers.L2(0.1)
+    return keras.Sequential(
+        [
+            keras.Input((5, 3)),
+            keras.layers.Masking(),
+            keras.layers.SimpleRNN(4, return_sequences=True, kernel_regularizer=l2),
+            keras.layers.Dense(2, kernel_regularizer=l2, bias_regularizer=l2),
+        ]
+    )
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 3])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_regularizers_are_counted_once_per_window(reduction, steps_per_execution, dtype):
+    data = masked_data(34)
+    arguments = compile_with(reduction, steps_per_execution=steps_per_execution)
+    difference = difference_of_fits(regularized_sequence_model, arguments, data, rows=4, steps=3)
+    assert difference <= TOLERANCE[dtype]
+
+
+class AddsLoss(keras.layers.Layer):
+    def call(self, inputs):
+        self.add_loss(0.1 * tf.reduce_mean(tf.square(inputs)))
+        return inputs
+
+
+def test_add_loss_is_a_mean_over_rows(dtype):
+    def make():
+        return keras.Sequential([*dense_model().layers, AddsLoss()])
+
+    difference = difference_of_fits(
+        make, compile_with("sum_over_batch_size"), dense_data(34), rows=4, steps=3
+    )
+    assert difference <= TOLERANCE[dtype]
+
+
+def test_add_loss_without_a_compiled_loss_matches_the_whole_batch(float64):
+    def make():
+        return keras.Sequential([*dense_model().layers, AddsLoss()])
+
+    def arguments():
+        return {"optimizer": keras.optimizers.SGD(0.1), "loss": None}
+
+    x, _ = dense_data(34)
+    difference = difference_of_fits(make, arguments, (x,), rows=4, steps=3)
+    assert difference <= TOLERANCE[float64]
+
+
+def test_loss_functions_that_reduce_by_themselves_are_weighted_by_rows(float64):
+    def loss(y_true, y_pred):
+        return tf.reduce_mean(tf.square(y_true - y_pred))
+
+    def arguments():
+        return {"optimizer": keras.optimizers.SGD(0.1), "loss": loss}
+
+    difference = difference_of_fits(dense_model, arguments, dense_data(34), rows=4, steps=3)
+    assert difference <= TOLERANCE[float64]
+
+
+def test_two_outputs_with_two_reductions_that_agree_match_the_whole_batch(float64):
+    def arguments():
+        losses = [keras.losses.MeanSquaredError(), keras.losses.MeanAbsoluteError(reduction="mean")]
+        return {
+            "optimizer": keras.optimizers.SGD(0.1),
+            "loss": losses,
+            "loss_weights": [0.3, 2.0],
+        }
+
+    difference = difference_of_fits(two_outputs, arguments, two_outputs_data(34), rows=4, steps=3)
+    assert difference <= TOLERANCE[float64]
+
+
+def two_masks():
+    inputs = keras.Input((5, 3))
+    a = keras.layers.SimpleRNN(4, return_sequences=True)(keras.layers.Masking()(inputs))
+    return keras.Model(
+        inputs,
+        [keras.layers.Dense(2, name="masked")(a), keras.layers.Dense(2, name="open")(inputs)],
+    )
+
+
+def test_terms_that_one_weight_can_not_serve_are_named_once(float64):
+    x, y = masked_data(24)
+    model = accumulate(two_masks(), accumulation_steps=3)
+    model.compile("sgd", ["mse", "mse"])
+    with pytest.warns(UserWarning, match=r"Exact: \['masked'\].*alike: \['open'\]") as caught:
+        model.fit(x, [y, y], batch_size=4, shuffle=False, verbose=0)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():  # a second trace of the same step does not repeat it
+        warnings.simplefilter("error")
+        model.fit(x, [y, y], batch_size=5, shuffle=False, verbose=0)
+
+
+def test_no_warning_where_one_weight_serves_all_terms(float64):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        x, y = masked_data(24)
+        inputs = keras.Input((5, 3))
+        h = keras.layers.Masking()(inputs)
+        outputs = [keras.layers.Dense(2, name=n)(h) for n in "ab"]  # one mask for both
+        model = accumulate(keras.Model(inputs, outputs), accumulation_steps=3)
+        model.compile("sgd", ["mse", "mae"])
+        model.fit(x, [y, y], batch_size=4, verbose=0)
+
+
+@pytest.mark.filterwarnings("ignore:One weight per microbatch:UserWarning")
+@pytest.mark.parametrize("reductions", [("sum", "mean"), ("mean", "sum")])
+def test_a_sum_beside_a_mean_is_exact_in_full_windows_of_equal_microbatches(reductions, float64):
+    def arguments():
+        losses = [keras.losses.MeanSquaredError(reduction=r) for r in reductions]
+        return {"optimizer": keras.optimizers.SGD(0.01), "loss": losses, "loss_weights": [0.5, 2.0]}
+
+    difference = difference_of_fits(two_outputs, arguments, two_outputs_data(24), rows=4, steps=3)
+    assert difference <= TOLERANCE[float64]
+
+
+def test_a_microbatch_of_weight_zero_changes_nothing(float64):
+    x, y = dense_data(12)
+    model = accumulate(seeded(dense_model), accumulation_steps=3)
+    model.compile(**compile_with("mean_with_sample_weight")())
+    model.fit(x, y, sample_weight=np.repeat([1.0, 0.0, 1.0], 4), batch_size=4, shuffle=False)
+    reference = seeded(dense_model)
+    reference.compile(**compile_with("mean_with_sample_weight")())
+    keep = np.r_[0:4, 8:12]
+    reference.fit(x[keep], y[keep], batch_size=8, shuffle=False)
+    for w, r in zip(model.get_weights(), reference.get_weights(), strict=True):
+        np.testing.assert_allclose(w, r, rtol=1e-12)
+
+
+def test_a_window_of_weight_zero_makes_no_update_and_no_nan(float64):
+    x, y = masked_data(12)
+    x[:] = 0.0  # all masked
+    model = accumulate(seeded(masked_recurrent), accumulation_steps=3)
+    model.compile("adam", "mse")
+    start = model.get_weights()
+    model.fit(x, y, batch_size=4, verbose=0)
+    assert model.optimizer.iterations == 0
+    for w, s in zip(model.get_weights(), start, strict=True):
+        np.testing.assert_array_equal(w, s)
+
+
+class CountsPositions(AccumulatingModel, keras.Sequential):
+    """Its loss is a mean over the positions that its targets mark; only it knows."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        valid = tf.cast(tf.not_equal(y, 0.0), y_pred.dtype)
+        total = tf.reduce_sum(tf.square(y_pred - y) * valid)
+        return tf.math.divide_no_nan(total, tf.reduce_sum(valid))
+
+    def microbatch_weight(self, x=None, y=None, y_pred=None, sample_weight=None):
+        return tf.math.count_nonzero(y)
+
+
+def test_a_weight_rule_of_the_users_own_is_followed(float64):
+    x, y = dense_data(34)
+    y[::3] = 0.0
+    y[4:8] = 0.0
+
+    def make():
+        return CountsPositions(dense_model().layers)
+
+    def arguments():
+        return {"optimizer": keras.optimizers.SGD(0.1), "loss": None}
+
+    difference = difference_of_fits(make, arguments, (x, y), rows=4, steps=3)
+    assert difference <= TOLERANCE[float64]
+
+
+# Controls: what others do fails where this package passes.
+
+
+def mean_of_means(make, compile_args, data, *, rows, steps, epochs=2):
+    """Train with the usual recipe: sum the gradients of `steps` batches and divide by `steps`."""
+    model = seeded(make)
+    model.compile(**compile_args())
+    optimizer = model.optimizer
+    parts = [range(i, min(i + rows, len(data[0]))) for i in range(0, len(data[0]), rows)]
+    for _ in range(epochs):
+        for window in [parts[i : i + steps] for i in range(0, len(parts), steps)]:
+            total = [0.0 for _ in model.trainable_variables]
+            for part in window:
+                x, y, *weights = (keras.ops.convert_to_tensor(a[part]) for a in data)
+                with tf.GradientTape() as tape:
+                    loss = model.compute_loss(
+                        x, y, model(x, training=True), weights[0] if weights else None
+                    )
+                gradients = tape.gradient(loss, model.trainable_variables)
+                total = [t + g for t, g in zip(total, gradients)]
+            optimizer.apply([t / steps for t in total], model.trainable_variables)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("case", "rows"),
+    [("even", 24), ("ragged", 22), ("partial", 28), ("masked", 24), ("sum", 24), ("weighted", 24)],
+)
+def test_control_the_mean_of_means_fails_wherever_microbatches_differ(case, rows, float64):
+    make, reduction, weights = sequence_model, "mean", ()
+    if case == "masked":
+        make = masked_recurrent
+    if case == "sum":
+        reduction = "sum"
+    if case == "weighted":
+        reduction, weights = "mean_with_sample_weight", sample_weights("positions", rows)
+    data = (*masked_data(rows), *weights)
+    arguments = compile_with(reduction)
+    model, reference, start = fit_pair(make, arguments, data, rows=4, steps=3)
+    naive = mean_of_means(make, arguments, data, rows=4, steps=3)
+    final = reference.get_weights()
+    assert relative_difference(model.get_weights(), final, start) <= TOLERANCE[float64]
+    error = relative_difference(naive.get_weights(), final, start)
+    if case == "even":  # the one case where it is right, so that the control itself is tested
+        assert error <= TOLERANCE[float64]
+    else:
+        assert error >= 0.01

@@ -1,0 +1,169 @@
+"""The models of the equivalence tests, each with its data and its loss."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+from helpers import dense_data, dense_model
+from keras import layers
+
+
+class DenseGradientEmbedding(layers.Embedding):
+    """An Embedding whose gradient is dense: the rows of equal ids are summed.
+
+    Keras hands `IndexedSlices` to the optimizer without summing duplicates, and an adaptive
+    optimizer then squares each of them alone. References for Embedding layers use this layer.
+    """
+
+    def call(self, inputs):
+        one_hot = tf.one_hot(tf.cast(inputs, "int32"), self.input_dim, dtype=self.compute_dtype)
+        return tf.einsum("btv,vf->btf", one_hot, tf.convert_to_tensor(self.embeddings))
+
+
+class WithUnusedVariable(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.used = layers.Dense(2, activation="tanh")
+        self.unused = layers.Dense(3)
+
+    def build(self, shape):
+        self.used.build(shape)
+        self.unused.build(shape)
+
+    def call(self, inputs):
+        return self.used(inputs)
+
+
+class LazilyBuilt(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.hidden = layers.Dense(5, activation="tanh")
+        self.head = layers.Dense(2)
+
+    def call(self, inputs):
+        return self.head(self.hidden(inputs))
+
+
+def convolution():
+    return keras.Sequential(
+        [
+            keras.Input((6, 6, 2)),
+            layers.Conv2D(3, 3, activation="tanh"),
+            layers.Flatten(),
+            layers.Dense(2),
+        ]
+    )
+
+
+def convolution_data(rows):
+    x, y = dense_data(rows, features=72)
+    return x.reshape(rows, 6, 6, 2), y
+
+
+def embedding(layer=layers.Embedding):
+    return keras.Sequential(
+        [keras.Input((5,), dtype="int32"), layer(7, 3), layers.Flatten(), layers.Dense(2)]
+    )
+
+
+def embedding_reference():
+    return embedding(DenseGradientEmbedding)
+
+
+def embedding_data(rows):
+    ids = np.random.default_rng(4).integers(0, 7, size=(rows, 5)).astype("int32")
+    return ids, dense_data(rows)[1]
+
+
+def masked_recurrent():
+    return keras.Sequential(
+        [
+            keras.Input((5, 3)),
+            layers.Masking(),
+            layers.SimpleRNN(4, return_sequences=True),
+            layers.Dense(2),
+        ]
+    )
+
+
+def masked_data(rows):
+    """Sequences of 1 to 5 valid positions: microbatches of equal rows weigh very differently."""
+    x, y = dense_data(rows, features=15, outputs=10)
+    x, y = x.reshape(rows, 5, 3), y.reshape(rows, 5, 2)
+    lengths = 1 + (np.arange(rows) // 3) % 5
+    x[np.arange(5) >= lengths[:, None]] = 0.0
+    return x, y
+
+
+def attention():
+    # Without biases: that of the keys shifts all scores of a softmax alike, so its gradient is zero
+    # in exact arithmetic, and what an optimizer makes of the rounding is noise.
+    inputs = keras.Input((5, 3))
+    x = layers.MultiHeadAttention(num_heads=2, key_dim=3, use_bias=False)(inputs, inputs)
+    x = layers.LayerNormalization()(x + layers.Dense(3)(inputs))
+    return keras.Model(inputs, layers.Dense(2)(layers.Flatten()(x)))
+
+
+def attention_data(rows):
+    x, y = dense_data(rows, features=15)
+    return x.reshape(rows, 5, 3), y
+
+
+def two_outputs():
+    inputs = keras.Input((4,))
+    x = layers.Dense(6, activation="tanh")(inputs)
+    return keras.Model(inputs, [layers.Dense(2, name="a")(x), layers.Dense(3, name="b")(x)])
+
+
+def two_outputs_data(rows):
+    x, y = dense_data(rows, outputs=5)
+    return x, [y[:, :2], y[:, 2:]]
+
+
+def regularized():
+    return keras.Sequential(
+        [
+            keras.Input((4,)),
+            layers.Dense(
+                6,
+                activation="tanh",
+                kernel_regularizer=keras.regularizers.L2(0.05),
+                activity_regularizer=keras.regularizers.L2(0.02),
+            ),
+            layers.Dense(2, bias_regularizer=keras.regularizers.L2(0.1)),
+        ]
+    )
+
+
+def frozen_layer():
+    return keras.Sequential(
+        [
+            keras.Input((4,)),
+            layers.Dense(6, activation="tanh"),
+            layers.Dense(6, activation="tanh", trainable=False),
+            layers.Dense(2),
+        ]
+    )
+
+
+# name: (model, reference model, data)
+ZOO = {
+    "dense": (dense_model, dense_model, dense_data),
+    "convolution": (convolution, convolution, convolution_data),
+    "embedding": (embedding, embedding_reference, embedding_data),
+    "masked_recurrent": (masked_recurrent, masked_recurrent, masked_data),
+    "attention": (attention, attention, attention_data),
+    "two_outputs": (two_outputs, two_outputs, two_outputs_data),
+    "regularized": (regularized, regularized, dense_data),
+    "frozen_layer": (frozen_layer, frozen_layer, dense_data),
+    "unused_variable": (WithUnusedVariable, WithUnusedVariable, dense_data),
+    "lazily_built": (LazilyBuilt, LazilyBuilt, dense_data),
+}
+
+OPTIMIZERS = {
+    "sgd": lambda: keras.optimizers.SGD(0.1),
+    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
+    "adam": lambda: keras.optimizers.Adam(0.01),
+    "adamw": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
+    "rmsprop": lambda: keras.optimizers.RMSprop(0.01),
+    "lion": lambda: keras.optimizers.Lion(0.01),
+}
