@@ -49,7 +49,7 @@ class GradientAccumulator:
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(tf.square(model(x, training=True) - y))
         variables = model.trainable_variables
-        accumulator.add(tape.gradient(loss, variables), variables, weight=len(x))
+        accumulator.add(tape.gradient(loss, variables), variables, weight=tf.shape(x)[0])
         return loss
 
     for step, (x, y) in enumerate(dataset, start=1):

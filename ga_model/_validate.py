@@ -66,16 +66,18 @@ def check_single_accumulation(optimizers: Iterable[Any], accumulation_steps: int
     if accumulation_steps == 1:
         return
     for optimizer in optimizers:
+        # Those inside of a LossScaleOptimizer and of a MultiOptimizer, too.
         inner = getattr(optimizer, "inner_optimizer", None) or optimizer
-        steps = getattr(inner, "gradient_accumulation_steps", None)
-        if steps:
-            raise ValueError(
-                "Gradients would be accumulated twice. "
-                f"Received: accumulation_steps={accumulation_steps} and the optimizer "
-                f"{inner.name!r} with gradient_accumulation_steps={steps}. "
-                "Remove `gradient_accumulation_steps` from the optimizer, "
-                "or set `accumulation_steps=1`."
-            )
+        for part in (inner, *getattr(inner, "optimizers", ())):
+            steps = getattr(part, "gradient_accumulation_steps", None)
+            if steps:
+                raise ValueError(
+                    "Gradients would be accumulated twice. "
+                    f"Received: accumulation_steps={accumulation_steps} and the optimizer "
+                    f"{part.name!r} with gradient_accumulation_steps={steps}. "
+                    "Remove `gradient_accumulation_steps` from the optimizer, "
+                    "or set `accumulation_steps=1`."
+                )
 
 
 def wrong_side_message(name: str) -> str:

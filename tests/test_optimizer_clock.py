@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import zoo
 from helpers import TOLERANCE, dense_data, dense_model, difference_of_fits, fit_pair
 
 
@@ -27,8 +28,28 @@ OPTIMIZERS = {
     "adadelta": lambda: keras.optimizers.Adadelta(1.0),
     "adafactor": lambda: keras.optimizers.Adafactor(0.05),
     "ftrl": lambda: keras.optimizers.Ftrl(0.1),
+    "muon": lambda: keras.optimizers.Muon(0.01),
+    "schedule free": lambda: keras.optimizers.ScheduleFreeAdamW(0.01),
     "loss scale": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01)),
 }
+
+if hasattr(keras.optimizers, "MultiOptimizer"):  # since Keras 3.15
+
+    def several():
+        by_rank = keras.optimizers.Adam(0.01), keras.optimizers.SGD(0.1, momentum=0.9)
+        return keras.optimizers.MultiOptimizer(lambda v: by_rank[len(v.shape) == 1])
+
+    OPTIMIZERS["several"] = several
+
+
+def test_every_optimizer_of_keras_is_in_a_test():
+    every = {
+        cls
+        for cls in vars(keras.optimizers).values()
+        if isinstance(cls, type) and issubclass(cls, keras.optimizers.Optimizer)
+    }
+    tested = {type(make()) for make in (*OPTIMIZERS.values(), *zoo.OPTIMIZERS.values())}
+    assert tested == every - {keras.optimizers.Optimizer}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

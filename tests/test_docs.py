@@ -1,0 +1,60 @@
+"""The examples of the README and of the docstrings run as they stand."""
+
+import inspect
+import re
+import runpy
+from pathlib import Path
+
+import keras
+import pytest
+import tensorflow as tf
+from helpers import dense_data
+
+import ga_model
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+
+
+def python_blocks(text):
+    return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+
+
+def run(tmp_path, blocks, names=None):
+    path = tmp_path / "example.py"  # a file, because TensorFlow reads the source of functions
+    path.write_text("\n".join(blocks))
+    return runpy.run_path(str(path), init_globals=names)
+
+
+def test_the_readmes_examples_run_in_their_order(tmp_path, capsys):
+    blocks = python_blocks(README)
+    assert len(blocks) == 3
+    names = run(tmp_path, blocks)
+    assert names["model"].optimizer.iterations == 8  # 1,000 rows in windows of 128
+    assert names["net"].optimizer.iterations == 8
+    assert names["optimizer"].iterations == 8
+
+
+@pytest.mark.parametrize("name", ga_model.__all__)
+def test_the_docstrings_examples_run(name, tmp_path, capsys):
+    blocks = python_blocks(inspect.getdoc(getattr(ga_model, name)))
+    assert blocks
+    x, y = dense_data(64, outputs=1)
+    names = {name: getattr(ga_model, name) for name in ga_model.__all__}
+    names.update(keras=keras, tf=tf, x=x, y=y)
+    names["dataset"] = tf.data.Dataset.from_tensor_slices((x, y)).batch(32)
+    names["model"] = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    run(tmp_path, blocks, names)
+
+
+def test_the_table_of_words_is_the_only_place_with_other_words():
+    """One word for one thing: the names of the README's table, and none of the usual others."""
+    sources = [README, *(p.read_text() for p in Path(ga_model.__file__).parent.glob("*.py"))]
+    for text in sources:
+        assert not re.search(r"mini-?step|virtual batch|mini-?batch|\baccum\b", text, re.IGNORECASE)
+
+
+def test_the_package_says_what_it_offers():
+    assert set(ga_model.__all__) == {"AccumulatingModel", "GradientAccumulator", "accumulate"}
+    assert re.fullmatch(r"\d+\.\d+\.\d+", ga_model.__version__)
+    for name in ga_model.__all__:
+        assert getattr(ga_model, name).__doc__
