@@ -50,7 +50,8 @@ class Recording:
         terms = self._current_terms()
         relative_weight = None
         if terms.weight is not None:
-            relative_weight = self._window.accumulator(optimizer).relative_weight(terms.weight)
+            unit_weight = self._window.accumulator(optimizer).relative_weight(terms.weight)
+            relative_weight = unit_weight * self._window.headroom
         self._relative_weights[id(optimizer)] = (terms, relative_weight)
         loss = terms.fold(loss, relative_weight, self._window.steps, self._window.is_first)
         return optimizer.scale_loss(loss)

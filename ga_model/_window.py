@@ -44,13 +44,18 @@ class Window:
 
     Attributes:
         steps: int64 scalar variable, the size of the open window.
+        headroom: float64 scalar variable, a power of two, about 1 / steps. Folded into the losses of
+            a window it keeps float16 gradients within the range that they have in the whole batch,
+            where each row counts that much less. A power of two is exact and cancels in the mean.
         is_first: bool scalar tensor, whether the microbatch that is under way opened the window.
     """
 
     def __init__(self, accumulation_steps: int, run_eagerly: bool) -> None:
         _strategy.check_single_replica()
         self._next_steps = _strategy.make_variable((), tf.int64)
+        self._next_headroom = _strategy.make_variable((), tf.float64)
         self.steps = _strategy.make_variable((), tf.int64)
+        self.headroom = _strategy.make_variable((), tf.float64)
         self._num_microbatches = _strategy.make_variable((), tf.int64)
         self.is_first: Any = True
         self._accumulators: dict[int, tuple[Any, GradientAccumulator]] = {}
@@ -61,11 +66,13 @@ class Window:
     def set_steps(self, accumulation_steps: int) -> None:
         """Let the next window have `accumulation_steps` microbatches."""
         self._next_steps.assign(accumulation_steps)
+        self._next_headroom.assign(2.0 ** -(accumulation_steps - 1).bit_length())
 
     def begin_microbatch(self) -> None:
         """Note in `is_first` whether a microbatch opens the window, and fix the size if so."""
         self.is_first = tf.equal(self._num_microbatches, 0)
         self.steps.assign(tf.where(self.is_first, self._next_steps, self.steps))
+        self.headroom.assign(tf.where(self.is_first, self._next_headroom, self.headroom))
 
     def accumulator(self, optimizer: Any) -> GradientAccumulator:
         """Return the optimizer's accumulator, made on first use."""

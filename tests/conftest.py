@@ -16,7 +16,8 @@ tf.config.threading.set_inter_op_parallelism_threads(1)
 
 
 def set_dtype(dtype):
-    keras.config.set_floatx(dtype)
+    """Set `floatx` and the dtype policy; policies of half precision keep `floatx` at float32."""
+    keras.config.set_floatx(dtype if dtype == "float64" else "float32")
     keras.config.set_dtype_policy(dtype)
 
 

@@ -1,0 +1,65 @@
+"""Half precision: float32 sums, one finite check per window, and the big batch's range."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import set_dtype
+from helpers import dense_data, dense_model, seeded
+
+from ga_model import accumulate
+
+
+def train_pair(make, optimizer, rows=64, steps=8, epochs=4):
+    x, y = (a.astype("float32") for a in dense_data(rows))
+    trained = []
+    for wrap, batch in ((lambda m: m, rows // 2), (accumulate, rows // 2 // steps)):
+        model = seeded(make)
+        if wrap is accumulate:
+            accumulate(model, accumulation_steps=steps)
+        model.compile(optimizer(), "mse")
+        start = model.get_weights()
+        model.fit(x, y, batch_size=batch, epochs=epochs, shuffle=False, verbose=0)
+        trained.append(model)
+    return *trained, start
+
+
+@pytest.mark.parametrize("power", [14, 17, 20, 24])
+def test_an_overflow_skips_one_window_whole_and_halves_the_scale_once(power):
+    """And there are no more overflows than with the whole batch, whose rows count as much.
+
+    There may be one less: the whole batch adds its rows up in float16, windows in float32.
+    """
+    set_dtype("mixed_float16")
+
+    def optimizer():
+        inner = keras.optimizers.SGD(0.1)
+        return keras.optimizers.LossScaleOptimizer(
+            inner, initial_scale=2.0**power, dynamic_growth_steps=1000
+        )
+
+    reference, model, start = train_pair(dense_model, optimizer)
+    skipped, expected = (8 - int(m.optimizer.iterations) for m in (model, reference))
+    assert skipped in (expected, expected - 1)
+    assert model.optimizer.dynamic_scale.numpy() == 2.0 ** (power - skipped)
+    for w in model.get_weights():
+        assert np.all(np.isfinite(w))
+    if skipped == expected:
+        for w, r, s in zip(model.get_weights(), reference.get_weights(), start, strict=True):
+            np.testing.assert_allclose(w, r, rtol=0, atol=0.01 * np.abs(r - s).max())
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16"])
+def test_bfloat16_models_train_with_float32_sums(policy):
+    set_dtype(policy)
+    reference, model, start = train_pair(dense_model, lambda: keras.optimizers.SGD(0.1))
+    assert model.optimizer.iterations == reference.optimizer.iterations
+    (_, accumulator), *_ = model._window._accumulators.values()
+    assert {b.dtype for b in accumulator._buffers} == {tf.float32}
+    change = max(
+        float(np.abs(np.asarray(r - s, "float32")).max())
+        for r, s in zip(reference.get_weights(), start, strict=True)
+    )
+    for w, r in zip(model.get_weights(), reference.get_weights(), strict=True):
+        difference = np.abs(np.asarray(w, "float32") - np.asarray(r, "float32")).max()
+        assert difference <= 0.05 * change  # bfloat16 has 8 bits
