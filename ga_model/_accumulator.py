@@ -167,19 +167,26 @@ class GradientAccumulator:
             if not tf.executing_eagerly():
                 raise RuntimeError(_validate.empty_apply_message())
             return
+        self.apply_if(True, optimizer)
+
+    def apply_if(self, condition: Any, optimizer: Any) -> None:
+        """Do as `apply` does where `condition`, a bool scalar tensor, holds; else do nothing."""
         variables = self._variables
         _strategy.build_optimizer(optimizer, variables)
-        counts = tf.greater(self.num_microbatches, 0)
+        counts = tf.logical_and(condition, tf.greater(self.num_microbatches, 0))
         if not self._is_sum:
             counts = tf.logical_and(counts, tf.not_equal(self._total, 0.0))
         _strategy.update_if(counts, lambda: optimizer.apply(self.mean(), variables))
-        self.reset()
+        self.reset_if(condition)
 
     def reset(self) -> None:
         """Forget the open window. The buffers stay allocated."""
-        self.num_microbatches.assign(0)
-        self._total.assign(0.0)
-        self._unit.assign(0.0)
+        self.reset_if(True)
+
+    def reset_if(self, condition: Any) -> None:
+        """Do as `reset` does where `condition`, a bool scalar tensor, holds; else do nothing."""
+        for state in (self.num_microbatches, self._total, self._unit):
+            state.assign(tf.where(condition, tf.zeros_like(state), state))
 
     def _check(self, gradients: Sequence[Any], variables: Sequence[Any], is_sum: bool) -> None:
         if len(gradients) != len(variables):

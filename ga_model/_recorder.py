@@ -12,6 +12,7 @@ callback's thread that reads `model.optimizer` meanwhile gets the optimizer itse
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -115,6 +116,7 @@ class _StandIn:
 
 
 _local = threading.local()
+_MISSING = object()
 
 
 def current_recording(model: Any) -> Recording | None:
@@ -141,18 +143,16 @@ class OptimizerAttribute:
     saving finds it. Only while the model is recorded does reading the attribute give a stand-in.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, default: Any = _MISSING) -> None:
         self._name = name
+        self._default = default  # what the class had under the name, if anything
 
     def __get__(self, model: Any, owner: type | None = None) -> Any:
         if model is None:
             return self
-        try:
-            value = model.__dict__[self._name]
-        except KeyError:
-            raise AttributeError(
-                f"{type(model).__name__!r} object has no attribute {self._name!r}"
-            ) from None
+        value = model.__dict__.get(self._name, self._default)
+        if value is _MISSING:
+            raise AttributeError(f"{type(model).__name__!r} object has no attribute {self._name!r}")
         recording = current_recording(model)
         if recording is not None and isinstance(value, keras.optimizers.Optimizer):
             return _StandIn(value, recording)
@@ -167,5 +167,6 @@ class OptimizerAttribute:
 
 def watch_attribute(owner: type, name: str) -> None:
     """Make the attribute `name` of `owner`'s instances an `OptimizerAttribute`, if it is plain."""
-    if not hasattr(owner, name):
-        setattr(owner, name, OptimizerAttribute(name))
+    present = inspect.getattr_static(owner, name, _MISSING)
+    if not hasattr(present, "__get__"):
+        setattr(owner, name, OptimizerAttribute(name, present))

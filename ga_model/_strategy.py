@@ -54,10 +54,26 @@ def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
 
 
 def update_if(condition: tf.Tensor, update: Callable[[], Any]) -> None:
-    """Run `update` in the graph where `condition`, a bool scalar, holds."""
+    """Run `update`, which applies an optimizer, in the graph where `condition` holds.
 
-    def run() -> tf.Tensor:
-        update()
-        return tf.constant(0)
+    An optimizer synchronizes replicas, also a single one, with `merge_call`, and that is not
+    allowed in a branch of the replica's own graph. So the branch stands in cross-replica context
+    and calls the replicas from there (keras#20582 tells of the failure otherwise).
 
-    tf.cond(condition, run, lambda: tf.constant(0))
+    Args:
+        condition: bool scalar tensor.
+        update: function without arguments. It must not contain another `update_if`.
+    """
+
+    def branch(strategy: tf.distribute.Strategy) -> None:
+        def run() -> tf.Tensor:
+            strategy.extended.call_for_each_replica(update)
+            return tf.constant(0)
+
+        tf.cond(condition, run, lambda: tf.constant(0))
+
+    replica = tf.distribute.get_replica_context()
+    if replica is None:
+        branch(tf.distribute.get_strategy())
+    else:
+        replica.merge_call(branch)

@@ -44,9 +44,9 @@ class Window:
 
     Attributes:
         steps: int64 scalar variable, the size of the open window.
-        headroom: float64 scalar variable, a power of two, about 1 / steps. Folded into the losses of
-            a window it keeps float16 gradients within the range that they have in the whole batch,
-            where each row counts that much less. A power of two is exact and cancels in the mean.
+        headroom: float64 scalar variable, a power of two, about 1 / steps. Folded into the losses
+            of a window it keeps float16 gradients within the range they have in the whole batch,
+            where a row counts that much less. A power of two is exact and cancels in the mean.
         is_first: bool scalar tensor, whether the microbatch that is under way opened the window.
     """
 
@@ -59,7 +59,7 @@ class Window:
         self._num_microbatches = _strategy.make_variable((), tf.int64)
         self.is_first: Any = True
         self._accumulators: dict[int, tuple[Any, GradientAccumulator]] = {}
-        self._update_function = self._update if run_eagerly else tf.function(self._update)
+        self._update = self._update_if if run_eagerly else tf.function(self._update_if)
         with tf.init_scope():
             self.set_steps(accumulation_steps)
 
@@ -94,14 +94,15 @@ class Window:
     def end_microbatch(self) -> None:
         """Count the microbatch, and update if it fills the window."""
         self._num_microbatches.assign_add(1)
-        is_full = tf.greater_equal(self._num_microbatches, self.steps)
-        _strategy.update_if(is_full, self._update)
+        self._update_if(tf.greater_equal(self._num_microbatches, self.steps))
 
-    def _update(self) -> None:
+    def _update_if(self, condition: Any) -> None:
         for optimizer, accumulator in self._accumulators.values():
             if accumulator.variables:
-                accumulator.apply(optimizer)
-        self._num_microbatches.assign(0)
+                accumulator.apply_if(condition, optimizer)
+        self._num_microbatches.assign(
+            tf.where(condition, tf.zeros_like(self._num_microbatches), self._num_microbatches)
+        )
 
     def is_open(self) -> bool:
         """Return whether there are microbatches that no update has used yet."""
@@ -111,7 +112,7 @@ class Window:
     def close(self) -> None:
         """Make the update of a partial window. An empty one changes nothing."""
         if self.is_open():
-            self._update_function()
+            self._update(True)
 
     def discard(self) -> None:
         """Forget a partial window."""

@@ -236,6 +236,8 @@ class TwoOptimizers(keras.Model):
         super().__init__()
         self.a, self.b = dense_model(), dense_model()
 
+    b_optimizer = None  # a default that the class has
+
     def compile(self, a_optimizer, b_optimizer):
         super().compile()
         self.a_optimizer, self.b_optimizer = a_optimizer, b_optimizer

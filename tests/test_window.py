@@ -154,6 +154,21 @@ def test_every_way_to_run_matches_the_whole_batch(compile_args, rows, dtype):
     assert_same_training(model, reference, start)
 
 
+@pytest.mark.parametrize(
+    "strategy", [tf.distribute.OneDeviceStrategy, lambda d: tf.distribute.MirroredStrategy([d])]
+)
+def test_a_strategy_with_one_replica_matches_the_whole_batch(strategy, float64):
+    x, y = dense_data(28)
+    _, reference = make_pair()
+    with strategy("/cpu:0").scope():
+        model, _ = make_pair()
+    start = model.get_weights()
+    arguments = {"epochs": 2, "shuffle": False, "verbose": 0}
+    reference.fit(x, y, batch_size=FULL, **arguments)
+    model.fit(x, y, batch_size=ROWS, **arguments)
+    assert_same_training(model, reference, start)
+
+
 class Watch(keras.callbacks.Callback):
     """Notes the weights and the optimizer's iterations at every event."""
 
