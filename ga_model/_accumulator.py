@@ -69,64 +69,63 @@ class GradientAccumulator:
         self._is_sum: bool | None = None
 
     def add(
-        self, gradients: Sequence[Any], variables: Sequence[Any], *, weight: Any | None = 1.0
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        *,
+        weight: Any | None = 1.0,
+        _relative_weight: Any | None = None,
     ) -> None:
         """Add the gradients of one microbatch to the window.
 
         Args:
-            gradients: one per variable: a tensor of the variable's shape, `tf.IndexedSlices` or
-            None. variables: the variables, the same ones in the same order in every call. weight:
-            scalar number or tensor, what the microbatch counts in the window's mean (rows,
+            gradients: one per variable: a tensor of its shape, `tf.IndexedSlices` or None.
+            variables: the variables, the same ones in the same order in every call.
+            weight: scalar number or tensor, what the microbatch counts in the window's mean (rows,
                 or tokens, of a loss that is their mean). Zero changes nothing. None in every call
                 for a loss that is a sum: the gradients are then summed and not divided.
+            _relative_weight: for the package's own use: `relative_weight(weight)`, times a factor
+                that all microbatches of the window share, where the gradients carry it already
+                because it was folded into the loss. That saves a pass over them.
 
         Raises:
             ValueError: the lengths differ, the variables are not those of the first call, or
                 `weight` is None in one call and a number in another.
             RuntimeError: a variable whose gradient was None at first has one now.
         """
-        relative_weight = None
-        if weight is not None:
-            relative_weight = self.relative_weight(weight)
-            gradients = [_scale(gradient, relative_weight) for gradient in gradients]
-        self.add_weighted(gradients, variables, weight=weight, relative_weight=relative_weight)
+        self._check(gradients, variables, is_sum=weight is None)
+        if weight is None:
+            self._store(gradients, is_first=tf.equal(self.num_microbatches, 0))
+        else:
+            relative_weight = _relative_weight
+            if relative_weight is None:
+                relative_weight = self.relative_weight(weight)
+                gradients = [_scale(gradient, relative_weight) for gradient in gradients]
+            # A microbatch without weight is left out, not multiplied: its loss may be 0 / 0.
+            _strategy.run_if(
+                tf.not_equal(relative_weight, 0.0),
+                lambda: self._store(gradients, is_first=tf.equal(self._unit, 0.0)),
+            )
+            self._unit.assign(self._unit_with(weight))
+            self._total.assign_add(relative_weight)
+        self.num_microbatches.assign_add(1)
 
     def relative_weight(self, weight: Any) -> tf.Tensor:
         """Return `weight` in the open window's unit: float64 scalar, 1 for the first microbatch."""
-        weight = tf.cast(weight, tf.float64)
-        return tf.math.divide_no_nan(weight, self._unit_with(weight))
+        return tf.math.divide_no_nan(_constant(weight), self._unit_with(weight))
 
-    def _unit_with(self, weight: tf.Tensor) -> tf.Tensor:
-        return tf.where(tf.equal(self._unit, 0.0), weight, self._unit)
+    def _unit_with(self, weight: Any) -> tf.Tensor:
+        return tf.where(tf.equal(self._unit, 0.0), _constant(weight), self._unit)
 
-    def add_weighted(
-        self,
-        weighted_gradients: Sequence[Any],
-        variables: Sequence[Any],
-        *,
-        weight: Any | None,
-        relative_weight: Any | None,
-    ) -> None:
-        """Add gradients that already carry `relative_weight(weight)`, as those of a scaled loss do.
+    def _store(self, gradients: Sequence[Any], is_first: tf.Tensor) -> None:
+        pairs = [(b, g) for b, g in zip(self._buffers, gradients) if b is not None]
 
-        `add` is this after a multiplication. Folding the weight into the loss saves that pass over
-        the gradients, and keeps float16 gradients within the range they have in the whole batch.
-        """
-        self._check(weighted_gradients, variables, is_sum=weight is None)
-        pairs = [
-            (buffer, gradient)
-            for buffer, gradient in zip(self._buffers, weighted_gradients)
-            if buffer is not None
-        ]
-        tf.cond(
-            tf.equal(self.num_microbatches, 0),
-            lambda: _run(_assign, pairs),
-            lambda: _run(_assign_add, pairs),
-        )
-        self.num_microbatches.assign_add(1)
-        if weight is not None:
-            self._unit.assign(self._unit_with(tf.cast(weight, tf.float64)))
-            self._total.assign_add(tf.cast(relative_weight, tf.float64))
+        def store(operation: Any) -> tf.Tensor:
+            for buffer, gradient in pairs:
+                operation(buffer, gradient)
+            return tf.constant(0)
+
+        tf.cond(is_first, lambda: store(_assign), lambda: store(_assign_add))
 
     @property
     def variables(self) -> list[Any]:
@@ -150,7 +149,7 @@ class GradientAccumulator:
             value = value / tf.cast(self._total, value.dtype)
         return tf.cast(value, variable.dtype)
 
-    def apply(self, optimizer: Any) -> None:
+    def apply(self, optimizer: Any, *, _condition: Any = True) -> None:
         """Update the variables with the window's gradient, and start the next window.
 
         One call is one `optimizer.apply`, so iterations, schedules, weight decay, clipping,
@@ -159,6 +158,7 @@ class GradientAccumulator:
 
         Args:
             optimizer: a `keras.optimizers.Optimizer`.
+            _condition: for the package's own use: bool scalar tensor, where False does nothing.
 
         Raises:
             RuntimeError: traced in a `tf.function` before any gradient was added.
@@ -167,24 +167,19 @@ class GradientAccumulator:
             if not tf.executing_eagerly():
                 raise RuntimeError(_validate.empty_apply_message())
             return
-        self.apply_if(True, optimizer)
-
-    def apply_if(self, condition: Any, optimizer: Any) -> None:
-        """Do as `apply` does where `condition`, a bool scalar tensor, holds; else do nothing."""
         variables = self._variables
         _strategy.build_optimizer(optimizer, variables)
-        counts = tf.logical_and(condition, tf.greater(self.num_microbatches, 0))
+        counts = tf.logical_and(_condition, tf.greater(self.num_microbatches, 0))
         if not self._is_sum:
             counts = tf.logical_and(counts, tf.not_equal(self._total, 0.0))
         _strategy.update_if(counts, lambda: optimizer.apply(self.mean(), variables))
-        self.reset_if(condition)
+        self._reset(_condition)
 
     def reset(self) -> None:
         """Forget the open window. The buffers stay allocated."""
-        self.reset_if(True)
+        self._reset(True)
 
-    def reset_if(self, condition: Any) -> None:
-        """Do as `reset` does where `condition`, a bool scalar tensor, holds; else do nothing."""
+    def _reset(self, condition: Any) -> None:
         for state in (self.num_microbatches, self._total, self._unit):
             state.assign(tf.where(condition, tf.zeros_like(state), state))
 
@@ -235,10 +230,9 @@ def _scale(gradient: Any, factor: tf.Tensor) -> Any:
     return gradient * tf.cast(factor, gradient.dtype)
 
 
-def _run(operation: Any, pairs: list[tuple[tf.Variable, Any]]) -> tf.Tensor:
-    for buffer, gradient in pairs:
-        operation(buffer, gradient)
-    return tf.constant(0)
+def _constant(weight: Any) -> tf.Tensor:
+    """A weight counts; it is nothing to differentiate, whatever it was computed from."""
+    return tf.stop_gradient(tf.cast(weight, tf.float64))
 
 
 def _assign(buffer: tf.Variable, gradient: Any) -> None:

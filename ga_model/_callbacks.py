@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -28,18 +30,24 @@ class CloseWindow(keras.callbacks.Callback):
         self._accumulating.close_window()
 
 
-def with_first(callback: keras.callbacks.Callback, callbacks: Any) -> Any:
-    """Return the `callbacks` argument of `fit` with `callback` in front.
+@contextlib.contextmanager
+def closing_windows(model: Any, callbacks: Any) -> Iterator[Any]:
+    """Give the `callbacks` argument of `fit` with a `CloseWindow` in front.
 
     Args:
-        callbacks: None, a callback, a list or tuple of them, or a `keras.callbacks.CallbackList`.
+        model: an `AccumulatingModel`.
+        callbacks: None, a callback, a list or tuple of them, or a `keras.callbacks.CallbackList`,
+            which is left as it was in the end.
     """
+    close_window = CloseWindow(model)
     if isinstance(callbacks, keras.callbacks.CallbackList):
-        callbacks.callbacks[:] = [
-            callback,
-            *(c for c in callbacks.callbacks if not isinstance(c, type(callback))),
-        ]
-        return callbacks
-    if callbacks is None:
-        return [callback]
-    return [callback, *(callbacks if isinstance(callbacks, (list, tuple)) else [callbacks])]
+        callbacks.callbacks.insert(0, close_window)
+        try:
+            yield callbacks
+        finally:
+            callbacks.callbacks.remove(close_window)
+    elif callbacks is None:
+        yield [close_window]
+    else:
+        several = isinstance(callbacks, (list, tuple))
+        yield [close_window, *(callbacks if several else [callbacks])]

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
-from ga_model import _validate, _weights
-from ga_model._callbacks import CloseWindow, with_first
+from ga_model import _validate
+from ga_model._callbacks import closing_windows
 from ga_model._recorder import (
-    OptimizerAttribute,
+    CompiledLossAttribute,
+    RecordedAttribute,
     current_recording,
+    optimizers_in,
     record,
     watch_attribute,
 )
@@ -27,8 +29,6 @@ if TYPE_CHECKING:  # what the mixin's `super()` finds
 else:
     _Base = object
 
-_CALLBACKS_POSITION = list(inspect.signature(keras.Model.fit).parameters).index("callbacks") - 1
-
 
 def _accumulated(train_step: Callable[..., Any]) -> Callable[..., Any]:
     """Make a `train_step` take part in a window. The outermost one of a model does the work."""
@@ -40,27 +40,6 @@ def _accumulated(train_step: Callable[..., Any]) -> Callable[..., Any]:
         return self._microbatch_step(functools.partial(train_step, self), data)
 
     return accumulated
-
-
-def _observed(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a `compute_loss` note the terms of the loss it returns."""
-
-    @functools.wraps(compute_loss)
-    def observed(
-        self: Any,
-        x: Any = None,
-        y: Any = None,
-        y_pred: Any = None,
-        sample_weight: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        loss = compute_loss(self, x, y, y_pred, sample_weight, *args, **kwargs)
-        if (recording := current_recording(self)) is not None:
-            recording.note_loss(self._loss_terms(x, y, y_pred, sample_weight))
-        return loss
-
-    return observed
 
 
 class AccumulatingModel(_Base):
@@ -100,11 +79,11 @@ class AccumulatingModel(_Base):
 
     train_function: Any
     jit_compile: Any
-    optimizer = OptimizerAttribute("optimizer")
+    optimizer = RecordedAttribute("optimizer")
+    _compile_loss = CompiledLossAttribute("_compile_loss")
     _accumulation_steps = 1
     _window: Window | None = None
-    _has_warned_of_mismatch = False
-    _has_warned_of_batch_normalization = False
+    _warnings: frozenset[str] = frozenset()  # those that this compile has seen
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -115,10 +94,9 @@ class AccumulatingModel(_Base):
             raise TypeError(_validate.no_keras_model_message(cls.__name__))
         if keras.Model in mro and mro.index(keras.Model) < mro.index(AccumulatingModel):
             raise TypeError(_validate.wrong_side_message(cls.__name__))
-        for name, decorate in (("train_step", _accumulated), ("compute_loss", _observed)):
-            owner = next(c for c in mro if name in c.__dict__)
-            if not issubclass(owner, AccumulatingModel) or owner is cls:
-                setattr(cls, name, decorate(owner.__dict__[name]))
+        owner = next(c for c in mro if "train_step" in c.__dict__)
+        if owner is cls or not issubclass(owner, AccumulatingModel):
+            cls.train_step = _accumulated(owner.__dict__["train_step"])  # type: ignore[method-assign]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         # Keras calls `__new__` of every base when it makes a functional model of a subclass.
@@ -127,7 +105,7 @@ class AccumulatingModel(_Base):
         return super().__new__(cls, *args, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, keras.optimizers.Optimizer):
+        if optimizers_in(value):
             watch_attribute(type(self), name)
         super().__setattr__(name, value)
 
@@ -135,7 +113,11 @@ class AccumulatingModel(_Base):
 
     @property
     def accumulation_steps(self) -> int:
-        """Batches per window, an integer >= 1. A new value counts from the next window on."""
+        """Batches per window, an integer >= 1. A new value counts from the next window on.
+
+        With 1 the model trains by Keras's own function, with more by another one. A `tf.function`
+        of your own around `train_step` has the one of the two in it that it was traced with.
+        """
         return self._accumulation_steps
 
     @accumulation_steps.setter
@@ -166,12 +148,11 @@ class AccumulatingModel(_Base):
         if accumulation_steps is None:
             accumulation_steps = self._accumulation_steps
         steps = _validate.check_accumulation_steps(accumulation_steps)
-        given = [v for v in (*args, *kwargs.values()) if isinstance(v, keras.optimizers.Optimizer)]
-        _validate.check_single_accumulation(given, steps)
+        _validate.check_single_accumulation(optimizers_in([*args, *kwargs.values()]), steps)
         super().compile(*args, **kwargs)
         self._accumulation_steps = steps
         self._window = None
-        self._has_warned_of_mismatch = self._has_warned_of_batch_normalization = False
+        self._warnings = frozenset()
         self._warn_of_batch_normalization()
 
     def close_window(self) -> None:
@@ -184,57 +165,53 @@ class AccumulatingModel(_Base):
         if self._window is not None:
             self._window.close()
 
-    def microbatch_weight(
-        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None
-    ) -> Any:
+    def microbatch_weight(self, x: Any, y: Any = None, sample_weight: Any = None) -> Any:
         """Return what a microbatch counts in its window's mean. Override it for a rule of your own.
 
-        By default the weight follows from the compiled loss: the number of loss values for a mean,
-        the valid entries with a mask, the sum of the sample weights for `mean_with_sample_weight`,
-        None for `sum`. Without a compiled loss it is the number of rows. A `train_step` that does
-        not call `compute_loss` is weighted by rows, unless this method is overridden.
+        By default it returns None and the weight follows from the compiled loss: the number of loss
+        values for a mean, the valid entries with a mask, the sum of the sample weights for
+        `mean_with_sample_weight`; a loss that is a sum is summed. Where a `train_step` or a
+        `compute_loss` does not use the compiled loss, it is the number of rows. Override the method
+        if yours averages over something else, such as the tokens that `y` marks as valid.
 
         Args:
-            x, y, sample_weight: the microbatch, as `compute_loss` got it.
-            y_pred: the model's outputs, None where `train_step` does not call `compute_loss`.
+            x, y, sample_weight: the microbatch, as `train_step` gets it. `x` is all of it where it
+                is no tuple of up to three parts.
 
         Returns:
-            A scalar tensor or number >= 0, the denominator of the microbatch's loss; None where the
-            loss is a sum and the window's gradient is the plain sum.
+            A scalar tensor or number, the denominator of the microbatch's loss; or "sum" where the
+            loss is a sum over rows; or None to go by the compiled loss.
         """
-        return _weights.loss_terms(self, x, y, y_pred, sample_weight).weight
 
     # What Keras calls.
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """Train as `keras.Model.fit` does. Each epoch closes its last window, full or not."""
-        close_window = CloseWindow(self)
-        if len(args) > _CALLBACKS_POSITION:
-            callbacks = with_first(close_window, args[_CALLBACKS_POSITION])
-            args = (*args[:_CALLBACKS_POSITION], callbacks, *args[_CALLBACKS_POSITION + 1 :])
-        else:
-            kwargs["callbacks"] = with_first(close_window, kwargs.get("callbacks"))
-        return super().fit(*args, **kwargs)
+        parameters = inspect.signature(super().fit).parameters
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        if "callbacks" not in parameters and not takes_any:
+            if self._accumulation_steps > 1:
+                raise TypeError(_validate.own_fit_message(self.name))
+            return super().fit(*args, **kwargs)
+        position = list(parameters).index("callbacks") if "callbacks" in parameters else len(args)
+        given = args[position] if position < len(args) else kwargs.pop("callbacks", None)
+        with closing_windows(self, given) as callbacks:
+            if position < len(args):
+                args = (*args[:position], callbacks, *args[position + 1 :])
+            else:
+                kwargs["callbacks"] = callbacks
+            return super().fit(*args, **kwargs)
 
     @_accumulated
     def train_step(self, data: Any) -> Any:
         """Run the model class's own `train_step` on one batch, as a microbatch of the window."""
         return super().train_step(data)
 
-    @_observed
-    def compute_loss(
-        self,
-        x: Any = None,
-        y: Any = None,
-        y_pred: Any = None,
-        sample_weight: Any = None,
-        training: bool = True,
-    ) -> Any:
-        """Return the model class's own loss."""
-        compute_loss = super().compute_loss
-        if "training" in inspect.signature(compute_loss).parameters:
-            return compute_loss(x, y, y_pred, sample_weight, training=training)
-        return compute_loss(x, y, y_pred, sample_weight)
+    def _aggregate_additional_loss(self, loss: Any) -> Any:
+        loss = super()._aggregate_additional_loss(loss)
+        if (recording := current_recording(self)) is not None:
+            recording.note_additional(loss)
+        return loss
 
     def make_train_function(self, force: bool = False) -> Any:
         """Make the function that `fit` calls once per execution.
@@ -245,6 +222,8 @@ class AccumulatingModel(_Base):
         """
         if self.train_function is not None and not force:
             return self.train_function
+        if "train_step" in vars(self) and self._accumulates():
+            raise TypeError(_validate.instance_step_message(self.name))
         super().make_train_function(force=True)
         plain = self.train_function
         jit_compile, self.jit_compile = self.jit_compile, False
@@ -274,19 +253,19 @@ class AccumulatingModel(_Base):
         if self._window is None:
             self._window = Window(self._accumulation_steps, self.run_eagerly)
         window = self._window
+        is_first = window.begin_microbatch()
         targets: list[Target] = []
 
         def forward_and_backward(data: Any) -> Any:
-            with record(self, window, data) as recording:
+            with record(self, window, data, is_first) as recording:
                 logs = train_step(data)
-            recording.check_complete()
             targets[:] = recording.targets
             return logs, recording.contributions
 
-        window.begin_microbatch()
         if self.jit_compile and not tf.executing_eagerly():
             forward_and_backward = tf.function(forward_and_backward, jit_compile=True)
         logs, contributions = forward_and_backward(data)
+        self._warn_of_batch_normalization()  # of layers that were not there at `compile`
         # Nothing but the data orders these state changes after the fetch of the data: without the
         # dependency some of them run before a step finds that its iterator is at an end.
         tensors = [t for t in tf.nest.flatten(data, expand_composites=True) if t is not None]
@@ -296,16 +275,6 @@ class AccumulatingModel(_Base):
             window.end_microbatch()
         return logs
 
-    def _loss_terms(self, x: Any, y: Any, y_pred: Any, sample_weight: Any) -> _weights.LossTerms:
-        if type(self).microbatch_weight is not AccumulatingModel.microbatch_weight:
-            weight = self.microbatch_weight(x, y, y_pred, sample_weight)
-            return _weights.own_terms(self, weight)
-        terms = _weights.loss_terms(self, x, y, y_pred, sample_weight)
-        if terms.mismatch and not self._has_warned_of_mismatch:
-            self._has_warned_of_mismatch = True
-            _validate.warn(_validate.one_weight_message(terms.exact, terms.mismatch))
-        return terms
-
     def _discard_window(self) -> None:
         if self._window is not None:
             self._window.discard()
@@ -313,7 +282,13 @@ class AccumulatingModel(_Base):
     # What is checked, and what is saved.
 
     def _optimizers(self) -> list[Any]:
-        return [v for v in vars(self).values() if isinstance(v, keras.optimizers.Optimizer)]
+        return optimizers_in(list(vars(self).values()))
+
+    def _warn_once(self, message: str) -> None:
+        """Warn, unless the present `compile` has seen the same warning."""
+        if message not in self._warnings:
+            self._warnings |= {message}
+            _validate.warn(message)
 
     def _warn_of_batch_normalization(self) -> None:
         if not self.compiled or self._accumulation_steps == 1:
@@ -323,9 +298,8 @@ class AccumulatingModel(_Base):
             for layer in self._flatten_layers()
             if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
         ]
-        if names and not self._has_warned_of_batch_normalization:
-            self._has_warned_of_batch_normalization = True
-            _validate.warn(_validate.batch_normalization_message(names))
+        if names:
+            self._warn_once(_validate.batch_normalization_message(names))
 
     def get_compile_config(self) -> dict[str, Any]:
         """Return the model class's own compile configuration, with `accumulation_steps`."""
@@ -334,9 +308,14 @@ class AccumulatingModel(_Base):
 
     def compile_from_config(self, config: dict[str, Any]) -> None:
         """Compile with a configuration that `get_compile_config` returned."""
-        if type(self).compile is not AccumulatingModel.compile:
-            super().compile_from_config(config)  # says what to override
+        config = dict(config)
+        steps = config.pop("accumulation_steps", self._accumulation_steps)
+        is_keras_own = super().compile_from_config.__func__ is keras.Model.compile_from_config
+        if not is_keras_own or type(self).compile is not AccumulatingModel.compile:
+            super().compile_from_config(config)  # the user's own, or Keras's that asks for one
+            self.accumulation_steps = steps
             return
-        self.compile(**keras.saving.deserialize_keras_object(config))
+        config = keras.saving.deserialize_keras_object(config)
+        self.compile(**config, accumulation_steps=steps)
         if self.built:
             self.optimizer.build(self.trainable_variables)

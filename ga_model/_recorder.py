@@ -1,9 +1,12 @@
-"""Receive the gradients of a `train_step` that knows nothing of accumulation.
+"""Receive the gradients and the loss of a `train_step` that knows nothing of accumulation.
 
-While a step is recorded, an optimizer attribute of the model answers with a stand-in. It passes on
-everything but three calls: `scale_loss` folds the microbatch's weight into the loss, `apply` and
-`apply_gradients` hand the gradients to the recording instead of updating. So Keras's own
-`train_step` runs as it is, in every release, and so does a user's own, with several optimizers too.
+While a step is recorded, three things of the model answer differently. An attribute that holds an
+optimizer, or a list or dict of them, answers with a stand-in: it passes on everything but three
+calls. `scale_loss` folds the microbatch's weight into the loss; `apply` and `apply_gradients` hand
+the gradients to the recording instead of updating. The compiled loss answers with a copy that notes
+what each loss averages over. And the losses that layers add are noted where they are summed up. So
+Keras's own `train_step` runs as it is, in every release, and so does a user's own, with several
+optimizers too.
 
 The recording is kept per thread: replicas of a strategy are traced in threads of their own, and a
 callback's thread that reads `model.optimizer` meanwhile gets the optimizer itself.
@@ -19,42 +22,65 @@ from typing import Any
 
 import keras
 
-from ga_model import _strategy, _validate
-from ga_model._weights import LossTerms
+from ga_model import _strategy, _validate, _weights
 from ga_model._window import Contribution, Target, Window
+
+_local = threading.local()
+_MISSING = object()
 
 
 class Recording:
     """The gradients that one `train_step` applies, by optimizer.
 
     Args:
-        model: the model whose optimizer attributes answer with stand-ins.
-        window: the model's open window.
+        model: the model that is recorded.
+        window: its open window.
         data: the microbatch, as `train_step` gets it.
+        is_first: bool scalar tensor, whether the microbatch opens the window.
+
+    Attributes:
+        targets, contributions: an entry per optimizer, in the order in which they were applied.
     """
 
-    def __init__(self, model: Any, window: Window, data: Any) -> None:
+    def __init__(self, model: Any, window: Window, data: Any, is_first: Any) -> None:
         self.model = model
-        self._window = window
-        self._data = data
-        self._terms: LossTerms | None = None
-        self._relative_weights: dict[int, tuple[LossTerms, Any]] = {}
         self.targets: list[Target] = []
         self.contributions: list[Contribution] = []
+        self._window = window
+        self._data = data
+        self._is_first = is_first
+        self._terms: list[_weights.Term] = []
+        self._additional: list[Any] = []
+        self._folded: dict[int, tuple[_weights.LossTerms, Any]] = {}
+        self._unseen = [(o, o.built) for o in _optimizers_of_layers(model)]
 
-    def note_loss(self, terms: LossTerms) -> None:
-        """Take note of the loss that `compute_loss` is about to return."""
-        self._terms = terms
+    def stand_in(self, value: Any) -> Any:
+        """Return what stands in for an attribute's value: optimizers, also in lists and dicts."""
+        if isinstance(value, keras.optimizers.Optimizer):
+            return _StandIn(value, self)
+        if isinstance(value, dict):
+            return {key: self.stand_in(part) for key, part in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self.stand_in(part) for part in value]
+        return value
+
+    def observed_loss(self, compiled: Any) -> Any:
+        """Return a copy of the compiled loss that notes its terms here."""
+        return _weights.observed(compiled, self._terms.append)
+
+    def note_additional(self, value: Any) -> None:
+        """Note a loss that a layer or a regularizer added to the total."""
+        self._additional.append(value)
 
     def scale_loss(self, optimizer: Any, loss: Any) -> Any:
         """Fold the microbatch's weight into the loss, then scale it as the optimizer does."""
-        terms = self._current_terms()
+        terms = self._loss_terms()
         relative_weight = None
         if terms.weight is not None:
-            unit_weight = self._window.accumulator(optimizer).relative_weight(terms.weight)
-            relative_weight = unit_weight * self._window.headroom
-        self._relative_weights[id(optimizer)] = (terms, relative_weight)
-        loss = terms.fold(loss, relative_weight, self._window.steps, self._window.is_first)
+            accumulator = self._window.accumulator(optimizer)
+            relative_weight = accumulator.relative_weight(terms.weight) * self._window.headroom()
+        self._folded[id(optimizer)] = (terms, relative_weight)
+        loss = terms.fold(loss, relative_weight, self._window.steps, self._is_first)
         return optimizer.scale_loss(loss)
 
     def apply(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
@@ -63,36 +89,45 @@ class Recording:
             raise RuntimeError(_validate.applied_twice_message(self.model.name, optimizer.name))
         _validate.check_single_accumulation([optimizer], self.model.accumulation_steps)
         _strategy.build_optimizer(optimizer, variables)
-        if id(optimizer) in self._relative_weights:
-            terms, relative_weight = self._relative_weights[id(optimizer)]
+        if id(optimizer) in self._folded:
+            terms, relative_weight = self._folded[id(optimizer)]
         else:
-            terms, relative_weight = self._current_terms(), None
+            terms, relative_weight = self._loss_terms(), None
             if not terms.is_plain:
-                _validate.warn(_validate.not_scaled_message(self.model.name))
+                self.model._warn_once(_validate.not_scaled_message(self.model.name))
         self.targets.append(Target(optimizer, list(variables)))
         self.contributions.append(Contribution(list(gradients), terms.weight, relative_weight))
 
     def check_complete(self) -> None:
-        """Raise RuntimeError if the step applied no optimizer though there are weights to train."""
-        if not self.targets and self.model.trainable_weights:
-            raise RuntimeError(_validate.applied_none_message(self.model.name))
+        """Raise RuntimeError if the step applied an optimizer past the recording, or none."""
+        passed_by = [o for o, was_built in self._unseen if o.built and not was_built]
+        if passed_by or (not self.targets and self.model.trainable_weights):
+            names = [o.name for o in passed_by]
+            raise RuntimeError(_validate.not_recorded_message(self.model.name, names))
 
-    def _current_terms(self) -> LossTerms:
-        if self._terms is None:  # the step does not call `compute_loss`
-            data = self._data
-            if not isinstance(data, tuple) or len(data) > 3:
-                data = (data,)
-            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-            self._terms = self.model._loss_terms(x, y, None, sample_weight)
-        return self._terms
+    def _loss_terms(self) -> _weights.LossTerms:
+        data = self._data
+        if not isinstance(data, tuple) or len(data) > 3:
+            data = (data,)
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        regularizers = [v for v in self.model.trainable_weights if getattr(v, "regularizer", None)]
+        count = min(len(regularizers), len(self._additional))
+        weight = self.model.microbatch_weight(x, y, sample_weight)
+        if weight is not None:
+            return _weights.rule(weight, self._additional, count)
+        rows = _weights.num_rows(x)
+        terms = _weights.combine(self._terms, self._additional, count, rows)
+        if terms.mismatch:
+            self.model._warn_once(_validate.one_weight_message(terms.exact, terms.mismatch))
+        return terms
 
 
 class _StandIn:
     """Stands in for one optimizer during one recorded step."""
 
     def __init__(self, optimizer: Any, recording: Recording) -> None:
-        self._optimizer = optimizer
-        self._recording = recording
+        object.__setattr__(self, "_optimizer", optimizer)
+        object.__setattr__(self, "_recording", recording)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:  # isinstance(self.optimizer, keras.optimizers.Adam) holds
@@ -100,6 +135,9 @@ class _StandIn:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._optimizer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._optimizer, name, value)
 
     def scale_loss(self, loss: Any) -> Any:
         return self._recording.scale_loss(self._optimizer, loss)
@@ -115,10 +153,6 @@ class _StandIn:
         return self._optimizer.iterations
 
 
-_local = threading.local()
-_MISSING = object()
-
-
 def current_recording(model: Any) -> Recording | None:
     """Return the recording of `model` that is running in this thread, if one is."""
     recording = getattr(_local, "recording", None)
@@ -126,26 +160,31 @@ def current_recording(model: Any) -> Recording | None:
 
 
 @contextlib.contextmanager
-def record(model: Any, window: Window, data: Any) -> Iterator[Recording]:
-    """Record the optimizers' steps of `model` in this thread."""
+def record(model: Any, window: Window, data: Any, is_first: Any) -> Iterator[Recording]:
+    """Record the step of `model` that runs in this thread."""
     outer = getattr(_local, "recording", None)
-    _local.recording = recording = Recording(model, window, data)
+    _local.recording = recording = Recording(model, window, data, is_first)
     try:
         yield recording
+        recording.check_complete()
     finally:
         _local.recording = outer
 
 
-class OptimizerAttribute:
-    """Data descriptor of a model's attribute that holds an optimizer.
+class RecordedAttribute:
+    """Data descriptor of a model's attribute that answers with a stand-in while it is recorded.
 
-    The optimizer stays under the attribute's name in the instance's `__dict__`, where Keras's
-    saving finds it. Only while the model is recorded does reading the attribute give a stand-in.
+    The value stays under the attribute's name in the instance's `__dict__`, where Keras's saving
+    finds it.
+
+    Args:
+        name: the attribute's name.
+        default: what the class has under that name, if anything.
     """
 
     def __init__(self, name: str, default: Any = _MISSING) -> None:
         self._name = name
-        self._default = default  # what the class had under the name, if anything
+        self._default = default
 
     def __get__(self, model: Any, owner: type | None = None) -> Any:
         if model is None:
@@ -154,9 +193,10 @@ class OptimizerAttribute:
         if value is _MISSING:
             raise AttributeError(f"{type(model).__name__!r} object has no attribute {self._name!r}")
         recording = current_recording(model)
-        if recording is not None and isinstance(value, keras.optimizers.Optimizer):
-            return _StandIn(value, recording)
-        return value
+        return value if recording is None else self._stand_in(recording, value)
+
+    def _stand_in(self, recording: Recording, value: Any) -> Any:
+        return recording.stand_in(value)
 
     def __set__(self, model: Any, value: Any) -> None:
         model.__dict__[self._name] = value
@@ -165,8 +205,34 @@ class OptimizerAttribute:
         del model.__dict__[self._name]
 
 
+class CompiledLossAttribute(RecordedAttribute):
+    """The attribute where Keras keeps the compiled loss."""
+
+    def _stand_in(self, recording: Recording, value: Any) -> Any:
+        return value if value is None else recording.observed_loss(value)
+
+
+def optimizers_in(value: Any) -> list[Any]:
+    """Return the optimizers that a value is, or that a list or dict in it holds."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return [optimizer for part in value for optimizer in optimizers_in(part)]
+    return [value] if isinstance(value, keras.optimizers.Optimizer) else []
+
+
 def watch_attribute(owner: type, name: str) -> None:
-    """Make the attribute `name` of `owner`'s instances an `OptimizerAttribute`, if it is plain."""
+    """Make the attribute `name` of `owner`'s instances a `RecordedAttribute`, if it is plain."""
     present = inspect.getattr_static(owner, name, _MISSING)
     if not hasattr(present, "__get__"):
-        setattr(owner, name, OptimizerAttribute(name, present))
+        setattr(owner, name, RecordedAttribute(name, present))
+
+
+def _optimizers_of_layers(model: Any) -> list[Any]:
+    """Return the optimizers of models inside of `model`, which no attribute of `model` shows."""
+    return [
+        optimizer
+        for layer in model._flatten_layers(include_self=False)
+        if isinstance(layer, keras.Model)
+        for optimizer in optimizers_in(layer.__dict__.get("optimizer"))
+    ]

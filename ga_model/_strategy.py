@@ -1,14 +1,15 @@
 """Everything that depends on `tf.distribute`, and on names that Keras keeps private.
 
-Private names of Keras in use, read in Keras 3.15.1. A release that renames one breaks the tests
-named after what it serves, not a user's training in silence.
+Private names of Keras in use, read in Keras 3.14.0 to 3.15.1:
 
-* `Trainer._compile_loss`, `CompileLoss._flat_losses`, `CompileLoss._metrics`, in `_weights`: the
-  compiled losses, and Keras's own matching of targets, outputs and sample weights.
-* `tensor._keras_mask`, in `_weights`: the mask of an output or of loss values.
-* `Layer._flatten_layers`, in `_model`: BatchNormalization layers at any depth.
+* `Trainer._compile_loss`, `CompileLoss._flat_losses` and `tensor._keras_mask`, in `_model`,
+  `_recorder` and `_weights`: what each compiled loss averages over. `tests/test_weights.py`.
+* `Trainer._aggregate_additional_loss`, in `_model`: the losses that layers add. The same tests.
+* `Layer._flatten_layers`, in `_model` and `_recorder`: layers at any depth. `tests/test_models.py`.
 * `Optimizer._trainable_variables`, in `_recorder`: `optimizer.apply(gradients)` without variables.
+  `tests/test_models.py`.
 * `KerasSaveable._unpickle_model`, in `_wrap`: pickling a wrapped model as the plain model.
+  `tests/test_plain.py`.
 """
 
 from __future__ import annotations
@@ -53,6 +54,16 @@ def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
             optimizer.build(list(variables))
 
 
+def run_if(condition: tf.Tensor, function: Callable[[], Any]) -> None:
+    """Run `function` in the graph where `condition`, a bool scalar tensor, holds."""
+
+    def run() -> tf.Tensor:
+        function()
+        return tf.constant(0)
+
+    tf.cond(condition, run, lambda: tf.constant(0))
+
+
 def update_if(condition: tf.Tensor, update: Callable[[], Any]) -> None:
     """Run `update`, which applies an optimizer, in the graph where `condition` holds.
 
@@ -66,11 +77,7 @@ def update_if(condition: tf.Tensor, update: Callable[[], Any]) -> None:
     """
 
     def branch(strategy: tf.distribute.Strategy) -> None:
-        def run() -> tf.Tensor:
-            strategy.extended.call_for_each_replica(update)
-            return tf.constant(0)
-
-        tf.cond(condition, run, lambda: tf.constant(0))
+        run_if(condition, lambda: strategy.extended.call_for_each_replica(update))
 
     replica = tf.distribute.get_replica_context()
     if replica is None:

@@ -118,12 +118,13 @@ def applied_twice_message(model: str, optimizer: str) -> str:
     )
 
 
-def applied_none_message(model: str) -> str:
+def not_recorded_message(model: str, optimizers: list[str]) -> str:
+    received = f"applies {optimizers} of a model inside of it" if optimizers else "applies none"
     return (
         "A `train_step` that is accumulated must apply an optimizer that is an attribute of the "
         "model, such as `self.optimizer`. "
-        f"Received: `train_step` of {model!r} applies none. "
-        "Keep each optimizer in an attribute of its own (not in a list or a dict) and call "
+        f"Received: `train_step` of {model!r} {received}. "
+        "Keep each optimizer in an attribute of the model itself and call "
         "`self.<attribute>.apply(gradients, variables)`, or set `accumulation_steps=1`."
     )
 
@@ -185,11 +186,42 @@ def batch_normalization_message(layers: list[str]) -> str:
     )
 
 
+def unreduced_message(terms: list[str]) -> str:
+    return (
+        "A loss without reduction can not stand beside other terms: Keras adds the others once per "
+        f"loss value. Received: terms {terms}, one of them with reduction None. "
+        "Give it the reduction 'sum' or 'sum_over_batch_size'."
+    )
+
+
+def bad_rule_message(value: str) -> str:
+    return (
+        "`microbatch_weight` must return a number, a scalar tensor, 'sum' or None. "
+        f"Received: {value!r}. Return 'sum' where the loss is a sum over rows."
+    )
+
+
+def own_fit_message(model: str) -> str:
+    return (
+        "Windows are closed at an epoch's end by a callback. "
+        f"Received: {model!r} with a `fit` of its own that takes no `callbacks`. "
+        "Let it take `**kwargs` and pass them on to `super().fit`, or set `accumulation_steps=1`."
+    )
+
+
+def instance_step_message(model: str) -> str:
+    return (
+        "`train_step` must be a method of the model's class. "
+        f"Received: {model!r} with `train_step` set on the instance, which would not accumulate. "
+        "Define it in a subclass, or set `accumulation_steps=1`."
+    )
+
+
 def one_weight_message(exact: list[str], approximate: list[str]) -> str:
     return (
         "One weight per microbatch can not serve all terms of this loss: they average over "
         "different things. "
-        f"Exact: {exact}. Exact only where all microbatches of a full window count alike: "
+        f"Exact: {exact}. Exact only where microbatches count alike in each and windows are full: "
         f"{approximate}. Give the terms the same reduction, mask and sample weights, or override "
         "`AccumulatingModel.microbatch_weight`."
     )

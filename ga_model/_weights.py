@@ -14,7 +14,9 @@ microbatch:
 
 n is the number of loss values: rows times the positions of a row. The first three are means, and
 the weight of a microbatch is its own denominator, so w_i * L_i is a plain sum again and one
-division by sum_i(w_i) is left for the end. The fourth is additive: nothing is divided.
+division by sum_i(w_i) is left for the end. The fourth is additive: nothing is divided. (Where a
+denominator is zero, Keras makes the loss zero; sample weights of both signs that cancel out within
+a microbatch therefore lose it, and are the one case in which the algebra does not hold.)
 
 Terms beside the compiled loss:
 
@@ -28,18 +30,19 @@ A model adds its terms up before one gradient is taken, so one weight has to ser
 wherever the terms' weights are proportional to one another within the window: two outputs without
 mask, an activity regularizer beside a mean over rows. Where they are not (two outputs with
 different masks, a mask beside an activity regularizer) no single sum of gradients can give the
-result; the first mean then is exact, the other means are averaged with its weights, and sums beside
-a mean are scaled so that they are exact in full windows of equal microbatches. `LossTerms.mismatch`
-names them and a warning goes out.
+result. The first mean then is exact, the other means are averaged with its weights, and sums beside
+a mean are scaled so that they are exact in full windows of equal microbatches. A warning tells.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
+
+from ga_model import _validate
 
 
 class Term(NamedTuple):
@@ -49,21 +52,21 @@ class Term(NamedTuple):
         name: what messages call it.
         weight: scalar tensor, or None where the term is a sum.
         kind: terms of equal kind have proportional weights.
-        value: the term as it stands in the total.
+        value: the term as it stands in the total, where it is a sum.
     """
 
     name: str
     weight: Any | None
     kind: Hashable
-    value: Any
+    value: Any = None
 
 
 class LossTerms(NamedTuple):
-    """The terms of one microbatch's loss.
+    """What the terms of one microbatch's loss ask for.
 
     Attributes:
         weight: scalar tensor, the microbatch's weight, or None where the window is a plain sum.
-        sums_beside_mean: additive terms that have to live with a mean's weight.
+        sums_beside_mean: values of the sums that have to live with a mean's weight.
         regularization: values of the weight regularizers where the window is a plain sum.
         exact: names of the terms that `weight` serves.
         mismatch: names of the terms that it does not.
@@ -79,7 +82,7 @@ class LossTerms(NamedTuple):
         """Return `loss` as it enters the window's sum.
 
         Args:
-            loss: the total that `compute_loss` returned.
+            loss: the total loss.
             relative_weight: scalar tensor, `weight` in the window's unit.
             steps: scalar tensor, the window's `accumulation_steps`.
             is_first: bool scalar tensor, whether this microbatch opens the window.
@@ -106,124 +109,157 @@ def num_rows(data: Any) -> tf.Tensor:
             return tf.cast(leaf.nrows(), tf.int64)
         if isinstance(leaf, tf.SparseTensor):
             return leaf.dense_shape[0]
-        shape = getattr(leaf, "shape", ())
-        if len(shape):
+        if len(getattr(leaf, "shape", ())):
             return tf.shape(leaf, out_type=tf.int64)[0]
     return tf.constant(1, tf.int64)
 
 
-def loss_terms(model: Any, x: Any, y: Any, y_pred: Any, sample_weight: Any) -> LossTerms:
-    """Find the terms of `model`'s compiled loss and the weight that serves them.
+def combine(
+    terms: list[Term], additional: list[Any], regularizers: int, rows: tf.Tensor
+) -> LossTerms:
+    """Find the weight that serves a microbatch's terms.
 
     Args:
-        model: a compiled Keras model whose `compute_loss` has just run on the other arguments.
-        x: inputs, a nest of tensors of shape (rows, ...).
-        y: targets, a nest of tensors of shape (rows, ...), or None.
-        y_pred: outputs, a nest of tensors of shape (rows, ...), or None if they are not known.
-        sample_weight: None, or a nest of tensors of shape (rows,) or (rows, positions).
+        terms: the terms of the compiled losses that were computed.
+        additional: values of the losses that the model's layers added, regularizers last.
+        regularizers: how many of them are weight regularizers.
+        rows: scalar tensor, rows of the microbatch.
+
+    Raises:
+        ValueError: a loss with reduction None or "none" stands beside another.
     """
-    rows = num_rows(y_pred if y_pred is not None else x)
-    terms = _compiled_terms(model, y, y_pred, sample_weight, rows)
-    regularizers = _regularized(model)
-    if len(model.losses) > len(regularizers):
-        terms.append(Term("add_loss or activity_regularizer", rows, "rows", None))
+    regularization = additional[len(additional) - regularizers :]
+    if len(additional) > regularizers:
+        terms = [*terms, Term("add_loss or activity_regularizer", rows, "rows")]
+    if len(terms) > 1 and any(term.kind == "none" for term in terms):
+        raise ValueError(_validate.unreduced_message([term.name for term in terms]))
     means = [term for term in terms if term.weight is not None]
     if terms and not means:
-        regularization = [v.regularizer(v) for v in regularizers]
         return LossTerms(None, [], regularization, [term.name for term in terms], [])
-    weight, kind = (means[0].weight, means[0].kind) if means else (rows, "rows")
+    first = means[0] if means else Term("loss", rows, "rows")
     return LossTerms(
-        weight,
+        first.weight,
         [term.value for term in terms if term.weight is None],
         [],
-        [term.name for term in terms if term.kind == kind],
-        [term.name for term in terms if term.kind != kind],
+        [term.name for term in terms if term.kind == first.kind],
+        [term.name for term in terms if term.kind != first.kind],
     )
 
 
-def own_terms(model: Any, weight: Any | None) -> LossTerms:
-    """Return the terms of a loss whose weight comes from a rule of the user's own."""
-    regularizers = [] if weight is not None else _regularized(model)
-    return LossTerms(weight, [], [v.regularizer(v) for v in regularizers], [], [])
+def rule(weight: Any, additional: list[Any], regularizers: int) -> LossTerms:
+    """Return what a rule of the user's own asks for: a weight, or "sum"."""
+    if isinstance(weight, str):
+        if weight != "sum":
+            raise ValueError(_validate.bad_rule_message(weight))
+        return LossTerms(None, [], additional[len(additional) - regularizers :], [], [])
+    return LossTerms(weight, [], [], [], [])
 
 
-def _regularized(model: Any) -> list[Any]:
-    return [v for v in model.trainable_weights if getattr(v, "regularizer", None)]
+def observed(compiled: Any, note: Callable[[Term], None]) -> Any:
+    """Return a copy of a compiled loss that notes the term of every loss it computes.
 
+    Keras matches targets, outputs and sample weights with the user's losses in `CompileLoss.call`,
+    in many ways. So the copy computes the loss, as `CompileLoss` does, and its losses are observers
+    that pass everything on. Its metrics are the original's own, and so is what `build` makes.
 
-def _compiled_terms(
-    model: Any, y: Any, y_pred: Any, sample_weight: Any, rows: tf.Tensor
-) -> list[Term]:
-    """Return a term per compiled loss, in Keras's order.
-
-    Keras matches targets, outputs and sample weights with losses in `CompileLoss.call`. A copy of
-    the compiled loss whose losses are observers lets Keras do the matching and shows what each loss
-    gets. The copy has no metrics, so that none is updated a second time.
+    Args:
+        compiled: the `keras.src.trainers.compile_utils.CompileLoss` of a model.
+        note: called with each term.
     """
-    compiled = model._compile_loss
-    if compiled is None or not compiled.built or y_pred is None:
-        return []  # a loss of the user's own, which does not use the compiled one
-    terms: list[Term] = []
 
-    def observer(entry: Any) -> Any:
-        def observe(y_true: Any, y_pred: Any, sample_weight: Any = None) -> tf.Tensor:
-            terms.append(_term(entry, y_true, y_pred, sample_weight, rows))
-            return tf.zeros(())
+    class Observed(type(compiled)):  # type: ignore[misc]
+        def build(self, y_true: Any, y_pred: Any) -> None:
+            compiled.build(y_true, y_pred)
+            adopt()
 
-        return entry._replace(loss=observe)
+        def call(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+            terms: list[Term] = []
+            self.__dict__["_terms"] = terms
+            loss = super().call(y_true, y_pred, sample_weight)
+            if not keras.tree.is_nested(y_true) and not keras.tree.is_nested(y_pred):
+                del terms[1:]  # of several losses of one output, Keras uses the first
+            for term in terms:
+                note(term)
+            return loss
 
-    copy = object.__new__(type(compiled))
-    copy.__dict__.update(compiled.__dict__)
-    copy.__dict__["_flat_losses"] = [observer(entry) for entry in compiled._flat_losses]
-    copy.__dict__["_metrics"] = [None] * len(compiled._flat_losses)
-    copy.call(y, y_pred, sample_weight)
-    return terms
+    copy = object.__new__(Observed)
+
+    def adopt() -> None:
+        copy.__dict__.update(compiled.__dict__)
+        if compiled.built:
+            copy.__dict__["_flat_losses"] = [
+                entry._replace(loss=_observer(entry, copy)) for entry in compiled._flat_losses
+            ]
+
+    adopt()
+    return copy
 
 
-def _term(entry: Any, y_true: Any, y_pred: Any, sample_weight: Any, rows: tf.Tensor) -> Term:
+def _observer(entry: Any, compiled: Any) -> Any:
+    """Return a stand-in for one loss: it computes the loss and notes its term in `compiled`."""
     loss, name = entry.loss, entry.name
-    reduction = getattr(loss, "reduction", "mean")
-    if reduction in ("sum", "none", None):
-        value = tf.reduce_sum(loss(y_true, y_pred, sample_weight))
-        if entry.loss_weights is not None:
-            value = value * tf.cast(entry.loss_weights, value.dtype)
-        return Term(name, None, "sum", value)
-    if type(loss).__call__ is not keras.losses.Loss.__call__:
-        return Term(name, rows, "rows", None)  # a reduction of the user's own: rows, like Keras's
-    weight, kind = _mean_weight(loss, reduction, y_true, y_pred, sample_weight, rows)
-    return Term(name, weight, kind, None)
+    reduction = getattr(loss, "reduction", None)
+
+    def observe(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        if type(loss).__call__ is not keras.losses.Loss.__call__:
+            # A `__call__` of the user's own: a mean over rows, like Keras's.
+            compiled._terms.append(Term(name, num_rows(y_pred), "rows"))
+            return loss(y_true, y_pred, sample_weight)
+        if reduction in ("sum", "none", None):
+            value = loss(y_true, y_pred, sample_weight)
+            weighted = value if entry.loss_weights is None else value * entry.loss_weights
+            compiled._terms.append(Term(name, None, reduction or "none", weighted))
+            return value
+        seen: list[Any] = []
+
+        def call(y_true: Any, y_pred: Any) -> Any:
+            seen.append(loss.call(y_true, y_pred))
+            return seen[-1]
+
+        copy = object.__new__(type(loss))
+        copy.__dict__.update(loss.__dict__)
+        copy.__dict__["call"] = call
+        value = copy(y_true, y_pred, sample_weight)
+        masks = [getattr(t, "_keras_mask", None) for t in (y_pred, *seen)]
+        masks = [mask for mask in masks if mask is not None]
+        weight, kind = _denominator(reduction, seen[0], sample_weight, masks, num_rows(y_pred))
+        compiled._terms.append(Term(name, weight, kind))
+        return value
+
+    return observe
 
 
-def _mean_weight(
-    loss: Any, reduction: str, y_true: Any, y_pred: Any, sample_weight: Any, rows: tf.Tensor
+def _denominator(
+    reduction: str, values: Any, sample_weight: Any, masks: list[Any], rows: tf.Tensor
 ) -> tuple[Any, Hashable]:
-    """Return the denominator of a mean, and its kind. Mirrors `keras.losses.Loss.__call__`."""
-    masks = [getattr(y_pred, "_keras_mask", None)]
+    """Return the denominator of a mean over `values`, and its kind, as `keras.losses.Loss` has it.
 
-    def as_tensor(x: Any) -> Any:
-        return keras.ops.convert_to_tensor(x, dtype=loss.dtype)
-
-    values = loss.call(
-        keras.tree.map_structure(as_tensor, y_true), keras.tree.map_structure(as_tensor, y_pred)
-    )
-    masks = [mask for mask in (*masks, getattr(values, "_keras_mask", None)) if mask is not None]
+    Args:
+        reduction: "mean", "sum_over_batch_size" or "mean_with_sample_weight".
+        values: loss values of shape (rows, ...), or a scalar where the loss reduced by itself.
+        sample_weight: None, or a tensor of shape (rows,), (rows, 1) or (rows, positions).
+        masks: bool tensors of shape (rows, positions), to be combined with a logical and.
+        rows: scalar tensor, rows of the microbatch.
+    """
     if values.shape.rank == 0:
-        return rows, "rows"  # a loss function that reduces by itself
-    uses_sample_weight = reduction == "mean_with_sample_weight" and sample_weight is not None
-    if not masks and not uses_sample_weight:
+        return rows, "rows"
+    by_sample_weight = reduction == "mean_with_sample_weight" and sample_weight is not None
+    if not masks and not by_sample_weight:
         if values.shape[1:].is_fully_defined():
             return rows, "rows"
-        return tf.size(values, out_type=tf.int64), ("values", id(values))
-    kind = (reduction, tuple(id(mask) for mask in masks), uses_sample_weight and id(sample_weight))
+        return tf.size(values, tf.int64), values.ref()
     mask = None
     for part in masks:
         mask = part if mask is None else tf.logical_and(mask, part)
+    kind: tuple[Hashable, ...] = (reduction, *(part.ref() for part in masks))
     if reduction != "mean_with_sample_weight":
         # Keras scales by prod(shape(mask)) / sum(mask) and divides by prod(shape(values)).
         per_entry = tf.size(values, tf.int64) / tf.size(mask, tf.int64)
         return tf.math.count_nonzero(mask, dtype=tf.float64) * per_entry, kind
     weight = None if mask is None else tf.cast(mask, tf.float64)
-    if uses_sample_weight:
+    if by_sample_weight:
+        sample_weight = tf.convert_to_tensor(sample_weight)
+        kind = (*kind, sample_weight.ref())
         sample_weight = tf.cast(sample_weight, tf.float64)
         if weight is None:
             weight = sample_weight

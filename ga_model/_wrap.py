@@ -10,7 +10,7 @@ import keras
 
 from ga_model import _validate
 from ga_model._model import AccumulatingModel
-from ga_model._recorder import watch_attribute
+from ga_model._recorder import optimizers_in, watch_attribute
 
 
 def accumulate(model: keras.Model, *, accumulation_steps: int | None = None) -> keras.Model:
@@ -49,13 +49,13 @@ def accumulate(model: keras.Model, *, accumulation_steps: int | None = None) -> 
     if not isinstance(model, keras.Model):
         raise TypeError(_validate.not_a_model_message(model))
     steps = 1 if accumulation_steps is None else accumulation_steps
-    optimizers = {k: v for k, v in vars(model).items() if isinstance(v, keras.optimizers.Optimizer)}
     steps = _validate.check_accumulation_steps(steps)
-    _validate.check_single_accumulation(optimizers.values(), steps)
+    _validate.check_single_accumulation(optimizers_in(vars(model)), steps)
     if not isinstance(model, AccumulatingModel):
         wrapped = _wrapped_class(cast(Hashable, type(model)))
-        for name in optimizers:
-            watch_attribute(wrapped, name)
+        for name, value in vars(model).items():
+            if optimizers_in(value):
+                watch_attribute(wrapped, name)
         object.__setattr__(model, "__class__", wrapped)
         model.train_function = None
     if accumulation_steps is not None:

@@ -31,7 +31,7 @@ def assert_changed(weights, start):
     assert any(np.any(w != s) for w, s in zip(weights, start, strict=True))
 
 
-def fit_pair(make, compile_args, data, *, rows, steps, epochs=2, fit_args=None, wrap=accumulate):
+def fit_pair(make, compile_args, data, *, rows, steps, epochs=2, fit_args=None):
     """Train two equal models, on windows of `steps` batches of `rows` rows and on whole windows.
 
     Args:
@@ -49,7 +49,7 @@ def fit_pair(make, compile_args, data, *, rows, steps, epochs=2, fit_args=None, 
 
     reference = seeded(make)
     reference.compile(**compile_args())
-    model = wrap(seeded(make), accumulation_steps=steps)
+    model = accumulate(seeded(make), accumulation_steps=steps)
     model.compile(**compile_args())
     if not reference.built:
         for m in (reference, model):
@@ -59,8 +59,8 @@ def fit_pair(make, compile_args, data, *, rows, steps, epochs=2, fit_args=None, 
     start = reference.get_weights()
     for a, b in zip(start, model.get_weights(), strict=True):
         np.testing.assert_array_equal(a, b)
-    reference.history_ = reference.fit(batch_size=rows * steps, **arguments)
-    model.history_ = model.fit(batch_size=rows, **arguments)
+    reference.fit(batch_size=rows * steps, **arguments)
+    model.fit(batch_size=rows, **arguments)
     assert_changed(reference.get_weights(), start)
     return model, reference, start
 

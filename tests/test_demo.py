@@ -18,14 +18,14 @@ from ga_model._cli import main
 
 SETTINGS = _demo.Settings()
 RUNS = _demo.make_runs(SETTINGS)
-SPLIT = _demo.Run("big batch, split", 128, {"microbatch_size": 32})
+SPLIT = _report.Run("big batch, split", 128, {"microbatch_size": 32})
 
 
 def made_up(run, difference, **attributes):
     """Return a result whose relative difference from one with `difference=0` is `difference`."""
     start = [np.zeros((2, 2)), np.ones(2)]
     weights = [np.full((2, 2), 3.0 * (1 + difference)), np.full(2, 5.0)]
-    result = _demo.Result(
+    result = _report.Result(
         run=run,
         start=start,
         weights=weights,

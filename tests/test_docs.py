@@ -46,7 +46,7 @@ def test_the_docstrings_examples_run(name, tmp_path, capsys):
     run(tmp_path, blocks, names)
 
 
-def test_the_table_of_words_is_the_only_place_with_other_words():
+def test_no_other_words_are_used_for_the_same_things():
     """One word for one thing: the names of the README's table, and none of the usual others."""
     sources = [README, *(p.read_text() for p in Path(ga_model.__file__).parent.glob("*.py"))]
     for text in sources:

@@ -3,8 +3,7 @@
 Covered by `test_zoo_matches_the_whole_batch`, through `fit` in graph mode, all combinations of
 
     models       dense, convolution, embedding, masked recurrent, attention, two outputs,
-    regularized,
-                 frozen layer, unused variable, lazily built
+                 regularized, frozen layer, unused variable, lazily built
     optimizers   SGD, Nesterov momentum, Adam, AdamW, RMSprop, Lion
     windows      1, 2, 3 and 5 microbatches of 4 rows
     epochs       even; with a ragged last batch; with a partial last window that is ragged

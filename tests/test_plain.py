@@ -1,6 +1,8 @@
 """With accumulation_steps=1 training is plain Keras to the bit; the model always looks plain."""
 
+import copy
 import json
+import pickle
 import subprocess
 import sys
 import zipfile
@@ -170,6 +172,49 @@ def test_a_subclass_round_trips_with_its_settings_and_optimizer_state(tmp_path):
     assert loaded.optimizer.iterations == 4
     for w, expected in zip(loaded.get_weights(), model.get_weights(), strict=True):
         np.testing.assert_array_equal(w, expected)
+
+
+@keras.saving.register_keras_serializable("tests")
+class OwnCompile(keras.Sequential):
+    """Its `compile` is its own, with the two methods that Keras asks for then."""
+
+    def compile(self, rate):
+        super().compile(keras.optimizers.SGD(rate), "mse")
+        self.rate = rate
+
+    def get_compile_config(self):
+        return {"rate": self.rate}
+
+    def compile_from_config(self, config):
+        self.compile(config["rate"])
+
+
+@keras.saving.register_keras_serializable("tests")
+class AccumulatingOwnCompile(AccumulatingModel, OwnCompile):
+    pass
+
+
+def test_a_compile_of_the_users_own_round_trips(tmp_path):
+    model = AccumulatingOwnCompile([keras.Input((4,)), keras.layers.Dense(2)])
+    model.compile(rate=0.25, accumulation_steps=3)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert loaded.compiled
+    assert loaded.rate == 0.25
+    assert loaded.accumulation_steps == 3
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, keras.models.clone_model, "pickle"])
+def test_copies_of_a_wrapped_model_are_plain_models(how):
+    x, y = dense_data(24)
+    model = accumulate(dense_model(), accumulation_steps=3)
+    model.compile("adam", "mse")
+    model.fit(x, y, batch_size=4, verbose=0)
+    made = pickle.loads(pickle.dumps(model)) if how == "pickle" else how(model)
+    assert type(made) is keras.Sequential
+    if how is not keras.models.clone_model:
+        np.testing.assert_array_equal(made.predict(x, verbose=0), model.predict(x, verbose=0))
+        assert made.optimizer.iterations == 2
 
 
 def test_the_optimizer_is_the_users_own_object():

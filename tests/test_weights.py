@@ -218,7 +218,7 @@ def test_terms_that_one_weight_can_not_serve_are_named_once(float64):
     x, y = masked_data(24)
     model = accumulate(two_masks(), accumulation_steps=3)
     model.compile("sgd", ["mse", "mse"])
-    with pytest.warns(UserWarning, match=r"Exact: \['masked'\].*alike: \['open'\]") as caught:
+    with pytest.warns(UserWarning, match=r"Exact: \['masked'\].*full: \['open'\]") as caught:
         model.fit(x, [y, y], batch_size=4, shuffle=False, verbose=0)
     assert len(caught) == 1
     assert caught[0].filename == __file__
@@ -280,10 +280,9 @@ class CountsPositions(AccumulatingModel, keras.Sequential):
 
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
         valid = tf.cast(tf.not_equal(y, 0.0), y_pred.dtype)
-        total = tf.reduce_sum(tf.square(y_pred - y) * valid)
-        return tf.math.divide_no_nan(total, tf.reduce_sum(valid))
+        return tf.reduce_sum(tf.square(y_pred - y) * valid) / tf.reduce_sum(valid)
 
-    def microbatch_weight(self, x=None, y=None, y_pred=None, sample_weight=None):
+    def microbatch_weight(self, x, y=None, sample_weight=None):
         return tf.math.count_nonzero(y)
 
 
@@ -300,6 +299,127 @@ def test_a_weight_rule_of_the_users_own_is_followed(float64):
 
     difference = difference_of_fits(make, arguments, (x, y), rows=4, steps=3)
     assert difference <= TOLERANCE[float64]
+
+
+class MasksByTarget(keras.Sequential):
+    """Makes sample weights of its own and leaves the rest to Keras."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        valid = tf.cast(tf.not_equal(y[..., :1], 0.0), y_pred.dtype)
+        return super().compute_loss(x, y, y_pred, valid)
+
+
+class MasksByTargetSubclass(AccumulatingModel, MasksByTarget):
+    pass
+
+
+@pytest.mark.parametrize("make", [MasksByTarget, MasksByTargetSubclass])
+def test_sample_weights_made_in_compute_loss_are_counted(make, float64):
+    x, y = masked_data(34)
+    y[np.arange(5) >= (1 + np.arange(34) % 5)[:, None]] = 0.0
+    difference = difference_of_fits(
+        lambda: make(sequence_model().layers),
+        compile_with("mean_with_sample_weight"),
+        (x, y),
+        rows=4,
+        steps=3,
+    )
+    assert difference <= TOLERANCE[float64]
+
+
+def test_a_second_loss_on_one_output_counts_as_little_as_in_keras(float64):
+    def arguments():
+        losses = [keras.losses.MeanSquaredError(), keras.losses.MeanAbsoluteError(reduction="sum")]
+        return {"optimizer": keras.optimizers.SGD(0.1), "loss": losses}
+
+    difference = difference_of_fits(dense_model, arguments, dense_data(34), rows=4, steps=3)
+    assert difference <= TOLERANCE[float64]
+
+
+def test_a_loss_is_computed_once_per_microbatch():
+    calls = []
+
+    def loss(y_true, y_pred):
+        calls.append(1)
+        return tf.reduce_mean(tf.square(y_true - y_pred), axis=-1)
+
+    x, y = dense_data(24)
+    model = accumulate(dense_model(), accumulation_steps=3)
+    model.compile("sgd", loss, run_eagerly=True)
+    model.fit(x, y, batch_size=4, verbose=0)
+    assert len(calls) == 6
+
+
+class WeighsByOutput(CountsPositions):
+    """A weight that depends on the variables; the sum's derivation takes it as a constant."""
+
+    def microbatch_weight(self, x, y=None, sample_weight=None):
+        return tf.reduce_sum(tf.abs(self(x)))
+
+
+def test_a_weight_is_not_differentiated(float64):
+    x, y = dense_data(12)
+    y[:] = 1.0
+    model = seeded(lambda: WeighsByOutput(dense_model().layers))
+    model.compile(keras.optimizers.SGD(1.0), loss=None, accumulation_steps=3)
+    start = model.get_weights()
+    accumulated = [0.0] * len(start)
+    total = 0.0
+    for i in range(0, 12, 4):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.reduce_sum(tf.square(model(x[i : i + 4]) - 1.0), -1)) / 2
+        weight = tf.reduce_sum(tf.abs(model(x[i : i + 4])))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        accumulated = [a + weight * g for a, g in zip(accumulated, gradients)]
+        total += weight
+    model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+    for w, s, a in zip(model.get_weights(), start, accumulated, strict=True):
+        np.testing.assert_allclose(w, s - a / total, rtol=1e-10)
+
+
+def test_a_loss_without_reduction_beside_another_is_refused():
+    model = accumulate(two_outputs(), accumulation_steps=3)
+    model.compile("sgd", [keras.losses.MeanSquaredError(reduction="none"), "mse"])
+    x, y = two_outputs_data(12)
+    with pytest.raises(ValueError, match="Give it the reduction 'sum'"):
+        model.fit(x, y, batch_size=4, verbose=0)
+
+
+class BadRule(CountsPositions):
+    def microbatch_weight(self, x, y=None, sample_weight=None):
+        return "mean"
+
+
+class SumRule(AccumulatingModel, keras.Sequential):
+    """Sums a loss of its own over rows, beside weight regularizers."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        data = tf.reduce_sum(tf.square(y_pred - y))
+        return super().compute_loss(x, y, y_pred) + data if self.losses else data
+
+    def microbatch_weight(self, x, y=None, sample_weight=None):
+        return "sum"
+
+
+@pytest.mark.parametrize("regularizer", [None, keras.regularizers.L2(0.3)])
+def test_a_rule_of_the_users_own_can_say_sum(regularizer, float64):
+    def make():
+        layer = keras.layers.Dense(2, kernel_regularizer=regularizer)
+        return SumRule([keras.Input((4,)), layer])
+
+    def arguments():
+        return {"optimizer": keras.optimizers.SGD(0.001), "loss": None}
+
+    difference = difference_of_fits(make, arguments, dense_data(34), rows=4, steps=3)
+    assert difference <= TOLERANCE[float64]
+
+
+def test_a_bad_rule_is_refused():
+    x, y = dense_data(12)
+    model = BadRule(dense_model().layers)
+    model.compile("sgd", loss=None, accumulation_steps=3)
+    with pytest.raises(ValueError, match="Received: 'mean'"):
+        model.fit(x, y, batch_size=4, verbose=0)
 
 
 # Controls: what others do fails where this package passes.
