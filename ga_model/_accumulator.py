@@ -4,10 +4,12 @@ For microbatches i of one window with gradients g_i and weights w_i the update u
 
     g = sum_i(w_i * g_i) / sum_i(w_i)
 
-Both sums are stored and the division is made once, when the mean is read. Weights are stored in
-units of the window's first weight that is not zero, u: the buffers hold sum_i((w_i / u) * g_i) and
-the total holds sum_i(w_i / u). The unit cancels in the mean, a window of equal weights adds its
-gradients as they are, and a window of one microbatch gives back its gradient bit for bit.
+Both sums are stored and the division is made once, when the mean is read. Weights are stored in a
+unit u of the window's own: the buffers hold sum_i((w_i / u) * g_i) and the total holds
+sum_i(w_i / u). The unit cancels in the mean. It is the first weight that is not zero, so a window
+of equal weights adds its gradients as they are, and a window of one microbatch gives back its
+gradient bit for bit. Where a heavier microbatch comes, the unit grows by a power of two, and the
+sums so far shrink by it, which is exact: no gradient is scaled up, out of the range of float16.
 
 Why the buffers are not zeroed after an update: the first microbatch of a window is assigned where
 the others are added, which saves one pass over the memory of all trainable variables per window.
@@ -15,6 +17,7 @@ the others are added, which saves one pass over the memory of all trainable vari
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -95,7 +98,7 @@ class GradientAccumulator:
         """
         self._check(gradients, variables, is_sum=weight is None)
         if weight is None:
-            self._store(gradients, is_first=tf.equal(self.num_microbatches, 0))
+            self._store(gradients, tf.equal(self.num_microbatches, 0), tf.ones((), tf.float64))
         else:
             relative_weight = _relative_weight
             if relative_weight is None:
@@ -104,28 +107,46 @@ class GradientAccumulator:
             # A microbatch without weight is left out, not multiplied: its loss may be 0 / 0.
             _strategy.run_if(
                 tf.not_equal(relative_weight, 0.0),
-                lambda: self._store(gradients, is_first=tf.equal(self._unit, 0.0)),
+                lambda: self._store(gradients, tf.equal(self._unit, 0.0), self._shrink(weight)),
             )
+            self._total.assign(self._total * self._shrink(weight) + relative_weight)
             self._unit.assign(self._unit_with(weight))
-            self._total.assign_add(relative_weight)
         self.num_microbatches.assign_add(1)
 
     def relative_weight(self, weight: Any) -> tf.Tensor:
-        """Return `weight` in the open window's unit: float64 scalar, 1 for the first microbatch."""
+        """Return `weight` in the unit that the window has with it: float64 scalar, at most 1."""
         return tf.math.divide_no_nan(_constant(weight), self._unit_with(weight))
 
     def _unit_with(self, weight: Any) -> tf.Tensor:
-        return tf.where(tf.equal(self._unit, 0.0), _constant(weight), self._unit)
+        weight = _constant(weight)
+        ratio = tf.abs(tf.math.divide_no_nan(weight, self._unit))
+        grown = self._unit * 2.0 ** tf.math.ceil(tf.math.log(tf.maximum(ratio, 1.0)) / math.log(2))
+        return tf.where(tf.equal(self._unit, 0.0), weight, grown)
 
-    def _store(self, gradients: Sequence[Any], is_first: tf.Tensor) -> None:
+    def _shrink(self, weight: Any) -> tf.Tensor:
+        """Return what the sums so far are to be multiplied by: a power of two, mostly 1."""
+        return tf.math.divide_no_nan(self._unit, self._unit_with(weight))
+
+    def _store(self, gradients: Sequence[Any], is_first: tf.Tensor, shrink: tf.Tensor) -> None:
         pairs = [(b, g) for b, g in zip(self._buffers, gradients) if b is not None]
 
-        def store(operation: Any) -> tf.Tensor:
+        def assign() -> tf.Tensor:
             for buffer, gradient in pairs:
-                operation(buffer, gradient)
+                _assign(buffer, gradient)
             return tf.constant(0)
 
-        tf.cond(is_first, lambda: store(_assign), lambda: store(_assign_add))
+        def add() -> tf.Tensor:
+            for buffer, gradient in pairs:
+                _assign_add(buffer, gradient)
+            return tf.constant(0)
+
+        def shrink_and_add() -> tf.Tensor:
+            for buffer, _ in pairs:
+                buffer.assign(buffer * tf.cast(shrink, buffer.dtype))
+            return add()
+
+        is_same_unit = tf.equal(shrink, 1.0)
+        tf.cond(is_first, assign, lambda: tf.cond(is_same_unit, add, shrink_and_add))
 
     @property
     def variables(self) -> list[Any]:
@@ -232,6 +253,8 @@ def _scale(gradient: Any, factor: tf.Tensor) -> Any:
 
 def _constant(weight: Any) -> tf.Tensor:
     """A weight counts; it is nothing to differentiate, whatever it was computed from."""
+    if isinstance(weight, (int, float)):  # `tf.cast` would take it through float32
+        return tf.constant(weight, tf.float64)
     return tf.stop_gradient(tf.cast(weight, tf.float64))
 
 

@@ -34,20 +34,26 @@ class CloseWindow(keras.callbacks.Callback):
 def closing_windows(model: Any, callbacks: Any) -> Iterator[Any]:
     """Give the `callbacks` argument of `fit` with a `CloseWindow` in front.
 
+    Where `fit` fails or is interrupted, the open window is forgotten.
+
     Args:
         model: an `AccumulatingModel`.
         callbacks: None, a callback, a list or tuple of them, or a `keras.callbacks.CallbackList`,
             which is left as it was in the end.
     """
     close_window = CloseWindow(model)
-    if isinstance(callbacks, keras.callbacks.CallbackList):
+    is_list = isinstance(callbacks, keras.callbacks.CallbackList)
+    if is_list:
         callbacks.callbacks.insert(0, close_window)
-        try:
-            yield callbacks
-        finally:
-            callbacks.callbacks.remove(close_window)
-    elif callbacks is None:
-        yield [close_window]
+    elif isinstance(callbacks, (list, tuple)):
+        callbacks = [close_window, *callbacks]
     else:
-        several = isinstance(callbacks, (list, tuple))
-        yield [close_window, *(callbacks if several else [callbacks])]
+        callbacks = [close_window] if callbacks is None else [close_window, callbacks]
+    try:
+        yield callbacks
+    except BaseException:  # KeyboardInterrupt, too, leaves nothing behind
+        model._discard_window()
+        raise
+    finally:
+        if is_list:
+            callbacks.callbacks.remove(close_window)

@@ -32,6 +32,7 @@ else:
 
 def _accumulated(train_step: Callable[..., Any]) -> Callable[..., Any]:
     """Make a `train_step` take part in a window. The outermost one of a model does the work."""
+    train_step = getattr(train_step, "python_function", train_step)  # of a `tf.function`
 
     @functools.wraps(train_step)
     def accumulated(self: Any, data: Any) -> Any:
@@ -82,8 +83,8 @@ class AccumulatingModel(_Base):
     optimizer = RecordedAttribute("optimizer")
     _compile_loss = CompiledLossAttribute("_compile_loss")
     _accumulation_steps = 1
-    _window: Window | None = None
-    _warnings: frozenset[str] = frozenset()  # those that this compile has seen
+    _accumulation_window: Window | None = None
+    _accumulation_warnings: frozenset[str] = frozenset()  # those that this compile has seen
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -97,6 +98,10 @@ class AccumulatingModel(_Base):
         owner = next(c for c in mro if "train_step" in c.__dict__)
         if owner is cls or not issubclass(owner, AccumulatingModel):
             cls.train_step = _accumulated(owner.__dict__["train_step"])  # type: ignore[method-assign]
+        # A rule of the user's stands, also where the mixin stands left of it.
+        rules = [c for c in mro if c is not AccumulatingModel and "microbatch_weight" in vars(c)]
+        if rules:
+            cls.microbatch_weight = rules[0].__dict__["microbatch_weight"]  # type: ignore[method-assign]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         # Keras calls `__new__` of every base when it makes a functional model of a subclass.
@@ -123,10 +128,10 @@ class AccumulatingModel(_Base):
     @accumulation_steps.setter
     def accumulation_steps(self, value: int) -> None:
         steps = _validate.check_accumulation_steps(value)
-        _validate.check_single_accumulation(self._optimizers(), steps)
+        _validate.check_single_accumulation(optimizers_in(vars(self)), steps)
         self._accumulation_steps = steps
-        if self._window is not None:
-            self._window.set_steps(steps)
+        if self._accumulation_window is not None:
+            self._accumulation_window.set_steps(steps)
         self._warn_of_batch_normalization()
 
     def compile(self, *args: Any, accumulation_steps: int | None = None, **kwargs: Any) -> None:
@@ -151,8 +156,8 @@ class AccumulatingModel(_Base):
         _validate.check_single_accumulation(optimizers_in([*args, *kwargs.values()]), steps)
         super().compile(*args, **kwargs)
         self._accumulation_steps = steps
-        self._window = None
-        self._warnings = frozenset()
+        self._accumulation_window = None
+        self._accumulation_warnings = frozenset()
         self._warn_of_batch_normalization()
 
     def close_window(self) -> None:
@@ -162,8 +167,8 @@ class AccumulatingModel(_Base):
         `train_step`, where weights are read before a window is full. An empty window changes
         nothing.
         """
-        if self._window is not None:
-            self._window.close()
+        if self._accumulation_window is not None:
+            self._accumulation_window.close()
 
     def microbatch_weight(self, x: Any, y: Any = None, sample_weight: Any = None) -> Any:
         """Return what a microbatch counts in its window's mean. Override it for a rule of your own.
@@ -205,13 +210,14 @@ class AccumulatingModel(_Base):
     @_accumulated
     def train_step(self, data: Any) -> Any:
         """Run the model class's own `train_step` on one batch, as a microbatch of the window."""
-        return super().train_step(data)
+        train_step: Any = super().train_step
+        return getattr(train_step, "python_function", train_step)(data)  # of a `tf.function`
 
     def _aggregate_additional_loss(self, loss: Any) -> Any:
-        loss = super()._aggregate_additional_loss(loss)
+        total = super()._aggregate_additional_loss(loss)
         if (recording := current_recording(self)) is not None:
-            recording.note_additional(loss)
-        return loss
+            recording.note_additional(total, is_sum=len(loss.shape) > 0)
+        return total
 
     def make_train_function(self, force: bool = False) -> Any:
         """Make the function that `fit` calls once per execution.
@@ -242,7 +248,8 @@ class AccumulatingModel(_Base):
     # One microbatch.
 
     def _accumulates(self) -> bool:
-        return self._accumulation_steps > 1 or (self._window is not None and self._window.is_open())
+        window = self._accumulation_window
+        return self._accumulation_steps > 1 or (window is not None and window.is_open())
 
     def _microbatch_step(self, train_step: Callable[[Any], Any], data: Any) -> Any:
         """Run `train_step`, add what it applies to the window, and update if the window is full.
@@ -250,9 +257,9 @@ class AccumulatingModel(_Base):
         Under XLA the forward and backward pass are a cluster of their own: with the conditional
         update inside of it, XLA would copy all weights and optimizer state at every microbatch.
         """
-        if self._window is None:
-            self._window = Window(self._accumulation_steps, self.run_eagerly)
-        window = self._window
+        if self._accumulation_window is None:
+            self._accumulation_window = Window(self._accumulation_steps, self.run_eagerly)
+        window = self._accumulation_window
         is_first = window.begin_microbatch()
         targets: list[Target] = []
 
@@ -276,18 +283,15 @@ class AccumulatingModel(_Base):
         return logs
 
     def _discard_window(self) -> None:
-        if self._window is not None:
-            self._window.discard()
+        if self._accumulation_window is not None:
+            self._accumulation_window.discard()
 
     # What is checked, and what is saved.
 
-    def _optimizers(self) -> list[Any]:
-        return optimizers_in(list(vars(self).values()))
-
     def _warn_once(self, message: str) -> None:
         """Warn, unless the present `compile` has seen the same warning."""
-        if message not in self._warnings:
-            self._warnings |= {message}
+        if message not in self._accumulation_warnings:
+            self._accumulation_warnings |= {message}
             _validate.warn(message)
 
     def _warn_of_batch_normalization(self) -> None:

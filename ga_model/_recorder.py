@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from ga_model import _strategy, _validate, _weights
 from ga_model._window import Contribution, Target, Window
@@ -50,7 +51,8 @@ class Recording:
         self._data = data
         self._is_first = is_first
         self._terms: list[_weights.Term] = []
-        self._additional: list[Any] = []
+        self._additional: list[tuple[Any, bool]] = []
+        self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         self._folded: dict[int, tuple[_weights.LossTerms, Any]] = {}
         self._unseen = [(o, o.built) for o in _optimizers_of_layers(model)]
 
@@ -68,9 +70,9 @@ class Recording:
         """Return a copy of the compiled loss that notes its terms here."""
         return _weights.observed(compiled, self._terms.append)
 
-    def note_additional(self, value: Any) -> None:
+    def note_additional(self, value: Any, is_sum: bool) -> None:
         """Note a loss that a layer or a regularizer added to the total."""
-        self._additional.append(value)
+        self._additional.append((value, is_sum))
 
     def scale_loss(self, optimizer: Any, loss: Any) -> Any:
         """Fold the microbatch's weight into the loss, then scale it as the optimizer does."""
@@ -85,6 +87,8 @@ class Recording:
 
     def apply(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         """Keep the gradients of an `optimizer.apply`."""
+        if self._graph not in (None, tf.compat.v1.get_default_graph()):
+            raise RuntimeError(_validate.inner_graph_message(self.model.name))
         if any(target.optimizer is optimizer for target in self.targets):
             raise RuntimeError(_validate.applied_twice_message(self.model.name, optimizer.name))
         _validate.check_single_accumulation([optimizer], self.model.accumulation_steps)

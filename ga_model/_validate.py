@@ -43,9 +43,9 @@ def check_accumulation_steps(value: Any) -> int:
         if isinstance(value, bool):
             raise TypeError
         steps = operator.index(value)
-    except TypeError:
+    except (TypeError, AttributeError):  # a float tensor has no `__index__` to call
         raise TypeError(_accumulation_steps_message(value)) from None
-    if steps < 1:
+    if not 1 <= steps < 2**63:
         raise ValueError(_accumulation_steps_message(value))
     return steps
 
@@ -97,14 +97,10 @@ def no_keras_model_message(name: str) -> str:
 
 
 def not_a_model_message(value: Any) -> str:
-    hint = (
-        " Pass an instance: call the class first."
-        if isinstance(value, type)
-        else " Wrap layers in `keras.Sequential([...])` first."
-    )
+    hint = "Call the class first" if isinstance(value, type) else "Make a `keras.Model` of it first"
     return (
         "`accumulate` takes a Keras model. "
-        f"Received: model={value!r} (of type {type(value).__name__}).{hint}"
+        f"Received: model={value!r} (of type {type(value).__name__}). {hint}."
     )
 
 
@@ -115,6 +111,15 @@ def applied_twice_message(model: str, optimizer: str) -> str:
         f"Received: `train_step` of {model!r} applies the optimizer {optimizer!r} twice. "
         "Sum the losses and apply once, use one optimizer per update, "
         "or set `accumulation_steps=1`."
+    )
+
+
+def inner_graph_message(model: str) -> str:
+    return (
+        "A `train_step` that is accumulated must apply its optimizers in its own graph. "
+        f"Received: `train_step` of {model!r} applies one inside of `tf.cond`, a loop, or a "
+        "`tf.function` of its own. Move the call out of it (a window with a bad microbatch is best "
+        "skipped by a LossScaleOptimizer), or set `accumulation_steps=1`."
     )
 
 

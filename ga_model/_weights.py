@@ -23,8 +23,8 @@ Terms beside the compiled loss:
 * Weight regularizers depend on no rows, so every microbatch has the same one. In a window of
   means it takes part like everything else: sum_i(w_i * r) / sum_i(w_i) = r. In a window of sums it
   is counted with the first microbatch only.
-* Losses of `add_loss` and activity regularizers are taken as means over rows, as Keras makes them
-  since 3.14.
+* Activity regularizers are means over rows since Keras 3.14, and a scalar of `add_loss` is taken as
+  one. A tensor of `add_loss` that is no scalar is summed by Keras, and counts as a sum.
 
 A model adds its terms up before one gradient is taken, so one weight has to serve them all. It does
 wherever the terms' weights are proportional to one another within the window: two outputs without
@@ -115,22 +115,24 @@ def num_rows(data: Any) -> tf.Tensor:
 
 
 def combine(
-    terms: list[Term], additional: list[Any], regularizers: int, rows: tf.Tensor
+    terms: list[Term], additional: list[tuple[Any, bool]], regularizers: int, rows: tf.Tensor
 ) -> LossTerms:
     """Find the weight that serves a microbatch's terms.
 
     Args:
         terms: the terms of the compiled losses that were computed.
-        additional: values of the losses that the model's layers added, regularizers last.
+        additional: losses that the model's layers added, regularizers last: the scalar, and whether
+            Keras made it by summing.
         regularizers: how many of them are weight regularizers.
         rows: scalar tensor, rows of the microbatch.
 
     Raises:
         ValueError: a loss with reduction None or "none" stands beside another.
     """
-    regularization = additional[len(additional) - regularizers :]
-    if len(additional) > regularizers:
-        terms = [*terms, Term("add_loss or activity_regularizer", rows, "rows")]
+    regularization = [value for value, _ in additional[len(additional) - regularizers :]]
+    name = "add_loss or activity_regularizer"
+    for value, is_sum in additional[: len(additional) - regularizers]:
+        terms = [*terms, Term(name, None, "sum", value) if is_sum else Term(name, rows, "rows")]
     if len(terms) > 1 and any(term.kind == "none" for term in terms):
         raise ValueError(_validate.unreduced_message([term.name for term in terms]))
     means = [term for term in terms if term.weight is not None]
@@ -146,12 +148,13 @@ def combine(
     )
 
 
-def rule(weight: Any, additional: list[Any], regularizers: int) -> LossTerms:
+def rule(weight: Any, additional: list[tuple[Any, bool]], regularizers: int) -> LossTerms:
     """Return what a rule of the user's own asks for: a weight, or "sum"."""
     if isinstance(weight, str):
         if weight != "sum":
             raise ValueError(_validate.bad_rule_message(weight))
-        return LossTerms(None, [], additional[len(additional) - regularizers :], [], [])
+        regularization = [value for value, _ in additional[len(additional) - regularizers :]]
+        return LossTerms(None, [], regularization, [], [])
     return LossTerms(weight, [], [], [], [])
 
 
@@ -201,10 +204,6 @@ def _observer(entry: Any, compiled: Any) -> Any:
     reduction = getattr(loss, "reduction", None)
 
     def observe(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        if type(loss).__call__ is not keras.losses.Loss.__call__:
-            # A `__call__` of the user's own: a mean over rows, like Keras's.
-            compiled._terms.append(Term(name, num_rows(y_pred), "rows"))
-            return loss(y_true, y_pred, sample_weight)
         if reduction in ("sum", "none", None):
             value = loss(y_true, y_pred, sample_weight)
             weighted = value if entry.loss_weights is None else value * entry.loss_weights
@@ -212,17 +211,20 @@ def _observer(entry: Any, compiled: Any) -> Any:
             return value
         seen: list[Any] = []
 
-        def call(y_true: Any, y_pred: Any) -> Any:
-            seen.append(loss.call(y_true, y_pred))
-            return seen[-1]
+        class Observed(type(loss)):  # type: ignore[misc]
+            def call(self, y_true: Any, y_pred: Any) -> Any:
+                seen.append(super().call(y_true, y_pred))
+                return seen[-1]
 
-        copy = object.__new__(type(loss))
-        copy.__dict__.update(loss.__dict__)
-        copy.__dict__["call"] = call
-        value = copy(y_true, y_pred, sample_weight)
+        twin = object.__new__(Observed)
+        object.__setattr__(twin, "__dict__", loss.__dict__)  # one state, whatever `call` does to it
+        value = twin(y_true, y_pred, sample_weight)
         masks = [getattr(t, "_keras_mask", None) for t in (y_pred, *seen)]
         masks = [mask for mask in masks if mask is not None]
-        weight, kind = _denominator(reduction, seen[0], sample_weight, masks, num_rows(y_pred))
+        weight: Any = num_rows(y_pred)
+        kind: Hashable = "rows"  # for a `__call__` that does not come to `call`
+        if seen:
+            weight, kind = _denominator(reduction, seen[0], sample_weight, masks, weight)
         compiled._terms.append(Term(name, weight, kind))
         return value
 
@@ -245,9 +247,8 @@ def _denominator(
         return rows, "rows"
     by_sample_weight = reduction == "mean_with_sample_weight" and sample_weight is not None
     if not masks and not by_sample_weight:
-        if values.shape[1:].is_fully_defined():
-            return rows, "rows"
-        return tf.size(values, tf.int64), values.ref()
+        is_rows = values.shape[1:].is_fully_defined()
+        return tf.size(values, tf.int64), "rows" if is_rows else values.ref()
     mask = None
     for part in masks:
         mask = part if mask is None else tf.logical_and(mask, part)

@@ -71,9 +71,9 @@ class Window:
     def headroom(self) -> tf.Tensor:
         """Return a power of two near 1 / steps (float64 scalar).
 
-        Folded into the losses it keeps float16 gradients within the range that they have in the
-        whole batch, where a row counts that much less; as long as the microbatches of a window
-        count about alike. A power of two is exact, and it cancels in the mean.
+        Folded into the losses it keeps float16 gradients about in the range that they have in the
+        whole batch, where a row counts that much less. A power of two is exact, and it cancels in
+        the mean.
         """
         doublings = tf.math.log(tf.cast(self.steps, tf.float64)) / math.log(2.0)
         return tf.pow(tf.constant(2.0, tf.float64), -tf.math.ceil(doublings))

@@ -105,6 +105,19 @@ def test_one_microbatch_gives_its_gradient_back_to_the_bit():
         accumulator.reset()
 
 
+@pytest.mark.parametrize("weights", [(1, 64, 1000), (1000, 1, 64), (0, 1, 3), (0.7, 0.1, 5.3)])
+def test_no_gradient_is_scaled_up_and_weights_that_grow_are_exact(weights, float64):
+    generator = np.random.default_rng(1)
+    variable = keras.Variable(np.zeros(50))
+    gradients = generator.normal(size=(3, 50))
+    accumulator = GradientAccumulator()
+    for gradient, weight in zip(gradients, weights, strict=True):
+        assert accumulator.relative_weight(weight) <= 1
+        accumulator.add([gradient], [variable], weight=weight)
+    expected = np.average(gradients, axis=0, weights=weights)
+    np.testing.assert_allclose(accumulator.mean()[0], expected, rtol=1e-12)
+
+
 @pytest.mark.parametrize("kind", ["bfloat16", "float16"])
 def test_1024_small_half_precision_gradients_sum_right(kind):
     variable = keras.Variable(np.zeros(4), dtype=kind)

@@ -214,9 +214,32 @@ class MixinOnTheLeft(StepFromAMixin, AccumulatingNet):
     pass
 
 
+class CompiledStep(OwnLoss):
+    """Its step is a `tf.function` already."""
+
+    @tf.function
+    def train_step(self, data):
+        return OwnLoss.train_step(self, data)
+
+
+class AccumulatingCompiledStep(AccumulatingModel, OwnLoss):
+    @tf.function
+    def train_step(self, data):
+        return super().train_step(data)
+
+
 @pytest.mark.parametrize("jit_compile", [False, True])
 @pytest.mark.parametrize(
-    "make", [Distance, OwnLoss, AccumulatingOwnLoss, OwnStepInSubclass, MixinOnTheLeft]
+    "make",
+    [
+        Distance,
+        OwnLoss,
+        AccumulatingOwnLoss,
+        OwnStepInSubclass,
+        MixinOnTheLeft,
+        CompiledStep,
+        AccumulatingCompiledStep,
+    ],
 )
 def test_a_train_step_of_the_users_own_matches_the_whole_batch(make, jit_compile, float64):
     difference = difference_of_fits(
@@ -366,6 +389,30 @@ def test_steps_that_can_not_be_accumulated_are_refused_and_train_without(make, m
     model.fit(x, y, batch_size=4, verbose=0)
 
 
+class AppliesInABranch(OwnLoss):
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
+        variables = self.trainable_variables
+        gradients = tape.gradient(loss, variables)
+
+        def apply():
+            self.optimizer.apply(gradients, variables)
+            return 0
+
+        tf.cond(tf.math.is_finite(loss), apply, lambda: 0)
+        return {"loss": loss}
+
+
+def test_an_update_in_a_branch_of_the_steps_own_is_refused():
+    x, y = dense_data(12)
+    model = accumulate(AppliesInABranch(), accumulation_steps=3)
+    model.compile("sgd", "mse")
+    with pytest.raises(RuntimeError, match=r"applies one inside of `tf\.cond`"):
+        model.fit(x, y, batch_size=4, verbose=0)
+
+
 class SetsItsLearningRate(OwnLoss):
     """Writes to its optimizer, and applies without naming the variables."""
 
@@ -480,6 +527,8 @@ BAD_STEPS = [
     ("4", TypeError),
     (True, TypeError),
     ([4], TypeError),
+    (tf.constant(3.0), TypeError),
+    (10**30, ValueError),
 ]
 
 
@@ -551,10 +600,10 @@ def test_the_mixin_on_something_that_is_no_keras_model_is_refused():
 @pytest.mark.parametrize(
     ("value", "hint"),
     [
-        (None, "Wrap layers"),
-        (keras.Sequential, "call the class"),
-        ("model", "Wrap layers"),
-        (keras.layers.Dense(1), "Wrap layers"),
+        (None, "Make a"),
+        (keras.Sequential, "Call the class"),
+        ("model", "Make a"),
+        (keras.layers.Dense(1), "Make a"),
     ],
     ids=repr,
 )

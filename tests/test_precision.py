@@ -49,12 +49,27 @@ def test_an_overflow_skips_one_window_whole_and_halves_the_scale_once(power):
             np.testing.assert_allclose(w, r, rtol=0, atol=0.01 * np.abs(r - s).max())
 
 
+def test_a_light_first_microbatch_does_not_push_the_others_out_of_range():
+    set_dtype("mixed_float16")
+    x, y = dense_data(64)
+    weights = np.where(np.arange(64) % 32 < 4, 1 / 1024, 1.0)  # the first of 8 microbatches
+    updates = []
+    for rows, steps in ((32, 1), (4, 8)):
+        model = accumulate(seeded(dense_model), accumulation_steps=steps)
+        inner = keras.optimizers.SGD(0.1)
+        optimizer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=2.0**12)
+        model.compile(optimizer, keras.losses.MeanSquaredError("mean_with_sample_weight"))
+        model.fit(x, y, sample_weight=weights, batch_size=rows, epochs=4, shuffle=False, verbose=0)
+        updates.append((int(optimizer.iterations), float(optimizer.dynamic_scale.numpy())))
+    assert updates[0] == updates[1] == (8, 2.0**12)
+
+
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16"])
 def test_bfloat16_models_train_with_float32_sums(policy):
     set_dtype(policy)
     reference, model, start = train_pair(dense_model, lambda: keras.optimizers.SGD(0.1))
     assert model.optimizer.iterations == reference.optimizer.iterations
-    (_, accumulator), *_ = model._window._accumulators.values()
+    (_, accumulator), *_ = model._accumulation_window._accumulators.values()
     assert {b.dtype for b in accumulator._buffers} == {tf.float32}
     change = max(
         float(np.abs(np.asarray(r - s, "float32")).max())

@@ -422,6 +422,99 @@ def test_a_bad_rule_is_refused():
         model.fit(x, y, batch_size=4, verbose=0)
 
 
+class Tripled(keras.losses.MeanSquaredError):
+    """Overrides `__call__`, passes on to Keras, and keeps a count."""
+
+    calls = 0
+
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        self.calls += 1
+        return 3 * super().__call__(y_true, y_pred, sample_weight)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_a_loss_that_passes_on_to_keras_is_weighted_like_keras(reduction, float64):
+    losses = []
+
+    def arguments():
+        losses.append(Tripled(reduction=reduction))
+        rate = 0.0003 if reduction == "sum" else 0.03
+        return {"optimizer": keras.optimizers.SGD(rate), "loss": losses[-1]}
+
+    data = (*masked_data(34), *sample_weights("positions", 34))
+    difference = difference_of_fits(masked_recurrent, arguments, data, rows=4, steps=3)
+    assert difference <= TOLERANCE[float64]
+    assert min(loss.calls for loss in losses) >= 1
+
+
+class AddsLossPerRow(keras.layers.Layer):
+    def call(self, inputs):
+        self.add_loss(0.01 * tf.reduce_mean(tf.square(inputs), axis=-1))
+        return inputs
+
+
+@pytest.mark.filterwarnings("ignore:One weight per microbatch:UserWarning")
+@pytest.mark.parametrize(("loss", "rows"), [("mse", 24), (None, 34)])
+def test_an_add_loss_per_row_is_a_sum_as_in_keras(loss, rows, float64):
+    def make():
+        return keras.Sequential([*dense_model().layers, AddsLossPerRow()])
+
+    x, y = dense_data(rows)
+    difference = difference_of_fits(
+        make,
+        lambda: {"optimizer": keras.optimizers.SGD(0.1), "loss": loss},
+        (x, y) if loss else (x,),
+        rows=4,
+        steps=3,
+    )
+    assert difference <= TOLERANCE[float64]
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_batches_of_different_lengths_are_weighted_by_positions(run_eagerly, float64):
+    generator = np.random.default_rng(8)
+    parts = [
+        (generator.normal(size=(4, n, 3)), generator.normal(size=(4, n, 2))) for n in (2, 9, 5)
+    ]
+
+    def make():
+        inputs = keras.Input((None, 3))
+        return keras.Model(inputs, keras.layers.Dense(2)(inputs))
+
+    model, reference = accumulate(seeded(make), accumulation_steps=3), seeded(make)
+    model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=run_eagerly)
+    for x, y in parts:
+        model.train_on_batch(x, y)
+    start = reference.get_weights()
+    x, y = (np.concatenate([a.reshape(-1, 1, a.shape[-1]) for a in s]) for s in zip(*parts))
+    reference.compile(keras.optimizers.SGD(0.1), "mse")
+    reference.fit(x, y, batch_size=len(x), verbose=0)
+    assert relative_difference(model.get_weights(), reference.get_weights(), start) <= 1e-12
+
+
+class Ruled(keras.Sequential):
+    """A plain model with a rule: its loss is a mean over some of the rows, and it says so."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        valid = tf.cast(y[:, :1] > 0, y_pred.dtype)
+        return tf.reduce_sum(tf.square(y_pred - y) * valid) / tf.reduce_sum(valid)
+
+    def microbatch_weight(self, x, y=None, sample_weight=None):
+        return tf.math.count_nonzero(y[:, 0] > 0)
+
+
+@pytest.mark.parametrize("make", [Ruled, type("Sub", (AccumulatingModel, Ruled), {})])
+def test_a_rule_of_a_plain_class_is_followed_where_the_mixin_stands_left_of_it(make, float64):
+    difference = difference_of_fits(
+        lambda: make(dense_model().layers),
+        lambda: {"optimizer": keras.optimizers.SGD(0.1), "loss": None},
+        dense_data(34),
+        rows=4,
+        steps=3,
+    )
+    assert difference <= TOLERANCE[float64]
+
+
 # Controls: what others do fails where this package passes.
 
 

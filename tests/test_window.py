@@ -271,6 +271,23 @@ def test_an_interrupted_fit_leaves_nothing_behind(float64):
     assert_same_training(model, reference, start)
 
 
+def test_a_loop_after_an_interrupted_fit_starts_with_an_empty_window(float64):
+    x, y = dense_data(28)
+    model, reference = make_pair()
+    start = model.get_weights()
+
+    class Interrupt(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(x * 100, y, batch_size=ROWS, shuffle=False, verbose=0, callbacks=[Interrupt()])
+    for i in range(0, 12, ROWS):
+        model.train_on_batch(x[i : i + ROWS], y[i : i + ROWS])
+    reference.train_on_batch(x[:12], y[:12])
+    assert_same_training(model, reference, start)
+
+
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_train_on_batch_counts_windows_as_fit_does(run_eagerly, float64):
     x, y = dense_data(28)
