@@ -51,6 +51,7 @@ class Recording:
         self._data = data
         self._is_first = is_first
         self._terms: list[_weights.Term] = []
+        self._observed_loss: Any = None
         self._additional: list[tuple[Any, bool]] = []
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         self._folded: dict[int, tuple[_weights.LossTerms, Any]] = {}
@@ -67,8 +68,10 @@ class Recording:
         return value
 
     def observed_loss(self, compiled: Any) -> Any:
-        """Return a copy of the compiled loss that notes its terms here."""
-        return _weights.observed(compiled, self._terms.append)
+        """Return a copy of the compiled loss that notes its terms here, always the same one."""
+        if self._observed_loss is None:
+            self._observed_loss = _weights.observed(compiled, self._terms.append)
+        return self._observed_loss
 
     def note_additional(self, value: Any, is_sum: bool) -> None:
         """Note a loss that a layer or a regularizer added to the total."""

@@ -63,7 +63,8 @@ def epochs_of(steps):
     ],
 )
 @pytest.mark.parametrize("name", ZOO)
-def test_zoo_matches_the_whole_batch(name, optimizer, dtype):
+def test_zoo_matches_the_whole_batch(name, optimizer, dtype, record_property):
+    differences = []
     make, make_reference, make_data = ZOO[name]
     x, y = make_data(80)
     reference, start, rewind_reference = compiled(make_reference, optimizer, x)
@@ -83,7 +84,9 @@ def test_zoo_matches_the_whole_batch(name, optimizer, dtype):
             assert_changed(reference.get_weights(), start)
             difference = relative_difference(model.get_weights(), reference.get_weights(), start)
             assert difference <= TOLERANCE[dtype], (steps, rows)
+            differences.append(difference)
             states = [[v.numpy() for v in m.optimizer.variables] for m in (model, reference)]
             for state, expected in zip(*states, strict=True):
                 scale = max(np.abs(expected).max(), 1e-30)
                 assert np.abs(state - expected).max() <= 10 * TOLERANCE[dtype] * scale
+    record_property("largest_relative_difference", float(max(differences)))
