@@ -104,13 +104,15 @@ class GradientAccumulator:
             if relative_weight is None:
                 relative_weight = self.relative_weight(weight)
                 gradients = [_scale(gradient, relative_weight) for gradient in gradients]
+            unit = self._unit_with(weight)
+            shrink = tf.math.divide_no_nan(self._unit, unit)  # a power of two, mostly 1
             # A microbatch without weight is left out, not multiplied: its loss may be 0 / 0.
             _strategy.run_if(
                 tf.not_equal(relative_weight, 0.0),
-                lambda: self._store(gradients, tf.equal(self._unit, 0.0), self._shrink(weight)),
+                lambda: self._store(gradients, tf.equal(self._unit, 0.0), shrink),
             )
-            self._total.assign(self._total * self._shrink(weight) + relative_weight)
-            self._unit.assign(self._unit_with(weight))
+            self._total.assign(self._total * shrink + relative_weight)
+            self._unit.assign(unit)
         self.num_microbatches.assign_add(1)
 
     def relative_weight(self, weight: Any) -> tf.Tensor:
@@ -123,11 +125,8 @@ class GradientAccumulator:
         grown = self._unit * 2.0 ** tf.math.ceil(tf.math.log(tf.maximum(ratio, 1.0)) / math.log(2))
         return tf.where(tf.equal(self._unit, 0.0), weight, grown)
 
-    def _shrink(self, weight: Any) -> tf.Tensor:
-        """Return what the sums so far are to be multiplied by: a power of two, mostly 1."""
-        return tf.math.divide_no_nan(self._unit, self._unit_with(weight))
-
     def _store(self, gradients: Sequence[Any], is_first: tf.Tensor, shrink: tf.Tensor) -> None:
+        """Assign the gradients to the buffers, or add them to `shrink` times what is there."""
         pairs = [(b, g) for b, g in zip(self._buffers, gradients) if b is not None]
 
         def assign() -> tf.Tensor:

@@ -257,9 +257,9 @@ class AccumulatingModel(_Base):
         Under XLA the forward and backward pass are a cluster of their own: with the conditional
         update inside of it, XLA would copy all weights and optimizer state at every microbatch.
         """
-        if self._accumulation_window is None:
-            self._accumulation_window = Window(self._accumulation_steps, self.run_eagerly)
-        window = self._accumulation_window
+        is_new = self._accumulation_window is None
+        window = self._accumulation_window or Window(self._accumulation_steps, self.run_eagerly)
+        self._accumulation_window = window
         is_first = window.begin_microbatch()
         targets: list[Target] = []
 
@@ -272,7 +272,8 @@ class AccumulatingModel(_Base):
         if self.jit_compile and not tf.executing_eagerly():
             forward_and_backward = tf.function(forward_and_backward, jit_compile=True)
         logs, contributions = forward_and_backward(data)
-        self._warn_of_batch_normalization()  # of layers that were not there at `compile`
+        if is_new:
+            self._warn_of_batch_normalization()  # of layers that were not there at `compile`
         # Nothing but the data orders these state changes after the fetch of the data: without the
         # dependency some of them run before a step finds that its iterator is at an end.
         tensors = [t for t in tf.nest.flatten(data, expand_composites=True) if t is not None]

@@ -117,13 +117,15 @@ class Recording:
         if not isinstance(data, tuple) or len(data) > 3:
             data = (data,)
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        # Keras adds the losses of layers first, and those of weight regularizers after them.
         regularizers = [v for v in self.model.trainable_weights if getattr(v, "regularizer", None)]
-        count = min(len(regularizers), len(self._additional))
+        first = max(0, len(self._additional) - len(regularizers))
+        regularization = [value for value, _ in self._additional[first:]]
         weight = self.model.microbatch_weight(x, y, sample_weight)
         if weight is not None:
-            return _weights.rule(weight, self._additional, count)
+            return _weights.rule(weight, regularization)
         rows = _weights.num_rows(x)
-        terms = _weights.combine(self._terms, self._additional, count, rows)
+        terms = _weights.combine(self._terms, self._additional[:first], regularization, rows)
         if terms.mismatch:
             self.model._warn_once(_validate.one_weight_message(terms.exact, terms.mismatch))
         return terms

@@ -115,23 +115,25 @@ def num_rows(data: Any) -> tf.Tensor:
 
 
 def combine(
-    terms: list[Term], additional: list[tuple[Any, bool]], regularizers: int, rows: tf.Tensor
+    terms: list[Term],
+    additional: list[tuple[Any, bool]],
+    regularization: list[Any],
+    rows: tf.Tensor,
 ) -> LossTerms:
     """Find the weight that serves a microbatch's terms.
 
     Args:
         terms: the terms of the compiled losses that were computed.
-        additional: losses that the model's layers added, regularizers last: the scalar, and whether
-            Keras made it by summing.
-        regularizers: how many of them are weight regularizers.
+        additional: losses that the model's layers added: the scalar, and whether Keras made it by
+            summing.
+        regularization: values of the weight regularizers.
         rows: scalar tensor, rows of the microbatch.
 
     Raises:
         ValueError: a loss with reduction None or "none" stands beside another.
     """
-    regularization = [value for value, _ in additional[len(additional) - regularizers :]]
     name = "add_loss or activity_regularizer"
-    for value, is_sum in additional[: len(additional) - regularizers]:
+    for value, is_sum in additional:
         terms = [*terms, Term(name, None, "sum", value) if is_sum else Term(name, rows, "rows")]
     if len(terms) > 1 and any(term.kind == "none" for term in terms):
         raise ValueError(_validate.unreduced_message([term.name for term in terms]))
@@ -148,12 +150,11 @@ def combine(
     )
 
 
-def rule(weight: Any, additional: list[tuple[Any, bool]], regularizers: int) -> LossTerms:
+def rule(weight: Any, regularization: list[Any]) -> LossTerms:
     """Return what a rule of the user's own asks for: a weight, or "sum"."""
     if isinstance(weight, str):
         if weight != "sum":
             raise ValueError(_validate.bad_rule_message(weight))
-        regularization = [value for value, _ in additional[len(additional) - regularizers :]]
         return LossTerms(None, [], regularization, [], [])
     return LossTerms(weight, [], [], [], [])
 
