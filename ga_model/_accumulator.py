@@ -1,15 +1,6 @@
-"""The sum of a window's weighted gradients, and their mean.
+"""The sum of a window's weighted gradients over several calls, and their mean.
 
-For microbatches i of one window with gradients g_i and weights w_i the update uses
-
-    g = sum_i(w_i * g_i) / sum_i(w_i)
-
-Both sums are stored and the division is made once, when the mean is read. Weights are stored in a
-unit u of the window's own: the buffers hold sum_i((w_i / u) * g_i) and the total holds
-sum_i(w_i / u). The unit cancels in the mean. It is the first weight that is not zero, so a window
-of equal weights adds its gradients as they are, and a window of one microbatch gives back its
-gradient bit for bit. Where a heavier microbatch comes, the unit grows by a power of two, and the
-sums so far shrink by it, which is exact: no gradient is scaled up, out of the range of float16.
+The algebra is that of `_sums`; here its sums live in variables.
 
 Why the buffers are not zeroed after an update: the first microbatch of a window is assigned where
 the others are added, which saves one pass over the memory of all trainable variables per window.
@@ -17,13 +8,13 @@ the others are added, which saves one pass over the memory of all trainable vari
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from ga_model import _strategy, _validate
+from ga_model import _strategy, _sums, _validate
+from ga_model._sums import GradientSum
 
 
 class GradientAccumulator:
@@ -72,12 +63,7 @@ class GradientAccumulator:
         self._is_sum: bool | None = None
 
     def add(
-        self,
-        gradients: Sequence[Any],
-        variables: Sequence[Any],
-        *,
-        weight: Any | None = 1.0,
-        _relative_weight: Any | None = None,
+        self, gradients: Sequence[Any], variables: Sequence[Any], *, weight: Any | None = 1.0
     ) -> None:
         """Add the gradients of one microbatch to the window.
 
@@ -87,43 +73,29 @@ class GradientAccumulator:
             weight: scalar number or tensor, what the microbatch counts in the window's mean (rows,
                 or tokens, of a loss that is their mean). Zero changes nothing. None in every call
                 for a loss that is a sum: the gradients are then summed and not divided.
-            _relative_weight: for the package's own use: `relative_weight(weight)`, times a factor
-                that all microbatches of the window share, where the gradients carry it already
-                because it was folded into the loss. That saves a pass over them.
 
         Raises:
             ValueError: the lengths differ, the variables are not those of the first call, or
                 `weight` is None in one call and a number in another.
             RuntimeError: a variable whose gradient was None at first has one now.
         """
-        self._check(gradients, variables, is_sum=weight is None)
-        if weight is None:
-            self._store(gradients, tf.equal(self.num_microbatches, 0), tf.ones((), tf.float64))
-        else:
-            relative_weight = _relative_weight
-            if relative_weight is None:
-                relative_weight = self.relative_weight(weight)
-                gradients = [_scale(gradient, relative_weight) for gradient in gradients]
-            unit = self._unit_with(weight)
-            shrink = tf.math.divide_no_nan(self._unit, unit)  # a power of two, mostly 1
-            # A microbatch without weight is left out, not multiplied: its loss may be 0 / 0.
-            _strategy.run_if(
-                tf.not_equal(relative_weight, 0.0),
-                lambda: self._store(gradients, tf.equal(self._unit, 0.0), shrink),
-            )
-            self._total.assign(self._total * shrink + relative_weight)
-            self._unit.assign(unit)
+        relative, unit = _sums.in_unit(1.0 if weight is None else weight, self._unit)
+        if weight is not None:
+            gradients = [_sums.scaled(gradient, relative) for gradient in gradients]
+        self._add_sum(GradientSum(list(gradients), relative, unit), variables, weight is None)
+
+    def _add_sum(self, part: GradientSum, variables: Sequence[Any], is_sum: bool) -> None:
+        """Add weighted gradients, whose unit has grown from that of the window."""
+        self._check(part.gradients, variables, is_sum)
+        shrink = tf.math.divide_no_nan(self._unit, part.unit)  # a power of two, mostly 1
+        # A microbatch without weight is left out, not multiplied: its loss may be 0 / 0.
+        _strategy.run_if(
+            tf.not_equal(part.total, 0.0),
+            lambda: self._store(part.gradients, tf.equal(self._unit, 0.0), shrink),
+        )
+        self._total.assign(self._total * shrink + part.total)
+        self._unit.assign(part.unit)
         self.num_microbatches.assign_add(1)
-
-    def relative_weight(self, weight: Any) -> tf.Tensor:
-        """Return `weight` in the unit that the window has with it: float64 scalar, at most 1."""
-        return tf.math.divide_no_nan(_constant(weight), self._unit_with(weight))
-
-    def _unit_with(self, weight: Any) -> tf.Tensor:
-        weight = _constant(weight)
-        ratio = tf.abs(tf.math.divide_no_nan(weight, self._unit))
-        grown = self._unit * 2.0 ** tf.math.ceil(tf.math.log(tf.maximum(ratio, 1.0)) / math.log(2))
-        return tf.where(tf.equal(self._unit, 0.0), weight, grown)
 
     def _store(self, gradients: Sequence[Any], is_first: tf.Tensor, shrink: tf.Tensor) -> None:
         """Assign the gradients to the buffers, or add them to `shrink` times what is there."""
@@ -158,16 +130,11 @@ class GradientAccumulator:
         That is sum(w_i * g_i) / sum(w_i), or sum(g_i) where the weights are None. Not finite where
         the weights sum to zero.
         """
+        total = None if self._is_sum else self._total.read_value()
         return [
-            None if buffer is None else self._divide(buffer, variable)
+            None if buffer is None else _sums.mean(buffer.read_value(), total, variable.dtype)
             for buffer, variable in zip(self._buffers, self._variables)
         ]
-
-    def _divide(self, buffer: tf.Variable, variable: Any) -> tf.Tensor:
-        value = buffer.read_value()
-        if not self._is_sum:
-            value = value / tf.cast(self._total, value.dtype)
-        return tf.cast(value, variable.dtype)
 
     def apply(self, optimizer: Any, *, _condition: Any = True) -> None:
         """Update the variables with the window's gradient, and start the next window.
@@ -231,30 +198,7 @@ class GradientAccumulator:
 
 
 def _make_buffer(variable: Any) -> tf.Variable:
-    dtype = tf.as_dtype(variable.dtype)
-    if dtype in (tf.float16, tf.bfloat16):
-        dtype = tf.float32
-    return _strategy.make_variable(variable.shape, dtype)
-
-
-def _scale(gradient: Any, factor: tf.Tensor) -> Any:
-    if gradient is None:
-        return None
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(
-            _scale(gradient.values, factor), gradient.indices, gradient.dense_shape
-        )
-    gradient = tf.convert_to_tensor(gradient)
-    if gradient.dtype in (tf.float16, tf.bfloat16):
-        gradient = tf.cast(gradient, tf.float32)
-    return gradient * tf.cast(factor, gradient.dtype)
-
-
-def _constant(weight: Any) -> tf.Tensor:
-    """A weight counts; it is nothing to differentiate, whatever it was computed from."""
-    if isinstance(weight, (int, float)):  # `tf.cast` would take it through float32
-        return tf.constant(weight, tf.float64)
-    return tf.stop_gradient(tf.cast(weight, tf.float64))
+    return _strategy.make_variable(variable.shape, _sums.sum_dtype(variable.dtype))
 
 
 def _assign(buffer: tf.Variable, gradient: Any) -> None:

@@ -8,19 +8,18 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import keras
-import tensorflow as tf
 
-from ga_model import _validate
+from ga_model import _step, _validate
 from ga_model._callbacks import closing_windows
 from ga_model._recorder import (
     CompiledLossAttribute,
     RecordedAttribute,
     current_recording,
+    is_recorded,
     optimizers_in,
-    record,
     watch_attribute,
 )
-from ga_model._window import Target, Window
+from ga_model._window import Window
 
 _validate.check_backend(keras.backend.backend())
 
@@ -31,35 +30,41 @@ else:
 
 
 def _accumulated(train_step: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a `train_step` take part in a window. The outermost one of a model does the work."""
+    """Make a `train_step` run by microbatches. The outermost one of a model does the work."""
     train_step = getattr(train_step, "python_function", train_step)  # of a `tf.function`
 
     @functools.wraps(train_step)
     def accumulated(self: Any, data: Any) -> Any:
-        if current_recording(self) is not None or not self._accumulates():
+        if current_recording(self) is not None or self._is_plain():
             return train_step(self, data)
-        return self._microbatch_step(functools.partial(train_step, self), data)
+        return self._run_step(functools.partial(train_step, self), data)
 
     return accumulated
 
 
 class AccumulatingModel(_Base):
-    """Mixin for Keras models: several batches of `fit` make one update, that of the big batch.
+    """Mixin for Keras models: the updates of a big batch with the memory of a small one.
 
-    Stand it left of the model class. `accumulation_steps` is an argument of `compile`; everything
-    else stays as it is. With `accumulation_steps=K` the gradients of K batches, a *window*, are
-    summed with the weights that the compiled loss gives them, and the optimizer is applied once to
-    their mean. Weights and optimizer state are then those of plain Keras on the whole window:
-    learning-rate schedules, weight decay, clipping, constraints and moving averages count updates.
+    Stand it left of the model class. Its two settings are arguments of `compile`; everything else
+    stays as it is. With `microbatch_size=rows` every batch of `fit` goes through the model that
+    many rows at a time. With `accumulation_steps=K` K batches make one update. Either way the
+    gradients of a *window* of microbatches are summed with the weights that the compiled loss gives
+    them, and the optimizer is applied once to their mean. Weights and optimizer state are then
+    those of plain Keras on the whole window: learning-rate schedules, weight decay, clipping,
+    constraints and moving averages count updates. With both settings a window is K batches, each
+    of them split.
 
-    A window also ends with the epoch, before validation and before any callback's `on_epoch_end`,
-    and takes what it has. `fit` begins with an empty window. In a loop over `train_on_batch` call
-    `close_window` where an epoch ends.
+    With `microbatch_size` logs and metrics are those of the whole batch, too. A `train_step` that
+    returns numbers of its own gets their mean over the microbatches, by their weights.
+
+    A window of several batches also ends with the epoch, before validation and before any
+    callback's `on_epoch_end`, and takes what it has. `fit` begins with an empty window. In a loop
+    over `train_on_batch` call `close_window` where an epoch ends.
 
     Not equal to the whole batch: BatchNormalization in training mode, which sees a microbatch at a
     time; dropout, which draws other masks; losses that compare rows with one another.
 
-    With `accumulation_steps=1`, the default, training is plain Keras.
+    With neither setting training is plain Keras.
 
     Example:
 
@@ -73,8 +78,8 @@ class AccumulatingModel(_Base):
             return self.dense(inputs)
 
     model = Net()
-    model.compile("adam", "mse", accumulation_steps=4)
-    model.fit(x, y, batch_size=32)  # updates of 128 rows
+    model.compile("adam", "mse", microbatch_size=16)
+    model.fit(x, y, batch_size=128)  # updates of 128 rows, 16 at a time
     ```
     """
 
@@ -82,7 +87,9 @@ class AccumulatingModel(_Base):
     jit_compile: Any
     optimizer = RecordedAttribute("optimizer")
     _compile_loss = CompiledLossAttribute("_compile_loss")
+    _loss_tracker = RecordedAttribute("_loss_tracker")
     _accumulation_steps = 1
+    _microbatch_size: int | None = None
     _accumulation_window: Window | None = None
     _accumulation_warnings: frozenset[str] = frozenset()  # those that this compile has seen
 
@@ -110,7 +117,7 @@ class AccumulatingModel(_Base):
         return super().__new__(cls, *args, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if optimizers_in(value):
+        if is_recorded(value):
             watch_attribute(type(self), name)
         super().__setattr__(name, value)
 
@@ -134,28 +141,54 @@ class AccumulatingModel(_Base):
             self._accumulation_window.set_steps(steps)
         self._warn_of_batch_normalization()
 
-    def compile(self, *args: Any, accumulation_steps: int | None = None, **kwargs: Any) -> None:
+    @property
+    def microbatch_size(self) -> int | None:
+        """Rows that go through the model at a time, an integer >= 1, or None for the whole batch.
+
+        A new value counts from the next batch on, and is traced when it is first used.
+        """
+        return self._microbatch_size
+
+    @microbatch_size.setter
+    def microbatch_size(self, value: int | None) -> None:
+        self._microbatch_size = _validate.check_microbatch_size(value)
+        self._warn_of_batch_normalization()
+
+    def compile(
+        self,
+        *args: Any,
+        accumulation_steps: int | None = None,
+        microbatch_size: int | None = None,
+        **kwargs: Any,
+    ) -> None:
         """Configure the model for training, as `keras.Model.compile` does.
 
         Args:
             *args: positional arguments of the model class's own `compile`.
             accumulation_steps: batches per window, an integer >= 1. None keeps the present value,
                 which is 1 unless it was set.
+            microbatch_size: rows per microbatch that each batch is split into, an integer >= 1; the
+                last one of a batch has what is left. None keeps the present value; by default
+                batches stay whole. To go back to that, set the attribute to None.
             **kwargs: keyword arguments of the model class's own `compile`.
 
         Raises:
-            TypeError, ValueError: `accumulation_steps` is no integer >= 1.
+            TypeError, ValueError: a setting is no integer >= 1.
             ValueError: an optimizer with `gradient_accumulation_steps` would accumulate as well.
 
         Warns:
-            UserWarning: the model has trainable BatchNormalization layers and accumulates.
+            UserWarning: the model has trainable BatchNormalization layers, and sees microbatches.
         """
         if accumulation_steps is None:
             accumulation_steps = self._accumulation_steps
+        if microbatch_size is None:
+            microbatch_size = self._microbatch_size
         steps = _validate.check_accumulation_steps(accumulation_steps)
+        size = _validate.check_microbatch_size(microbatch_size)
         _validate.check_single_accumulation(optimizers_in([*args, *kwargs.values()]), steps)
         super().compile(*args, **kwargs)
         self._accumulation_steps = steps
+        self._microbatch_size = size
         self._accumulation_window = None
         self._accumulation_warnings = frozenset()
         self._warn_of_batch_normalization()
@@ -222,65 +255,54 @@ class AccumulatingModel(_Base):
     def make_train_function(self, force: bool = False) -> Any:
         """Make the function that `fit` calls once per execution.
 
-        There are two: Keras's own for `accumulation_steps=1`, and one that accumulates. Each is
-        traced when it is used for the first time. In the second only the forward and backward pass
-        are compiled by XLA (see `_microbatch_step`), so the outer function is made without.
+        There is one for every way to train that comes up, traced when it is used for the first
+        time: Keras's own for plain training; one that accumulates; one for each `microbatch_size`.
+        Of all but the first only forward and backward pass are compiled by XLA (see `_step`), so
+        the outer function is made without.
         """
         if self.train_function is not None and not force:
             return self.train_function
-        if "train_step" in vars(self) and self._accumulates():
-            raise TypeError(_validate.instance_step_message(self.name))
-        super().make_train_function(force=True)
-        plain = self.train_function
-        jit_compile, self.jit_compile = self.jit_compile, False
-        try:
-            super().make_train_function(force=True)
-        finally:
-            self.jit_compile = jit_compile
-        accumulating = self.train_function
+        functions: dict[Any, Any] = {}
 
         def train_function(iterator: Any) -> Any:
-            return (accumulating if self._accumulates() else plain)(iterator)
+            way = (self._accumulates(), self._microbatch_size)
+            if way not in functions:
+                functions[way] = self._make_function_of_keras()
+            return functions[way](iterator)
 
         self.train_function = train_function
         return train_function
 
-    # One microbatch.
+    def _make_function_of_keras(self) -> Any:
+        if "train_step" in vars(self) and not self._is_plain():
+            raise TypeError(_validate.instance_step_message(self.name))
+        train_function, jit_compile = self.train_function, self.jit_compile
+        if not self._is_plain():
+            self.jit_compile = False
+        try:
+            super().make_train_function(force=True)
+            return self.train_function
+        finally:
+            self.train_function, self.jit_compile = train_function, jit_compile
+
+    # One batch.
 
     def _accumulates(self) -> bool:
         window = self._accumulation_window
         return self._accumulation_steps > 1 or (window is not None and window.is_open())
 
-    def _microbatch_step(self, train_step: Callable[[Any], Any], data: Any) -> Any:
-        """Run `train_step`, add what it applies to the window, and update if the window is full.
+    def _is_plain(self) -> bool:
+        return self._microbatch_size is None and not self._accumulates()
 
-        Under XLA the forward and backward pass are a cluster of their own: with the conditional
-        update inside of it, XLA would copy all weights and optimizer state at every microbatch.
-        """
-        is_new = self._accumulation_window is None
-        window = self._accumulation_window or Window(self._accumulation_steps, self.run_eagerly)
-        self._accumulation_window = window
-        is_first = window.begin_microbatch()
-        targets: list[Target] = []
-
-        def forward_and_backward(data: Any) -> Any:
-            with record(self, window, data, is_first) as recording:
-                logs = train_step(data)
-            targets[:] = recording.targets
-            return logs, recording.contributions
-
-        if self.jit_compile and not tf.executing_eagerly():
-            forward_and_backward = tf.function(forward_and_backward, jit_compile=True)
-        logs, contributions = forward_and_backward(data)
-        if is_new:
-            self._warn_of_batch_normalization()  # of layers that were not there at `compile`
-        # Nothing but the data orders these state changes after the fetch of the data: without the
-        # dependency some of them run before a step finds that its iterator is at an end.
-        tensors = [t for t in tf.nest.flatten(data, expand_composites=True) if t is not None]
-        with tf.control_dependencies(tensors):
-            for target, contribution in zip(targets, contributions):
-                window.add(target, contribution)
-            window.end_microbatch()
+    def _run_step(self, train_step: Callable[[Any], Any], data: Any) -> Any:
+        """Run `train_step` on the microbatches of a batch, and update if the window is full."""
+        window = None
+        if self._accumulates():
+            window = self._accumulation_window
+            window = window or Window(self._accumulation_steps, self.run_eagerly)
+            self._accumulation_window = window
+        logs = _step.run(self, train_step, data, window)
+        self._warn_of_batch_normalization()  # of layers that were not there at `compile`
         return logs
 
     def _discard_window(self) -> None:
@@ -296,7 +318,7 @@ class AccumulatingModel(_Base):
             _validate.warn(message)
 
     def _warn_of_batch_normalization(self) -> None:
-        if not self.compiled or self._accumulation_steps == 1:
+        if not self.compiled or (self._accumulation_steps == 1 and not self._microbatch_size):
             return
         names = [
             layer.name
@@ -307,20 +329,28 @@ class AccumulatingModel(_Base):
             self._warn_once(_validate.batch_normalization_message(names))
 
     def get_compile_config(self) -> dict[str, Any]:
-        """Return the model class's own compile configuration, with `accumulation_steps`."""
-        config = super().get_compile_config()
-        return {**config, "accumulation_steps": self._accumulation_steps} if config else config
+        """Return the model class's own compile configuration, with the two settings."""
+        config: dict[str, Any] = super().get_compile_config()
+        if not config:
+            return config
+        settings = {
+            "accumulation_steps": self._accumulation_steps,
+            "microbatch_size": self._microbatch_size,
+        }
+        return {**config, **settings}
 
     def compile_from_config(self, config: dict[str, Any]) -> None:
         """Compile with a configuration that `get_compile_config` returned."""
         config = dict(config)
         steps = config.pop("accumulation_steps", self._accumulation_steps)
+        size = config.pop("microbatch_size", self._microbatch_size)
         is_keras_own = super().compile_from_config.__func__ is keras.Model.compile_from_config
         if not is_keras_own or type(self).compile is not AccumulatingModel.compile:
             super().compile_from_config(config)  # the user's own, or Keras's that asks for one
-            self.accumulation_steps = steps
-            return
-        config = keras.saving.deserialize_keras_object(config)
-        self.compile(**config, accumulation_steps=steps)
-        if self.built:
-            self.optimizer.build(self.trainable_variables)
+        else:
+            config = keras.saving.deserialize_keras_object(config)
+            self.compile(**config)
+            if self.built:
+                self.optimizer.build(self.trainable_variables)
+        self.accumulation_steps = steps
+        self.microbatch_size = size

@@ -1,12 +1,12 @@
 """Receive the gradients and the loss of a `train_step` that knows nothing of accumulation.
 
-While a step is recorded, three things of the model answer differently. An attribute that holds an
+While a step is recorded, some things of the model answer differently. An attribute that holds an
 optimizer, or a list or dict of them, answers with a stand-in: it passes on everything but three
 calls. `scale_loss` folds the microbatch's weight into the loss; `apply` and `apply_gradients` hand
 the gradients to the recording instead of updating. The compiled loss answers with a copy that notes
 what each loss averages over. And the losses that layers add are noted where they are summed up. So
 Keras's own `train_step` runs as it is, in every release, and so does a user's own, with several
-optimizers too.
+optimizers too. Where the batch is split, metrics in attributes have stand-ins as well: see `_logs`.
 
 The recording is kept per thread: replicas of a strategy are traced in threads of their own, and a
 callback's thread that reads `model.optimizer` meanwhile gets the optimizer itself.
@@ -18,16 +18,50 @@ import contextlib
 import inspect
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from ga_model import _strategy, _validate, _weights
-from ga_model._window import Contribution, Target, Window
+from ga_model import _logs, _strategy, _sums, _validate, _weights
+from ga_model._sums import GradientSum
 
 _local = threading.local()
 _MISSING = object()
+
+
+class Target(NamedTuple):
+    """One optimizer that a step applied, and the variables it was to update.
+
+    Attributes:
+        optimizer: the optimizer.
+        variables: the variables.
+        is_sum: whether the loss is a sum, so that its gradients are not divided.
+    """
+
+    optimizer: Any
+    variables: list[Any]
+    is_sum: bool
+
+
+class Position(NamedTuple):
+    """Where in its window a microbatch stands.
+
+    Attributes:
+        units: the unit of each optimizer's sum so far, as pairs of optimizer and float64 scalar.
+        steps: int64 scalar tensor, `accumulation_steps` of the window.
+        num_microbatches: float64 scalar tensor, those that fill the window.
+        is_first: bool scalar tensor, whether the microbatch is the window's first.
+        is_first_of_batch: bool scalar tensor, the same for its batch.
+        whole: the batch, if it is split.
+    """
+
+    units: list[tuple[Any, Any]]
+    steps: Any
+    num_microbatches: Any
+    is_first: Any
+    is_first_of_batch: Any
+    whole: _weights.Whole | None
 
 
 class Recording:
@@ -35,32 +69,40 @@ class Recording:
 
     Args:
         model: the model that is recorded.
-        window: its open window.
         data: the microbatch, as `train_step` gets it.
-        is_first: bool scalar tensor, whether the microbatch opens the window.
+        position: where it stands in its window.
 
     Attributes:
-        targets, contributions: an entry per optimizer, in the order in which they were applied.
+        targets, sums: an entry per optimizer, in the order in which they were applied.
+        metrics: what metrics got that waits for the whole batch.
     """
 
-    def __init__(self, model: Any, window: Window, data: Any, is_first: Any) -> None:
+    def __init__(self, model: Any, data: Any, position: Position) -> None:
         self.model = model
         self.targets: list[Target] = []
-        self.contributions: list[Contribution] = []
-        self._window = window
+        self.sums: list[GradientSum] = []
+        self.metrics = _logs.MetricCalls()
         self._data = data
-        self._is_first = is_first
+        self._position = position
         self._terms: list[_weights.Term] = []
         self._observed_loss: Any = None
         self._additional: list[tuple[Any, bool]] = []
+        self._known_terms: tuple[tuple[int, int], _weights.LossTerms] | None = None
+        self._losses: list[Any] = []
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-        self._folded: dict[int, tuple[_weights.LossTerms, Any]] = {}
+        self._folded: dict[int, tuple[_weights.LossTerms, _sums.Weight | None]] = {}
         self._unseen = [(o, o.built) for o in _optimizers_of_layers(model)]
 
     def stand_in(self, value: Any) -> Any:
-        """Return what stands in for an attribute's value: optimizers, also in lists and dicts."""
+        """Return what stands in for an attribute's value: optimizers, also in lists and dicts.
+
+        Where the batch is split, metrics have a stand-in too.
+        """
         if isinstance(value, keras.optimizers.Optimizer):
             return _StandIn(value, self)
+        if isinstance(value, keras.metrics.Metric):
+            is_split = self._position.whole is not None
+            return _logs.MetricStandIn(value, self.metrics) if is_split else value
         if isinstance(value, dict):
             return {key: self.stand_in(part) for key, part in value.items()}
         if isinstance(value, (list, tuple)):
@@ -70,7 +112,8 @@ class Recording:
     def observed_loss(self, compiled: Any) -> Any:
         """Return a copy of the compiled loss that notes its terms here, always the same one."""
         if self._observed_loss is None:
-            self._observed_loss = _weights.observed(compiled, self._terms.append)
+            calls = None if self._position.whole is None else self.metrics
+            self._observed_loss = _weights.observed(compiled, self._terms.append, calls)
         return self._observed_loss
 
     def note_additional(self, value: Any, is_sum: bool) -> None:
@@ -79,14 +122,17 @@ class Recording:
 
     def scale_loss(self, optimizer: Any, loss: Any) -> Any:
         """Fold the microbatch's weight into the loss, then scale it as the optimizer does."""
-        terms = self._loss_terms()
-        relative_weight = None
-        if terms.weight is not None:
-            accumulator = self._window.accumulator(optimizer)
-            relative_weight = accumulator.relative_weight(terms.weight) * self._window.headroom()
-        self._folded[id(optimizer)] = (terms, relative_weight)
-        loss = terms.fold(loss, relative_weight, self._window.steps, self._is_first)
-        return optimizer.scale_loss(loss)
+        self._losses.append(loss)
+        terms = self.loss_terms()
+        weight = None if terms.weight is None else self._in_unit(optimizer, terms.weight)
+        self._folded[id(optimizer)] = (terms, weight)
+        relative = None if weight is None else weight.relative
+        return optimizer.scale_loss(terms.fold(loss, relative, self._position.is_first))
+
+    def _in_unit(self, optimizer: Any, weight: Any) -> _sums.Weight:
+        units = [unit for other, unit in self._position.units if other is optimizer]
+        unit = units[0] if units else tf.zeros((), tf.float64)  # of one that the step itself made
+        return _sums.in_unit(weight, unit, self._position.num_microbatches)
 
     def apply(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         """Keep the gradients of an `optimizer.apply`."""
@@ -96,14 +142,44 @@ class Recording:
             raise RuntimeError(_validate.applied_twice_message(self.model.name, optimizer.name))
         _validate.check_single_accumulation([optimizer], self.model.accumulation_steps)
         _strategy.build_optimizer(optimizer, variables)
+        gradients = list(gradients)
         if id(optimizer) in self._folded:
-            terms, relative_weight = self._folded[id(optimizer)]
+            terms, weight = self._folded[id(optimizer)]
         else:
-            terms, relative_weight = self._loss_terms(), None
+            terms = self.loss_terms()
             if not terms.is_plain:
                 self.model._warn_once(_validate.not_scaled_message(self.model.name))
-        self.targets.append(Target(optimizer, list(variables)))
-        self.contributions.append(Contribution(list(gradients), terms.weight, relative_weight))
+            weight = None if terms.weight is None else self._in_unit(optimizer, terms.weight)
+            if weight is not None:
+                gradients = [_sums.scaled(gradient, weight.relative) for gradient in gradients]
+        if weight is None:
+            weight = _sums.Weight(tf.ones((), tf.float64), tf.ones((), tf.float64))
+        self.targets.append(Target(optimizer, list(variables), is_sum=terms.weight is None))
+        self.sums.append(GradientSum(gradients, *weight))
+
+    def mean_of(self, value: Any, metric: Any = None, term: Any = None) -> _logs.Mean:
+        """Return what a scalar counts in the mean over the microbatches of a batch.
+
+        Args:
+            value: scalar tensor, of this microbatch.
+            metric: what it is for, if it is a metric's.
+            term: the loss term that it is the value of, or None. A value that went into an
+                optimizer's `scale_loss` or the model's own `loss` is the total loss.
+        """
+        is_first = self._position.is_first_of_batch
+        is_total = metric is not None and metric is self.model.__dict__.get("_loss_tracker")
+        terms = self.loss_terms()
+        if term is not None:
+            terms = _weights.LossTerms(term.weight, [], [], [], [])
+        elif not is_total and not any(value is loss for loss in self._losses):
+            weight = self._num_rows() if terms.weight is None else terms.weight
+            terms = _weights.LossTerms(weight, [], [], [], [])
+        value = tf.cast(value, tf.float64)
+        if terms.weight is None:
+            return _logs.Mean(terms.fold(value, None, is_first), tf.cast(is_first, tf.float64))
+        weight = tf.cast(terms.weight, tf.float64)
+        folded = terms.fold(value, weight, is_first)
+        return _logs.Mean(tf.where(tf.equal(weight, 0.0), tf.zeros_like(folded), folded), weight)
 
     def check_complete(self) -> None:
         """Raise RuntimeError if the step applied an optimizer past the recording, or none."""
@@ -112,11 +188,15 @@ class Recording:
             names = [o.name for o in passed_by]
             raise RuntimeError(_validate.not_recorded_message(self.model.name, names))
 
-    def _loss_terms(self) -> _weights.LossTerms:
-        data = self._data
-        if not isinstance(data, tuple) or len(data) > 3:
-            data = (data,)
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    def loss_terms(self) -> _weights.LossTerms:
+        """Return what the terms of the loss so far ask for."""
+        so_far = (len(self._terms), len(self._additional))
+        if self._known_terms is None or self._known_terms[0] != so_far:
+            self._known_terms = (so_far, self._combine())
+        return self._known_terms[1]
+
+    def _combine(self) -> _weights.LossTerms:
+        x, y, sample_weight = unpack(self._data)
         # Keras adds the losses of layers first, and those of weight regularizers after them.
         regularizers = [v for v in self.model.trainable_weights if getattr(v, "regularizer", None)]
         first = max(0, len(self._additional) - len(regularizers))
@@ -124,11 +204,27 @@ class Recording:
         weight = self.model.microbatch_weight(x, y, sample_weight)
         if weight is not None:
             return _weights.rule(weight, regularization)
-        rows = _weights.num_rows(x)
-        terms = _weights.combine(self._terms, self._additional[:first], regularization, rows)
+        terms = _weights.combine(
+            self._terms,
+            self._additional[:first],
+            regularization,
+            self._num_rows(),
+            self._position.steps,
+            self._position.whole,
+        )
         if terms.mismatch:
             self.model._warn_once(_validate.one_weight_message(terms.exact, terms.mismatch))
         return terms
+
+    def _num_rows(self) -> Any:
+        return _weights.num_rows(unpack(self._data)[0])
+
+
+def unpack(data: Any) -> Any:
+    """Return x, y and sample weight of a batch. x is all of it where it is no tuple of up to 3."""
+    if not isinstance(data, tuple) or len(data) > 3:
+        data = (data,)
+    return keras.utils.unpack_x_y_sample_weight(data)
 
 
 class _StandIn:
@@ -169,10 +265,10 @@ def current_recording(model: Any) -> Recording | None:
 
 
 @contextlib.contextmanager
-def record(model: Any, window: Window, data: Any, is_first: Any) -> Iterator[Recording]:
+def record(model: Any, data: Any, position: Position) -> Iterator[Recording]:
     """Record the step of `model` that runs in this thread."""
     outer = getattr(_local, "recording", None)
-    _local.recording = recording = Recording(model, window, data, is_first)
+    _local.recording = recording = Recording(model, data, position)
     try:
         yield recording
         recording.check_complete()
@@ -223,11 +319,20 @@ class CompiledLossAttribute(RecordedAttribute):
 
 def optimizers_in(value: Any) -> list[Any]:
     """Return the optimizers that a value is, or that a list or dict in it holds."""
+    return _instances_in(value, keras.optimizers.Optimizer)
+
+
+def is_recorded(value: Any) -> bool:
+    """Return whether an attribute with this value has a stand-in while a step is recorded."""
+    return bool(_instances_in(value, (keras.optimizers.Optimizer, keras.metrics.Metric)))
+
+
+def _instances_in(value: Any, classes: Any) -> list[Any]:
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
-        return [optimizer for part in value for optimizer in optimizers_in(part)]
-    return [value] if isinstance(value, keras.optimizers.Optimizer) else []
+        return [instance for part in value for instance in _instances_in(part, classes)]
+    return [value] if isinstance(value, classes) else []
 
 
 def watch_attribute(owner: type, name: str) -> None:

@@ -39,23 +39,35 @@ def check_accumulation_steps(value: Any) -> int:
         TypeError: `value` is no integer (a bool is none either).
         ValueError: `value` is less than 1.
     """
+    return _check_integer("accumulation_steps", value, "Pass 1 to train without accumulation.")
+
+
+def check_microbatch_size(value: Any) -> int | None:
+    """Return `value` as an int, or None, or raise.
+
+    Raises:
+        TypeError: `value` is neither None nor an integer (a bool is none either).
+        ValueError: `value` is less than 1.
+    """
+    if value is None:
+        return None
+    return _check_integer("microbatch_size", value, "Pass None to leave batches whole.")
+
+
+def _check_integer(name: str, value: Any, way_out: str) -> int:
+    message = (
+        f"`{name}` must be an integer >= 1. "
+        f"Received: {name}={value!r} (of type {type(value).__name__}). {way_out}"
+    )
     try:
         if isinstance(value, bool):
             raise TypeError
-        steps = operator.index(value)
+        integer = operator.index(value)
     except (TypeError, AttributeError):  # a float tensor has no `__index__` to call
-        raise TypeError(_accumulation_steps_message(value)) from None
-    if not 1 <= steps < 2**63:
-        raise ValueError(_accumulation_steps_message(value))
-    return steps
-
-
-def _accumulation_steps_message(value: Any) -> str:
-    return (
-        "`accumulation_steps` must be an integer >= 1. "
-        f"Received: accumulation_steps={value!r} (of type {type(value).__name__}). "
-        "Pass 1 to train without accumulation."
-    )
+        raise TypeError(message) from None
+    if not 1 <= integer < 2**63:
+        raise ValueError(message)
+    return integer
 
 
 def check_single_accumulation(optimizers: Iterable[Any], accumulation_steps: int) -> None:
@@ -179,6 +191,16 @@ def strategy_message(name: str, replicas: int) -> str:
         "Accumulation runs on one replica. "
         f"Received: {name} with {replicas} replicas. "
         "Train outside the strategy's scope, or set `accumulation_steps=1`."
+    )
+
+
+def rows_message(shapes: list[tuple[int | None, ...]] | None) -> str:
+    received = "tensors of other numbers of rows" if shapes is None else f"shapes {shapes}"
+    return (
+        "`microbatch_size` splits the rows of a batch, axis 0 of its tensors, so all tensors must "
+        f"have the same number of them. Received: {received}. "
+        "A value that all rows share must be a scalar, or an attribute of the model; "
+        "or set `microbatch_size=None`."
     )
 
 

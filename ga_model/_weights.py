@@ -30,8 +30,15 @@ A model adds its terms up before one gradient is taken, so one weight has to ser
 wherever the terms' weights are proportional to one another within the window: two outputs without
 mask, an activity regularizer beside a mean over rows. Where they are not (two outputs with
 different masks, a mask beside an activity regularizer) no single sum of gradients can give the
-result. The first mean then is exact, the other means are averaged with its weights, and sums beside
-a mean are scaled so that they are exact in full windows of equal microbatches. A warning tells.
+result, unless the terms' weights in the whole window, W_t = sum_i(w_ti), are known before the first
+gradient. They are where the window is one batch that is split, with n_i of its N rows in microbatch
+i. The microbatches then are weighted by rows, and each term is multiplied first:
+
+    sum_i(n_i * sum_t(w_ti / W_t * N / n_i * L_ti)) / N = sum_t(sum_i(w_ti * L_ti) / W_t)
+
+and for a sum w_ti / W_t is 1. Over several batches, the first mean is exact, the other means are
+averaged with its weights, and sums beside a mean are scaled so that they are exact in full windows
+of equal batches. A warning tells.
 """
 
 from __future__ import annotations
@@ -52,7 +59,7 @@ class Term(NamedTuple):
         name: what messages call it.
         weight: scalar tensor, or None where the term is a sum.
         kind: terms of equal kind have proportional weights.
-        value: the term as it stands in the total, where it is a sum.
+        value: the term as it stands in the total.
     """
 
     name: str
@@ -61,35 +68,49 @@ class Term(NamedTuple):
     value: Any = None
 
 
+class Whole(NamedTuple):
+    """The batch that a microbatch is a part of.
+
+    Attributes:
+        rows: float64 scalar tensor, its rows.
+        is_window: whether it makes an update of its own.
+        weights: function that returns the weights that the terms of the compiled loss have in it,
+            float64 scalar tensors, zero for sums; or None where nothing but training it tells.
+    """
+
+    rows: Any
+    is_window: bool
+    weights: Callable[[], list[Any] | None]
+
+
 class LossTerms(NamedTuple):
     """What the terms of one microbatch's loss ask for.
 
     Attributes:
         weight: scalar tensor, the microbatch's weight, or None where the window is a plain sum.
-        sums_beside_mean: values of the sums that have to live with a mean's weight.
+        factors: terms that have to be multiplied to live with that weight: value and factor.
         regularization: values of the weight regularizers where the window is a plain sum.
         exact: names of the terms that `weight` serves.
         mismatch: names of the terms that it does not.
     """
 
     weight: Any | None
-    sums_beside_mean: list[Any]
+    factors: list[tuple[Any, Any]]
     regularization: list[Any]
     exact: list[str]
     mismatch: list[str]
 
-    def fold(self, loss: Any, relative_weight: Any, steps: Any, is_first: Any) -> Any:
-        """Return `loss` as it enters the window's sum.
+    def fold(self, loss: Any, relative_weight: Any, is_first: Any) -> Any:
+        """Return `loss` as it enters a sum over microbatches.
 
         Args:
             loss: the total loss.
-            relative_weight: scalar tensor, `weight` in the window's unit.
-            steps: scalar tensor, the window's `accumulation_steps`.
-            is_first: bool scalar tensor, whether this microbatch opens the window.
+            relative_weight: scalar tensor, `weight` in the sum's unit.
+            is_first: bool scalar tensor, whether this microbatch is the first one.
         """
         if self.weight is not None:
-            for value in self.sums_beside_mean:
-                loss = loss + tf.cast(value, loss.dtype) * tf.cast(steps - 1, loss.dtype)
+            for value, factor in self.factors:
+                loss = loss + tf.cast(value, loss.dtype) * tf.cast(factor - 1.0, loss.dtype)
             return loss * tf.cast(relative_weight, loss.dtype)
         repeated = tf.cast(tf.logical_not(is_first), loss.dtype)
         for value in self.regularization:
@@ -99,7 +120,7 @@ class LossTerms(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """Whether the gradient of the total needs no more than its weight."""
-        return not self.sums_beside_mean and not self.regularization
+        return not self.factors and not self.regularization
 
 
 def num_rows(data: Any) -> tf.Tensor:
@@ -119,6 +140,8 @@ def combine(
     additional: list[tuple[Any, bool]],
     regularization: list[Any],
     rows: tf.Tensor,
+    steps: Any,
+    whole: Whole | None = None,
 ) -> LossTerms:
     """Find the weight that serves a microbatch's terms.
 
@@ -128,26 +151,50 @@ def combine(
             summing.
         regularization: values of the weight regularizers.
         rows: scalar tensor, rows of the microbatch.
+        steps: scalar tensor, the window's `accumulation_steps`.
+        whole: the batch, where the microbatch is a part of one.
 
     Raises:
         ValueError: a loss with reduction None or "none" stands beside another.
     """
     name = "add_loss or activity_regularizer"
+    compiled = terms
     for value, is_sum in additional:
-        terms = [*terms, Term(name, None, "sum", value) if is_sum else Term(name, rows, "rows")]
+        weight, kind = (None, "sum") if is_sum else (rows, "rows")
+        terms = [*terms, Term(name, weight, kind, value)]
     if len(terms) > 1 and any(term.kind == "none" for term in terms):
         raise ValueError(_validate.unreduced_message([term.name for term in terms]))
     means = [term for term in terms if term.weight is not None]
     if terms and not means:
         return LossTerms(None, [], regularization, [term.name for term in terms], [])
     first = means[0] if means else Term("loss", rows, "rows")
-    return LossTerms(
-        first.weight,
-        [term.value for term in terms if term.weight is None],
-        [],
-        [term.name for term in terms if term.kind == first.kind],
-        [term.name for term in terms if term.kind != first.kind],
-    )
+    exact = [term.name for term in terms if term.kind == first.kind]
+    mismatch = [term.name for term in terms if term.kind != first.kind]
+    parts: Any = tf.constant(1.0, tf.float64)
+    if whole is not None:
+        parts = whole.rows / tf.cast(rows, tf.float64)
+    factors = [
+        (term.value, tf.cast(steps, tf.float64) * parts) for term in terms if term.weight is None
+    ]
+    weight = first.weight
+    if whole is None or not mismatch:
+        return LossTerms(weight, factors, [], exact, mismatch)
+    if {term.kind for term in means} != {"rows"}:
+        totals = whole.weights()
+        if totals is None or len(totals) != len(compiled):
+            return LossTerms(weight, factors, [], exact, mismatch)
+        totals = [tf.stop_gradient(total) for total in totals]
+        for term, total in zip(compiled, totals):
+            if term.weight is not None and term.kind != "rows":
+                share = tf.math.divide_no_nan(tf.cast(term.weight, tf.float64), total)
+                factors.append((term.value, share * parts))
+        weight = rows
+        if not whole.is_window:
+            of_first = [total for term, total in zip(compiled, totals) if term is first]
+            weight = (of_first[0] if of_first else whole.rows) / parts
+    if whole.is_window:
+        return LossTerms(weight, factors, [], [*exact, *mismatch], [])
+    return LossTerms(weight, factors, [], exact, mismatch)
 
 
 def rule(weight: Any, regularization: list[Any]) -> LossTerms:
@@ -159,16 +206,22 @@ def rule(weight: Any, regularization: list[Any]) -> LossTerms:
     return LossTerms(weight, [], [], [], [])
 
 
-def observed(compiled: Any, note: Callable[[Term], None]) -> Any:
+def observed(
+    compiled: Any,
+    note: Callable[[Term], None],
+    calls: Any = None,
+) -> Any:
     """Return a copy of a compiled loss that notes the term of every loss it computes.
 
     Keras matches targets, outputs and sample weights with the user's losses in `CompileLoss.call`,
     in many ways. So the copy computes the loss, as `CompileLoss` does, and its losses are observers
-    that pass everything on. Its metrics are the original's own, and so is what `build` makes.
+    that pass everything on. What `build` makes is the original's own.
 
     Args:
         compiled: the `keras.src.trainers.compile_utils.CompileLoss` of a model.
         note: called with each term.
+        calls: the `MetricCalls` that get the updates of metrics which track one of several losses,
+            in their place. None updates them.
     """
 
     class Observed(type(compiled)):  # type: ignore[misc]
@@ -194,9 +247,30 @@ def observed(compiled: Any, note: Callable[[Term], None]) -> Any:
             copy.__dict__["_flat_losses"] = [
                 entry._replace(loss=_observer(entry, copy)) for entry in compiled._flat_losses
             ]
+        if calls is not None:
+            copy.__dict__["_metrics"] = [_Tracked(m, copy, calls) for m in compiled.metrics]
 
     adopt()
     return copy
+
+
+class _Tracked:
+    """Stands in for the metric that tracks one of several losses."""
+
+    def __init__(self, metric: Any, compiled: Any, calls: Any) -> None:
+        self._metric = metric
+        self._compiled = compiled
+        self._calls = calls
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._metric, name)
+
+    def update_state(self, value: Any, sample_weight: Any = None) -> None:
+        # Keras updates it right after the loss.
+        self._calls.update(self._metric, value, sample_weight, self._compiled._terms[-1])
+
+    def result(self) -> Any:
+        return self._calls.result(self._metric)
 
 
 def _observer(entry: Any, compiled: Any) -> Any:
@@ -204,11 +278,13 @@ def _observer(entry: Any, compiled: Any) -> Any:
     loss, name = entry.loss, entry.name
     reduction = getattr(loss, "reduction", None)
 
+    def in_total(value: Any) -> Any:
+        return value if entry.loss_weights is None else value * entry.loss_weights
+
     def observe(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         if reduction in ("sum", "none", None):
             value = loss(y_true, y_pred, sample_weight)
-            weighted = value if entry.loss_weights is None else value * entry.loss_weights
-            compiled._terms.append(Term(name, None, reduction or "none", weighted))
+            compiled._terms.append(Term(name, None, reduction or "none", in_total(value)))
             return value
         seen: list[Any] = []
 
@@ -226,7 +302,7 @@ def _observer(entry: Any, compiled: Any) -> Any:
         kind: Hashable = "rows"  # for a `__call__` that does not come to `call`
         if seen:
             weight, kind = _denominator(reduction, seen[0], sample_weight, masks, weight)
-        compiled._terms.append(Term(name, weight, kind))
+        compiled._terms.append(Term(name, weight, kind, in_total(value)))
         return value
 
     return observe

@@ -10,10 +10,15 @@ import keras
 
 from ga_model import _validate
 from ga_model._model import AccumulatingModel
-from ga_model._recorder import optimizers_in, watch_attribute
+from ga_model._recorder import is_recorded, optimizers_in, watch_attribute
 
 
-def accumulate(model: keras.Model, *, accumulation_steps: int | None = None) -> keras.Model:
+def accumulate(
+    model: keras.Model,
+    *,
+    accumulation_steps: int | None = None,
+    microbatch_size: int | None = None,
+) -> keras.Model:
     """Make an existing Keras model accumulate gradients, and return the same object.
 
     For scripts that have a model already: Functional, Sequential or subclassed, built or not,
@@ -25,13 +30,16 @@ def accumulate(model: keras.Model, *, accumulation_steps: int | None = None) -> 
         model: a `keras.Model`. One that is an `AccumulatingModel` already only gets the setting.
         accumulation_steps: batches of `fit` per update, an integer >= 1. None keeps the present
             value, 1 for a plain model.
+        microbatch_size: rows that go through the model at a time, an integer >= 1: each batch of
+            `fit` is split into microbatches of so many rows. None keeps the present value; a plain
+            model's batches stay whole.
 
     Returns:
         `model`, now an instance of `AccumulatingModel` too.
 
     Raises:
-        TypeError: `model` is no Keras model, or `accumulation_steps` no integer.
-        ValueError: `accumulation_steps` is less than 1, or the model is compiled with an optimizer
+        TypeError: `model` is no Keras model, or a setting no integer.
+        ValueError: a setting is less than 1, or the model is compiled with an optimizer
             that has `gradient_accumulation_steps`.
 
     Warns:
@@ -41,25 +49,28 @@ def accumulate(model: keras.Model, *, accumulation_steps: int | None = None) -> 
 
     ```python
     model = keras.Sequential([keras.layers.Dense(16, activation="relu"), keras.layers.Dense(1)])
-    model = accumulate(model, accumulation_steps=4)
+    model = accumulate(model, microbatch_size=16)
     model.compile("adam", "mse")
-    model.fit(x, y, batch_size=32)  # updates of 128 rows
+    model.fit(x, y, batch_size=128)  # updates of 128 rows, 16 at a time
     ```
     """
     if not isinstance(model, keras.Model):
         raise TypeError(_validate.not_a_model_message(model))
     steps = 1 if accumulation_steps is None else accumulation_steps
     steps = _validate.check_accumulation_steps(steps)
+    size = _validate.check_microbatch_size(microbatch_size)
     _validate.check_single_accumulation(optimizers_in(vars(model)), steps)
     if not isinstance(model, AccumulatingModel):
         wrapped = _wrapped_class(cast(Hashable, type(model)))
         for name, value in vars(model).items():
-            if optimizers_in(value):
+            if is_recorded(value):
                 watch_attribute(wrapped, name)
         object.__setattr__(model, "__class__", wrapped)
         model.train_function = None
     if accumulation_steps is not None:
         model.accumulation_steps = steps
+    if microbatch_size is not None:
+        model.microbatch_size = size
     return model
 
 

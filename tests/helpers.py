@@ -31,15 +31,28 @@ def assert_changed(weights, start):
     assert any(np.any(w != s) for w, s in zip(weights, start, strict=True))
 
 
-def fit_pair(make, compile_args, data, *, rows, steps, epochs=2, fit_args=None):
+def fit_pair(
+    make,
+    compile_args,
+    data,
+    *,
+    rows,
+    steps,
+    size=None,
+    epochs=2,
+    fit_args=None,
+    make_reference=None,
+):
     """Train two equal models, on windows of `steps` batches of `rows` rows and on whole windows.
 
     Args:
         make: function that returns a fresh model, the same one every time.
         compile_args: function that returns fresh keyword arguments of `compile`.
         data: (x, y) or (x, y, sample_weight).
-        rows: rows per microbatch.
-        steps: microbatches per window.
+        rows: rows per batch.
+        steps: batches per window.
+        size: rows per microbatch, or None.
+        make_reference: makes the reference, if `make` does not.
 
     Returns:
         The accumulating model, the reference, and their common start weights.
@@ -47,9 +60,9 @@ def fit_pair(make, compile_args, data, *, rows, steps, epochs=2, fit_args=None):
     arguments = {"epochs": epochs, "shuffle": False, "verbose": 0, **(fit_args or {})}
     arguments.update(zip(("x", "y", "sample_weight"), data))
 
-    reference = seeded(make)
+    reference = seeded(make_reference or make)
     reference.compile(**compile_args())
-    model = accumulate(seeded(make), accumulation_steps=steps)
+    model = accumulate(seeded(make), accumulation_steps=steps, microbatch_size=size)
     model.compile(**compile_args())
     if not reference.built:
         for m in (reference, model):

@@ -1,0 +1,126 @@
+"""Split a batch into microbatches along axis 0."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from ga_model import _validate
+
+
+class Batch:
+    """A batch, and the microbatches that it is split into, in the order of its rows.
+
+    Args:
+        data: what `train_step` gets: a nest of tensors of shape (rows, ...), ragged and sparse ones
+            too, and None. A scalar has no rows and is part of every microbatch.
+        size: rows per microbatch; the last one has what is left. None leaves the batch whole.
+
+    Raises:
+        ValueError: it is to be split, and there are no rows, or their number differs between the
+            tensors.
+        tf.errors.InvalidArgumentError: the numbers differ, as is found when the graph runs.
+
+    Attributes:
+        data: the nest.
+        leaves: the tensors in it, without None.
+        is_split: whether there may be more than one microbatch.
+        rows: int64 scalar tensor, rows of the batch, if it is split.
+        static_rows: the same as an int where it is known without running the graph, else None.
+        num_microbatches: int64 scalar tensor.
+    """
+
+    def __init__(self, data: Any, size: int | None) -> None:
+        self.data = data
+        self.leaves = [leaf for leaf in tf.nest.flatten(data) if leaf is not None]
+        self.is_split = False
+        self.static_rows: int | None = None
+        self.num_microbatches = tf.ones((), tf.int64)
+        if size is None:
+            return
+        self._size = size
+        self.leaves = [_tensor(leaf) for leaf in self.leaves]
+        split = [leaf for leaf in self.leaves if leaf.shape.rank != 0]
+        rows = {leaf.shape[0] for leaf in split if leaf.shape.rank is not None} - {None}
+        if not split or len(rows) > 1:
+            raise ValueError(_validate.rows_message([tuple(leaf.shape) for leaf in split]))
+        self.static_rows = rows.pop() if rows else None
+        self.is_split = self.static_rows is None or self.static_rows > size
+        counts = [_num_rows(leaf) for leaf in split]
+        checks = [
+            tf.debugging.assert_equal(count, counts[0], _validate.rows_message(None))
+            for count in counts[1:]
+            if self.static_rows is None
+        ]
+        with tf.control_dependencies([check for check in checks if check is not None]):
+            self.rows = tf.identity(counts[0])
+        self.num_microbatches = tf.maximum((self.rows + size - 1) // size, 1)
+
+    def microbatch(self, index: Any) -> list[Any]:
+        """Return the leaves of one microbatch.
+
+        Args:
+            index: int64 scalar tensor, from 0 to `num_microbatches` - 1.
+        """
+        if not self.is_split:
+            return self.leaves
+        start = index * self._size
+        stop = tf.minimum(start + self._size, self.rows)
+        return [leaf if leaf.shape.rank == 0 else _part(leaf, start, stop) for leaf in self.leaves]
+
+    @property
+    def signature(self) -> list[Any]:
+        """What `tf.function` needs to take any microbatch's leaves in one trace: type specs."""
+        rows = None
+        if not self.is_split:
+            rows = self.static_rows
+        elif self.static_rows is not None and self.static_rows % self._size == 0:
+            rows = self._size
+        return [_spec(leaf, rows) for leaf in self.leaves]
+
+    def pack(self, leaves: Sequence[Any]) -> Any:
+        """Return a microbatch's leaves in the structure of the batch."""
+        remaining = iter(leaves)
+        return tf.nest.map_structure(
+            lambda leaf: None if leaf is None else next(remaining), self.data
+        )
+
+
+def _tensor(leaf: Any) -> Any:
+    if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
+        return leaf
+    return tf.convert_to_tensor(leaf)
+
+
+def _num_rows(leaf: Any) -> tf.Tensor:
+    if isinstance(leaf, tf.RaggedTensor):
+        return tf.cast(leaf.nrows(), tf.int64)
+    if isinstance(leaf, tf.SparseTensor):
+        return leaf.dense_shape[0]
+    return tf.shape(leaf, out_type=tf.int64)[0]
+
+
+def _part(leaf: Any, start: Any, stop: Any) -> Any:
+    """Return the rows from `start` up to `stop`."""
+    if not isinstance(leaf, tf.SparseTensor):
+        return leaf[start:stop]
+    other_axes = leaf.dense_shape[1:]
+    starts = tf.concat([[start], tf.zeros_like(other_axes)], axis=0)
+    return tf.sparse.slice(leaf, starts, tf.concat([[stop - start], other_axes], axis=0))
+
+
+def _spec(leaf: Any, rows: int | None) -> Any:
+    if isinstance(leaf, tf.RaggedTensor):
+        return tf.RaggedTensorSpec(
+            leaf.shape if leaf.shape.rank is None else [rows, *leaf.shape[1:]],
+            leaf.dtype,
+            leaf.ragged_rank,
+            leaf.row_splits.dtype,
+        )
+    shape = leaf.shape
+    if shape.rank:
+        shape = tf.TensorShape([rows, *shape[1:]])
+    spec = tf.SparseTensorSpec if isinstance(leaf, tf.SparseTensor) else tf.TensorSpec
+    return spec(shape, leaf.dtype)

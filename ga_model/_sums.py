@@ -1,0 +1,189 @@
+"""Weighted sums of gradients, and the unit their weights are counted in.
+
+For microbatches i with gradients g_i and weights w_i an update uses
+
+    g = sum_i(w_i * g_i) / sum_i(w_i)
+
+Both sums are kept and the division is made once, at the update. They are kept in a unit u of the
+window's own, sum_i((w_i / u) * g_i) and sum_i(w_i / u), which cancels in the mean. It is the first
+weight that is not zero, times the power of two that is near the number of microbatches to come. So
+a window of one microbatch gives back its gradient bit for bit, a window of equal weights adds its
+gradients as they are but for a power of two, and float16 gradients stay about in the range that
+they have in the whole batch, where a row counts that much less. Where a heavier microbatch comes,
+the unit grows by a power of two, and the sums so far shrink by it, which is exact: no gradient is
+scaled up, out of the range of float16.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+
+class Weight(NamedTuple):
+    """A microbatch's weight in its window's unit.
+
+    Attributes:
+        relative: float64 scalar tensor, the weight over `unit`, at most 1.
+        unit: float64 scalar tensor. Zero as long as every weight was zero.
+    """
+
+    relative: Any
+    unit: Any
+
+
+def in_unit(weight: Any, unit: Any, num_microbatches: Any = 1.0) -> Weight:
+    """Return a weight in the window's unit.
+
+    Args:
+        weight: scalar number or tensor.
+        unit: float64 scalar tensor, the unit so far, zero if there is none yet.
+        num_microbatches: scalar number or tensor, how many the window will have.
+    """
+    weight = _constant(weight)
+    doublings = tf.math.ceil(tf.math.log(_constant(num_microbatches)) / math.log(2.0))
+    least = weight * 2.0**doublings
+    ratio = tf.abs(tf.math.divide_no_nan(least, unit))
+    grown = unit * 2.0 ** tf.math.ceil(tf.math.log(tf.maximum(ratio, 1.0)) / math.log(2.0))
+    unit = tf.where(tf.equal(unit, 0.0), least, grown)
+    return Weight(tf.math.divide_no_nan(weight, unit), unit)
+
+
+def _constant(weight: Any) -> tf.Tensor:
+    """A weight counts; it is nothing to differentiate, whatever it was computed from."""
+    if isinstance(weight, (int, float)):  # `tf.cast` would take it through float32
+        return tf.constant(weight, tf.float64)
+    return tf.stop_gradient(tf.cast(weight, tf.float64))
+
+
+class GradientSum(NamedTuple):
+    """The weighted gradients of one microbatch, or the sum of several.
+
+    Attributes:
+        gradients: one per variable: a tensor, `tf.IndexedSlices` or None.
+        total: float64 scalar tensor, the sum of the weights in `unit`.
+        unit: float64 scalar tensor.
+    """
+
+    gradients: list[Any]
+    total: Any
+    unit: Any
+
+    def begin(self) -> GradientSum:
+        """Return the first microbatch as a sum that others are added to.
+
+        It is of float32 or better, and zero where the microbatch has no weight: the loss of such a
+        one may be 0 / 0.
+        """
+        present = [_with_dtype(g) for g in self.gradients if g is not None]
+        dense = [g for g in present if not isinstance(g, tf.IndexedSlices)]
+        kept = iter(
+            tf.cond(
+                tf.not_equal(self.total, 0.0),
+                lambda: dense,
+                lambda: [tf.zeros_like(g) for g in dense],
+            )
+            if dense
+            else []
+        )
+        present = [
+            _if_counted(g, self.total) if isinstance(g, tf.IndexedSlices) else next(kept)
+            for g in present
+        ]
+        return self._replace(gradients=_with_nones(present, self.gradients))
+
+    def plus(self, other: GradientSum) -> GradientSum:
+        """Return the sum with another microbatch, whose unit has grown from that of this sum.
+
+        Sparse gradients are lists of rows, and stay lists: their sum is the one behind the other.
+        So an optimizer gets what it gets from the whole batch, equal indices several times.
+        """
+        shrink = tf.math.divide_no_nan(self.unit, other.unit)  # a power of two, mostly 1
+        pairs = [(a, b) for a, b in zip(self.gradients, other.gradients) if a is not None]
+        dense = [(a, b) for a, b in pairs if not isinstance(a, tf.IndexedSlices)]
+
+        def add() -> list[Any]:
+            return [a + _with_dtype(b) for a, b in dense]
+
+        def shrink_and_add() -> list[Any]:
+            return [a * tf.cast(shrink, a.dtype) + _with_dtype(b) for a, b in dense]
+
+        # A microbatch without weight is left out, not multiplied.
+        is_empty, is_same_unit = tf.equal(other.total, 0.0), tf.equal(shrink, 1.0)
+        case = tf.where(is_empty, 0, tf.where(is_same_unit, 1, 2))
+        branches = [lambda: [a for a, _ in dense], add, shrink_and_add]
+        sums = iter(tf.switch_case(case, branches) if dense else [])
+        gradients = [
+            _append(a, b, shrink, other.total) if isinstance(a, tf.IndexedSlices) else next(sums)
+            for a, b in pairs
+        ]
+        return GradientSum(
+            _with_nones(gradients, self.gradients), self.total * shrink + other.total, other.unit
+        )
+
+
+def sum_dtype(dtype: Any) -> tf.DType:
+    """Return what gradients of a dtype are summed in: float32 for float16 and bfloat16."""
+    dtype = tf.as_dtype(dtype)
+    return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype
+
+
+def scaled(gradient: Any, factor: Any) -> Any:
+    """Return a gradient times a scalar tensor, in the dtype that it is summed in."""
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        return _with_values(gradient, scaled(gradient.values, factor))
+    gradient = _with_dtype(tf.convert_to_tensor(gradient))
+    return gradient * tf.cast(factor, gradient.dtype)
+
+
+def mean(gradient: Any, total: Any, dtype: Any) -> Any:
+    """Return the sum of gradients over the sum of their weights, in the dtype of the variable.
+
+    Args:
+        gradient: a tensor, `tf.IndexedSlices` or None.
+        total: float64 scalar tensor, or None where the gradients are summed and not averaged.
+        dtype: dtype of the variable.
+    """
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        return _with_values(gradient, mean(gradient.values, total, dtype))
+    if total is not None:
+        gradient = gradient / tf.cast(total, gradient.dtype)
+    return tf.cast(gradient, dtype)
+
+
+def _append(rows: Any, more: Any, shrink: Any, weight: Any) -> tf.IndexedSlices:
+    more = _if_counted(_with_dtype(more), weight)
+    return tf.IndexedSlices(
+        tf.concat([scaled(rows, shrink).values, more.values], axis=0),
+        tf.concat([rows.indices, more.indices], axis=0),
+        rows.dense_shape,
+    )
+
+
+def _if_counted(rows: tf.IndexedSlices, weight: Any) -> tf.IndexedSlices:
+    """Return the rows, or as many zeros where `weight` is zero."""
+    counts = tf.cast(tf.not_equal(weight, 0.0), rows.values.dtype)
+    return _with_values(rows, tf.math.multiply_no_nan(rows.values, counts))
+
+
+def _with_values(gradient: tf.IndexedSlices, values: Any) -> tf.IndexedSlices:
+    return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+
+
+def _with_dtype(gradient: Any) -> Any:
+    """Return a gradient in the dtype that it is summed in."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return _with_values(gradient, _with_dtype(gradient.values))
+    return tf.cast(gradient, sum_dtype(gradient.dtype))
+
+
+def _with_nones(gradients: list[Any], pattern: list[Any]) -> list[Any]:
+    """Put None back where `pattern` has it."""
+    present = iter(gradients)
+    return [None if part is None else next(present) for part in pattern]

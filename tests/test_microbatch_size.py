@@ -1,0 +1,738 @@
+"""`microbatch_size`: a batch that goes through in parts makes plain Keras's update and its logs.
+
+Covered by `test_zoo_matches_plain_keras_on_the_same_batches`, through `fit` in graph mode
+
+    models       the ten of the zoo, the Embedding against Keras's own with its sparse gradients
+    optimizers   Nesterov momentum, Adam
+    parts        batches of 12 rows by 5 (ragged), by 4 (even), by 16 (whole)
+    epochs       with a ragged last batch of 7 rows
+    dtypes       float32 to 1e-5, float64 to 1e-12, logs to 1e-6
+
+The rest is shown on a small model each.
+"""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import set_dtype
+from helpers import (
+    TOLERANCE,
+    dense_data,
+    dense_model,
+    fit_pair,
+    relative_difference,
+    seeded,
+)
+from test_weights import REDUCTIONS, compile_with, sample_weights, sequence_model
+from zoo import OPTIMIZERS, ZOO, embedding, embedding_data, masked_data, masked_recurrent
+
+from ga_model import AccumulatingModel, accumulate
+
+LOGS = 1e-6  # relative, as in the README
+
+
+def assert_equal_logs(model, reference, rtol=LOGS):
+    logs, expected = model.history.history, reference.history.history
+    assert logs.keys() == expected.keys()
+    for name, values in logs.items():
+        np.testing.assert_allclose(values, expected[name], rtol=rtol, err_msg=name)
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning:keras")
+@pytest.mark.parametrize("optimizer", ["adam", "momentum"])
+@pytest.mark.parametrize("name", ZOO)
+def test_zoo_matches_plain_keras_on_the_same_batches(name, optimizer, dtype):
+    make, _, make_data = ZOO[name]
+    x, y = make_data(43)
+    metrics = [["mae"], ["mae"]] if isinstance(y, list) else ["mae"]
+
+    def compiled(m):
+        m.compile(OPTIMIZERS[optimizer](), "mse", metrics=metrics)
+        m.predict(x[:1], verbose=0)
+        return m
+
+    reference, model = compiled(seeded(make)), compiled(accumulate(seeded(make)))
+    start = reference.get_weights()
+    for size in (5, 4, 16):
+        model.microbatch_size = size
+        for m in (reference, model):
+            m.set_weights(start)
+            m.optimizer.build(m.trainable_variables)
+            for variable in m.optimizer.variables:
+                if variable is not m.optimizer._learning_rate:
+                    variable.assign(tf.zeros_like(variable))
+            m.fit(x, y, batch_size=12, epochs=2, shuffle=False, verbose=0)
+        assert model.optimizer.iterations == reference.optimizer.iterations == 8
+        assert_equal_logs(model, reference)
+        difference = relative_difference(model.get_weights(), reference.get_weights(), start)
+        assert difference <= TOLERANCE[dtype], size
+
+
+def smooth_adam(**kwargs):
+    return lambda: {
+        "optimizer": keras.optimizers.Adam(0.01),
+        "loss": "mse",
+        "metrics": ["mae"],
+        **kwargs,
+    }
+
+
+WAYS = {
+    "graph": {},
+    "jit": {"jit_compile": True},
+    "eager": {"run_eagerly": True},
+    "steps_per_execution": {"steps_per_execution": 3},
+}
+
+
+@pytest.mark.parametrize(("steps", "rows"), [(1, 12), (3, 7)])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["dense", "embedding", "masked_recurrent"])
+def test_every_way_to_run_alone_and_with_accumulation_steps(name, way, steps, rows, dtype):
+    make, make_reference, make_data = ZOO[name]
+    make_reference = make_reference if steps > 1 else make  # buffers sum rows of equal ids
+    model, reference, start = fit_pair(
+        make,
+        smooth_adam(**WAYS[way]),
+        make_data(71),
+        rows=rows,
+        steps=steps,
+        size=3,
+        make_reference=make_reference,
+    )
+    assert model.optimizer.iterations == reference.optimizer.iterations
+    difference = relative_difference(model.get_weights(), reference.get_weights(), start)
+    assert difference <= TOLERANCE[dtype]
+    if steps == 1:
+        assert_equal_logs(model, reference)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("kind", ["none", "rows", "positions", "zeros"])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_reduction_matches_the_whole_batch_and_so_does_the_loss(
+    reduction, masked, kind, steps, float64
+):
+    x, y = masked_data(33)
+    make = masked_recurrent if masked else sequence_model
+    data = (x, y, *sample_weights(kind, 33))
+    arguments = compile_with(reduction, metrics=["mae"], weighted_metrics=["mse"])
+    model, reference, start = fit_pair(make, arguments, data, rows=12 // steps, steps=steps, size=5)
+    difference = relative_difference(model.get_weights(), reference.get_weights(), start)
+    assert difference <= TOLERANCE[float64]
+    if steps == 1:
+        assert_equal_logs(model, reference)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_regularizers_count_once_per_batch(reduction, dtype):
+    l2 = keras.regularizers.L2(0.1)
+
+    def make():
+        hidden = keras.layers.Dense(6, activation="tanh", kernel_regularizer=l2)
+        return keras.Sequential(
+            [keras.Input((4,)), hidden, keras.layers.Dense(2, bias_regularizer=l2)]
+        )
+
+    model, reference, start = fit_pair(
+        make, compile_with(reduction), dense_data(33), rows=12, steps=1, size=5
+    )
+    difference = relative_difference(model.get_weights(), reference.get_weights(), start)
+    assert difference <= TOLERANCE[dtype]
+    assert_equal_logs(model, reference)
+
+
+# Terms that one weight per microbatch can not serve.
+
+
+def two_masked_outputs():
+    """Each output has the mask of its own input."""
+    a, b = keras.Input((5, 3)), keras.Input((5, 3))
+    masking = keras.layers.Masking()
+    hidden = keras.layers.Dense(4, activation="tanh")
+    outputs = [keras.layers.Dense(2, name=n)(hidden(masking(i))) for n, i in (("a", a), ("b", b))]
+    return keras.Model([a, b], outputs)
+
+
+def two_masked_data(rows):
+    (a, y), (b, _) = masked_data(rows), masked_data(rows)
+    return [a, b[::-1].copy()], [y, y[::-1].copy()]
+
+
+def masked_with_activity_regularizer():
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input((5, 3)),
+            layers.Masking(),
+            layers.Dense(4, activation="tanh", activity_regularizer=keras.regularizers.L2(0.3)),
+            layers.Dense(2, kernel_regularizer=keras.regularizers.L2(0.1)),
+        ]
+    )
+
+
+def two_sequences():
+    inputs = keras.Input((5, 3))
+    hidden = keras.layers.Dense(4, activation="tanh")(inputs)
+    return keras.Model(inputs, [keras.layers.Dense(2, name=name)(hidden) for name in "ab"])
+
+
+def mixed(*reductions):
+    return lambda: {
+        "optimizer": keras.optimizers.SGD(0.005, momentum=0.9),
+        "loss": [keras.losses.MeanSquaredError(reduction=reduction) for reduction in reductions],
+        "loss_weights": [0.7, 1.9],
+    }
+
+
+def weighted_data(rows, kinds):
+    x, y = masked_data(rows)
+    generator = np.random.default_rng(9)
+    weights = [generator.uniform(0.1, 3.0, size=(rows, kind)) for kind in kinds]
+    return x, [y, -y], weights
+
+
+def nothing_in_the_first_part(rows):
+    x, y, weights = weighted_data(rows, (1, 5))
+    weights[0][::12], weights[0][1::12] = 0.0, 0.0
+    for start in range(0, rows, 12):
+        weights[0][start : start + 5] = 0.0
+    return x, y, weights
+
+
+mean = "mean_with_sample_weight"
+UNLIKE = {
+    "two masks": (two_masked_outputs, mixed("mean", "mean"), two_masked_data),
+    "two masks, sum": (two_masked_outputs, mixed("mean", "sum"), two_masked_data),
+    "mask and activity": (masked_with_activity_regularizer, compile_with("mean"), masked_data),
+    "mean and sum": (two_sequences, mixed("mean", "sum"), lambda n: weighted_data(n, (1, 1))),
+    "two sample weights": (two_sequences, mixed(mean, mean), lambda n: weighted_data(n, (1, 5))),
+    "a part that one leaves out": (two_sequences, mixed(mean, mean), nothing_in_the_first_part),
+}
+
+
+@pytest.mark.parametrize("way", ["graph", "jit", "eager"])
+@pytest.mark.parametrize("case", UNLIKE)
+def test_terms_of_unlike_weights_are_exact_in_a_batch_and_nothing_warns(case, way, float64):
+    make, arguments, make_data = UNLIKE[case]
+    model, reference, start = fit_pair(
+        make,
+        lambda: {**arguments(), **WAYS[way]},
+        make_data(33),
+        rows=12,
+        steps=1,
+        size=5,
+    )
+    difference = relative_difference(model.get_weights(), reference.get_weights(), start)
+    assert difference <= TOLERANCE[float64]
+    assert_equal_logs(model, reference)
+
+
+class OwnLoss(keras.Model):
+    """Its `compute_loss` may do more than compute, so it is not called ahead of time."""
+
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs)
+
+
+def own_loss():
+    a = two_masked_outputs()
+    return OwnLoss(a.inputs, a.outputs)
+
+
+@pytest.mark.parametrize(("make", "steps"), [(own_loss, 1), (two_masked_outputs, 2)])
+def test_terms_of_unlike_weights_warn_where_they_can_not_be_exact(make, steps, float64):
+    x, y = two_masked_data(24)
+    model = accumulate(seeded(make), accumulation_steps=steps, microbatch_size=5)
+    model.compile("sgd", [keras.losses.MeanSquaredError(), keras.losses.MeanSquaredError()])
+    with pytest.warns(UserWarning, match="One weight per microbatch can not serve all terms"):
+        model.fit(x, y, batch_size=12, shuffle=False, verbose=0)
+
+
+def test_looking_ahead_leaves_random_state_and_statistics_alone(float64):
+    """Dropout draws as often, and running averages move as often, as there are microbatches."""
+
+    def make(masked):
+        a, b = keras.Input((5, 3)), keras.Input((5, 3))
+        layers = keras.layers
+        seeds = layers.Dropout(0.5, seed=1)
+        statistics = layers.BatchNormalization()
+        outputs = [
+            statistics(seeds(layers.Dense(2, activation="tanh")(layers.Masking()(i))))
+            for i in ((a, b) if masked else (a, a))
+        ]
+        return keras.Model([a, b], outputs), seeds
+
+    drawn = []
+    x, y = two_masked_data(24)
+    for masked in (True, False):
+        model, dropout = make(masked)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            accumulate(model, microbatch_size=5)
+            model.compile("sgd", ["mse", "mse"])
+            model.fit(x, y, batch_size=12, shuffle=False, verbose=0)
+        drawn.append(dropout.seed_generator.state.numpy().tolist())
+    assert drawn[0] == drawn[1]
+
+
+# What a batch may hold.
+
+
+class TakesAnything(keras.Model):
+    """Sums up what its inputs have in every row."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(2)
+
+    def build(self, shape=None):
+        self.dense.build((None, 4))
+
+    def call(self, inputs):
+        total = 0.0
+        for value in tf.nest.flatten(inputs):
+            if isinstance(value, tf.RaggedTensor):
+                value = tf.reduce_sum(value, axis=1)
+            elif isinstance(value, tf.SparseTensor):
+                value = tf.sparse.to_dense(value)
+            if value is not None:
+                total = total + tf.cast(value, self.compute_dtype)
+        return self.dense(total)
+
+
+def rows_of(rows, features=4):
+    return np.random.default_rng(8).normal(size=(rows, features)).astype(keras.config.floatx())
+
+
+def ragged(rows):
+    lengths = np.arange(rows) % 4
+    return tf.RaggedTensor.from_row_lengths(rows_of(lengths.sum()), lengths)
+
+
+def sparse(rows):
+    dense = rows_of(rows)
+    return tf.sparse.from_dense(np.where(dense > 0, dense, 0))
+
+
+INPUTS = {
+    "ragged": lambda n: ragged(n),
+    "sparse": lambda n: sparse(n),
+    "nested": lambda n: {"a": rows_of(n), "b": (rows_of(n) ** 2, {"c": rows_of(n) ** 3})},
+    "everything": lambda n: {"a": ragged(n), "b": (sparse(n), rows_of(n))},
+    "integers": lambda n: np.arange(4 * n).reshape(n, 4) % 5,
+}
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("kind", INPUTS)
+def test_whatever_a_batch_holds_is_split(kind, weighted, static, float64):
+    data = (INPUTS[kind](31), rows_of(31, 2), *((rows_of(31, 1) ** 2,) if weighted else ()))
+    dataset = tf.data.Dataset.from_tensor_slices(data).batch(12, drop_remainder=static)
+    trained = []
+    for size in (None, 5, 4):
+        model = seeded(TakesAnything)
+        model.build()
+        accumulate(model, microbatch_size=size)
+        model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+        start = model.get_weights()
+        model.fit(dataset, epochs=2, shuffle=False, verbose=0)
+        trained.append(model)
+    for model in trained[1:]:
+        assert_equal_logs(model, trained[0])
+        difference = relative_difference(model.get_weights(), trained[0].get_weights(), start)
+        assert difference <= TOLERANCE[float64]
+
+
+class Scaled(keras.Model):
+    """Gets a dict whose `scale` all rows share, and None."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = dense_model()
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            assert data["nothing"] is None
+            loss = tf.reduce_mean(tf.square(self.dense(data["x"]) - data["y"])) * data["scale"]
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss, "first": data["x"][0], "rows": tf.shape(data["x"])[0]}
+
+
+def test_scalars_and_none_are_part_of_every_microbatch(float64):
+    x, y = dense_data(12)
+    data = {"x": x, "y": y, "scale": np.float64(3.0), "nothing": None}
+    trained = []
+    for size in (None, 5):
+        model = seeded(Scaled)
+        accumulate(model, microbatch_size=size).compile(keras.optimizers.SGD(0.1))
+        start = model.get_weights()
+        logs = [model.train_function(iter([data])) for _ in range(3) if model.make_train_function()]
+        trained.append((model.get_weights(), logs))
+    assert relative_difference(trained[1][0], trained[0][0], start) <= TOLERANCE[float64]
+    for split, whole in zip(trained[1][1], trained[0][1], strict=True):
+        np.testing.assert_allclose(split["loss"], whole["loss"], rtol=1e-12)
+        assert split["rows"] == 2  # of the last microbatch: it is no floating-point number
+
+
+def test_rows_keep_their_order(float64):
+    seen = []
+
+    class Watches(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+
+        def call(self, inputs):
+            seen.extend(inputs[:, 0].numpy().tolist())
+            return self.dense(inputs)
+
+    model = accumulate(Watches(), microbatch_size=5)
+    model.compile("sgd", "mse", run_eagerly=True)
+    x = np.arange(29.0)[:, None]
+    model(x[:1])
+    seen.clear()
+    model.fit(x, x, batch_size=12, shuffle=False, verbose=0)
+    assert seen == np.arange(29.0).tolist()
+
+
+def test_tensors_of_other_numbers_of_rows_are_refused():
+    model = accumulate(dense_model(), microbatch_size=5)
+    model.compile("sgd", "mse")
+    x, y = dense_data(12)
+    with pytest.raises(ValueError, match=r"Received: shapes \[\(12, 4\), \(10, 2\)\]"):
+        model.train_on_batch(tf.constant(x), tf.constant(y[:10]))
+
+    def batches():
+        yield x, y[:10]
+
+    signature = (tf.TensorSpec((None, 4)), tf.TensorSpec((None, 2)))
+    dataset = tf.data.Dataset.from_generator(batches, output_signature=signature)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="must have the same number of them"):
+        model.fit(dataset, shuffle=False, verbose=0)
+
+
+def test_a_batch_without_rows_to_split_is_refused():
+    model = accumulate(Scaled(), microbatch_size=5)
+    model.compile("sgd")
+    model.make_train_function()
+    with pytest.raises(ValueError, match="`microbatch_size` splits the rows of a batch"):
+        model.train_function(iter([{"scale": 1.0}]))
+
+
+# Logs and metrics.
+
+
+class OwnLogs(keras.Model):
+    """Logs the loss in every way there is."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = dense_model()
+        self.tracker = keras.metrics.Mean(name="tracked")
+        self.trackers = {"other": keras.metrics.Mean(name="in_a_dict")}
+        self.error = keras.metrics.MeanAbsoluteError(name="error")
+
+    def call(self, inputs):
+        return self.net(inputs)
+
+    def train_step(self, data):
+        x, y = data[:2]
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = self.compute_loss(x=x, y=y, y_pred=y_pred)
+            scaled = self.optimizer.scale_loss(loss)
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(scaled, variables), variables)
+        self.tracker.update_state(loss)
+        self.trackers["other"].update_state(2.0 * loss)
+        self.error.update_state(y, y_pred)
+        return {
+            "loss": loss,
+            "double": 2.0 * loss,
+            "tracked": self.tracker.result(),
+            "by_another_name": self.tracker.result(),
+            "error_by_another_name": self.error.result(),
+            "error": self.error.result(),
+            "nested": {"mean": tf.reduce_mean(y_pred, axis=0)},
+        }
+
+
+@pytest.mark.parametrize("way", ["graph", "jit", "eager"])
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum"])
+def test_logs_of_a_step_of_ones_own_are_those_of_the_whole_batch(reduction, way, float64):
+    logs = []
+    x, y = dense_data(33)
+    for size in (None, 5):
+        model = accumulate(seeded(OwnLogs), microbatch_size=size)
+        loss = keras.losses.MeanSquaredError(reduction=reduction)
+        model.compile(keras.optimizers.SGD(0.001), loss, **WAYS[way])
+        model.build((None, 4))
+        logs.append(
+            [
+                model.train_on_batch(x[i : i + 12], y[i : i + 12], return_dict=True)
+                for i in (0, 12, 24)
+            ]
+        )
+    for split, whole in zip(*logs, strict=True):
+        assert split.keys() == whole.keys()
+        for name in whole:
+            if reduction == "sum" and name in ("double", "in_a_dict"):
+                continue  # nothing says that these are sums
+            for a, b in zip(tf.nest.flatten(split[name]), tf.nest.flatten(whole[name])):
+                np.testing.assert_allclose(a, b, rtol=1e-12, err_msg=name)
+
+
+class Stateful(keras.metrics.Metric):
+    """Counts rows and calls, and keeps the largest target."""
+
+    def __init__(self, name="stateful"):
+        super().__init__(name=name)
+        self.rows = self.add_variable((), "zeros", name="rows")
+        self.largest = self.add_variable((), "zeros", name="largest")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.rows.assign_add(tf.cast(tf.shape(y_true)[0], self.rows.dtype))
+        self.largest.assign(tf.maximum(self.largest, tf.reduce_max(tf.cast(y_true, "float64"))))
+
+    def result(self):
+        return {"rows_seen": self.rows.value, "largest": self.largest.value}
+
+
+def test_every_metric_sees_every_row_once(float64):
+    metrics = ["accuracy", "AUC", "R2Score", "Precision", Stateful]
+
+    def arguments():
+        made = [m() if m is Stateful else m for m in metrics]
+        return {"optimizer": keras.optimizers.SGD(0.1), "loss": "mse", "metrics": made}
+
+    def make():
+        return keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, activation="sigmoid")])
+
+    x, y = dense_data(33)
+    y = (y > 0).astype("float64")
+    model, reference, _ = fit_pair(make, arguments, (x, y), rows=12, steps=1, size=5)
+    assert_equal_logs(model, reference, rtol=1e-9)
+    assert model.history.history["rows_seen"] == [33, 33]
+
+
+# Memory and time.
+
+
+def test_no_buffer_outlives_the_step(float64):
+    model = accumulate(dense_model(), microbatch_size=5)
+    model.compile("adam", "mse")
+    model.train_on_batch(*dense_data(12))
+    assert model._accumulation_window is None
+    made = []
+    original = tf.Variable.__init__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tf.Variable, "__init__", lambda *a, **k: made.append(a) or original(*a, **k))
+        model.train_on_batch(*dense_data(12))
+        model.fit(*dense_data(31), batch_size=12, verbose=0)
+    assert not made
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_sparse_gradients_reach_the_optimizer_as_rows(jit_compile, float64):
+    received = []
+
+    class Watches(keras.optimizers.SGD):
+        def apply(self, grads, trainable_variables=None):
+            received.append(grads[0])
+            return super().apply(grads, trainable_variables)
+
+    x, y = embedding_data(33)
+    trained = []
+    for size in (None, 5):
+        model = accumulate(seeded(embedding), microbatch_size=size)
+        model.compile(Watches(0.1), "mse", jit_compile=jit_compile)
+        start = model.get_weights()
+        model.fit(x, y, batch_size=12, shuffle=False, epochs=2, verbose=0)
+        trained.append(model.get_weights())
+    assert all(isinstance(gradient, tf.IndexedSlices) for gradient in received)
+    assert relative_difference(*trained, start) <= TOLERANCE[float64]
+
+
+class Counting(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(2)
+        self.traces = 0
+
+    def build(self, shape):
+        self.dense.build(shape)
+
+    def call(self, inputs):
+        return self.dense(inputs)
+
+    def train_step(self, data):
+        self.traces += 1
+        return super().train_step(data)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_one_trace_over_parts_tails_and_epochs(jit_compile, steps):
+    model = Counting()
+    model.build((None, 4))
+    model = accumulate(model, accumulation_steps=steps, microbatch_size=5)
+    model.compile("adam", "mse", jit_compile=jit_compile)
+    model.optimizer.build(model.trainable_variables)
+    for rows in (34, 24, 9):
+        dataset = tf.data.Dataset.from_tensor_slices(dense_data(rows)).batch(12)
+        model.fit(dataset, epochs=2, shuffle=False, verbose=0)
+    assert model.traces == 1
+    for size in (4, 5, 4, None):  # a new size is traced once, and so is none
+        model.microbatch_size = size
+        model.fit(dataset, epochs=2, shuffle=False, verbose=0)
+    assert model.traces == 3
+
+
+# Settings.
+
+
+class Net(AccumulatingModel, keras.Sequential):
+    pass
+
+
+def test_both_settings_are_compile_arguments_attributes_and_saved(tmp_path):
+    model = Net([keras.Input((4,)), keras.layers.Dense(2)])
+    assert model.microbatch_size is None
+    model.compile("sgd", "mse", accumulation_steps=3, microbatch_size=5)
+    assert (model.accumulation_steps, model.microbatch_size) == (3, 5)
+    model.compile("sgd", "mse")
+    assert model.microbatch_size == 5
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras", custom_objects={"Net": Net})
+    assert (loaded.accumulation_steps, loaded.microbatch_size) == (3, 5)
+    loaded.microbatch_size = np.int64(7)
+    assert loaded.microbatch_size == 7
+    loaded.microbatch_size = None
+    assert loaded.microbatch_size is None
+
+
+def test_a_wrapped_models_compile_config_is_the_plain_models():
+    configs = []
+    for wrap in (False, True):
+        model = accumulate(dense_model(), microbatch_size=5) if wrap else dense_model()
+        model.compile(keras.optimizers.Adam(name="adam"), "mse")
+        configs.append(model.get_compile_config())
+    assert configs[0] == configs[1]
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [(0, ValueError), (-3, ValueError), (2.5, TypeError), (True, TypeError), ("8", TypeError)],
+)
+def test_bad_sizes_are_refused_and_change_nothing(value, error):
+    message = r"`microbatch_size` must be an integer >= 1\. Received: microbatch_size="
+    model = dense_model()
+    with pytest.raises(error, match=message):
+        accumulate(model, microbatch_size=value)
+    assert not isinstance(model, AccumulatingModel)
+    model = accumulate(model, microbatch_size=5)
+    with pytest.raises(error, match=message):
+        model.microbatch_size = value
+    with pytest.raises(error, match=message):
+        model.compile("sgd", "mse", microbatch_size=value)
+    assert model.microbatch_size == 5
+    assert not model.compiled
+
+
+def test_batch_normalization_warns_once():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.BatchNormalization(name="bn")])
+    accumulate(model, microbatch_size=5)
+    with pytest.warns(UserWarning, match=r"BatchNormalization layers in training mode: \['bn'\]"):
+        model.compile("sgd", "mse")
+    model.fit(*dense_data(12, outputs=4), verbose=0)
+
+
+# Half precision.
+
+
+@pytest.mark.parametrize("power", [14, 17, 20])
+def test_one_finite_check_per_batch_in_float16(power):
+    set_dtype("mixed_float16")
+    x, y = dense_data(64)
+    trained = []
+    for size in (None, 5):
+        model = accumulate(seeded(dense_model), microbatch_size=size)
+        inner = keras.optimizers.SGD(0.1)
+        model.compile(keras.optimizers.LossScaleOptimizer(inner, initial_scale=2.0**power), "mse")
+        model.fit(x, y, batch_size=32, epochs=4, shuffle=False, verbose=0)
+        trained.append(model)
+    whole, split = (
+        (int(m.optimizer.iterations), float(m.optimizer.dynamic_scale.numpy())) for m in trained
+    )
+    # The whole batch adds its rows up in float16, and may overflow where float32 sums do not.
+    assert split[0] in (whole[0], whole[0] + 1)
+    assert split[1] == 2.0 ** (power - (8 - split[0]))
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16"])
+def test_bfloat16_sums_are_float32(policy):
+    set_dtype(policy)
+    model, reference, start = fit_pair(
+        dense_model,
+        lambda: {"optimizer": keras.optimizers.SGD(0.1), "loss": "mse"},
+        [a.astype("float32") for a in dense_data(64)],
+        rows=32,
+        steps=1,
+        size=1,
+    )
+    for w, r, s in zip(
+        *(m if isinstance(m, list) else m.get_weights() for m in (model, reference, start))
+    ):
+        w, r, s = (np.asarray(a, "float32") for a in (w, r, s))
+        assert np.abs(w - r).max() <= 0.05 * np.abs(r - s).max() + 1e-3
+
+
+def test_several_optimizers_each_get_their_own_sum(float64):
+    from test_models import TwoOptimizers
+
+    x, y = dense_data(33)
+    trained, logs = [], []
+    for size in (5, None):
+        model = accumulate(seeded(TwoOptimizers), microbatch_size=size)
+        model.compile(keras.optimizers.Adam(0.01), keras.optimizers.SGD(0.1, momentum=0.9))
+        start = model.get_weights()
+        history = model.fit(x, y, batch_size=12, epochs=2, shuffle=False, verbose=0)
+        trained.append(model.get_weights())
+        logs.append(history.history)
+    assert relative_difference(*trained, start) <= TOLERANCE[float64]
+    for name, values in logs[0].items():
+        np.testing.assert_allclose(values, logs[1][name], rtol=1e-12)
+
+
+def test_the_mean_of_the_parts_means_would_be_wrong(float64):
+    """The control: parts of 5, 5 and 2 rows, each counted alike."""
+    x, y = dense_data(12)
+    model = seeded(dense_model)
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    start, variables = model.get_weights(), model.trainable_variables
+
+    def gradients(rows):
+        with tf.GradientTape() as tape:
+            loss = model.compute_loss(y=y[rows], y_pred=model(x[rows]))
+        return tape.gradient(loss, variables)
+
+    parts = [gradients(slice(i, i + 5)) for i in (0, 5, 10)]
+    model.optimizer.apply([sum(g) / 3 for g in zip(*parts, strict=True)], variables)
+    naive = model.get_weights()
+    expected, _, _ = fit_pair(
+        dense_model,
+        lambda: {"optimizer": keras.optimizers.SGD(0.1), "loss": "mse"},
+        (x, y),
+        rows=12,
+        steps=1,
+        size=5,
+        epochs=1,
+    )
+    assert relative_difference(naive, expected.get_weights(), start) > 1e-2
