@@ -5,9 +5,9 @@ Train with the updates of a batch that does not fit in memory:
 ```python
 from ga_model import accumulate
 
-model = accumulate(model, accumulation_steps=4)  # one added line
+model = accumulate(model, microbatch_size=16)  # one added line
 model.compile("adam", "mse")
-model.fit(x, y, batch_size=32)  # updates of 128 rows
+model.fit(x, y, batch_size=128)  # updates of 128 rows, 16 in memory at a time
 ```
 
 `AccumulatingModel` is the same as a mixin for model classes, `GradientAccumulator` the part for

@@ -11,18 +11,18 @@ from pathlib import Path
 from ga_model import _demo, _report
 
 _DESCRIPTION = """\
-Train one small convolutional network three times, from the same weights and on
-the same rows in the same order: with big batches; with small batches that
-`ga_model.accumulate` joins to the same updates; and with small batches alone.
-Then compare their weights, peak memory and time.
+Train one small convolutional network four times, from the same weights and on the
+same rows in the same order: with big batches; with the same batches that
+`ga_model.accumulate` splits; with small batches that it joins to the same updates;
+and with small batches alone. Then compare their weights, peak memory and time.
 
 Each training has a process of its own, on the CPU, whose peak memory is its own.
 What this needs is installed by: pip install "ga_model[demo]"
 """
 
 _EPILOG = """\
-Exit status: 0 if accumulation gave the big batch's weights within the tolerance,
-1 if it did not, 2 if there is no result (a bad argument, a training that failed).
+Exit status: 0 if both ways gave the big batch's weights within the tolerance,
+1 if one did not, 2 if there is no result (a bad argument, a training that failed).
 
 Tolerance, on ||w - w_big|| / ||w_big - w_start|| of the worst variable:
 {tolerances}.

@@ -1,4 +1,4 @@
-"""Train the same network three ways, each in a process of its own, and compare.
+"""Train the same network four ways, each in a process of its own, and compare.
 
 The list in `make_runs` says what is trained. Its first entry is the reference; to try another way
 to the same updates, add an entry.
@@ -52,6 +52,7 @@ def make_runs(settings: Settings) -> list[Run]:
     rows, steps = settings.batch_size, settings.accumulation_steps
     return [
         Run("big batch", rows),
+        Run("big batch, split", rows, {"microbatch_size": rows // steps}),
         Run("accumulation", rows // steps, {"accumulation_steps": steps}),
         Run("no accumulation", rows // steps, is_control=True),
     ]
@@ -224,7 +225,7 @@ def train(run: Run, settings: Settings) -> Result:
         epochs=settings.epochs,
         shuffle=False,  # `batches` does
         validation_data=(data.x_validation, data.y_validation),
-        validation_batch_size=run.batch_size,
+        validation_batch_size=run.accumulate.get("microbatch_size", run.batch_size),
         verbose=1 if sys.stdout.isatty() else 2,
     )
     seconds = time.perf_counter() - started

@@ -117,7 +117,7 @@ def judge(results: Sequence[Result], dtype: str) -> Verdict:
     tolerance = TOLERANCE[dtype]
     relative = [difference(r, reference).relative for r in others]
     is_equal = [value <= tolerance for value in relative]  # NaN is not
-    listed = " and ".join(f"{v:.1e} for {r.run.name!r}" for v, r in zip(relative, others))
+    listed = ", ".join(f"{v:.1e} for {r.run.name!r}" for v, r in zip(relative, others))
     finding = (
         f"the relative difference from the {reference.run.name} is {listed}; "
         f"up to {tolerance:.0e} counts as equal in {dtype}."

@@ -96,11 +96,14 @@ def run(model: Any, train_step: Callable[[Any], Any], data: Any, window: Window 
         return _Part(recording.sums, batch_logs[0].sums, batch_logs[0].last)
 
     if not tf.executing_eagerly() and (model.jit_compile or batch.is_split):
+        # Inlined, it would be there twice, each with the scratch memory of its convolutions.
+        attributes = {"_noinline": True} if batch.is_split else None
         forward_and_backward = tf.function(
             forward_and_backward,
             input_signature=_signature(batch, len(units)) if batch.is_split else None,
             autograph=False,
             jit_compile=model.jit_compile or None,
+            experimental_attributes=attributes,
         )
 
     first = tf.zeros((), tf.int64)
@@ -167,10 +170,14 @@ def _loop(add: Callable[[Any, Any], Any], first: Any, times: Any) -> Any:
         leaves = iter(tf.nest.pack_sequence_as(present, tensors, expand_composites=True))
         return tf.nest.map_structure(lambda leaf: None if leaf is None else next(leaves), first)
 
+    # A loop starts with what is there already: without the dependency, the second microbatch's
+    # activations would be there together with the first one's.
+    with tf.control_dependencies(flat(first)):
+        one = tf.identity(tf.ones((), tf.int64))
     _, tensors = tf.while_loop(
         lambda index, _: index < times,
         lambda index, tensors: (index + 1, flat(add(index, packed(tensors)))),
-        (tf.ones((), tf.int64), flat(first)),
+        (one, flat(first)),
         shape_invariants=(tf.TensorShape(()), shapes),
         parallel_iterations=1,  # or the activations of ten microbatches are there at a time
     )

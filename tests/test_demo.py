@@ -39,14 +39,16 @@ def made_up(run, difference, **attributes):
 
 
 def made_up_results(accumulation=1e-6, control=0.5):
-    return [made_up(run, d) for run, d in zip(RUNS, (0.0, accumulation, control), strict=True)]
+    differences = (0.0, 1e-6, accumulation, control)
+    return [made_up(run, d) for run, d in zip(RUNS, differences, strict=True)]
 
 
 def rows_of(report):
     """Return the cells of the table's lines by the name of the run."""
     names = [run.name for run in RUNS]
     lines = {
-        name: [line for line in report.splitlines() if line.startswith(name)] for name in names
+        name: [line for line in report.splitlines() if line.startswith(f"{name}  ")]
+        for name in names
     }
     return {name: line.removeprefix(name).split() for name, (line,) in lines.items()}
 
@@ -62,28 +64,33 @@ def test_accumulation_makes_the_updates_of_the_big_batch_and_small_batches_do_no
     process, _ = full_run
     assert process.returncode == 0, process.stderr
     table = rows_of(process.stdout)
-    assert [cells[:2] for cells in table.values()] == [["128", "12"], ["32", "12"], ["32", "47"]]
-    big, accumulation, control = table.values()
-    assert big[2] == accumulation[2] != control[2]  # validation accuracy
-    assert float(accumulation[3]) <= _report.TOLERANCE["float32"] < 0.1 < float(control[3])
+    sizes = [["128", "12"], ["128", "12"], ["32", "12"], ["32", "47"]]
+    assert [cells[:2] for cells in table.values()] == sizes
+    big, split, accumulation, control = table.values()
+    assert big[2] == split[2] == accumulation[2] != control[2]  # validation accuracy
+    for cells in (split, accumulation):
+        assert float(cells[3]) <= _report.TOLERANCE["float32"] < 0.1 < float(control[3])
     assert "\nReproduced: " in process.stdout
 
 
 def test_memory_is_that_of_each_run(full_run):
     training = {name: int(cells[7]) for name, cells in rows_of(full_run[0].stdout).items()}
-    assert training["accumulation"] < 0.75 * training["big batch"]
-    assert training["accumulation"] > 0
+    for name in ("accumulation", "big batch, split"):
+        assert 0 < training[name] < 0.75 * training["big batch"]
 
 
 def test_progress_names_the_run_and_takes_few_lines(full_run):
     lines = full_run[0].stdout.splitlines()
     assert [line for line in lines if line.startswith("[")] == [
-        "[1/3] big batch: batches of 128",
-        "[2/3] accumulation: batches of 32, accumulation_steps=4",
-        "[3/3] no accumulation: batches of 32",
+        "[1/4] big batch: batches of 128",
+        "[2/4] big batch, split: batches of 128, microbatch_size=32",
+        "[3/4] accumulation: batches of 32, accumulation_steps=4",
+        "[4/4] no accumulation: batches of 32",
     ]
-    assert [line.split()[0] for line in lines if "val_loss" in line] == ["12/12", "47/47", "47/47"]
-    assert len(lines) < 30
+    assert [line.split()[0] for line in lines if "val_loss" in line] == [
+        *("12/12", "12/12", "47/47", "47/47")
+    ]
+    assert len(lines) < 34
     assert not any("\r" in line or "\b" in line for line in lines)
     assert max(map(len, lines)) <= 120
 
@@ -121,9 +128,9 @@ def test_exit_status_tells_whether_the_big_batch_was_reproduced(monkeypatch, cap
         capsys.readouterr().out
     )
     assert run_main(monkeypatch, made_up_results(accumulation=2e-3)) == 1
-    assert "Not reproduced: the relative difference from the big batch is 2.0e-03 for " in (
-        capsys.readouterr().out
-    )
+    words = " ".join(capsys.readouterr().out.split())
+    assert "Not reproduced: the relative difference from the big batch is 1.0e-06 for " in words
+    assert "2.0e-03 for 'accumulation'" in words
     assert run_main(monkeypatch, made_up_results(accumulation=1e-6), "--dtype", "float64") == 1
 
 

@@ -3,7 +3,7 @@
 Covered by `test_zoo_matches_plain_keras_on_the_same_batches`, through `fit` in graph mode
 
     models       the ten of the zoo, the Embedding against Keras's own with its sparse gradients
-    optimizers   Nesterov momentum, Adam
+    optimizers   Adam, and with `-m sweep` Nesterov momentum
     parts        batches of 12 rows by 5 (ragged), by 4 (even), by 16 (whole)
     epochs       with a ragged last batch of 7 rows
     dtypes       float32 to 1e-5, float64 to 1e-12, logs to 1e-6
@@ -17,6 +17,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from bench_microbatch_size import WAYS as WAYS_OF_MEMORY
+from bench_microbatch_size import memory
 from conftest import set_dtype
 from helpers import (
     TOLERANCE,
@@ -42,7 +44,7 @@ def assert_equal_logs(model, reference, rtol=LOGS):
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning:keras")
-@pytest.mark.parametrize("optimizer", ["adam", "momentum"])
+@pytest.mark.parametrize("optimizer", ["adam", pytest.param("momentum", marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("name", ZOO)
 def test_zoo_matches_plain_keras_on_the_same_batches(name, optimizer, dtype):
     make, _, make_data = ZOO[name]
@@ -91,7 +93,7 @@ WAYS = {
 @pytest.mark.parametrize(("steps", "rows"), [(1, 12), (3, 7)])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["dense", "embedding", "masked_recurrent"])
-def test_every_way_to_run_alone_and_with_accumulation_steps(name, way, steps, rows, dtype):
+def test_every_way_to_run_alone_and_with_accumulation_steps(name, way, steps, rows, float64):
     make, make_reference, make_data = ZOO[name]
     make_reference = make_reference if steps > 1 else make  # buffers sum rows of equal ids
     model, reference, start = fit_pair(
@@ -105,7 +107,7 @@ def test_every_way_to_run_alone_and_with_accumulation_steps(name, way, steps, ro
     )
     assert model.optimizer.iterations == reference.optimizer.iterations
     difference = relative_difference(model.get_weights(), reference.get_weights(), start)
-    assert difference <= TOLERANCE[dtype]
+    assert difference <= TOLERANCE[float64]
     if steps == 1:
         assert_equal_logs(model, reference)
 
@@ -558,6 +560,14 @@ def test_sparse_gradients_reach_the_optimizer_as_rows(jit_compile, float64):
         trained.append(model.get_weights())
     assert all(isinstance(gradient, tf.IndexedSlices) for gradient in received)
     assert relative_difference(*trained, start) <= TOLERANCE[float64]
+
+
+@pytest.mark.sweep
+def test_memory_is_that_of_a_microbatch():
+    """Peak memory in processes of their own; `bench_microbatch_size.py` prints the numbers."""
+    plain, split, whole = (memory(way, jit_compile=False) for way in WAYS_OF_MEMORY)
+    assert 0 < split < 1.5 * plain
+    assert split < 0.25 * whole
 
 
 class Counting(keras.Model):
