@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from ga_model._stand_in import StandIn
+
 
 class Mean(NamedTuple):
     """A microbatch's part of a mean over the batch: both are summed over microbatches."""
@@ -34,54 +36,66 @@ class _Call(NamedTuple):
 class MetricCalls:
     """What metrics got and gave while one microbatch was recorded.
 
+    Args:
+        loss_tracker: Keras's own metric for the loss.
+
     Attributes:
         updates: updates that wait for the whole batch.
+        watched: metrics that the step used through stand-ins.
         results: tensors that metrics gave, with the metric, and the key if it gave a dict.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, loss_tracker: Any = None) -> None:
+        self._loss_tracker = loss_tracker
+        self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         self.updates: list[_Call] = []
+        self.watched: list[Any] = []
         self.results: list[tuple[Any, Any, str | None]] = []
+
+    def waits_for(self, metric: Any, value: Any, sample_weight: Any) -> bool:
+        """Return whether an update of a `Mean` has to wait for the whole batch.
+
+        Rows do not, and neither does a scalar with a weight of its own, because they add up over
+        microbatches; Keras's loss tracker does, whose weight is the rows whatever the loss is. In
+        an inner graph, a branch of `tf.cond` say, there is no waiting.
+        """
+        if self._graph is not None and self._graph is not tf.compat.v1.get_default_graph():
+            return False
+        if metric is not self._loss_tracker and tf.is_tensor(sample_weight):
+            return False
+        return _is_scalar(value) and _is_scalar(sample_weight)
 
     def update(self, metric: Any, value: Any, sample_weight: Any, term: Any = None) -> None:
         """Let an update wait. `term` is the loss term that `value` is of, if it is one's."""
+        self.watched.append(metric)
         self.updates.append(_Call(metric, value, sample_weight, term))
 
     def result(self, metric: Any) -> Any:
         """Return the metric's result, and remember that it is that."""
+        self.watched.append(metric)
         result = metric.result()
         by_key = result if isinstance(result, dict) else {None: result}
         self.results += [(value, metric, key) for key, value in by_key.items()]
         return result
 
 
-class MetricStandIn:
-    """Stands in for a metric in an attribute of the model during one recorded step."""
+class MetricStandIn(StandIn):
+    """Stands in for a metric in an attribute of the model during one recorded step.
 
-    def __init__(self, metric: Any, calls: MetricCalls) -> None:
-        object.__setattr__(self, "_metric", metric)
-        object.__setattr__(self, "_calls", calls)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:  # isinstance(self.tracker, keras.metrics.Mean) holds
-        return type(self._metric)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._metric, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._metric, name, value)
+    It tells the `MetricCalls`.
+    """
 
     def update_state(self, *args: Any, **kwargs: Any) -> Any:
-        if type(self._metric) is keras.metrics.Mean:
+        if type(self._original).update_state is keras.metrics.Mean.update_state:
             value, sample_weight = _mean_arguments(*args, **kwargs)
-            if _is_scalar(value) and _is_scalar(sample_weight):
-                self._calls.update(self._metric, tf.convert_to_tensor(value), sample_weight)
+            if self._listener.waits_for(self._original, value, sample_weight):
+                self._listener.update(self._original, tf.convert_to_tensor(value), sample_weight)
                 return None
-        return self._metric.update_state(*args, **kwargs)
+        self._listener.watched.append(self._original)
+        return self._original.update_state(*args, **kwargs)
 
     def result(self) -> Any:
-        return self._calls.result(self._metric)
+        return self._listener.result(self._original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.update_state(*args, **kwargs)
@@ -115,10 +129,11 @@ class BatchLogs:
         self._logs = logs
         self._updates = recording.metrics.updates
         self._results = recording.metrics.results
+        self._watched = recording.metrics.watched
         self._names = set(self._results_by_name()) if isinstance(logs, dict) else set()
         for metric, value, sample_weight, term in self._updates:
             self.sums += recording.mean_of(value, metric, term)
-            if sample_weight is not None and term is None:
+            if tf.is_tensor(sample_weight) and term is None:
                 self.sums.append(tf.cast(sample_weight, tf.float64))
         for leaf in self._leaves():
             if self._source(leaf) is not None:
@@ -144,7 +159,7 @@ class BatchLogs:
             value = tf.cast(mean(), value.dtype)
             if term is not None:
                 sample_weight = rows  # as Keras counts the outputs' losses
-            elif sample_weight is not None:
+            elif tf.is_tensor(sample_weight):
                 sample_weight = sums.pop(0)
             metric.update_state(value, sample_weight=sample_weight)
 
@@ -179,13 +194,11 @@ class BatchLogs:
         return None
 
     def _results_by_name(self) -> dict[str, Any]:
-        """Return what metrics give that were not watched, by the names they have in Keras's logs.
+        """Return what metrics give that have no stand-in, by the names they have in Keras's logs.
 
-        Those of layers are among them, and those that the model keeps in no attribute.
+        They are those of layers, and others that the model keeps in no attribute.
         """
-        watched = [call.metric for call in self._updates]
-        watched += [metric for _, metric, _ in self._results]
-        watched.append(vars(self._model).get("_loss_tracker"))
+        watched = [*self._watched, vars(self._model).get("_loss_tracker")]
         results = {}
         for metric in self._model.metrics:
             # Compiled metrics that a step of one's own leaves alone are not built.

@@ -27,7 +27,7 @@ class Batch:
         data: the nest.
         leaves: the tensors in it, without None.
         is_split: whether there may be more than one microbatch.
-        rows: int64 scalar tensor, rows of the batch, if it is split.
+        rows: int64 scalar tensor, rows of the batch. Only where a size is given.
         static_rows: the same as an int where it is known without running the graph, else None.
         num_microbatches: int64 scalar tensor.
     """
@@ -52,7 +52,7 @@ class Batch:
         checks = [
             tf.debugging.assert_equal(count, counts[0], _validate.rows_message(None))
             for count in counts[1:]
-            if self.static_rows is None
+            if any(leaf.shape.rank is None or leaf.shape[0] is None for leaf in split)
         ]
         with tf.control_dependencies([check for check in checks if check is not None]):
             self.rows = tf.identity(counts[0])

@@ -15,7 +15,7 @@ from ga_model._recorder import (
     CompiledLossAttribute,
     RecordedAttribute,
     current_recording,
-    is_recorded,
+    may_be_recorded,
     optimizers_in,
     watch_attribute,
 )
@@ -62,7 +62,9 @@ class AccumulatingModel(_Base):
     over `train_on_batch` call `close_window` where an epoch ends.
 
     Not equal to the whole batch: BatchNormalization in training mode, which sees a microbatch at a
-    time; dropout, which draws other masks; losses that compare rows with one another.
+    time; dropout, which draws other masks; losses that compare rows with one another. In a
+    `train_step` with several optimizers, all gradients are those at the window's starting weights;
+    and what it does to gradients itself, such as clipping, it does to those of a microbatch.
 
     With neither setting training is plain Keras.
 
@@ -117,7 +119,7 @@ class AccumulatingModel(_Base):
         return super().__new__(cls, *args, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if is_recorded(value):
+        if may_be_recorded(name, value):
             watch_attribute(type(self), name)
         super().__setattr__(name, value)
 

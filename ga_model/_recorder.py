@@ -24,6 +24,7 @@ import keras
 import tensorflow as tf
 
 from ga_model import _logs, _strategy, _sums, _validate, _weights
+from ga_model._stand_in import StandIn
 from ga_model._sums import GradientSum
 
 _local = threading.local()
@@ -81,7 +82,7 @@ class Recording:
         self.model = model
         self.targets: list[Target] = []
         self.sums: list[GradientSum] = []
-        self.metrics = _logs.MetricCalls()
+        self.metrics = _logs.MetricCalls(vars(model).get("_loss_tracker"))
         self._data = data
         self._position = position
         self._terms: list[_weights.Term] = []
@@ -99,15 +100,16 @@ class Recording:
         Where the batch is split, metrics have a stand-in too.
         """
         if isinstance(value, keras.optimizers.Optimizer):
-            return _StandIn(value, self)
+            return _OptimizerStandIn(value, self)
         if isinstance(value, keras.metrics.Metric):
             is_split = self._position.whole is not None
             return _logs.MetricStandIn(value, self.metrics) if is_split else value
+        if not is_recorded(value):
+            return value
         if isinstance(value, dict):
             return {key: self.stand_in(part) for key, part in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [self.stand_in(part) for part in value]
-        return value
+        parts = [self.stand_in(part) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else parts
 
     def observed_loss(self, compiled: Any) -> Any:
         """Return a copy of the compiled loss that notes its terms here, always the same one."""
@@ -227,35 +229,21 @@ def unpack(data: Any) -> Any:
     return keras.utils.unpack_x_y_sample_weight(data)
 
 
-class _StandIn:
-    """Stands in for one optimizer during one recorded step."""
-
-    def __init__(self, optimizer: Any, recording: Recording) -> None:
-        object.__setattr__(self, "_optimizer", optimizer)
-        object.__setattr__(self, "_recording", recording)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:  # isinstance(self.optimizer, keras.optimizers.Adam) holds
-        return type(self._optimizer)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._optimizer, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._optimizer, name, value)
+class _OptimizerStandIn(StandIn):
+    """Stands in for one optimizer during one recorded step. It tells the `Recording`."""
 
     def scale_loss(self, loss: Any) -> Any:
-        return self._recording.scale_loss(self._optimizer, loss)
+        return self._listener.scale_loss(self._original, loss)
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         if trainable_variables is None:
-            trainable_variables = self._optimizer._trainable_variables
-        self._recording.apply(self._optimizer, grads, trainable_variables)
+            trainable_variables = self._original._trainable_variables
+        self._listener.apply(self._original, grads, trainable_variables)
 
     def apply_gradients(self, grads_and_vars: Any) -> Any:
         gradients, variables = zip(*grads_and_vars)
         self.apply(gradients, variables)
-        return self._optimizer.iterations
+        return self._original.iterations
 
 
 def current_recording(model: Any) -> Recording | None:
@@ -320,6 +308,12 @@ class CompiledLossAttribute(RecordedAttribute):
 def optimizers_in(value: Any) -> list[Any]:
     """Return the optimizers that a value is, or that a list or dict in it holds."""
     return _instances_in(value, keras.optimizers.Optimizer)
+
+
+def may_be_recorded(name: str, value: Any) -> bool:
+    """Return whether an attribute is to be watched: it holds what is recorded, or may be filled."""
+    is_empty = isinstance(value, (dict, list)) and not value and not name.startswith("_")
+    return is_empty or is_recorded(value)
 
 
 def is_recorded(value: Any) -> bool:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import keras
 import tensorflow as tf
 
 from ga_model import _strategy, _sums, _weights
@@ -60,90 +61,113 @@ def run(model: Any, train_step: Callable[[Any], Any], data: Any, window: Window 
     """
     _strategy.check_single_replica()
     batch = Batch(data, model.microbatch_size)
-    optimizers = optimizers_in(vars(model))
-    is_first: Any = tf.constant(True)
-    steps: Any = tf.ones((), tf.int64)
-    units = [tf.zeros((), tf.float64) for _ in optimizers]
-    if window is not None:
-        is_first, steps = window.begin_batch(), window.steps.read_value()
-        units = [window.unit(optimizer) for optimizer in optimizers]
-    num_microbatches = tf.cast(steps * batch.num_microbatches, tf.float64)
-    whole = None
-    if batch.is_split:
-        whole = _weights.Whole(
-            tf.cast(batch.rows, tf.float64), window is None, _weights_of(model, batch)
-        )
-    targets: list[Target] = []
-    batch_logs: list[BatchLogs] = []
-
-    def forward_and_backward(index: Any, units: list[Any], leaves: list[Any]) -> Any:
-        is_first_of_batch = tf.equal(index, 0)
-        position = Position(
-            list(zip(optimizers, units)),
-            steps,
-            num_microbatches,
-            tf.logical_and(is_first, is_first_of_batch),
-            is_first_of_batch,
-            whole,
-        )
-        microbatch = batch.pack(leaves)
-        with record(model, microbatch, position) as recording:
-            logs = train_step(microbatch)
-        targets[:] = recording.targets
-        if not batch.is_split:
-            return _Part(recording.sums, [], logs)
-        batch_logs[:] = [BatchLogs(recording, logs)]
-        return _Part(recording.sums, batch_logs[0].sums, batch_logs[0].last)
-
-    if not tf.executing_eagerly() and (model.jit_compile or batch.is_split):
-        # Inlined, it would be there twice, each with the scratch memory of its convolutions.
-        attributes = {"_noinline": True} if batch.is_split else None
-        forward_and_backward = tf.function(
-            forward_and_backward,
-            input_signature=_signature(batch, len(units)) if batch.is_split else None,
-            autograph=False,
-            jit_compile=model.jit_compile or None,
-            experimental_attributes=attributes,
-        )
-
-    first = tf.zeros((), tf.int64)
-    part = forward_and_backward(first, units, batch.microbatch(first))
-    if batch.is_split:
-        part = part._replace(sums=[gradients.begin() for gradients in part.sums])
-
-        def units_of(part: _Part) -> list[Any]:
-            known = {id(t.optimizer): s.unit for t, s in zip(targets, part.sums)}
-            return [known.get(id(o), unit) for o, unit in zip(optimizers, units)]
-
-        def add(index: Any, part: _Part) -> _Part:
-            return part.plus(forward_and_backward(index, units_of(part), batch.microbatch(index)))
-
-        part = _loop(add, part, batch.num_microbatches)
-
+    step = _Step(model, train_step, batch, window)
+    part = step.sum_over_microbatches()
     # Nothing but the data orders these state changes after the fetch of the data: without the
     # dependency some of them run before a step finds that its iterator is at an end.
     tensors = [t for t in tf.nest.flatten(data, expand_composites=True) if t is not None]
     with tf.control_dependencies(tensors):
-        for target, gradients in zip(targets, part.sums):
+        for target, gradients in zip(step.targets, part.sums):
             if window is None:
                 _apply(target, gradients)
             else:
                 window.add(target, gradients)
         if window is not None:
             window.end_batch()
-        if batch.is_split:
-            return batch_logs[0].finish(part.logged, part.last, batch.static_rows)
+        if step.logs is not None:
+            return step.logs.finish(part.logged, part.last, batch.static_rows)
     return part.last
 
 
-def _signature(batch: Batch, num_optimizers: int) -> list[Any]:
-    unit = tf.TensorSpec((), tf.float64)
-    return [tf.TensorSpec((), tf.int64), [unit] * num_optimizers, batch.signature]
+class _Step:
+    """The forward and backward passes of one batch.
+
+    Attributes:
+        targets: what the step applies, known when a microbatch was recorded.
+        logs: how the logs of the batch are put together, if it is split; known then, too.
+    """
+
+    def __init__(
+        self, model: Any, train_step: Callable[[Any], Any], batch: Batch, window: Window | None
+    ) -> None:
+        self.targets: list[Target] = []
+        self.logs: BatchLogs | None = None
+        self._model = model
+        self._train_step = train_step
+        self._batch = batch
+        self._optimizers = optimizers_in(vars(model))
+        self._units: list[Any] = [tf.zeros((), tf.float64) for _ in self._optimizers]
+        self._steps: Any = tf.ones((), tf.int64)
+        self._is_first: Any = tf.constant(True)
+        if window is not None:
+            self._is_first = window.begin_batch()
+            self._steps = window.steps.read_value()
+            self._units = [window.unit(optimizer) for optimizer in self._optimizers]
+        self._num_microbatches = tf.cast(self._steps * batch.num_microbatches, tf.float64)
+        self._whole: _weights.Whole | None = None
+        if batch.is_split:
+            rows = tf.cast(batch.rows, tf.float64)
+            self._whole = _weights.Whole(rows, window is None, _weights_of(model, batch))
+
+    def sum_over_microbatches(self) -> _Part:
+        """Return the sums of the batch."""
+        batch, microbatch = self._batch, self._in_graph()
+        first = tf.zeros((), tf.int64)
+        part = microbatch(first, self._units, batch.microbatch(first))
+        if not batch.is_split:
+            return part  # type: ignore[no-any-return]
+        part = part._replace(sums=[gradients.begin() for gradients in part.sums])
+
+        def add(index: Any, part: _Part) -> _Part:
+            return part.plus(microbatch(index, self._units_of(part), batch.microbatch(index)))
+
+        return _loop(add, part, batch.num_microbatches)  # type: ignore[no-any-return]
+
+    def _in_graph(self) -> Any:
+        """Return `_microbatch`, as a function that is traced once where a graph is made."""
+        is_split, jit_compile = self._batch.is_split, self._model.jit_compile
+        if tf.executing_eagerly() or not (is_split or jit_compile):
+            return self._microbatch
+        unit = tf.TensorSpec((), tf.float64)
+        signature = [tf.TensorSpec((), tf.int64), [unit] * len(self._units), self._batch.signature]
+        return tf.function(
+            self._microbatch,
+            input_signature=signature if is_split else None,
+            autograph=False,
+            jit_compile=jit_compile or None,
+            # Inlined, it would be there twice, each with the scratch memory of its convolutions.
+            experimental_attributes={"_noinline": True} if is_split else None,
+        )
+
+    def _microbatch(self, index: Any, units: list[Any], leaves: list[Any]) -> _Part:
+        """Run the model's step on one microbatch, and return what it applies and logs."""
+        is_first_of_batch = tf.equal(index, 0)
+        position = Position(
+            list(zip(self._optimizers, units)),
+            self._steps,
+            self._num_microbatches,
+            tf.logical_and(self._is_first, is_first_of_batch),
+            is_first_of_batch,
+            self._whole,
+        )
+        data = self._batch.pack(leaves)
+        with record(self._model, data, position) as recording:
+            logs = self._train_step(data)
+        self.targets = recording.targets
+        if not self._batch.is_split:
+            return _Part(recording.sums, [], logs)
+        self.logs = BatchLogs(recording, logs)
+        return _Part(recording.sums, self.logs.sums, self.logs.last)
+
+    def _units_of(self, part: _Part) -> list[Any]:
+        known = {id(target.optimizer): s.unit for target, s in zip(self.targets, part.sums)}
+        return [known.get(id(o), unit) for o, unit in zip(self._optimizers, self._units)]
 
 
 def _apply(target: Target, part: GradientSum) -> None:
-    """Update with the gradients of a batch."""
-    total = None if target.is_sum else part.total
+    """Update with the gradients of a batch. They are zero where it has no weight, as Keras's."""
+    is_empty = tf.equal(part.total, 0.0)
+    total = None if target.is_sum else tf.where(is_empty, tf.ones_like(part.total), part.total)
     gradients = [
         _sums.mean(gradient, total, variable.dtype)
         for gradient, variable in zip(part.gradients, target.variables)
@@ -202,10 +226,11 @@ def _weights_of(model: Any, batch: Batch) -> Callable[[], list[Any] | None]:
 
     def of_microbatch(leaves: list[Any]) -> list[Any]:
         x, y, sample_weight = unpack(batch.pack(leaves))
-        y_pred = model(x, training=False) if model._call_has_training_arg else model(x)
         terms: list[_weights.Term] = []
-        compiled = vars(model)["_compile_loss"]
-        _weights.observed(compiled, terms.append, MetricCalls())(y, y_pred, sample_weight)
+        observed = _weights.observed(vars(model)["_compile_loss"], terms.append, MetricCalls())
+        with keras.StatelessScope():  # what layers would change, metrics and statistics, stays
+            y_pred = model(x, training=False) if model._call_has_training_arg else model(x)
+            observed(y, y_pred, sample_weight)
         weights = [tf.constant(0.0) if term.weight is None else term.weight for term in terms]
         return [tf.cast(weight, tf.float64) for weight in weights]
 

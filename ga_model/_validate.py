@@ -122,7 +122,7 @@ def applied_twice_message(model: str, optimizer: str) -> str:
         "its second gradient would have to be taken after the first update. "
         f"Received: `train_step` of {model!r} applies the optimizer {optimizer!r} twice. "
         "Sum the losses and apply once, use one optimizer per update, "
-        "or set `accumulation_steps=1`."
+        "or train without accumulation: `accumulation_steps=1`, `microbatch_size=None`."
     )
 
 
@@ -131,7 +131,8 @@ def inner_graph_message(model: str) -> str:
         "A `train_step` that is accumulated must apply its optimizers in its own graph. "
         f"Received: `train_step` of {model!r} applies one inside of `tf.cond`, a loop, or a "
         "`tf.function` of its own. Move the call out of it (a window with a bad microbatch is best "
-        "skipped by a LossScaleOptimizer), or set `accumulation_steps=1`."
+        "skipped by a LossScaleOptimizer), "
+        "or train without accumulation: `accumulation_steps=1`, `microbatch_size=None`."
     )
 
 
@@ -142,7 +143,8 @@ def not_recorded_message(model: str, optimizers: list[str]) -> str:
         "model, such as `self.optimizer`. "
         f"Received: `train_step` of {model!r} {received}. "
         "Keep each optimizer in an attribute of the model itself and call "
-        "`self.<attribute>.apply(gradients, variables)`, or set `accumulation_steps=1`."
+        "`self.<attribute>.apply(gradients, variables)`, "
+        "or train without accumulation: `accumulation_steps=1`, `microbatch_size=None`."
     )
 
 
@@ -190,7 +192,8 @@ def strategy_message(name: str, replicas: int) -> str:
     return (
         "Accumulation runs on one replica. "
         f"Received: {name} with {replicas} replicas. "
-        "Train outside the strategy's scope, or set `accumulation_steps=1`."
+        "Train outside the strategy's scope, "
+        "or train without accumulation: `accumulation_steps=1`, `microbatch_size=None`."
     )
 
 
@@ -240,7 +243,8 @@ def instance_step_message(model: str) -> str:
     return (
         "`train_step` must be a method of the model's class. "
         f"Received: {model!r} with `train_step` set on the instance, which would not accumulate. "
-        "Define it in a subclass, or set `accumulation_steps=1`."
+        "Define it in a subclass, "
+        "or train without accumulation: `accumulation_steps=1`, `microbatch_size=None`."
     )
 
 

@@ -50,6 +50,7 @@ import keras
 import tensorflow as tf
 
 from ga_model import _validate
+from ga_model._stand_in import StandIn
 
 
 class Term(NamedTuple):
@@ -248,29 +249,26 @@ def observed(
                 entry._replace(loss=_observer(entry, copy)) for entry in compiled._flat_losses
             ]
         if calls is not None:
-            copy.__dict__["_metrics"] = [_Tracked(m, copy, calls) for m in compiled.metrics]
+            copy.__dict__["_calls"] = calls
+            copy.__dict__["_metrics"] = [_Tracked(metric, copy) for metric in compiled.metrics]
 
     adopt()
     return copy
 
 
-class _Tracked:
-    """Stands in for the metric that tracks one of several losses."""
+class _Tracked(StandIn):
+    """Stands in for the metric that tracks one of several losses.
 
-    def __init__(self, metric: Any, compiled: Any, calls: Any) -> None:
-        self._metric = metric
-        self._compiled = compiled
-        self._calls = calls
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._metric, name)
+    It tells the copy of the compiled loss that the metric belongs to.
+    """
 
     def update_state(self, value: Any, sample_weight: Any = None) -> None:
         # Keras updates it right after the loss.
-        self._calls.update(self._metric, value, sample_weight, self._compiled._terms[-1])
+        compiled = self._listener
+        compiled._calls.update(self._original, value, sample_weight, compiled._terms[-1])
 
     def result(self) -> Any:
-        return self._calls.result(self._metric)
+        return self._listener._calls.result(self._original)
 
 
 def _observer(entry: Any, compiled: Any) -> Any:

@@ -10,7 +10,7 @@ import keras
 
 from ga_model import _validate
 from ga_model._model import AccumulatingModel
-from ga_model._recorder import is_recorded, optimizers_in, watch_attribute
+from ga_model._recorder import may_be_recorded, optimizers_in, watch_attribute
 
 
 def accumulate(
@@ -63,7 +63,7 @@ def accumulate(
     if not isinstance(model, AccumulatingModel):
         wrapped = _wrapped_class(cast(Hashable, type(model)))
         for name, value in vars(model).items():
-            if is_recorded(value):
+            if may_be_recorded(name, value):
                 watch_attribute(wrapped, name)
         object.__setattr__(model, "__class__", wrapped)
         model.train_function = None

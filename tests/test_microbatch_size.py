@@ -12,6 +12,7 @@ The rest is shown on a small model each.
 """
 
 import warnings
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -28,6 +29,7 @@ from helpers import (
     relative_difference,
     seeded,
 )
+from test_traces import Counting
 from test_weights import REDUCTIONS, compile_with, sample_weights, sequence_model
 from zoo import OPTIMIZERS, ZOO, embedding, embedding_data, masked_data, masked_recurrent
 
@@ -145,6 +147,20 @@ def test_regularizers_count_once_per_batch(reduction, dtype):
     )
     difference = relative_difference(model.get_weights(), reference.get_weights(), start)
     assert difference <= TOLERANCE[dtype]
+    assert_equal_logs(model, reference)
+
+
+@pytest.mark.parametrize("way", ["graph", "eager"])
+def test_a_batch_without_weight_makes_the_update_that_plain_keras_makes(way, float64):
+    """Its gradient is zero, and the momentum goes on."""
+    x, y = masked_data(36)
+    x[12:24] = 0.0  # the second of three batches is masked whole
+    model, reference, start = fit_pair(
+        masked_recurrent, compile_with("mean", **WAYS[way]), (x, y), rows=12, steps=1, size=5
+    )
+    assert model.optimizer.iterations == reference.optimizer.iterations == 6
+    difference = relative_difference(model.get_weights(), reference.get_weights(), start)
+    assert difference <= TOLERANCE[float64]
     assert_equal_logs(model, reference)
 
 
@@ -414,10 +430,11 @@ def test_tensors_of_other_numbers_of_rows_are_refused():
     def batches():
         yield x, y[:10]
 
-    signature = (tf.TensorSpec((None, 4)), tf.TensorSpec((None, 2)))
-    dataset = tf.data.Dataset.from_generator(batches, output_signature=signature)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="must have the same number of them"):
-        model.fit(dataset, shuffle=False, verbose=0)
+    for rows in (None, 12):
+        signature = (tf.TensorSpec((rows, 4)), tf.TensorSpec((None, 2)))
+        dataset = tf.data.Dataset.from_generator(batches, output_signature=signature)
+        with pytest.raises(tf.errors.InvalidArgumentError, match="must have the same number"):
+            model.fit(dataset, shuffle=False, verbose=0)
 
 
 def test_a_batch_without_rows_to_split_is_refused():
@@ -489,6 +506,91 @@ def test_logs_of_a_step_of_ones_own_are_those_of_the_whole_batch(reduction, way,
                 continue  # nothing says that these are sums
             for a, b in zip(tf.nest.flatten(split[name]), tf.nest.flatten(whole[name])):
                 np.testing.assert_allclose(a, b, rtol=1e-12, err_msg=name)
+
+
+class MyMean(keras.metrics.Mean):
+    pass
+
+
+class Trackers(NamedTuple):
+    first: keras.metrics.Mean
+    second: keras.metrics.Mean
+
+
+class OwnTrackers(OwnLogs):
+    """Keeps its metrics in every place there is, and updates them from everywhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.own_kind = MyMean(name="own_kind")
+        self.weighted = keras.metrics.Mean(name="weighted")
+        self.pair = Trackers(keras.metrics.Mean(name="first"), keras.metrics.Mean(name="second"))
+        self.later = {}
+        self.later["a"] = keras.metrics.Mean(name="later")
+        self.in_function = keras.metrics.Mean(name="in_function")
+
+    @tf.function
+    def track(self, values):
+        self.in_function.update_state(values)
+
+    def train_step(self, data):
+        x, y = data[:2]
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = tf.reduce_mean(tf.square(y - y_pred))
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        error = tf.reduce_sum(tf.abs(y - y_pred), axis=1)
+        valid = tf.reduce_sum(tf.cast(error > 1.0, error.dtype))
+        over = tf.reduce_sum(tf.where(error > 1.0, error, 0.0))
+        self.own_kind.update_state(loss)
+        self.weighted.update_state(tf.math.divide_no_nan(over, valid), sample_weight=valid)
+        self.pair.first.update_state(loss, sample_weight=2.0)
+        self.pair.second.update_state(error)
+        self.later["a"].update_state(loss)
+        self.track(error)
+        self.error.update_state(y, y_pred)
+        trackers = (self.own_kind, self.weighted, *self.pair, self.later["a"], self.in_function)
+        return {**{t.name: t.result() for t in trackers}, "error": tf.reduce_mean(error) / 2}
+
+
+@pytest.mark.parametrize("way", ["graph", "jit", "eager"])
+def test_trackers_are_those_of_the_whole_batch_wherever_they_are(way, float64):
+    logs = []
+    x, y = dense_data(33)
+    for size in (None, 5):
+        model = accumulate(seeded(OwnTrackers), microbatch_size=size)
+        model.compile(keras.optimizers.SGD(0.001), "mse", **WAYS[way])
+        model.build((None, 4))
+        batches = [(x[i : i + 12], y[i : i + 12]) for i in (0, 12, 24)]
+        logs.append([model.train_on_batch(*batch, return_dict=True) for batch in batches])
+    for split, whole in zip(*logs, strict=True):
+        assert split.keys() == whole.keys()
+        for name in whole:
+            np.testing.assert_allclose(split[name], whole[name], rtol=1e-12, err_msg=name)
+
+
+class CountsRows(keras.layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.count = keras.metrics.Sum(name="count")
+
+    def call(self, inputs):
+        self.count.update_state(tf.ones_like(inputs[:, 0]))
+        return inputs
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_looking_ahead_counts_nothing_twice(run_eagerly, float64):
+    a, b = keras.Input((5, 3)), keras.Input((5, 3))
+    hidden, counts = keras.layers.Dense(4, activation="tanh"), CountsRows()
+    outputs = [hidden(keras.layers.Masking()(i)) for i in (counts(a), b)]
+    model = accumulate(keras.Model([a, b], outputs), microbatch_size=5)
+    model.compile("sgd", ["mse", "mse"], run_eagerly=run_eagerly)
+    x, y = two_masked_data(24)
+    y = [np.repeat(part, 2, axis=-1) for part in y]
+    history = model.fit(x, y, batch_size=12, shuffle=False, verbose=0)
+    assert history.history["count"] == [24 * 3]  # `inputs[:, 0]` has three entries a row
 
 
 class Stateful(keras.metrics.Metric):
@@ -568,23 +670,6 @@ def test_memory_is_that_of_a_microbatch():
     plain, split, whole = (memory(way, jit_compile=False) for way in WAYS_OF_MEMORY)
     assert 0 < split < 1.5 * plain
     assert split < 0.25 * whole
-
-
-class Counting(keras.Model):
-    def __init__(self):
-        super().__init__()
-        self.dense = keras.layers.Dense(2)
-        self.traces = 0
-
-    def build(self, shape):
-        self.dense.build(shape)
-
-    def call(self, inputs):
-        return self.dense(inputs)
-
-    def train_step(self, data):
-        self.traces += 1
-        return super().train_step(data)
 
 
 @pytest.mark.parametrize("steps", [1, 3])
