@@ -48,7 +48,7 @@ class Batch:
             raise ValueError(_validate.rows_message([tuple(leaf.shape) for leaf in split]))
         self.static_rows = rows.pop() if rows else None
         self.is_split = self.static_rows is None or self.static_rows > size
-        counts = [_num_rows(leaf) for leaf in split]
+        counts = [rows_of(leaf) for leaf in split]
         checks = [
             tf.debugging.assert_equal(count, counts[0], _validate.rows_message(None))
             for count in counts[1:]
@@ -94,7 +94,8 @@ def _tensor(leaf: Any) -> Any:
     return tf.convert_to_tensor(leaf)
 
 
-def _num_rows(leaf: Any) -> tf.Tensor:
+def rows_of(leaf: Any) -> tf.Tensor:
+    """Return the rows of a dense, ragged or sparse tensor: int64 scalar."""
     if isinstance(leaf, tf.RaggedTensor):
         return tf.cast(leaf.nrows(), tf.int64)
     if isinstance(leaf, tf.SparseTensor):

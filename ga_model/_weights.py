@@ -50,6 +50,7 @@ import keras
 import tensorflow as tf
 
 from ga_model import _validate
+from ga_model._microbatch import rows_of
 from ga_model._stand_in import StandIn
 
 
@@ -127,12 +128,8 @@ class LossTerms(NamedTuple):
 def num_rows(data: Any) -> tf.Tensor:
     """Return the rows of the first tensor in a nest: int64 scalar, 1 if there is none."""
     for leaf in keras.tree.flatten(data):
-        if isinstance(leaf, tf.RaggedTensor):
-            return tf.cast(leaf.nrows(), tf.int64)
-        if isinstance(leaf, tf.SparseTensor):
-            return leaf.dense_shape[0]
-        if len(getattr(leaf, "shape", ())):
-            return tf.shape(leaf, out_type=tf.int64)[0]
+        if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)) or len(getattr(leaf, "shape", ())):
+            return rows_of(leaf)
     return tf.constant(1, tf.int64)
 
 
