@@ -59,7 +59,7 @@ class GradientAccumulator:
         self._total = _strategy.make_variable((), tf.float64)
         self._unit = _strategy.make_variable((), tf.float64)
         self._variables: list[Any] = []
-        self._buffers: list[tf.Variable | None] = []
+        self._buffers: list[Any] = []  # a `tf.Variable`, or None, for each variable
         self._is_sum: bool | None = None
 
     def add(
@@ -79,41 +79,45 @@ class GradientAccumulator:
                 `weight` is None in one call and a number in another.
             RuntimeError: a variable whose gradient was None at first has one now.
         """
-        relative, unit = _sums.in_unit(1.0 if weight is None else weight, self._unit)
-        if weight is not None:
-            gradients = [_sums.scaled(gradient, relative) for gradient in gradients]
-        self._add_sum(GradientSum(list(gradients), relative, unit), variables, weight is None)
+        is_sum = weight is None
+        in_unit = _sums.in_unit(1.0 if is_sum else weight, self._unit)
+        part = GradientSum.of(gradients, variables, in_unit, scale=not is_sum)
+        self._add_sum(part, variables, is_sum)
 
     def _add_sum(self, part: GradientSum, variables: Sequence[Any], is_sum: bool) -> None:
         """Add weighted gradients, whose unit has grown from that of the window."""
-        self._check(part.gradients, variables, is_sum)
+        self._check(part, variables, is_sum)
         shrink = tf.math.divide_no_nan(self._unit, part.unit)  # a power of two, mostly 1
         # A microbatch without weight is left out, not multiplied: its loss may be 0 / 0.
         _strategy.run_if(
             tf.not_equal(part.total, 0.0),
-            lambda: self._store(part.gradients, tf.equal(self._unit, 0.0), shrink),
+            lambda: self._store(part, tf.equal(self._unit, 0.0), shrink),
         )
         self._total.assign(self._total * shrink + part.total)
         self._unit.assign(part.unit)
         self.num_microbatches.assign_add(1)
 
-    def _store(self, gradients: Sequence[Any], is_first: tf.Tensor, shrink: tf.Tensor) -> None:
+    def _store(self, part: GradientSum, is_first: tf.Tensor, shrink: tf.Tensor) -> None:
         """Assign the gradients to the buffers, or add them to `shrink` times what is there."""
-        pairs = [(b, g) for b, g in zip(self._buffers, gradients) if b is not None]
 
         def assign() -> tf.Tensor:
-            for buffer, gradient in pairs:
-                _assign(buffer, gradient)
+            for buffer, value in zip(self._buffers, part.values()):
+                if buffer is not None:
+                    _assign(buffer, value)
             return tf.constant(0)
 
         def add() -> tf.Tensor:
-            for buffer, gradient in pairs:
-                _assign_add(buffer, gradient)
+            for buffer, gradient, maximum in zip(self._buffers, part.gradients, part.maxima):
+                if maximum is not None:
+                    buffer.assign(tf.maximum(buffer, maximum))
+                elif gradient is not None:
+                    _assign_add(buffer, gradient)
             return tf.constant(0)
 
         def shrink_and_add() -> tf.Tensor:
-            for buffer, _ in pairs:
-                buffer.assign(buffer * tf.cast(shrink, buffer.dtype))
+            for buffer, maximum in zip(self._buffers, part.maxima):
+                if buffer is not None and maximum is None:
+                    buffer.assign(buffer * tf.cast(shrink, buffer.dtype))
             return add()
 
         is_same_unit = tf.equal(shrink, 1.0)
@@ -130,11 +134,10 @@ class GradientAccumulator:
         That is sum(w_i * g_i) / sum(w_i), or sum(g_i) where the weights are None. Not finite where
         the weights sum to zero.
         """
-        total = None if self._is_sum else self._total.read_value()
-        return [
-            None if buffer is None else _sums.mean(buffer.read_value(), total, variable.dtype)
-            for buffer, variable in zip(self._buffers, self._variables)
-        ]
+        values = [None if buffer is None else buffer.read_value() for buffer in self._buffers]
+        weight = _sums.Weight(self._total.read_value(), self._unit.read_value())
+        whole = GradientSum.of(values, self._variables, weight, scale=False)
+        return whole.mean(self._variables, bool(self._is_sum))
 
     def apply(self, optimizer: Any, *, _condition: Any = True) -> None:
         """Update the variables with the window's gradient, and start the next window.
@@ -156,9 +159,7 @@ class GradientAccumulator:
             return
         variables = self._variables
         _strategy.build_optimizer(optimizer, variables)
-        counts = tf.logical_and(_condition, tf.greater(self.num_microbatches, 0))
-        if not self._is_sum:
-            counts = tf.logical_and(counts, tf.not_equal(self._total, 0.0))
+        counts = tf.logical_and(_condition, tf.not_equal(self._total, 0.0))
         _strategy.update_if(counts, lambda: optimizer.apply(self.mean(), variables))
         self._reset(_condition)
 
@@ -170,28 +171,27 @@ class GradientAccumulator:
         for state in (self.num_microbatches, self._total, self._unit):
             state.assign(tf.where(condition, tf.zeros_like(state), state))
 
-    def _check(self, gradients: Sequence[Any], variables: Sequence[Any], is_sum: bool) -> None:
-        if len(gradients) != len(variables):
-            raise ValueError(
-                "`gradients` and `variables` must have the same length. "
-                f"Received: {len(gradients)} gradients and {len(variables)} variables."
-            )
+    def _is_for(self, variables: Sequence[Any]) -> bool:
+        """Return whether `variables` are those whose gradients are summed, in the same order."""
+        return [id(v) for v in variables] == [id(v) for v in self._variables]
+
+    def _check(self, part: GradientSum, variables: Sequence[Any], is_sum: bool) -> None:
         if not self._variables:
             self._variables = list(variables)
             self._is_sum = is_sum
             self._buffers = [
-                None if gradient is None else _make_buffer(variable)
-                for gradient, variable in zip(gradients, variables)
+                None if value is None else _make_buffer(variable)
+                for value, variable in zip(part.values(), variables)
             ]
             return
-        if [id(v) for v in variables] != [id(v) for v in self._variables]:
+        if not self._is_for(variables):
             raise ValueError(_validate.unknown_variables_message())
         if is_sum != self._is_sum:
             raise ValueError(_validate.mixed_weights_message())
         late = [
             getattr(variable, "path", variable.name)
-            for variable, gradient, buffer in zip(variables, gradients, self._buffers)
-            if gradient is not None and buffer is None
+            for variable, value, buffer in zip(variables, part.values(), self._buffers)
+            if value is not None and buffer is None
         ]
         if late:
             raise RuntimeError(_validate.late_gradient_message(late))
@@ -202,16 +202,15 @@ def _make_buffer(variable: Any) -> tf.Variable:
 
 
 def _assign(buffer: tf.Variable, gradient: Any) -> None:
-    if gradient is None or isinstance(gradient, tf.IndexedSlices):
-        buffer.assign(tf.zeros_like(buffer))
-        _assign_add(buffer, gradient)
-    else:
+    if gradient is not None and not isinstance(gradient, tf.IndexedSlices):
         buffer.assign(tf.cast(gradient, buffer.dtype))
+        return
+    buffer.assign(tf.zeros_like(buffer))
+    if gradient is not None:
+        _assign_add(buffer, gradient)
 
 
 def _assign_add(buffer: tf.Variable, gradient: Any) -> None:
-    if gradient is None:
-        return
     if isinstance(gradient, tf.IndexedSlices):
         values = tf.cast(gradient.values, buffer.dtype)
         buffer.scatter_add(tf.IndexedSlices(values, gradient.indices))

@@ -143,14 +143,17 @@ class BatchLogs:
             elif leaf is not None:
                 self.last.append(tf.convert_to_tensor(leaf))
 
-    def finish(self, sums: list[Any], last: list[Any], rows: int | None) -> Any:
+    def finish(self, sums: list[Any], last: list[Any], rows: int | None, num_counted: Any) -> Any:
         """Update the metrics, and return the logs of the batch.
 
         Args:
             sums, last: what the attributes have come to.
             rows: rows of the batch where they are known without running the graph.
+            num_counted: int64 scalar tensor, microbatches that were not left out. With none,
+                metrics stay as they are, and numbers are NaN.
         """
         sums, last = list(sums), list(last)
+        counts = tf.cast(tf.greater(num_counted, 0), tf.float64)
 
         def mean() -> tf.Tensor:
             return tf.math.divide_no_nan(sums.pop(0), sums.pop(0))
@@ -161,14 +164,15 @@ class BatchLogs:
                 sample_weight = rows  # as Keras counts the outputs' losses
             elif tf.is_tensor(sample_weight):
                 sample_weight = sums.pop(0)
-            metric.update_state(value, sample_weight=sample_weight)
+            sample_weight = 1.0 if sample_weight is None else tf.cast(sample_weight, tf.float64)
+            metric.update_state(value, sample_weight=sample_weight * counts)
 
         def of_batch(leaf: Any) -> Any:
             if (source := self._source(leaf)) is not None:
                 metric, key = source
                 return metric.result() if key is None else metric.result()[key]
             if _is_number(leaf):
-                return tf.cast(mean(), getattr(leaf, "dtype", tf.float32))
+                return tf.cast(mean() / counts, getattr(leaf, "dtype", tf.float32))
             return None if leaf is None else last.pop(0)
 
         finished = iter([of_batch(leaf) for leaf in self._leaves()])

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import keras
+import tensorflow as tf
 
-from ga_model import _step, _validate
+from ga_model import _step, _strategy, _validate
 from ga_model._callbacks import closing_windows
 from ga_model._recorder import (
     CompiledLossAttribute,
@@ -45,7 +46,7 @@ def _accumulated(train_step: Callable[..., Any]) -> Callable[..., Any]:
 class AccumulatingModel(_Base):
     """Mixin for Keras models: the updates of a big batch with the memory of a small one.
 
-    Stand it left of the model class. Its two settings are arguments of `compile`; everything else
+    Stand it left of the model class. Its settings are arguments of `compile`; everything else
     stays as it is. With `microbatch_size=rows` every batch of `fit` goes through the model that
     many rows at a time. With `accumulation_steps=K` K batches make one update. Either way the
     gradients of a *window* of microbatches are summed with the weights that the compiled loss gives
@@ -66,7 +67,10 @@ class AccumulatingModel(_Base):
     `train_step` with several optimizers, all gradients are those at the window's starting weights;
     and what it does to gradients itself, such as clipping, it does to those of a microbatch.
 
-    With neither setting training is plain Keras.
+    A third setting, `skip_nonfinite=True`, leaves out microbatches with NaN or Inf in a gradient;
+    `num_skipped_microbatches` counts them.
+
+    With none of the settings training is plain Keras.
 
     Example:
 
@@ -92,6 +96,8 @@ class AccumulatingModel(_Base):
     _loss_tracker = RecordedAttribute("_loss_tracker")
     _accumulation_steps = 1
     _microbatch_size: int | None = None
+    _skip_nonfinite = False
+    _num_skipped: Any = None  # a variable, once there is training that may skip
     _accumulation_window: Window | None = None
     _accumulation_warnings: frozenset[str] = frozenset()  # those that this compile has seen
 
@@ -156,11 +162,35 @@ class AccumulatingModel(_Base):
         self._microbatch_size = _validate.check_microbatch_size(value)
         self._warn_of_batch_normalization()
 
+    @property
+    def skip_nonfinite(self) -> bool:
+        """Whether a microbatch with NaN or Inf in any gradient is left out.
+
+        It then changes no weight, no optimizer state, no metric, no log and no running statistics,
+        and the window's mean is that of the other microbatches. A window of which nothing is left
+        makes no update. (The loss's terms that `microbatch_size` makes exact by looking ahead, such
+        as two outputs with masks of their own, keep their denominators in the whole batch.) By
+        default it is False, and as with plain Keras the weights become NaN.
+        """
+        return self._skip_nonfinite
+
+    @skip_nonfinite.setter
+    def skip_nonfinite(self, value: bool) -> None:
+        skip = _validate.check_skip_nonfinite(value)
+        _validate.check_single_finite_check(optimizers_in(vars(self)), skip)
+        self._skip_nonfinite = skip
+
+    @property
+    def num_skipped_microbatches(self) -> int:
+        """Microbatches that `skip_nonfinite` has left out since `compile`."""
+        return 0 if self._num_skipped is None else int(self._num_skipped.numpy())
+
     def compile(
         self,
         *args: Any,
         accumulation_steps: int | None = None,
         microbatch_size: int | None = None,
+        skip_nonfinite: bool | None = None,
         **kwargs: Any,
     ) -> None:
         """Configure the model for training, as `keras.Model.compile` does.
@@ -172,11 +202,14 @@ class AccumulatingModel(_Base):
             microbatch_size: rows per microbatch that each batch is split into, an integer >= 1; the
                 last one of a batch has what is left. None keeps the present value; by default
                 batches stay whole. To go back to that, set the attribute to None.
+            skip_nonfinite: whether microbatches with NaN or Inf in a gradient are left out. None
+                keeps the present value, which is False unless it was set.
             **kwargs: keyword arguments of the model class's own `compile`.
 
         Raises:
-            TypeError, ValueError: a setting is no integer >= 1.
-            ValueError: an optimizer with `gradient_accumulation_steps` would accumulate as well.
+            TypeError, ValueError: a setting is no integer >= 1, or `skip_nonfinite` no bool.
+            ValueError: an optimizer with `gradient_accumulation_steps` would accumulate as well, or
+                `skip_nonfinite` would hide overflows from a LossScaleOptimizer.
 
         Warns:
             UserWarning: the model has trainable BatchNormalization layers, and sees microbatches.
@@ -185,12 +218,22 @@ class AccumulatingModel(_Base):
             accumulation_steps = self._accumulation_steps
         if microbatch_size is None:
             microbatch_size = self._microbatch_size
+        if skip_nonfinite is None:
+            skip_nonfinite = self._skip_nonfinite
         steps = _validate.check_accumulation_steps(accumulation_steps)
         size = _validate.check_microbatch_size(microbatch_size)
-        _validate.check_single_accumulation(optimizers_in([*args, *kwargs.values()]), steps)
+        skip = _validate.check_skip_nonfinite(skip_nonfinite)
+        optimizers = optimizers_in([*args, *kwargs.values()])
+        _validate.check_single_accumulation(optimizers, steps)
+        adds_scaling = self.dtype_policy.name == "mixed_float16" and kwargs.get(
+            "auto_scale_loss", True
+        )
+        _validate.check_single_finite_check(optimizers, skip, adds_scaling)
         super().compile(*args, **kwargs)
         self._accumulation_steps = steps
         self._microbatch_size = size
+        self._skip_nonfinite = skip
+        self._num_skipped = None
         self._accumulation_window = None
         self._accumulation_warnings = frozenset()
         self._warn_of_batch_normalization()
@@ -258,7 +301,7 @@ class AccumulatingModel(_Base):
         """Make the function that `fit` calls once per execution.
 
         There is one for every way to train that comes up, traced when it is used for the first
-        time: Keras's own for plain training; one that accumulates; one for each `microbatch_size`.
+        time: Keras's own for plain training, and one for each combination of settings.
         Of all but the first only forward and backward pass are compiled by XLA (see `_step`), so
         the outer function is made without.
         """
@@ -267,7 +310,7 @@ class AccumulatingModel(_Base):
         functions: dict[Any, Any] = {}
 
         def train_function(iterator: Any) -> Any:
-            way = (self._accumulates(), self._microbatch_size)
+            way = (self._accumulates(), self._microbatch_size, self._skip_nonfinite)
             if way not in functions:
                 functions[way] = self._make_function_of_keras()
             return functions[way](iterator)
@@ -294,7 +337,8 @@ class AccumulatingModel(_Base):
         return self._accumulation_steps > 1 or (window is not None and window.is_open())
 
     def _is_plain(self) -> bool:
-        return self._microbatch_size is None and not self._accumulates()
+        is_whole = self._microbatch_size is None and not self._accumulates()
+        return is_whole and not self._skip_nonfinite
 
     def _run_step(self, train_step: Callable[[Any], Any], data: Any) -> Any:
         """Run `train_step` on the microbatches of a batch, and update if the window is full."""
@@ -306,6 +350,11 @@ class AccumulatingModel(_Base):
         logs = _step.run(self, train_step, data, window)
         self._warn_of_batch_normalization()  # of layers that were not there at `compile`
         return logs
+
+    def _count_skipped(self, number: Any) -> None:
+        if self._num_skipped is None:
+            self._num_skipped = _strategy.make_variable((), tf.int64)
+        self._num_skipped.assign_add(number)
 
     def _discard_window(self) -> None:
         if self._accumulation_window is not None:
@@ -319,6 +368,10 @@ class AccumulatingModel(_Base):
             self._accumulation_warnings |= {message}
             _validate.warn(message)
 
+    def _warn_of_skipped(self) -> None:
+        if self.num_skipped_microbatches:
+            self._warn_once(_validate.skipped_message(self.name))
+
     def _warn_of_batch_normalization(self) -> None:
         if not self.compiled or (self._accumulation_steps == 1 and not self._microbatch_size):
             return
@@ -331,13 +384,14 @@ class AccumulatingModel(_Base):
             self._warn_once(_validate.batch_normalization_message(names))
 
     def get_compile_config(self) -> dict[str, Any]:
-        """Return the model class's own compile configuration, with the two settings."""
+        """Return the model class's own compile configuration, with the settings."""
         config: dict[str, Any] = super().get_compile_config()
         if not config:
             return config
         settings = {
             "accumulation_steps": self._accumulation_steps,
             "microbatch_size": self._microbatch_size,
+            "skip_nonfinite": self._skip_nonfinite,
         }
         return {**config, **settings}
 
@@ -346,6 +400,7 @@ class AccumulatingModel(_Base):
         config = dict(config)
         steps = config.pop("accumulation_steps", self._accumulation_steps)
         size = config.pop("microbatch_size", self._microbatch_size)
+        skip = config.pop("skip_nonfinite", self._skip_nonfinite)
         is_keras_own = super().compile_from_config.__func__ is keras.Model.compile_from_config
         if not is_keras_own or type(self).compile is not AccumulatingModel.compile:
             super().compile_from_config(config)  # the user's own, or Keras's that asks for one
@@ -356,3 +411,4 @@ class AccumulatingModel(_Base):
                 self.optimizer.build(self.trainable_variables)
         self.accumulation_steps = steps
         self.microbatch_size = size
+        self.skip_nonfinite = skip

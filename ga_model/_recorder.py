@@ -6,7 +6,8 @@ calls. `scale_loss` folds the microbatch's weight into the loss; `apply` and `ap
 the gradients to the recording instead of updating. The compiled loss answers with a copy that notes
 what each loss averages over. And the losses that layers add are noted where they are summed up. So
 Keras's own `train_step` runs as it is, in every release, and so does a user's own, with several
-optimizers too. Where the batch is split, metrics in attributes have stand-ins as well: see `_logs`.
+optimizers too. Where logs wait for the whole batch, metrics in attributes have stand-ins as well:
+see `_logs`.
 
 The recording is kept per thread: replicas of a strategy are traced in threads of their own, and a
 callback's thread that reads `model.optimizer` meanwhile gets the optimizer itself.
@@ -52,17 +53,19 @@ class Position(NamedTuple):
         units: the unit of each optimizer's sum so far, as pairs of optimizer and float64 scalar.
         steps: int64 scalar tensor, `accumulation_steps` of the window.
         num_microbatches: float64 scalar tensor, those that fill the window.
-        is_first: bool scalar tensor, whether the microbatch is the window's first.
-        is_first_of_batch: bool scalar tensor, the same for its batch.
+        is_first_of_batch: bool scalar tensor, whether no microbatch of the batch has counted yet.
         whole: the batch, if it is split.
+        is_window: whether the microbatch is all of its window.
+        defers_logs: whether metrics and logs wait for the whole batch.
     """
 
     units: list[tuple[Any, Any]]
     steps: Any
     num_microbatches: Any
-    is_first: Any
     is_first_of_batch: Any
     whole: _weights.Whole | None
+    is_window: bool
+    defers_logs: bool
 
 
 class Recording:
@@ -91,19 +94,19 @@ class Recording:
         self._known_terms: tuple[tuple[int, int], _weights.LossTerms] | None = None
         self._losses: list[Any] = []
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-        self._folded: dict[int, tuple[_weights.LossTerms, _sums.Weight | None]] = {}
+        self._folded: dict[int, tuple[_weights.LossTerms, _sums.Weight]] = {}
         self._unseen = [(o, o.built) for o in _optimizers_of_layers(model)]
 
     def stand_in(self, value: Any) -> Any:
         """Return what stands in for an attribute's value: optimizers, also in lists and dicts.
 
-        Where the batch is split, metrics have a stand-in too.
+        Where logs wait for the whole batch, metrics have a stand-in too.
         """
         if isinstance(value, keras.optimizers.Optimizer):
             return _OptimizerStandIn(value, self)
         if isinstance(value, keras.metrics.Metric):
-            is_split = self._position.whole is not None
-            return _logs.MetricStandIn(value, self.metrics) if is_split else value
+            defers_logs = self._position.defers_logs
+            return _logs.MetricStandIn(value, self.metrics) if defers_logs else value
         if not is_recorded(value):
             return value
         if isinstance(value, dict):
@@ -114,7 +117,7 @@ class Recording:
     def observed_loss(self, compiled: Any) -> Any:
         """Return a copy of the compiled loss that notes its terms here, always the same one."""
         if self._observed_loss is None:
-            calls = None if self._position.whole is None else self.metrics
+            calls = self.metrics if self._position.defers_logs else None
             self._observed_loss = _weights.observed(compiled, self._terms.append, calls)
         return self._observed_loss
 
@@ -126,15 +129,20 @@ class Recording:
         """Fold the microbatch's weight into the loss, then scale it as the optimizer does."""
         self._losses.append(loss)
         terms = self.loss_terms()
-        weight = None if terms.weight is None else self._in_unit(optimizer, terms.weight)
+        weight = self._in_unit(optimizer, terms.weight)
         self._folded[id(optimizer)] = (terms, weight)
-        relative = None if weight is None else weight.relative
-        return optimizer.scale_loss(terms.fold(loss, relative, self._position.is_first))
+        is_first = tf.equal(self.unit(optimizer), 0.0)
+        return optimizer.scale_loss(terms.fold(loss, weight.relative, is_first))
+
+    def unit(self, optimizer: Any) -> Any:
+        """Return the unit of the optimizer's sum so far, zero before its first microbatch."""
+        units = [unit for other, unit in self._position.units if other is optimizer]
+        return units[0] if units else tf.zeros((), tf.float64)  # of one that the step itself made
 
     def _in_unit(self, optimizer: Any, weight: Any) -> _sums.Weight:
-        units = [unit for other, unit in self._position.units if other is optimizer]
-        unit = units[0] if units else tf.zeros((), tf.float64)  # of one that the step itself made
-        return _sums.in_unit(weight, unit, self._position.num_microbatches)
+        if weight is None:
+            return _sums.Weight(tf.ones((), tf.float64), tf.ones((), tf.float64))
+        return _sums.in_unit(weight, self.unit(optimizer), self._position.num_microbatches)
 
     def apply(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         """Keep the gradients of an `optimizer.apply`."""
@@ -143,21 +151,21 @@ class Recording:
         if any(target.optimizer is optimizer for target in self.targets):
             raise RuntimeError(_validate.applied_twice_message(self.model.name, optimizer.name))
         _validate.check_single_accumulation([optimizer], self.model.accumulation_steps)
+        _validate.check_single_finite_check([optimizer], self.model.skip_nonfinite)
         _strategy.build_optimizer(optimizer, variables)
-        gradients = list(gradients)
-        if id(optimizer) in self._folded:
+        is_folded = id(optimizer) in self._folded
+        if is_folded:
             terms, weight = self._folded[id(optimizer)]
         else:
             terms = self.loss_terms()
             if not terms.is_plain:
                 self.model._warn_once(_validate.not_scaled_message(self.model.name))
-            weight = None if terms.weight is None else self._in_unit(optimizer, terms.weight)
-            if weight is not None:
-                gradients = [_sums.scaled(gradient, weight.relative) for gradient in gradients]
-        if weight is None:
-            weight = _sums.Weight(tf.ones((), tf.float64), tf.ones((), tf.float64))
-        self.targets.append(Target(optimizer, list(variables), is_sum=terms.weight is None))
-        self.sums.append(GradientSum(gradients, *weight))
+            weight = self._in_unit(optimizer, terms.weight)
+        is_sum = terms.weight is None
+        self.targets.append(Target(optimizer, list(variables), is_sum))
+        self.sums.append(
+            GradientSum.of(list(gradients), variables, weight, scale=not (is_folded or is_sum))
+        )
 
     def mean_of(self, value: Any, metric: Any = None, term: Any = None) -> _logs.Mean:
         """Return what a scalar counts in the mean over the microbatches of a batch.
@@ -214,7 +222,7 @@ class Recording:
             self._position.steps,
             self._position.whole,
         )
-        if terms.mismatch:
+        if terms.mismatch and not self._position.is_window:
             self.model._warn_once(_validate.one_weight_message(terms.exact, terms.mismatch))
         return terms
 

@@ -35,7 +35,7 @@ class Run:
 
     name: str
     batch_size: int
-    accumulate: dict[str, int] = field(default_factory=dict)
+    accumulate: dict[str, Any] = field(default_factory=dict)
     is_control: bool = False
 
 

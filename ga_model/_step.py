@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from ga_model import _strategy, _sums, _weights
+from ga_model import _strategy, _weights
 from ga_model._logs import BatchLogs, MetricCalls
 from ga_model._microbatch import Batch
 from ga_model._recorder import Position, Target, optimizers_in, record, unpack
@@ -32,18 +32,34 @@ class _Part(NamedTuple):
     Attributes:
         sums: one per optimizer.
         logged: sums over the microbatches, as `BatchLogs.sums`.
-        last: the last microbatch's, as `BatchLogs.last`; or the logs of a batch that is whole.
+        last: the last microbatch's, as `BatchLogs.last`; or the logs, where none wait.
+        num_counted: int64 scalar tensor, microbatches that were not left out.
     """
 
     sums: list[GradientSum]
     logged: list[Any]
     last: Any
+    num_counted: Any
 
     def plus(self, other: _Part) -> _Part:
         return _Part(
             [a.plus(b) for a, b in zip(self.sums, other.sums)],
             [a + b for a, b in zip(self.logged, other.logged)],
             other.last,
+            self.num_counted + other.num_counted,
+        )
+
+    def if_finite(self, units: list[Any]) -> _Part:
+        """Return the part, or one that counts for nothing if a gradient in it is not finite.
+
+        Args:
+            units: of each of the `sums`, before this microbatch.
+        """
+        is_finite = tf.reduce_all([gradients.is_finite() for gradients in self.sums])
+        return self._replace(
+            sums=[s.counted_if(is_finite, unit) for s, unit in zip(self.sums, units)],
+            logged=[tf.where(is_finite, value, 0.0) for value in self.logged],
+            num_counted=tf.cast(is_finite, tf.int64),
         )
 
 
@@ -69,13 +85,15 @@ def run(model: Any, train_step: Callable[[Any], Any], data: Any, window: Window 
     with tf.control_dependencies(tensors):
         for target, gradients in zip(step.targets, part.sums):
             if window is None:
-                _apply(target, gradients)
+                _apply(target, gradients, model.skip_nonfinite)
             else:
                 window.add(target, gradients)
         if window is not None:
             window.end_batch()
+        if model.skip_nonfinite:
+            model._count_skipped(batch.num_microbatches - part.num_counted)
         if step.logs is not None:
-            return step.logs.finish(part.logged, part.last, batch.static_rows)
+            return step.logs.finish(part.logged, part.last, batch.static_rows, part.num_counted)
     return part.last
 
 
@@ -84,7 +102,7 @@ class _Step:
 
     Attributes:
         targets: what the step applies, known when a microbatch was recorded.
-        logs: how the logs of the batch are put together, if it is split; known then, too.
+        logs: how the logs of the batch are put together, if they wait; known then, too.
     """
 
     def __init__(
@@ -98,9 +116,9 @@ class _Step:
         self._optimizers = optimizers_in(vars(model))
         self._units: list[Any] = [tf.zeros((), tf.float64) for _ in self._optimizers]
         self._steps: Any = tf.ones((), tf.int64)
-        self._is_first: Any = tf.constant(True)
+        self._is_window = window is None and not batch.is_split
         if window is not None:
-            self._is_first = window.begin_batch()
+            window.begin_batch()
             self._steps = window.steps.read_value()
             self._units = [window.unit(optimizer) for optimizer in self._optimizers]
         self._num_microbatches = tf.cast(self._steps * batch.num_microbatches, tf.float64)
@@ -112,14 +130,17 @@ class _Step:
     def sum_over_microbatches(self) -> _Part:
         """Return the sums of the batch."""
         batch, microbatch = self._batch, self._in_graph()
-        first = tf.zeros((), tf.int64)
-        part = microbatch(first, self._units, batch.microbatch(first))
+        if self._model.skip_nonfinite:
+            microbatch = self._undone_if_not_finite(microbatch)
+        zero = tf.zeros((), tf.int64)
+        part = microbatch(zero, self._units, batch.microbatch(zero))
         if not batch.is_split:
             return part  # type: ignore[no-any-return]
         part = part._replace(sums=[gradients.begin() for gradients in part.sums])
 
         def add(index: Any, part: _Part) -> _Part:
-            return part.plus(microbatch(index, self._units_of(part), batch.microbatch(index)))
+            units, leaves = self._units_of(part), batch.microbatch(index)
+            return part.plus(microbatch(part.num_counted, units, leaves))
 
         return _loop(add, part, batch.num_microbatches)  # type: ignore[no-any-return]
 
@@ -139,40 +160,78 @@ class _Step:
             experimental_attributes={"_noinline": True} if is_split else None,
         )
 
-    def _microbatch(self, index: Any, units: list[Any], leaves: list[Any]) -> _Part:
-        """Run the model's step on one microbatch, and return what it applies and logs."""
-        is_first_of_batch = tf.equal(index, 0)
+    def _microbatch(self, num_counted: Any, units: list[Any], leaves: list[Any]) -> _Part:
+        """Run the model's step on one microbatch, and return what it applies and logs.
+
+        Args:
+            num_counted: int64 scalar tensor, microbatches of the batch that have counted so far.
+            units: of each optimizer's sum so far.
+            leaves: the data.
+        """
+        model, is_split = self._model, self._batch.is_split
         position = Position(
             list(zip(self._optimizers, units)),
             self._steps,
             self._num_microbatches,
-            tf.logical_and(self._is_first, is_first_of_batch),
-            is_first_of_batch,
+            tf.equal(num_counted, 0),
             self._whole,
+            self._is_window,
+            defers_logs=is_split or model.skip_nonfinite,
         )
         data = self._batch.pack(leaves)
-        with record(self._model, data, position) as recording:
+        with record(model, data, position) as recording:
             logs = self._train_step(data)
         self.targets = recording.targets
-        if not self._batch.is_split:
-            return _Part(recording.sums, [], logs)
-        self.logs = BatchLogs(recording, logs)
-        return _Part(recording.sums, self.logs.sums, self.logs.last)
+        part = _Part(recording.sums, [], logs, tf.ones((), tf.int64))
+        if position.defers_logs:
+            self.logs = BatchLogs(recording, logs)
+            part = part._replace(logged=self.logs.sums, last=self.logs.last)
+        if model.skip_nonfinite:
+            part = part.if_finite([recording.unit(target.optimizer) for target in self.targets])
+        return part
+
+    def _undone_if_not_finite(self, microbatch: Any) -> Any:
+        """Return `microbatch` so that one that is left out changes no metric and no statistics."""
+        model = self._model
+        states = [*model._flatten_layers(), *model.metrics]
+
+        def undone(*args: Any) -> _Part:
+            if not all(getattr(state, "built", True) for state in states):
+                # What the first call creates has to be there first, and is by tracing it.
+                tf.function(self._microbatch, autograph=False).get_concrete_function(*args)
+            variables = [*model.non_trainable_variables, *model.metrics_variables]
+            before = [tf.identity(variable.value) for variable in variables]
+            part: _Part = microbatch(*args)
+
+            def undo() -> None:
+                for variable, value in zip(variables, before):
+                    variable.assign(value)
+
+            _strategy.run_if(tf.equal(part.num_counted, 0), undo)
+            return part
+
+        return undone
 
     def _units_of(self, part: _Part) -> list[Any]:
         known = {id(target.optimizer): s.unit for target, s in zip(self.targets, part.sums)}
         return [known.get(id(o), unit) for o, unit in zip(self._optimizers, self._units)]
 
 
-def _apply(target: Target, part: GradientSum) -> None:
-    """Update with the gradients of a batch. They are zero where it has no weight, as Keras's."""
+def _apply(target: Target, part: GradientSum, skip_empty: bool) -> None:
+    """Update with the gradients of a batch.
+
+    Those of one without weight are zero, as Keras's; or there is no update with `skip_empty`.
+    """
     is_empty = tf.equal(part.total, 0.0)
-    total = None if target.is_sum else tf.where(is_empty, tf.ones_like(part.total), part.total)
-    gradients = [
-        _sums.mean(gradient, total, variable.dtype)
-        for gradient, variable in zip(part.gradients, target.variables)
-    ]
-    target.optimizer.apply(gradients, target.variables)
+    total = tf.where(is_empty, tf.ones_like(part.total), part.total)
+    gradients = part._replace(total=total).mean(target.variables, target.is_sum)
+    if not skip_empty:
+        target.optimizer.apply(gradients, target.variables)
+        return
+    _strategy.build_optimizer(target.optimizer, target.variables)
+    _strategy.update_if(
+        tf.logical_not(is_empty), lambda: target.optimizer.apply(gradients, target.variables)
+    )
 
 
 def _loop(add: Callable[[Any, Any], Any], first: Any, times: Any) -> Any:

@@ -6,20 +6,26 @@ For microbatches i with gradients g_i and weights w_i an update uses
 
 Both sums are kept and the division is made once, at the update. They are kept in a unit u of the
 window's own, sum_i((w_i / u) * g_i) and sum_i(w_i / u), which cancels in the mean. It is the first
-weight that is not zero, times the power of two that is near the number of microbatches to come. So
-a window of one microbatch gives back its gradient bit for bit, a window of equal weights adds its
-gradients as they are but for a power of two, and float16 gradients stay about in the range that
-they have in the whole batch, where a row counts that much less. Where a heavier microbatch comes,
-the unit grows by a power of two, and the sums so far shrink by it, which is exact: no gradient is
-scaled up, out of the range of float16.
+weight that is not zero, times the number of microbatches to come. So a window of one microbatch
+gives back its gradient bit for bit, and in a full window of equal weights a row's gradient is what
+it is in the whole batch: float16 gradients have the same range, and float8 layers see the same
+magnitudes. Where a heavier microbatch comes, the unit grows by a power of two, and the sums so far
+shrink by it, which is exact: no gradient is scaled up, out of the range of float16.
+
+Variables with `overwrite_with_gradient`, such as the scales of float8 layers, take their gradient
+as their new value. Of these the maximum over the microbatches counts, as in Keras's own
+accumulation: what is tracked there is the largest absolute value among all rows.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
+
+from ga_model import _validate
 
 
 class Weight(NamedTuple):
@@ -43,8 +49,7 @@ def in_unit(weight: Any, unit: Any, num_microbatches: Any = 1.0) -> Weight:
         num_microbatches: scalar number or tensor, how many the window will have.
     """
     weight = _constant(weight)
-    doublings = tf.math.ceil(tf.math.log(_constant(num_microbatches)) / math.log(2.0))
-    least = weight * 2.0**doublings
+    least = weight * _constant(num_microbatches)
     ratio = tf.abs(tf.math.divide_no_nan(least, unit))
     grown = unit * 2.0 ** tf.math.ceil(tf.math.log(tf.maximum(ratio, 1.0)) / math.log(2.0))
     unit = tf.where(tf.equal(unit, 0.0), least, grown)
@@ -63,13 +68,55 @@ class GradientSum(NamedTuple):
 
     Attributes:
         gradients: one per variable: a tensor, `tf.IndexedSlices` or None.
+        maxima: one per variable: None, or the tensor that is to overwrite it, which has no weight.
         total: float64 scalar tensor, the sum of the weights in `unit`.
         unit: float64 scalar tensor.
     """
 
     gradients: list[Any]
+    maxima: list[Any]
     total: Any
     unit: Any
+
+    @classmethod
+    def of(
+        cls, gradients: Sequence[Any], variables: Sequence[Any], weight: Weight, scale: bool
+    ) -> GradientSum:
+        """Return the gradients of one microbatch.
+
+        Args:
+            gradients: one per variable.
+            variables: the variables.
+            weight: the microbatch's weight.
+            scale: whether the gradients still have to be multiplied by it.
+
+        Raises:
+            ValueError: the lengths differ.
+        """
+        if len(gradients) != len(variables):
+            raise ValueError(_validate.lengths_message(len(gradients), len(variables)))
+        overwrites = [getattr(variable, "overwrite_with_gradient", False) for variable in variables]
+        maxima = [g if overwrite else None for g, overwrite in zip(gradients, overwrites)]
+        gradients = [None if overwrite else g for g, overwrite in zip(gradients, overwrites)]
+        if scale:
+            gradients = [scaled(gradient, weight.relative) for gradient in gradients]
+        return cls(list(gradients), maxima, *weight)
+
+    def is_finite(self) -> tf.Tensor:
+        """Return whether all gradients are, a bool scalar."""
+        present = [value for value in self.values() if value is not None]
+        values = [v.values if isinstance(v, tf.IndexedSlices) else v for v in present]
+        return tf.reduce_all([tf.reduce_all(tf.math.is_finite(value)) for value in values])
+
+    def counted_if(self, condition: Any, unit: Any) -> GradientSum:
+        """Return the sum with its weight, or without any where `condition` does not hold.
+
+        Args:
+            condition: bool scalar tensor.
+            unit: float64 scalar tensor, the unit before this microbatch.
+        """
+        total = tf.where(condition, self.total, 0.0)
+        return self._replace(total=total, unit=tf.where(condition, self.unit, unit))
 
     def begin(self) -> GradientSum:
         """Return the first microbatch as a sum that others are added to.
@@ -92,7 +139,9 @@ class GradientSum(NamedTuple):
             _if_counted(g, self.total) if isinstance(g, tf.IndexedSlices) else next(kept)
             for g in present
         ]
-        return self._replace(gradients=_with_nones(present, self.gradients))
+        counts = tf.not_equal(self.total, 0.0)
+        maxima = [None if m is None else tf.where(counts, m, 0.0) for m in self.maxima]
+        return self._replace(gradients=_with_nones(present, self.gradients), maxima=maxima)
 
     def plus(self, other: GradientSum) -> GradientSum:
         """Return the sum with another microbatch, whose unit has grown from that of this sum.
@@ -119,9 +168,31 @@ class GradientSum(NamedTuple):
             _append(a, b, shrink, other.total) if isinstance(a, tf.IndexedSlices) else next(sums)
             for a, b in pairs
         ]
+        maxima = [
+            None if a is None else tf.where(is_empty, a, tf.maximum(a, b))
+            for a, b in zip(self.maxima, other.maxima)
+        ]
         return GradientSum(
-            _with_nones(gradients, self.gradients), self.total * shrink + other.total, other.unit
+            _with_nones(gradients, self.gradients),
+            maxima,
+            self.total * shrink + other.total,
+            other.unit,
         )
+
+    def mean(self, variables: Sequence[Any], is_sum: bool) -> list[Any]:
+        """Return what an optimizer is to be given, in the variables' dtypes.
+
+        Args:
+            variables: the variables.
+            is_sum: whether the gradients are summed and not averaged.
+        """
+        total = None if is_sum else self.total
+        means = [_mean(g, total, v.dtype) for g, v in zip(self.gradients, variables)]
+        return self._replace(gradients=means).values()
+
+    def values(self) -> list[Any]:
+        """Return the gradient or the maximum of each variable."""
+        return [g if m is None else m for g, m in zip(self.gradients, self.maxima)]
 
 
 def sum_dtype(dtype: Any) -> tf.DType:
@@ -140,18 +211,11 @@ def scaled(gradient: Any, factor: Any) -> Any:
     return gradient * tf.cast(factor, gradient.dtype)
 
 
-def mean(gradient: Any, total: Any, dtype: Any) -> Any:
-    """Return the sum of gradients over the sum of their weights, in the dtype of the variable.
-
-    Args:
-        gradient: a tensor, `tf.IndexedSlices` or None.
-        total: float64 scalar tensor, or None where the gradients are summed and not averaged.
-        dtype: dtype of the variable.
-    """
+def _mean(gradient: Any, total: Any, dtype: Any) -> Any:
     if gradient is None:
         return None
     if isinstance(gradient, tf.IndexedSlices):
-        return _with_values(gradient, mean(gradient.values, total, dtype))
+        return _with_values(gradient, _mean(gradient.values, total, dtype))
     if total is not None:
         gradient = gradient / tf.cast(total, gradient.dtype)
     return tf.cast(gradient, dtype)

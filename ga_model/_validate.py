@@ -92,6 +92,47 @@ def check_single_accumulation(optimizers: Iterable[Any], accumulation_steps: int
                 )
 
 
+def check_skip_nonfinite(value: Any) -> bool:
+    """Return `value`, or raise TypeError if it is no bool."""
+    if not isinstance(value, bool):
+        raise TypeError(
+            "`skip_nonfinite` must be a bool. "
+            f"Received: skip_nonfinite={value!r} (of type {type(value).__name__}). "
+            "Pass True to leave out microbatches whose gradients have NaN or Inf in them."
+        )
+    return value
+
+
+def check_single_finite_check(
+    optimizers: Iterable[Any], skip_nonfinite: bool, adds_scaling: bool = False
+) -> None:
+    """Raise ValueError if microbatches were skipped that an optimizer has to see.
+
+    A LossScaleOptimizer lowers its scale where gradients overflow.
+
+    Args:
+        optimizers: the optimizers.
+        skip_nonfinite: the setting.
+        adds_scaling: whether Keras will put a LossScaleOptimizer around the optimizer.
+    """
+    scales = adds_scaling or any(getattr(o, "inner_optimizer", None) for o in optimizers)
+    if skip_nonfinite and scales:
+        raise ValueError(
+            "A LossScaleOptimizer must see gradients that overflow, to lower its scale, and skips "
+            "such windows by itself. "
+            "Received: skip_nonfinite=True with a LossScaleOptimizer, "
+            "which Keras also puts around the optimizer of a `mixed_float16` model. "
+            "Set `skip_nonfinite=False`, or compile with `auto_scale_loss=False`."
+        )
+
+
+def skipped_message(model: str) -> str:
+    return (
+        f"Microbatches of {model!r} had NaN or Inf in their gradients and were left out, as "
+        "`skip_nonfinite=True` asks. `model.num_skipped_microbatches` tells how many."
+    )
+
+
 def wrong_side_message(name: str) -> str:
     return (
         "`AccumulatingModel` must stand left of the Keras model class. "
@@ -153,6 +194,14 @@ def not_scaled_message(model: str) -> str:
         "A loss that sums over rows, beside regularizers or means, is counted right only if "
         "`train_step` passes it through `self.optimizer.scale_loss(loss)` before taking gradients. "
         f"Received: `train_step` of {model!r} does not. Add that call, or make the loss a mean."
+    )
+
+
+def lengths_message(gradients: int, variables: int) -> str:
+    return (
+        "There must be one gradient per variable. "
+        f"Received: {gradients} gradients and {variables} variables. "
+        "Pass what `tape.gradient(loss, variables)` returns, with the same `variables`."
     )
 
 

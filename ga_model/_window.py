@@ -40,11 +40,10 @@ class Window:
         """Let the next window have `accumulation_steps` batches."""
         self._next_steps.assign(accumulation_steps)
 
-    def begin_batch(self) -> tf.Tensor:
-        """Return whether a batch opens the window (bool scalar), and fix the size if so."""
+    def begin_batch(self) -> None:
+        """Fix the size of the window, if a batch opens it."""
         is_first = tf.equal(self._num_batches, 0)
         self.steps.assign(tf.where(is_first, self._next_steps, self.steps))
-        return is_first
 
     def accumulator(self, optimizer: Any) -> GradientAccumulator:
         """Return the optimizer's accumulator, made on first use."""
@@ -60,6 +59,10 @@ class Window:
     def add(self, target: Target, part: GradientSum) -> None:
         """Add what a batch had for one optimizer."""
         accumulator = self.accumulator(target.optimizer)
+        if self._run_eagerly and not accumulator._is_for(target.variables) and not self.is_open():
+            # Layers were frozen or unfrozen since the last window. Graphs keep what they have.
+            del self._accumulators[id(target.optimizer)]
+            accumulator = self.accumulator(target.optimizer)
         accumulator._add_sum(part, target.variables, target.is_sum)
 
     def end_batch(self) -> None:

@@ -18,6 +18,7 @@ def accumulate(
     *,
     accumulation_steps: int | None = None,
     microbatch_size: int | None = None,
+    skip_nonfinite: bool | None = None,
 ) -> keras.Model:
     """Make an existing Keras model accumulate gradients, and return the same object.
 
@@ -33,14 +34,17 @@ def accumulate(
         microbatch_size: rows that go through the model at a time, an integer >= 1: each batch of
             `fit` is split into microbatches of so many rows. None keeps the present value; a plain
             model's batches stay whole.
+        skip_nonfinite: whether microbatches with NaN or Inf in a gradient are left out. None keeps
+            the present value, False for a plain model.
 
     Returns:
         `model`, now an instance of `AccumulatingModel` too.
 
     Raises:
-        TypeError: `model` is no Keras model, or a setting no integer.
+        TypeError: `model` is no Keras model, or a setting has the wrong type.
         ValueError: a setting is less than 1, or the model is compiled with an optimizer
-            that has `gradient_accumulation_steps`.
+            that has `gradient_accumulation_steps`, or with a LossScaleOptimizer beside
+            `skip_nonfinite`.
 
     Warns:
         UserWarning: the model is compiled and has trainable BatchNormalization layers.
@@ -59,7 +63,10 @@ def accumulate(
     steps = 1 if accumulation_steps is None else accumulation_steps
     steps = _validate.check_accumulation_steps(steps)
     size = _validate.check_microbatch_size(microbatch_size)
-    _validate.check_single_accumulation(optimizers_in(vars(model)), steps)
+    optimizers = optimizers_in(vars(model))
+    _validate.check_single_accumulation(optimizers, steps)
+    skip = _validate.check_skip_nonfinite(False if skip_nonfinite is None else skip_nonfinite)
+    _validate.check_single_finite_check(optimizers, skip)
     if not isinstance(model, AccumulatingModel):
         wrapped = _wrapped_class(cast(Hashable, type(model)))
         for name, value in vars(model).items():
@@ -71,6 +78,8 @@ def accumulate(
         model.accumulation_steps = steps
     if microbatch_size is not None:
         model.microbatch_size = size
+    if skip_nonfinite is not None:
+        model.skip_nonfinite = skip
     return model
 
 

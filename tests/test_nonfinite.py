@@ -1,0 +1,229 @@
+"""NaN and Inf: what they do by default, and that `skip_nonfinite` leaves no trace of them.
+
+The reference is trained on the rows of the microbatches that are finite, and on nothing else.
+"""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import TOLERANCE, dense_data, relative_difference, seeded
+
+from ga_model import AccumulatingModel, accumulate
+
+WINDOW = 12  # rows
+WAYS = {  # settings, rows per batch, rows per microbatch
+    "windows of batches": ({"accumulation_steps": 3}, 4, 4),
+    "split batches": ({"microbatch_size": 4}, 12, 4),
+    "windows of split batches": ({"accumulation_steps": 3, "microbatch_size": 2}, 4, 2),
+    "batches": ({}, 12, 12),
+}
+RUNS = {"graph": {}, "eager": {"run_eagerly": True}, "jit": {"jit_compile": True}}
+
+
+def make():
+    return keras.Sequential(
+        [keras.Input((4,)), keras.layers.Dense(6, activation="tanh"), keras.layers.Dense(2)]
+    )
+
+
+def make_with_state():
+    return keras.Sequential(
+        [
+            keras.Input((4,)),
+            keras.layers.Dense(6, activation="tanh"),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.5),
+            keras.layers.Dense(2),
+        ]
+    )
+
+
+def compiled(model, loss="mse", **arguments):
+    optimizer = keras.optimizers.Adam(0.01)
+    model.compile(optimizer, loss, metrics=["mae", keras.metrics.R2Score()], **arguments)
+    return model
+
+
+def bad_data(rows, microbatch, bad, value=np.nan):
+    """Return data with a value that is not finite in the microbatches `bad`, and the rows kept."""
+    x, y = dense_data(rows)
+    for i in bad:
+        x[i * microbatch, 0] = value
+    return x, y, [row for row in range(rows) if row // microbatch not in bad]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_by_default_one_bad_microbatch_spoils_the_weights_as_in_the_big_batch(value):
+    x, y, _ = bad_data(24, 4, bad=[1], value=value)
+    for settings, rows in ({}, 12), ({"accumulation_steps": 3}, 4), ({"microbatch_size": 4}, 12):
+        model = compiled(accumulate(seeded(make), **settings), loss="mse")
+        model.fit(x, y, batch_size=rows, shuffle=False, verbose=0)
+        assert np.isnan(model.get_weights()[0]).any()
+        assert model.num_skipped_microbatches == 0
+
+
+CASES = [
+    (way, bad, "sum_over_batch_size", "graph")
+    for way in WAYS
+    for bad in ([0], [1, 2], [0, 1, 2], [4])
+    if way != "batches" or bad in ([0], [1, 2])
+] + [
+    ("windows of batches", [0], "sum", "graph"),
+    ("split batches", [0], "sum", "jit"),
+    ("split batches", [0], "sum", "eager"),
+    ("windows of batches", [1], "sum_over_batch_size", "jit"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:Microbatches of:UserWarning")
+@pytest.mark.parametrize(("way", "bad", "reduction", "run"), CASES, ids=str)
+def test_the_windows_mean_is_that_of_the_rest(way, bad, reduction, run, float64):
+    settings, rows, microbatch = WAYS[way]
+    x, y, keep = bad_data(34, microbatch, bad)
+    loss = keras.losses.MeanSquaredError(reduction)
+    model = compiled(accumulate(seeded(make), skip_nonfinite=True, **settings), loss, **RUNS[run])
+    start = model.get_weights()
+    logs = model.fit(x, y, batch_size=rows, shuffle=False, verbose=0).history
+
+    reference = compiled(seeded(make), loss)
+    windows = [[row for row in keep if row // WINDOW == window] for window in range(3)]
+    batches = ((x[window], y[window]) for window in windows if window)
+    num_windows = sum(map(bool, windows))
+    expected = reference.fit(batches, steps_per_epoch=num_windows, shuffle=False, verbose=0).history
+    difference = relative_difference(model.get_weights(), reference.get_weights(), start)
+    assert difference <= TOLERANCE[float64]
+    assert model.optimizer.iterations == reference.optimizer.iterations
+    assert model.num_skipped_microbatches == len(bad)
+    names = ["mae", "r2_score"]
+    if reduction != "sum" or "accumulation_steps" not in settings:
+        names.append("loss")
+    for name in names:
+        np.testing.assert_allclose(logs[name], expected[name], rtol=1e-12, err_msg=name)
+
+
+@pytest.mark.filterwarnings("ignore:BatchNormalization layers in training:UserWarning")
+@pytest.mark.filterwarnings("ignore:Microbatches of:UserWarning")
+@pytest.mark.parametrize("run", RUNS)
+def test_running_statistics_and_random_state_are_as_if_the_microbatch_had_not_been(run, float64):
+    x, y, keep = bad_data(24, 4, bad=[1])
+    trained = []
+    for skip, windows in ((True, [range(12), range(12, 24)]), (False, [keep[:8], keep[8:]])):
+        model = accumulate(seeded(make_with_state), accumulation_steps=3, skip_nonfinite=skip)
+        compiled(model, **RUNS[run])
+        for window in windows:
+            model.accumulation_steps = len(window) // 4
+            for first in range(0, len(window), 4):
+                part = list(window[first : first + 4])
+                model.train_on_batch(x[part], y[part])
+        trained.append([*model.get_weights(), *(v.numpy() for v in model.metrics_variables)])
+    for a, b in zip(*trained, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+class OwnStep(keras.Sequential):
+    """A step with two optimizers that logs a number of its own."""
+
+    def train_step(self, data):
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape(persistent=True) as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+        first, last = self.layers[0].trainable_variables, self.layers[-1].trainable_variables
+        self.optimizer.apply(tape.gradient(loss, last), last)
+        self.other.apply(tape.gradient(loss, first), first)
+        return {"own": loss}
+
+
+def make_own_step():
+    model = OwnStep(make().layers)
+    model.other = keras.optimizers.SGD(0.1)
+    return model
+
+
+def test_a_bad_gradient_for_one_optimizer_leaves_the_microbatch_out_for_all(float64):
+    x, y, keep = bad_data(12, 4, bad=[1])
+    model, reference = accumulate(seeded(make_own_step), microbatch_size=4), seeded(make_own_step)
+    model.skip_nonfinite = True
+    for m in (model, reference):
+        m.compile(keras.optimizers.Adam(0.01), "mse")
+    start = model.get_weights()
+    with pytest.warns(UserWarning, match="num_skipped_microbatches"):
+        logs = model.fit(x, y, batch_size=12, shuffle=False, verbose=0).history
+    expected = reference.train_on_batch(x[keep], y[keep], return_dict=True)
+    difference = relative_difference(model.get_weights(), reference.get_weights(), start)
+    assert difference <= TOLERANCE[float64]
+    np.testing.assert_allclose(logs["own"][0], expected["own"], rtol=1e-12)
+    # Of a batch without any finite microbatch there is no mean.
+    logs = model.train_on_batch(np.full_like(x, np.nan), y, return_dict=True)
+    assert np.isnan(logs["own"])
+    assert relative_difference(model.get_weights(), reference.get_weights(), start) == difference
+    assert model.num_skipped_microbatches == 4
+
+
+def test_what_was_left_out_is_reported_once_and_counted_from_compile_on():
+    x, y, _ = bad_data(24, 4, bad=[1, 2])
+    model = compiled(accumulate(make(), accumulation_steps=3, skip_nonfinite=True))
+    with pytest.warns(UserWarning, match="NaN or Inf in their gradients") as caught:
+        model.fit(x, y, batch_size=4, epochs=3, verbose=0, shuffle=False)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert model.num_skipped_microbatches == 6
+    compiled(model)
+    assert model.num_skipped_microbatches == 0
+
+
+def test_finite_training_is_the_same_with_the_setting_and_without(float64):
+    x, y = dense_data(34)
+    trained = []
+    for skip in (False, True):
+        model = accumulate(seeded(make), accumulation_steps=3, skip_nonfinite=skip)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            logs = compiled(model).fit(x, y, batch_size=4, shuffle=False, verbose=0).history
+        trained.append(model.get_weights())
+    for a, b in zip(*trained, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert np.isfinite(logs["loss"]).all()
+
+
+class Net(AccumulatingModel, keras.Sequential):
+    pass
+
+
+@pytest.mark.parametrize("value", [1, 0.0, "yes", None, np.True_], ids=repr)
+def test_no_bool_is_refused(value):
+    model = Net([keras.layers.Dense(1)])
+    with pytest.raises(TypeError, match="`skip_nonfinite` must be a bool"):
+        model.skip_nonfinite = value
+    assert model.skip_nonfinite is False
+
+
+def test_a_loss_scale_optimizer_has_to_see_the_overflows():
+    message = "Received: skip_nonfinite=True with a LossScaleOptimizer"
+    scaling = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+    model = Net([keras.layers.Dense(1)])
+    with pytest.raises(ValueError, match=message):
+        model.compile(scaling, "mse", skip_nonfinite=True)
+    assert not model.compiled
+    model.compile(scaling, "mse")
+    with pytest.raises(ValueError, match=message):
+        model.skip_nonfinite = True
+    plain = keras.Sequential([keras.layers.Dense(1)])
+    plain.compile(scaling, "mse")
+    with pytest.raises(ValueError, match=message):
+        accumulate(plain, skip_nonfinite=True)
+    assert not isinstance(plain, AccumulatingModel)
+    keras.config.set_dtype_policy("mixed_float16")
+    model = Net([keras.layers.Dense(1)])
+    with pytest.raises(ValueError, match=message):
+        model.compile("sgd", "mse", skip_nonfinite=True)
+    model.compile("sgd", "mse", skip_nonfinite=True, auto_scale_loss=False)
+
+
+def test_the_setting_is_saved(tmp_path):
+    model = Net([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", skip_nonfinite=True)
+    model.save(tmp_path / "model.keras")
+    assert keras.saving.load_model(tmp_path / "model.keras", {"Net": Net}).skip_nonfinite is True

@@ -1,0 +1,101 @@
+"""Variables that are trained otherwise, or not at all: quantized, low-rank, without gradient."""
+
+import keras
+import numpy as np
+import pytest
+from helpers import TOLERANCE, dense_data, dense_model, fit_pair, relative_difference
+
+WAYS = {
+    "accumulation_steps": {"rows": 4, "steps": 3},
+    "microbatch_size": {"rows": 12, "steps": 1, "size": 4},
+    "both": {"rows": 4, "steps": 3, "size": 2},
+}
+
+
+def arguments():
+    return {"optimizer": keras.optimizers.Adam(0.01), "loss": "mse"}
+
+
+def with_lora():
+    model = dense_model()
+    model.layers[0].enable_lora(2)
+    model.layers[1].enable_lora(2)
+    return model
+
+
+def with_lora_embedding():
+    model = keras.Sequential(
+        [
+            keras.Input((5,), dtype="int32"),
+            keras.layers.Embedding(7, 3),
+            keras.layers.EinsumDense("abc,cd->abd", output_shape=(5, 4)),
+            keras.layers.Flatten(),
+            keras.layers.Dense(2),
+        ]
+    )
+    model.layers[0].enable_lora(2)
+    model.layers[1].enable_lora(2)
+    return model
+
+
+def quantized_with_lora():
+    model = dense_model()
+    for layer in model.layers:
+        layer.quantize("int8")
+    model.layers[0].enable_lora(2)
+    return model
+
+
+def with_a_quantized_layer():
+    model = dense_model()
+    model.layers[0].quantize("int8")
+    return model
+
+
+def ids(rows):
+    x = np.random.default_rng(4).integers(0, 7, size=(rows, 5)).astype("int32")
+    return x, dense_data(rows)[1]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("make", "make_data"),
+    [
+        (with_lora, dense_data),
+        (with_lora_embedding, ids),
+        (quantized_with_lora, dense_data),
+        (with_a_quantized_layer, dense_data),
+    ],
+)
+def test_low_rank_and_int8_layers_match_the_whole_batch(make, make_data, way):
+    model, reference, start = fit_pair(make, arguments, make_data(34), **WAYS[way])
+    difference = relative_difference(model.get_weights(), reference.get_weights(), start)
+    assert difference <= TOLERANCE["float32"]
+    kernel = model.layers[-1]._kernel if make is with_lora else None
+    assert kernel is None or not kernel.trainable
+
+
+def float8():
+    # Without biases, whose gradients Keras sums up in bfloat16.
+    model = keras.Sequential(
+        [
+            keras.Input((4,)),
+            keras.layers.Dense(6, activation="tanh", use_bias=False),
+            keras.layers.Dense(2, use_bias=False),
+        ]
+    )
+    for layer in model.layers:
+        layer.quantize("float8")
+    return model
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("way", WAYS)
+def test_float8_layers_take_the_windows_largest_values(way, optimizer):
+    model, reference, start = fit_pair(
+        float8, lambda: {"optimizer": optimizer, "loss": "mse"}, dense_data(36), **WAYS[way]
+    )
+    overwritten = [v for v in model.trainable_variables if v.overwrite_with_gradient]
+    assert len(overwritten) == 12
+    difference = relative_difference(model.get_weights(), reference.get_weights(), start)
+    assert difference <= TOLERANCE["float32"]
