@@ -351,17 +351,19 @@ INPUTS = {
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("kind", INPUTS)
-def test_whatever_a_batch_holds_is_split(kind, weighted, static, float64):
-    data = (INPUTS[kind](31), rows_of(31, 2), *((rows_of(31, 1) ** 2,) if weighted else ()))
-    dataset = tf.data.Dataset.from_tensor_slices(data).batch(12, drop_remainder=static)
+def test_whatever_a_batch_holds_is_split_and_accumulated(kind, weighted, static, float64):
+    rows = 24 if static else 31
+    data = (INPUTS[kind](rows), rows_of(rows, 2), *((rows_of(rows, 1) ** 2,) if weighted else ()))
+    dataset = tf.data.Dataset.from_tensor_slices(data)
     trained = []
-    for size in (None, 5, 4):
+    for size, steps in ((None, 1), (5, 1), (4, 1), (None, 3), (2, 3)):
         model = seeded(TakesAnything)
         model.build()
-        accumulate(model, microbatch_size=size)
+        accumulate(model, microbatch_size=size, accumulation_steps=steps)
         model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
         start = model.get_weights()
-        model.fit(dataset, epochs=2, shuffle=False, verbose=0)
+        batches = dataset.batch(12 // steps, drop_remainder=static)
+        model.fit(batches, epochs=2, shuffle=False, verbose=0)
         trained.append(model)
     for model in trained[1:]:
         assert_equal_logs(model, trained[0])

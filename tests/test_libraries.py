@@ -1,0 +1,208 @@
+"""Models of the libraries that build on Keras: Keras Applications, KerasHub, KerasTuner.
+
+All start from random weights.
+"""
+
+import keras
+import keras_hub
+import keras_tuner
+import numpy as np
+import pytest
+from helpers import TOLERANCE, assert_changed, dense_data, relative_difference, seeded
+
+from ga_model import AccumulatingModel, accumulate
+
+WAYS = [{"accumulation_steps": 3}, {"microbatch_size": 4}]
+
+
+def images(rows, classes=3, size=32):
+    generator = np.random.default_rng(1)
+    x = generator.normal(size=(rows, size, size, 3)).astype(keras.config.floatx())
+    return x, generator.integers(0, classes, rows)
+
+
+def tokens(rows, length=8, vocabulary=11):
+    """Return ids and a padding mask of 1 to `length` valid tokens, in very unequal batches."""
+    generator = np.random.default_rng(2)
+    ids = generator.integers(1, vocabulary, size=(rows, length)).astype("int32")
+    lengths = 1 + (np.arange(rows) // 4 * 3) % length
+    mask = np.arange(length) < lengths[:, None]
+    return ids, mask.astype("int32")
+
+
+def train(make, compile_args, data, settings=None, rows=12, epochs=2):
+    model = seeded(make)
+    if settings:
+        model = accumulate(model, **settings)
+        rows //= settings.get("accumulation_steps", 1)
+    model.compile(**compile_args())
+    start = model.get_weights()
+    arguments = dict(zip(("x", "y", "sample_weight"), data))
+    model.fit(**arguments, batch_size=rows, epochs=epochs, shuffle=False, verbose=0)
+    return model, start
+
+
+def assert_equal_training(make, compile_args, data, settings):
+    model, start = train(make, compile_args, data, settings)
+    reference, _ = train(make, compile_args, data)
+    assert_changed(reference.get_weights(), start)
+    trained = model.weights, model.get_weights(), reference.get_weights(), start
+    moved = [row for row in zip(*trained, strict=True) if not is_key_bias(row[0])]
+    difference = relative_difference(*list(zip(*moved, strict=True))[1:])
+    assert difference <= TOLERANCE["float64"]
+    for variable, weight, expected, _ in zip(*trained, strict=True):
+        if is_key_bias(variable):
+            np.testing.assert_allclose(weight, expected, rtol=0, atol=1e-14)
+    assert model.optimizer.iterations == reference.optimizer.iterations
+    return model
+
+
+def is_key_bias(variable):
+    """Return whether a variable has a gradient of zero, but for rounding.
+
+    The bias of attention's keys shifts all scores of a softmax alike. Adam would make full steps of
+    the rounding, so that models with attention are trained with SGD here.
+    """
+    return "/key" in variable.path and variable.path.endswith("/bias")
+
+
+# Keras Applications.
+
+
+def mobile_net(frozen):
+    base = keras.applications.MobileNet((32, 32, 3), 0.25, weights=None, include_top=False)
+    base.trainable = not frozen
+    inputs = keras.Input((32, 32, 3))
+    x = keras.layers.GlobalAveragePooling2D()(base(inputs))
+    return keras.Model(inputs, keras.layers.Dense(3)(x))
+
+
+def classification():
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    return {"optimizer": keras.optimizers.Adam(0.01), "loss": loss, "metrics": ["accuracy"]}
+
+
+@pytest.mark.parametrize("settings", WAYS, ids=str)
+def test_a_frozen_application_matches_the_whole_batch(settings, float64):
+    assert_equal_training(lambda: mobile_net(frozen=True), classification, images(34), settings)
+
+
+@pytest.mark.parametrize("settings", WAYS, ids=str)
+def test_an_application_that_is_not_frozen_trains_and_its_layers_are_named(settings):
+    with pytest.warns(UserWarning, match="BatchNormalization layers in training mode") as caught:
+        model, start = train(
+            lambda: mobile_net(frozen=False), classification, images(24), settings, epochs=1
+        )
+    assert sum("BatchNormalization" in str(w.message) for w in caught) == 1
+    assert_changed(model.get_weights(), start)
+    assert model.optimizer.iterations == 2
+    assert all(np.isfinite(w).all() for w in model.get_weights())
+
+
+# KerasHub.
+
+
+def text_classifier():
+    backbone = keras_hub.models.BertBackbone(
+        vocabulary_size=11,
+        num_layers=1,
+        num_heads=2,
+        hidden_dim=8,
+        intermediate_dim=12,
+        dropout=0.0,
+        max_sequence_length=8,
+    )
+    return keras_hub.models.BertTextClassifier(backbone, num_classes=3, dropout=0.0)
+
+
+def causal_language_model():
+    backbone = keras_hub.models.GPT2Backbone(
+        vocabulary_size=11,
+        num_layers=1,
+        num_heads=2,
+        hidden_dim=8,
+        intermediate_dim=12,
+        dropout=0.0,
+        max_sequence_length=8,
+    )
+    return keras_hub.models.GPT2CausalLM(backbone, preprocessor=None)
+
+
+def image_classifier():
+    backbone = keras_hub.models.ViTBackbone(
+        image_shape=(8, 8, 3),
+        patch_size=4,
+        num_layers=1,
+        num_heads=2,
+        hidden_dim=8,
+        mlp_dim=12,
+        dropout_rate=0.0,
+        attention_dropout=0.0,
+    )
+    return keras_hub.models.ViTImageClassifier(backbone, num_classes=3)
+
+
+def text_classification(rows):
+    ids, mask = tokens(rows)
+    inputs = {"token_ids": ids, "padding_mask": mask, "segment_ids": np.zeros_like(ids)}
+    return inputs, images(rows)[1]
+
+
+def next_token(rows, weighted=True):
+    ids, mask = tokens(rows)
+    y = np.roll(ids, -1, axis=1)
+    return {"token_ids": ids, "padding_mask": mask}, y, mask.astype("float64")
+
+
+def sgd(reduction="sum_over_batch_size"):
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
+    return {"optimizer": keras.optimizers.SGD(0.1, momentum=0.9), "loss": loss}
+
+
+TASKS = {
+    "text classifier": (text_classifier, sgd, text_classification),
+    "image classifier": (image_classifier, sgd, lambda rows: images(rows, size=8)),
+    "causal language model": (causal_language_model, sgd, next_token),
+    "causal language model, mean over tokens": (
+        causal_language_model,
+        lambda: sgd("mean_with_sample_weight"),
+        next_token,
+    ),
+}
+
+
+@pytest.mark.parametrize("settings", WAYS, ids=str)
+@pytest.mark.parametrize("task", TASKS)
+def test_a_task_model_of_keras_hub_matches_the_whole_batch(task, settings, float64):
+    make, compile_args, make_data = TASKS[task]
+    model = assert_equal_training(make, compile_args, make_data(34), settings)
+    assert isinstance(model, keras_hub.models.Task)
+
+
+# KerasTuner.
+
+
+@pytest.mark.filterwarnings(r"ignore:(currentThread|getName)\(\) is deprecated:DeprecationWarning")
+def test_keras_tuner_searches_with_accumulating_models(tmp_path):
+    x, y = dense_data(24)
+    built = []
+
+    def build(hyperparameters):
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+        model = accumulate(
+            model, accumulation_steps=hyperparameters.Choice("accumulation_steps", [1, 2, 3])
+        )
+        model.compile("sgd", "mse")
+        built.append(model)
+        return model
+
+    tuner = keras_tuner.GridSearch(
+        build, objective="val_loss", directory=tmp_path, project_name="search", overwrite=True
+    )
+    tuner.search(x, y, epochs=1, batch_size=4, validation_data=(x, y), verbose=0)
+    steps = {model.accumulation_steps: int(model.optimizer.iterations) for model in built}
+    assert {steps[1], steps[2], steps[3]} >= {6, 3, 2}
+    best = tuner.get_best_models()[0]
+    assert isinstance(best, AccumulatingModel)
+    assert best.accumulation_steps == tuner.get_best_hyperparameters()[0]["accumulation_steps"]
+    assert np.isfinite(best.evaluate(x, y, verbose=0))

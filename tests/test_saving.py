@@ -1,0 +1,217 @@
+"""Files, copies, exports: a wrapped model's are the plain one's, a subclass keeps its settings."""
+
+import copy
+import json
+import pickle
+import subprocess
+import sys
+import zipfile
+
+import keras
+import numpy as np
+import pytest
+from helpers import TOLERANCE, dense_data, dense_model, relative_difference, seeded
+
+from ga_model import AccumulatingModel, accumulate
+
+
+@keras.saving.register_keras_serializable("tests")
+class SavedNet(AccumulatingModel, keras.Model):
+    def __init__(self, units=6, **kwargs):
+        super().__init__(**kwargs)
+        self.units = units
+        self.hidden = keras.layers.Dense(units, activation="tanh")
+        self.head = keras.layers.Dense(2)
+
+    def call(self, inputs):
+        return self.head(self.hidden(inputs))
+
+    def get_config(self):
+        return {**super().get_config(), "units": self.units}
+
+
+def without_object_ids(config):
+    """Drop what differs between any two objects: Keras writes `id(...)` of shared ones."""
+    if isinstance(config, dict):
+        return {k: without_object_ids(v) for k, v in config.items() if k != "shared_object_id"}
+    return [without_object_ids(v) for v in config] if isinstance(config, list) else config
+
+
+@pytest.mark.parametrize("when", ["before compile", "after compile"])
+def test_a_wrapped_models_file_is_the_plain_models_file(when, tmp_path):
+    x, y = dense_data(24)
+    configs = []
+    for wrap in (False, True):
+        keras.utils.clear_session()
+        model = seeded(dense_model)
+        if wrap and when == "before compile":
+            model = accumulate(model, accumulation_steps=3)
+        model.compile(keras.optimizers.Adam(), "mse", metrics=["mae"])
+        if wrap and when == "after compile":
+            model = accumulate(model, accumulation_steps=3)
+        model.fit(x, y, batch_size=4, verbose=0)
+        model.save(tmp_path / "model.keras")
+        with zipfile.ZipFile(tmp_path / "model.keras") as file:
+            configs.append(without_object_ids(json.loads(file.read("config.json"))))
+    assert configs[1] == configs[0]
+    assert "ga_model" not in json.dumps(configs[1])
+
+
+def test_a_wrapped_models_file_opens_where_the_package_is_not_installed(tmp_path):
+    x, y = dense_data(24)
+    model = accumulate(dense_model(), accumulation_steps=3)
+    model.compile("adam", "mse")
+    model.fit(x, y, batch_size=4, verbose=0)
+    model.save(tmp_path / "model.keras")
+    np.save(tmp_path / "x.npy", x)
+    script = (
+        "import sys; sys.modules['ga_model'] = None\n"  # any import of it fails
+        "import keras, numpy as np\n"
+        f"model = keras.models.load_model({str(tmp_path / 'model.keras')!r})\n"
+        f"y = model.predict(np.load({str(tmp_path / 'x.npy')!r}))\n"
+        f"np.save({str(tmp_path / 'y.npy')!r}, y)\n"
+        "assert int(model.optimizer.iterations) == 2, model.optimizer.iterations\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=120)
+    np.testing.assert_array_equal(np.load(tmp_path / "y.npy"), model.predict(x, verbose=0))
+
+
+def test_a_subclass_round_trips_with_its_settings_and_optimizer_state(tmp_path):
+    x, y = dense_data(24)
+    model = SavedNet(units=5)
+    model.compile("adam", "mse", accumulation_steps=3)
+    model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert type(loaded) is SavedNet
+    assert loaded.accumulation_steps == 3
+    for m in (model, loaded):
+        m.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+    assert loaded.optimizer.iterations == 4
+    for w, expected in zip(loaded.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_array_equal(w, expected)
+
+
+@keras.saving.register_keras_serializable("tests")
+class OwnCompile(keras.Sequential):
+    """Its `compile` is its own, with the two methods that Keras asks for then."""
+
+    def compile(self, rate):
+        super().compile(keras.optimizers.SGD(rate), "mse")
+        self.rate = rate
+
+    def get_compile_config(self):
+        return {"rate": self.rate}
+
+    def compile_from_config(self, config):
+        self.compile(config["rate"])
+
+
+@keras.saving.register_keras_serializable("tests")
+class AccumulatingOwnCompile(AccumulatingModel, OwnCompile):
+    pass
+
+
+def test_a_compile_of_the_users_own_round_trips(tmp_path):
+    model = AccumulatingOwnCompile([keras.Input((4,)), keras.layers.Dense(2)])
+    model.compile(rate=0.25, accumulation_steps=3)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert loaded.compiled
+    assert loaded.rate == 0.25
+    assert loaded.accumulation_steps == 3
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, keras.models.clone_model, "pickle"])
+def test_copies_of_a_wrapped_model_are_plain_models(how):
+    x, y = dense_data(24)
+    model = accumulate(dense_model(), accumulation_steps=3)
+    model.compile("adam", "mse")
+    model.fit(x, y, batch_size=4, verbose=0)
+    made = pickle.loads(pickle.dumps(model)) if how == "pickle" else how(model)
+    assert type(made) is keras.Sequential
+    if how is not keras.models.clone_model:
+        np.testing.assert_array_equal(made.predict(x, verbose=0), model.predict(x, verbose=0))
+        assert made.optimizer.iterations == 2
+
+
+def train(model, x, y, rows):
+    model.fit(x, y, batch_size=rows, epochs=2, shuffle=False, verbose=0)
+
+
+@pytest.mark.parametrize("then", ["plain", "accumulating"])
+@pytest.mark.parametrize("how", ["save", "save_weights"])
+def test_optimizer_state_survives_between_plain_and_accumulating(how, then, float64, tmp_path):
+    """Trained one way, saved, and trained the other way: the big batch's weights in the end."""
+    x, y = dense_data(34)
+    ways = [lambda model: accumulate(model, accumulation_steps=3), lambda model: model]
+    rows = [4, 12]
+    if then == "accumulating":
+        ways, rows = ways[::-1], rows[::-1]
+    model = ways[0](seeded(dense_model))
+    model.compile(keras.optimizers.AdamW(0.01, use_ema=True), "mse")
+    start = model.get_weights()
+    train(model, x, y, rows[0])
+    if how == "save":
+        model.save(tmp_path / "model.keras")
+        other = ways[1](keras.saving.load_model(tmp_path / "model.keras"))
+    else:
+        model.save_weights(tmp_path / "model.weights.h5")
+        other = ways[1](dense_model())
+        other.compile(keras.optimizers.AdamW(0.01, use_ema=True), "mse")
+        other.optimizer.build(other.trainable_variables)
+        other.load_weights(tmp_path / "model.weights.h5")
+    assert other.optimizer.iterations == 6
+    train(other, x, y, rows[1])
+
+    reference = seeded(dense_model)
+    reference.compile(keras.optimizers.AdamW(0.01, use_ema=True), "mse")
+    for _ in range(2):
+        train(reference, x, y, 12)
+    difference = relative_difference(other.get_weights(), reference.get_weights(), start)
+    assert difference <= TOLERANCE[float64]
+    for variable, expected in zip(
+        other.optimizer.variables, reference.optimizer.variables, strict=True
+    ):
+        np.testing.assert_allclose(variable, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("style", ["wrapped", "subclass"])
+def test_an_exported_model_serves_where_the_package_is_not_installed(style, tmp_path):
+    x, y = dense_data(24)
+    model = accumulate(dense_model()) if style == "wrapped" else SavedNet()
+    model.accumulation_steps = 3
+    model.compile("adam", "mse")
+    train(model, x, y, 4)
+    model.export(tmp_path / "exported", verbose=False)
+    np.save(tmp_path / "x.npy", x)
+    script = (
+        "import sys; sys.modules['ga_model'] = sys.modules['keras'] = None\n"
+        "import numpy as np, tensorflow as tf\n"
+        f"model = tf.saved_model.load({str(tmp_path / 'exported')!r})\n"
+        f"y = model.serve(np.load({str(tmp_path / 'x.npy')!r}))\n"
+        f"np.save({str(tmp_path / 'y.npy')!r}, y)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=120)
+    expected = model.predict(x, verbose=0)
+    np.testing.assert_allclose(np.load(tmp_path / "y.npy"), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("how", ["pickle", copy.deepcopy, keras.models.clone_model], ids=str)
+def test_a_copied_subclass_keeps_its_settings_and_trains_on(how):
+    x, y = dense_data(24)
+    model = SavedNet()
+    model.compile("adam", "mse", accumulation_steps=3, skip_nonfinite=True)
+    train(model, x, y, 4)
+    made = pickle.loads(pickle.dumps(model)) if how == "pickle" else how(model)
+    assert type(made) is SavedNet
+    assert made is not model
+    if how is keras.models.clone_model:  # which clones no compilation
+        made.compile("adam", "mse", accumulation_steps=3, skip_nonfinite=True)
+        made.build((None, 4))
+        made.set_weights(model.get_weights())
+    assert made.accumulation_steps == 3
+    assert made.skip_nonfinite is True
+    train(made, x, y, 4)
+    assert made.optimizer.iterations == (4 if how is keras.models.clone_model else 8)
+    assert model.optimizer.iterations == 4
