@@ -27,7 +27,9 @@ class GradientAccumulator:
 
     There is one buffer per variable that has a gradient, made by the first `add`: float32 for
     float16 and bfloat16 variables, else the variable's own dtype. `tf.IndexedSlices` are scattered
-    into the buffer. A variable whose gradients are None is handed to the optimizer with None.
+    into the buffer. A variable whose gradients are None is handed to the optimizer with None. For a
+    variable with `overwrite_with_gradient`, such as a float8 layer's scale, the largest value
+    counts.
 
     Attributes:
         num_microbatches: int64 scalar variable, microbatches added since the last reset.

@@ -11,15 +11,14 @@ import keras
 import tensorflow as tf
 
 from ga_model import _step, _strategy, _validate
-from ga_model._callbacks import closing_windows
-from ga_model._recorder import (
+from ga_model._attributes import (
     CompiledLossAttribute,
     RecordedAttribute,
-    current_recording,
     may_be_recorded,
-    optimizers_in,
     watch_attribute,
 )
+from ga_model._callbacks import closing_windows
+from ga_model._recorder import current_recording, optimizers_in
 from ga_model._window import Window
 
 _validate.check_backend(keras.backend.backend())

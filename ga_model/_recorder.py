@@ -16,7 +16,6 @@ callback's thread that reads `model.optimizer` meanwhile gets the optimizer itse
 from __future__ import annotations
 
 import contextlib
-import inspect
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -25,11 +24,11 @@ import keras
 import tensorflow as tf
 
 from ga_model import _logs, _strategy, _sums, _validate, _weights
+from ga_model._observed_loss import observed
 from ga_model._stand_in import StandIn
 from ga_model._sums import GradientSum
 
 _local = threading.local()
-_MISSING = object()
 
 
 class Target(NamedTuple):
@@ -118,7 +117,7 @@ class Recording:
         """Return a copy of the compiled loss that notes its terms here, always the same one."""
         if self._observed_loss is None:
             calls = self.metrics if self._position.defers_logs else None
-            self._observed_loss = _weights.observed(compiled, self._terms.append, calls)
+            self._observed_loss = observed(compiled, self._terms.append, calls)
         return self._observed_loss
 
     def note_additional(self, value: Any, is_sum: bool) -> None:
@@ -272,56 +271,9 @@ def record(model: Any, data: Any, position: Position) -> Iterator[Recording]:
         _local.recording = outer
 
 
-class RecordedAttribute:
-    """Data descriptor of a model's attribute that answers with a stand-in while it is recorded.
-
-    The value stays under the attribute's name in the instance's `__dict__`, where Keras's saving
-    finds it.
-
-    Args:
-        name: the attribute's name.
-        default: what the class has under that name, if anything.
-    """
-
-    def __init__(self, name: str, default: Any = _MISSING) -> None:
-        self._name = name
-        self._default = default
-
-    def __get__(self, model: Any, owner: type | None = None) -> Any:
-        if model is None:
-            return self
-        value = model.__dict__.get(self._name, self._default)
-        if value is _MISSING:
-            raise AttributeError(f"{type(model).__name__!r} object has no attribute {self._name!r}")
-        recording = current_recording(model)
-        return value if recording is None else self._stand_in(recording, value)
-
-    def _stand_in(self, recording: Recording, value: Any) -> Any:
-        return recording.stand_in(value)
-
-    def __set__(self, model: Any, value: Any) -> None:
-        model.__dict__[self._name] = value
-
-    def __delete__(self, model: Any) -> None:
-        del model.__dict__[self._name]
-
-
-class CompiledLossAttribute(RecordedAttribute):
-    """The attribute where Keras keeps the compiled loss."""
-
-    def _stand_in(self, recording: Recording, value: Any) -> Any:
-        return value if value is None else recording.observed_loss(value)
-
-
 def optimizers_in(value: Any) -> list[Any]:
     """Return the optimizers that a value is, or that a list or dict in it holds."""
     return _instances_in(value, keras.optimizers.Optimizer)
-
-
-def may_be_recorded(name: str, value: Any) -> bool:
-    """Return whether an attribute is to be watched: it holds what is recorded, or may be filled."""
-    is_empty = isinstance(value, (dict, list)) and not value and not name.startswith("_")
-    return is_empty or is_recorded(value)
 
 
 def is_recorded(value: Any) -> bool:
@@ -335,13 +287,6 @@ def _instances_in(value: Any, classes: Any) -> list[Any]:
     if isinstance(value, (list, tuple)):
         return [instance for part in value for instance in _instances_in(part, classes)]
     return [value] if isinstance(value, classes) else []
-
-
-def watch_attribute(owner: type, name: str) -> None:
-    """Make the attribute `name` of `owner`'s instances a `RecordedAttribute`, if it is plain."""
-    present = inspect.getattr_static(owner, name, _MISSING)
-    if not hasattr(present, "__get__"):
-        setattr(owner, name, RecordedAttribute(name, present))
 
 
 def _optimizers_of_layers(model: Any) -> list[Any]:

@@ -15,13 +15,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import keras
 import tensorflow as tf
 
 from ga_model import _strategy, _weights
-from ga_model._logs import BatchLogs, MetricCalls
+from ga_model._logs import BatchLogs
+from ga_model._look_ahead import weights_in
+from ga_model._loop import loop
 from ga_model._microbatch import Batch
-from ga_model._recorder import Position, Target, optimizers_in, record, unpack
+from ga_model._recorder import Position, Target, optimizers_in, record
 from ga_model._sums import GradientSum
 from ga_model._window import Window
 
@@ -125,7 +126,7 @@ class _Step:
         self._whole: _weights.Whole | None = None
         if batch.is_split:
             rows = tf.cast(batch.rows, tf.float64)
-            self._whole = _weights.Whole(rows, window is None, _weights_of(model, batch))
+            self._whole = _weights.Whole(rows, window is None, weights_in(model, batch))
 
     def sum_over_microbatches(self) -> _Part:
         """Return the sums of the batch."""
@@ -142,7 +143,7 @@ class _Step:
             units, leaves = self._units_of(part), batch.microbatch(index)
             return part.plus(microbatch(part.num_counted, units, leaves))
 
-        return _loop(add, part, batch.num_microbatches)  # type: ignore[no-any-return]
+        return loop(add, part, batch.num_microbatches)  # type: ignore[no-any-return]
 
     def _in_graph(self) -> Any:
         """Return `_microbatch`, as a function that is traced once where a graph is made."""
@@ -232,98 +233,3 @@ def _apply(target: Target, part: GradientSum, skip_empty: bool) -> None:
     _strategy.update_if(
         tf.logical_not(is_empty), lambda: target.optimizer.apply(gradients, target.variables)
     )
-
-
-def _loop(add: Callable[[Any, Any], Any], first: Any, times: Any) -> Any:
-    """Return `add(n - 1, ... add(2, add(1, first)))` for n `times`, one after the other.
-
-    Args:
-        add: function of an index, int64 scalar tensor, and what it returned the time before.
-        first: a nest of tensors, `tf.IndexedSlices` and None. The number of rows may change in
-            each.
-    """
-    present = [leaf for leaf in tf.nest.flatten(first) if leaf is not None]
-    shapes = [part for leaf in present for part in _changing_shapes(leaf)]
-
-    def flat(nest: Any) -> list[Any]:
-        leaves = [leaf for leaf in tf.nest.flatten(nest) if leaf is not None]
-        return tf.nest.flatten(leaves, expand_composites=True)  # type: ignore[no-any-return]
-
-    def packed(tensors: list[Any]) -> Any:
-        leaves = iter(tf.nest.pack_sequence_as(present, tensors, expand_composites=True))
-        return tf.nest.map_structure(lambda leaf: None if leaf is None else next(leaves), first)
-
-    # A loop starts with what is there already: without the dependency, the second microbatch's
-    # activations would be there together with the first one's.
-    with tf.control_dependencies(flat(first)):
-        one = tf.identity(tf.ones((), tf.int64))
-    _, tensors = tf.while_loop(
-        lambda index, _: index < times,
-        lambda index, tensors: (index + 1, flat(add(index, packed(tensors)))),
-        (one, flat(first)),
-        shape_invariants=(tf.TensorShape(()), shapes),
-        parallel_iterations=1,  # or the activations of ten microbatches are there at a time
-    )
-    return packed(tensors)
-
-
-def _changing_shapes(leaf: Any) -> list[tf.TensorShape]:
-    if not isinstance(leaf, tf.IndexedSlices):
-        return [leaf.shape]
-    rows = [tf.TensorShape([None, *leaf.values.shape[1:]]), tf.TensorShape([None])]
-    return rows if leaf.dense_shape is None else [*rows, leaf.dense_shape.shape]
-
-
-def _weights_of(model: Any, batch: Batch) -> Callable[[], list[Any] | None]:
-    """Return a function for the weights that the compiled loss's terms have in the whole batch.
-
-    It runs the microbatches forward once more, of which TensorFlow leaves out what masks do not
-    depend on. It does so where the batch is, and not in the graph of the microbatch that asks.
-    """
-    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-    known: list[list[Any]] = []
-
-    def of_microbatch(leaves: list[Any]) -> list[Any]:
-        x, y, sample_weight = unpack(batch.pack(leaves))
-        terms: list[_weights.Term] = []
-        observed = _weights.observed(vars(model)["_compile_loss"], terms.append, MetricCalls())
-        with keras.StatelessScope():  # what layers would change, metrics and statistics, stays
-            y_pred = model(x, training=False) if model._call_has_training_arg else model(x)
-            observed(y, y_pred, sample_weight)
-        weights = [tf.constant(0.0) if term.weight is None else term.weight for term in terms]
-        return [tf.cast(weight, tf.float64) for weight in weights]
-
-    def weights() -> list[Any] | None:
-        if not all(_is_of_keras(model, name) for name in ("train_step", "compute_loss")):
-            return None
-        if vars(model)["_compile_loss"] is None:
-            return []
-        if not known:
-            # In the batch's graph; without one, out of sight of the tape that is running.
-            with tf.init_scope() if graph is None else graph.as_default():
-                known.append(sums())
-        return known[0]
-
-    def sums() -> list[Any]:
-        function: Any = of_microbatch
-        if graph is not None:
-            function = tf.function(
-                of_microbatch, input_signature=[batch.signature], autograph=False
-            )
-
-        def add(index: Any, total: list[Any]) -> list[Any]:
-            return [a + b for a, b in zip(total, function(batch.microbatch(index)))]
-
-        first = function(batch.microbatch(tf.zeros((), tf.int64)))
-        return _loop(add, first, batch.num_microbatches)  # type: ignore[no-any-return]
-
-    return weights
-
-
-def _is_of_keras(model: Any, name: str) -> bool:
-    """Return whether a method of the model is Keras's own, below this package's."""
-    for owner in type(model).__mro__:
-        module = getattr(vars(owner).get(name), "__module__", "ga_model")
-        if not module.startswith("ga_model"):
-            return module.startswith("keras.")
-    return False

@@ -3,13 +3,15 @@
 Private names of Keras in use, read in Keras 3.14.0 to 3.15.1:
 
 * `Trainer._compile_loss`, `CompileLoss._flat_losses` and `tensor._keras_mask`, in `_model`,
-  `_recorder` and `_weights`: what each compiled loss averages over. `tests/test_weights.py`.
+  `_look_ahead` and `_observed_loss`: what each compiled loss averages over.
+  `tests/test_weights.py`.
 * `Trainer._aggregate_additional_loss`, in `_model`: the losses that layers add. The same tests.
-* `Layer._flatten_layers`, in `_model` and `_recorder`: layers at any depth. `tests/test_models.py`.
-* `Optimizer._trainable_variables`, in `_recorder`: `optimizer.apply(gradients)` without variables.
+* `Layer._flatten_layers`, in `_model`, `_recorder` and `_step`: layers at any depth.
   `tests/test_models.py`.
+* `Optimizer._trainable_variables`, in `_recorder`: `optimizer.apply(gradients)` without variables.
+  `tests/test_steps.py`.
 * `KerasSaveable._unpickle_model`, in `_wrap`: pickling a wrapped model as the plain model.
-  `tests/test_plain.py`.
+  `tests/test_saving.py`.
 """
 
 from __future__ import annotations

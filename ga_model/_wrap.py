@@ -9,8 +9,9 @@ from typing import Any, cast
 import keras
 
 from ga_model import _validate
+from ga_model._attributes import may_be_recorded, watch_attribute
 from ga_model._model import AccumulatingModel
-from ga_model._recorder import may_be_recorded, optimizers_in, watch_attribute
+from ga_model._recorder import optimizers_in
 
 
 def accumulate(

@@ -153,6 +153,24 @@ def test_sparse_gradients_are_scattered_and_duplicates_are_summed(float64):
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning:keras")
+@pytest.mark.parametrize("weights", [[1.0, 2.0, 9.0], [None] * 3], ids=str)
+def test_gradients_that_overwrite_their_variable_are_neither_weighted_nor_summed(weights):
+    scale, kernel = keras.Variable([5.0, 5.0]), keras.Variable([0.0])
+    scale.overwrite_with_gradient = True
+    optimizer = keras.optimizers.SGD(1.0)
+    optimizer.build([scale, kernel])
+    accumulator = GradientAccumulator()
+    parts = [[1.0, 3.0], [4.0, 2.0], [2.0, 2.5]]
+    for _ in range(2):
+        for part, weight in zip(parts, weights, strict=True):
+            gradients = [tf.constant(part), tf.constant([1.0])]
+            accumulator.add(gradients, [scale, kernel], weight=weight)
+        accumulator.apply(optimizer)
+        np.testing.assert_array_equal(scale, [4.0, 3.0])
+        scale.assign([9.0, 9.0])  # of the window before, nothing is left
+    np.testing.assert_allclose(kernel, [-2.0] if weights[0] else [-6.0], rtol=1e-6)
+
+
 def test_none_stays_none():
     x, y = dense_data(12)
     model = seeded(WithUnusedVariable)

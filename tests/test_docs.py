@@ -46,6 +46,17 @@ def test_the_docstrings_examples_run(name, tmp_path, capsys):
     run(tmp_path, blocks, names)
 
 
+def test_every_line_of_what_keeps_working_names_tests_that_are_there():
+    section = README.split("## What keeps working")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("| ")][1:]
+    assert len(lines) > 15
+    for line in lines:
+        named = re.findall(r"`(\w+\.py)::(\w+)`", line)
+        assert named, line
+        for file, name in named:
+            assert f"\ndef {name}(" in (Path(__file__).parent / file).read_text(), name
+
+
 def test_no_other_words_are_used_for_the_same_things():
     """One word for one thing: the names of the README's table, and none of the usual others."""
     sources = [README, *(p.read_text() for p in Path(ga_model.__file__).parent.glob("*.py"))]

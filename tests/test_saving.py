@@ -197,7 +197,7 @@ def test_an_exported_model_serves_where_the_package_is_not_installed(style, tmp_
     np.testing.assert_allclose(np.load(tmp_path / "y.npy"), expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("how", ["pickle", copy.deepcopy, keras.models.clone_model], ids=str)
+@pytest.mark.parametrize("how", ["pickle", copy.deepcopy, keras.models.clone_model])
 def test_a_copied_subclass_keeps_its_settings_and_trains_on(how):
     x, y = dense_data(24)
     model = SavedNet()

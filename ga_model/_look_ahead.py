@@ -1,0 +1,71 @@
+"""What the terms of a loss weigh in a batch, before it is trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ga_model import _weights
+from ga_model._logs import MetricCalls
+from ga_model._loop import loop
+from ga_model._microbatch import Batch
+from ga_model._observed_loss import observed
+from ga_model._recorder import unpack
+
+
+def weights_in(model: Any, batch: Batch) -> Callable[[], list[Any] | None]:
+    """Return a function for the weights that the compiled loss's terms have in the whole batch.
+
+    It runs the microbatches forward once more, of which TensorFlow leaves out what masks do not
+    depend on. It does so where the batch is, and not in the graph of the microbatch that asks.
+    """
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    known: list[list[Any]] = []
+
+    def of_microbatch(leaves: list[Any]) -> list[Any]:
+        x, y, sample_weight = unpack(batch.pack(leaves))
+        terms: list[_weights.Term] = []
+        compiled = observed(vars(model)["_compile_loss"], terms.append, MetricCalls())
+        with keras.StatelessScope():  # what layers would change, metrics and statistics, stays
+            y_pred = model(x, training=False) if model._call_has_training_arg else model(x)
+            compiled(y, y_pred, sample_weight)
+        weights = [tf.constant(0.0) if term.weight is None else term.weight for term in terms]
+        return [tf.cast(weight, tf.float64) for weight in weights]
+
+    def weights() -> list[Any] | None:
+        if not all(_is_of_keras(model, name) for name in ("train_step", "compute_loss")):
+            return None
+        if vars(model)["_compile_loss"] is None:
+            return []
+        if not known:
+            # In the batch's graph; without one, out of sight of the tape that is running.
+            with tf.init_scope() if graph is None else graph.as_default():
+                known.append(sums())
+        return known[0]
+
+    def sums() -> list[Any]:
+        function: Any = of_microbatch
+        if graph is not None:
+            function = tf.function(
+                of_microbatch, input_signature=[batch.signature], autograph=False
+            )
+
+        def add(index: Any, total: list[Any]) -> list[Any]:
+            return [a + b for a, b in zip(total, function(batch.microbatch(index)))]
+
+        first = function(batch.microbatch(tf.zeros((), tf.int64)))
+        return loop(add, first, batch.num_microbatches)  # type: ignore[no-any-return]
+
+    return weights
+
+
+def _is_of_keras(model: Any, name: str) -> bool:
+    """Return whether a method of the model is Keras's own, below this package's."""
+    for owner in type(model).__mro__:
+        module = getattr(vars(owner).get(name), "__module__", "ga_model")
+        if not module.startswith("ga_model"):
+            return module.startswith("keras.")
+    return False

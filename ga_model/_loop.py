@@ -1,0 +1,48 @@
+"""A loop in the graph that carries a nest of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+
+def loop(add: Callable[[Any, Any], Any], first: Any, times: Any) -> Any:
+    """Return `add(n - 1, ... add(2, add(1, first)))` for n `times`, one after the other.
+
+    Args:
+        add: function of an index, int64 scalar tensor, and what it returned the time before.
+        first: a nest of tensors, `tf.IndexedSlices` and None. The number of rows may change in
+            each.
+    """
+    present = [leaf for leaf in tf.nest.flatten(first) if leaf is not None]
+    shapes = [part for leaf in present for part in _changing_shapes(leaf)]
+
+    def flat(nest: Any) -> list[Any]:
+        leaves = [leaf for leaf in tf.nest.flatten(nest) if leaf is not None]
+        return tf.nest.flatten(leaves, expand_composites=True)  # type: ignore[no-any-return]
+
+    def packed(tensors: list[Any]) -> Any:
+        leaves = iter(tf.nest.pack_sequence_as(present, tensors, expand_composites=True))
+        return tf.nest.map_structure(lambda leaf: None if leaf is None else next(leaves), first)
+
+    # A loop starts with what is there already: without the dependency, the second microbatch's
+    # activations would be there together with the first one's.
+    with tf.control_dependencies(flat(first)):
+        one = tf.identity(tf.ones((), tf.int64))
+    _, tensors = tf.while_loop(
+        lambda index, _: index < times,
+        lambda index, tensors: (index + 1, flat(add(index, packed(tensors)))),
+        (one, flat(first)),
+        shape_invariants=(tf.TensorShape(()), shapes),
+        parallel_iterations=1,  # or the activations of ten microbatches are there at a time
+    )
+    return packed(tensors)
+
+
+def _changing_shapes(leaf: Any) -> list[tf.TensorShape]:
+    if not isinstance(leaf, tf.IndexedSlices):
+        return [leaf.shape]
+    rows = [tf.TensorShape([None, *leaf.values.shape[1:]]), tf.TensorShape([None])]
+    return rows if leaf.dense_shape is None else [*rows, leaf.dense_shape.shape]
