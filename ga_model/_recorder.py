@@ -141,7 +141,10 @@ class Recording:
     def _in_unit(self, optimizer: Any, weight: Any) -> _sums.Weight:
         if weight is None:
             return _sums.Weight(tf.ones((), tf.float64), tf.ones((), tf.float64))
-        return _sums.in_unit(weight, self.unit(optimizer), self._position.num_microbatches)
+        number = self._position.num_microbatches
+        if not any(getattr(v, "overwrite_with_gradient", False) for v in self.model.variables):
+            number = _sums.power_of_two(number)
+        return _sums.in_unit(weight, self.unit(optimizer), number)
 
     def apply(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         """Keep the gradients of an `optimizer.apply`."""

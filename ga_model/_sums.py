@@ -6,15 +6,18 @@ For microbatches i with gradients g_i and weights w_i an update uses
 
 Both sums are kept and the division is made once, at the update. They are kept in a unit u of the
 window's own, sum_i((w_i / u) * g_i) and sum_i(w_i / u), which cancels in the mean. It is the first
-weight that is not zero, times the number of microbatches to come. So a window of one microbatch
-gives back its gradient bit for bit, and in a full window of equal weights a row's gradient is what
-it is in the whole batch: float16 gradients have the same range, and float8 layers see the same
-magnitudes. Where a heavier microbatch comes, the unit grows by a power of two, and the sums so far
-shrink by it, which is exact: no gradient is scaled up, out of the range of float16.
+weight that is not zero, times the power of two that is near the number of microbatches to come. So
+a window of one microbatch gives back its gradient bit for bit, a window of equal weights adds its
+gradients as they are but for a power of two, and float16 gradients stay about in the range that
+they have in the whole batch, where a row counts that much less. Where a heavier microbatch comes,
+the unit grows by a power of two, and the sums so far shrink by it, which is exact: no gradient is
+scaled up, out of the range of float16.
 
 Variables with `overwrite_with_gradient`, such as the scales of float8 layers, take their gradient
 as their new value. Of these the maximum over the microbatches counts, as in Keras's own
-accumulation: what is tracked there is the largest absolute value among all rows.
+accumulation: what is tracked there is the largest absolute value among all rows. Such layers
+remember how large gradients are, so with them the unit takes the number of microbatches as it is,
+and in a full window of equal weights a row's gradient is that of the whole batch.
 """
 
 from __future__ import annotations
@@ -46,14 +49,19 @@ def in_unit(weight: Any, unit: Any, num_microbatches: Any = 1.0) -> Weight:
     Args:
         weight: scalar number or tensor.
         unit: float64 scalar tensor, the unit so far, zero if there is none yet.
-        num_microbatches: scalar number or tensor, how many the window will have.
+        num_microbatches: 1.0 or a float64 scalar tensor, about how many the window will have.
     """
     weight = _constant(weight)
-    least = weight * _constant(num_microbatches)
+    least = weight * num_microbatches
     ratio = tf.abs(tf.math.divide_no_nan(least, unit))
-    grown = unit * 2.0 ** tf.math.ceil(tf.math.log(tf.maximum(ratio, 1.0)) / math.log(2.0))
+    grown = unit * power_of_two(tf.maximum(ratio, 1.0))
     unit = tf.where(tf.equal(unit, 0.0), least, grown)
     return Weight(tf.math.divide_no_nan(weight, unit), unit)
+
+
+def power_of_two(number: tf.Tensor) -> tf.Tensor:
+    """Return the next power of two, as float64, at or above a number of at least 1."""
+    return 2.0 ** tf.math.ceil(tf.math.log(tf.cast(number, tf.float64)) / math.log(2.0))
 
 
 def _constant(weight: Any) -> tf.Tensor:

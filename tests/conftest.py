@@ -14,8 +14,6 @@ import tensorflow as tf
 # The suite runs in several processes, and its models are small.
 tf.config.threading.set_intra_op_parallelism_threads(1)
 tf.config.threading.set_inter_op_parallelism_threads(1)
-# `clear_session` collects garbage before every test: not through all that TensorFlow imported.
-gc.freeze()
 
 
 def set_dtype(dtype):
@@ -27,6 +25,7 @@ def set_dtype(dtype):
 @pytest.fixture(autouse=True)
 def fresh_keras():
     keras.utils.clear_session()
+    gc.freeze()  # what is alive now is not looked through at every collection of garbage to come
     keras.utils.set_random_seed(0)
     set_dtype("float32")
     yield

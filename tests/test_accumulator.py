@@ -152,7 +152,6 @@ def test_sparse_gradients_are_scattered_and_duplicates_are_summed(float64):
         accumulator.add(expected, model.trainable_variables, weight=2)
 
 
-@pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning:keras")
 @pytest.mark.parametrize("weights", [[1.0, 2.0, 9.0], [None] * 3], ids=str)
 def test_gradients_that_overwrite_their_variable_are_neither_weighted_nor_summed(weights):
     scale, kernel = keras.Variable([5.0, 5.0]), keras.Variable([0.0])
@@ -171,6 +170,7 @@ def test_gradients_that_overwrite_their_variable_are_neither_weighted_nor_summed
     np.testing.assert_allclose(kernel, [-2.0] if weights[0] else [-6.0], rtol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning:keras")
 def test_none_stays_none():
     x, y = dense_data(12)
     model = seeded(WithUnusedVariable)

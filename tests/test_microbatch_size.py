@@ -794,7 +794,7 @@ def test_bfloat16_sums_are_float32(policy):
 
 
 def test_several_optimizers_each_get_their_own_sum(float64):
-    from test_models import TwoOptimizers
+    from test_steps import TwoOptimizers
 
     x, y = dense_data(33)
     trained, logs = [], []
