@@ -77,10 +77,13 @@ class GradientAccumulator:
                 for a loss that is a sum: the gradients are then summed and not divided.
 
         Raises:
-            ValueError: the lengths differ, the variables are not those of the first call, or
-                `weight` is None in one call and a number in another.
+            ValueError: the lengths differ, the variables are not those of the first call, `weight`
+                is no scalar, or it is None in one call and a number in another.
             RuntimeError: a variable whose gradient was None at first has one now.
         """
+        rank = tf.TensorShape(getattr(weight, "shape", ())).rank
+        if rank or isinstance(weight, (str, list, tuple)):
+            raise ValueError(_validate.weight_message(weight))
         is_sum = weight is None
         in_unit = _sums.in_unit(1.0 if is_sum else weight, self._unit)
         part = GradientSum.of(gradients, variables, in_unit, scale=not is_sum)
@@ -111,7 +114,7 @@ class GradientAccumulator:
         def add() -> tf.Tensor:
             for buffer, gradient, maximum in zip(self._buffers, part.gradients, part.maxima):
                 if maximum is not None:
-                    buffer.assign(tf.maximum(buffer, maximum))
+                    buffer.assign(tf.maximum(buffer, tf.cast(maximum, buffer.dtype)))
                 elif gradient is not None:
                     _assign_add(buffer, gradient)
             return tf.constant(0)

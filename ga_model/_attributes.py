@@ -51,14 +51,9 @@ class CompiledLossAttribute(RecordedAttribute):
         return value if value is None else recording.observed_loss(value)
 
 
-def may_be_recorded(name: str, value: Any) -> bool:
-    """Return whether an attribute is to be watched: it holds what is recorded, or may be filled."""
-    is_empty = isinstance(value, (dict, list)) and not value and not name.startswith("_")
-    return is_empty or is_recorded(value)
-
-
-def watch_attribute(owner: type, name: str) -> None:
-    """Make the attribute `name` of `owner`'s instances a `RecordedAttribute`, if it is plain."""
-    present = inspect.getattr_static(owner, name, _MISSING)
-    if not hasattr(present, "__get__"):
-        setattr(owner, name, RecordedAttribute(name, present))
+def watch_attributes(model: Any) -> None:
+    """Make every attribute that has a stand-in a `RecordedAttribute` of the model's class."""
+    for name, value in vars(model).items():
+        present = inspect.getattr_static(type(model), name, _MISSING)
+        if not hasattr(present, "__get__") and is_recorded(value):
+            setattr(type(model), name, RecordedAttribute(name, present))

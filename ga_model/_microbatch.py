@@ -36,17 +36,17 @@ class Batch:
         self.data = data
         self.leaves = [leaf for leaf in tf.nest.flatten(data) if leaf is not None]
         self.is_split = False
-        self.static_rows: int | None = None
         self.num_microbatches = tf.ones((), tf.int64)
+        if size is not None:
+            self.leaves = [_tensor(leaf) for leaf in self.leaves]
+        split = [leaf for leaf in self.leaves if _has_rows(leaf)]
+        rows = {leaf.shape[0] for leaf in split if leaf.shape.rank is not None} - {None}
+        self.static_rows: int | None = rows.pop() if len(rows) == 1 else None
         if size is None:
             return
         self._size = size
-        self.leaves = [_tensor(leaf) for leaf in self.leaves]
-        split = [leaf for leaf in self.leaves if leaf.shape.rank != 0]
-        rows = {leaf.shape[0] for leaf in split if leaf.shape.rank is not None} - {None}
-        if not split or len(rows) > 1:
+        if not split or rows:
             raise ValueError(_validate.rows_message([tuple(leaf.shape) for leaf in split]))
-        self.static_rows = rows.pop() if rows else None
         self.is_split = self.static_rows is None or self.static_rows > size
         counts = [rows_of(leaf) for leaf in split]
         checks = [
@@ -68,7 +68,7 @@ class Batch:
             return self.leaves
         start = index * self._size
         stop = tf.minimum(start + self._size, self.rows)
-        return [leaf if leaf.shape.rank == 0 else _part(leaf, start, stop) for leaf in self.leaves]
+        return [_part(leaf, start, stop) if _has_rows(leaf) else leaf for leaf in self.leaves]
 
     @property
     def signature(self) -> list[Any]:
@@ -86,6 +86,11 @@ class Batch:
         return tf.nest.map_structure(
             lambda leaf: None if leaf is None else next(remaining), self.data
         )
+
+
+def _has_rows(leaf: Any) -> bool:
+    """Return whether a leaf is anything but a scalar."""
+    return bool(tf.is_tensor(leaf) and leaf.shape.rank != 0)
 
 
 def _tensor(leaf: Any) -> Any:

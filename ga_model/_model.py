@@ -8,18 +8,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import keras
-import tensorflow as tf
 
-from ga_model import _step, _strategy, _validate
-from ga_model._attributes import (
-    CompiledLossAttribute,
-    RecordedAttribute,
-    may_be_recorded,
-    watch_attribute,
-)
+from ga_model import _step, _validate
+from ga_model._attributes import CompiledLossAttribute, RecordedAttribute, watch_attributes
 from ga_model._callbacks import closing_windows
 from ga_model._recorder import current_recording, optimizers_in
-from ga_model._window import Window
+from ga_model._window import Counter, Window
 
 _validate.check_backend(keras.backend.backend())
 
@@ -96,7 +90,7 @@ class AccumulatingModel(_Base):
     _accumulation_steps = 1
     _microbatch_size: int | None = None
     _skip_nonfinite = False
-    _num_skipped: Any = None  # a variable, once there is training that may skip
+    _num_skipped: Counter | None = None  # once there is training that may skip
     _accumulation_window: Window | None = None
     _accumulation_warnings: frozenset[str] = frozenset()  # those that this compile has seen
 
@@ -122,11 +116,6 @@ class AccumulatingModel(_Base):
         if not issubclass(cls, keras.Model) and not cls.__subclasses__():
             raise TypeError(_validate.no_keras_model_message(cls.__name__))
         return super().__new__(cls, *args, **kwargs)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if may_be_recorded(name, value):
-            watch_attribute(type(self), name)
-        super().__setattr__(name, value)
 
     # What users call.
 
@@ -165,11 +154,12 @@ class AccumulatingModel(_Base):
     def skip_nonfinite(self) -> bool:
         """Whether a microbatch with NaN or Inf in any gradient is left out.
 
-        It then changes no weight, no optimizer state, no metric, no log and no running statistics,
-        and the window's mean is that of the other microbatches. A window of which nothing is left
-        makes no update. (The loss's terms that `microbatch_size` makes exact by looking ahead, such
-        as two outputs with masks of their own, keep their denominators in the whole batch.) By
-        default it is False, and as with plain Keras the weights become NaN.
+        It then changes no weight, no optimizer state, no metric, no running statistics and no
+        random state of layers, and the window's mean is that of the other microbatches. A window of
+        which nothing is left makes no update; a number that a `train_step` logs by itself is NaN
+        for a batch of which nothing is left. Terms of the loss that average over different things
+        are not exact, as in windows of several batches, and a warning names them. By default it is
+        False, and as with plain Keras the weights become NaN.
         """
         return self._skip_nonfinite
 
@@ -182,7 +172,7 @@ class AccumulatingModel(_Base):
     @property
     def num_skipped_microbatches(self) -> int:
         """Microbatches that `skip_nonfinite` has left out since `compile`."""
-        return 0 if self._num_skipped is None else int(self._num_skipped.numpy())
+        return int(self._num_skipped or 0)
 
     def compile(
         self,
@@ -346,14 +336,14 @@ class AccumulatingModel(_Base):
             window = self._accumulation_window
             window = window or Window(self._accumulation_steps, self.run_eagerly)
             self._accumulation_window = window
+        watch_attributes(self)
         logs = _step.run(self, train_step, data, window)
         self._warn_of_batch_normalization()  # of layers that were not there at `compile`
         return logs
 
     def _count_skipped(self, number: Any) -> None:
-        if self._num_skipped is None:
-            self._num_skipped = _strategy.make_variable((), tf.int64)
-        self._num_skipped.assign_add(number)
+        self._num_skipped = self._num_skipped or Counter()
+        self._num_skipped.add(number)
 
     def _discard_window(self) -> None:
         if self._accumulation_window is not None:

@@ -94,7 +94,7 @@ class Recording:
         self._losses: list[Any] = []
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         self._folded: dict[int, tuple[_weights.LossTerms, _sums.Weight]] = {}
-        self._unseen = [(o, o.built) for o in _optimizers_of_layers(model)]
+        self._unseen = [(o, self._clock(o)) for o in _optimizers_of_layers(model)]
 
     def stand_in(self, value: Any) -> Any:
         """Return what stands in for an attribute's value: optimizers, also in lists and dicts.
@@ -142,8 +142,11 @@ class Recording:
         if weight is None:
             return _sums.Weight(tf.ones((), tf.float64), tf.ones((), tf.float64))
         number = self._position.num_microbatches
-        if not any(getattr(v, "overwrite_with_gradient", False) for v in self.model.variables):
+        if not any(map(_sums.overwrites, self.model.variables)):
             number = _sums.power_of_two(number)
+        elif (whole := self._position.whole) is not None:
+            parts = whole.rows / tf.cast(self._num_rows(), tf.float64)
+            number = tf.cast(self._position.steps, tf.float64) * parts
         return _sums.in_unit(weight, self.unit(optimizer), number)
 
     def apply(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
@@ -195,10 +198,21 @@ class Recording:
 
     def check_complete(self) -> None:
         """Raise RuntimeError if the step applied an optimizer past the recording, or none."""
-        passed_by = [o for o, was_built in self._unseen if o.built and not was_built]
+        passed_by = [o for o, before in self._unseen if self._clock(o) != before]
         if passed_by or (not self.targets and self.model.trainable_weights):
             names = [o.name for o in passed_by]
             raise RuntimeError(_validate.not_recorded_message(self.model.name, names))
+
+    def _clock(self, optimizer: Any) -> Any:
+        """Return something that an `apply` of the optimizer changes."""
+        if not optimizer.built:
+            return None
+        iterations = optimizer.iterations.value
+        if self._graph is None:
+            return int(iterations.numpy())
+        placeholders = [p for handle, p in self._graph.captures if handle is iterations.handle]
+        users = [op for placeholder in placeholders for op in placeholder.consumers()]
+        return any(op.type != "ReadVariableOp" for op in users)
 
     def loss_terms(self) -> _weights.LossTerms:
         """Return what the terms of the loss so far ask for."""
@@ -216,13 +230,15 @@ class Recording:
         weight = self.model.microbatch_weight(x, y, sample_weight)
         if weight is not None:
             return _weights.rule(weight, regularization)
+        # What the terms weigh in the whole batch is of no use where a part of it may be left out.
+        whole = None if self.model.skip_nonfinite else self._position.whole
         terms = _weights.combine(
             self._terms,
             self._additional[:first],
             regularization,
             self._num_rows(),
-            self._position.steps,
-            self._position.whole,
+            self._position.num_microbatches if whole is None else self._position.steps,
+            whole,
         )
         if terms.mismatch and not self._position.is_window:
             self.model._warn_once(_validate.one_weight_message(terms.exact, terms.mismatch))
@@ -293,10 +309,8 @@ def _instances_in(value: Any, classes: Any) -> list[Any]:
 
 
 def _optimizers_of_layers(model: Any) -> list[Any]:
-    """Return the optimizers of models inside of `model`, which no attribute of `model` shows."""
-    return [
-        optimizer
-        for layer in model._flatten_layers(include_self=False)
-        if isinstance(layer, keras.Model)
-        for optimizer in optimizers_in(layer.__dict__.get("optimizer"))
-    ]
+    """Return the optimizers in attributes of layers, which no attribute of `model` shows."""
+    shown = optimizers_in(vars(model))
+    layers = model._flatten_layers(include_self=False)
+    hidden = {id(o): o for layer in layers for o in optimizers_in(vars(layer))}
+    return [o for o in hidden.values() if not any(o is other for other in shown)]

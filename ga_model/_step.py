@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from ga_model import _strategy, _weights
+from ga_model import _strategy, _validate, _weights
 from ga_model._logs import BatchLogs
 from ga_model._look_ahead import weights_in
 from ga_model._loop import loop
 from ga_model._microbatch import Batch
-from ga_model._recorder import Position, Target, optimizers_in, record
+from ga_model._recorder import Position, Recording, Target, optimizers_in, record
 from ga_model._sums import GradientSum
 from ga_model._window import Window
 
@@ -86,7 +86,7 @@ def run(model: Any, train_step: Callable[[Any], Any], data: Any, window: Window 
     with tf.control_dependencies(tensors):
         for target, gradients in zip(step.targets, part.sums):
             if window is None:
-                _apply(target, gradients, model.skip_nonfinite)
+                _apply(target, gradients, part.num_counted if model.skip_nonfinite else None)
             else:
                 window.add(target, gradients)
         if window is not None:
@@ -110,6 +110,7 @@ class _Step:
         self, model: Any, train_step: Callable[[Any], Any], batch: Batch, window: Window | None
     ) -> None:
         self.targets: list[Target] = []
+        self._present: list[list[bool]] = []  # which gradients of the targets are not None
         self.logs: BatchLogs | None = None
         self._model = model
         self._train_step = train_step
@@ -182,7 +183,7 @@ class _Step:
         data = self._batch.pack(leaves)
         with record(model, data, position) as recording:
             logs = self._train_step(data)
-        self.targets = recording.targets
+        self._note_targets(recording)
         part = _Part(recording.sums, [], logs, tf.ones((), tf.int64))
         if position.defers_logs:
             self.logs = BatchLogs(recording, logs)
@@ -191,22 +192,43 @@ class _Step:
             part = part.if_finite([recording.unit(target.optimizer) for target in self.targets])
         return part
 
+    def _note_targets(self, recording: Recording) -> None:
+        """Keep what a microbatch applies. In eager mode the next one might apply something else."""
+        targets, sums = recording.targets, recording.sums
+        present = [[value is not None for value in s.values()] for s in sums]
+        if self.targets:
+            if [id(t.optimizer) for t in targets] != [id(t.optimizer) for t in self.targets]:
+                raise RuntimeError(_validate.changing_targets_message(self._model.name))
+            late = [
+                variable.path
+                for target, *flags in zip(targets, self._present, present)
+                for variable, before, now in zip(target.variables, *flags)
+                if now and not before
+            ]
+            if late:
+                raise RuntimeError(_validate.late_gradient_message(late))
+        else:
+            self._present = present
+        self.targets = targets
+
     def _undone_if_not_finite(self, microbatch: Any) -> Any:
         """Return `microbatch` so that one that is left out changes no metric and no statistics."""
         model = self._model
-        states = [*model._flatten_layers(), *model.metrics]
 
         def undone(*args: Any) -> _Part:
-            if not all(getattr(state, "built", True) for state in states):
+            if not tf.executing_eagerly() and not _is_built(model):
                 # What the first call creates has to be there first, and is by tracing it.
                 tf.function(self._microbatch, autograph=False).get_concrete_function(*args)
-            variables = [*model.non_trainable_variables, *model.metrics_variables]
+            variables = [*model.variables, *model.metrics_variables]
             before = [tf.identity(variable.value) for variable in variables]
             part: _Part = microbatch(*args)
+            created = [m for m in model.metrics if not _are_in(m.variables, variables)]
 
             def undo() -> None:
                 for variable, value in zip(variables, before):
                     variable.assign(value)
+                for metric in created:
+                    metric.reset_state()
 
             _strategy.run_if(tf.equal(part.num_counted, 0), undo)
             return part
@@ -218,18 +240,33 @@ class _Step:
         return [known.get(id(o), unit) for o, unit in zip(self._optimizers, self._units)]
 
 
-def _apply(target: Target, part: GradientSum, skip_empty: bool) -> None:
-    """Update with the gradients of a batch.
+def _apply(target: Target, part: GradientSum, num_counted: Any | None) -> None:
+    """Update with the gradients of a batch. They are zero where it has no weight, as Keras's.
 
-    Those of one without weight are zero, as Keras's; or there is no update with `skip_empty`.
+    Args:
+        target: what to update.
+        part: the gradients.
+        num_counted: int64 scalar tensor, microbatches that were not left out: there is no update
+            if none is. Or None, where all count.
     """
     is_empty = tf.equal(part.total, 0.0)
     total = tf.where(is_empty, tf.ones_like(part.total), part.total)
     gradients = part._replace(total=total).mean(target.variables, target.is_sum)
-    if not skip_empty:
+
+    def update() -> None:
         target.optimizer.apply(gradients, target.variables)
-        return
-    _strategy.build_optimizer(target.optimizer, target.variables)
-    _strategy.update_if(
-        tf.logical_not(is_empty), lambda: target.optimizer.apply(gradients, target.variables)
-    )
+
+    if num_counted is None:
+        update()
+    else:
+        _strategy.update_if(tf.greater(num_counted, 0), update)
+
+
+def _are_in(variables: list[Any], others: list[Any]) -> bool:
+    return {id(v) for v in variables} <= {id(v) for v in others}
+
+
+def _is_built(model: Any) -> bool:
+    """Return whether layers and metrics have their variables. Some metrics say so in `_built`."""
+    states = [*model._flatten_layers(), *model.metrics]
+    return all(getattr(s, "built", True) and getattr(s, "_built", True) for s in states)

@@ -8,6 +8,8 @@ Private names of Keras in use, read in Keras 3.14.0 to 3.15.1:
 * `Trainer._aggregate_additional_loss`, in `_model`: the losses that layers add. The same tests.
 * `Layer._flatten_layers`, in `_model`, `_recorder` and `_step`: layers at any depth.
   `tests/test_models.py`.
+* `R2Score._built`, `FBetaScore._built`, in `_step`: whether they have their variables.
+  `tests/test_nonfinite.py`.
 * `Optimizer._trainable_variables`, in `_recorder`: `optimizer.apply(gradients)` without variables.
   `tests/test_steps.py`.
 * `KerasSaveable._unpickle_model`, in `_wrap`: pickling a wrapped model as the plain model.

@@ -6,7 +6,7 @@ For microbatches i with gradients g_i and weights w_i an update uses
 
 Both sums are kept and the division is made once, at the update. They are kept in a unit u of the
 window's own, sum_i((w_i / u) * g_i) and sum_i(w_i / u), which cancels in the mean. It is the first
-weight that is not zero, times the power of two that is near the number of microbatches to come. So
+weight that is not zero, times the power of two at or above the number of microbatches to come. So
 a window of one microbatch gives back its gradient bit for bit, a window of equal weights adds its
 gradients as they are but for a power of two, and float16 gradients stay about in the range that
 they have in the whole batch, where a row counts that much less. Where a heavier microbatch comes,
@@ -59,8 +59,13 @@ def in_unit(weight: Any, unit: Any, num_microbatches: Any = 1.0) -> Weight:
     return Weight(tf.math.divide_no_nan(weight, unit), unit)
 
 
+def overwrites(variable: Any) -> bool:
+    """Return whether a variable takes its gradient as its new value."""
+    return bool(getattr(variable, "overwrite_with_gradient", False))
+
+
 def power_of_two(number: tf.Tensor) -> tf.Tensor:
-    """Return the next power of two, as float64, at or above a number of at least 1."""
+    """Return the power of two at or above a number >= 1: float64 scalar tensor."""
     return 2.0 ** tf.math.ceil(tf.math.log(tf.cast(number, tf.float64)) / math.log(2.0))
 
 
@@ -103,9 +108,8 @@ class GradientSum(NamedTuple):
         """
         if len(gradients) != len(variables):
             raise ValueError(_validate.lengths_message(len(gradients), len(variables)))
-        overwrites = [getattr(variable, "overwrite_with_gradient", False) for variable in variables]
-        maxima = [g if overwrite else None for g, overwrite in zip(gradients, overwrites)]
-        gradients = [None if overwrite else g for g, overwrite in zip(gradients, overwrites)]
+        maxima = [g if overwrites(v) else None for g, v in zip(gradients, variables)]
+        gradients = [None if overwrites(v) else g for g, v in zip(gradients, variables)]
         if scale:
             gradients = [scaled(gradient, weight.relative) for gradient in gradients]
         return cls(list(gradients), maxima, *weight)
@@ -123,8 +127,13 @@ class GradientSum(NamedTuple):
             condition: bool scalar tensor.
             unit: float64 scalar tensor, the unit before this microbatch.
         """
-        total = tf.where(condition, self.total, 0.0)
-        return self._replace(total=total, unit=tf.where(condition, self.unit, unit))
+        return self._replace(
+            maxima=[
+                None if m is None else tf.where(condition, m, m.dtype.min) for m in self.maxima
+            ],
+            total=tf.where(condition, self.total, 0.0),
+            unit=tf.where(condition, self.unit, unit),
+        )
 
     def begin(self) -> GradientSum:
         """Return the first microbatch as a sum that others are added to.
@@ -147,9 +156,7 @@ class GradientSum(NamedTuple):
             _if_counted(g, self.total) if isinstance(g, tf.IndexedSlices) else next(kept)
             for g in present
         ]
-        counts = tf.not_equal(self.total, 0.0)
-        maxima = [None if m is None else tf.where(counts, m, 0.0) for m in self.maxima]
-        return self._replace(gradients=_with_nones(present, self.gradients), maxima=maxima)
+        return self._replace(gradients=_with_nones(present, self.gradients))
 
     def plus(self, other: GradientSum) -> GradientSum:
         """Return the sum with another microbatch, whose unit has grown from that of this sum.
@@ -158,7 +165,11 @@ class GradientSum(NamedTuple):
         So an optimizer gets what it gets from the whole batch, equal indices several times.
         """
         shrink = tf.math.divide_no_nan(self.unit, other.unit)  # a power of two, mostly 1
-        pairs = [(a, b) for a, b in zip(self.gradients, other.gradients) if a is not None]
+        pairs = [
+            (a, _no_gradient(a) if b is None else b)  # eagerly, a layer may be left out
+            for a, b in zip(self.gradients, other.gradients)
+            if a is not None
+        ]
         dense = [(a, b) for a, b in pairs if not isinstance(a, tf.IndexedSlices)]
 
         def add() -> list[Any]:
@@ -177,8 +188,7 @@ class GradientSum(NamedTuple):
             for a, b in pairs
         ]
         maxima = [
-            None if a is None else tf.where(is_empty, a, tf.maximum(a, b))
-            for a, b in zip(self.maxima, other.maxima)
+            None if a is None else tf.maximum(a, b) for a, b in zip(self.maxima, other.maxima)
         ]
         return GradientSum(
             _with_nones(gradients, self.gradients),
@@ -196,7 +206,10 @@ class GradientSum(NamedTuple):
         """
         total = None if is_sum else self.total
         means = [_mean(g, total, v.dtype) for g, v in zip(self.gradients, variables)]
-        return self._replace(gradients=means).values()
+        maxima = [
+            None if m is None else tf.cast(m, v.dtype) for m, v in zip(self.maxima, variables)
+        ]
+        return self._replace(gradients=means, maxima=maxima).values()
 
     def values(self) -> list[Any]:
         """Return the gradient or the maximum of each variable."""
@@ -227,6 +240,14 @@ def _mean(gradient: Any, total: Any, dtype: Any) -> Any:
     if total is not None:
         gradient = gradient / tf.cast(total, gradient.dtype)
     return tf.cast(gradient, dtype)
+
+
+def _no_gradient(gradient: Any) -> Any:
+    """Return a gradient of zeros, or of no rows, like another one."""
+    if isinstance(gradient, tf.IndexedSlices):
+        rows = gradient.values[:0], gradient.indices[:0]
+        return tf.IndexedSlices(*rows, gradient.dense_shape)
+    return tf.zeros_like(gradient)
 
 
 def _append(rows: Any, more: Any, shrink: Any, weight: Any) -> tf.IndexedSlices:

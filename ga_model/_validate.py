@@ -12,6 +12,11 @@ from collections.abc import Iterable
 from typing import Any
 
 _NOT_THE_USERS = {"ga_model", "keras", "tensorflow"}
+_WITHOUT = (
+    "train without accumulation: "
+    "`accumulation_steps=1`, `microbatch_size=None`, `skip_nonfinite=False`, "
+    "and call `compile()` again"
+)
 
 
 def warn(message: str) -> None:
@@ -163,7 +168,15 @@ def applied_twice_message(model: str, optimizer: str) -> str:
         "its second gradient would have to be taken after the first update. "
         f"Received: `train_step` of {model!r} applies the optimizer {optimizer!r} twice. "
         "Sum the losses and apply once, use one optimizer per update, "
-        "or train without accumulation: `accumulation_steps=1`, `microbatch_size=None`."
+        f"or {_WITHOUT}."
+    )
+
+
+def changing_targets_message(model: str) -> str:
+    return (
+        "All microbatches of a batch must apply the same optimizers, in the same order. "
+        f"Received: `train_step` of {model!r} applies others than in the microbatch before. "
+        "Set `microbatch_size=None`, or let the step apply every optimizer every time."
     )
 
 
@@ -173,19 +186,19 @@ def inner_graph_message(model: str) -> str:
         f"Received: `train_step` of {model!r} applies one inside of `tf.cond`, a loop, or a "
         "`tf.function` of its own. Move the call out of it (a window with a bad microbatch is best "
         "skipped by a LossScaleOptimizer), "
-        "or train without accumulation: `accumulation_steps=1`, `microbatch_size=None`."
+        f"or {_WITHOUT}."
     )
 
 
 def not_recorded_message(model: str, optimizers: list[str]) -> str:
-    received = f"applies {optimizers} of a model inside of it" if optimizers else "applies none"
+    received = f"applies {optimizers} of a layer inside of it" if optimizers else "applies none"
     return (
         "A `train_step` that is accumulated must apply an optimizer that is an attribute of the "
         "model, such as `self.optimizer`. "
         f"Received: `train_step` of {model!r} {received}. "
         "Keep each optimizer in an attribute of the model itself and call "
         "`self.<attribute>.apply(gradients, variables)`, "
-        "or train without accumulation: `accumulation_steps=1`, `microbatch_size=None`."
+        f"or {_WITHOUT}."
     )
 
 
@@ -230,6 +243,13 @@ def empty_apply_message() -> str:
     )
 
 
+def weight_message(weight: Any) -> str:
+    return (
+        "`weight` must be a scalar number or tensor, or None where the loss is a sum. "
+        f"Received: weight={weight!r}. Pass what the microbatch's loss averages over, such as rows."
+    )
+
+
 def mixed_weights_message() -> str:
     return (
         "`weight` must be a number in every microbatch of a `GradientAccumulator`, or None in "
@@ -242,7 +262,7 @@ def strategy_message(name: str, replicas: int) -> str:
         "Accumulation runs on one replica. "
         f"Received: {name} with {replicas} replicas. "
         "Train outside the strategy's scope, "
-        "or train without accumulation: `accumulation_steps=1`, `microbatch_size=None`."
+        f"or {_WITHOUT}."
     )
 
 
@@ -293,7 +313,7 @@ def instance_step_message(model: str) -> str:
         "`train_step` must be a method of the model's class. "
         f"Received: {model!r} with `train_step` set on the instance, which would not accumulate. "
         "Define it in a subclass, "
-        "or train without accumulation: `accumulation_steps=1`, `microbatch_size=None`."
+        f"or {_WITHOUT}."
     )
 
 

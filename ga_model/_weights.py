@@ -148,8 +148,9 @@ def combine(
             summing.
         regularization: values of the weight regularizers.
         rows: scalar tensor, rows of the microbatch.
-        steps: scalar tensor, the window's `accumulation_steps`.
-        whole: the batch, where the microbatch is a part of one.
+        steps: scalar tensor, parts of equal weight that the window has: batches with `whole`,
+            else microbatches.
+        whole: the batch, where the microbatch is a part of one that is known to count whole.
 
     Raises:
         ValueError: a loss with reduction None or "none" stands beside another.

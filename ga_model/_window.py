@@ -12,6 +12,20 @@ from ga_model._recorder import Target
 from ga_model._sums import GradientSum
 
 
+class Counter:
+    """A count in a variable that Keras and TensorFlow do not track as the model's."""
+
+    def __init__(self) -> None:
+        self._count = _strategy.make_variable((), tf.int64)
+
+    def add(self, number: Any) -> None:
+        """Add an int64 scalar tensor."""
+        self._count.assign_add(number)
+
+    def __int__(self) -> int:
+        return int(self._count.numpy())
+
+
 class Window:
     """Collects batches and makes one update of each optimizer when it is full.
 

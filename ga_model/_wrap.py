@@ -9,7 +9,6 @@ from typing import Any, cast
 import keras
 
 from ga_model import _validate
-from ga_model._attributes import may_be_recorded, watch_attribute
 from ga_model._model import AccumulatingModel
 from ga_model._recorder import optimizers_in
 
@@ -70,9 +69,6 @@ def accumulate(
     _validate.check_single_finite_check(optimizers, skip)
     if not isinstance(model, AccumulatingModel):
         wrapped = _wrapped_class(cast(Hashable, type(model)))
-        for name, value in vars(model).items():
-            if may_be_recorded(name, value):
-                watch_attribute(wrapped, name)
         object.__setattr__(model, "__class__", wrapped)
         model.train_function = None
     if accumulation_steps is not None:

@@ -218,6 +218,12 @@ def test_buffers_are_float32_or_better_and_only_where_there_are_gradients():
 
 
 class TestBadInput:
+    @pytest.mark.parametrize("weight", ["sum", [1.0, 2.0], tf.ones(2)], ids=repr)
+    def test_a_weight_that_is_no_scalar(self, weight):
+        variable = tf.Variable([1.0])
+        with pytest.raises(ValueError, match=r"must be a scalar number or tensor, or None"):
+            GradientAccumulator().add([tf.ones(1)], [variable], weight=weight)
+
     variables = property(lambda self: [keras.Variable(np.zeros(2)), keras.Variable(np.zeros(3))])
 
     def test_lengths_differ(self):

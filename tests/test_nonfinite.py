@@ -65,11 +65,13 @@ def test_by_default_one_bad_microbatch_spoils_the_weights_as_in_the_big_batch(va
         assert model.num_skipped_microbatches == 0
 
 
+CASES_OF_ALL_WAYS = [("windows of split batches", [0]), ("windows of split batches", [4])]
+CASES_OF_ALL_WAYS += [("batches", [0])]
 CASES = [
     (way, bad, "sum_over_batch_size", "graph")
     for way in WAYS
     for bad in ([0], [1, 2], [0, 1, 2], [4])
-    if way != "batches" or bad in ([0], [1, 2])
+    if (way, bad) in CASES_OF_ALL_WAYS or way in ("windows of batches", "split batches")
 ] + [
     ("windows of batches", [0], "sum", "graph"),
     ("split batches", [0], "sum", "jit"),
@@ -124,42 +126,115 @@ def test_running_statistics_and_random_state_are_as_if_the_microbatch_had_not_be
 
 
 class OwnStep(keras.Sequential):
-    """A step with two optimizers that logs a number of its own."""
+    """A step with two optimizers, metrics and a variable that moves, and a number it logs."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.other = keras.optimizers.SGD(0.1)
+        self.mean, self.r2 = keras.metrics.Mean(name="mean"), keras.metrics.R2Score(name="r2")
+        self.moving = self.add_weight(shape=(), initializer="zeros")
 
     def train_step(self, data):
         x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        if self.run_eagerly:
+            x.numpy()  # what eager mode is for
         with tf.GradientTape(persistent=True) as tape:
-            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+            y_pred = self(x, training=True)
+            loss = self.compute_loss(y=y, y_pred=y_pred)
         first, last = self.layers[0].trainable_variables, self.layers[-1].trainable_variables
         self.optimizer.apply(tape.gradient(loss, last), last)
         self.other.apply(tape.gradient(loss, first), first)
-        return {"own": loss}
+        self.moving.assign(0.9 * self.moving + loss)
+        self.mean.update_state(loss)
+        self.r2.update_state(y, y_pred)
+        return {"own": loss, "mean": self.mean.result(), "r2": self.r2.result()}
 
 
-def make_own_step():
-    model = OwnStep(make().layers)
-    model.other = keras.optimizers.SGD(0.1)
-    return model
-
-
-def test_a_bad_gradient_for_one_optimizer_leaves_the_microbatch_out_for_all(float64):
-    x, y, keep = bad_data(12, 4, bad=[1])
-    model, reference = accumulate(seeded(make_own_step), microbatch_size=4), seeded(make_own_step)
-    model.skip_nonfinite = True
-    for m in (model, reference):
-        m.compile(keras.optimizers.Adam(0.01), "mse")
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_a_bad_gradient_for_one_optimizer_leaves_the_microbatch_out_for_all(run_eagerly, float64):
+    """And out of the metrics and variables that a step of one's own looks after."""
+    x, y, keep = bad_data(12, 4, bad=[0])
+    models = [seeded(lambda: OwnStep(make().layers)) for _ in range(2)]
+    model, reference = accumulate(models[0], microbatch_size=4, skip_nonfinite=True), models[1]
+    for m in models:
+        m.compile(keras.optimizers.Adam(0.01), "mse", run_eagerly=run_eagerly)
     start = model.get_weights()
     with pytest.warns(UserWarning, match="num_skipped_microbatches"):
         logs = model.fit(x, y, batch_size=12, shuffle=False, verbose=0).history
-    expected = reference.train_on_batch(x[keep], y[keep], return_dict=True)
+    expected = reference.fit(x[keep], y[keep], batch_size=8, shuffle=False, verbose=0).history
+    assert np.isfinite(model.moving.numpy())
+    weights, others = model.get_weights(), reference.get_weights()
+    moving = [w.shape for w in weights].index(())  # once per microbatch
+    for values in (weights, others, start):
+        del values[moving]
+    assert relative_difference(weights, others, start) <= TOLERANCE[float64]
+    for name, values in expected.items():
+        np.testing.assert_allclose(logs[name], values, rtol=1e-12, err_msg=name)
+    # Of a batch without any finite microbatch there is no mean.
+    before = [*model.get_weights(), *(v.numpy() for v in model.metrics_variables)]
+    logs = model.train_step((tf.fill(x.shape, tf.constant(np.nan, x.dtype)), tf.constant(y)))
+    assert np.isnan(logs["own"])
+    after = [*model.get_weights(), *(v.numpy() for v in model.metrics_variables)]
+    for a, b in zip(after, before, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert model.num_skipped_microbatches == 4
+
+
+@pytest.mark.filterwarnings("ignore:Microbatches of:UserWarning")
+@pytest.mark.parametrize("way", ["windows of batches", "split batches"])
+def test_a_regularizer_of_a_sum_counts_once_also_if_the_first_microbatch_is_bad(way, float64):
+    def regularized():
+        regularizer = keras.regularizers.L2(0.1)
+        return keras.Sequential(
+            [
+                keras.Input((4,)),
+                keras.layers.Dense(6, activation="tanh", kernel_regularizer=regularizer),
+                keras.layers.Dense(2),
+            ]
+        )
+
+    settings, rows, microbatch = WAYS[way]
+    x, y, keep = bad_data(12, microbatch, bad=[0])
+    loss = keras.losses.MeanSquaredError("sum")
+    model = compiled(accumulate(seeded(regularized), skip_nonfinite=True, **settings), loss)
+    reference = compiled(seeded(regularized), loss)
+    start = model.get_weights()
+    model.fit(x, y, batch_size=rows, shuffle=False, verbose=0)
+    reference.fit(x[keep], y[keep], shuffle=False, verbose=0)
     difference = relative_difference(model.get_weights(), reference.get_weights(), start)
     assert difference <= TOLERANCE[float64]
-    np.testing.assert_allclose(logs["own"][0], expected["own"], rtol=1e-12)
-    # Of a batch without any finite microbatch there is no mean.
-    logs = model.train_on_batch(np.full_like(x, np.nan), y, return_dict=True)
-    assert np.isnan(logs["own"])
-    assert relative_difference(model.get_weights(), reference.get_weights(), start) == difference
-    assert model.num_skipped_microbatches == 4
+
+
+def test_terms_that_average_over_different_things_are_named():
+    inputs = keras.Input((4,))
+    outputs = [keras.layers.Dense(1, name=name)(inputs) for name in ("a", "b")]
+    model = accumulate(keras.Model(inputs, outputs), microbatch_size=4, skip_nonfinite=True)
+    model.compile("sgd", [keras.losses.MeanSquaredError(), keras.losses.MeanSquaredError("sum")])
+    x, y = dense_data(12)
+    with pytest.warns(UserWarning, match="One weight per microbatch can not serve all terms"):
+        model.train_on_batch(x, [y[:, :1], y[:, 1:]])
+
+
+def test_a_batch_without_weight_makes_the_update_that_it_makes_without_the_setting():
+    x, y = dense_data(12)
+    updates = []
+    for skip in (False, True):
+        model = accumulate(seeded(make), microbatch_size=4, skip_nonfinite=skip)
+        loss = keras.losses.MeanSquaredError("mean_with_sample_weight")
+        compiled(model, loss).fit(x, y, sample_weight=np.zeros(12), verbose=0, batch_size=12)
+        updates.append((int(model.optimizer.iterations), model.num_skipped_microbatches))
+    assert updates == [(1, 0)] * 2
+
+
+def test_the_count_is_no_part_of_the_model(tmp_path):
+    x, y = dense_data(12)
+    saved = []
+    for wrap in (lambda model: model, lambda model: accumulate(model, skip_nonfinite=True)):
+        model = compiled(wrap(seeded(make)))
+        model.fit(x, y, verbose=0)
+        path = tf.train.Checkpoint(model=model).write(str(tmp_path / "checkpoint"))
+        saved.append(sorted(tf.train.list_variables(path)))
+    assert saved[0] == saved[1]
 
 
 def test_what_was_left_out_is_reported_once_and_counted_from_compile_on():

@@ -104,17 +104,18 @@ class AccumulatingCompiledStep(AccumulatingModel, OwnLoss):
         return super().train_step(data)
 
 
-@pytest.mark.parametrize("jit_compile", [False, True])
 @pytest.mark.parametrize(
-    "make",
+    ("make", "jit_compile"),
     [
-        Distance,
-        OwnLoss,
-        AccumulatingOwnLoss,
-        OwnStepInSubclass,
-        MixinOnTheLeft,
-        CompiledStep,
-        AccumulatingCompiledStep,
+        (Distance, False),
+        (Distance, True),
+        (OwnLoss, False),
+        (AccumulatingOwnLoss, False),
+        (OwnStepInSubclass, False),
+        (MixinOnTheLeft, False),
+        (CompiledStep, False),
+        (AccumulatingCompiledStep, False),
+        (AccumulatingCompiledStep, True),
     ],
 )
 def test_a_train_step_of_the_users_own_matches_the_whole_batch(make, jit_compile, float64):
@@ -190,8 +191,31 @@ class InAList(TwoOptimizers):
         return {"a_loss": a_loss, "b_loss": b_loss}
 
 
-@pytest.mark.parametrize("when", ["subclass", "wrapped before compile", "wrapped after compile"])
-@pytest.mark.parametrize("step", [TwoOptimizers, Sequential, InAList])
+class InAPrivateList(InAList):
+    """Fills its list when it has been set."""
+
+    def compile(self, a_optimizer, b_optimizer):
+        TwoOptimizers.compile(self, a_optimizer, b_optimizer)
+        self._both = []
+        self._both += [self.a_optimizer, {"b": self.b_optimizer}]
+        del self.a_optimizer, self.b_optimizer
+
+    @property
+    def both(self):
+        return self._both
+
+
+@pytest.mark.parametrize(
+    ("step", "when"),
+    [
+        (TwoOptimizers, "subclass"),
+        (TwoOptimizers, "wrapped before compile"),
+        (TwoOptimizers, "wrapped after compile"),
+        (Sequential, "wrapped before compile"),
+        (InAList, "wrapped after compile"),
+        (InAPrivateList, "subclass"),
+    ],
+)
 def test_several_optimizers_each_have_their_own_window(step, when, float64):
     """And all gradients are taken at the weights that the window starts with."""
     x, y = dense_data(34)
@@ -457,9 +481,11 @@ class AppliesNone(OwnLoss):
 
 
 class AppliesAnInnerModels(OwnLoss):
-    def __init__(self):
+    def __init__(self, is_built=False):
         super().__init__()
         self.net.compile(keras.optimizers.SGD(name="inner"))
+        if is_built:
+            self.net.optimizer.build(self.net.trainable_variables)
 
     def train_step(self, data):
         x, y = data
@@ -476,7 +502,8 @@ class AppliesAnInnerModels(OwnLoss):
     [
         (AppliesTwice, "applies the optimizer 'sgd' twice"),
         (AppliesNone, "applies none"),
-        (AppliesAnInnerModels, r"applies \['inner'\] of a model inside of it"),
+        (lambda: AppliesAnInnerModels(is_built=True), r"applies \['inner'\] of a layer"),
+        (AppliesAnInnerModels, r"applies \['inner'\] of a layer inside of it"),
     ],
 )
 def test_steps_that_can_not_be_accumulated_are_refused_and_train_without(make, message):
@@ -492,6 +519,62 @@ def test_steps_that_can_not_be_accumulated_are_refused_and_train_without(make, m
     model.accumulation_steps = 1  # the way out that the message names
     model.compile(keras.optimizers.SGD(name="sgd"), "mse")
     model.fit(x, y, batch_size=4, verbose=0)
+
+
+class AppliesInTurn(TwoOptimizers):
+    """Applies its second optimizer every other time, which only eager mode does."""
+
+    calls = 0
+
+    def train_step(self, data):
+        x, y = data
+        self.calls += 1
+        with tf.GradientTape(persistent=True) as tape:
+            loss = tf.reduce_mean(tf.square(self.a(x) * self.b(x) - y))
+        a, b = self.a.trainable_variables, self.b.trainable_variables
+        self.a_optimizer.apply(tape.gradient(loss, a), a)
+        if self.calls % 2:
+            self.b_optimizer.apply(tape.gradient(loss, b), b)
+        return {"loss": loss}
+
+
+def test_an_optimizer_that_is_applied_in_some_microbatches_of_a_batch_is_refused():
+    x, y = dense_data(12)
+    model = accumulate(AppliesInTurn(), microbatch_size=4)
+    model.compile(keras.optimizers.SGD(), keras.optimizers.SGD())
+    model.run_eagerly = True
+    with pytest.raises(RuntimeError, match="must apply the same optimizers, in the same order"):
+        model.fit(x, y, batch_size=12, verbose=0)
+
+
+class Alternates(OwnLoss):
+    """Uses one of its networks every other time, which only eager mode does."""
+
+    def __init__(self, first):
+        super().__init__()
+        self.other, self.calls = dense_model(), first
+
+    def call(self, x):
+        self.calls += 1
+        return self.net(x) + (self.other(x) if self.calls % 2 else 0.0)
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning:keras")
+def test_a_network_that_some_microbatches_leave_out(float64):
+    x, y = dense_data(12)
+    model, reference = (seeded(lambda: Alternates(first=0)) for _ in range(2))
+    accumulate(model, microbatch_size=6)
+    accumulate(reference, accumulation_steps=2)  # which has a buffer for it
+    for m, rows in (model, 12), (reference, 6):
+        m.compile("sgd", "mse", run_eagerly=True)
+        m.calls = 0
+        start = m.get_weights()
+        m.fit(x, y, batch_size=rows, shuffle=False, verbose=0)
+    difference = relative_difference(model.get_weights(), reference.get_weights(), start)
+    assert difference <= TOLERANCE[float64]
+    model.calls = 1
+    with pytest.raises(RuntimeError, match="without a gradient in the first microbatch"):
+        model.fit(x, y, batch_size=12, shuffle=False, verbose=0)
 
 
 class AppliesInABranch(OwnLoss):
