@@ -87,11 +87,10 @@ def test_a_frozen_application_matches_the_whole_batch(settings, float64):
     assert_equal_training(lambda: mobile_net(frozen=True), classification, images(34), settings)
 
 
-@pytest.mark.parametrize("settings", WAYS, ids=str)
-def test_an_application_that_is_not_frozen_trains_and_its_layers_are_named(settings):
+def test_an_application_that_is_not_frozen_trains_and_its_layers_are_named():
     with pytest.warns(UserWarning, match="BatchNormalization layers in training mode") as caught:
         model, start = train(
-            lambda: mobile_net(frozen=False), classification, images(24), settings, epochs=1
+            lambda: mobile_net(frozen=False), classification, images(24), WAYS[0], epochs=1
         )
     assert sum("BatchNormalization" in str(w.message) for w in caught) == 1
     assert_changed(model.get_weights(), start)
@@ -148,7 +147,7 @@ def text_classification(rows):
     return inputs, images(rows)[1]
 
 
-def next_token(rows, weighted=True):
+def next_token(rows):
     ids, mask = tokens(rows)
     y = np.roll(ids, -1, axis=1)
     return {"token_ids": ids, "padding_mask": mask}, y, mask.astype("float64")
@@ -162,10 +161,9 @@ def sgd(reduction="sum_over_batch_size"):
 TASKS = {
     "text classifier": (text_classifier, sgd, text_classification),
     "image classifier": (image_classifier, sgd, lambda rows: images(rows, size=8)),
-    "causal language model": (causal_language_model, sgd, next_token),
-    "causal language model, mean over tokens": (
+    "causal language model": (
         causal_language_model,
-        lambda: sgd("mean_with_sample_weight"),
+        lambda: sgd("mean_with_sample_weight"),  # of the tokens
         next_token,
     ),
 }
