@@ -194,7 +194,7 @@ class GradientAccumulator:
         if is_sum != self._is_sum:
             raise ValueError(_validate.mixed_weights_message())
         late = [
-            getattr(variable, "path", variable.name)
+            variable
             for variable, value, buffer in zip(variables, part.values(), self._buffers)
             if value is not None and buffer is None
         ]

@@ -200,7 +200,7 @@ class _Step:
             if [id(t.optimizer) for t in targets] != [id(t.optimizer) for t in self.targets]:
                 raise RuntimeError(_validate.changing_targets_message(self._model.name))
             late = [
-                variable.path
+                variable
                 for target, *flags in zip(targets, self._present, present)
                 for variable, before, now in zip(target.variables, *flags)
                 if now and not before

@@ -227,10 +227,11 @@ def unknown_variables_message() -> str:
     )
 
 
-def late_gradient_message(variables: list[str]) -> str:
+def late_gradient_message(variables: list[Any]) -> str:
+    names = [getattr(variable, "path", variable.name) for variable in variables]
     return (
         "A variable without a gradient in the first microbatch can not get one later. "
-        f"Received: a gradient for {variables}. "
+        f"Received: a gradient for {names}. "
         "Let every microbatch use the same layers, or start with one that uses all of them."
     )
 

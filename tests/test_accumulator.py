@@ -187,11 +187,11 @@ def test_weight_zero_changes_nothing_and_a_window_of_it_makes_no_update():
     variable = keras.Variable([1.0, 2.0])
     optimizer = keras.optimizers.Adam()
     accumulator = GradientAccumulator()
-    accumulator.add([tf.constant([5.0, 5.0])], [variable], weight=0)
+    accumulator.add([tf.constant([5.0, np.nan])], [variable], weight=0)
     accumulator.apply(optimizer)
     assert optimizer.iterations == 0
     np.testing.assert_array_equal(variable, [1.0, 2.0])
-    accumulator.add([tf.constant([5.0, 5.0])], [variable], weight=0)
+    accumulator.add([tf.constant([np.inf, 5.0])], [variable], weight=0)
     accumulator.add([tf.constant([1.0, 3.0])], [variable], weight=4)
     np.testing.assert_array_equal(accumulator.mean()[0], [1.0, 3.0])
 

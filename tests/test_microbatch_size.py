@@ -30,7 +30,13 @@ from helpers import (
     seeded,
 )
 from test_traces import Counting
-from test_weights import REDUCTIONS, compile_with, sample_weights, sequence_model
+from test_weights import (
+    REDUCTIONS,
+    compile_with,
+    masked_sequence_model,
+    sample_weights,
+    sequence_model,
+)
 from zoo import OPTIMIZERS, ZOO, embedding, embedding_data, masked_data, masked_recurrent
 
 from ga_model import AccumulatingModel, accumulate
@@ -124,7 +130,7 @@ def test_reduction_matches_the_whole_batch_and_so_does_the_loss(
     reduction, masked, kind, steps, float64
 ):
     x, y = masked_data(33)
-    make = masked_recurrent if masked else sequence_model
+    make = masked_sequence_model if masked else sequence_model
     data = (x, y, *sample_weights(kind, 33))
     arguments = compile_with(reduction, metrics=["mae"], weighted_metrics=["mse"])
     model, reference, start = fit_pair(make, arguments, data, rows=12 // steps, steps=steps, size=5)
@@ -348,8 +354,7 @@ INPUTS = {
 }
 
 
-@pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("weighted", "static"), [(False, False), (True, True)])
 @pytest.mark.parametrize("kind", INPUTS)
 def test_whatever_a_batch_holds_is_split_and_accumulated(kind, weighted, static, float64):
     rows = 24 if static else 31
