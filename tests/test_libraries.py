@@ -100,30 +100,24 @@ def test_an_application_that_is_not_frozen_trains_and_its_layers_are_named():
 
 # KerasHub.
 
+SMALL = {
+    "vocabulary_size": 11,
+    "num_layers": 1,
+    "num_heads": 2,
+    "hidden_dim": 8,
+    "intermediate_dim": 12,
+    "dropout": 0.0,
+    "max_sequence_length": 8,
+}
+
 
 def text_classifier():
-    backbone = keras_hub.models.BertBackbone(
-        vocabulary_size=11,
-        num_layers=1,
-        num_heads=2,
-        hidden_dim=8,
-        intermediate_dim=12,
-        dropout=0.0,
-        max_sequence_length=8,
-    )
+    backbone = keras_hub.models.BertBackbone(**SMALL)
     return keras_hub.models.BertTextClassifier(backbone, num_classes=3, dropout=0.0)
 
 
 def causal_language_model():
-    backbone = keras_hub.models.GPT2Backbone(
-        vocabulary_size=11,
-        num_layers=1,
-        num_heads=2,
-        hidden_dim=8,
-        intermediate_dim=12,
-        dropout=0.0,
-        max_sequence_length=8,
-    )
+    backbone = keras_hub.models.GPT2Backbone(**SMALL)
     return keras_hub.models.GPT2CausalLM(backbone, preprocessor=None)
 
 
