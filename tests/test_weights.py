@@ -20,6 +20,7 @@ from zoo import masked_data, masked_recurrent, two_outputs, two_outputs_data
 from ga_model import AccumulatingModel, accumulate
 
 REDUCTIONS = ["sum_over_batch_size", "mean", "mean_with_sample_weight", "sum"]
+DIFFERENT_REDUCTIONS = [name for name in REDUCTIONS if name != "mean"]  # the first one's other name
 
 
 def sequence_model():
@@ -60,7 +61,7 @@ def compile_with(reduction, **kwargs):
 
 @pytest.mark.parametrize("kind", ["none", "rows", "positions", "zeros"])
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("reduction", DIFFERENT_REDUCTIONS)
 def test_reduction_matches_the_whole_batch(reduction, masked, kind, dtype):
     rows = 34  # windows of 12 rows: two full ones, and a partial one that is ragged
     x, y = masked_data(rows)
