@@ -209,15 +209,13 @@ class AccumulatingModel(_Base):
             microbatch_size = self._microbatch_size
         if skip_nonfinite is None:
             skip_nonfinite = self._skip_nonfinite
-        steps = _validate.check_accumulation_steps(accumulation_steps)
-        size = _validate.check_microbatch_size(microbatch_size)
-        skip = _validate.check_skip_nonfinite(skip_nonfinite)
-        optimizers = optimizers_in([*args, *kwargs.values()])
-        _validate.check_single_accumulation(optimizers, steps)
-        adds_scaling = self.dtype_policy.name == "mixed_float16" and kwargs.get(
-            "auto_scale_loss", True
+        steps, size, skip = _validate.check_settings(
+            accumulation_steps,
+            microbatch_size,
+            skip_nonfinite,
+            optimizers_in([*args, *kwargs.values()]),
+            self.dtype_policy.name == "mixed_float16" and kwargs.get("auto_scale_loss", True),
         )
-        _validate.check_single_finite_check(optimizers, skip, adds_scaling)
         super().compile(*args, **kwargs)
         self._accumulation_steps = steps
         self._microbatch_size = size

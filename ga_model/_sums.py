@@ -206,9 +206,7 @@ class GradientSum(NamedTuple):
         """
         total = None if is_sum else self.total
         means = [_mean(g, total, v.dtype) for g, v in zip(self.gradients, variables)]
-        maxima = [
-            None if m is None else tf.cast(m, v.dtype) for m, v in zip(self.maxima, variables)
-        ]
+        maxima = [_mean(m, None, v.dtype) for m, v in zip(self.maxima, variables)]
         return self._replace(gradients=means, maxima=maxima).values()
 
     def values(self) -> list[Any]:

@@ -131,6 +131,28 @@ def check_single_finite_check(
         )
 
 
+def check_settings(
+    accumulation_steps: Any,
+    microbatch_size: Any,
+    skip_nonfinite: Any,
+    optimizers: list[Any],
+    adds_scaling: bool = False,
+) -> tuple[int, int | None, bool]:
+    """Return the three settings, or raise what the checks of each raise.
+
+    Args:
+        accumulation_steps, microbatch_size, skip_nonfinite: the settings.
+        optimizers: the optimizers that they are to work with.
+        adds_scaling: whether Keras will put a LossScaleOptimizer around the optimizer.
+    """
+    steps = check_accumulation_steps(accumulation_steps)
+    size = check_microbatch_size(microbatch_size)
+    skip = check_skip_nonfinite(skip_nonfinite)
+    check_single_accumulation(optimizers, steps)
+    check_single_finite_check(optimizers, skip, adds_scaling)
+    return steps, size, skip
+
+
 def skipped_message(model: str) -> str:
     return (
         f"Microbatches of {model!r} had NaN or Inf in their gradients and were left out, as "

@@ -60,13 +60,12 @@ def accumulate(
     """
     if not isinstance(model, keras.Model):
         raise TypeError(_validate.not_a_model_message(model))
-    steps = 1 if accumulation_steps is None else accumulation_steps
-    steps = _validate.check_accumulation_steps(steps)
-    size = _validate.check_microbatch_size(microbatch_size)
-    optimizers = optimizers_in(vars(model))
-    _validate.check_single_accumulation(optimizers, steps)
-    skip = _validate.check_skip_nonfinite(False if skip_nonfinite is None else skip_nonfinite)
-    _validate.check_single_finite_check(optimizers, skip)
+    steps, size, skip = _validate.check_settings(
+        1 if accumulation_steps is None else accumulation_steps,
+        microbatch_size,
+        False if skip_nonfinite is None else skip_nonfinite,
+        optimizers_in(vars(model)),
+    )
     if not isinstance(model, AccumulatingModel):
         wrapped = _wrapped_class(cast(Hashable, type(model)))
         object.__setattr__(model, "__class__", wrapped)
