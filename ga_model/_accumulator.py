@@ -57,6 +57,7 @@ class GradientAccumulator:
     """
 
     def __init__(self) -> None:
+        self._strategy = _strategy.current()
         self.num_microbatches = _strategy.make_variable((), tf.int64)
         self._total = _strategy.make_variable((), tf.float64)
         self._unit = _strategy.make_variable((), tf.float64)
@@ -142,7 +143,7 @@ class GradientAccumulator:
         values = [None if buffer is None else buffer.read_value() for buffer in self._buffers]
         weight = _sums.Weight(self._total.read_value(), self._unit.read_value())
         whole = GradientSum.of(values, self._variables, weight, scale=False)
-        return whole.mean(self._variables, bool(self._is_sum))
+        return whole.of_replica().mean(self._variables, bool(self._is_sum))
 
     def apply(self, optimizer: Any, *, _condition: Any = True) -> None:
         """Update the variables with the window's gradient, and start the next window.
@@ -164,8 +165,14 @@ class GradientAccumulator:
             return
         variables = self._variables
         _strategy.build_optimizer(optimizer, variables)
-        counts = tf.logical_and(_condition, tf.not_equal(self._total, 0.0))
-        _strategy.update_if(counts, lambda: optimizer.apply(self.mean(), variables))
+
+        def apply() -> None:
+            total = self._total.read_value()
+            _strategy.update_if(
+                _condition, total, lambda: _strategy.apply(optimizer, self.mean(), variables)
+            )
+
+        _strategy.run_on_replicas(self._strategy, apply)
         self._reset(_condition)
 
     def reset(self) -> None:
@@ -218,6 +225,7 @@ def _assign(buffer: tf.Variable, gradient: Any) -> None:
 def _assign_add(buffer: tf.Variable, gradient: Any) -> None:
     if isinstance(gradient, tf.IndexedSlices):
         values = tf.cast(gradient.values, buffer.dtype)
-        buffer.scatter_add(tf.IndexedSlices(values, gradient.indices))
+        rows = tf.IndexedSlices(values, gradient.indices)
+        _strategy.copy_here(buffer).scatter_add(rows)
     else:
         buffer.assign_add(tf.cast(gradient, buffer.dtype))

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from ga_model import _strategy
 from ga_model._stand_in import StandIn
 
 
@@ -152,7 +153,7 @@ class BatchLogs:
             num_counted: int64 scalar tensor, microbatches that were not left out. With none,
                 metrics stay as they are, and numbers are NaN.
         """
-        sums, last = list(sums), list(last)
+        sums, last = list(_strategy.mean_over_replicas(sums)), list(last)
         counts = tf.cast(tf.greater(num_counted, 0), tf.float64)
 
         def mean() -> tf.Tensor:

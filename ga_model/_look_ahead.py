@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from ga_model import _weights
+from ga_model import _strategy, _weights
 from ga_model._logs import MetricCalls
 from ga_model._loop import loop
 from ga_model._microbatch import Batch
@@ -16,14 +17,22 @@ from ga_model._observed_loss import observed
 from ga_model._recorder import unpack
 
 
-def weights_in(model: Any, batch: Batch) -> Callable[[], list[Any] | None]:
-    """Return a function for the weights that the compiled loss's terms have in the whole batch.
+def look_ahead(model: Any, batch: Batch, is_window: bool) -> _weights.Whole:
+    """Return what is known of a batch before its microbatches are trained on.
 
-    It runs the microbatches forward once more, of which TensorFlow leaves out what masks do not
-    depend on. It does so where the batch is, and not in the graph of the microbatch that asks.
+    For weights the microbatches run forward once more, of which TensorFlow leaves out what masks
+    do not depend on. That happens once, if a microbatch asks, and where the batch is and not in the
+    graph of the microbatch. Replicas then communicate.
     """
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-    known: list[list[Any]] = []
+
+    def once(function: Callable[[], Any]) -> Callable[[], Any]:
+        def result() -> Any:
+            # In the batch's graph; without one, out of sight of the tape that is running.
+            with tf.init_scope() if graph is None else graph.as_default():
+                return _strategy.mean_over_replicas(function())
+
+        return functools.cache(result)
 
     def of_microbatch(leaves: list[Any]) -> list[Any]:
         x, y, sample_weight = unpack(batch.pack(leaves))
@@ -35,18 +44,7 @@ def weights_in(model: Any, batch: Batch) -> Callable[[], list[Any] | None]:
         weights = [tf.constant(0.0) if term.weight is None else term.weight for term in terms]
         return [tf.cast(weight, tf.float64) for weight in weights]
 
-    def weights() -> list[Any] | None:
-        if not all(_is_of_keras(model, name) for name in ("train_step", "compute_loss")):
-            return None
-        if vars(model)["_compile_loss"] is None:
-            return []
-        if not known:
-            # In the batch's graph; without one, out of sight of the tape that is running.
-            with tf.init_scope() if graph is None else graph.as_default():
-                known.append(sums())
-        return known[0]
-
-    def sums() -> list[Any]:
+    def weights() -> list[Any]:
         function: Any = of_microbatch
         if graph is not None:
             function = tf.function(
@@ -59,7 +57,15 @@ def weights_in(model: Any, batch: Batch) -> Callable[[], list[Any] | None]:
         first = function(batch.microbatch(tf.zeros((), tf.int64)))
         return loop(add, first, batch.num_microbatches)  # type: ignore[no-any-return]
 
-    return weights
+    def weights_if_known() -> list[Any] | None:
+        if not all(_is_of_keras(model, name) for name in ("train_step", "compute_loss")):
+            return None
+        return [] if vars(model)["_compile_loss"] is None else weights_once()
+
+    weights_once = once(weights)
+    return _weights.Whole(
+        once(lambda: tf.cast(batch.rows, tf.float64)), is_window, weights_if_known
+    )
 
 
 def _is_of_keras(model: Any, name: str) -> bool:

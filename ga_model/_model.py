@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from ga_model import _step, _validate
+from ga_model import _step, _strategy, _validate
 from ga_model._attributes import CompiledLossAttribute, RecordedAttribute, watch_attributes
 from ga_model._callbacks import closing_windows
 from ga_model._recorder import current_recording, optimizers_in
@@ -281,8 +281,20 @@ class AccumulatingModel(_Base):
     def _aggregate_additional_loss(self, loss: Any) -> Any:
         total = super()._aggregate_additional_loss(loss)
         if (recording := current_recording(self)) is not None:
-            recording.note_additional(total, is_sum=len(loss.shape) > 0)
+            total = _strategy.exactly_scaled(total)
+            is_sum = len(loss.shape) > 0
+            if is_sum:
+                total *= _strategy.num_replicas()  # Keras takes sums for means over replicas
+            recording.note_additional(total, is_sum)
         return total
+
+    def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
+        keras_builds = super()._maybe_symbolic_build
+        _strategy.build(keras_builds, self.distribute_strategy, iterator, data_batch)
+
+    def _make_function(self, step_function: Any) -> Any:
+        step = _strategy.with_logs_that_reduce(step_function, self.distribute_strategy)
+        return super()._make_function(step)
 
     def make_train_function(self, force: bool = False) -> Any:
         """Make the function that `fit` calls once per execution.

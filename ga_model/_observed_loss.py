@@ -13,6 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from ga_model import _strategy
 from ga_model._stand_in import StandIn
 from ga_model._weights import Term, num_rows
 
@@ -103,6 +104,10 @@ def _observer(entry: Any, compiled: Any) -> Any:
         twin = object.__new__(Observed)
         object.__setattr__(twin, "__dict__", loss.__dict__)  # one state, whatever `call` does to it
         value = twin(y_true, y_pred, sample_weight)
+        if seen and seen[0].shape.rank == 0:
+            value = value / _strategy.num_replicas()  # which Keras leaves out there
+        else:
+            value = _strategy.exactly_scaled(value)
         masks = [getattr(t, "_keras_mask", None) for t in (y_pred, *seen)]
         masks = [mask for mask in masks if mask is not None]
         weight: Any = num_rows(y_pred)
@@ -139,7 +144,8 @@ def _denominator(
     kind: tuple[Hashable, ...] = (reduction, *(part.ref() for part in masks))
     if reduction != "mean_with_sample_weight":
         # Keras scales by prod(shape(mask)) / sum(mask) and divides by prod(shape(values)).
-        per_entry = tf.size(values, tf.int64) / tf.size(mask, tf.int64)
+        sizes = [tf.cast(tf.size(tensor, tf.int64), tf.float64) for tensor in (values, mask)]
+        per_entry = tf.math.divide_no_nan(*sizes)  # a replica may be left without rows
         return tf.math.count_nonzero(mask, dtype=tf.float64) * per_entry, kind
     weight = None if mask is None else tf.cast(mask, tf.float64)
     if by_sample_weight:

@@ -145,7 +145,7 @@ class Recording:
         if not any(map(_sums.overwrites, self.model.variables)):
             number = _sums.power_of_two(number)
         elif (whole := self._position.whole) is not None:
-            parts = whole.rows / tf.cast(self._num_rows(), tf.float64)
+            parts = whole.rows() / tf.cast(self._num_rows(), tf.float64)
             number = tf.cast(self._position.steps, tf.float64) * parts
         return _sums.in_unit(weight, self.unit(optimizer), number)
 
@@ -189,11 +189,14 @@ class Recording:
         elif not is_total and not any(value is loss for loss in self._losses):
             weight = self._num_rows() if terms.weight is None else terms.weight
             terms = _weights.LossTerms(weight, [], [], [], [])
-        value = tf.cast(value, tf.float64)
+        # Keras tracks the total as it is on one replica, before it is divided by their number.
+        replicas = float(_strategy.num_replicas()) if is_total else 1.0
+        value = tf.cast(value, tf.float64) / replicas
         if terms.weight is None:
-            return _logs.Mean(terms.fold(value, None, is_first), tf.cast(is_first, tf.float64))
+            folded = terms.fold(value, None, is_first) * replicas
+            return _logs.Mean(folded, tf.cast(is_first, tf.float64))
         weight = tf.cast(terms.weight, tf.float64)
-        folded = terms.fold(value, weight, is_first)
+        folded = terms.fold(value, weight, is_first) * replicas
         return _logs.Mean(tf.where(tf.equal(weight, 0.0), tf.zeros_like(folded), folded), weight)
 
     def check_complete(self) -> None:

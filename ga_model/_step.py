@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from ga_model import _strategy, _validate, _weights
 from ga_model._logs import BatchLogs
-from ga_model._look_ahead import weights_in
+from ga_model._look_ahead import look_ahead
 from ga_model._loop import loop
 from ga_model._microbatch import Batch
 from ga_model._recorder import Position, Recording, Target, optimizers_in, record
@@ -76,7 +76,7 @@ def run(model: Any, train_step: Callable[[Any], Any], data: Any, window: Window 
     Returns:
         The logs of the batch.
     """
-    _strategy.check_single_replica()
+    _strategy.check_strategy()
     batch = Batch(data, model.microbatch_size)
     step = _Step(model, train_step, batch, window)
     part = step.sum_over_microbatches()
@@ -118,16 +118,18 @@ class _Step:
         self._optimizers = optimizers_in(vars(model))
         self._units: list[Any] = [tf.zeros((), tf.float64) for _ in self._optimizers]
         self._steps: Any = tf.ones((), tf.int64)
-        self._is_window = window is None and not batch.is_split
+        has_others = _strategy.num_replicas() > 1
+        # Replicas have to communicate alike, however many rows each has.
+        self._is_part = batch.is_split or (has_others and model.microbatch_size is not None)
+        self._is_window = window is None and not batch.is_split and not has_others
         if window is not None:
             window.begin_batch()
             self._steps = window.steps.read_value()
             self._units = [window.unit(optimizer) for optimizer in self._optimizers]
         self._num_microbatches = tf.cast(self._steps * batch.num_microbatches, tf.float64)
         self._whole: _weights.Whole | None = None
-        if batch.is_split:
-            rows = tf.cast(batch.rows, tf.float64)
-            self._whole = _weights.Whole(rows, window is None, weights_in(model, batch))
+        if self._is_part:
+            self._whole = look_ahead(model, batch, window is None)
 
     def sum_over_microbatches(self) -> _Part:
         """Return the sums of the batch."""
@@ -170,7 +172,7 @@ class _Step:
             units: of each optimizer's sum so far.
             leaves: the data.
         """
-        model, is_split = self._model, self._batch.is_split
+        model = self._model
         position = Position(
             list(zip(self._optimizers, units)),
             self._steps,
@@ -178,7 +180,7 @@ class _Step:
             tf.equal(num_counted, 0),
             self._whole,
             self._is_window,
-            defers_logs=is_split or model.skip_nonfinite,
+            defers_logs=self._is_part or model.skip_nonfinite,
         )
         data = self._batch.pack(leaves)
         with record(model, data, position) as recording:
@@ -249,17 +251,18 @@ def _apply(target: Target, part: GradientSum, num_counted: Any | None) -> None:
         num_counted: int64 scalar tensor, microbatches that were not left out: there is no update
             if none is. Or None, where all count.
     """
-    is_empty = tf.equal(part.total, 0.0)
-    total = tf.where(is_empty, tf.ones_like(part.total), part.total)
-    gradients = part._replace(total=total).mean(target.variables, target.is_sum)
 
     def update() -> None:
-        target.optimizer.apply(gradients, target.variables)
+        share = part.of_replica()
+        is_empty = tf.equal(share.total, 0.0)
+        total = tf.where(is_empty, tf.ones_like(share.total), share.total)
+        gradients = share._replace(total=total).mean(target.variables, target.is_sum)
+        _strategy.apply(target.optimizer, gradients, target.variables)
 
     if num_counted is None:
         update()
     else:
-        _strategy.update_if(tf.greater(num_counted, 0), update)
+        _strategy.update_if(True, tf.cast(num_counted, tf.float64), update)
 
 
 def _are_in(variables: list[Any], others: list[Any]) -> bool:

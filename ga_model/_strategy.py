@@ -18,34 +18,73 @@ Private names of Keras in use, read in Keras 3.14.0 to 3.15.1:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.tensorflow.trainer import reduce_per_replica
+from keras.src.losses.loss import scale_loss_for_distribution
 
 from ga_model import _validate
 
+_TRIED = (
+    tf.distribute.OneDeviceStrategy,
+    tf.distribute.MirroredStrategy,
+    tf.distribute.MultiWorkerMirroredStrategy,
+)
 
-def check_single_replica() -> None:
-    """Raise NotImplementedError under a strategy with more than one replica."""
+
+def check_strategy() -> None:
+    """Raise NotImplementedError under a strategy that accumulation was not tried with."""
     strategy = tf.distribute.get_strategy()
-    if strategy.num_replicas_in_sync > 1:
-        raise NotImplementedError(
-            _validate.strategy_message(type(strategy).__name__, strategy.num_replicas_in_sync)
-        )
+    if tf.distribute.has_strategy() and not isinstance(strategy, _TRIED):
+        raise NotImplementedError(_validate.strategy_message(type(strategy).__name__))
 
 
-def make_variable(shape: Sequence[int], dtype: tf.DType) -> tf.Variable:
-    """Make a variable of zeros outside of the graph that is being traced.
+def current() -> tf.distribute.Strategy:
+    """Return the strategy of the scope that the code here runs in."""
+    return tf.distribute.get_strategy()
 
-    A variable that `tf.function` sees coming into being makes it trace a second time. This one is
-    made eagerly and out of its sight.
+
+def num_replicas() -> int:
+    """Return the number of replicas that the code that runs here is replicated on."""
+    return int(tf.distribute.get_strategy().num_replicas_in_sync)
+
+
+def make_variable(shape: Sequence[int], dtype: tf.DType, value: int = 0) -> tf.Variable:
+    """Make a variable, one copy per replica, outside of the graph that is being traced.
+
+    Each replica reads and writes its own copy; elsewhere it is read from the first replica and
+    written to all. A variable that `tf.function` sees coming into being makes it trace a second
+    time. This one is made eagerly and out of its sight.
     """
     with tf.init_scope():
         return tf.Variable(
-            tf.zeros(shape, dtype), trainable=False, experimental_enable_variable_lifting=False
+            tf.fill(shape, tf.cast(value, dtype)),
+            trainable=False,
+            name="ga_model",  # TensorFlow tells variables that replicas share by their names
+            synchronization=tf.VariableSynchronization.ON_READ,
+            aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+            experimental_enable_variable_lifting=False,
         )
+
+
+def copies(variable: tf.Variable) -> list[tf.Variable]:
+    """Return the copies of a variable on this machine's replicas."""
+    if isinstance(variable, tf.distribute.DistributedValues):
+        return list(variable.values)
+    return [variable]
+
+
+def copy_here(variable: tf.Variable) -> tf.Variable:
+    """Return the copy of a variable on the replica that asks."""
+    own = copies(variable)
+    if len(own) == 1:
+        return own[0]
+    replica = tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group)
+    return own[int(replica) % len(own)]  # machines have equally many, one machine after the other
 
 
 def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
@@ -58,6 +97,138 @@ def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
             optimizer.build(list(variables))
 
 
+def mean_over_replicas(values: Any) -> Any:
+    """Return the mean of the replicas' tensors, or nests of them. Every replica has to call it."""
+    if num_replicas() == 1 or not tf.nest.flatten(values):
+        return values
+    return tf.distribute.get_replica_context().all_reduce("MEAN", values)
+
+
+def exactly_scaled(loss: tf.Tensor) -> tf.Tensor:
+    """Return a loss that Keras divided by the number of replicas, divided by it exactly.
+
+    Keras multiplies by 1 / replicas rounded to float32, also a loss in float64.
+    """
+    replicas = num_replicas()
+    if replicas == 1:
+        return loss
+    with tf.init_scope():
+        scale = float(scale_loss_for_distribution(tf.ones((), tf.float64)))
+    return loss if scale * replicas == 1.0 else loss * tf.constant(1 / replicas / scale, loss.dtype)
+
+
+def max_over_replicas(value: tf.Tensor) -> tf.Tensor:
+    """Return the maximum of the replicas' tensors by entry. Every replica has to call it."""
+    if num_replicas() == 1:
+        return value
+    gathered = tf.distribute.get_replica_context().all_gather(value[tf.newaxis], axis=0)
+    return tf.reduce_max(gathered, axis=0)
+
+
+def apply(optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
+    """Apply an optimizer on every replica to the sum over replicas of their gradients.
+
+    An optimizer makes that sum itself, after it has clipped each replica's gradients and a
+    LossScaleOptimizer has looked for overflows in those of the first replica. What they have to
+    see is the sum. So for them it is made here, and the first replica passes it on, the others
+    zeros.
+    """
+    if num_replicas() > 1 and _looks_at_gradients(optimizer):
+        gradients = _sum_on_first_replica(gradients)
+    optimizer.apply(gradients, variables)
+
+
+def _looks_at_gradients(optimizer: Any) -> bool:
+    if hasattr(optimizer, "inner_optimizer"):
+        return True
+    clipping = (optimizer.clipnorm, optimizer.global_clipnorm, optimizer.clipvalue)
+    parts = getattr(optimizer, "optimizers", ())  # of a MultiOptimizer
+    return any(c is not None for c in clipping) or any(map(_looks_at_gradients, parts))
+
+
+def _sum_on_first_replica(tensors: list[Any]) -> list[Any]:
+    """Return the sums over replicas on the first replica, and zeros on the others.
+
+    Args:
+        tensors: tensors, `tf.IndexedSlices` and None.
+    """
+    context = tf.distribute.get_replica_context()
+    present = [tensor for tensor in tensors if tensor is not None]
+    is_first = tf.equal(context.replica_id_in_sync_group, 0)
+    sums = [_where(is_first, tensor) for tensor in context.all_reduce("SUM", present)]
+    remaining = iter(sums)
+    return [None if tensor is None else next(remaining) for tensor in tensors]
+
+
+def _where(condition: tf.Tensor, tensor: Any) -> Any:
+    if isinstance(tensor, tf.IndexedSlices):
+        values = _where(condition, tensor.values)
+        return tf.IndexedSlices(values, tensor.indices, tensor.dense_shape)
+    return tf.where(condition, tensor, tf.zeros_like(tensor))
+
+
+def run_on_replicas(strategy: tf.distribute.Strategy, function: Callable[[], Any]) -> None:
+    """Run `function` on every replica, or here, if this is a replica."""
+    if tf.distribute.get_strategy() is strategy and not tf.distribute.in_cross_replica_context():
+        function()
+    else:
+        strategy.run(function)
+
+
+def build(keras_builds: Callable[..., None], strategy: Any, iterator: Any, batch: Any) -> None:
+    """Build a model under a strategy from its first batch.
+
+    Keras takes the mean of the replicas' parts of the batch, of which it needs no more than the
+    shape. That fails with several workers, and where the parts have different numbers of rows
+    (keras#20585, seen in 3.14.0 to 3.15.1). Where it does, one part has to do.
+
+    Args:
+        keras_builds: the model's own `_maybe_symbolic_build`.
+        strategy: the model's strategy.
+        iterator, batch: what it takes, one of them None.
+    """
+    if iterator is None or strategy.num_replicas_in_sync == 1:
+        keras_builds(iterator, batch)
+        return
+    batch = next(next(iter(iterator))[-1])
+    try:
+        keras_builds(iter([(0, 0, iter([batch]))]))
+    except (ValueError, tf.errors.InvalidArgumentError):
+        part = tf.nest.map_structure(lambda v: strategy.experimental_local_results(v)[0], batch)
+        keras_builds(data_batch=part)
+
+
+def with_logs_that_reduce(step: Callable[[Any], Any], strategy: Any) -> Callable[[Any], Any]:
+    """Return a `train_step` or `test_step` whose logs Keras can average over several workers.
+
+    It averages over axis 0, which scalars do not have (keras#20585, seen in 3.14.0 to 3.15.1).
+    Where Keras can not reduce a scalar, the step's logs get that axis.
+    """
+    if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+        return step
+
+    def reduce() -> Any:
+        logs = strategy.run(lambda: tf.zeros(()))
+        return reduce_per_replica(logs, strategy, "auto")
+
+    try:
+        tf.function(reduce, autograph=False).get_concrete_function()
+        return step
+    except ValueError:
+
+        @functools.wraps(step)
+        def with_axis(data: Any) -> Any:
+            return tf.nest.map_structure(_with_axis, step(data))
+
+        return with_axis
+
+
+def _with_axis(log: Any) -> Any:
+    if log is None or len(getattr(log, "shape", ())) > 0:
+        return log
+    return tf.convert_to_tensor(log)[tf.newaxis]
+
+
 def run_if(condition: tf.Tensor, function: Callable[[], Any]) -> None:
     """Run `function` in the graph where `condition`, a bool scalar tensor, holds."""
 
@@ -68,23 +239,34 @@ def run_if(condition: tf.Tensor, function: Callable[[], Any]) -> None:
     tf.cond(condition, run, lambda: tf.constant(0))
 
 
-def update_if(condition: tf.Tensor, update: Callable[[], Any]) -> None:
+def update_if(condition: Any, weight: tf.Tensor, update: Callable[[], Any]) -> None:
     """Run `update`, which applies an optimizer, in the graph where `condition` holds.
+
+    To be called on every replica.
 
     An optimizer synchronizes replicas, also a single one, with `merge_call`, and that is not
     allowed in a branch of the replica's own graph. So the branch stands in cross-replica context
     and calls the replicas from there (keras#20582 tells of the failure otherwise).
 
     Args:
-        condition: bool scalar tensor.
+        condition: bool scalar, the same on every replica.
+        weight: float64 scalar tensor of this replica. Where the sum over replicas is zero there is
+            no update. It is known only where `condition` holds: only then replicas communicate.
         update: function without arguments. It must not contain another `update_if`.
     """
 
-    def branch(strategy: tf.distribute.Strategy) -> None:
-        run_if(condition, lambda: strategy.extended.call_for_each_replica(update))
+    def branch(strategy: tf.distribute.Strategy, condition: Any, weight: Any) -> None:
+        def run() -> None:
+            strategy.extended.call_for_each_replica(update)
 
-    replica = tf.distribute.get_replica_context()
-    if replica is None:
-        branch(tf.distribute.get_strategy())
-    else:
-        replica.merge_call(branch)
+        condition = strategy.experimental_local_results(condition)[0]
+        if strategy.num_replicas_in_sync == 1:
+            run_if(tf.logical_and(condition, tf.not_equal(weight, 0.0)), run)
+        else:
+            run_if(
+                condition,
+                lambda: run_if(tf.not_equal(strategy.reduce("SUM", weight, axis=None), 0.0), run),
+            )
+
+    args = (tf.convert_to_tensor(condition), weight)
+    tf.distribute.get_replica_context().merge_call(branch, args)

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from ga_model import _validate
+from ga_model import _strategy, _validate
 
 
 class Weight(NamedTuple):
@@ -208,6 +208,22 @@ class GradientSum(NamedTuple):
         means = [_mean(g, total, v.dtype) for g, v in zip(self.gradients, variables)]
         maxima = [_mean(m, None, v.dtype) for m, v in zip(self.maxima, variables)]
         return self._replace(gradients=means, maxima=maxima).values()
+
+    def of_replica(self) -> GradientSum:
+        """Return the sum so that `mean` gives the replica's share of the mean over all replicas.
+
+        The shares add up to sum(w_i * g_i) over all microbatches of all replicas, over the mean
+        over replicas of sum(w_i). It is their mean and not their sum because a replica's gradients
+        are those of a loss that is divided by the number of replicas: see `_weights`.
+        """
+        if _strategy.num_replicas() == 1:
+            return self
+        weight = _strategy.mean_over_replicas(self.total * self.unit)
+        divisor = tf.math.divide_no_nan(weight, self.unit)
+        return self.begin()._replace(  # which has no gradients where there is no weight
+            maxima=[m if m is None else _strategy.max_over_replicas(m) for m in self.maxima],
+            total=tf.where(tf.equal(divisor, 0.0), tf.ones_like(divisor), divisor),
+        )
 
     def values(self) -> list[Any]:
         """Return the gradient or the maximum of each variable."""

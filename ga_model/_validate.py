@@ -280,11 +280,12 @@ def mixed_weights_message() -> str:
     )
 
 
-def strategy_message(name: str, replicas: int) -> str:
+def strategy_message(name: str) -> str:
     return (
-        "Accumulation runs on one replica. "
-        f"Received: {name} with {replicas} replicas. "
-        "Train outside the strategy's scope, "
+        "Accumulation works with OneDeviceStrategy, MirroredStrategy and "
+        "MultiWorkerMirroredStrategy of `tf.distribute`. "
+        f"Received: {name}, which it was not tried with. "
+        "Make the model under one of those strategies or under none, "
         f"or {_WITHOUT}."
     )
 

@@ -73,13 +73,15 @@ class Whole(NamedTuple):
     """The batch that a microbatch is a part of.
 
     Attributes:
-        rows: float64 scalar tensor, its rows.
+        rows: function that returns its rows, a float64 scalar tensor.
         is_window: whether it makes an update of its own.
         weights: function that returns the weights that the terms of the compiled loss have in it,
             float64 scalar tensors, zero for sums; or None where nothing but training it tells.
+
+    With several replicas, both are means over them.
     """
 
-    rows: Any
+    rows: Callable[[], Any]
     is_window: bool
     weights: Callable[[], list[Any] | None]
 
@@ -169,8 +171,8 @@ def combine(
     exact = [term.name for term in terms if term.kind == first.kind]
     mismatch = [term.name for term in terms if term.kind != first.kind]
     parts: Any = tf.constant(1.0, tf.float64)
-    if whole is not None:
-        parts = whole.rows / tf.cast(rows, tf.float64)
+    if whole is not None and (mismatch or any(term.weight is None for term in terms)):
+        parts = whole.rows() / tf.cast(rows, tf.float64)
     factors = [
         (term.value, tf.cast(steps, tf.float64) * parts) for term in terms if term.weight is None
     ]
@@ -189,7 +191,7 @@ def combine(
         weight = rows
         if not whole.is_window:
             of_first = [total for term, total in zip(compiled, totals) if term is first]
-            weight = (of_first[0] if of_first else whole.rows) / parts
+            weight = (of_first[0] if of_first else whole.rows()) / parts
     if whole.is_window:
         return LossTerms(weight, factors, [], [*exact, *mismatch], [])
     return LossTerms(weight, factors, [], exact, mismatch)

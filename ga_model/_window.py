@@ -41,14 +41,12 @@ class Window:
     """
 
     def __init__(self, accumulation_steps: int, run_eagerly: bool) -> None:
-        self._next_steps = _strategy.make_variable((), tf.int64)
+        self._next_steps = _strategy.make_variable((), tf.int64, accumulation_steps)
         self.steps = _strategy.make_variable((), tf.int64)
         self._num_batches = _strategy.make_variable((), tf.int64)
         self._accumulators: dict[int, tuple[Any, GradientAccumulator]] = {}
         self._run_eagerly = run_eagerly
         self._update_if = self._make_update()
-        with tf.init_scope():
-            self.set_steps(accumulation_steps)
 
     def set_steps(self, accumulation_steps: int) -> None:
         """Let the next window have `accumulation_steps` batches."""

@@ -7,6 +7,7 @@ os.environ["KERAS_BACKEND"] = "tensorflow"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 
+import helpers
 import keras
 import pytest
 import tensorflow as tf
@@ -14,6 +15,23 @@ import tensorflow as tf
 # The suite runs in several processes, and its models are small.
 tf.config.threading.set_intra_op_parallelism_threads(1)
 tf.config.threading.set_inter_op_parallelism_threads(1)
+# Devices for `tf.distribute`.
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 3
+)
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--replicas",
+        type=int,
+        default=1,
+        help="train what is compared with the whole batch on so many logical CPUs",
+    )
+
+
+def pytest_configure(config):
+    helpers.num_replicas = config.getoption("replicas")
 
 
 def set_dtype(dtype):

@@ -7,13 +7,37 @@ The measure is the relative difference of the weight change, the largest over al
 References are trained by plain Keras in the same process on the same rows in the same order.
 """
 
+import contextlib
+import functools
+
 import keras
 import numpy as np
+import tensorflow as tf
 
 from ga_model import accumulate
 
 # The promise: see "What is exact" in the README.
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
+
+
+num_replicas = 1  # of the models that are compared with the whole batch; `--replicas` sets it
+
+
+@functools.cache
+def mirrored(replicas):
+    """Return a strategy on so many of the three logical CPUs.
+
+    Collective operations, TensorFlow's default, serve one number of devices per process.
+    """
+    operations = None if replicas == 2 else tf.distribute.ReductionToOneDevice()
+    devices = [f"CPU:{i}" for i in range(replicas)]
+    return tf.distribute.MirroredStrategy(devices, cross_device_ops=operations)
+
+
+def scope(replicas=None):
+    """Return the scope to make a model in, on one device by default."""
+    replicas = replicas or num_replicas
+    return contextlib.nullcontext() if replicas == 1 else mirrored(replicas).scope()
 
 
 def relative_difference(weights, reference, start):
@@ -42,6 +66,7 @@ def fit_pair(
     epochs=2,
     fit_args=None,
     make_reference=None,
+    replicas=None,
 ):
     """Train two equal models, on windows of `steps` batches of `rows` rows and on whole windows.
 
@@ -52,6 +77,7 @@ def fit_pair(
         rows: rows per batch.
         steps: batches per window.
         size: rows per microbatch, or None.
+        replicas: devices that the model is trained on, `num_replicas` by default.
         make_reference: makes the reference, if `make` does not.
 
     Returns:
@@ -62,16 +88,19 @@ def fit_pair(
 
     reference = seeded(make_reference or make)
     reference.compile(**compile_args())
-    model = accumulate(seeded(make), accumulation_steps=steps, microbatch_size=size)
-    model.compile(**compile_args())
+    with scope(replicas):
+        model = accumulate(seeded(make), accumulation_steps=steps, microbatch_size=size)
+        model.compile(**compile_args())
     if not reference.built:
         for m in (reference, model):
-            m(keras.tree.map_structure(lambda x: x[:1], data[0]))
+            with m.distribute_strategy.scope():
+                m(keras.tree.map_structure(lambda x: x[:1], data[0]))
             keras.utils.set_random_seed(2)
             m.set_weights([keras.random.normal(w.shape) * 0.5 for w in m.get_weights()])
     for m in (reference, model):
         if m.optimizer:  # built by the first update, it would make Keras trace the step twice
-            m.optimizer.build(m.trainable_variables)
+            with m.distribute_strategy.scope():
+                m.optimizer.build(m.trainable_variables)
     start = reference.get_weights()
     for a, b in zip(start, model.get_weights(), strict=True):
         np.testing.assert_array_equal(a, b)
