@@ -92,6 +92,8 @@ class GradientAccumulator:
 
     def _add_sum(self, part: GradientSum, variables: Sequence[Any], is_sum: bool) -> None:
         """Add weighted gradients, whose unit has grown from that of the window."""
+        if _strategy.current() is not self._strategy:
+            raise ValueError(_validate.accumulator_scope_message())
         self._check(part, variables, is_sum)
         shrink = tf.math.divide_no_nan(self._unit, part.unit)  # a power of two, mostly 1
         # A microbatch without weight is left out, not multiplied: its loss may be 0 / 0.
@@ -164,9 +166,9 @@ class GradientAccumulator:
                 raise RuntimeError(_validate.empty_apply_message())
             return
         variables = self._variables
-        _strategy.build_optimizer(optimizer, variables)
 
         def apply() -> None:
+            _strategy.build_optimizer(optimizer, variables)
             total = self._total.read_value()
             _strategy.update_if(
                 _condition, total, lambda: _strategy.apply(optimizer, self.mean(), variables)

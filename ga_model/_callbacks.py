@@ -8,6 +8,8 @@ from typing import Any
 
 import keras
 
+from ga_model import _strategy
+
 
 class CloseWindow(keras.callbacks.Callback):
     """Starts `fit` with an empty window and leaves none open at an epoch's end.
@@ -19,9 +21,15 @@ class CloseWindow(keras.callbacks.Callback):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self._accumulating = model
+        self._has_begun = False
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._accumulating._discard_window()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if not self._has_begun:  # `BackupAndRestore` may have set the first epoch
+            _strategy.check_same_epoch(self._accumulating.distribute_strategy, epoch)
+        self._has_begun = True
 
     def on_test_begin(self, logs: Any = None) -> None:
         self._accumulating.close_window()
@@ -52,8 +60,9 @@ def closing_windows(model: Any, callbacks: Any) -> Iterator[Any]:
         callbacks = [close_window] if callbacks is None else [close_window, callbacks]
     try:
         yield callbacks
-    except BaseException:  # KeyboardInterrupt, too, leaves nothing behind
+    except BaseException as error:  # KeyboardInterrupt, too, leaves nothing behind
         model._discard_window()
+        _strategy.explain(error, model.distribute_strategy)
         raise
     finally:
         if is_list:

@@ -289,6 +289,8 @@ class AccumulatingModel(_Base):
         return total
 
     def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
+        if not self._is_plain():
+            self._check_strategy()
         keras_builds = super()._maybe_symbolic_build
         _strategy.build(keras_builds, self.distribute_strategy, iterator, data_batch)
 
@@ -341,6 +343,7 @@ class AccumulatingModel(_Base):
 
     def _run_step(self, train_step: Callable[[Any], Any], data: Any) -> Any:
         """Run `train_step` on the microbatches of a batch, and update if the window is full."""
+        self._check_strategy()
         window = None
         if self._accumulates():
             window = self._accumulation_window
@@ -361,6 +364,14 @@ class AccumulatingModel(_Base):
 
     # What is checked, and what is saved.
 
+    def _check_strategy(self) -> None:
+        _strategy.check(self, optimizers_in(vars(self)))
+        if _strategy.num_replicas() > 1 and (self._microbatch_size or self.jit_compile):
+            layers = self._batch_normalization_layers()
+            names = [layer.name for layer in layers if getattr(layer, "synchronized", False)]
+            if names:
+                raise ValueError(_validate.synchronized_message(names))
+
     def _warn_once(self, message: str) -> None:
         """Warn, unless the present `compile` has seen the same warning."""
         if message not in self._accumulation_warnings:
@@ -374,13 +385,17 @@ class AccumulatingModel(_Base):
     def _warn_of_batch_normalization(self) -> None:
         if not self.compiled or (self._accumulation_steps == 1 and not self._microbatch_size):
             return
-        names = [
-            layer.name
+        names = [layer.name for layer in self._batch_normalization_layers()]
+        if names:
+            self._warn_once(_validate.batch_normalization_message(names))
+
+    def _batch_normalization_layers(self) -> list[Any]:
+        """Return those that train."""
+        return [
+            layer
             for layer in self._flatten_layers()
             if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
         ]
-        if names:
-            self._warn_once(_validate.batch_normalization_message(names))
 
     def get_compile_config(self) -> dict[str, Any]:
         """Return the model class's own compile configuration, with the settings."""

@@ -76,7 +76,6 @@ def run(model: Any, train_step: Callable[[Any], Any], data: Any, window: Window 
     Returns:
         The logs of the batch.
     """
-    _strategy.check_strategy()
     batch = Batch(data, model.microbatch_size)
     step = _Step(model, train_step, batch, window)
     part = step.sum_over_microbatches()
@@ -252,7 +251,7 @@ def _apply(target: Target, part: GradientSum, num_counted: Any | None) -> None:
             if none is. Or None, where all count.
     """
 
-    def update() -> None:
+    def update(part: GradientSum) -> None:
         share = part.of_replica()
         is_empty = tf.equal(share.total, 0.0)
         total = tf.where(is_empty, tf.ones_like(share.total), share.total)
@@ -260,9 +259,9 @@ def _apply(target: Target, part: GradientSum, num_counted: Any | None) -> None:
         _strategy.apply(target.optimizer, gradients, target.variables)
 
     if num_counted is None:
-        update()
+        update(part)
     else:
-        _strategy.update_if(True, tf.cast(num_counted, tf.float64), update)
+        _strategy.update_if(True, tf.cast(num_counted, tf.float64), update, part)
 
 
 def _are_in(variables: list[Any], others: list[Any]) -> bool:

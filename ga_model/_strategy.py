@@ -12,6 +12,10 @@ Private names of Keras in use, read in Keras 3.14.0 to 3.15.1:
   `tests/test_nonfinite.py`.
 * `Optimizer._trainable_variables`, in `_recorder`: `optimizer.apply(gradients)` without variables.
   `tests/test_steps.py`.
+* `Trainer._distribute_strategy`, `Optimizer._distribution_strategy`, here: the scope in which they
+  were made. `Trainer._maybe_symbolic_build`, `Trainer._make_function`, `reduce_per_replica` and
+  `scale_loss_for_distribution`, here and in `_model`: what Keras does with several replicas.
+  `tests/test_strategy.py`, `tests/test_workers.py`.
 * `KerasSaveable._unpickle_model`, in `_wrap`: pickling a wrapped model as the plain model.
   `tests/test_saving.py`.
 """
@@ -29,23 +33,47 @@ from keras.src.losses.loss import scale_loss_for_distribution
 
 from ga_model import _validate
 
-_TRIED = (
-    tf.distribute.OneDeviceStrategy,
-    tf.distribute.MirroredStrategy,
-    tf.distribute.MultiWorkerMirroredStrategy,
-)
+_MIRRORED = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
+_TRIED = (tf.distribute.OneDeviceStrategy, *_MIRRORED)
 
 
-def check_strategy() -> None:
-    """Raise NotImplementedError under a strategy that accumulation was not tried with."""
-    strategy = tf.distribute.get_strategy()
-    if tf.distribute.has_strategy() and not isinstance(strategy, _TRIED):
+def check(model: Any, optimizers: Sequence[Any]) -> None:
+    """Check what a model is about to be trained under.
+
+    Raises:
+        NotImplementedError: a strategy that accumulation was not tried with.
+        ValueError: the model, one of its variables or an optimizer was made in another scope.
+    """
+    made_in, strategy = model._distribute_strategy, model.distribute_strategy
+    has_none = made_in is None and not tf.distribute.has_strategy()
+    if not has_none:
+        check_is_tried(strategy)
+    is_elsewhere = tf.distribute.has_strategy() and tf.distribute.get_strategy() is not made_in
+    elsewhere = [f"the model {model.name!r}"] if is_elsewhere else []
+    if isinstance(strategy, _MIRRORED) and not is_elsewhere:
+        plain = [v for v in model.variables if not _is_distributed(v.value)]
+        elsewhere += [f"the variable {variable.path!r}" for variable in plain]
+    for optimizer in optimizers:
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        if inner._distribution_strategy is not strategy:
+            elsewhere.append(f"the optimizer {inner.name!r}")
+    if elsewhere:
+        elsewhere = list(dict.fromkeys(elsewhere))  # optimizers are in several attributes
+        raise ValueError(_validate.scope_message(elsewhere, type(strategy).__name__))
+
+
+def check_is_tried(strategy: tf.distribute.Strategy) -> None:
+    """Raise NotImplementedError for a strategy that accumulation was not tried with."""
+    if not isinstance(strategy, _TRIED):
         raise NotImplementedError(_validate.strategy_message(type(strategy).__name__))
 
 
 def current() -> tf.distribute.Strategy:
-    """Return the strategy of the scope that the code here runs in."""
-    return tf.distribute.get_strategy()
+    """Return the strategy of the scope that the code here runs in, if it was tried."""
+    strategy = tf.distribute.get_strategy()
+    if tf.distribute.has_strategy():
+        check_is_tried(strategy)
+    return strategy
 
 
 def num_replicas() -> int:
@@ -71,11 +99,13 @@ def make_variable(shape: Sequence[int], dtype: tf.DType, value: int = 0) -> tf.V
         )
 
 
+def _is_distributed(variable: tf.Variable) -> bool:
+    return isinstance(variable, tf.distribute.DistributedValues)
+
+
 def copies(variable: tf.Variable) -> list[tf.Variable]:
     """Return the copies of a variable on this machine's replicas."""
-    if isinstance(variable, tf.distribute.DistributedValues):
-        return list(variable.values)
-    return [variable]
+    return list(variable.values) if _is_distributed(variable) else [variable]
 
 
 def copy_here(variable: tf.Variable) -> tf.Variable:
@@ -90,10 +120,22 @@ def copy_here(variable: tf.Variable) -> tf.Variable:
 def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
     """Create the optimizer's variables, as its first `apply` would.
 
-    Done ahead of `update_if`, because variables made inside of a branch belong to that branch.
+    Done ahead of `update_if`, because variables made inside of a branch belong to that branch, and
+    out of sight of `tf.function`, as in `make_variable`. A LossScaleOptimizer has to be seen: this
+    trace has its initial scale in it, and only the second one its variable.
     """
+    is_seen = hasattr(optimizer, "inner_optimizer")
+
+    def create(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        lifting = {} if is_seen else {"experimental_enable_variable_lifting": False}
+        return next_creator(**kwargs, **lifting)
+
     if not optimizer.built:
-        with keras.name_scope(optimizer.name, caller=optimizer):
+        with (
+            tf.init_scope(),
+            tf.variable_creator_scope(create),
+            keras.name_scope(optimizer.name, caller=optimizer),
+        ):
             optimizer.build(list(variables))
 
 
@@ -190,12 +232,14 @@ def build(keras_builds: Callable[..., None], strategy: Any, iterator: Any, batch
     if iterator is None or strategy.num_replicas_in_sync == 1:
         keras_builds(iterator, batch)
         return
-    batch = next(next(iter(iterator))[-1])
-    try:
-        keras_builds(iter([(0, 0, iter([batch]))]))
-    except (ValueError, tf.errors.InvalidArgumentError):
-        part = tf.nest.map_structure(lambda v: strategy.experimental_local_results(v)[0], batch)
-        keras_builds(data_batch=part)
+    for _, _, batches in iterator:
+        batch = next(batches)
+        try:
+            keras_builds(iter([(0, 0, iter([batch]))]))
+        except (ValueError, tf.errors.InvalidArgumentError):
+            part = tf.nest.map_structure(lambda v: strategy.experimental_local_results(v)[0], batch)
+            keras_builds(data_batch=part)
+        break
 
 
 def with_logs_that_reduce(step: Callable[[Any], Any], strategy: Any) -> Callable[[Any], Any]:
@@ -229,6 +273,24 @@ def _with_axis(log: Any) -> Any:
     return tf.convert_to_tensor(log)[tf.newaxis]
 
 
+def check_same_epoch(strategy: Any, epoch: int) -> None:
+    """Raise RuntimeError on every worker if they are not about to train the same epoch."""
+    if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+        return
+    moments = tf.constant([epoch, epoch**2], tf.float64)
+    mean, mean_of_squares = strategy.reduce("MEAN", strategy.run(lambda: moments), axis=None)
+    if mean**2 != mean_of_squares:
+        raise RuntimeError(_validate.epochs_message(epoch))
+
+
+def explain(error: BaseException, strategy: Any) -> None:
+    """Add a note to an error that means that another worker is gone."""
+    if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy) and (
+        isinstance(error, tf.errors.UnavailableError) or "ollective ops is aborted" in str(error)
+    ):
+        error.add_note(_validate.worker_message())
+
+
 def run_if(condition: tf.Tensor, function: Callable[[], Any]) -> None:
     """Run `function` in the graph where `condition`, a bool scalar tensor, holds."""
 
@@ -239,7 +301,7 @@ def run_if(condition: tf.Tensor, function: Callable[[], Any]) -> None:
     tf.cond(condition, run, lambda: tf.constant(0))
 
 
-def update_if(condition: Any, weight: tf.Tensor, update: Callable[[], Any]) -> None:
+def update_if(condition: Any, weight: tf.Tensor, update: Callable[..., Any], *values: Any) -> None:
     """Run `update`, which applies an optimizer, in the graph where `condition` holds.
 
     To be called on every replica.
@@ -252,12 +314,14 @@ def update_if(condition: Any, weight: tf.Tensor, update: Callable[[], Any]) -> N
         condition: bool scalar, the same on every replica.
         weight: float64 scalar tensor of this replica. Where the sum over replicas is zero there is
             no update. It is known only where `condition` holds: only then replicas communicate.
-        update: function without arguments. It must not contain another `update_if`.
+        update: function of `values`. It must not contain another `update_if`.
+        values: nests of this replica's tensors. `update` must not take any from elsewhere, as one
+            replica's function runs on all.
     """
 
-    def branch(strategy: tf.distribute.Strategy, condition: Any, weight: Any) -> None:
+    def branch(strategy: Any, condition: Any, weight: Any, *values: Any) -> None:
         def run() -> None:
-            strategy.extended.call_for_each_replica(update)
+            strategy.extended.call_for_each_replica(update, args=values)
 
         condition = strategy.experimental_local_results(condition)[0]
         if strategy.num_replicas_in_sync == 1:
@@ -268,5 +332,5 @@ def update_if(condition: Any, weight: tf.Tensor, update: Callable[[], Any]) -> N
                 lambda: run_if(tf.not_equal(strategy.reduce("SUM", weight, axis=None), 0.0), run),
             )
 
-    args = (tf.convert_to_tensor(condition), weight)
+    args = (tf.convert_to_tensor(condition), weight, *values)
     tf.distribute.get_replica_context().merge_call(branch, args)

@@ -290,6 +290,50 @@ def strategy_message(name: str) -> str:
     )
 
 
+def scope_message(elsewhere: list[str], name: str) -> str:
+    return (
+        "A model trains under the `tf.distribute` strategy that it was made and compiled under. "
+        f"Received: {' and '.join(elsewhere)}, made outside of the scope of {name}. "
+        "Make and compile the model inside of one `with strategy.scope():`, "
+        "and call `fit` on it."
+    )
+
+
+def worker_message() -> str:
+    return (
+        "A worker of this cluster can not be reached any more: it was stopped, or it failed with "
+        "an error of its own, which stands in its output. The others can not go on alone. "
+        "Start all workers again; with `keras.callbacks.BackupAndRestore` they go on after the "
+        "last epoch that they finished."
+    )
+
+
+def epochs_message(epoch: int) -> str:
+    return (
+        "All workers must begin with the same epoch. "
+        f"Received: epoch {epoch} here (counted from 0) and another one on another worker, as when "
+        "the last run ended while backups were written. "
+        "Copy the backup directory of the worker that is furthest to the other workers."
+    )
+
+
+def accumulator_scope_message() -> str:
+    return (
+        "A `GradientAccumulator` belongs to the `tf.distribute` strategy that it was made under. "
+        "Received: gradients under another one. "
+        "Make it inside of `with strategy.scope():`, as the model and the optimizer."
+    )
+
+
+def synchronized_message(layers: list[str]) -> str:
+    return (
+        "Replicas can not exchange statistics inside of a microbatch loop or of XLA. "
+        f"Received: BatchNormalization layers with `synchronized=True`: {layers}. "
+        "Set `synchronized=False`, or `microbatch_size=None` and `jit_compile=False`, "
+        "and call `compile()` again."
+    )
+
+
 def rows_message(shapes: list[tuple[int | None, ...]] | None) -> str:
     received = "tensors of other numbers of rows" if shapes is None else f"shapes {shapes}"
     return (

@@ -23,7 +23,7 @@ class Counter:
         self._count.assign_add(number)
 
     def __int__(self) -> int:
-        return int(self._count.numpy())
+        return sum(int(count.numpy()) for count in _strategy.copies(self._count))
 
 
 class Window:

@@ -1,0 +1,471 @@
+"""Several devices: the updates of one device on the whole window, under `MirroredStrategy`.
+
+The references are trained by plain Keras on one device. Batches are shared out so that replicas
+have unlike numbers of rows, some of them none. With `--replicas 2` or 3 the tests of the other
+files that compare with the whole batch train on so many devices, too.
+"""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import (
+    TOLERANCE,
+    dense_data,
+    dense_model,
+    difference_of_fits,
+    fit_pair,
+    mirrored,
+    relative_difference,
+    seeded,
+)
+from test_microbatch_size import UNLIKE, assert_equal_logs
+from test_traces import Counting
+from zoo import ZOO, masked_data, masked_recurrent
+
+from ga_model import GradientAccumulator, accumulate
+
+STEPS, SIZE, BOTH = {"steps": 3}, {"steps": 1, "size": 3}, {"steps": 2, "size": 2}
+
+
+def several(function):
+    """Run a test with 2 and 3 replicas, and with each setting and both; some in the sweep."""
+    first = [(STEPS, 2), (SIZE, 3), (BOTH, 2)]
+    rest = [(STEPS, 3), (SIZE, 2), (BOTH, 3)]
+    return pytest.mark.parametrize(
+        ("settings", "replicas"),
+        [*first, *(pytest.param(*case, marks=pytest.mark.sweep) for case in rest)],
+        ids=["steps-2", "size-3", "both-2", "steps-3", "size-2", "both-3"],
+    )(function)
+
+
+def adam(**kwargs):
+    return lambda: {"optimizer": keras.optimizers.Adam(0.01, **kwargs), "loss": "mse"}
+
+
+@several
+@pytest.mark.parametrize("name", ["regularized", "two_outputs"])
+def test_every_setting_matches_the_whole_batch(name, settings, replicas, dtype):
+    make, _, make_data = ZOO[name]
+    # 29 rows: a last batch of 5, shared out as 3 + 2 or 2 + 2 + 1, in a partial window.
+    model, reference, start = fit_pair(
+        make, adam(), make_data(29), rows=8, replicas=replicas, **settings
+    )
+    assert model.optimizer.iterations.numpy() == reference.optimizer.iterations.numpy()
+    difference = relative_difference(model.get_weights(), reference.get_weights(), start)
+    assert difference <= TOLERANCE[dtype]
+    loss, expected = (m.history.history["loss"] for m in (model, reference))
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+
+
+@several
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight", "sum"])
+def test_masks_that_differ_between_replicas_match_the_whole_batch(
+    reduction, settings, replicas, float64
+):
+    x, y = masked_data(25)  # the last batch is one row: replicas without any
+    x[4:8] = 0.0  # a replica whose rows are all masked
+    weights = np.random.default_rng(1).uniform(0.1, 3.0, size=(25, 1))
+
+    def arguments():
+        loss = keras.losses.MeanSquaredError(reduction=reduction)
+        return {"optimizer": keras.optimizers.SGD(0.003, momentum=0.9), "loss": loss}
+
+    difference = difference_of_fits(
+        masked_recurrent, arguments, (x, y, weights), rows=8, replicas=replicas, **settings
+    )
+    assert difference <= TOLERANCE[float64]
+
+
+def test_control_plain_keras_weighs_replicas_alike(float64):
+    x, y = masked_data(25)
+
+    def arguments():
+        return {"optimizer": keras.optimizers.SGD(0.1), "loss": "mse"}
+
+    difference = difference_of_fits(
+        masked_recurrent, arguments, (x, y), rows=8, steps=1, replicas=2
+    )
+    assert difference > 1e-2
+
+
+@several
+@pytest.mark.parametrize("clipping", ["clipnorm", "global_clipnorm", "clipvalue"])
+def test_clipping_sees_the_whole_window(clipping, settings, replicas, float64):
+    def arguments():
+        return {"optimizer": keras.optimizers.SGD(0.5, **{clipping: 0.05}), "loss": "mse"}
+
+    difference = difference_of_fits(
+        dense_model, arguments, dense_data(29), rows=8, replicas=replicas, **settings
+    )
+    assert difference <= TOLERANCE[float64]
+
+
+@several
+def test_a_loss_scale_optimizer_sees_an_overflow_on_any_replica(settings, replicas):
+    x, y = dense_data(48)
+    y[23] = 1e38  # on the last replica, where the scaled gradient overflows
+
+    def arguments():
+        adam = keras.optimizers.Adam(0.01)
+        optimizer = keras.optimizers.LossScaleOptimizer(adam, dynamic_growth_steps=2)
+        return {"optimizer": optimizer, "loss": "mse"}
+
+    model, reference, start = fit_pair(
+        dense_model, arguments, (x, y), rows=8, replicas=replicas, **settings
+    )
+    updates = 2 * 48 // (8 * settings["steps"])  # without the two that overflow
+    iterations = [m.optimizer.iterations.numpy() for m in (model, reference)]
+    assert iterations == [updates - 2, updates - 2]
+    scales = [m.optimizer.dynamic_scale.numpy() for m in (model, reference)]
+    assert scales[0] == scales[1]
+    difference = relative_difference(model.get_weights(), reference.get_weights(), start)
+    assert difference <= TOLERANCE["float32"]
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("case", UNLIKE)
+def test_terms_of_unlike_weights_are_exact_in_a_batch(case, replicas, float64):
+    make, arguments, make_data = UNLIKE[case]
+    difference = difference_of_fits(
+        make, arguments, make_data(29), rows=8, steps=1, size=3, replicas=replicas
+    )
+    assert difference <= TOLERANCE[float64]
+
+
+@several
+def test_a_loss_that_reduces_by_itself_is_a_mean_over_replicas(settings, replicas, float64):
+    def loss(y, y_pred):
+        return tf.reduce_mean(tf.square(y - y_pred))
+
+    def arguments():
+        return {"optimizer": keras.optimizers.SGD(0.1), "loss": loss}
+
+    difference = difference_of_fits(
+        dense_model, arguments, dense_data(29), rows=8, replicas=replicas, **settings
+    )
+    assert difference <= TOLERANCE[float64]
+
+
+@several
+@pytest.mark.parametrize("way", [{"run_eagerly": True}, {"jit_compile": True}], ids=str)
+def test_eagerly_and_under_xla(way, settings, replicas, float64):
+    difference = difference_of_fits(
+        dense_model,
+        lambda: {**adam()(), **way},
+        dense_data(29),
+        rows=8,
+        replicas=replicas,
+        **settings,
+    )
+    assert difference <= TOLERANCE[float64]
+
+
+@several
+def test_sparse_gradients_match_the_whole_batch(settings, replicas, float64):
+    make, _, make_data = ZOO["embedding"]
+
+    def arguments():
+        return {"optimizer": keras.optimizers.SGD(0.1), "loss": "mse"}
+
+    difference = difference_of_fits(
+        make, arguments, make_data(29), rows=8, replicas=replicas, **settings
+    )
+    assert difference <= TOLERANCE[float64]
+
+
+class TwoNetworks(keras.Model):
+    """Two networks, each with an optimizer of its own, and a loss that looks at both."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = keras.layers.Dense(3, activation="tanh")
+        self.second = keras.layers.Dense(2)
+
+    def compile(self, first, second, **kwargs):
+        super().compile(**kwargs)
+        self.first_optimizer = first
+        self.second_optimizer = second
+
+    def call(self, inputs):
+        return self.second(self.first(inputs))
+
+    def train_step(self, data):
+        x, y = data
+        networks = [self.first.trainable_variables, self.second.trainable_variables]
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
+        optimizers = (self.first_optimizer, self.second_optimizer)
+        for optimizer, variables, gradients in zip(
+            optimizers, networks, tape.gradient(loss, networks), strict=True
+        ):
+            optimizer.apply(gradients, variables)
+        return {"loss": loss}
+
+
+@several
+def test_several_optimizers_match_the_whole_batch(settings, replicas, float64):
+    def arguments():
+        first = keras.optimizers.Adam(0.01, clipnorm=0.1)
+        return {"first": first, "second": keras.optimizers.SGD(0.1), "loss": "mse"}
+
+    difference = difference_of_fits(
+        TwoNetworks, arguments, dense_data(29), rows=8, replicas=replicas, **settings
+    )
+    assert difference <= TOLERANCE[float64]
+
+
+@several
+def test_normalization_layers(settings, replicas, float64):
+    """Frozen they are exact. In training, each replica has its own statistics, as in Keras."""
+
+    def make(trainable=False):
+        model = keras.Sequential([dense_model(), keras.layers.BatchNormalization()])
+        model.layers[-1].trainable = trainable
+        return model
+
+    arguments = {"rows": 8, "replicas": replicas, **settings}
+    difference = difference_of_fits(make, adam(), dense_data(29), **arguments)
+    assert difference <= TOLERANCE[float64]
+    with mirrored(replicas).scope():
+        model = accumulate(
+            make(True),
+            accumulation_steps=settings["steps"],
+            microbatch_size=settings.get("size"),
+        )
+        with pytest.warns(UserWarning, match="BatchNormalization layers in training mode"):
+            model.compile(**adam()())
+    model.fit(*dense_data(29), batch_size=8, verbose=0)
+    assert all(np.isfinite(weight).all() for weight in model.get_weights())
+    assert np.any(model.layers[-1].moving_mean.numpy())
+
+
+def test_synchronized_normalization_runs_where_replicas_can_communicate(float64):
+    def model(**settings):
+        with mirrored(2).scope():
+            layers = [dense_model(), keras.layers.BatchNormalization(synchronized=True)]
+            model = accumulate(keras.Sequential(layers), **settings)
+            with pytest.warns(UserWarning, match="BatchNormalization"):
+                model.compile("adam", "mse")
+        return model
+
+    model(accumulation_steps=3).fit(*dense_data(29), batch_size=8, verbose=0)
+    with pytest.raises(ValueError, match=r"synchronized=True`: \['batch_normalization"):
+        model(microbatch_size=3).fit(*dense_data(29), batch_size=8, verbose=0)
+
+
+# When replicas communicate.
+
+
+class Counts(tf.distribute.ReductionToOneDevice):
+    """Counts the tensors that are reduced over replicas while a graph runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
+        tf.numpy_function(self.sizes.append, [tf.size(per_replica_value.values[0])], [])
+        return super().reduce_implementation(reduce_op, per_replica_value, destinations, options)
+
+    def gradients(self):
+        return sum(int(size > 1) for size in self.sizes)
+
+
+@pytest.mark.parametrize(("clipnorm", "times"), [(None, 1), (1.0, 2)])
+def test_gradients_are_reduced_at_the_update_and_not_before(clipnorm, times):
+    counts = Counts()
+    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"], cross_device_ops=counts).scope():
+        model = accumulate(dense_model(), accumulation_steps=3)
+        model.compile(keras.optimizers.Adam(clipnorm=clipnorm), "mse")
+    reduced = []
+
+    class Watch(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            counts.sizes.clear()
+
+        def on_train_batch_end(self, batch, logs=None):
+            reduced.append(counts.gradients() if counts.sizes else None)
+
+        def on_epoch_end(self, epoch, logs=None):
+            reduced.append(counts.gradients())
+
+    model.fit(*dense_data(31), batch_size=4, epochs=2, verbose=0, callbacks=[Watch()])
+    n = len(model.trainable_variables) * times
+    # 8 batches: two full windows, and a partial one of two that the end of the epoch closes.
+    assert reduced == 2 * [None, None, n, n, n, 2 * n, 2 * n, 2 * n, 3 * n]
+
+
+def test_microbatches_of_a_batch_are_summed_before_replicas_are(float64):
+    counts = Counts()
+    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"], cross_device_ops=counts).scope():
+        model = accumulate(dense_model(), microbatch_size=2)
+        model.compile("sgd", "mse")
+    model.fit(*dense_data(24), batch_size=12, verbose=0)
+    assert counts.gradients() == 2 * len(model.trainable_variables)
+
+
+def test_nothing_is_traced_again(float64):
+    with mirrored(2).scope():
+        model = accumulate(Counting(), accumulation_steps=2)
+        model.compile("adam", "mse")
+    x, y = dense_data(29)
+    for steps in (2, 3):
+        model.accumulation_steps = steps
+        model.fit(x, y, batch_size=8, epochs=2, verbose=0)
+        assert model.traces == 2  # one for each replica
+
+
+# Around `fit`.
+
+
+def test_windows_in_a_loop_over_train_on_batch(float64):
+    """Every replica gets all of the batch there, in plain Keras too."""
+    x, y = dense_data(20)
+    with mirrored(2).scope():
+        model = accumulate(seeded(dense_model), accumulation_steps=3)
+        model.compile(**adam()())
+    reference = seeded(dense_model)
+    reference.compile(**adam()())
+    for start in range(0, 20, 4):
+        model.train_on_batch(x[start : start + 4], y[start : start + 4])
+    model.close_window()
+    model.close_window()  # an empty one changes nothing
+    reference.train_on_batch(x[:12], y[:12])
+    reference.train_on_batch(x[12:], y[12:])
+    for weight, expected in zip(model.get_weights(), reference.get_weights(), strict=True):
+        np.testing.assert_allclose(weight, expected, rtol=1e-12)
+
+
+def test_a_first_batch_that_replicas_share_unevenly_builds_the_model(float64):
+    """Keras alone fails with it: keras#20585."""
+
+    class LazilyBuilt(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(2)
+
+        def call(self, inputs):
+            return self.dense(inputs)
+
+    for make in (lambda: LazilyBuilt(), lambda: accumulate(LazilyBuilt())):
+        with mirrored(2).scope():
+            model = make()
+            model.compile("sgd", "mse")
+        try:
+            model.fit(*dense_data(7), batch_size=7, verbose=0)
+        except tf.errors.InvalidArgumentError:
+            assert type(model) is LazilyBuilt
+    assert model.optimizer.iterations.numpy() == 1
+
+
+def test_bad_microbatches_are_left_out_on_any_replica(float64):
+    x, y = dense_data(24)
+    bad = [3, 14]  # of a first and of a second replica
+    x[bad] = np.nan
+
+    with mirrored(2).scope():
+        model = accumulate(seeded(dense_model), microbatch_size=1, skip_nonfinite=True)
+        model.compile(**adam()())
+    with pytest.warns(UserWarning, match="left out"):
+        model.fit(x, y, batch_size=24, shuffle=False, verbose=0)
+    assert model.num_skipped_microbatches == 2
+    reference = seeded(dense_model)
+    reference.compile(**adam()())
+    rows = [row for row in range(24) if row not in bad]
+    reference.fit(x[rows], y[rows], batch_size=24, shuffle=False, verbose=0)
+    for weight, expected in zip(model.get_weights(), reference.get_weights(), strict=True):
+        np.testing.assert_allclose(weight, expected, rtol=1e-12)
+    assert_equal_logs(model, reference)
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("inside", [True, False], ids=["apply in run", "apply outside"])
+def test_an_accumulator_in_a_loop_of_ones_own_matches_the_whole_window(inside, replicas, float64):
+    x, y = dense_data(29)
+    strategy, loss = mirrored(replicas), keras.losses.MeanSquaredError()
+    reference = seeded(dense_model)
+    reference.compile(keras.optimizers.Adam(0.01, clipnorm=0.05), loss)
+    start = reference.get_weights()
+    reference.fit(x, y, batch_size=12, epochs=2, shuffle=False, verbose=0)
+    with strategy.scope():
+        model = seeded(dense_model)
+        optimizer = keras.optimizers.Adam(0.01, clipnorm=0.05)
+        accumulator = GradientAccumulator()
+
+    def microbatch(x, y):
+        with tf.GradientTape() as tape:
+            value = loss(y, model(x, training=True))
+        variables = model.trainable_variables
+        accumulator.add(tape.gradient(value, variables), variables, weight=tf.shape(x)[0])
+
+    run = tf.function(lambda *batch: strategy.run(microbatch, args=batch))
+
+    def apply():
+        accumulator.apply(optimizer)
+
+    update = tf.function(lambda: strategy.run(apply)) if inside else apply
+    batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
+    for _ in range(2):
+        for step, batch in enumerate(strategy.experimental_distribute_dataset(batches), start=1):
+            run(*batch)
+            if step % 3 == 0:
+                update()
+        update()
+        update()  # an empty window changes nothing
+    assert optimizer.iterations.numpy() == 6
+    assert relative_difference(model.get_weights(), reference.get_weights(), start) <= 1e-12
+
+
+# What is refused.
+
+
+def test_a_strategy_that_was_not_tried_is_refused_by_name():
+    strategy = tf.distribute.experimental.CentralStorageStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        model = accumulate(dense_model(), accumulation_steps=2)
+        model.compile("sgd", "mse")
+    for call in (
+        lambda: model.fit(*dense_data(8), verbose=0),
+        lambda: model.train_on_batch(*dense_data(8)),
+    ):
+        with pytest.raises(NotImplementedError, match="Received: CentralStorageStrategy"):
+            call()
+    with strategy.scope(), pytest.raises(NotImplementedError, match="Received: CentralStorage"):
+        GradientAccumulator()
+
+
+def test_what_was_made_outside_of_the_scope_is_named():
+    strategy, data = mirrored(2), dense_data(8)
+    model = accumulate(dense_model(), accumulation_steps=2)
+    model.compile("sgd", "mse")
+    with strategy.scope(), pytest.raises(ValueError, match=r"the model .* and the optimizer 'sgd"):
+        model.fit(*data, verbose=0)
+    model.fit(*data, verbose=0)  # nothing is lost
+    with strategy.scope():
+        model = accumulate(dense_model(), accumulation_steps=2)
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match=r"Received: the optimizer 'sgd.*, made outside"):
+        model.fit(*data, verbose=0)
+    with strategy.scope():
+        model.compile("sgd", "mse")
+    model.fit(*data, verbose=0)
+    layers = dense_model().layers
+    with strategy.scope():
+        model = accumulate(keras.Sequential([keras.Input((4,)), *layers]), accumulation_steps=2)
+        model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match=r"the variable '.*/kernel' and"):
+        model.fit(*data, verbose=0)
+
+
+def test_an_accumulator_made_outside_of_the_scope_is_refused():
+    accumulator = GradientAccumulator()
+    with mirrored(2).scope():
+        model = dense_model()
+    variables = model.trainable_variables
+
+    def add():
+        accumulator.add([tf.ones(v.shape) for v in variables], variables)
+
+    with pytest.raises(ValueError, match=r"Make it inside of `with strategy\.scope"):
+        mirrored(2).run(add)

@@ -1,0 +1,147 @@
+"""Several machines: real processes that talk over loopback, under `MultiWorkerMirroredStrategy`.
+
+The references are trained by plain Keras in one process, on the whole window.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import worker
+from helpers import dense_data, dense_model, relative_difference, seeded
+
+SECONDS = 240  # within which a cluster has to end
+
+
+def free_ports(number):
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for each in sockets:
+            each.bind(("localhost", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def run_cluster(number, command, directory):
+    """Run a command on so many workers.
+
+    Returns:
+        Of each worker its exit status, its output, and when it ended, in seconds.
+    """
+    workers = [f"localhost:{port}" for port in free_ports(number)]
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
+    processes, ends = [], {}
+    with contextlib.ExitStack() as stack:
+        for index in range(number):
+            task = {"type": "worker", "index": index}
+            config = json.dumps({"cluster": {"worker": workers}, "task": task})
+            output = stack.enter_context((directory / f"output{index}.txt").open("w"))
+            process = subprocess.Popen(
+                [sys.executable, *command],
+                env={**os.environ, **quiet, "TF_CONFIG": config},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            stack.callback(process.wait)
+            stack.callback(process.kill)  # before it is waited for, and in any case
+            processes.append(process)
+        deadline = time.monotonic() + SECONDS
+        while len(ends) < number and time.monotonic() < deadline:
+            for index, process in enumerate(processes):
+                if process.poll() is not None:
+                    ends.setdefault(index, time.monotonic())
+            time.sleep(0.05)
+    outputs = [(directory / f"output{index}.txt").read_text() for index in range(number)]
+    assert len(ends) == number, outputs
+    return [
+        (process.returncode, output, ends[index])
+        for index, (process, output) in enumerate(zip(processes, outputs, strict=True))
+    ]
+
+
+def run_job(job, number, directory):
+    return run_cluster(number, [str(Path(worker.__file__)), job, str(directory)], directory)
+
+
+def run_to_the_end(job, number, directory):
+    for status, output, _ in run_job(job, number, directory):
+        assert status == 0, output
+
+
+@pytest.fixture
+def data(float64, tmp_path):
+    x, y = dense_data(37)  # 5 batches of 8, the last one of 5 rows
+    start = seeded(dense_model).get_weights()
+    weights = {f"weight{i}": weight for i, weight in enumerate(start)}
+    np.savez(tmp_path / "start.npz", x=x, y=y, **weights)
+    return start, x, y
+
+
+def whole_batch(start, x, y, rows, epochs, **kwargs):
+    model = worker.compiled(start, tf.distribute.get_strategy())
+    model.fit(x, y, batch_size=rows, epochs=epochs, shuffle=False, verbose=0, **kwargs)
+    return model
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_fit_evaluate_and_predict_match_one_process_on_the_whole_batch(number, data, tmp_path):
+    start, x, y = data
+    run_to_the_end("train", number, tmp_path)
+    for name, settings in worker.SETTINGS.items():
+        rows = worker.ROWS * settings.get("accumulation_steps", 1)
+        reference = whole_batch(start, x, y, rows, 2, validation_data=(x[:11], y[:11]))
+        expected = reference.get_weights()
+        for index in range(number):
+            with np.load(tmp_path / f"{name}{index}.npz") as result:
+                weights = [result[f"weight{i}"] for i in range(len(start))]
+                assert relative_difference(weights, expected, start) <= 1e-12, (name, index)
+                np.testing.assert_allclose(result["predictions"], reference.predict(x), rtol=1e-9)
+                for key, value in reference.history.history.items():
+                    np.testing.assert_allclose(result[key], value, rtol=1e-6)
+                for key, value in reference.evaluate(x, y, verbose=0, return_dict=True).items():
+                    np.testing.assert_allclose(result[f"evaluate_{key}"], value, rtol=1e-6)
+
+
+def test_workers_that_are_seeded_alike_share_out_the_rows_of_a_shuffled_epoch(data, tmp_path):
+    start, x, y = data
+    run_to_the_end("shuffle", 2, tmp_path)
+    reference = whole_batch(start, x, y, len(x), 1)
+    loss = reference.history.history["loss"]
+    for index in range(2):
+        np.testing.assert_allclose(np.load(tmp_path / f"equal{index}.npy"), loss, rtol=1e-6)
+    # With other seeds, rows are seen twice or never.
+    assert abs(np.load(tmp_path / "other0.npy") - loss) > 1e-3
+
+
+def test_a_worker_that_dies_is_reported_and_a_restart_goes_on(data, tmp_path):
+    start, x, y = data
+    dead, *others = sorted(run_job("die", 3, tmp_path), key=lambda result: result[2])
+    assert dead[0] == -9
+    for status, output, ended in others:
+        assert status == 1
+        assert ended - dead[2] < 60
+        assert "A worker of this cluster can not be reached any more" in output
+        assert "epoch 3" not in output
+
+    # One that lost its backup: nobody trains, everybody is told.
+    shutil.move(tmp_path / "backup2", tmp_path / "lost")
+    for status, output, _ in run_job("resume", 3, tmp_path):
+        assert status == 1
+        assert "All workers must begin with the same epoch" in output
+
+    shutil.copytree(tmp_path / "backup0", tmp_path / "backup2", dirs_exist_ok=True)
+    run_to_the_end("resume", 3, tmp_path)
+    rows = 3 * worker.ROWS
+    expected = whole_batch(start, x, y, rows, worker.EPOCHS).get_weights()
+    for index in range(3):
+        with np.load(tmp_path / f"resumed{index}.npz") as result:
+            weights = [result[f"arr_{i}"] for i in range(len(start))]
+        assert relative_difference(weights, expected, start) <= 1e-12

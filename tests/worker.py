@@ -1,0 +1,111 @@
+"""One worker of a cluster: `python worker.py JOB DIRECTORY`, started by `test_workers.py`.
+
+It reads `start.npz`, weights and data, from the directory, and writes what came out to it.
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import tensorflow as tf
+from helpers import dense_model
+
+from ga_model import accumulate
+
+SETTINGS = {
+    "steps": {"accumulation_steps": 3},
+    "size": {"microbatch_size": 3},
+    "both": {"accumulation_steps": 2, "microbatch_size": 2},
+}
+ROWS = 8  # per batch
+EPOCHS = 4  # of the run that is interrupted, in the third
+INDEX = json.loads(os.environ.get("TF_CONFIG", '{"task": {"index": 0}}'))["task"]["index"]
+
+
+def compiled(start, strategy, rate=0.01, **settings):
+    with strategy.scope():
+        model = accumulate(dense_model(), **settings)
+        optimizer = keras.optimizers.Adam(rate, clipnorm=0.05)
+        model.compile(optimizer, "mse", metrics=["mae"])
+    model.set_weights(start)
+    return model
+
+
+def train(strategy, start, x, y, directory):
+    """Fit, evaluate and predict with each setting."""
+    for name, settings in SETTINGS.items():
+        model = compiled(start, strategy, **settings)
+        history = model.fit(
+            x,
+            y,
+            batch_size=ROWS,
+            epochs=2,
+            shuffle=False,
+            verbose=0,
+            validation_data=(x[:11], y[:11]),
+        )
+        evaluated = model.evaluate(x, y, batch_size=ROWS, verbose=0, return_dict=True)
+        save(directory / f"{name}{INDEX}", model, history.history, evaluated, model.predict(x))
+
+
+def shuffle(strategy, start, x, y, directory):
+    """Tell the loss over an epoch in which the weights stay, with equal and with other seeds."""
+    for name, seed in (("equal", 7), ("other", 7 + INDEX)):
+        keras.utils.set_random_seed(seed)
+        model = compiled(start, strategy, 0.0, accumulation_steps=3)
+        history = model.fit(x, y, batch_size=ROWS, verbose=0)
+        np.save(directory / f"{name}{INDEX}", history.history["loss"])
+
+
+class Dies(keras.callbacks.Callback):
+    """Kills the second worker in the middle of the third epoch."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        print("epoch", epoch, flush=True)
+        self.is_last = epoch == 2 and INDEX == 1
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if self.is_last and batch == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def resume(strategy, start, x, y, directory, callbacks=()):
+    """Train with a backup."""
+    model = compiled(start, strategy, accumulation_steps=3)
+    backup = keras.callbacks.BackupAndRestore(directory / f"backup{INDEX}")
+    model.fit(
+        x,
+        y,
+        batch_size=ROWS,
+        epochs=EPOCHS,
+        shuffle=False,
+        verbose=0,
+        callbacks=[*callbacks, backup],
+    )
+    np.savez(directory / f"resumed{INDEX}", *model.get_weights())
+
+
+def die(*args):
+    """Train with a backup, until a worker dies."""
+    resume(*args, callbacks=[Dies()])
+
+
+def save(path, model, history, evaluated, predictions):
+    weights = {f"weight{i}": weight for i, weight in enumerate(model.get_weights())}
+    evaluated = {f"evaluate_{key}": value for key, value in evaluated.items()}
+    np.savez(path, predictions=predictions, **weights, **history, **evaluated)
+
+
+if __name__ == "__main__":
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    job, directory = globals()[sys.argv[1]], Path(sys.argv[2])
+    with np.load(directory / "start.npz") as data:
+        start = [data[f"weight{i}"] for i in range(len(data) - 2)]
+        job(strategy, start, data["x"], data["y"], directory)
