@@ -31,6 +31,11 @@ class GradientAccumulator:
     variable with `overwrite_with_gradient`, such as a float8 layer's scale, the largest value
     counts.
 
+    Under a `tf.distribute` strategy make it in the strategy's scope and call `add` in
+    `strategy.run`, with the gradients that `optimizer.apply` would take there: of a loss that is
+    divided by the number of replicas, as Keras's losses are. Replicas communicate in `apply` only,
+    which may be called there or outside.
+
     Attributes:
         num_microbatches: int64 scalar variable, microbatches added since the last reset.
 
@@ -79,7 +84,8 @@ class GradientAccumulator:
 
         Raises:
             ValueError: the lengths differ, the variables are not those of the first call, `weight`
-                is no scalar, or it is None in one call and a number in another.
+                is no scalar, or it is None in one call and a number in another; or the accumulator
+                was made under another strategy, or is called outside of `strategy.run`.
             RuntimeError: a variable whose gradient was None at first has one now.
         """
         rank = tf.TensorShape(getattr(weight, "shape", ())).rank
@@ -92,8 +98,7 @@ class GradientAccumulator:
 
     def _add_sum(self, part: GradientSum, variables: Sequence[Any], is_sum: bool) -> None:
         """Add weighted gradients, whose unit has grown from that of the window."""
-        if _strategy.current() is not self._strategy:
-            raise ValueError(_validate.accumulator_scope_message())
+        self._check_is_on_replica()
         self._check(part, variables, is_sum)
         shrink = tf.math.divide_no_nan(self._unit, part.unit)  # a power of two, mostly 1
         # A microbatch without weight is left out, not multiplied: its loss may be 0 / 0.
@@ -140,8 +145,13 @@ class GradientAccumulator:
         """Return the window's gradient, one tensor in the variable's dtype or None per variable.
 
         That is sum(w_i * g_i) / sum(w_i), or sum(g_i) where the weights are None. Not finite where
-        the weights sum to zero.
+        the weights sum to zero. With several replicas, the replica's share of it: the shares add up
+        to the window's gradient, as optimizers add them up.
+
+        Raises:
+            ValueError: with several replicas, called outside of `strategy.run`.
         """
+        self._check_is_on_replica()
         values = [None if buffer is None else buffer.read_value() for buffer in self._buffers]
         weight = _sums.Weight(self._total.read_value(), self._unit.read_value())
         whole = GradientSum.of(values, self._variables, weight, scale=False)
@@ -169,7 +179,7 @@ class GradientAccumulator:
 
         def apply() -> None:
             _strategy.build_optimizer(optimizer, variables)
-            total = self._total.read_value()
+            total = self._total * self._unit  # units differ between replicas
             _strategy.update_if(
                 _condition, total, lambda: _strategy.apply(optimizer, self.mean(), variables)
             )
@@ -184,6 +194,10 @@ class GradientAccumulator:
     def _reset(self, condition: Any) -> None:
         for state in (self.num_microbatches, self._total, self._unit):
             state.assign(tf.where(condition, tf.zeros_like(state), state))
+
+    def _check_is_on_replica(self) -> None:
+        if _strategy.current() is not self._strategy or not _strategy.is_on_replica():
+            raise ValueError(_validate.accumulator_scope_message())
 
     def _is_for(self, variables: Sequence[Any]) -> bool:
         """Return whether `variables` are those whose gradients are summed, in the same order."""

@@ -153,8 +153,10 @@ class BatchLogs:
             num_counted: int64 scalar tensor, microbatches that were not left out. With none,
                 metrics stay as they are, and numbers are NaN.
         """
-        sums, last = list(_strategy.mean_over_replicas(sums)), list(last)
-        counts = tf.cast(tf.greater(num_counted, 0), tf.float64)
+        num_counted = tf.cast(num_counted, tf.float64)
+        counts_here = tf.cast(tf.greater(num_counted, 0), tf.float64)
+        *sums, num_counted = _strategy.mean_over_replicas([*sums, num_counted])
+        counts, last = tf.cast(tf.greater(num_counted, 0), tf.float64), list(last)
 
         def mean() -> tf.Tensor:
             return tf.math.divide_no_nan(sums.pop(0), sums.pop(0))
@@ -166,7 +168,7 @@ class BatchLogs:
             elif tf.is_tensor(sample_weight):
                 sample_weight = sums.pop(0)
             sample_weight = 1.0 if sample_weight is None else tf.cast(sample_weight, tf.float64)
-            metric.update_state(value, sample_weight=sample_weight * counts)
+            metric.update_state(value, sample_weight=sample_weight * counts_here)
 
         def of_batch(leaf: Any) -> Any:
             if (source := self._source(leaf)) is not None:

@@ -281,10 +281,8 @@ class AccumulatingModel(_Base):
     def _aggregate_additional_loss(self, loss: Any) -> Any:
         total = super()._aggregate_additional_loss(loss)
         if (recording := current_recording(self)) is not None:
-            total = _strategy.exactly_scaled(total)
             is_sum = len(loss.shape) > 0
-            if is_sum:
-                total *= _strategy.num_replicas()  # Keras takes sums for means over replicas
+            total = _strategy.exactly_scaled(total, is_sum)
             recording.note_additional(total, is_sum)
         return total
 

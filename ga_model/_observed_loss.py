@@ -92,6 +92,8 @@ def _observer(entry: Any, compiled: Any) -> Any:
     def observe(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         if reduction in ("sum", "none", None):
             value = loss(y_true, y_pred, sample_weight)
+            if reduction == "sum":
+                value = tf.reduce_sum(value)  # Keras leaves the values of no rows as they are
             compiled._terms.append(Term(name, None, reduction or "none", in_total(value)))
             return value
         seen: list[Any] = []
@@ -103,7 +105,7 @@ def _observer(entry: Any, compiled: Any) -> Any:
 
         twin = object.__new__(Observed)
         object.__setattr__(twin, "__dict__", loss.__dict__)  # one state, whatever `call` does to it
-        value = twin(y_true, y_pred, sample_weight)
+        value = tf.reduce_sum(twin(y_true, y_pred, sample_weight))  # of no rows, as above
         if seen and seen[0].shape.rank == 0:
             value = value / _strategy.num_replicas()  # which Keras leaves out there
         else:

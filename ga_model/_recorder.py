@@ -145,7 +145,8 @@ class Recording:
         if not any(map(_sums.overwrites, self.model.variables)):
             number = _sums.power_of_two(number)
         elif (whole := self._position.whole) is not None:
-            parts = whole.rows() / tf.cast(self._num_rows(), tf.float64)
+            # A replica may be left without rows.
+            parts = tf.math.divide_no_nan(whole.rows(), tf.cast(self._num_rows(), tf.float64))
             number = tf.cast(self._position.steps, tf.float64) * parts
         return _sums.in_unit(weight, self.unit(optimizer), number)
 

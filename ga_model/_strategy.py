@@ -127,8 +127,9 @@ def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
     is_seen = hasattr(optimizer, "inner_optimizer")
 
     def create(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
-        lifting = {} if is_seen else {"experimental_enable_variable_lifting": False}
-        return next_creator(**kwargs, **lifting)
+        if not is_seen:
+            kwargs["experimental_enable_variable_lifting"] = False
+        return next_creator(**kwargs)
 
     if not optimizer.built:
         with (
@@ -146,12 +147,18 @@ def mean_over_replicas(values: Any) -> Any:
     return tf.distribute.get_replica_context().all_reduce("MEAN", values)
 
 
-def exactly_scaled(loss: tf.Tensor) -> tf.Tensor:
+def exactly_scaled(loss: tf.Tensor, is_sum: bool = False) -> tf.Tensor:
     """Return a loss that Keras divided by the number of replicas, divided by it exactly.
 
     Keras multiplies by 1 / replicas rounded to float32, also a loss in float64.
+
+    Args:
+        loss: the loss.
+        is_sum: whether it should not have been divided at all.
     """
     replicas = num_replicas()
+    if is_sum:
+        loss = loss * replicas
     if replicas == 1:
         return loss
     with tf.init_scope():
@@ -170,48 +177,55 @@ def max_over_replicas(value: tf.Tensor) -> tf.Tensor:
 def apply(optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
     """Apply an optimizer on every replica to the sum over replicas of their gradients.
 
-    An optimizer makes that sum itself, after it has clipped each replica's gradients and a
-    LossScaleOptimizer has looked for overflows in those of the first replica. What they have to
-    see is the sum. So for them it is made here, and the first replica passes it on, the others
-    zeros.
+    An optimizer makes that sum itself, after it has clipped each replica's gradients, and a
+    LossScaleOptimizer has looked for overflows in those of each machine's first replica. What they
+    have to see is the sum. So for them it is made here. The first replica passes it on, the others
+    zeros; with loss scaling NaN where it is not finite, or machines would decide differently, and
+    wait for one another for ever.
     """
-    if num_replicas() > 1 and _looks_at_gradients(optimizer):
-        gradients = _sum_on_first_replica(gradients)
+    is_scaled = hasattr(optimizer, "inner_optimizer")
+    if num_replicas() > 1 and (is_scaled or _clips(optimizer)):
+        gradients = _sum_on_first_replica(gradients, shows_overflow=is_scaled)
     optimizer.apply(gradients, variables)
 
 
-def _looks_at_gradients(optimizer: Any) -> bool:
-    if hasattr(optimizer, "inner_optimizer"):
-        return True
+def _clips(optimizer: Any) -> bool:
     clipping = (optimizer.clipnorm, optimizer.global_clipnorm, optimizer.clipvalue)
     parts = getattr(optimizer, "optimizers", ())  # of a MultiOptimizer
-    return any(c is not None for c in clipping) or any(map(_looks_at_gradients, parts))
+    return any(c is not None for c in clipping) or any(map(_clips, parts))
 
 
-def _sum_on_first_replica(tensors: list[Any]) -> list[Any]:
+def _sum_on_first_replica(tensors: list[Any], shows_overflow: bool) -> list[Any]:
     """Return the sums over replicas on the first replica, and zeros on the others.
 
     Args:
         tensors: tensors, `tf.IndexedSlices` and None.
+        shows_overflow: whether the others get NaN where a sum is not finite.
     """
     context = tf.distribute.get_replica_context()
     present = [tensor for tensor in tensors if tensor is not None]
     is_first = tf.equal(context.replica_id_in_sync_group, 0)
-    sums = [_where(is_first, tensor) for tensor in context.all_reduce("SUM", present)]
-    remaining = iter(sums)
-    return [None if tensor is None else next(remaining) for tensor in tensors]
+
+    def here(tensor: Any) -> Any:
+        if isinstance(tensor, tf.IndexedSlices):
+            return tf.IndexedSlices(here(tensor.values), tensor.indices, tensor.dense_shape)
+        rest = tf.zeros_like(tensor)
+        if shows_overflow:
+            rest = tf.where(tf.math.is_finite(tensor), rest, float("nan"))
+        return tf.where(is_first, tensor, rest)
+
+    sums = iter([here(tensor) for tensor in context.all_reduce("SUM", present)])
+    return [None if tensor is None else next(sums) for tensor in tensors]
 
 
-def _where(condition: tf.Tensor, tensor: Any) -> Any:
-    if isinstance(tensor, tf.IndexedSlices):
-        values = _where(condition, tensor.values)
-        return tf.IndexedSlices(values, tensor.indices, tensor.dense_shape)
-    return tf.where(condition, tensor, tf.zeros_like(tensor))
+def is_on_replica() -> bool:
+    """Return whether this is the code of a replica, as it is without a strategy."""
+    return not tf.distribute.in_cross_replica_context()
 
 
 def run_on_replicas(strategy: tf.distribute.Strategy, function: Callable[[], Any]) -> None:
     """Run `function` on every replica, or here, if this is a replica."""
-    if tf.distribute.get_strategy() is strategy and not tf.distribute.in_cross_replica_context():
+    if tf.distribute.get_strategy() is strategy and is_on_replica():
         function()
     else:
         strategy.run(function)
@@ -222,7 +236,8 @@ def build(keras_builds: Callable[..., None], strategy: Any, iterator: Any, batch
 
     Keras takes the mean of the replicas' parts of the batch, of which it needs no more than the
     shape. That fails with several workers, and where the parts have different numbers of rows
-    (keras#20585, seen in 3.14.0 to 3.15.1). Where it does, one part has to do.
+    (keras#20585, seen in 3.14.0 to 3.15.1). So with several replicas it is given one part, which
+    will do as well in a Keras that is mended.
 
     Args:
         keras_builds: the model's own `_maybe_symbolic_build`.
@@ -233,12 +248,10 @@ def build(keras_builds: Callable[..., None], strategy: Any, iterator: Any, batch
         keras_builds(iterator, batch)
         return
     for _, _, batches in iterator:
-        batch = next(batches)
-        try:
-            keras_builds(iter([(0, 0, iter([batch]))]))
-        except (ValueError, tf.errors.InvalidArgumentError):
-            part = tf.nest.map_structure(lambda v: strategy.experimental_local_results(v)[0], batch)
-            keras_builds(data_batch=part)
+        part = tf.nest.map_structure(
+            lambda value: strategy.experimental_local_results(value)[0], next(batches)
+        )
+        keras_builds(data_batch=part)
         break
 
 
@@ -277,9 +290,9 @@ def check_same_epoch(strategy: Any, epoch: int) -> None:
     """Raise RuntimeError on every worker if they are not about to train the same epoch."""
     if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
         return
-    moments = tf.constant([epoch, epoch**2], tf.float64)
-    mean, mean_of_squares = strategy.reduce("MEAN", strategy.run(lambda: moments), axis=None)
-    if mean**2 != mean_of_squares:
+    here = tf.constant([epoch, epoch**2], tf.int64)
+    total, total_of_squares = strategy.reduce("SUM", here, axis=None).numpy()
+    if total**2 != total_of_squares * strategy.num_replicas_in_sync:
         raise RuntimeError(_validate.epochs_message(epoch))
 
 

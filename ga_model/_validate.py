@@ -319,9 +319,10 @@ def epochs_message(epoch: int) -> str:
 
 def accumulator_scope_message() -> str:
     return (
-        "A `GradientAccumulator` belongs to the `tf.distribute` strategy that it was made under. "
-        "Received: gradients under another one. "
-        "Make it inside of `with strategy.scope():`, as the model and the optimizer."
+        "A `GradientAccumulator` belongs to the replicas of the `tf.distribute` strategy that it "
+        "was made under. Received: a call from elsewhere. "
+        "Make it inside of `with strategy.scope():`, as the model and the optimizer, and call it "
+        "in what `strategy.run` runs."
     )
 
 

@@ -34,6 +34,13 @@ def pytest_configure(config):
     helpers.num_replicas = config.getoption("replicas")
 
 
+def pytest_collection_modifyitems(config, items):
+    if helpers.num_replicas > 1:
+        out = [item for item in items if item.get_closest_marker("one_device")]
+        config.hook.pytest_deselected(items=out)
+        items[:] = [item for item in items if item not in out]
+
+
 def set_dtype(dtype):
     """Set `floatx` and the dtype policy; policies of half precision keep `floatx` at float32."""
     keras.config.set_floatx(dtype if dtype == "float64" else "float32")

@@ -113,7 +113,7 @@ def fit_pair(
 def difference_of_fits(*args, **kwargs):
     """Return the relative difference of the two trainings of `fit_pair`."""
     model, reference, start = fit_pair(*args, **kwargs)
-    assert model.optimizer.iterations == reference.optimizer.iterations
+    assert model.optimizer.iterations.numpy() == reference.optimizer.iterations.numpy()
     return relative_difference(model.get_weights(), reference.get_weights(), start)
 
 

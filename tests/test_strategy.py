@@ -21,6 +21,7 @@ from helpers import (
 )
 from test_microbatch_size import UNLIKE, assert_equal_logs
 from test_traces import Counting
+from test_variables import float8
 from zoo import ZOO, masked_data, masked_recurrent
 
 from ga_model import GradientAccumulator, accumulate
@@ -153,7 +154,7 @@ def test_eagerly_and_under_xla(way, settings, replicas, float64):
     difference = difference_of_fits(
         dense_model,
         lambda: {**adam()(), **way},
-        dense_data(29),
+        dense_data(25),  # a last batch of one row: a replica without any
         rows=8,
         replicas=replicas,
         **settings,
@@ -172,6 +173,17 @@ def test_sparse_gradients_match_the_whole_batch(settings, replicas, float64):
         make, arguments, make_data(29), rows=8, replicas=replicas, **settings
     )
     assert difference <= TOLERANCE[float64]
+
+
+@pytest.mark.parametrize(("settings", "rows"), [(STEPS, 48), (SIZE, 25), (BOTH, 48)])
+def test_float8_layers_match_the_whole_batch(settings, rows):
+    def arguments():
+        return {"optimizer": keras.optimizers.SGD(0.1), "loss": "mse"}
+
+    difference = difference_of_fits(
+        float8, arguments, dense_data(rows), rows=8, replicas=2, **settings
+    )
+    assert difference <= TOLERANCE["float32"]
 
 
 class TwoNetworks(keras.Model):
@@ -469,3 +481,29 @@ def test_an_accumulator_made_outside_of_the_scope_is_refused():
 
     with pytest.raises(ValueError, match=r"Make it inside of `with strategy\.scope"):
         mirrored(2).run(add)
+    with mirrored(2).scope():
+        accumulator = GradientAccumulator()
+        for call in (add, accumulator.mean):
+            with pytest.raises(ValueError, match=r"in what `strategy\.run` runs"):
+                call()
+    mirrored(2).run(add)
+    for share in mirrored(2).experimental_local_results(mirrored(2).run(accumulator.mean)[0]):
+        np.testing.assert_array_equal(share, np.ones(share.shape))
+
+
+def test_weights_of_replicas_that_cancel_out_make_no_update(float64):
+    """As on one device: they are compared as they are, not in each replica's unit."""
+    with mirrored(2).scope():
+        model, accumulator = dense_model(), GradientAccumulator()
+        optimizer = keras.optimizers.SGD(1.0)
+    start, variables = model.get_weights(), model.trainable_variables
+
+    def add():
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        weight = 1 - 2 * tf.cast(replica, tf.float64)
+        accumulator.add([tf.ones(v.shape, v.dtype) for v in variables], variables, weight=weight)
+
+    mirrored(2).run(add)
+    accumulator.apply(optimizer)
+    for weight, before in zip(model.get_weights(), start, strict=True):
+        np.testing.assert_array_equal(weight, before)

@@ -149,7 +149,10 @@ def regularized_sequence_model():
     )
 
 
-@pytest.mark.parametrize("steps_per_execution", [1, 3])
+@pytest.mark.parametrize(
+    "steps_per_execution",
+    [1, pytest.param(3, marks=pytest.mark.one_device("Keras runs one step per execution there"))],
+)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_regularizers_are_counted_once_per_window(reduction, steps_per_execution, dtype):
     data = masked_data(34)
@@ -244,6 +247,7 @@ def test_no_warning_where_one_weight_serves_all_terms(float64):
         model.fit(x, [y, y], batch_size=4, verbose=0)
 
 
+@pytest.mark.one_device("the shares of a batch are not equal")
 @pytest.mark.filterwarnings("ignore:One weight per microbatch:UserWarning")
 @pytest.mark.parametrize("reductions", [("sum", "mean"), ("mean", "sum")])
 def test_a_sum_beside_a_mean_is_exact_in_full_windows_of_equal_microbatches(reductions, float64):
@@ -291,6 +295,7 @@ class CountsPositions(AccumulatingModel, keras.Sequential):
         return tf.math.count_nonzero(y)
 
 
+@pytest.mark.one_device("a loss of one's own has to be divided by the replicas")
 def test_a_weight_rule_of_the_users_own_is_followed(float64):
     x, y = dense_data(34)
     y[::3] = 0.0
@@ -459,6 +464,7 @@ class AddsLossPerRow(keras.layers.Layer):
 
 
 @pytest.mark.filterwarnings("ignore:One weight per microbatch:UserWarning")
+@pytest.mark.one_device("the shares of a batch are not equal")
 @pytest.mark.parametrize(("loss", "rows"), [("mse", 24), (None, 34)])
 def test_an_add_loss_per_row_is_a_sum_as_in_keras(loss, rows, float64):
     def make():
@@ -508,6 +514,7 @@ class Ruled(keras.Sequential):
         return tf.math.count_nonzero(y[:, 0] > 0)
 
 
+@pytest.mark.one_device("a loss of one's own has to be divided by the replicas")
 @pytest.mark.parametrize("make", [Ruled, type("Sub", (AccumulatingModel, Ruled), {})])
 def test_a_rule_of_a_plain_class_is_followed_where_the_mixin_stands_left_of_it(make, float64):
     difference = difference_of_fits(

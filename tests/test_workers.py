@@ -6,6 +6,7 @@ The references are trained by plain Keras in one process, on the whole window.
 import contextlib
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -19,6 +20,7 @@ import tensorflow as tf
 import worker
 from helpers import dense_data, dense_model, relative_difference, seeded
 
+README = (Path(__file__).parent.parent / "README.md").read_text()
 SECONDS = 240  # within which a cluster has to end
 
 
@@ -67,12 +69,12 @@ def run_cluster(number, command, directory):
     ]
 
 
-def run_job(job, number, directory):
-    return run_cluster(number, [str(Path(worker.__file__)), job, str(directory)], directory)
+def run_job(number, directory, job, *args):
+    return run_cluster(number, [worker.__file__, job, str(directory), *args], directory)
 
 
-def run_to_the_end(job, number, directory):
-    for status, output, _ in run_job(job, number, directory):
+def run_to_the_end(number, directory, job, *args):
+    for status, output, _ in run_job(number, directory, job, *args):
         assert status == 0, output
 
 
@@ -91,11 +93,14 @@ def whole_batch(start, x, y, rows, epochs, **kwargs):
     return model
 
 
-@pytest.mark.parametrize("number", [2, 3])
-def test_fit_evaluate_and_predict_match_one_process_on_the_whole_batch(number, data, tmp_path):
+@pytest.mark.parametrize(("number", "names"), [(2, ["steps", "size"]), (3, ["both"])])
+def test_fit_evaluate_and_predict_match_one_process_on_the_whole_batch(
+    number, names, data, tmp_path
+):
     start, x, y = data
-    run_to_the_end("train", number, tmp_path)
-    for name, settings in worker.SETTINGS.items():
+    run_to_the_end(number, tmp_path, "train", *names)
+    for name in names:
+        settings = worker.SETTINGS[name]
         rows = worker.ROWS * settings.get("accumulation_steps", 1)
         reference = whole_batch(start, x, y, rows, 2, validation_data=(x[:11], y[:11]))
         expected = reference.get_weights()
@@ -110,9 +115,23 @@ def test_fit_evaluate_and_predict_match_one_process_on_the_whole_batch(number, d
                     np.testing.assert_allclose(result[f"evaluate_{key}"], value, rtol=1e-6)
 
 
+def test_workers_agree_on_an_overflow_on_any_of_them(data, tmp_path):
+    start, x, y = data
+    run_to_the_end(2, tmp_path, "overflow")
+    for row in (1, 5):
+        reference = worker.with_overflow(tf.distribute.get_strategy(), start, x, y, row)
+        scale = reference.optimizer.dynamic_scale.numpy()
+        assert scale < reference.optimizer.initial_scale
+        for index in range(2):
+            with np.load(tmp_path / f"overflow{row}-{index}.npz") as result:
+                assert result["arr_0"] == scale
+                weights = [result[f"arr_{i + 1}"] for i in range(len(start))]
+            assert relative_difference(weights, reference.get_weights(), start) <= 1e-12
+
+
 def test_workers_that_are_seeded_alike_share_out_the_rows_of_a_shuffled_epoch(data, tmp_path):
     start, x, y = data
-    run_to_the_end("shuffle", 2, tmp_path)
+    run_to_the_end(2, tmp_path, "shuffle")
     reference = whole_batch(start, x, y, len(x), 1)
     loss = reference.history.history["loss"]
     for index in range(2):
@@ -123,7 +142,7 @@ def test_workers_that_are_seeded_alike_share_out_the_rows_of_a_shuffled_epoch(da
 
 def test_a_worker_that_dies_is_reported_and_a_restart_goes_on(data, tmp_path):
     start, x, y = data
-    dead, *others = sorted(run_job("die", 3, tmp_path), key=lambda result: result[2])
+    dead, *others = sorted(run_job(3, tmp_path, "die"), key=lambda result: result[2])
     assert dead[0] == -9
     for status, output, ended in others:
         assert status == 1
@@ -133,15 +152,38 @@ def test_a_worker_that_dies_is_reported_and_a_restart_goes_on(data, tmp_path):
 
     # One that lost its backup: nobody trains, everybody is told.
     shutil.move(tmp_path / "backup2", tmp_path / "lost")
-    for status, output, _ in run_job("resume", 3, tmp_path):
+    for status, output, _ in run_job(3, tmp_path, "resume"):
         assert status == 1
         assert "All workers must begin with the same epoch" in output
 
     shutil.copytree(tmp_path / "backup0", tmp_path / "backup2", dirs_exist_ok=True)
-    run_to_the_end("resume", 3, tmp_path)
+    run_to_the_end(3, tmp_path, "resume")
     rows = 3 * worker.ROWS
     expected = whole_batch(start, x, y, rows, worker.EPOCHS).get_weights()
     for index in range(3):
         with np.load(tmp_path / f"resumed{index}.npz") as result:
             weights = [result[f"arr_{i}"] for i in range(len(start))]
         assert relative_difference(weights, expected, start) <= 1e-12
+
+
+def test_the_readmes_script_runs_on_two_devices_and_as_two_processes(tmp_path):
+    section = README.split("## Several devices, several machines")[1].split("\n## ")[0]
+    (script,) = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)
+    (commands,) = re.findall(r"```sh\n(.*?)```", section, flags=re.DOTALL)
+    (tmp_path / "several.py").write_text(script)
+    for port in free_ports(2):
+        commands = re.sub(r"localhost:2020\d", f"127.0.0.1:{port}", commands, count=1)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1", "PATH": path}
+    result = subprocess.run(
+        ["timeout", str(SECONDS), "bash", "-ec", commands + "wait\n"],
+        cwd=tmp_path,
+        env={**os.environ, **quiet},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    losses = re.findall(r"loss: (\S+)", result.stdout)
+    # 5 epochs on two devices, and by each of two workers, whose outputs are mixed up.
+    assert sorted(losses) == sorted(3 * list(set(losses))), result.stdout + result.stderr
+    assert len(losses) == 15

@@ -1,4 +1,4 @@
-"""One worker of a cluster: `python worker.py JOB DIRECTORY`, started by `test_workers.py`.
+"""One worker of a cluster: `python worker.py JOB DIRECTORY ...`, started by `test_workers.py`.
 
 It reads `start.npz`, weights and data, from the directory, and writes what came out to it.
 """
@@ -23,7 +23,8 @@ SETTINGS = {
 }
 ROWS = 8  # per batch
 EPOCHS = 4  # of the run that is interrupted, in the third
-INDEX = json.loads(os.environ.get("TF_CONFIG", '{"task": {"index": 0}}'))["task"]["index"]
+# Of this worker, or None in a process of its own.
+INDEX = json.loads(os.environ.get("TF_CONFIG", '{"task": {"index": null}}'))["task"]["index"]
 
 
 def compiled(start, strategy, rate=0.01, **settings):
@@ -35,10 +36,10 @@ def compiled(start, strategy, rate=0.01, **settings):
     return model
 
 
-def train(strategy, start, x, y, directory):
-    """Fit, evaluate and predict with each setting."""
-    for name, settings in SETTINGS.items():
-        model = compiled(start, strategy, **settings)
+def train(strategy, start, x, y, directory, *names):
+    """Fit, evaluate and predict with each of the named settings."""
+    for name in names:
+        model = compiled(start, strategy, **SETTINGS[name])
         history = model.fit(
             x,
             y,
@@ -59,6 +60,28 @@ def shuffle(strategy, start, x, y, directory):
         model = compiled(start, strategy, 0.0, accumulation_steps=3)
         history = model.fit(x, y, batch_size=ROWS, verbose=0)
         np.save(directory / f"{name}{INDEX}", history.history["loss"])
+
+
+def with_overflow(strategy, start, x, y, row):
+    """Train with a loss scale that is too large for the gradient of one row."""
+    y = y.copy()
+    y[row] = 1e306
+    with strategy.scope():
+        model = accumulate(dense_model(), accumulation_steps=1 if INDEX is None else 3)
+        inner = keras.optimizers.Adam(0.01)
+        model.compile(keras.optimizers.LossScaleOptimizer(inner), "mse")
+    model.set_weights(start)
+    rows = 3 * ROWS if INDEX is None else ROWS
+    model.fit(x, y, batch_size=rows, shuffle=False, verbose=0)
+    return model
+
+
+def overflow(strategy, start, x, y, directory):
+    """Let gradients overflow on the first worker, and then on the second."""
+    for row in (1, 5):
+        model = with_overflow(strategy, start, x, y, row)
+        scale = model.optimizer.dynamic_scale.numpy()
+        np.savez(directory / f"overflow{row}-{INDEX}", scale, *model.get_weights())
 
 
 class Dies(keras.callbacks.Callback):
@@ -108,4 +131,4 @@ if __name__ == "__main__":
     job, directory = globals()[sys.argv[1]], Path(sys.argv[2])
     with np.load(directory / "start.npz") as data:
         start = [data[f"weight{i}"] for i in range(len(data) - 2)]
-        job(strategy, start, data["x"], data["y"], directory)
+        job(strategy, start, data["x"], data["y"], directory, *sys.argv[3:])
