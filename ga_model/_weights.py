@@ -36,7 +36,20 @@ i. The microbatches then are weighted by rows, and each term is multiplied first
 
     sum_i(n_i * sum_t(w_ti / W_t * N / n_i * L_ti)) / N = sum_t(sum_i(w_ti * L_ti) / W_t)
 
-and for a sum w_ti / W_t is 1. Over several batches, the first mean is exact, the other means are
+and for a sum w_ti / W_t is 1.
+
+Replicas r of a `tf.distribute` strategy have microbatches of their own, and an optimizer adds up
+what they give it. Under a strategy Keras divides a loss that is a mean by the number of replicas R,
+and does not divide a sum. With gradients g_ri of such losses the update is, for means,
+
+    g = sum_r(sum_i(w_ri * g_ri)) / (sum_r(sum_i(w_ri)) / R)
+
+The R cancels, and what is left is the mean over all microbatches of all replicas, however unlike
+their weights. So each replica divides its own sum by the mean over replicas of the weights, and the
+optimizer's sum is the rest. For the same reason W_t and N above are means over replicas where a
+split batch is shared out. Sums are just added up.
+
+Over several batches, the first mean is exact, the other means are
 averaged with its weights, and sums beside a mean are scaled so that they are exact in full windows
 of equal batches. A warning tells.
 """

@@ -28,23 +28,21 @@ from ga_model import GradientAccumulator, accumulate
 
 STEPS, SIZE, BOTH = {"steps": 3}, {"steps": 1, "size": 3}, {"steps": 2, "size": 2}
 
-
-def several(function):
-    """Run a test with 2 and 3 replicas, and with each setting and both; some in the sweep."""
-    first = [(STEPS, 2), (SIZE, 3), (BOTH, 2)]
-    rest = [(STEPS, 3), (SIZE, 2), (BOTH, 3)]
-    return pytest.mark.parametrize(
-        ("settings", "replicas"),
-        [*first, *(pytest.param(*case, marks=pytest.mark.sweep) for case in rest)],
-        ids=["steps-2", "size-3", "both-2", "steps-3", "size-2", "both-3"],
-    )(function)
+several = pytest.mark.parametrize(
+    ("settings", "replicas"),
+    [(STEPS, 2), (SIZE, 3), (BOTH, 2)],
+    ids=["accumulation_steps-2", "microbatch_size-3", "both-2"],
+)
 
 
 def adam(**kwargs):
     return lambda: {"optimizer": keras.optimizers.Adam(0.01, **kwargs), "loss": "mse"}
 
 
-@several
+@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize(
+    "settings", [STEPS, SIZE, BOTH], ids=["accumulation_steps", "microbatch_size", "both"]
+)
 @pytest.mark.parametrize("name", ["regularized", "two_outputs"])
 def test_every_setting_matches_the_whole_batch(name, settings, replicas, dtype):
     make, _, make_data = ZOO[name]
@@ -329,6 +327,25 @@ def test_nothing_is_traced_again(float64):
 
 
 # Around `fit`.
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"steps_per_execution": 2}, tf.errors.InvalidArgumentError),
+        ({"optimizer": {"use_ema": True, "ema_overwrite_frequency": 2}}, RuntimeError),
+    ],
+    ids=["steps_per_execution", "ema"],
+)
+def test_what_plain_keras_can_not_do_on_several_devices(settings, error, float64):
+    for steps in (1, 3):
+        with mirrored(2).scope():
+            model = accumulate(dense_model(), accumulation_steps=steps)
+            optimizer = keras.optimizers.Adam(**settings.get("optimizer", {}))
+            others = {key: value for key, value in settings.items() if key != "optimizer"}
+            model.compile(optimizer, "mse", **others)
+        with pytest.raises(error):
+            model.fit(*dense_data(29), batch_size=8, verbose=0)
 
 
 def test_windows_in_a_loop_over_train_on_batch(float64):
