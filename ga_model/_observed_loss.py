@@ -106,10 +106,12 @@ def _observer(entry: Any, compiled: Any) -> Any:
         twin = object.__new__(Observed)
         object.__setattr__(twin, "__dict__", loss.__dict__)  # one state, whatever `call` does to it
         value = tf.reduce_sum(twin(y_true, y_pred, sample_weight))  # of no rows, as above
-        if seen and seen[0].shape.rank == 0:
-            value = value / _strategy.num_replicas()  # which Keras leaves out there
-        else:
+        if not (seen and seen[0].shape.rank == 0):
             value = _strategy.exactly_scaled(value)
+        elif (replicas := _strategy.num_replicas()) > 1:
+            # Keras leaves the division out there. A mean of no rows is NaN, and would be logged.
+            has_rows = tf.greater(num_rows(y_pred), 0)
+            value = tf.where(has_rows, value, tf.zeros_like(value)) / replicas
         masks = [getattr(t, "_keras_mask", None) for t in (y_pred, *seen)]
         masks = [mask for mask in masks if mask is not None]
         weight: Any = num_rows(y_pred)
