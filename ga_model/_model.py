@@ -63,6 +63,10 @@ class AccumulatingModel(_Base):
     A third setting, `skip_nonfinite=True`, leaves out microbatches with NaN or Inf in a gradient;
     `num_skipped_microbatches` counts them.
 
+    Under `tf.distribute.MirroredStrategy` and `MultiWorkerMirroredStrategy` the window is that of
+    all replicas, which exchange gradients at the update only. `microbatch_size` is what one replica
+    takes at a time. Make and compile the model in the strategy's scope.
+
     With none of the settings training is plain Keras.
 
     Example:
