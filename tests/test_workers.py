@@ -19,8 +19,8 @@ import pytest
 import tensorflow as tf
 import worker
 from helpers import dense_data, dense_model, relative_difference, seeded
+from test_docs import README, python_blocks
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
 SECONDS = 240  # within which a cluster has to end
 
 
@@ -168,7 +168,7 @@ def test_a_worker_that_dies_is_reported_and_a_restart_goes_on(data, tmp_path):
 
 def test_the_readmes_script_runs_on_two_devices_and_as_two_processes(tmp_path):
     section = README.split("## Several devices, several machines")[1].split("\n## ")[0]
-    (script,) = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)
+    (script,) = python_blocks(section)
     (commands,) = re.findall(r"```sh\n(.*?)```", section, flags=re.DOTALL)
     (tmp_path / "several.py").write_text(script)
     for port in free_ports(2):
