@@ -58,7 +58,7 @@ def look_ahead(model: Any, batch: Batch, is_window: bool) -> _weights.Whole:
         return loop(add, first, batch.num_microbatches)  # type: ignore[no-any-return]
 
     def weights_if_known() -> list[Any] | None:
-        if not all(_is_of_keras(model, name) for name in ("train_step", "compute_loss")):
+        if not all(is_of_keras(model, name) for name in ("train_step", "compute_loss")):
             return None
         return [] if vars(model)["_compile_loss"] is None else weights_once()
 
@@ -68,7 +68,7 @@ def look_ahead(model: Any, batch: Batch, is_window: bool) -> _weights.Whole:
     )
 
 
-def _is_of_keras(model: Any, name: str) -> bool:
+def is_of_keras(model: Any, name: str) -> bool:
     """Return whether a method of the model is Keras's own, below this package's."""
     for owner in type(model).__mro__:
         module = getattr(vars(owner).get(name), "__module__", "ga_model")

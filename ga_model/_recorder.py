@@ -296,19 +296,20 @@ def record(model: Any, data: Any, position: Position) -> Iterator[Recording]:
 
 def optimizers_in(value: Any) -> list[Any]:
     """Return the optimizers that a value is, or that a list or dict in it holds."""
-    return _instances_in(value, keras.optimizers.Optimizer)
+    return instances_in(value, keras.optimizers.Optimizer)
 
 
 def is_recorded(value: Any) -> bool:
     """Return whether an attribute with this value has a stand-in while a step is recorded."""
-    return bool(_instances_in(value, (keras.optimizers.Optimizer, keras.metrics.Metric)))
+    return bool(instances_in(value, (keras.optimizers.Optimizer, keras.metrics.Metric)))
 
 
-def _instances_in(value: Any, classes: Any) -> list[Any]:
+def instances_in(value: Any, classes: Any) -> list[Any]:
+    """Return the instances of `classes` that a value is, or that a list or dict in it holds."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
-        return [instance for part in value for instance in _instances_in(part, classes)]
+        return [instance for part in value for instance in instances_in(part, classes)]
     return [value] if isinstance(value, classes) else []
 
 

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ga_model._table import aligned
+
 # The largest relative difference that counts as equal, between what rounding does and what the
 # smallest mistake does. Measured with the defaults of the command line but for what is named:
 #
@@ -178,12 +180,7 @@ def table(results: Sequence[Result]) -> str:
                 f"{result.seconds:.1f} s",
             ]
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADERS))]
-    lines = []
-    for name, *cells in rows:
-        aligned = [cell.rjust(width) for cell, width in zip(cells, widths[1:])]
-        lines.append("  ".join([name.ljust(widths[0]), *aligned]).rstrip())
-    return "\n".join([*lines, "", _NOTES.format(reference=reference.run.name)])
+    return f"{aligned(rows)}\n\n{_NOTES.format(reference=reference.run.name)}"
 
 
 def _megabytes(size: int | None) -> str:

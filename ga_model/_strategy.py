@@ -286,6 +286,21 @@ def _with_axis(log: Any) -> Any:
     return tf.convert_to_tensor(log)[tf.newaxis]
 
 
+def trace(model: Any, data: Any) -> None:
+    """Trace the model's `train_step`, which makes all variables that it uses, without running it.
+
+    Args:
+        model: a `keras.Model`.
+        data: what a replica gets, as Keras passes it.
+    """
+    strategy = model.distribute_strategy
+
+    def step(data: Any) -> Any:
+        return strategy.run(model.train_step, args=(data,))
+
+    tf.function(step, autograph=False).get_concrete_function(data)
+
+
 def check_same_epoch(strategy: Any, epoch: int) -> None:
     """Raise RuntimeError on every worker if they are not about to train the same epoch."""
     if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):

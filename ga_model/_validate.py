@@ -44,7 +44,7 @@ def check_accumulation_steps(value: Any) -> int:
         TypeError: `value` is no integer (a bool is none either).
         ValueError: `value` is less than 1.
     """
-    return _check_integer("accumulation_steps", value, "Pass 1 to train without accumulation.")
+    return check_integer("accumulation_steps", value, "Pass 1 to train without accumulation.")
 
 
 def check_microbatch_size(value: Any) -> int | None:
@@ -56,10 +56,16 @@ def check_microbatch_size(value: Any) -> int | None:
     """
     if value is None:
         return None
-    return _check_integer("microbatch_size", value, "Pass None to leave batches whole.")
+    return check_integer("microbatch_size", value, "Pass None to leave batches whole.")
 
 
-def _check_integer(name: str, value: Any, way_out: str) -> int:
+def check_integer(name: str, value: Any, way_out: str = "Pass how many.") -> int:
+    """Return the value of the argument `name` as an int, or raise.
+
+    Raises:
+        TypeError: `value` is no integer (a bool is none either).
+        ValueError: `value` is less than 1.
+    """
     message = (
         f"`{name}` must be an integer >= 1. "
         f"Received: {name}={value!r} (of type {type(value).__name__}). {way_out}"
@@ -176,11 +182,67 @@ def no_keras_model_message(name: str) -> str:
     )
 
 
-def not_a_model_message(value: Any) -> str:
+def not_a_model_message(value: Any, function: str = "accumulate") -> str:
     hint = "Call the class first" if isinstance(value, type) else "Make a `keras.Model` of it first"
     return (
-        "`accumulate` takes a Keras model. "
+        f"`{function}` takes a Keras model. "
         f"Received: model={value!r} (of type {type(value).__name__}). {hint}."
+    )
+
+
+def not_compiled_message(model: str) -> str:
+    return (
+        "`check_equivalence` trains a compiled model. "
+        f"Received: {model!r}, which is not compiled. "
+        "Call `model.compile()` with its optimizer and loss first."
+    )
+
+
+def unbuilt_message(optimizers: list[str]) -> str:
+    return (
+        "`check_equivalence` puts optimizers back into the state that they were in, so they must "
+        f"have one. Received: optimizers that are not built: {optimizers}. "
+        "Call `optimizer.build(variables)` first, or compile without `run_eagerly=True`."
+    )
+
+
+def check_rows(data: Any, leaves: Iterable[Any]) -> int:
+    """Return the number of rows of x, y and sample weights.
+
+    Args:
+        data: what was passed, for the message.
+        leaves: the arrays in it, or None.
+
+    Raises:
+        TypeError: one of them is no array of rows.
+        ValueError: they have other numbers of rows.
+    """
+    shapes: list[Any] = [getattr(leaf, "shape", ()) for leaf in leaves if leaf is not None]
+    if not shapes or any(len(shape) == 0 for shape in shapes):
+        types = [type(part).__name__ for part in data]
+        raise TypeError(
+            "`check_equivalence` takes arrays, tensors, or nests of them, with rows along axis 0. "
+            f"Received: x, y, sample_weight of types {', '.join(types)}. "
+            "Of a dataset take some rows first: "
+            "`x, y = next(iter(dataset.unbatch().batch(rows)))`."
+        )
+    rows = [int(shape[0]) for shape in shapes]
+    if min(rows) != max(rows):
+        raise ValueError(
+            "x, y and sample_weight must have the same number of rows. "
+            f"Received: shapes {[tuple(shape) for shape in shapes]}."
+        )
+    return rows[0]
+
+
+def one_microbatch_message(
+    rows: int, batch_size: int, accumulation_steps: int, microbatch_size: int | None
+) -> str:
+    return (
+        "There must be at least two microbatches in a window, or there is nothing to compare. "
+        f"Received: {rows} rows, batch_size={batch_size}, "
+        f"accumulation_steps={accumulation_steps}, microbatch_size={microbatch_size}. "
+        "Pass accumulation_steps > 1 or a smaller microbatch_size, or more rows."
     )
 
 

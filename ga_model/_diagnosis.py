@@ -1,0 +1,154 @@
+"""Find out why accumulation differs from the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ga_model._equivalence_report import EquivalenceReport
+from ga_model._look_ahead import is_of_keras
+
+if TYPE_CHECKING:
+    from ga_model._check import Plan
+
+# A relative difference of outputs, or of gradients with respect to them, that is no rounding.
+_SIGNIFICANT = 1e-2
+
+
+def reasons(model: Any, plan: Plan, report: EquivalenceReport) -> list[str]:
+    """Return what can be said about why the trainings of `report` differ, in sentences.
+
+    Looks at the first window, at the weights that the trainings started from: do the outputs of a
+    row depend on the others, and is the gradient of the loss with respect to the outputs, up to a
+    factor, that of each microbatch?
+    """
+    found = _of_structure(model, report)
+    if found or not report.is_finite or model._batch_normalization_layers():
+        return found  # `AccumulatingModel` warns of BatchNormalization by itself
+    return _of_first_window(model, plan, report)
+
+
+def _of_structure(model: Any, report: EquivalenceReport) -> list[str]:
+    found = []
+    if report.random_layers.left:
+        found.append(
+            f"The layers {report.random_layers.left} draw random numbers that two trainings can "
+            "not share. For the check, set what they draw to zero, or let their `call` take "
+            "`training` and draw nothing without it."
+        )
+    if report.is_finite and report.verdict == "undecided" and not report.random_layers.left:
+        found.append(
+            "Weights that were rounded once more lead plain Keras elsewhere, too: rounding is "
+            "amplified, or random numbers are drawn that no layer's `SeedGenerator` gives. "
+            "Check in float64, with fewer updates or a smaller learning rate, or draw with a "
+            "`keras.random.SeedGenerator`."
+        )
+    return found
+
+
+def _of_first_window(model: Any, plan: Plan, report: EquivalenceReport) -> list[str]:
+    rows = min(plan.rows, plan.window_rows)
+    begins = range(0, rows, plan.microbatch_rows)
+    places = [(begin, min(begin + plan.microbatch_rows, rows)) for begin in begins]
+    whole = _Pass(model, plan.slice(0, rows))
+    parts = [_Pass(model, plan.slice(*place)) for place in places]
+    if whole.outputs is not None and _differs(whole.outputs, [part.outputs for part in parts]):
+        return [
+            "The outputs of a row depend on the other rows of its batch. A layer of the model "
+            "computes with statistics of the batch, or compares rows."
+        ]
+    if not is_of_keras(model, "train_step"):
+        return [
+            "The model has a `train_step` of its own. What it does beside computing gradients "
+            "happens once per microbatch. A loss of its own is weighed by rows: override "
+            "`microbatch_weight` if it averages over something else. And with several optimizers "
+            "all gradients are those at the weights that the window started with."
+        ]
+    if whole.gradients is None:
+        return []
+    factors = []
+    for part, (begin, end) in zip(parts, places):
+        for of_whole, of_part in zip(whole.gradients, part.gradients or []):
+            factor = _factor(of_whole[begin:end], of_part)
+            if factor is None:
+                return [
+                    "The loss compares rows of a batch with one another, or divides by a number "
+                    "that depends on all of them: for the whole batch its gradient with respect "
+                    "to a row's outputs is another one than for the microbatch. Such a loss needs "
+                    "the whole batch."
+                ]
+            factors.append(factor)
+    sparse = _differing_embeddings(model, report)
+    if report.accumulation_steps > 1 and sparse:
+        return [
+            "Keras hands the sparse gradients of Embedding layers to the optimizer with the rows "
+            "of equal ids not summed, and adaptive optimizers square each alone. A window of "
+            f"several batches has them summed. That concerns {sparse}, and after the first update "
+            "all the others. `microbatch_size` leaves such rows as they are."
+        ]
+    shares = ", ".join(f"{factor:.3g}" for factor in factors[: len(parts)])
+    return [
+        f"In the whole batch the microbatches' gradients count {shares}, and accumulation took "
+        "other weights. What a loss averages over is read from its reduction, mask and sample "
+        "weights. Where a loss of your own averages over something else, override "
+        "`microbatch_weight`, or return the values of the rows."
+    ]
+
+
+class _Pass:
+    """A forward pass of some rows, and the gradient of the loss with respect to the outputs.
+
+    Attributes:
+        outputs: arrays, or None where the model can not be called on `x`.
+        gradients: arrays with the outputs' shapes, or None where they can not be taken.
+    """
+
+    outputs: list[Any] | None = None
+    gradients: list[Any] | None = None
+
+    def __init__(self, model: Any, data: tuple[Any, Any, Any]) -> None:
+        x, y, sample_weight = keras.tree.map_structure(
+            lambda a: None if a is None else tf.convert_to_tensor(a), data
+        )
+        try:
+            with tf.GradientTape() as tape:
+                training = {"training": True} if model._call_has_training_arg else {}
+                y_pred = model(x, **training)
+                tape.watch(y_pred)
+                self.outputs = [np.array(a) for a in keras.tree.flatten(y_pred)]
+                loss = model.compute_loss(x, y, y_pred, sample_weight, training=True)
+            gradients = tape.gradient(loss, keras.tree.flatten(y_pred))
+        except Exception:  # the model's own code, called in a way that it may not know
+            return
+        self.gradients = [np.array(g) for g in gradients if g is not None]
+
+
+def _differs(whole: Sequence[Any], parts: Sequence[Sequence[Any] | None]) -> bool:
+    return any(
+        _relative(np.concatenate([part[i] for part in parts if part]), value) > _SIGNIFICANT
+        for i, value in enumerate(whole)
+    )
+
+
+def _factor(whole: Any, part: Any) -> float | None:
+    """Return c so that `whole` is c times `part`, or None if there is no such number."""
+    whole, part = whole.astype("float64"), part.astype("float64")
+    square = float(np.vdot(part, part))
+    factor = float(np.vdot(whole, part)) / square if square else 0.0
+    return None if _relative(factor * part, whole) > _SIGNIFICANT else factor
+
+
+def _relative(value: Any, reference: Any) -> float:
+    error = float(np.linalg.norm(value.astype("float64") - reference))
+    return error / (float(np.linalg.norm(reference)) or 1.0)
+
+
+def _differing_embeddings(model: Any, report: EquivalenceReport) -> list[str]:
+    layers = model._flatten_layers()
+    embeddings = [layer for layer in layers if isinstance(layer, keras.layers.Embedding)]
+    paths = {v.path for layer in embeddings for v in layer.trainable_weights}
+    return [v.path for v in report.variables if v.path in paths and not v.is_equal]

@@ -1,0 +1,94 @@
+"""Let two trainings draw the same random numbers, however their rows are cut into microbatches."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import keras
+
+from ga_model._recorder import instances_in
+
+# What Keras calls the probability or the width of what a layer draws. All zero: it draws nothing.
+_RATES = ("rate", "stddev", "dropout", "recurrent_dropout")
+
+
+class Randomness(NamedTuple):
+    """What became of the layers that draw random numbers in training, by their names.
+
+    Attributes:
+        shared: dropout layers that dropped the same units of every row.
+        off: layers that ran as they do outside of training.
+        left: layers that drew numbers of their own.
+    """
+
+    shared: list[str]
+    off: list[str]
+    left: list[str]
+
+
+@contextlib.contextmanager
+def shared_randomness(model: Any) -> Iterator[Randomness]:
+    """Take from a model what is random in the rows of a batch, as far as that is possible.
+
+    Which random numbers a row gets depends on its place in its batch, and a microbatch is another
+    batch. So `Dropout` layers get one mask for all rows, the same in every batch. Other layers
+    with a `SeedGenerator` are called with `training=False`, if their `call` takes it. It has to be
+    a layer without layers in it, which might do more than draw numbers in training, or one of
+    Keras.
+    """
+    randomness = Randomness([], [], [])
+    replaced = []
+    for number, layer in enumerate(model._flatten_layers()):
+        if not _is_random(layer):
+            continue
+        if _is_dropout(layer):
+            call, names = _with_one_mask(layer, number), randomness.shared
+        elif layer is not model and layer._call_has_training_arg and _is_simple(layer):
+            call, names = _without_training(layer.call), randomness.off
+        else:
+            randomness.left.append(layer.name)
+            continue
+        names.append(layer.name)
+        vars(layer)["call"] = call  # an attribute of the instance, in front of its class's method
+        replaced.append(layer)
+    try:
+        yield randomness
+    finally:
+        for layer in replaced:
+            del vars(layer)["call"]
+
+
+def _is_random(layer: Any) -> bool:
+    rates = [getattr(layer, name) for name in _RATES if hasattr(layer, name)]
+    draws = bool(instances_in(list(vars(layer).values()), keras.random.SeedGenerator))
+    return draws and (not rates or any(rates))
+
+
+def _is_dropout(layer: Any) -> bool:
+    return type(layer).__call__ is keras.layers.Dropout.__call__ and (
+        type(layer).call is keras.layers.Dropout.call
+    )
+
+
+def _is_simple(layer: Any) -> bool:
+    is_alone = not layer._flatten_layers(include_self=False)
+    return is_alone or type(layer).__module__.startswith("keras.")
+
+
+def _with_one_mask(layer: Any, seed: int) -> Callable[..., Any]:
+    def call(inputs: Any, training: bool = False) -> Any:
+        if not training:
+            return inputs
+        others = (layer.noise_shape or (None,) * len(inputs.shape))[1:]
+        return keras.random.dropout(inputs, layer.rate, noise_shape=(1, *others), seed=seed)
+
+    return call
+
+
+def _without_training(call: Callable[..., Any]) -> Callable[..., Any]:
+    def without_training(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **{**kwargs, "training": False})
+
+    return without_training

@@ -1,0 +1,589 @@
+"""`check_equivalence` on models of which it is known whether they decompose.
+
+`CASES` has the known truth beside each model, and what has to be named as the reason.
+"""
+
+import json
+import random
+import re
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import scope, seeded
+from keras import layers, ops
+
+from ga_model import AccumulatingModel, accumulate, check_equivalence
+
+ROWS = 58  # of which the third window is partial, and its last batch or microbatch ragged
+
+
+def numbers(*shape, seed=0):
+    values = np.random.default_rng(seed).normal(size=shape)
+    return values.astype(keras.config.floatx())
+
+
+def ids(*shape):
+    return np.random.default_rng(1).integers(0, 9, size=shape).astype("int32")
+
+
+def of_rows(features=6, outputs=2):
+    return numbers(ROWS, features), numbers(ROWS, outputs, seed=1)
+
+
+def stack(*middle, features=6, outputs=2):
+    hidden = layers.Dense(12, activation="relu")
+    return keras.Sequential(
+        [keras.Input((features,)), hidden, *middle, layers.Dense(outputs, name="head")]
+    )
+
+
+def compiled(model, optimizer="adam", loss="mse", **arguments):
+    model.compile(optimizer, loss, **arguments)
+    return model
+
+
+# Models that decompose.
+
+
+def dense():
+    return compiled(stack()), *of_rows()
+
+
+def convolution():
+    model = keras.Sequential(
+        [
+            keras.Input((8, 8, 2)),
+            layers.Conv2D(4, 3, activation="relu"),
+            layers.GroupNormalization(2),
+            layers.GlobalAveragePooling2D(),
+            layers.Dense(2),
+        ]
+    )
+    return compiled(model), numbers(ROWS, 8, 8, 2), numbers(ROWS, 2)
+
+
+def dropout():
+    return compiled(
+        stack(layers.Dropout(0.5), layers.Dropout(0.3, noise_shape=(None, 1)))
+    ), *of_rows()
+
+
+def noise_and_augmentation():
+    model = keras.Sequential(
+        [
+            keras.Input((8, 8, 2)),
+            layers.RandomFlip(),
+            layers.GaussianNoise(0.5),
+            layers.Conv2D(4, 3, activation="tanh"),
+            layers.SpatialDropout2D(0.5),
+            layers.Flatten(),
+            layers.AlphaDropout(0.2),
+            layers.Dense(2),
+        ]
+    )
+    return compiled(model), numbers(ROWS, 8, 8, 2), numbers(ROWS, 2)
+
+
+def transformer():
+    """With a key bias, whose gradient is zero in exact arithmetic, and with dropout."""
+    tokens = keras.Input((5,), dtype="int32")
+    h = layers.Embedding(9, 8)(tokens)
+    h = layers.LayerNormalization()(h + layers.MultiHeadAttention(2, 4, dropout=0.2)(h, h))
+    h = layers.Dropout(0.2)(layers.Dense(8, activation="gelu")(h)) + h
+    model = keras.Model(tokens, layers.Dense(9)(h))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    return compiled(model, loss=loss), ids(ROWS, 5), ids(ROWS, 5)
+
+
+def recurrent():
+    model = keras.Sequential(
+        [
+            keras.Input((5,), dtype="int32"),
+            layers.Embedding(9, 4, mask_zero=True),
+            layers.LSTM(4, dropout=0.2, recurrent_dropout=0.2, return_sequences=True),
+            layers.Dense(2),
+        ]
+    )
+    tokens = ids(ROWS, 5)
+    tokens[np.arange(5) > (np.arange(ROWS) // 5 % 5)[:, None]] = 0  # uneven over microbatches
+    return compiled(model, "sgd"), tokens, numbers(ROWS, 5, 2)
+
+
+def two_outputs():
+    inputs = keras.Input((6,))
+    hidden = layers.Dense(6, activation="tanh")(inputs)
+    outputs = {"a": layers.Dense(2, name="a")(hidden), "b": layers.Dense(1, name="b")(hidden)}
+    model = keras.Model(inputs, outputs)
+    targets = {"a": numbers(ROWS, 2), "b": numbers(ROWS, 1)}
+    weights = {"a": np.ones(ROWS), "b": np.arange(ROWS) % 3}
+    loss = {"a": "mse", "b": keras.losses.MeanSquaredError("mean_with_sample_weight")}
+    return compiled(model, loss=loss), numbers(ROWS, 6), targets, weights
+
+
+def summed_and_regularized():
+    model = stack(layers.Dense(4, kernel_regularizer="l2", activity_regularizer="l2"))
+    loss = keras.losses.MeanSquaredError("sum")
+    return compiled(model, keras.optimizers.SGD(1e-3), loss), *of_rows()
+
+
+def frozen_batch_normalization():
+    normalization = layers.BatchNormalization()
+    normalization.trainable = False
+    return compiled(stack(normalization)), *of_rows()
+
+
+def half_precision():
+    with_policy = keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(64, activation="tanh", dtype="mixed_float16"),
+            layers.Dense(2, dtype="mixed_float16"),
+        ]
+    )
+    return compiled(with_policy, keras.optimizers.SGD(0.1)), *of_rows()
+
+
+class OwnStep(keras.Model):
+    """Unbuilt, with a `train_step` of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = layers.Dense(4, activation="tanh")
+        self.head = layers.Dense(2)
+
+    def call(self, inputs):
+        return self.head(self.hidden(inputs))
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(self.loss_of(self(x, training=True), y))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+    def loss_of(self, y_pred, y):
+        return tf.square(y_pred - y)
+
+
+def own_step():
+    return compiled(OwnStep()), *of_rows()
+
+
+class TwoOptimizers(keras.Model):
+    """A generator and a critic. Both gradients are taken before either is applied, or not."""
+
+    def __init__(self, in_turn):
+        super().__init__()
+        self.generator, self.critic = stack(outputs=6), stack(outputs=1)
+        self.in_turn = in_turn
+
+    def compile(self):
+        super().compile()
+        self.generator_optimizer = keras.optimizers.Adam(0.01)
+        self.critic_optimizer = keras.optimizers.RMSprop(0.01)
+
+    def train_step(self, data):
+        noise, real = data
+
+        def apply(optimizer, loss, tape, network):
+            variables = network.trainable_variables
+            optimizer.apply(tape.gradient(loss, variables), variables)
+
+        with tf.GradientTape() as tape:
+            difference = self.critic(self.generator(noise)) - self.critic(real)
+            critic_loss = tf.reduce_mean(tf.square(difference + 1))
+        if self.in_turn:
+            apply(self.critic_optimizer, critic_loss, tape, self.critic)
+        with tf.GradientTape() as generator_tape:
+            generator_loss = -tf.reduce_mean(self.critic(self.generator(noise)))
+        if not self.in_turn:
+            apply(self.critic_optimizer, critic_loss, tape, self.critic)
+        apply(self.generator_optimizer, generator_loss, generator_tape, self.generator)
+        return {"loss": critic_loss}
+
+
+def two_optimizers(in_turn=False):
+    model = TwoOptimizers(in_turn)
+    model.compile()
+    return model, numbers(ROWS, 6), numbers(ROWS, 6, seed=1)
+
+
+# Models that do not.
+
+
+def batch_normalization():
+    return compiled(stack(layers.BatchNormalization())), *of_rows()
+
+
+def contrastive():
+    def loss(y_true, y_pred):
+        scores = ops.matmul(y_pred, ops.transpose(y_pred))
+        return keras.losses.sparse_categorical_crossentropy(
+            ops.arange(ops.shape(scores)[0]), scores, from_logits=True
+        )
+
+    return compiled(stack(outputs=4), loss=loss), *of_rows(outputs=4)
+
+
+def dice():
+    model = stack(layers.Dense(2, activation="sigmoid"))
+    return compiled(model, loss="dice"), numbers(ROWS, 6), ids(ROWS, 2) % 2
+
+
+def sum_that_passes_for_a_mean():
+    def loss(y_true, y_pred):
+        return ops.sum(ops.square(y_true - y_pred))
+
+    return compiled(stack(), keras.optimizers.SGD(1e-3), loss), *of_rows()
+
+
+class BatchStatistics(layers.Layer):
+    def call(self, inputs):
+        return inputs - ops.mean(inputs, axis=0, keepdims=True)
+
+
+def layer_that_compares_rows():
+    return compiled(stack(BatchStatistics())), *of_rows()
+
+
+class OwnMean(OwnStep):
+    """Averages over the rows that `y` marks."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            marked = tf.cast(y[:, :1] > 0.5, y.dtype)
+            losses = self.loss_of(self(x, training=True), y) * marked
+            loss = tf.reduce_sum(losses) / tf.maximum(tf.reduce_sum(marked), 1.0)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+def mean_of_ones_own():
+    return compiled(OwnMean()), *of_rows()
+
+
+class WrongRule(AccumulatingModel, keras.Model):
+    """Counts all microbatches alike, as dividing by `accumulation_steps` does."""
+
+    def microbatch_weight(self, x, y=None, sample_weight=None):
+        return 1.0
+
+
+def equal_weights():
+    inputs = keras.Input((6,))
+    model = WrongRule(inputs, layers.Dense(2)(inputs))
+    return compiled(model, "sgd"), *of_rows()
+
+
+def unlike_means():
+    model, x, y, sample_weight = two_outputs()
+    return model, x, y, sample_weight
+
+
+def embedding_and_adam():
+    model = keras.Sequential(
+        [
+            keras.Input((5,), dtype="int32"),
+            layers.Embedding(9, 4),
+            layers.Flatten(),
+            layers.Dense(2),
+        ]
+    )
+    return compiled(model), ids(ROWS, 5), numbers(ROWS, 2)
+
+
+def spectral_normalization():
+    return compiled(stack(layers.SpectralNormalization(layers.Dense(3)))), *of_rows()
+
+
+# Models of which it can not be told.
+
+
+class Sampling(layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.seeds = keras.random.SeedGenerator(0)
+
+    def call(self, inputs):
+        return inputs + keras.random.normal(ops.shape(inputs), seed=self.seeds)
+
+
+def sampling():
+    return compiled(stack(Sampling())), *of_rows()
+
+
+class Unseeded(layers.Layer):
+    def call(self, inputs):
+        return inputs + tf.random.normal(tf.shape(inputs), dtype=inputs.dtype)
+
+
+def unseeded_noise():
+    return compiled(stack(Unseeded())), *of_rows()
+
+
+def diverging():
+    model = stack()
+    return compiled(model, keras.optimizers.SGD(1e30)), *of_rows()
+
+
+STEPS = {"batch_size": 8, "accumulation_steps": 3}
+SIZE = {"batch_size": 20, "microbatch_size": 6}
+
+# The model, how it is accumulated, the verdict that is right, and what the reason must name.
+CASES = [
+    (dense, STEPS, "equivalent", None),
+    (dense, SIZE, "equivalent", None),
+    (dense, {"batch_size": 10, "accumulation_steps": 2, "microbatch_size": 3}, "equivalent", None),
+    (convolution, SIZE, "equivalent", None),
+    (dropout, STEPS, "equivalent", None),
+    (dropout, SIZE, "equivalent", None),
+    (noise_and_augmentation, STEPS, "equivalent", None),
+    (transformer, SIZE, "equivalent", None),
+    (recurrent, STEPS, "equivalent", None),
+    (recurrent, SIZE, "equivalent", None),
+    (two_outputs, SIZE, "equivalent", None),
+    (summed_and_regularized, SIZE, "equivalent", None),
+    (frozen_batch_normalization, STEPS, "equivalent", None),
+    (half_precision, STEPS, "equivalent", None),
+    (own_step, STEPS, "equivalent", None),
+    (two_optimizers, STEPS, "equivalent", None),
+    (embedding_and_adam, SIZE, "equivalent", None),
+    (batch_normalization, STEPS, "different", r"\['batch_normalization"),
+    (batch_normalization, SIZE, "different", r"\['batch_normalization"),
+    (contrastive, STEPS, "different", "loss compares rows"),
+    (contrastive, SIZE, "different", "loss compares rows"),
+    (dice, SIZE, "different", "loss compares rows"),
+    (sum_that_passes_for_a_mean, STEPS, "different", "count 1, 1, 1, and"),
+    (layer_that_compares_rows, STEPS, "different", "outputs of a row depend"),
+    (mean_of_ones_own, STEPS, "different", "`train_step` of its own"),
+    (equal_weights, STEPS, "different", "override `microbatch_weight`"),
+    (unlike_means, STEPS, "different", "average over different things"),
+    (embedding_and_adam, STEPS, "different", "rows of equal ids"),
+    (spectral_normalization, STEPS, "different", "spectral_normalization"),
+    (lambda: two_optimizers(in_turn=True), STEPS, "different", "`train_step` of its own"),
+    (sampling, STEPS, "undecided", r"\['sampling"),
+    (unseeded_noise, STEPS, "undecided", "rounded once more"),
+    (diverging, STEPS, "undecided", "not finite"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("make", "settings", "verdict", "reason"), CASES, ids=lambda v: getattr(v, "__name__", None)
+)
+def test_the_verdict_is_the_known_truth(make, settings, verdict, reason, record_property):
+    model, *data = seeded(make)
+    report = check_equivalence(model, *data, **settings)
+    text = str(report)
+    told = [v for v in report.variables if v.is_told]
+    record_property("difference", max((v.difference for v in told), default=np.nan))
+    record_property("rounding", max((v.rounding for v in told), default=np.nan))
+    assert report.verdict == verdict, text
+    assert report.equivalent == (verdict == "equivalent")
+    assert text.startswith(verdict.capitalize())
+    if reason is None:
+        report.assert_equivalent()
+        assert "Why:" not in text
+    else:
+        assert re.search(reason, " ".join(text.split())), text
+        with pytest.raises(AssertionError, match=verdict.capitalize()):
+            report.assert_equivalent()
+
+
+def state_of(model):
+    variables = [*model.variables, *model.metrics_variables, *model.optimizer.variables]
+    return [v.numpy() for v in variables]
+
+
+def data():
+    return numbers(96, 6), numbers(96, 2, seed=1)
+
+
+def with_dropout():
+    model = stack(layers.Dropout(0.5))
+    return compiled(model, "adam", metrics=["mae"])
+
+
+def test_the_model_is_left_as_it_was():
+    """Weights, optimizer, metrics, random state, class, functions: training goes on to the bit."""
+    model, undisturbed = seeded(with_dropout), seeded(with_dropout)
+    for m in (model, undisturbed):
+        m.fit(*data(), batch_size=32, verbose=0)
+    keras.utils.set_random_seed(5)
+    before, model_class, train_function = state_of(model), type(model), model.train_function
+    attributes, globally = set(vars(model)), (random.getstate(), np.random.get_state()[1].copy())
+    check_equivalence(model, *data(), batch_size=32, microbatch_size=8)
+    assert type(model) is model_class
+    assert model.train_function is train_function
+    assert set(vars(model)) == attributes
+    assert random.getstate() == globally[0]
+    np.testing.assert_array_equal(np.random.get_state()[1], globally[1])
+    for value, expected in zip(state_of(model), before, strict=True):
+        np.testing.assert_array_equal(value, expected)
+    for m in (model, undisturbed):
+        m.fit(*data(), batch_size=32, shuffle=False, verbose=0)
+    for value, expected in zip(state_of(model), state_of(undisturbed), strict=True):
+        np.testing.assert_array_equal(value, expected)
+
+
+def test_an_unbuilt_model_is_trained_as_if_it_had_not_been_checked():
+    def trained(is_checked):
+        model = compiled(seeded(OwnStep))
+        if is_checked:
+            check_equivalence(model, *data(), batch_size=32, accumulation_steps=2)
+        model.fit(*data(), batch_size=32, shuffle=False, verbose=0)
+        return state_of(model)
+
+    for value, expected in zip(trained(True), trained(False), strict=True):
+        np.testing.assert_array_equal(value, expected)
+
+
+def test_an_open_window_and_the_settings_are_kept():
+    def trained(is_checked):
+        model = accumulate(seeded(with_dropout), accumulation_steps=3)
+        x, y = data()
+        model.train_on_batch(x[:32], y[:32])
+        if is_checked:
+            report = check_equivalence(model, x, y, batch_size=16)  # with the model's own setting
+            assert report.accumulation_steps == 3
+            assert isinstance(model, AccumulatingModel)
+        model.train_on_batch(x[32:64], y[32:64])
+        assert model.optimizer.iterations == 0
+        model.train_on_batch(x[64:], y[64:])
+        assert model.optimizer.iterations == 1
+        return state_of(model)
+
+    for value, expected in zip(trained(True), trained(False), strict=True):
+        np.testing.assert_array_equal(value, expected)
+
+
+def test_an_interrupted_check_leaves_the_model_as_it_was():
+    class Interrupted(keras.losses.Loss):
+        calls = 0
+
+        def call(self, y_true, y_pred):
+            self.calls += 1
+            if self.calls == 3:  # building, training whole windows, training with accumulation
+                raise KeyboardInterrupt
+            return ops.mean(ops.square(y_true - y_pred), axis=-1)
+
+    model = compiled(seeded(lambda: stack(layers.Dropout(0.5))), loss=Interrupted())
+    before, model_class = [v.numpy() for v in model.weights], type(model)
+    with pytest.raises(KeyboardInterrupt):
+        check_equivalence(model, *data(), batch_size=32, microbatch_size=8)
+    assert type(model) is model_class
+    assert model.optimizer.iterations == 0
+    assert "call" not in vars(model.layers[1])
+    for value, expected in zip(model.weights, before, strict=True):
+        np.testing.assert_array_equal(value, expected)
+
+
+@pytest.mark.parametrize("arguments", [{"run_eagerly": True}, {"jit_compile": True}])
+def test_models_are_checked_as_they_are_compiled(arguments):
+    model = compiled(seeded(lambda: stack(layers.Dropout(0.5))), **arguments)
+    check_equivalence(model, *data(), batch_size=32, microbatch_size=8).assert_equivalent()
+    model = compiled(seeded(lambda: stack(layers.BatchNormalization())), **arguments)
+    report = check_equivalence(model, *data(), batch_size=32, accumulation_steps=2, updates=1)
+    assert report.verdict == "different"
+
+
+@pytest.mark.parametrize("settings", [STEPS, SIZE])
+def test_float64_tells_less_apart_than_float32_could(float64, settings):
+    model, x, y = seeded(dropout)
+    report = check_equivalence(model, x, y, **settings)
+    report.assert_equivalent()
+    assert all(v.tolerance <= 1e-9 for v in report.variables)
+
+
+def test_several_replicas_are_compared_with_the_same_replicas():
+    with scope(2):
+        model = compiled(seeded(lambda: stack(layers.Dropout(0.5))))
+    report = check_equivalence(model, *data(), batch_size=16, accumulation_steps=2)
+    report.assert_equivalent()
+    assert type(model) is keras.Sequential
+
+
+def test_the_report_in_numbers():
+    model = compiled(seeded(lambda: stack(layers.BatchNormalization())))
+    report = check_equivalence(model, *data(), batch_size=32, microbatch_size=8, updates=2)
+    table = report.to_dict()
+    assert json.loads(json.dumps(table)) == table
+    assert (table["updates"], table["rows"]) == (2, 64)
+    assert not table["equivalent"]
+    assert table["variables"][0]["path"] == report.worst[0].path
+    worst = max(v.difference / v.tolerance for v in report.variables if v.difference)
+    assert table["variables"][0]["difference"] / table["variables"][0]["tolerance"] == worst
+    assert report.reasons == table["reasons"]
+
+
+x, y = np.ones((8, 6), "float32"), np.ones((8, 2), "float32")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda m: check_equivalence(m, x, y, batch_size=4), ValueError, "two microbatches"),
+        (
+            lambda m: check_equivalence(m, x, y, batch_size=8, accumulation_steps=2),
+            ValueError,
+            "8 r",
+        ),
+        (
+            lambda m: check_equivalence(m, x, y, batch_size=0, microbatch_size=2),
+            ValueError,
+            "tch_si",
+        ),
+        (
+            lambda m: check_equivalence(m, x, y, batch_size=4, updates=2.5),
+            TypeError,
+            "`updates` mu",
+        ),
+        (
+            lambda m: check_equivalence(m, x, y[:4], batch_size=4, microbatch_size=2),
+            ValueError,
+            "same number of rows",
+        ),
+        (
+            lambda m: check_equivalence(
+                m, tf.data.Dataset.from_tensors((x, y)), batch_size=4, microbatch_size=2
+            ),
+            TypeError,
+            "Of a dataset take some rows",
+        ),
+        (lambda m: check_equivalence(stack(), x, y, batch_size=4), RuntimeError, "not compiled"),
+        (
+            lambda m: check_equivalence("m", x, y, batch_size=4),
+            TypeError,
+            "`check_equivalence` tak",
+        ),
+    ],
+)
+def test_bad_input_is_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call(compiled(stack()))
+
+
+def test_an_optimizer_that_can_not_be_put_back_is_refused():
+    model = TwoOptimizers(in_turn=False)
+    model.compile()
+    model.run_eagerly = True
+    with pytest.raises(RuntimeError, match="not built"):
+        check_equivalence(model, *of_rows(outputs=6), batch_size=8, accumulation_steps=2)
+
+
+def test_warnings_of_the_users_own_are_passed_on():
+    class Warns(keras.losses.Loss):
+        def call(self, y_true, y_pred):
+            warnings.warn("of the user's own", stacklevel=2)
+            return ops.mean(ops.square(y_true - y_pred), axis=-1)
+
+    model = compiled(stack(layers.BatchNormalization()), loss=Warns())
+    with pytest.warns(UserWarning, match="own") as caught:
+        check_equivalence(model, *data(), batch_size=32, microbatch_size=8)
+    assert {str(w.message) for w in caught} == {"of the user's own"}
