@@ -17,9 +17,16 @@ training loops of your own.
 from importlib.metadata import version as _version
 
 from ga_model._accumulator import GradientAccumulator
+from ga_model._callbacks import AccumulationScheduler
 from ga_model._check import check_equivalence
 from ga_model._model import AccumulatingModel
 from ga_model._wrap import accumulate
 
-__all__ = ["AccumulatingModel", "GradientAccumulator", "accumulate", "check_equivalence"]
+__all__ = [
+    "AccumulatingModel",
+    "AccumulationScheduler",
+    "GradientAccumulator",
+    "accumulate",
+    "check_equivalence",
+]
 __version__ = _version("ga_model")

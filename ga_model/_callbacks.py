@@ -1,14 +1,15 @@
-"""Close the window where an epoch ends."""
+"""Close the window where an epoch ends, and change its size from one to the next."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
 
-from ga_model import _strategy
+from ga_model import _strategy, _validate
+from ga_model._recorder import optimizers_in
 
 
 class CloseWindow(keras.callbacks.Callback):
@@ -67,3 +68,74 @@ def closing_windows(model: Any, callbacks: Any) -> Iterator[Any]:
     finally:
         if is_list:
             callbacks.callbacks.remove(close_window)
+
+
+class AccumulationScheduler(keras.callbacks.Callback):
+    """Change `accumulation_steps` during training: by the epoch, or by the number of updates.
+
+    For recipes that let the batch grow. A window that is open keeps its size, and the next one has
+    the new one; nothing is traced again. What counts are the epochs of `fit`, or the updates that
+    the optimizer has made in its life, `optimizer.iterations`, so that training that is resumed
+    from a backup or a saved model goes on where it was. With `steps_per_execution` above 1 the
+    value is looked up before every execution.
+
+    Args:
+        schedule: the `accumulation_steps` of each epoch, or of each window: a dict from the first
+            epoch (or number of updates made so far), counted from 0, to an integer >= 1 that holds
+            from there on; 0 must be a key. Or a function that takes the epoch (or number of
+            updates) and returns the integer.
+        by: "epoch" or "update".
+        log: whether `accumulation_steps` and `num_updates`, the updates of the optimizer so far,
+            are added to the logs of every epoch. Callbacks that stand behind this one in the list,
+            such as TensorBoard and CSVLogger, and the `History` have them.
+
+    Raises:
+        TypeError, ValueError: an argument is not what it should be. While training: the function
+            returns no integer >= 1, or the model is no `AccumulatingModel`.
+
+    Example:
+
+    ```python
+    # 4 batches per update from the third epoch on, 8 from the fifth
+    scheduler = AccumulationScheduler({0: 1, 2: 4, 4: 8}, log=True)
+    model.fit(x, y, batch_size=32, epochs=6, callbacks=[scheduler])
+    ```
+    """
+
+    def __init__(
+        self,
+        schedule: Mapping[int, int] | Callable[[int], int],
+        *,
+        by: str = "epoch",
+        log: bool = False,
+    ) -> None:
+        super().__init__()
+        self._steps_at = _validate.check_schedule(schedule)
+        self._by_update = _validate.check_choice("by", by, ["epoch", "update"]) == "update"
+        self._log = _validate.check_bool("log", log)
+        self._num_updates: int | None = None  # those at which the schedule was asked last
+
+    def set_model(self, model: Any) -> None:
+        if not hasattr(model, "close_window"):
+            raise TypeError(_validate.not_accumulating_message(model.name))
+        super().set_model(model)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._num_updates = None
+        if not self._by_update:
+            self.model.accumulation_steps = self._steps_at(epoch)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if self._by_update and (number := self._count_updates()) != self._num_updates:
+            self._num_updates = number
+            self.model.accumulation_steps = self._steps_at(number)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self._log and logs is not None:
+            logs["accumulation_steps"] = self.model.accumulation_steps
+            logs["num_updates"] = self._count_updates()
+
+    def _count_updates(self) -> int:
+        """Return the updates of the model's optimizer, or of its busiest one."""
+        optimizers = optimizers_in(vars(self.model))
+        return max((int(optimizer.iterations.numpy()) for optimizer in optimizers), default=0)

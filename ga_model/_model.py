@@ -142,6 +142,11 @@ class AccumulatingModel(_Base):
         self._warn_of_batch_normalization()
 
     @property
+    def has_updated(self) -> bool:
+        """Whether the last batch made an update, so that none waits for one. For callbacks."""
+        return self._accumulation_window is None or not self._accumulation_window.is_open()
+
+    @property
     def microbatch_size(self) -> int | None:
         """Rows that go through the model at a time, an integer >= 1, or None for the whole batch.
 
@@ -336,8 +341,7 @@ class AccumulatingModel(_Base):
     # One batch.
 
     def _accumulates(self) -> bool:
-        window = self._accumulation_window
-        return self._accumulation_steps > 1 or (window is not None and window.is_open())
+        return self._accumulation_steps > 1 or not self.has_updated
 
     def _is_plain(self) -> bool:
         is_whole = self._microbatch_size is None and not self._accumulates()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 _NOT_THE_USERS = {"ga_model", "keras", "tensorflow"}
@@ -59,15 +59,15 @@ def check_microbatch_size(value: Any) -> int | None:
     return check_integer("microbatch_size", value, "Pass None to leave batches whole.")
 
 
-def check_integer(name: str, value: Any, way_out: str = "Pass how many.") -> int:
+def check_integer(name: str, value: Any, way_out: str = "Pass how many.", least: int = 1) -> int:
     """Return the value of the argument `name` as an int, or raise.
 
     Raises:
         TypeError: `value` is no integer (a bool is none either).
-        ValueError: `value` is less than 1.
+        ValueError: `value` is less than `least`.
     """
     message = (
-        f"`{name}` must be an integer >= 1. "
+        f"`{name}` must be an integer >= {least}. "
         f"Received: {name}={value!r} (of type {type(value).__name__}). {way_out}"
     )
     try:
@@ -76,7 +76,7 @@ def check_integer(name: str, value: Any, way_out: str = "Pass how many.") -> int
         integer = operator.index(value)
     except (TypeError, AttributeError):  # a float tensor has no `__index__` to call
         raise TypeError(message) from None
-    if not 1 <= integer < 2**63:
+    if not least <= integer < 2**63:
         raise ValueError(message)
     return integer
 
@@ -105,13 +105,53 @@ def check_single_accumulation(optimizers: Iterable[Any], accumulation_steps: int
 
 def check_skip_nonfinite(value: Any) -> bool:
     """Return `value`, or raise TypeError if it is no bool."""
+    way_out = "Pass True to leave out microbatches whose gradients have NaN or Inf in them."
+    return check_bool("skip_nonfinite", value, way_out)
+
+
+def check_bool(name: str, value: Any, way_out: str = "Pass True or False.") -> bool:
+    """Return the value of the argument `name`, or raise TypeError if it is no bool."""
     if not isinstance(value, bool):
         raise TypeError(
-            "`skip_nonfinite` must be a bool. "
-            f"Received: skip_nonfinite={value!r} (of type {type(value).__name__}). "
-            "Pass True to leave out microbatches whose gradients have NaN or Inf in them."
+            f"`{name}` must be a bool. "
+            f"Received: {name}={value!r} (of type {type(value).__name__}). {way_out}"
         )
     return value
+
+
+def check_choice(name: str, value: Any, choices: list[str]) -> str:
+    """Return the value of the argument `name`, or raise ValueError if it is no choice."""
+    if value not in choices:
+        raise ValueError(f"`{name}` must be one of {choices}. Received: {name}={value!r}.")
+    return str(value)
+
+
+def check_schedule(schedule: Any) -> Callable[[int], int]:
+    """Return an `AccumulationScheduler`'s schedule as a function that gives integers >= 1.
+
+    Raises:
+        TypeError: `schedule` is neither a mapping of integers nor callable.
+        ValueError: one of its integers is out of range, or 0 is no key.
+    """
+    if not isinstance(schedule, Mapping):
+        if not callable(schedule):
+            raise TypeError(
+                "`schedule` must be a dict or a function. "
+                f"Received: schedule={schedule!r} (of type {type(schedule).__name__}). "
+                "Pass `{0: 1, 10: 4}` for 4 batches per update from epoch 10 on."
+            )
+        return lambda index: check_integer(
+            "schedule(number)", schedule(index), f"That is what it returned for {index}."
+        )
+    keys = [check_integer("key of schedule", key, "Count from 0.", least=0) for key in schedule]
+    values = [check_integer("value of schedule", value) for value in schedule.values()]
+    if 0 not in keys:
+        raise ValueError(
+            "`schedule` must say what holds from the beginning. "
+            f"Received: schedule={dict(schedule)!r}, without the key 0. Add `0: 1`."
+        )
+    steps = dict(zip(keys, values))
+    return lambda index: steps[max(key for key in steps if key <= index)]
 
 
 def check_single_finite_check(
@@ -243,6 +283,13 @@ def one_microbatch_message(
         f"Received: {rows} rows, batch_size={batch_size}, "
         f"accumulation_steps={accumulation_steps}, microbatch_size={microbatch_size}. "
         "Pass accumulation_steps > 1 or a smaller microbatch_size, or more rows."
+    )
+
+
+def not_accumulating_message(model: str) -> str:
+    return (
+        "`AccumulationScheduler` sets the `accumulation_steps` of a model that has them. "
+        f"Received: {model!r}, which has not. Call `accumulate(model)` before `fit`."
     )
 
 
