@@ -89,14 +89,13 @@ def check_equivalence(
     assert report.equivalent
     ```
     """
-    plan = _make_plan(
-        model,
-        (x, y, sample_weight),
-        batch_size,
-        accumulation_steps,
-        microbatch_size,
-        updates,
-    )
+    data = (x, y, sample_weight)
+    plan = make_plan(model, data, batch_size, accumulation_steps, microbatch_size, updates)
+    return compare(model, plan)
+
+
+def compare(model: Any, plan: Plan) -> EquivalenceReport:
+    """Do what `check_equivalence` promises."""
     with (
         warnings.catch_warnings(record=True) as caught,
         _left_as_it_was(model, plan) as state,
@@ -188,7 +187,7 @@ def _slice(array: Any, begin: int, end: int) -> Any:
     return None if array is None else array[begin:end]
 
 
-def _make_plan(
+def make_plan(
     model: Any,
     data: Any,
     batch_size: Any,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import math
+import json
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+import traceback
+from collections.abc import Sequence
 
-from ga_model import _demo, _report
+from ga_model import _bench, _bench_report, _check, _demo, _report, _script
+from ga_model._arguments import integer_from, path, plot_path, positive_number
+from ga_model._process import ProcessError
 
 _DESCRIPTION = """\
 Train one small convolutional network four times, from the same weights and on the
@@ -33,41 +35,63 @@ are nearly too high, float32 can not tell the two apart and --dtype float64 does
 """
 
 
+_CHECK_DESCRIPTION = """\
+Check that accumulation makes the updates of the whole batch, on a model of yours.
+
+FILE.py:function names a function without arguments in a script of yours that returns
+a compiled model and some of its data: (model, x, y), or also sample weights. The
+file is imported and the function is called; see `ga_model.check_equivalence` for
+what is done with the model.
+
+Exit status: 0 if the updates are shown to be equal, 1 if they are not, 2 if there is
+no result.
+"""
+
+_BENCH_DESCRIPTION = """\
+Time and peak memory of accumulation, side by side with plain Keras.
+
+Trains four models (dense, convolutional, transformer, embedding) in every way, and
+prints ratios to plain Keras with batches of the microbatch's size. Times are taken
+in alternation, round after round, in one process for each model; what is shown is
+the median of the rounds' ratios, with half of the distance between their quartiles.
+Memory is the peak that making and training the model add in a process of its own.
+What this needs is installed by: pip install "ga_model[demo]"
+"""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status.
 
     Args:
         arguments: the words after the program's name. None takes those of `sys.argv`.
     """
-    parser = _make_parser()
-    options = parser.parse_args(arguments)
-    command: Callable[[argparse.ArgumentParser, argparse.Namespace], int] = options.command
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    commands = {"check": (_check_parser, _run_check), "bench": (_bench_parser, _run_bench)}
+    make_parser, command = commands.get(words[0] if words else "", (_demo_parser, _run_demo))
+    parser = make_parser()
+    options = parser.parse_args(words[1:] if words and words[0] in commands else words)
     try:
         return command(parser, options)
-    except _demo.DemoError as error:
+    except (_demo.DemoError, _script.ScriptError, ProcessError) as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 2
+    except Exception:  # of the user's script, or a defect
+        traceback.print_exc()
         return 2
     except KeyboardInterrupt:
         print(f"\n{parser.prog}: interrupted", file=sys.stderr)
         return 130
 
 
-def _make_parser() -> argparse.ArgumentParser:
-    """Return the parser. `command` of its namespace is the function that does the job."""
+def _demo_parser() -> argparse.ArgumentParser:
     tolerances = ", ".join(f"{value:.0e} in {dtype}" for dtype, value in _report.TOLERANCE.items())
     parser = argparse.ArgumentParser(
         prog="ga_model",
-        usage="%(prog)s [options]",
+        usage="%(prog)s [options]\n       %(prog)s check --help\n       %(prog)s bench --help",
         description=_DESCRIPTION,
         epilog=_EPILOG.format(tolerances=tolerances),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    _add_demo_options(parser)
-    parser.set_defaults(command=_run_demo)
-    return parser
-
-
-def _add_demo_options(parser: argparse.ArgumentParser) -> None:
     default = _demo.Settings()
     add = parser.add_argument
     add(
@@ -79,19 +103,19 @@ def _add_demo_options(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--batch-size",
-        type=_integer_from(1),
+        type=integer_from(1),
         default=default.batch_size,
         metavar="B",
         help="rows of the big batch (default: %(default)s)",
     )
     add(
         "--accumulation-steps",
-        type=_integer_from(2),
+        type=integer_from(2),
         default=default.accumulation_steps,
         metavar="K",
         help="small batches per update; they have B/K rows (default: %(default)s)",
     )
-    add("--epochs", type=_integer_from(1), default=default.epochs, help="default: %(default)s")
+    add("--epochs", type=integer_from(1), default=default.epochs, help="default: %(default)s")
     add(
         "--optimizer",
         type=str.lower,
@@ -102,7 +126,7 @@ def _add_demo_options(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--learning-rate",
-        type=_learning_rate,
+        type=positive_number,
         metavar="RATE",
         help="default: that of the optimizer",
     )
@@ -114,16 +138,17 @@ def _add_demo_options(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--seed",
-        type=_integer_from(0, 2**32 - 1),
+        type=integer_from(0, 2**32 - 1),
         default=default.seed,
         help="of the split, the start weights and the order of rows (default: %(default)s)",
     )
     add(
         "--plot",
-        type=_plot_path,
+        type=plot_path,
         metavar="FILE",
         help="draw loss and memory into a file, such as demo.png (needs matplotlib)",
     )
+    return parser
 
 
 def _run_demo(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
@@ -147,51 +172,107 @@ def _run_demo(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
     return _demo.run_demo(settings, plot=options.plot)
 
 
-def _integer_from(least: int, most: int | None = None) -> Callable[[str], int]:
-    expected = f"an integer >= {least}" if most is None else f"an integer from {least} to {most}"
+def _check_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ga_model check",
+        description=_CHECK_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("script", metavar="FILE.py:function", help="what returns the model and the data")
+    add(
+        "--batch-size",
+        type=integer_from(1),
+        required=True,
+        metavar="B",
+        help="rows per batch of `fit`",
+    )
+    add("--accumulation-steps", type=integer_from(1), metavar="K", help="batches per update")
+    add(
+        "--microbatch-size",
+        type=integer_from(1),
+        metavar="ROWS",
+        help="rows that a batch is split into (default of both: what the model is set to)",
+    )
+    add(
+        "--updates",
+        type=integer_from(1),
+        default=3,
+        metavar="N",
+        help="updates to compare (default: %(default)s)",
+    )
+    add("--json", type=path, metavar="FILE", help="write the report into a file, too")
+    return parser
 
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = least - 1
-        if value < least or (most is not None and value > most):
-            raise argparse.ArgumentTypeError(f"must be {expected}. Received: {text!r}.")
-        return value
 
-    return parse
-
-
-def _learning_rate(text: str) -> float:
+def _run_check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    model, data = _script.model_and_data(_script.load_function(options.script)())
     try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0.0 < value < math.inf:
-        raise argparse.ArgumentTypeError(
-            f"must be a positive number. Received: {text!r}. "
-            "Leave it out for the optimizer's default."
+        plan = _check.make_plan(
+            model,
+            data,
+            options.batch_size,
+            options.accumulation_steps,
+            options.microbatch_size,
+            options.updates,
         )
-    return value
+    except (TypeError, ValueError, RuntimeError) as error:
+        parser.error(str(error))
+    report = _check.compare(model, plan)
+    print(report)
+    if options.json is not None:
+        options.json.write_text(json.dumps(report.to_dict(), indent=2) + "\n")
+    return 0 if report.equivalent else 1
 
 
-def _plot_path(text: str) -> Path:
-    path = Path(text)
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-    except ImportError:
-        raise argparse.ArgumentTypeError(
-            'needs matplotlib, which is not installed. Run: pip install "ga_model[demo]"'
-        ) from None
-    formats = FigureCanvasAgg.get_supported_filetypes()
-    if path.suffix[1:].lower() not in formats:
-        raise argparse.ArgumentTypeError(
-            f"must end in a format that matplotlib writes: {', '.join(sorted(formats))}. "
-            f"Received: {text!r}. Pass a name such as {path.stem or 'demo'}.png."
+def _bench_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ga_model bench",
+        description=_BENCH_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--models", nargs="+", choices=list(_bench.CASES), default=list(_bench.CASES))
+    add(
+        "--microbatches",
+        nargs="+",
+        type=integer_from(1),
+        default=[1, 4, 16],
+        metavar="K",
+        help="microbatches per window (default: 1 4 16)",
+    )
+    add("--jit", choices=["off", "on", "both"], default="both", help="XLA (default: %(default)s)")
+    add(
+        "--minutes",
+        type=positive_number,
+        default=5.0,
+        metavar="M",
+        help="about how long to measure; every way is timed three times at least "
+        "(default: %(default)g)",
+    )
+    add("--json", type=path, metavar="FILE", help="write every measurement into a file, too")
+    add("--plot", type=plot_path, metavar="FILE", help="draw the ratios into a file")
+    return parser
+
+
+def _run_bench(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    jit_compile = {"off": [False], "on": [True], "both": [False, True]}[options.jit]
+    models, numbers = (list(dict.fromkeys(v)) for v in (options.models, options.microbatches))
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=1.0)
+        measured = _bench.measure(
+            models,
+            sorted(numbers),
+            jit_compile,
+            60 * options.minutes,
+            lambda text, share: bar.update(task, description=text, completed=share),
         )
-    if path.is_dir() or not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(
-            f"must be a file in a folder that exists. Received: {text!r}. "
-            f"Create the folder {str(path.parent)!r} first, or pass another name."
-        )
-    return path
+    print(_bench_report.tables(measured))
+    if options.json is not None:
+        options.json.write_text(json.dumps(_bench_report.to_dict(measured), indent=2) + "\n")
+    if options.plot is not None:
+        _bench_report.draw(measured).savefig(options.plot)
+    return 0

@@ -7,12 +7,7 @@ to the same updates, add an entry.
 from __future__ import annotations
 
 import inspect
-import os
-import pickle
-import signal
-import subprocess
 import sys
-import tempfile
 import textwrap
 import time
 from collections.abc import Callable
@@ -25,6 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from ga_model import _plot, _report
+from ga_model._process import ProcessError, in_own_process, peak_memory
 from ga_model._report import Result, Run
 from ga_model._wrap import accumulate
 
@@ -241,65 +237,16 @@ def train(run: Run, settings: Settings) -> Result:
     )
 
 
-def peak_memory() -> int | None:
-    """Return the peak of this process's resident memory, in bytes. None if nothing tells."""
-    try:
-        # On Linux `ru_maxrss` of a process starts at its parent's: exec keeps it. `VmHWM` does not.
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    if sys.platform != "win32":
-        import resource
-
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB elsewhere
-    try:
-        import psutil
-    except ImportError:
-        return None
-    return int(psutil.Process().memory_info().peak_wset)
-
-
 def train_in_own_process(run: Run, settings: Settings) -> Result:
     """Return `train(run, settings)`, computed in a new process.
-
-    Its standard output is this process's. What it writes to standard error, TensorFlow's start-up
-    messages for the most part, is shown if it fails.
 
     Raises:
         DemoError: the process failed.
     """
-    environment = {"TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONUNBUFFERED": "1", **os.environ}
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder, "result")
-        messages = Path(folder, "messages")
-        with messages.open("wb") as stderr:
-            status = subprocess.run(
-                [sys.executable, "-c", "from ga_model._demo import work; work()", str(result)],
-                input=pickle.dumps((run, settings)),
-                stderr=stderr,
-                env=environment,
-                check=False,
-            ).returncode
-        if status:
-            raise DemoError(_failure_message(run, status, messages.read_text(errors="replace")))
-        return pickle.loads(result.read_bytes())  # type: ignore[no-any-return]
-
-
-def work() -> None:
-    """Do what `train_in_own_process` asks for. The process that it starts runs this."""
-    result = train(*pickle.load(sys.stdin.buffer))
-    Path(sys.argv[1]).write_bytes(pickle.dumps(result))
-
-
-def _failure_message(run: Run, status: int, messages: str) -> str:
-    if status < 0:
-        ending = f"was ended by {signal.Signals(-status).name}"
-    else:
-        ending = f"ended with exit status {status}"
-    hint = ""
-    if status == -9:
-        hint = "\nThat is what happens when memory runs out. Pass a smaller --batch-size."
-    return f"The run {run.name!r} {ending}. It wrote:\n\n{messages.rstrip()}\n{hint}"
+    try:
+        return in_own_process(f"The run {run.name!r}", train, run, settings)  # type: ignore[no-any-return]
+    except ProcessError as error:
+        hint = ""
+        if error.exit_code == -9:
+            hint = "\nThat is what happens when memory runs out. Pass a smaller --batch-size."
+        raise DemoError(f"{error}{hint}") from None

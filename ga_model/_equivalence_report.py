@@ -179,9 +179,9 @@ class EquivalenceReport(NamedTuple):
         untold = [v for v in self.variables if not v.is_told]
         if untold and self.is_finite:
             remarks.append(
-                f"Of {len(untold)} of {len(self.variables)} variables nothing can be said, "
-                "because rounding alone changes what they become: their gradient may be zero in "
-                "exact arithmetic, or they are in half precision."
+                f"Not told: {len(untold)} of {len(self.variables)} variables, because rounding "
+                "alone changes what they become. Their gradient may be zero in exact arithmetic, "
+                "or they are computed in half precision."
             )
         return [_wrapped(remark) for remark in remarks]
 

@@ -6,6 +6,7 @@
 import json
 import random
 import re
+import sys
 import warnings
 
 import keras
@@ -16,6 +17,7 @@ from helpers import scope, seeded
 from keras import layers, ops
 
 from ga_model import AccumulatingModel, accumulate, check_equivalence
+from ga_model._cli import main
 
 ROWS = 58  # of which the third window is partial, and its last batch or microbatch ragged
 
@@ -587,3 +589,71 @@ def test_warnings_of_the_users_own_are_passed_on():
     with pytest.warns(UserWarning, match="own") as caught:
         check_equivalence(model, *data(), batch_size=32, microbatch_size=8)
     assert {str(w.message) for w in caught} == {"of the user's own"}
+
+
+SCRIPT = """
+import keras
+import numpy as np
+from helper_of_mine import UNITS
+
+def make(normalization=False):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(UNITS, "relu")])
+    if normalization:
+        model.add(keras.layers.BatchNormalization())
+    model.add(keras.layers.Dense(1))
+    model.compile("adam", "mse")
+    generator = np.random.default_rng(0)
+    return model, generator.normal(size=(40, 4)), generator.normal(size=(40, 1))
+
+def make_normalized():
+    return make(normalization=True)
+
+def without_model():
+    return "model", 1
+
+def fails():
+    raise KeyError("of the script's own")
+"""
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    monkeypatch.setattr(sys, "modules", sys.modules.copy())
+    (tmp_path / "helper_of_mine.py").write_text("UNITS = 8\n")
+    path = tmp_path / "script_of_mine.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def test_the_command_checks_a_script(script, tmp_path, capsys):
+    settings = ["--batch-size", "8", "--accumulation-steps", "2", "--updates", "2"]
+    file = tmp_path / "report.json"
+    assert main(["check", f"{script}:make", *settings, "--json", str(file)]) == 0
+    assert capsys.readouterr().out.startswith("Equivalent: 2 updates with batch_size=8, acc")
+    assert json.loads(file.read_text())["equivalent"] is True
+    assert main(["check", f"{script}:make_normalized", *settings]) == 1
+    assert "Why: BatchNormalization" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("", "must be given as FILE.py:function"),
+        (":nothing", "has no function 'nothing'"),
+        (":without_model", "must return .model, x.*Received: ..str., .int.."),
+        (":fails", "(?s)Traceback.*KeyError: .of the script's own"),
+    ],
+)
+def test_a_script_that_gives_no_model_is_exit_status_2(script, function, message, capsys):
+    assert main(["check", f"{script}{function}", "--batch-size", "8"]) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_bad_options_of_the_command_are_exit_status_2(script, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["check", f"{script}:make", "--batch-size", "8"])
+    assert "at least two microbatches" in capsys.readouterr().err
+    assert main(["check", "nowhere.py:make", "--batch-size", "8"]) == 2
+    assert "There is no file 'nowhere.py'" in capsys.readouterr().err

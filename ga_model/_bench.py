@@ -1,0 +1,312 @@
+"""Measure time and memory of every way to train, side by side.
+
+`CASES` says what is trained and `WAYS` how. Times of one case are taken in one process, in
+alternation, so that what the machine does meanwhile hits all ways alike; the memory of each way in
+a process of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+
+from ga_model._process import in_own_process, peak_memory
+from ga_model._wrap import accumulate
+
+_LEAST_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and the data of one microbatch.
+
+    Attributes:
+        make_model: returns the model, compiled with nothing.
+        make_optimizer: takes the arguments of an optimizer and returns one.
+        make_data: takes a number of rows and returns x and y.
+        loss: a loss of Keras.
+        rows: of a microbatch.
+    """
+
+    make_model: Callable[[], Any]
+    make_optimizer: Callable[..., Any]
+    make_data: Callable[[int], tuple[Any, Any]]
+    loss: str
+    rows: int
+
+
+def _dense() -> Any:
+    """15 million parameters, so that the optimizer takes a large share of the time."""
+    hidden = [layers.Dense(2048, activation="relu") for _ in range(4)]
+    return keras.Sequential([keras.Input((1024,)), *hidden, layers.Dense(10, "softmax")])
+
+
+def _convolutional() -> Any:
+    def convolution(filters: int) -> list[Any]:
+        same = {"padding": "same", "activation": "relu"}
+        return [layers.Conv2D(filters, 3, **same), layers.Conv2D(filters, 3, **same)]
+
+    return keras.Sequential(
+        [
+            keras.Input((32, 32, 3)),
+            *convolution(16),
+            layers.MaxPooling2D(),
+            *convolution(32),
+            layers.MaxPooling2D(),
+            *convolution(64),
+            layers.GlobalAveragePooling2D(),
+            layers.Dense(10, "softmax"),
+        ]
+    )
+
+
+def _transformer() -> Any:
+    """Two blocks of attention over 64 tokens, of which each predicts a token."""
+    tokens = keras.Input((64,), dtype="int32")
+    h = layers.Embedding(1000, 128)(tokens)
+    for _ in range(2):
+        normal = layers.LayerNormalization()(h)
+        h = h + layers.MultiHeadAttention(4, 32)(normal, normal, use_causal_mask=True)
+        normal = layers.LayerNormalization()(h)
+        h = h + layers.Dense(128)(layers.Dense(512, activation="gelu")(normal))
+    return keras.Model(tokens, layers.Dense(1000, "softmax")(layers.LayerNormalization()(h)))
+
+
+def _embedding() -> Any:
+    """A table of 200,000 rows of which a batch uses few, so that its gradient is sparse."""
+    ids = keras.Input((32,), dtype="int32")
+    mean = layers.GlobalAveragePooling1D()(layers.Embedding(200_000, 32)(ids))
+    return keras.Model(ids, layers.Dense(10, "softmax")(layers.Dense(64, "relu")(mean)))
+
+
+def _numbers(*shape: int) -> Callable[[int], tuple[Any, Any]]:
+    def make(rows: int) -> tuple[Any, Any]:
+        generator = np.random.default_rng(0)
+        x = generator.normal(size=(rows, *shape)).astype("float32")
+        return x, generator.integers(0, 10, size=rows)
+
+    return make
+
+
+def _ids(most: int, length: int, targets: tuple[int, ...], classes: int) -> Any:
+    def make(rows: int) -> tuple[Any, Any]:
+        generator = np.random.default_rng(0)
+        x = generator.integers(0, most, size=(rows, length)).astype("int32")
+        return x, generator.integers(0, classes, size=(rows, *targets))
+
+    return make
+
+
+_LOSS = "sparse_categorical_crossentropy"
+CASES = {
+    "dense": Case(_dense, keras.optimizers.Adam, _numbers(1024), _LOSS, 16),
+    "convolutional": Case(_convolutional, keras.optimizers.Adam, _numbers(32, 32, 3), _LOSS, 8),
+    "transformer": Case(
+        _transformer, keras.optimizers.AdamW, _ids(1000, 64, (64,), 1000), _LOSS, 4
+    ),
+    "embedding": Case(_embedding, keras.optimizers.SGD, _ids(200_000, 32, (), 10), _LOSS, 64),
+}
+
+REFERENCE = "plain Keras"
+FLOOR = "gradients only"
+WHOLE = "whole batch"
+KERAS = "Keras's own"
+STEPS = "accumulation_steps"
+SIZE = "microbatch_size"
+
+# What is trained with each number of microbatches per window.
+WAYS = (REFERENCE, FLOOR, WHOLE, KERAS, STEPS, SIZE)
+
+
+def ways_of(num_microbatches: int) -> list[str]:
+    """Return the ways that are another thing with so many microbatches than they are with one."""
+    return [STEPS, SIZE] if num_microbatches == 1 else [WHOLE, KERAS, STEPS, SIZE]
+
+
+class Times(NamedTuple):
+    """What one case took.
+
+    Attributes:
+        case, jit_compile: what was trained.
+        seconds: of each way and number of microbatches per window (`REFERENCE` and `FLOOR` have 1),
+            those per row in each round.
+        first_seconds: of each, the first call, with tracing and compiling.
+    """
+
+    case: str
+    jit_compile: bool
+    seconds: dict[tuple[str, int], list[float]]
+    first_seconds: dict[tuple[str, int], float]
+
+
+class Memory(NamedTuple):
+    """What one way added to the peak of its process.
+
+    Attributes:
+        case, jit_compile, way, num_microbatches: what was trained.
+        size: bytes that making the model and training it added, or None if nothing tells.
+        trainable_size: bytes of the trainable variables.
+    """
+
+    case: str
+    jit_compile: bool
+    way: str
+    num_microbatches: int
+    size: int | None
+    trainable_size: int
+
+
+class Measured(NamedTuple):
+    """All of it. `num_microbatches` are the numbers per window that were asked for."""
+
+    num_microbatches: list[int]
+    times: list[Times]
+    memory: list[Memory]
+
+
+def measure(
+    cases: Sequence[str],
+    num_microbatches: Sequence[int],
+    jit_compile: Sequence[bool],
+    seconds: float,
+    progress: Callable[[str, float], None],
+) -> Measured:
+    """Measure all combinations.
+
+    Args:
+        cases: keys of `CASES`.
+        num_microbatches: microbatches per window.
+        jit_compile: with XLA, without, or both.
+        seconds: what it may take in all. Every way is timed at least three times, however long
+            that takes.
+        progress: called with what comes next, and the share of `seconds` that what was there before
+            it may have taken, from 0 to 1.
+
+    Raises:
+        ProcessError: one of the processes failed.
+    """
+    most = max(num_microbatches)
+    pairs = list(itertools.product(cases, jit_compile))
+    end = time.monotonic() + seconds
+    memory = []
+    jobs = [(*pair, way) for pair in pairs for way in (REFERENCE, *ways_of(most))]
+    for case, jit, way in jobs:
+        progress(f"memory: {_name(case, jit)}, {way}", 1 - (end - time.monotonic()) / seconds)
+        memory.append(in_own_process(_name(case, jit), measure_memory, case, jit, way, most))
+    times = []
+    for i, (case, jit) in enumerate(pairs):
+        left = end - time.monotonic()
+        progress(f"time: {_name(case, jit)}", 1 - left / seconds)
+        share = left / (len(pairs) - i)
+        args = (case, jit, list(num_microbatches), share)
+        times.append(in_own_process(_name(case, jit), measure_times, *args))
+    return Measured(list(num_microbatches), times, memory)
+
+
+def _name(case: str, jit_compile: bool) -> str:
+    return f"{case} with XLA" if jit_compile else case
+
+
+def measure_memory(case: str, jit_compile: bool, way: str, num_microbatches: int) -> Memory:
+    """Train one window in this process, of which nothing else must have been asked yet."""
+    tf.config.set_visible_devices([], "GPU")  # whose memory is not the process's
+    before = peak_memory()
+    train, model = _make_training(CASES[case], jit_compile, way, num_microbatches)
+    for _ in range(num_microbatches if way in (REFERENCE, KERAS, STEPS) else 1):
+        train()
+    after = peak_memory()
+    return Memory(
+        case,
+        jit_compile,
+        way,
+        num_microbatches,
+        None if before is None or after is None else after - before,
+        sum(v.value.dtype.size * int(np.prod(v.shape)) for v in model.trainable_variables),
+    )
+
+
+def measure_times(
+    case: str, jit_compile: bool, num_microbatches: list[int], seconds: float
+) -> Times:
+    """Time all ways in alternation, round after round, for so many seconds in all.
+
+    A round trains every way on equally many rows, those of the largest window or more.
+    """
+    end = time.monotonic() + seconds
+    keys = [(REFERENCE, 1), (FLOOR, 1)]
+    keys += [(way, number) for number in num_microbatches for way in ways_of(number)]
+    most = max(num_microbatches)
+    trainings: dict[tuple[str, int], Callable[[], None]] = {}
+    calls, first = {}, {}
+    for way, number in keys:
+        train, _ = _make_training(CASES[case], jit_compile, way, number)
+        per_call = number if way in (WHOLE, SIZE) else 1
+        calls[way, number] = -(-most // number) * number // per_call
+        trainings[way, number] = train
+        first[way, number] = _seconds_of(train, 1)
+        _seconds_of(train, calls[way, number] - 1)  # to the end of a window
+    rows = {key: CASES[case].rows * -(-most // key[1]) * key[1] for key in keys}
+    taken: dict[tuple[str, int], list[float]] = {key: [] for key in keys}
+    for number in itertools.count():
+        for key in keys[number % len(keys) :] + keys[: number % len(keys)]:
+            taken[key].append(_seconds_of(trainings[key], calls[key]) / rows[key])
+        if number + 1 >= _LEAST_ROUNDS and time.monotonic() > end:
+            return Times(case, jit_compile, taken, first)
+    raise AssertionError
+
+
+def _seconds_of(train: Callable[[], None], calls: int) -> float:
+    begin = time.perf_counter()
+    for _ in range(calls):
+        train()
+    return time.perf_counter() - begin
+
+
+def _make_training(
+    case: Case, jit_compile: bool, way: str, num_microbatches: int
+) -> tuple[Callable[[], None], Any]:
+    """Return a function that trains on one batch as `fit` does, and its model.
+
+    The batch is a microbatch, or a window where the way takes a window at a time.
+    """
+    keras.utils.set_random_seed(0)
+    model = case.make_model()
+    keras_accumulates = {"gradient_accumulation_steps": num_microbatches}
+    optimizer = case.make_optimizer(**(keras_accumulates if way == KERAS else {}))
+    if way in (STEPS, SIZE):
+        steps = num_microbatches if way == STEPS else 1
+        size = case.rows if way == SIZE else None
+        accumulate(model, accumulation_steps=steps, microbatch_size=size)
+    model.compile(optimizer, case.loss, jit_compile=jit_compile)
+    rows = case.rows * (num_microbatches if way in (WHOLE, SIZE) else 1)
+    batch = tf.nest.map_structure(tf.constant, case.make_data(rows))
+    iterator = iter(tf.data.Dataset.from_tensors(batch).repeat())
+    if way == FLOOR:
+        gradients = _gradient_function(model, jit_compile)
+        return lambda: gradients(iterator), model
+    model.make_train_function()
+    return lambda: model.train_function(iterator), model
+
+
+def _gradient_function(model: Any, jit_compile: bool) -> Callable[[Iterator[Any]], Any]:
+    """Return a function that computes loss and gradients of a batch, and does nothing with them."""
+
+    @tf.function(jit_compile=jit_compile or None, autograph=False)  # type: ignore[untyped-decorator]
+    def gradients(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = model.compute_loss(x, y, model(x, training=True), training=True)
+        return loss, tape.gradient(loss, model.trainable_variables)
+
+    @tf.function(autograph=False)  # type: ignore[untyped-decorator]
+    def of_next_batch(iterator: Iterator[Any]) -> Any:
+        return gradients(*next(iterator))
+
+    return of_next_batch  # type: ignore[no-any-return]

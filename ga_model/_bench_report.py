@@ -1,0 +1,180 @@
+"""What the measurements of `_bench` say: ratios, tables, a figure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ga_model._bench import FLOOR, KERAS, REFERENCE, SIZE, STEPS, WHOLE, Measured, Memory, Times
+from ga_model._table import aligned
+
+_COLORS = {  # of Okabe and Ito's palette, told apart by colour-blind readers too
+    FLOOR: "#999999",
+    WHOLE: "#CC79A7",
+    KERAS: "#E69F00",
+    STEPS: "#0072B2",
+    SIZE: "#009E73",
+}
+
+_NOTES = """\
+{floor}: forward and backward pass, without an optimizer. {keras}: an optimizer with
+gradient_accumulation_steps. {steps}, {size}: this package.
+Times are ratios of time per row: the median of the rounds, +- half of the distance between their
+quartiles. Memory is what making the model and training it added to the peak of a process."""
+
+
+class Ratio(NamedTuple):
+    """A ratio to plain Keras: the median over rounds, and half of the interquartile range."""
+
+    median: float
+    spread: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} +-{self.spread:.2f}"
+
+
+def time_ratio(times: Times, way: str, num_microbatches: int) -> Ratio | None:
+    """Return time per row over that of plain Keras, or None where it was not measured."""
+    key = (way, 1 if way == FLOOR else num_microbatches)
+    if key not in times.seconds:
+        return None
+    ratios = np.array(times.seconds[key]) / np.array(times.seconds[REFERENCE, 1])
+    low, median, high = np.quantile(ratios, [0.25, 0.5, 0.75])
+    return Ratio(float(median), float(high - low) / 2)
+
+
+def memory_of(measured: Measured, case: str, jit_compile: bool) -> dict[str, Memory]:
+    """Return what each way of one case took."""
+    of_case = [m for m in measured.memory if (m.case, m.jit_compile) == (case, jit_compile)]
+    return {memory.way: memory for memory in of_case}
+
+
+def tables(measured: Measured) -> str:
+    """Return the ratios as text."""
+    ways = [FLOOR, WHOLE, KERAS, STEPS, SIZE]
+    rows = [["model", "XLA", "microbatches", "rounds", *ways]]
+    for times in measured.times:
+        rounds = str(len(times.seconds[REFERENCE, 1]))
+        for number in measured.num_microbatches:
+            ratios = [time_ratio(times, way, number) for way in ways]
+            cells = ["-" if ratio is None else str(ratio) for ratio in ratios]
+            rows.append([times.case, _on(times.jit_compile), str(number), rounds, *cells])
+    most = max(measured.num_microbatches)
+    memory_rows = [["model", "XLA", "plain Keras", *ways[1:]]]
+    for times in measured.times:
+        memory = memory_of(measured, times.case, times.jit_compile)
+        cells = [_memory_cell(memory.get(way), memory[REFERENCE]) for way in ways[1:]]
+        size = memory[REFERENCE].size
+        plain = "n/a" if size is None else f"{size / 1e6:,.0f} MB"
+        memory_rows.append([times.case, _on(times.jit_compile), plain, *cells])
+    notes = _NOTES.format(floor=FLOOR, keras=KERAS, steps=STEPS, size=SIZE)
+    return "\n\n".join(
+        [
+            f"Time per row, over plain Keras with batches of a microbatch's size\n{aligned(rows)}",
+            f"Peak memory with {most} microbatches, over plain Keras\n{aligned(memory_rows)}",
+            notes,
+        ]
+    )
+
+
+def _on(jit_compile: bool) -> str:
+    return "on" if jit_compile else "off"
+
+
+def _memory_cell(memory: Memory | None, reference: Memory) -> str:
+    if memory is None or memory.size is None or not reference.size:
+        return "-"
+    return f"{memory.size / reference.size:.2f}"
+
+
+def to_dict(measured: Measured) -> dict[str, Any]:
+    """Return all measurements in plain Python values: seconds per row in each round, and bytes."""
+    times = [
+        {
+            "model": t.case,
+            "jit_compile": t.jit_compile,
+            "way": way,
+            "microbatches": number,
+            "seconds_per_row": seconds,
+            "seconds_of_first_call": t.first_seconds[way, number],
+            "ratio_median_and_spread": time_ratio(t, way, number),
+        }
+        for t in measured.times
+        for (way, number), seconds in t.seconds.items()
+    ]
+    memory = [
+        {
+            "model": m.case,
+            "jit_compile": m.jit_compile,
+            "way": m.way,
+            "microbatches": m.num_microbatches,
+            "bytes": m.size,
+            "bytes_of_trainable_variables": m.trainable_size,
+        }
+        for m in measured.memory
+    ]
+    return {"times": times, "memory": memory}
+
+
+def draw(measured: Measured) -> Any:
+    """Return a `matplotlib.figure.Figure`: a column per model; times without and with XLA, memory.
+
+    Args:
+        measured: the measurements.
+    """
+    from matplotlib.figure import Figure
+
+    cases = list(dict.fromkeys(t.case for t in measured.times))
+    jits = list(dict.fromkeys(t.jit_compile for t in measured.times))
+    figure = Figure(figsize=(1.5 + 3.4 * len(cases), 0.8 + 2.6 * (len(jits) + 1)))
+    figure.set_layout_engine("constrained")
+    axes = figure.subplots(len(jits) + 1, len(cases), squeeze=False)
+    for i, jit_compile in enumerate(jits):
+        for axis, case in zip(axes[i], cases):
+            (times,) = [t for t in measured.times if (t.case, t.jit_compile) == (case, jit_compile)]
+            _draw_times(axis, times, measured.num_microbatches)
+            axis.set_title(f"{case}, XLA {_on(jit_compile)}")
+    for axis, case in zip(axes[-1], cases):
+        _draw_memory(axis, measured, case, jits)
+        axis.set_title(f"{case}, {max(measured.num_microbatches)} microbatches")
+    for row in axes[:-1]:
+        row[0].set_ylabel("time per row,\nover plain Keras")
+        for axis in row:
+            axis.set_xlabel("microbatches per window")
+    axes[-1][0].set_ylabel("peak memory,\nover plain Keras")
+    for axis in axes.flat:
+        axis.axhline(1, color="black", linewidth=0.8)
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    return figure
+
+
+def _draw_times(axis: Any, times: Times, num_microbatches: Sequence[int]) -> None:
+    width = 0.8 / len(_COLORS)
+    for i, (way, color) in enumerate(_COLORS.items()):
+        ratios = [time_ratio(times, way, number) for number in num_microbatches]
+        places = [j + (i - 2) * width for j, ratio in enumerate(ratios) if ratio]
+        known = [ratio for ratio in ratios if ratio]
+        axis.bar(
+            places,
+            [ratio.median for ratio in known],
+            width,
+            yerr=[ratio.spread for ratio in known],
+            color=color,
+            label=way,
+        )
+    axis.set_xticks(range(len(num_microbatches)), [str(n) for n in num_microbatches])
+
+
+def _draw_memory(axis: Any, measured: Measured, case: str, jits: Sequence[bool]) -> None:
+    width = 0.8 / len(_COLORS)
+    for j, jit_compile in enumerate(jits):
+        memory = memory_of(measured, case, jit_compile)
+        plain = memory[REFERENCE].size
+        for i, (way, color) in enumerate(_COLORS.items()):
+            size = memory[way].size if way in memory else None
+            if size is not None and plain:
+                axis.bar([j + (i - 2) * width], [size / plain], width, color=color)
+    axis.set_xticks(range(len(jits)), [f"XLA {_on(jit_compile)}" for jit_compile in jits])

@@ -1,0 +1,121 @@
+"""Run a function in a process of its own, whose peak memory is its own, and read that peak."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+
+class ProcessError(Exception):
+    """The process ended without a result.
+
+    Attributes:
+        exit_code: its exit status, or minus the number of the signal that ended it.
+    """
+
+    def __init__(self, name: str, exit_code: int, messages: str) -> None:
+        if exit_code < 0:
+            ending = f"was ended by {signal.Signals(-exit_code).name}"
+        else:
+            ending = f"ended with exit status {exit_code}"
+        super().__init__(f"{name} {ending}. It wrote:\n\n{messages.rstrip()}\n")
+        self.exit_code = exit_code
+
+
+def in_own_process(name: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Return `function(*args)`, computed in a new process.
+
+    Its standard output is this process's. What it writes to standard error, TensorFlow's start-up
+    messages for the most part, is shown if it fails. Where the platform can fork, new processes are
+    forked from one that has imported this package and done nothing else.
+
+    Args:
+        name: what the process is called if it fails.
+        function: a function of a module; it, `args` and what it returns are pickled.
+
+    Raises:
+        ProcessError: the process ended without a result.
+    """
+    context = _context()
+    receiver, sender = context.Pipe(duplex=False)
+    sys.stdout.flush()
+    with tempfile.TemporaryDirectory() as folder:
+        messages = Path(folder, "messages")
+        process = context.Process(target=_work, args=(sender, messages, function, args))
+        with _errors_to(messages):  # those of the process that forks, too
+            process.start()
+        sender.close()
+        try:
+            wait([receiver, process.sentinel])
+            return receiver.recv()
+        except EOFError:
+            process.join()
+            text = messages.read_text(errors="replace")
+            raise ProcessError(name, process.exitcode or 0, text) from None
+        finally:
+            receiver.close()
+            process.kill()
+            process.join()
+
+
+def _context() -> Any:
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # inherited
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["ga_model"])
+    return context
+
+
+def _work(sender: Connection, messages: Path, function: Callable[..., Any], args: Any) -> None:
+    with _errors_to(messages):
+        try:
+            sender.send(function(*args))
+        except BaseException:
+            traceback.print_exc()
+            raise SystemExit(1) from None
+
+
+@contextlib.contextmanager
+def _errors_to(file: Path) -> Iterator[None]:
+    """Append the standard error of this process, and of processes it starts, to a file."""
+    sys.stderr.flush()
+    before = os.dup(2)
+    with file.open("ab") as stream:
+        os.dup2(stream.fileno(), 2)
+    try:
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(before, 2)
+        os.close(before)
+
+
+def peak_memory() -> int | None:
+    """Return the peak of this process's resident memory, in bytes. None if nothing tells."""
+    try:
+        # On Linux `ru_maxrss` of a process starts at its parent's: exec keeps it. `VmHWM` does not.
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    if sys.platform != "win32":
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB elsewhere
+    try:
+        import psutil
+    except ImportError:
+        return None
+    return int(psutil.Process().memory_info().peak_wset)

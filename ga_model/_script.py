@@ -1,0 +1,77 @@
+"""Get a compiled model and its data from a script of the user's."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+
+
+class ScriptError(Exception):
+    """The script does not give what it should. The message says what, and what to do."""
+
+
+def load_function(target: str) -> Callable[[], Any]:
+    """Import a file as a module, and return a function of it.
+
+    The file's folder is put in front of the places that modules are imported from, as where it is
+    run as a script. Its `__name__` is not `"__main__"`.
+
+    Args:
+        target: "FILE.py:function".
+
+    Raises:
+        ScriptError: there is no such file, or no such function in it.
+    """
+    name, separator, function = target.rpartition(":")
+    path = Path(name)
+    if not separator or path.suffix != ".py" or not function.isidentifier():
+        raise ScriptError(
+            "The script must be given as FILE.py:function. "
+            f"Received: {target!r}. Write train.py:make, for a function `make` in train.py."
+        )
+    if not path.is_file():
+        raise ScriptError(f"There is no file {name!r}. Pass the path of a Python script.")
+    sys.path.insert(0, str(path.resolve().parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ScriptError(f"{name!r} can not be imported as a Python module.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # where Keras and pickle look its classes up
+    spec.loader.exec_module(module)
+    found = getattr(module, function, None)
+    if not callable(found):
+        raise ScriptError(
+            f"{name!r} has no function {function!r}. "
+            "Write one without arguments that returns a compiled model and its data."
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def model_and_data(returned: Any) -> tuple[Any, tuple[Any, Any, Any]]:
+    """Return the model and x, y and sample weights, None where there are none.
+
+    Args:
+        returned: what the user's function returned.
+
+    Raises:
+        ScriptError: it is something else.
+    """
+    is_right = isinstance(returned, tuple) and 2 <= len(returned) <= 4
+    if not is_right or not isinstance(returned[0], keras.Model):
+        types = (
+            [type(part).__name__ for part in returned]
+            if isinstance(returned, tuple)
+            else type(returned).__name__
+        )
+        raise ScriptError(
+            "The function must return (model, x), (model, x, y) or (model, x, y, sample_weight), "
+            f"with a compiled Keras model. Received: {types}."
+        )
+    model, *data = returned
+    x, y, sample_weight = [*data, None, None][:3]
+    return model, (x, y, sample_weight)

@@ -1,0 +1,200 @@
+"""`python -m ga_model bench`: that it measures what it says, and prints what it measured."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import psutil
+import pytest
+from keras import layers
+
+from ga_model import _bench, _bench_report
+from ga_model._bench import FLOOR, KERAS, REFERENCE, SIZE, STEPS, WAYS, WHOLE
+from ga_model._process import ProcessError, in_own_process, peak_memory
+
+OPTIONS = ["--models", "embedding", "--microbatches", "2", "1", "--jit", "off", "--minutes", "0.01"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The command's output, what it wrote as JSON, and its plot."""
+    folder = tmp_path_factory.mktemp("bench")
+    files = ["--json", str(folder / "bench.json"), "--plot", str(folder / "bench.png")]
+    command = [sys.executable, "-m", "ga_model", "bench", *OPTIONS, *files]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout, json.loads((folder / "bench.json").read_text()), folder / "bench.png"
+
+
+def test_the_table_shows_the_ratios_of_what_was_measured(run):
+    printed, measured, _ = run
+    lines = [line.split() for line in printed.splitlines() if line.startswith("embedding")]
+    assert [line[2] for line in lines[:2]] == ["1", "2"]
+    seconds = {
+        (entry["way"], entry["microbatches"]): np.array(entry["seconds_per_row"])
+        for entry in measured["times"]
+    }
+    plain = seconds[REFERENCE, 1]
+    rounds = len(plain)
+    assert rounds >= 3
+    of_one = [seconds[FLOOR, 1], None, None, seconds[STEPS, 1], seconds[SIZE, 1]]
+    of_two = [seconds[FLOOR, 1], *(seconds[way, 2] for way in (WHOLE, KERAS, STEPS, SIZE))]
+    for line, values in zip(lines, (of_one, of_two)):
+        expected = []
+        for value in values:
+            if value is None:
+                expected.append("-")
+            else:
+                low, median, high = np.quantile(value / plain, [0.25, 0.5, 0.75])
+                expected += [f"{median:.2f}", f"+-{(high - low) / 2:.2f}"]
+        assert line == ["embedding", "off", line[2], str(rounds), *expected]
+    sizes = {entry["way"]: entry["bytes"] for entry in measured["memory"]}
+    plain_size = sizes.pop(REFERENCE)
+    ratios = [f"{sizes[way] / plain_size:.2f}" for way in (WHOLE, KERAS, STEPS, SIZE)]
+    assert lines[2] == ["embedding", "off", f"{plain_size / 1e6:,.0f}", "MB", *ratios]
+
+
+def test_memory_is_that_of_the_training_alone(run):
+    """The table alone takes 25.6 MB, and Keras's accumulation a copy of it."""
+    _, measured, _ = run
+    for entry in measured["memory"]:
+        assert entry["bytes_of_trainable_variables"] == 4 * (200_000 * 32 + 33 * 64 + 65 * 10)
+        assert entry["bytes_of_trainable_variables"] <= entry["bytes"] < 500e6
+
+
+def test_the_plot_is_written(run):
+    assert run[2].read_bytes().startswith(b"\x89PNG")
+
+
+def small_case():
+    def make_model():
+        return _bench.keras.Sequential([_bench.keras.Input((4,)), layers.Dense(3)])
+
+    def make_data(rows):
+        return np.ones((rows, 4), "float32"), np.zeros((rows, 3), "float32")
+
+    return _bench.Case(make_model, _bench.keras.optimizers.SGD, make_data, "mse", 2)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_does_what_it_is_called(way):
+    """Of four microbatches, how many calls it takes, and after which the weights change."""
+    number = 4
+    train, model = _bench._make_training(small_case(), False, way, number)
+    changes = []
+    for _ in range(1 if way in (WHOLE, SIZE) else number):
+        before = model.get_weights()
+        train()
+        changes.append(any(np.any(a != b) for a, b in zip(before, model.get_weights())))
+    once = [False] * (number - 1) + [True]
+    expected = {
+        REFERENCE: [True] * number,
+        FLOOR: [False] * number,
+        WHOLE: [True],
+        KERAS: once,
+        STEPS: once,
+        SIZE: [True],
+    }
+    assert changes == expected[way]
+
+
+def test_all_ways_are_timed_on_equally_many_rows(monkeypatch):
+    """Time is made to pass by a second per row of the batches that are trained on."""
+    clock = [0.0]
+
+    def make_training(case, jit_compile, way, number):
+        def train():
+            clock[0] += case.rows * (number if way in (WHOLE, SIZE) else 1)
+
+        return train, None
+
+    monkeypatch.setitem(_bench.CASES, "small", small_case())
+    monkeypatch.setattr(_bench, "_make_training", make_training)
+    monkeypatch.setattr(_bench.time, "perf_counter", lambda: clock[0])
+    times = _bench.measure_times("small", False, [1, 3, 4], 0.0)
+    assert {len(seconds) for seconds in times.seconds.values()} == {3}
+    assert {value for seconds in times.seconds.values() for value in seconds} == {1.0}
+
+
+def made_up():
+    keys = [(REFERENCE, 1), (FLOOR, 1)]
+    keys += [(way, number) for number in (1, 16) for way in _bench.ways_of(number)]
+    times, memory = [], []
+    for case in ("dense", "embedding"):
+        for jit in (False, True):
+            seconds = {key: [1.0, 2.0, 4.0, 8.0] for key in keys}
+            seconds[STEPS, 16] = [0.5, 1.0, 8.0, 16.0]  # the ratios are 0.5, 0.5, 2 and 2
+            times.append(_bench.Times(case, jit, seconds, dict.fromkeys(keys, 1.0)))
+            for way in (REFERENCE, *_bench.ways_of(16)):
+                size = {REFERENCE: 200, SIZE: 300}.get(way, 100) * 10**6
+                memory.append(_bench.Memory(case, jit, way, 16, size, 10**6))
+    return _bench.Measured([1, 16], times, memory)
+
+
+def test_ratios_are_medians_over_rounds_of_the_same_round():
+    measured = made_up()
+    assert _bench_report.time_ratio(measured.times[0], STEPS, 16) == (1.25, 0.75)
+    assert _bench_report.time_ratio(measured.times[0], WHOLE, 16) == (1.0, 0.0)
+    assert _bench_report.time_ratio(measured.times[0], WHOLE, 1) is None
+    table = _bench_report.tables(measured)
+    assert "1.25 +-0.75" in table
+    assert "200 MB" in table
+    assert "1.50" in table  # of the memory
+
+
+def test_a_platform_that_tells_no_memory_gets_no_ratio():
+    measured = made_up()
+    measured = measured._replace(memory=[m._replace(size=None) for m in measured.memory])
+    assert "n/a" in _bench_report.tables(measured)
+    _bench_report.draw(measured)
+
+
+def test_the_figure_is_legible():
+    """Every panel has a title and units, and no texts overlap."""
+    figure = _bench_report.draw(made_up())
+    figure.draw_without_rendering()
+    assert len(figure.axes) == 6  # two models; times without and with XLA, memory
+    assert all(axes.get_title() for axes in figure.axes)
+    texts = [text for axes in figure.axes for text in (axes.title, axes.xaxis.label)]
+    texts += [tick for axes in figure.axes for tick in axes.get_xticklabels()]
+    boxes = [text.get_window_extent() for text in [*texts, figure.legends[0]] if text.get_visible()]
+    boxes = [box for box in boxes if box.width]
+    overlaps = [(a, b) for i, a in enumerate(boxes) for b in boxes[:i] if a.overlaps(b)]
+    assert not overlaps
+
+
+def end_by_signal():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def fail():
+    raise KeyError("of the function's own")
+
+
+def memory_of_100_megabytes():
+    before = peak_memory()
+    kept = np.ones(100 * 10**6 // 8)
+    return os.getpid(), before, peak_memory() - len(kept) * 0
+
+
+def test_a_function_runs_in_a_process_of_its_own():
+    pid, before, after = in_own_process("The job", memory_of_100_megabytes)
+    assert pid != os.getpid()
+    assert 90e6 < after - before < 150e6
+    assert before < psutil.Process().memory_info().rss  # and not what this process has used
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (fail, "(?s)The job ended with exit status 1.*KeyError.*of the function's own"),
+        (end_by_signal, "The job was ended by SIGTERM"),
+    ],
+)
+def test_a_process_that_ends_without_a_result_says_how(function, message, capfd):
+    with pytest.raises(ProcessError, match=message):
+        in_own_process("The job", function)
+    assert "KeyError" not in capfd.readouterr().err
