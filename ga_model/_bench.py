@@ -8,8 +8,10 @@ a process of its own.
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -50,18 +52,17 @@ def _dense() -> Any:
 
 
 def _convolutional() -> Any:
-    def convolution(filters: int) -> list[Any]:
-        same = {"padding": "same", "activation": "relu"}
-        return [layers.Conv2D(filters, 3, **same), layers.Conv2D(filters, 3, **same)]
+    def convolution(filters: int) -> Any:
+        return layers.Conv2D(filters, 3, padding="same", activation="relu")
 
     return keras.Sequential(
         [
             keras.Input((32, 32, 3)),
-            *convolution(16),
+            convolution(16),
+            convolution(16),
             layers.MaxPooling2D(),
-            *convolution(32),
-            layers.MaxPooling2D(),
-            *convolution(64),
+            convolution(32),
+            convolution(32),
             layers.GlobalAveragePooling2D(),
             layers.Dense(10, "softmax"),
         ]
@@ -69,14 +70,13 @@ def _convolutional() -> Any:
 
 
 def _transformer() -> Any:
-    """Two blocks of attention over 64 tokens, of which each predicts a token."""
+    """A block of attention over 64 tokens, of which each predicts a token."""
     tokens = keras.Input((64,), dtype="int32")
     h = layers.Embedding(1000, 128)(tokens)
-    for _ in range(2):
-        normal = layers.LayerNormalization()(h)
-        h = h + layers.MultiHeadAttention(4, 32)(normal, normal, use_causal_mask=True)
-        normal = layers.LayerNormalization()(h)
-        h = h + layers.Dense(128)(layers.Dense(512, activation="gelu")(normal))
+    normal = layers.LayerNormalization()(h)
+    h = h + layers.MultiHeadAttention(4, 32)(normal, normal, use_causal_mask=True)
+    normal = layers.LayerNormalization()(h)
+    h = h + layers.Dense(128)(layers.Dense(512, activation="gelu")(normal))
     return keras.Model(tokens, layers.Dense(1000, "softmax")(layers.LayerNormalization()(h)))
 
 
@@ -196,11 +196,16 @@ def measure(
     most = max(num_microbatches)
     pairs = list(itertools.product(cases, jit_compile))
     end = time.monotonic() + seconds
-    memory = []
-    jobs = [(*pair, way) for pair in pairs for way in (REFERENCE, *ways_of(most))]
-    for case, jit, way in jobs:
-        progress(f"memory: {_name(case, jit)}, {way}", 1 - (end - time.monotonic()) / seconds)
-        memory.append(in_own_process(_name(case, jit), measure_memory, case, jit, way, most))
+    progress("memory", 0.0)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        memory = []
+        for case, jit in pairs:
+            for way in (REFERENCE, *ways_of(most)):
+                job = (measure_memory, case, jit, way, most)
+                memory.append(pool.submit(in_own_process, _name(case, jit), *job))
+        for result in memory:
+            result.result()
+            progress("memory", 1 - (end - time.monotonic()) / seconds)
     times = []
     for i, (case, jit) in enumerate(pairs):
         left = end - time.monotonic()
@@ -208,7 +213,7 @@ def measure(
         share = left / (len(pairs) - i)
         args = (case, jit, list(num_microbatches), share)
         times.append(in_own_process(_name(case, jit), measure_times, *args))
-    return Measured(list(num_microbatches), times, memory)
+    return Measured(list(num_microbatches), times, [result.result() for result in memory])
 
 
 def _name(case: str, jit_compile: bool) -> str:

@@ -8,11 +8,14 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+_starting = threading.Lock()  # a process has one standard error
 
 
 class ProcessError(Exception):
@@ -51,7 +54,7 @@ def in_own_process(name: str, function: Callable[..., Any], *args: Any) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         messages = Path(folder, "messages")
         process = context.Process(target=_work, args=(sender, messages, function, args))
-        with _errors_to(messages):  # those of the process that forks, too
+        with _starting, _errors_to(messages):  # those of the process that forks, too
             process.start()
         sender.close()
         try:
