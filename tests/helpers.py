@@ -12,6 +12,7 @@ import functools
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 from ga_model import accumulate
@@ -19,6 +20,10 @@ from ga_model import accumulate
 # The promise: see "What is exact" in the README.
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
 
+
+float32_in_the_sweep = pytest.mark.parametrize(
+    "dtype", [pytest.param("float32", marks=pytest.mark.sweep), "float64"], indirect=True
+)
 
 num_replicas = 1  # of the models that are compared with the whole batch; `--replicas` sets it
 

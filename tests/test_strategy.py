@@ -15,6 +15,7 @@ from helpers import (
     dense_model,
     difference_of_fits,
     fit_pair,
+    float32_in_the_sweep,
     mirrored,
     relative_difference,
     seeded,
@@ -44,6 +45,7 @@ def adam(**kwargs):
     "settings", [STEPS, SIZE, BOTH], ids=["accumulation_steps", "microbatch_size", "both"]
 )
 @pytest.mark.parametrize("name", ["regularized", "two_outputs"])
+@float32_in_the_sweep
 def test_every_setting_matches_the_whole_batch(name, settings, replicas, dtype):
     make, _, make_data = ZOO[name]
     # 29 rows: a last batch of 5, shared out as 3 + 2 or 2 + 2 + 1, in a partial window.

@@ -4,7 +4,15 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import TOLERANCE, assert_changed, dense_data, dense_model, relative_difference, seeded
+from helpers import (
+    TOLERANCE,
+    assert_changed,
+    dense_data,
+    dense_model,
+    float32_in_the_sweep,
+    relative_difference,
+    seeded,
+)
 
 from ga_model import accumulate
 
@@ -142,6 +150,7 @@ def test_running_into_the_end_of_the_data_leaves_no_trace(rows, reduction, float
     ids=str,
 )
 @pytest.mark.parametrize("rows", [36, 34, 28])
+@float32_in_the_sweep
 def test_every_way_to_run_matches_the_whole_batch(compile_args, rows, dtype):
     x, y = dense_data(rows)
     reference_args = {k: v for k, v in compile_args.items() if k != "steps_per_execution"}
