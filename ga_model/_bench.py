@@ -87,7 +87,9 @@ def _embedding() -> Any:
     return keras.Model(ids, layers.Dense(10, "softmax")(layers.Dense(64, "relu")(mean)))
 
 
-def _numbers(*shape: int) -> Callable[[int], tuple[Any, Any]]:
+def random_numbers(*shape: int) -> Callable[[int], tuple[Any, Any]]:
+    """Return what makes rows of a shape, in ten classes."""
+
     def make(rows: int) -> tuple[Any, Any]:
         generator = np.random.default_rng(0)
         x = generator.normal(size=(rows, *shape)).astype("float32")
@@ -96,7 +98,7 @@ def _numbers(*shape: int) -> Callable[[int], tuple[Any, Any]]:
     return make
 
 
-def _ids(most: int, length: int, targets: tuple[int, ...], classes: int) -> Any:
+def _random_ids(most: int, length: int, targets: tuple[int, ...], classes: int) -> Any:
     def make(rows: int) -> tuple[Any, Any]:
         generator = np.random.default_rng(0)
         x = generator.integers(0, most, size=(rows, length)).astype("int32")
@@ -107,12 +109,16 @@ def _ids(most: int, length: int, targets: tuple[int, ...], classes: int) -> Any:
 
 _LOSS = "sparse_categorical_crossentropy"
 CASES = {
-    "dense": Case(_dense, keras.optimizers.Adam, _numbers(1024), _LOSS, 16),
-    "convolutional": Case(_convolutional, keras.optimizers.Adam, _numbers(32, 32, 3), _LOSS, 8),
-    "transformer": Case(
-        _transformer, keras.optimizers.AdamW, _ids(1000, 64, (64,), 1000), _LOSS, 4
+    "dense": Case(_dense, keras.optimizers.Adam, random_numbers(1024), _LOSS, 16),
+    "convolutional": Case(
+        _convolutional, keras.optimizers.Adam, random_numbers(32, 32, 3), _LOSS, 8
     ),
-    "embedding": Case(_embedding, keras.optimizers.SGD, _ids(200_000, 32, (), 10), _LOSS, 64),
+    "transformer": Case(
+        _transformer, keras.optimizers.AdamW, _random_ids(1000, 64, (64,), 1000), _LOSS, 4
+    ),
+    "embedding": Case(
+        _embedding, keras.optimizers.SGD, _random_ids(200_000, 32, (), 10), _LOSS, 64
+    ),
 }
 
 REFERENCE = "plain Keras"
@@ -184,7 +190,7 @@ def measure(
     Args:
         cases: keys of `CASES`.
         num_microbatches: microbatches per window.
-        jit_compile: with XLA, without, or both.
+        jit_compile: whether with XLA, without, or both. Memory is measured with the first of them.
         seconds: what it may take in all. Every way is timed at least three times, however long
             that takes.
         progress: called with what comes next, and the share of `seconds` that what was there before
@@ -199,10 +205,9 @@ def measure(
     progress("memory", 0.0)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         memory = []
-        for case, jit in pairs:
-            for way in (REFERENCE, *ways_of(most)):
-                job = (measure_memory, case, jit, way, most)
-                memory.append(pool.submit(in_own_process, _name(case, jit), *job))
+        for case, way in itertools.product(cases, (REFERENCE, *ways_of(most))):
+            job = (measure_memory, case, jit_compile[0], way, most)
+            memory.append(pool.submit(in_own_process, _name(case, jit_compile[0]), *job))
         for result in memory:
             result.result()
             progress("memory", 1 - (end - time.monotonic()) / seconds)

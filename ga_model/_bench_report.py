@@ -45,10 +45,9 @@ def time_ratio(times: Times, way: str, num_microbatches: int) -> Ratio | None:
     return Ratio(float(median), float(high - low) / 2)
 
 
-def memory_of(measured: Measured, case: str, jit_compile: bool) -> dict[str, Memory]:
+def memory_of(measured: Measured, case: str) -> dict[str, Memory]:
     """Return what each way of one case took."""
-    of_case = [m for m in measured.memory if (m.case, m.jit_compile) == (case, jit_compile)]
-    return {memory.way: memory for memory in of_case}
+    return {memory.way: memory for memory in measured.memory if memory.case == case}
 
 
 def tables(measured: Measured) -> str:
@@ -63,12 +62,12 @@ def tables(measured: Measured) -> str:
             rows.append([times.case, _on(times.jit_compile), str(number), rounds, *cells])
     most = max(measured.num_microbatches)
     memory_rows = [["model", "XLA", "plain Keras", *ways[1:]]]
-    for times in measured.times:
-        memory = memory_of(measured, times.case, times.jit_compile)
+    for case in dict.fromkeys(times.case for times in measured.times):
+        memory = memory_of(measured, case)
         cells = [_memory_cell(memory.get(way), memory[REFERENCE]) for way in ways[1:]]
-        size = memory[REFERENCE].size
+        size, is_on = memory[REFERENCE].size, _on(memory[REFERENCE].jit_compile)
         plain = "n/a" if size is None else f"{size / 1e6:,.0f} MB"
-        memory_rows.append([times.case, _on(times.jit_compile), plain, *cells])
+        memory_rows.append([case, is_on, plain, *cells])
     notes = _NOTES.format(floor=FLOOR, keras=KERAS, steps=STEPS, size=SIZE)
     return "\n\n".join(
         [
@@ -119,7 +118,7 @@ def to_dict(measured: Measured) -> dict[str, Any]:
 
 
 def draw(measured: Measured) -> Any:
-    """Return a `matplotlib.figure.Figure`: a column per model; times without and with XLA, memory.
+    """Return a `matplotlib.figure.Figure`: a column per model; times by XLA off and on, memory.
 
     Args:
         measured: the measurements.
@@ -137,12 +136,12 @@ def draw(measured: Measured) -> Any:
             _draw_times(axis, times, measured.num_microbatches)
             axis.set_title(f"{case}, XLA {_on(jit_compile)}")
     for axis, case in zip(axes[-1], cases):
-        _draw_memory(axis, measured, case, jits)
-        axis.set_title(f"{case}, {max(measured.num_microbatches)} microbatches")
+        _draw_memory(axis, memory_of(measured, case))
+        axis.set_title(f"{case}, XLA {_on(measured.memory[0].jit_compile)}")
     for row in axes[:-1]:
         row[0].set_ylabel("time per row,\nover plain Keras")
-        for axis in row:
-            axis.set_xlabel("microbatches per window")
+    for axis in axes.flat:
+        axis.set_xlabel("microbatches per window")
     axes[-1][0].set_ylabel("peak memory,\nover plain Keras")
     for axis in axes.flat:
         axis.axhline(1, color="black", linewidth=0.8)
@@ -168,13 +167,11 @@ def _draw_times(axis: Any, times: Times, num_microbatches: Sequence[int]) -> Non
     axis.set_xticks(range(len(num_microbatches)), [str(n) for n in num_microbatches])
 
 
-def _draw_memory(axis: Any, measured: Measured, case: str, jits: Sequence[bool]) -> None:
-    width = 0.8 / len(_COLORS)
-    for j, jit_compile in enumerate(jits):
-        memory = memory_of(measured, case, jit_compile)
-        plain = memory[REFERENCE].size
-        for i, (way, color) in enumerate(_COLORS.items()):
-            size = memory[way].size if way in memory else None
-            if size is not None and plain:
-                axis.bar([j + (i - 2) * width], [size / plain], width, color=color)
-    axis.set_xticks(range(len(jits)), [f"XLA {_on(jit_compile)}" for jit_compile in jits])
+def _draw_memory(axis: Any, memory: dict[str, Memory]) -> None:
+    width, plain = 0.8 / len(_COLORS), memory[REFERENCE].size
+    for i, (way, color) in enumerate(_COLORS.items()):
+        size = memory[way].size if way in memory else None
+        if size is not None and plain:
+            axis.bar((i - 2) * width, size / plain, width, color=color)
+    axis.set_xticks([0], [str(memory[REFERENCE].num_microbatches)])
+    axis.set_xlim(-1, 1)

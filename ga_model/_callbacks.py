@@ -96,6 +96,8 @@ class AccumulationScheduler(keras.callbacks.Callback):
     Example:
 
     ```python
+    model = accumulate(model)
+    model.compile("adam", "mse")
     # 4 batches per update from the third epoch on, 8 from the fifth
     scheduler = AccumulationScheduler({0: 1, 2: 4, 4: 8}, log=True)
     model.fit(x, y, batch_size=32, epochs=6, callbacks=[scheduler])

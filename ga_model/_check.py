@@ -84,7 +84,8 @@ def check_equivalence(
     Example:
 
     ```python
-    report = check_equivalence(model, x, y, batch_size=128, microbatch_size=16)
+    model.compile("adam", "mse")
+    report = check_equivalence(model, x, y, batch_size=32, microbatch_size=8)
     print(report)
     assert report.equivalent
     ```

@@ -47,6 +47,18 @@ def _of_structure(model: Any, report: EquivalenceReport) -> list[str]:
             "Check in float64, with fewer updates or a smaller learning rate, or draw with a "
             "`keras.random.SeedGenerator`."
         )
+    differing = {variable.path for variable in report.variables if not variable.is_equal}
+    changing = [
+        layer.name
+        for layer in model._flatten_layers(include_self=False)
+        if any(variable.path in differing for variable in layer.non_trainable_weights)
+        and not isinstance(layer, keras.layers.BatchNormalization)
+    ]
+    if changing and report.verdict == "different":
+        found.append(
+            f"The layers {changing} change weights in every forward pass, and not by an optimizer: "
+            "once per microbatch, where the whole batch does it once."
+        )
     return found
 
 

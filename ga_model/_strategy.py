@@ -6,8 +6,10 @@ Private names of Keras in use, read in Keras 3.14.0 to 3.15.1:
   `_look_ahead` and `_observed_loss`: what each compiled loss averages over.
   `tests/test_weights.py`.
 * `Trainer._aggregate_additional_loss`, in `_model`: the losses that layers add. The same tests.
-* `Layer._flatten_layers`, in `_model`, `_recorder` and `_step`: layers at any depth.
-  `tests/test_models.py`.
+* `Layer._flatten_layers`, in `_model`, `_recorder`, `_step`, `_check`, `_diagnosis` and
+  `_randomness`: layers at any depth. `tests/test_models.py`, `tests/test_check.py`.
+* `Layer._call_has_training_arg`, in `_look_ahead`, `_diagnosis` and `_randomness`.
+  `tests/test_check.py`.
 * `R2Score._built`, `FBetaScore._built`, in `_step`: whether they have their variables.
   `tests/test_nonfinite.py`.
 * `Optimizer._trainable_variables`, in `_recorder`: `optimizer.apply(gradients)` without variables.

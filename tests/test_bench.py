@@ -128,7 +128,7 @@ def made_up():
             seconds = {key: [1.0, 2.0, 4.0, 8.0] for key in keys}
             seconds[STEPS, 16] = [0.5, 1.0, 8.0, 16.0]  # the ratios are 0.5, 0.5, 2 and 2
             times.append(_bench.Times(case, jit, seconds, dict.fromkeys(keys, 1.0)))
-            for way in (REFERENCE, *_bench.ways_of(16)):
+            for way in () if jit else (REFERENCE, *_bench.ways_of(16)):
                 size = {REFERENCE: 200, SIZE: 300}.get(way, 100) * 10**6
                 memory.append(_bench.Memory(case, jit, way, 16, size, 10**6))
     return _bench.Measured([1, 16], times, memory)

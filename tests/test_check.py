@@ -367,7 +367,7 @@ CASES = [
     (equal_weights, STEPS, "different", "override `microbatch_weight`"),
     (unlike_means, STEPS, "different", "average over different things"),
     (embedding_and_adam, STEPS, "different", "rows of equal ids"),
-    (spectral_normalization, STEPS, "different", "spectral_normalization"),
+    (spectral_normalization, STEPS, "different", r"layers \['spectral_normalization'\] ch"),
     (lambda: two_optimizers(in_turn=True), STEPS, "different", "`train_step` of its own"),
     (sampling, STEPS, "undecided", r"\['sampling"),
     (unseeded_noise, STEPS, "undecided", "rounded once more"),

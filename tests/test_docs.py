@@ -27,10 +27,13 @@ def run(tmp_path, blocks, names=None):
 
 def test_the_readmes_examples_run_in_their_order(tmp_path, capsys):
     *blocks, _ = python_blocks(README)  # the last one needs devices: `test_workers.py`
-    assert len(blocks) == 3
+    assert len(blocks) == 5
     names = run(tmp_path, blocks)
     assert names["model"].optimizer.iterations == 8  # 1,000 rows in windows of 128
-    assert names["net"].optimizer.iterations == 8
+    # 8 of its own, and of 32 batches an epoch in windows of 1, 4 and 8.
+    assert names["net"].optimizer.iterations == 8 + 2 * (32 + 8 + 4)
+    assert names["history"]["accumulation_steps"] == [1, 1, 4, 4, 8, 8]
+    assert names["report"].equivalent
     assert names["optimizer"].iterations == 8
 
 
@@ -65,7 +68,13 @@ def test_no_other_words_are_used_for_the_same_things():
 
 
 def test_the_package_says_what_it_offers():
-    assert set(ga_model.__all__) == {"AccumulatingModel", "GradientAccumulator", "accumulate"}
+    assert set(ga_model.__all__) == {
+        "AccumulatingModel",
+        "AccumulationScheduler",
+        "GradientAccumulator",
+        "accumulate",
+        "check_equivalence",
+    }
     assert re.fullmatch(r"\d+\.\d+\.\d+", ga_model.__version__)
     for name in ga_model.__all__:
         assert getattr(ga_model, name).__doc__

@@ -11,6 +11,7 @@ Covered by `test_zoo_matches_plain_keras_on_the_same_batches`, through `fit` in 
 The rest is shown on a small model each.
 """
 
+import dataclasses
 import warnings
 from typing import NamedTuple
 
@@ -18,8 +19,6 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from bench_microbatch_size import WAYS as WAYS_OF_MEMORY
-from bench_microbatch_size import memory
 from conftest import set_dtype
 from helpers import (
     TOLERANCE,
@@ -40,7 +39,8 @@ from test_weights import (
 )
 from zoo import OPTIMIZERS, ZOO, embedding, embedding_data, masked_data, masked_recurrent
 
-from ga_model import AccumulatingModel, accumulate
+from ga_model import AccumulatingModel, _bench, accumulate
+from ga_model._process import in_own_process
 
 LOGS = 1e-6  # relative, as in the README
 
@@ -674,10 +674,27 @@ def test_sparse_gradients_reach_the_optimizer_as_rows(jit_compile, float64):
     assert relative_difference(*trained, start) <= TOLERANCE[float64]
 
 
+def twelve_convolutions():
+    """Nearly all of the memory is activations."""
+    hidden = [keras.layers.Conv2D(32, 3, padding="same", activation="relu") for _ in range(12)]
+    head = [keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(10, "softmax")]
+    return keras.Sequential([keras.Input((64, 64, 3)), *hidden, *head])
+
+
+def memory_of(way):
+    """Return the bytes that training a window of 16 microbatches of 16 rows adds, here."""
+    case = _bench.CASES["convolutional"]
+    data = _bench.random_numbers(64, 64, 3)
+    case = dataclasses.replace(case, make_model=twelve_convolutions, make_data=data, rows=16)
+    _bench.CASES["twelve convolutions"] = case
+    return _bench.measure_memory("twelve convolutions", False, way, 16).size
+
+
 @pytest.mark.sweep
 def test_memory_is_that_of_a_microbatch():
-    """Peak memory in processes of their own; `bench_microbatch_size.py` prints the numbers."""
-    plain, split, whole = (memory(way, jit_compile=False) for way in WAYS_OF_MEMORY)
+    """Peak memory in processes of their own."""
+    ways = (_bench.REFERENCE, _bench.SIZE, _bench.WHOLE)
+    plain, split, whole = (in_own_process(way, memory_of, way) for way in ways)
     assert 0 < split < 1.5 * plain
     assert split < 0.25 * whole
 
