@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
-from ga_model._process import in_own_process, peak_memory
+from ga_model._process import in_own_process, peak_memory, reset_peak_memory
 from ga_model._wrap import accumulate
 
 _LEAST_ROUNDS = 3
@@ -34,14 +34,12 @@ class Case:
         make_model: returns the model, compiled with nothing.
         make_optimizer: takes the arguments of an optimizer and returns one.
         make_data: takes a number of rows and returns x and y.
-        loss: a loss of Keras.
         rows: of a microbatch.
     """
 
     make_model: Callable[[], Any]
     make_optimizer: Callable[..., Any]
     make_data: Callable[[int], tuple[Any, Any]]
-    loss: str
     rows: int
 
 
@@ -107,18 +105,13 @@ def _random_ids(most: int, length: int, targets: tuple[int, ...], classes: int) 
     return make
 
 
-_LOSS = "sparse_categorical_crossentropy"
 CASES = {
-    "dense": Case(_dense, keras.optimizers.Adam, random_numbers(1024), _LOSS, 16),
-    "convolutional": Case(
-        _convolutional, keras.optimizers.Adam, random_numbers(32, 32, 3), _LOSS, 8
-    ),
+    "dense": Case(_dense, keras.optimizers.Adam, random_numbers(1024), 16),
+    "convolutional": Case(_convolutional, keras.optimizers.Adam, random_numbers(32, 32, 3), 8),
     "transformer": Case(
-        _transformer, keras.optimizers.AdamW, _random_ids(1000, 64, (64,), 1000), _LOSS, 4
+        _transformer, keras.optimizers.AdamW, _random_ids(1000, 64, (64,), 1000), 4
     ),
-    "embedding": Case(
-        _embedding, keras.optimizers.SGD, _random_ids(200_000, 32, (), 10), _LOSS, 64
-    ),
+    "embedding": Case(_embedding, keras.optimizers.SGD, _random_ids(200_000, 32, (), 10), 64),
 }
 
 REFERENCE = "plain Keras"
@@ -203,14 +196,18 @@ def measure(
     pairs = list(itertools.product(cases, jit_compile))
     end = time.monotonic() + seconds
     progress("memory", 0.0)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         memory = []
         for case, way in itertools.product(cases, (REFERENCE, *ways_of(most))):
             job = (measure_memory, case, jit_compile[0], way, most)
             memory.append(pool.submit(in_own_process, _name(case, jit_compile[0]), *job))
-        for result in memory:
-            result.result()
-            progress("memory", 1 - (end - time.monotonic()) / seconds)
+        try:
+            for result in memory:
+                result.result()
+                progress("memory", 1 - (end - time.monotonic()) / seconds)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     times = []
     for i, (case, jit) in enumerate(pairs):
         left = end - time.monotonic()
@@ -226,8 +223,12 @@ def _name(case: str, jit_compile: bool) -> str:
 
 
 def measure_memory(case: str, jit_compile: bool, way: str, num_microbatches: int) -> Memory:
-    """Train one window in this process, of which nothing else must have been asked yet."""
-    tf.config.set_visible_devices([], "GPU")  # whose memory is not the process's
+    """Train one window in this process, of which nothing else must have been asked yet.
+
+    Something small is trained first, so that what TensorFlow itself takes is not counted.
+    """
+    _warm_up(jit_compile)
+    reset_peak_memory()
     before = peak_memory()
     train, model = _make_training(CASES[case], jit_compile, way, num_microbatches)
     for _ in range(num_microbatches if way in (REFERENCE, KERAS, STEPS) else 1):
@@ -251,6 +252,7 @@ def measure_times(
     A round trains every way on equally many rows, those of the largest window or more.
     """
     end = time.monotonic() + seconds
+    _warm_up(jit_compile)
     keys = [(REFERENCE, 1), (FLOOR, 1)]
     keys += [(way, number) for number in num_microbatches for way in ways_of(number)]
     most = max(num_microbatches)
@@ -267,12 +269,28 @@ def measure_times(
         _seconds_of(train, max(1, calls[way, number] - 1))
     rows = {key: CASES[case].rows * -(-most // key[1]) * key[1] for key in keys}
     taken: dict[tuple[str, int], list[float]] = {key: [] for key in keys}
-    for number in itertools.count():
-        for key in keys[number % len(keys) :] + keys[: number % len(keys)]:
+    generator = np.random.default_rng(0)
+    while len(taken[keys[0]]) < _LEAST_ROUNDS or time.monotonic() < end:
+        for i in generator.permutation(len(keys)):
+            key = keys[i]
             taken[key].append(_seconds_of(trainings[key], calls[key]) / rows[key])
-        if number + 1 >= _LEAST_ROUNDS and time.monotonic() > end:
-            return Times(case, jit_compile, taken, first)
-    raise AssertionError
+    return Times(case, jit_compile, taken, first)
+
+
+def _warm_up(jit_compile: bool) -> None:
+    """Start TensorFlow, on the CPU: memory of a GPU is not the process's, and its work not awaited.
+
+    Something small is trained for that.
+    """
+    tf.config.set_visible_devices([], "GPU")
+
+    def make_model() -> Any:
+        return keras.Sequential([keras.Input((4,)), layers.Dense(10, "softmax")])
+
+    case = Case(make_model, keras.optimizers.Adam, random_numbers(4), 2)
+    for way in WAYS:
+        train, _ = _make_training(case, jit_compile, way, 2)
+        train()
 
 
 def _seconds_of(train: Callable[[], None], calls: int) -> float:
@@ -297,7 +315,7 @@ def _make_training(
         steps = num_microbatches if way == STEPS else 1
         size = case.rows if way == SIZE else None
         accumulate(model, accumulation_steps=steps, microbatch_size=size)
-    model.compile(optimizer, case.loss, jit_compile=jit_compile)
+    model.compile(optimizer, "sparse_categorical_crossentropy", jit_compile=jit_compile)
     rows = case.rows * (num_microbatches if way in (WHOLE, SIZE) else 1)
     batch = tf.nest.map_structure(tf.constant, case.make_data(rows))
     iterator = iter(tf.data.Dataset.from_tensors(batch).repeat())

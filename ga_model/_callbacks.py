@@ -75,9 +75,9 @@ class AccumulationScheduler(keras.callbacks.Callback):
 
     For recipes that let the batch grow. A window that is open keeps its size, and the next one has
     the new one; nothing is traced again. What counts are the epochs of `fit`, or the updates that
-    the optimizer has made in its life, `optimizer.iterations`, so that training that is resumed
-    from a backup or a saved model goes on where it was. With `steps_per_execution` above 1 the
-    value is looked up before every execution.
+    the optimizer has made in its life, `optimizer.iterations` (of several optimizers, the largest),
+    so that training that is resumed from a backup or a saved model goes on where it was. By update,
+    the number is read before every batch; with `steps_per_execution` above 1, every execution.
 
     Args:
         schedule: the `accumulation_steps` of each epoch, or of each window: a dict from the first
@@ -85,9 +85,10 @@ class AccumulationScheduler(keras.callbacks.Callback):
             from there on; 0 must be a key. Or a function that takes the epoch (or number of
             updates) and returns the integer.
         by: "epoch" or "update".
-        log: whether `accumulation_steps` and `num_updates`, the updates of the optimizer so far,
-            are added to the logs of every epoch. Callbacks that stand behind this one in the list,
-            such as TensorBoard and CSVLogger, and the `History` have them.
+        log: whether `accumulation_steps`, as it is at the epoch's end, and `num_updates`, the
+            updates of the optimizer so far, are added to the logs of every epoch. Callbacks that
+            stand behind this one in the list, such as TensorBoard and CSVLogger, and the `History`
+            have them.
 
     Raises:
         TypeError, ValueError: an argument is not what it should be. While training: the function

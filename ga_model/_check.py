@@ -7,7 +7,7 @@ import math
 import random
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
@@ -15,11 +15,12 @@ import tensorflow as tf
 
 from ga_model import _diagnosis, _strategy, _validate
 from ga_model._equivalence_report import EquivalenceReport, VariableDifference
-from ga_model._randomness import shared_randomness
+from ga_model._plan import Plan, make_plan
+from ga_model._randomness import Randomness, shared_randomness
 from ga_model._recorder import optimizers_in
 from ga_model._wrap import accumulate
 
-# Of each dtype, the distance of 1 from the next larger number.
+# The distance of 1 from the next larger number.
 _ROUNDING = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 
 # What `AccumulatingModel` keeps on an instance, and what a trained function depends on.
@@ -50,15 +51,17 @@ def check_equivalence(
     Trains the model through `fit` from its present weights, first with plain Keras on whole
     windows, then with accumulation on the same rows in the same order, and compares all weights and
     the state of all optimizers. How much of a difference is rounding is measured, too: by a third
-    training, with plain Keras on whole windows again, that starts from weights of which each is
-    rounded to a neighbouring number.
+    training, with plain Keras on whole windows again, that starts from weights to which a rounding
+    error was added.
 
-    Afterwards weights, optimizers, metrics, random state and settings are what they were. What was
-    not built yet is built, as by a first batch. The model need not be an `AccumulatingModel`, and
-    does not become one.
+    Afterwards weights, optimizers, metrics, random state and settings are what they were, and so is
+    any other variable that the step uses. What was not built yet is built, as by a first batch. Not
+    put back are attributes of layers and other Python objects that training changes, and in eager
+    mode what TensorFlow's own random operations draw. The model need not be an `AccumulatingModel`,
+    and does not become one.
 
     For the comparison `Dropout` layers drop the same units of every row in all three trainings, and
-    other random layers are switched off; the report says which.
+    Keras's other random layers are switched off; the report says which.
 
     Args:
         model: a compiled `keras.Model`.
@@ -80,6 +83,7 @@ def check_equivalence(
             two microbatches.
         RuntimeError: the model is not compiled, or an optimizer that only the `train_step` of an
             eager model knows is not built.
+        NotImplementedError: the model was made for several replicas.
 
     Example:
 
@@ -97,128 +101,79 @@ def check_equivalence(
 
 def compare(model: Any, plan: Plan) -> EquivalenceReport:
     """Do what `check_equivalence` promises."""
+    said: list[str] = []  # what accumulation has to say about the model goes into the report
     with (
-        warnings.catch_warnings(record=True) as caught,
+        _other_warnings_than(said),
         _left_as_it_was(model, plan) as state,
         shared_randomness(model) as randomness,
     ):
-        warnings.simplefilter("always")
-        _fit(model, plan, plan.window_rows)
-        whole = state.read()
-        state.restore()
-        rounded = _rounded(model, state)
-        _fit(model, plan, plan.window_rows)
-        rounding = _differences(state.read(), whole, state.values, rounded)
-        state.restore()
-        accumulate(
-            model,
-            accumulation_steps=plan.accumulation_steps,
-            microbatch_size=plan.microbatch_size,
-        )
-        model.skip_nonfinite = plan.skip_nonfinite
-        _fit(model, plan, plan.batch_size)
-        differences = _differences(state.read(), whole, state.values, state.values)
-        said = model._accumulation_warnings
-        state.restore()
-        report = EquivalenceReport(
-            batch_size=plan.batch_size,
-            accumulation_steps=plan.accumulation_steps,
-            microbatch_size=plan.microbatch_size,
-            updates=plan.updates,
-            rows=plan.rows,
-            variables=[
-                VariableDifference(path, variable.dtype, math.prod(variable.shape), *pair)
-                for path, variable, *pair in zip(
-                    state.paths, state.variables, differences, rounding
+        return _compared(model, plan, state, randomness, said)
+
+
+@contextlib.contextmanager
+def _other_warnings_than(said: list[str]) -> Iterator[None]:
+    """Let warnings through, once each, but those that are listed in the end."""
+    caught: list[warnings.WarningMessage] = []
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield
+    finally:
+        for text, warning in {str(w.message): w for w in caught}.items():
+            if text not in said:
+                warnings.warn_explicit(
+                    warning.message, warning.category, warning.filename, warning.lineno
                 )
-            ],
-            is_finite=all(np.isfinite(value).all() for value in whole),
-            random_layers=randomness,
-            reasons=[],
-        )
-        if not report.equivalent:
-            reasons = [*said, *_diagnosis.reasons(model, plan, report)]
-            report = report._replace(reasons=reasons)
-    for warning in caught:
-        if str(warning.message) not in said:
-            warnings.warn_explicit(
-                warning.message, warning.category, warning.filename, warning.lineno
-            )
-    return report
 
 
-class Plan(NamedTuple):
-    """What is trained, and how.
-
-    Attributes:
-        data: x, y and sample weight, the rows that are used.
-        rows: their number.
-        batch_size: rows per batch of `fit` with accumulation.
-        updates: windows that the rows make.
-    """
-
-    data: tuple[Any, Any, Any]
-    rows: int
-    batch_size: int
-    accumulation_steps: int
-    microbatch_size: int | None
-    skip_nonfinite: bool
-    updates: int
-
-    @property
-    def window_rows(self) -> int:
-        return self.batch_size * self.accumulation_steps
-
-    @property
-    def microbatch_rows(self) -> int:
-        return min(self.batch_size, self.microbatch_size or self.batch_size)
-
-    def slice(self, begin: int, end: int) -> tuple[Any, Any, Any]:
-        """Return the rows of `data` from `begin` up to `end`."""
-        part: tuple[Any, Any, Any] = keras.tree.map_structure(
-            lambda a: _slice(a, begin, end), self.data
-        )
-        return part
-
-
-def _slice(array: Any, begin: int, end: int) -> Any:
-    if isinstance(array, tf.SparseTensor):
-        rest = [0] * (array.shape.rank - 1)
-        return tf.sparse.slice(array, [begin, *rest], [end - begin, *array.shape[1:]])
-    return None if array is None else array[begin:end]
-
-
-def make_plan(
-    model: Any,
-    data: Any,
-    batch_size: Any,
-    accumulation_steps: Any,
-    microbatch_size: Any,
-    updates: Any,
-) -> Plan:
-    """Check all arguments, and take the rows that are needed."""
-    if not isinstance(model, keras.Model):
-        raise TypeError(_validate.not_a_model_message(model, "check_equivalence"))
-    if not model.compiled:
-        raise RuntimeError(_validate.not_compiled_message(model.name))
-    batch_size = _validate.check_integer("batch_size", batch_size)
-    updates = _validate.check_integer("updates", updates)
-    if accumulation_steps is None:
-        accumulation_steps = getattr(model, "accumulation_steps", 1)
-    if microbatch_size is None:
-        microbatch_size = getattr(model, "microbatch_size", None)
-    skip_nonfinite = getattr(model, "skip_nonfinite", False)
-    optimizers = optimizers_in(vars(model))
-    steps, size, skip = _validate.check_settings(
-        accumulation_steps, microbatch_size, skip_nonfinite, optimizers
+def _compared(
+    model: Any, plan: Plan, state: _State, randomness: Randomness, said: list[str]
+) -> EquivalenceReport:
+    _fit(model, plan, plan.window_rows)
+    whole = state.read()
+    state.restore()
+    rounded = _rounded(model, state)
+    _fit(model, plan, plan.window_rows)
+    rounding = _differences(state.read(), whole, state.values, rounded)
+    state.restore()
+    accumulate(
+        model,
+        accumulation_steps=plan.accumulation_steps,
+        microbatch_size=plan.microbatch_size,
+        skip_nonfinite=plan.skip_nonfinite,
     )
-    rows = _validate.check_rows(data, keras.tree.flatten(data))
-    plan = Plan(data, rows, batch_size, steps, size, skip, updates)
-    plan = plan._replace(rows=min(rows, plan.window_rows * updates))
-    if min(plan.rows, plan.window_rows) <= plan.microbatch_rows:
-        raise ValueError(_validate.one_microbatch_message(rows, batch_size, steps, size))
-    plan = plan._replace(data=plan.slice(0, plan.rows))
-    return plan._replace(updates=-(-plan.rows // plan.window_rows))
+    _fit(model, plan, plan.batch_size)
+    differences = _differences(state.read(), whole, state.values, state.values)
+    said += sorted(model._accumulation_warnings)
+    state.restore()
+    weights = {id(v) for v in model.weights}
+    lowest = max((layer.compute_dtype for layer in model._flatten_layers()), key=_rounding_of)
+    report = EquivalenceReport(
+        batch_size=plan.batch_size,
+        accumulation_steps=plan.accumulation_steps,
+        microbatch_size=plan.microbatch_size,
+        updates=plan.updates,
+        rows=plan.rows,
+        variables=[
+            VariableDifference(
+                path=path,
+                dtype=max(str(variable.dtype), lowest, key=_rounding_of),
+                size=math.prod(variable.shape),
+                is_moved_weight=id(variable) in weights and bool(np.any(value != start)),
+                difference=difference,
+                rounding=by_rounding,
+            )
+            for path, variable, value, start, difference, by_rounding in zip(
+                state.paths, state.variables, whole, state.values, differences, rounding
+            )
+        ],
+        is_finite=all(np.isfinite(value).all() for value in whole),
+        random_layers=randomness,
+        reasons=list(said),
+    )
+    if not report.equivalent:
+        report = report._replace(reasons=[*said, *_diagnosis.reasons(model, plan, report)])
+    return report
 
 
 def _fit(model: Any, plan: Plan, batch_size: int) -> None:
@@ -235,9 +190,14 @@ def _fit(model: Any, plan: Plan, batch_size: int) -> None:
 
 
 class _State:
-    """The variables of a model and its optimizers, with the values they had at first."""
+    """The variables of a model and its optimizers, with the values they had at first.
 
-    def __init__(self, model: Any) -> None:
+    Args:
+        model: the model.
+        traced: variables that its `train_step` uses, whoever has them.
+    """
+
+    def __init__(self, model: Any, traced: Sequence[Any]) -> None:
         compared = {id(v): v for v in model.weights}
         self.paths = [v.path for v in compared.values()]
         for optimizer in optimizers_in(vars(model)):
@@ -246,8 +206,9 @@ class _State:
                     compared[id(variable)] = variable
                     self.paths.append(_path(optimizer, variable))
         self.variables = list(compared.values())
-        others = {id(v): v for v in [*model.variables, *model.metrics_variables]}
-        self._others = [v for key, v in others.items() if key not in compared]
+        known = {id(v.value) for v in self.variables}
+        others = {id(_raw(v)): v for v in [*model.variables, *model.metrics_variables, *traced]}
+        self._others = [v for key, v in others.items() if key not in known]
         self.values = self.read()
         self._values_of_others = [v.numpy() for v in self._others]
 
@@ -266,6 +227,11 @@ def _path(optimizer: Any, variable: Any) -> str:
     return str(variable.path) if has_name else f"{optimizer.name}/{variable.path}"
 
 
+def _raw(variable: Any) -> Any:
+    """Return the `tf.Variable` of a Keras variable."""
+    return variable.value if isinstance(variable, keras.Variable) else variable
+
+
 @contextlib.contextmanager
 def _left_as_it_was(model: Any, plan: Plan) -> Iterator[_State]:
     """Make a plain Keras model of `model`, with everything built. In the end undo all but that."""
@@ -273,19 +239,22 @@ def _left_as_it_was(model: Any, plan: Plan) -> Iterator[_State]:
     settings = {name: attributes[name] for name in _PLAIN if name in attributes}
     attributes.update(_PLAIN)
     try:
-        _build(model, plan)
+        random_states = random.getstate(), np.random.get_state()
+        is_new = not model.built
+        traced = _build(model, plan)
+        if is_new:  # layers may have drawn their seeds
+            random_states = random.getstate(), np.random.get_state()
         before = {name: value for name, value in attributes.items() if name not in _PLAIN}
-        random_state, numpy_state = random.getstate(), np.random.get_state()
         with model.distribute_strategy.scope():
-            state = _State(model)
+            state = _State(model, traced)
             try:
                 yield state
             finally:
                 # `model.__class__` of a wrapped model is the class that it had before.
                 object.__dict__["__class__"].__set__(model, model_class)
                 state.restore()
-                random.setstate(random_state)
-                np.random.set_state(numpy_state)
+                random.setstate(random_states[0])
+                np.random.set_state(random_states[1])
                 for name in set(attributes) - set(before):
                     del attributes[name]
                 attributes.update(before)
@@ -295,21 +264,24 @@ def _left_as_it_was(model: Any, plan: Plan) -> Iterator[_State]:
         attributes.update(settings)
 
 
-def _build(model: Any, plan: Plan) -> None:
-    """Make all variables, without a step of training."""
+def _build(model: Any, plan: Plan) -> Sequence[Any]:
+    """Make all variables, without a step of training, and return those that `train_step` uses.
+
+    Eagerly that is known of the model's own optimizer only, and none are returned.
+    """
     data = keras.tree.map_structure(_as_tensor, plan.slice(0, plan.microbatch_rows))
     with model.distribute_strategy.scope():
-        in_graph = not model.run_eagerly
-        if not model.built and not (in_graph and _strategy.num_replicas() == 1):
+        if not model.run_eagerly:
+            return _strategy.trace(model, keras.utils.pack_x_y_sample_weight(*data))
+        if not model.built:
             with contextlib.suppress(NotImplementedError):  # of a model that has no `call`
                 model(data[0])
-        if model.built and model.optimizer is not None:
+        if model.optimizer is not None and model.built:
             _strategy.build_optimizer(model.optimizer, model.trainable_variables)
-        if in_graph:
-            _strategy.trace(model, keras.utils.pack_x_y_sample_weight(*data))
     unbuilt = [o.name for o in optimizers_in(vars(model)) if not o.built]
     if unbuilt:
         raise RuntimeError(_validate.unbuilt_message(unbuilt))
+    return []
 
 
 def _as_tensor(array: Any) -> Any:
@@ -322,15 +294,25 @@ def _as_tensor(array: Any) -> Any:
 
 
 def _rounded(model: Any, state: _State) -> list[Any]:
-    """Change weights by what rounding changes a number of 1, up or down, and return all values."""
-    dtypes = {layer.compute_dtype for layer in model._flatten_layers()}
-    step = max(_ROUNDING.get(dtype, 0.0) for dtype in dtypes)
+    """Add a rounding error to every weight, up or down, and return all values.
+
+    It is one of the dtype that the weight's layer computes in.
+    """
+    computed_in = {}
+    for layer in model._flatten_layers():  # the layers of a layer follow it
+        computed_in.update({id(v): layer.compute_dtype for v in layer.trainable_weights})
     generator = np.random.default_rng(0)
     for variable in model.trainable_weights:
         value = variable.numpy()
-        sign = generator.choice([-step, step], size=value.shape)
+        error = _rounding_of(max(computed_in[id(variable)], str(variable.dtype), key=_rounding_of))
+        sign = generator.choice([-error, error], size=value.shape)
         variable.assign((value + value * sign).astype(value.dtype))
     return state.read()
+
+
+def _rounding_of(dtype: str) -> float:
+    """Return the distance of 1 from the next larger number."""
+    return _ROUNDING.get(dtype, 0.0)
 
 
 def _differences(

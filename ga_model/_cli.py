@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from ga_model import _bench, _bench_report, _check, _demo, _report, _script
 from ga_model._arguments import integer_from, path, plot_path, positive_number
+from ga_model._plan import make_plan
 from ga_model._process import ProcessError
 
 _DESCRIPTION = """\
@@ -206,9 +207,9 @@ def _check_parser() -> argparse.ArgumentParser:
 
 
 def _run_check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    model, data = _script.model_and_data(_script.load_function(options.script)())
+    model, data = _script.load(options.script)
     try:
-        plan = _check.make_plan(
+        plan = make_plan(
             model,
             data,
             options.batch_size,
@@ -256,9 +257,11 @@ def _bench_parser() -> argparse.ArgumentParser:
 
 
 def _run_bench(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    from rich.console import Console
-    from rich.progress import Progress
-
+    try:
+        from rich.console import Console
+        from rich.progress import Progress
+    except ImportError:
+        parser.error('rich is not installed. Run: pip install "ga_model[demo]"')
     jit_compile = {"off": [False], "on": [True], "both": [False, True]}[options.jit]
     models, numbers = (list(dict.fromkeys(v)) for v in (options.models, options.microbatches))
     with Progress(console=Console(stderr=True), transient=True) as bar:
@@ -268,7 +271,7 @@ def _run_bench(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
             sorted(numbers),
             jit_compile,
             60 * options.minutes,
-            lambda text, share: bar.update(task, description=text, completed=share),
+            lambda text, share: bar.update(task, description=text, completed=min(share, 1.0)),
         )
     print(_bench_report.tables(measured))
     if options.json is not None:

@@ -143,7 +143,10 @@ class AccumulatingModel(_Base):
 
     @property
     def has_updated(self) -> bool:
-        """Whether the last batch made an update, so that none waits for one. For callbacks."""
+        """Whether no batch waits for an update: the last one made one, or there was none yet.
+
+        For callbacks, to do after an update what is to be done once per update.
+        """
         return self._accumulation_window is None or not self._accumulation_window.is_open()
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import signal
@@ -15,7 +16,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-_starting = threading.Lock()  # a process has one standard error
+_starting = threading.Lock()
 
 
 class ProcessError(Exception):
@@ -48,19 +49,21 @@ def in_own_process(name: str, function: Callable[..., Any], *args: Any) -> Any:
     Raises:
         ProcessError: the process ended without a result.
     """
-    context = _context()
+    with _starting:
+        context = _context()
     receiver, sender = context.Pipe(duplex=False)
     sys.stdout.flush()
     with tempfile.TemporaryDirectory() as folder:
         messages = Path(folder, "messages")
         process = context.Process(target=_work, args=(sender, messages, function, args))
-        with _starting, _errors_to(messages):  # those of the process that forks, too
-            process.start()
+        process.start()
         sender.close()
         try:
             wait([receiver, process.sentinel])
-            return receiver.recv()
-        except EOFError:
+            result = receiver.recv()
+            process.join()
+            return result
+        except (EOFError, OSError):
             process.join()
             text = messages.read_text(errors="replace")
             raise ProcessError(name, process.exitcode or 0, text) from None
@@ -70,13 +73,23 @@ def in_own_process(name: str, function: Callable[..., Any], *args: Any) -> Any:
             process.join()
 
 
+@functools.cache
 def _context() -> Any:
+    """Return what makes processes. The one that forks them is started, without its messages."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # inherited
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["ga_model"])
+    with _errors_to(Path(os.devnull)):
+        process = context.Process(target=_do_nothing)
+        process.start()
+        process.join()
     return context
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _work(sender: Connection, messages: Path, function: Callable[..., Any], args: Any) -> None:
@@ -101,6 +114,12 @@ def _errors_to(file: Path) -> Iterator[None]:
         sys.stderr.flush()
         os.dup2(before, 2)
         os.close(before)
+
+
+def reset_peak_memory() -> None:
+    """Let the peak of this process's memory be what it has now, where the platform can."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_memory() -> int | None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 
 from ga_model._recorder import instances_in
 
@@ -33,48 +34,48 @@ def shared_randomness(model: Any) -> Iterator[Randomness]:
     """Take from a model what is random in the rows of a batch, as far as that is possible.
 
     Which random numbers a row gets depends on its place in its batch, and a microbatch is another
-    batch. So `Dropout` layers get one mask for all rows, the same in every batch. Other layers
-    with a `SeedGenerator` are called with `training=False`, if their `call` takes it. It has to be
-    a layer without layers in it, which might do more than draw numbers in training, or one of
-    Keras.
+    batch. So `Dropout` layers get one mask for all rows, the same in every batch. Keras's other
+    layers with a `SeedGenerator` are called with `training=False`. A layer of the user's own might
+    do more in training than draw numbers, and is left alone.
     """
     randomness = Randomness([], [], [])
-    replaced = []
-    for number, layer in enumerate(model._flatten_layers()):
-        if not _is_random(layer):
-            continue
-        if _is_dropout(layer):
-            call, names = _with_one_mask(layer, number), randomness.shared
-        elif layer is not model and layer._call_has_training_arg and _is_simple(layer):
-            call, names = _without_training(layer.call), randomness.off
-        else:
-            randomness.left.append(layer.name)
-            continue
-        names.append(layer.name)
-        vars(layer)["call"] = call  # an attribute of the instance, in front of its class's method
-        replaced.append(layer)
-    try:
+    with contextlib.ExitStack() as stack:
+        for number, layer in enumerate(model._flatten_layers()):
+            if not _is_random(layer):
+                continue
+            if _is_dropout(layer):
+                names, call = randomness.shared, _with_one_mask(layer, number)
+            elif type(layer).__module__.startswith("keras.") and layer._call_has_training_arg:
+                names, call = randomness.off, _without_training(layer.call)
+            else:
+                randomness.left.append(layer.name)
+                continue
+            names.append(layer.name)
+            stack.enter_context(_called_as(layer, call))
         yield randomness
+
+
+@contextlib.contextmanager
+def _called_as(layer: Any, call: Callable[..., Any]) -> Iterator[None]:
+    """Put an attribute of the instance in front of its class's `call`."""
+    attributes = vars(layer)
+    before = {"call": attributes["call"]} if "call" in attributes else {}
+    attributes["call"] = call
+    try:
+        yield
     finally:
-        for layer in replaced:
-            del vars(layer)["call"]
+        del attributes["call"]
+        attributes.update(before)
 
 
 def _is_random(layer: Any) -> bool:
-    rates = [getattr(layer, name) for name in _RATES if hasattr(layer, name)]
+    rates = [np.any(getattr(layer, name)) for name in _RATES if hasattr(layer, name)]
     draws = bool(instances_in(list(vars(layer).values()), keras.random.SeedGenerator))
     return draws and (not rates or any(rates))
 
 
 def _is_dropout(layer: Any) -> bool:
-    return type(layer).__call__ is keras.layers.Dropout.__call__ and (
-        type(layer).call is keras.layers.Dropout.call
-    )
-
-
-def _is_simple(layer: Any) -> bool:
-    is_alone = not layer._flatten_layers(include_self=False)
-    return is_alone or type(layer).__module__.startswith("keras.")
+    return type(layer).call is keras.layers.Dropout.call and "call" not in vars(layer)
 
 
 def _with_one_mask(layer: Any, seed: int) -> Callable[..., Any]:

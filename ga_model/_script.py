@@ -15,17 +15,29 @@ class ScriptError(Exception):
     """The script does not give what it should. The message says what, and what to do."""
 
 
-def load_function(target: str) -> Callable[[], Any]:
-    """Import a file as a module, and return a function of it.
-
-    The file's folder is put in front of the places that modules are imported from, as where it is
-    run as a script. Its `__name__` is not `"__main__"`.
+def load(target: str) -> tuple[Any, tuple[Any, Any, Any]]:
+    """Import a file, call its function, and return the model and x, y and sample weights.
 
     Args:
         target: "FILE.py:function".
 
     Raises:
-        ScriptError: there is no such file, or no such function in it.
+        ScriptError: the file, the function or what it returns is not what it should be.
+    """
+    try:
+        return _model_and_data(_load_function(target)())
+    except SystemExit:
+        raise ScriptError(
+            f"{target!r} ended the program. "
+            "Put what is for a run as a script under `if __name__ == '__main__':`."
+        ) from None
+
+
+def _load_function(target: str) -> Callable[[], Any]:
+    """Import a file as a module, and return a function of it.
+
+    The file's folder is put in front of the places that modules are imported from, as where it is
+    run as a script. Its `__name__` is not `"__main__"`.
     """
     name, separator, function = target.rpartition(":")
     path = Path(name)
@@ -36,10 +48,13 @@ def load_function(target: str) -> Callable[[], Any]:
         )
     if not path.is_file():
         raise ScriptError(f"There is no file {name!r}. Pass the path of a Python script.")
+    other = sys.modules.get(path.stem)
+    if other is not None and getattr(other, "__file__", None) != str(path.resolve()):
+        raise ScriptError(
+            f"A module {path.stem!r} is imported already, and is not {name!r}. Rename the file."
+        )
     sys.path.insert(0, str(path.resolve().parent))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise ScriptError(f"{name!r} can not be imported as a Python module.")
+    spec: Any = importlib.util.spec_from_file_location(path.stem, path.resolve())
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # where Keras and pickle look its classes up
     spec.loader.exec_module(module)
@@ -52,15 +67,8 @@ def load_function(target: str) -> Callable[[], Any]:
     return found  # type: ignore[no-any-return]
 
 
-def model_and_data(returned: Any) -> tuple[Any, tuple[Any, Any, Any]]:
-    """Return the model and x, y and sample weights, None where there are none.
-
-    Args:
-        returned: what the user's function returned.
-
-    Raises:
-        ScriptError: it is something else.
-    """
+def _model_and_data(returned: Any) -> tuple[Any, tuple[Any, Any, Any]]:
+    """Take apart what the user's function returned. What is not there is None."""
     is_right = isinstance(returned, tuple) and 2 <= len(returned) <= 4
     if not is_right or not isinstance(returned[0], keras.Model):
         types = (

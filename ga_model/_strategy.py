@@ -5,6 +5,7 @@ Private names of Keras in use, read in Keras 3.14.0 to 3.15.1:
 * `Trainer._compile_loss`, `CompileLoss._flat_losses` and `tensor._keras_mask`, in `_model`,
   `_look_ahead` and `_observed_loss`: what each compiled loss averages over.
   `tests/test_weights.py`.
+* `Trainer._loss_tracker`, in `_model` and `_recorder`: the metric of the loss. The same tests.
 * `Trainer._aggregate_additional_loss`, in `_model`: the losses that layers add. The same tests.
 * `Layer._flatten_layers`, in `_model`, `_recorder`, `_step`, `_check`, `_diagnosis` and
   `_randomness`: layers at any depth. `tests/test_models.py`, `tests/test_check.py`.
@@ -288,8 +289,10 @@ def _with_axis(log: Any) -> Any:
     return tf.convert_to_tensor(log)[tf.newaxis]
 
 
-def trace(model: Any, data: Any) -> None:
+def trace(model: Any, data: Any) -> list[tf.Variable]:
     """Trace the model's `train_step`, which makes all variables that it uses, without running it.
+
+    Returns the variables.
 
     Args:
         model: a `keras.Model`.
@@ -300,7 +303,8 @@ def trace(model: Any, data: Any) -> None:
     def step(data: Any) -> Any:
         return strategy.run(model.train_step, args=(data,))
 
-    tf.function(step, autograph=False).get_concrete_function(data)
+    concrete = tf.function(step, autograph=False).get_concrete_function(data)
+    return list(concrete.graph.variables)
 
 
 def check_same_epoch(strategy: Any, epoch: int) -> None:

@@ -122,7 +122,9 @@ def check_bool(name: str, value: Any, way_out: str = "Pass True or False.") -> b
 def check_choice(name: str, value: Any, choices: list[str]) -> str:
     """Return the value of the argument `name`, or raise ValueError if it is no choice."""
     if value not in choices:
-        raise ValueError(f"`{name}` must be one of {choices}. Received: {name}={value!r}.")
+        raise ValueError(
+            f"`{name}` must be one of {choices}. Received: {name}={value!r}. Pass {choices[0]!r}."
+        )
     return str(value)
 
 
@@ -235,6 +237,14 @@ def not_compiled_message(model: str) -> str:
         "`check_equivalence` trains a compiled model. "
         f"Received: {model!r}, which is not compiled. "
         "Call `model.compile()` with its optimizer and loss first."
+    )
+
+
+def one_device_message(model: str) -> str:
+    return (
+        "`check_equivalence` compares with plain Keras on one device. "
+        f"Received: {model!r}, which was made under a strategy with several replicas. "
+        "Make it without the strategy for the check: replicas make the updates of one device."
     )
 
 

@@ -1,0 +1,88 @@
+"""What `check_equivalence` trains, and how. All of its arguments are checked here."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from ga_model import _strategy, _validate
+from ga_model._recorder import optimizers_in
+
+
+class Plan(NamedTuple):
+    """What is trained, and how.
+
+    Attributes:
+        data: x, y and sample weight, the rows that are used.
+        rows: their number.
+        batch_size: rows per batch of `fit` with accumulation.
+        updates: windows that the rows make.
+    """
+
+    data: tuple[Any, Any, Any]
+    rows: int
+    batch_size: int
+    accumulation_steps: int
+    microbatch_size: int | None
+    skip_nonfinite: bool
+    updates: int
+
+    @property
+    def window_rows(self) -> int:
+        return self.batch_size * self.accumulation_steps
+
+    @property
+    def microbatch_rows(self) -> int:
+        return min(self.batch_size, self.microbatch_size or self.batch_size)
+
+    def slice(self, begin: int, end: int) -> tuple[Any, Any, Any]:
+        """Return the rows of `data` from `begin` up to `end`."""
+        part: tuple[Any, Any, Any] = keras.tree.map_structure(
+            lambda a: _slice(a, begin, end), self.data
+        )
+        return part
+
+
+def _slice(array: Any, begin: int, end: int) -> Any:
+    if isinstance(array, tf.SparseTensor):
+        rest = [0] * (array.shape.rank - 1)
+        return tf.sparse.slice(array, [begin, *rest], [end - begin, *array.shape[1:]])
+    return None if array is None else array[begin:end]
+
+
+def make_plan(
+    model: Any,
+    data: Any,
+    batch_size: Any,
+    accumulation_steps: Any,
+    microbatch_size: Any,
+    updates: Any,
+) -> Plan:
+    """Check all arguments, and take the rows that are needed."""
+    if not isinstance(model, keras.Model):
+        raise TypeError(_validate.not_a_model_message(model, "check_equivalence"))
+    if not model.compiled:
+        raise RuntimeError(_validate.not_compiled_message(model.name))
+    with model.distribute_strategy.scope():
+        if _strategy.num_replicas() > 1:
+            raise NotImplementedError(_validate.one_device_message(model.name))
+    batch_size = _validate.check_integer("batch_size", batch_size)
+    updates = _validate.check_integer("updates", updates)
+    if accumulation_steps is None:
+        accumulation_steps = getattr(model, "accumulation_steps", 1)
+    if microbatch_size is None:
+        microbatch_size = getattr(model, "microbatch_size", None)
+    skip_nonfinite = getattr(model, "skip_nonfinite", False)
+    optimizers = optimizers_in(vars(model))
+    steps, size, skip = _validate.check_settings(
+        accumulation_steps, microbatch_size, skip_nonfinite, optimizers
+    )
+    rows = _validate.check_rows(data, keras.tree.flatten(data))
+    plan = Plan(data, rows, batch_size, steps, size, skip, updates)
+    plan = plan._replace(rows=min(rows, plan.window_rows * updates))
+    if min(plan.rows, plan.window_rows) <= plan.microbatch_rows:
+        raise ValueError(_validate.one_microbatch_message(rows, batch_size, steps, size))
+    plan = plan._replace(data=plan.slice(0, plan.rows))
+    return plan._replace(updates=-(-plan.rows // plan.window_rows))
