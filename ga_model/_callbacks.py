@@ -114,6 +114,7 @@ class AccumulationScheduler(keras.callbacks.Callback):
     ) -> None:
         super().__init__()
         self._steps_at = _validate.check_schedule(schedule)
+        self._most = max(schedule.values()) if isinstance(schedule, Mapping) else 1  # as yet known
         self._by_update = _validate.check_choice("by", by, ["epoch", "update"]) == "update"
         self._log = _validate.check_bool("log", log)
         self._num_updates: int | None = None  # those at which the schedule was asked last
@@ -121,6 +122,7 @@ class AccumulationScheduler(keras.callbacks.Callback):
     def set_model(self, model: Any) -> None:
         if not hasattr(model, "close_window"):
             raise TypeError(_validate.not_accumulating_message(model.name))
+        _validate.check_single_accumulation(optimizers_in(vars(model)), self._most)
         super().set_model(model)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

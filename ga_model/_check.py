@@ -11,11 +11,10 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from ga_model import _diagnosis, _strategy, _validate
 from ga_model._equivalence_report import EquivalenceReport, VariableDifference
-from ga_model._plan import Plan, make_plan
+from ga_model._plan import Plan, as_tensor, make_plan
 from ga_model._randomness import Randomness, shared_randomness
 from ga_model._recorder import optimizers_in
 from ga_model._wrap import accumulate
@@ -147,7 +146,7 @@ def _compared(
     said += sorted(model._accumulation_warnings)
     state.restore()
     weights = {id(v) for v in model.weights}
-    lowest = max((layer.compute_dtype for layer in model._flatten_layers()), key=_rounding_of)
+    lowest = max(_computed_in(model).values(), key=_rounding_of, default="float64")
     report = EquivalenceReport(
         batch_size=plan.batch_size,
         accumulation_steps=plan.accumulation_steps,
@@ -167,7 +166,9 @@ def _compared(
                 state.paths, state.variables, whole, state.values, differences, rounding
             )
         ],
-        is_finite=all(np.isfinite(value).all() for value in whole),
+        is_finite=all(
+            np.isfinite(_change(value, start)).all() for value, start in zip(whole, state.values)
+        ),
         random_layers=randomness,
         reasons=list(said),
     )
@@ -178,15 +179,8 @@ def _compared(
 
 def _fit(model: Any, plan: Plan, batch_size: int) -> None:
     x, y, sample_weight = plan.data
-    model.fit(
-        x,
-        y,
-        sample_weight=sample_weight,
-        batch_size=batch_size,
-        epochs=1,
-        shuffle=False,
-        verbose=0,
-    )
+    weights = {} if sample_weight is None else {"sample_weight": sample_weight}
+    model.fit(x, y, batch_size=batch_size, epochs=1, shuffle=False, verbose=0, **weights)
 
 
 class _State:
@@ -269,7 +263,7 @@ def _build(model: Any, plan: Plan) -> Sequence[Any]:
 
     Eagerly that is known of the model's own optimizer only, and none are returned.
     """
-    data = keras.tree.map_structure(_as_tensor, plan.slice(0, plan.microbatch_rows))
+    data = keras.tree.map_structure(as_tensor, plan.slice(0, plan.microbatch_rows))
     with model.distribute_strategy.scope():
         if not model.run_eagerly:
             return _strategy.trace(model, keras.utils.pack_x_y_sample_weight(*data))
@@ -284,23 +278,12 @@ def _build(model: Any, plan: Plan) -> Sequence[Any]:
     return []
 
 
-def _as_tensor(array: Any) -> Any:
-    """Return what Keras makes of an array: floating-point numbers have its `floatx`."""
-    if array is None or isinstance(array, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)):
-        return array
-    array = np.asarray(array)
-    dtype = keras.config.floatx() if array.dtype.kind == "f" else array.dtype
-    return tf.convert_to_tensor(array.astype(dtype))
-
-
 def _rounded(model: Any, state: _State) -> list[Any]:
     """Add a rounding error to every weight, up or down, and return all values.
 
     It is one of the dtype that the weight's layer computes in.
     """
-    computed_in = {}
-    for layer in model._flatten_layers():  # the layers of a layer follow it
-        computed_in.update({id(v): layer.compute_dtype for v in layer.trainable_weights})
+    computed_in = _computed_in(model)
     generator = np.random.default_rng(0)
     for variable in model.trainable_weights:
         value = variable.numpy()
@@ -308,6 +291,14 @@ def _rounded(model: Any, state: _State) -> list[Any]:
         sign = generator.choice([-error, error], size=value.shape)
         variable.assign((value + value * sign).astype(value.dtype))
     return state.read()
+
+
+def _computed_in(model: Any) -> dict[int, str]:
+    """Return what each trainable weight's layer computes in, by the identity of the weight."""
+    computed_in = {}
+    for layer in model._flatten_layers():  # the layers of a layer follow it
+        computed_in.update({id(v): layer.compute_dtype for v in layer.trainable_weights})
+    return computed_in
 
 
 def _rounding_of(dtype: str) -> float:
@@ -326,11 +317,15 @@ def _differences(
 
 
 def _change(value: Any, start: Any) -> Any:
-    return value.astype("float64") - start.astype("float64")
+    """Return what has been added to the start. That is zero also where both are infinite."""
+    with np.errstate(all="ignore"):
+        change = value.astype("float64") - start.astype("float64")
+        return np.where((value == start) | (np.isnan(value) & np.isnan(start)), 0.0, change)
 
 
 def _relative(change: Any, reference: Any) -> float:
-    error, size = float(np.linalg.norm(change - reference)), float(np.linalg.norm(reference))
+    with np.errstate(all="ignore"):
+        error, size = np.linalg.norm(change - reference), np.linalg.norm(reference)
     if not error:
         return 0.0
-    return error / size if size else math.inf
+    return float(error / size) if size else math.inf

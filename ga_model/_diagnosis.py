@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from ga_model._equivalence_report import EquivalenceReport
 from ga_model._look_ahead import is_of_keras
-from ga_model._plan import Plan
+from ga_model._plan import Plan, as_tensor
 from ga_model._recorder import optimizers_in
 
 # A relative difference of outputs, or of gradients with respect to them, that is no rounding.
@@ -39,12 +39,17 @@ def _of_structure(model: Any, report: EquivalenceReport) -> list[str]:
             "not share. For the check, set what they draw to zero, or let their `call` take "
             "`training` and draw nothing without it."
         )
-    if report.is_finite and report.verdict == "undecided" and not report.random_layers.left:
+    if not any(variable.is_moved_weight for variable in report.variables):
         found.append(
-            "Weights that were rounded once more lead plain Keras elsewhere, too: rounding is "
-            "amplified, or random numbers are drawn that no layer's `SeedGenerator` gives. "
-            "Check in float64, with fewer updates or a smaller learning rate, or draw with a "
-            "`keras.random.SeedGenerator`."
+            "The whole batch changes no weight, so there is nothing to compare. Take a larger "
+            "learning rate, unfreeze a layer, or make more updates."
+        )
+    elif report.is_finite and report.verdict == "undecided" and not report.random_layers.left:
+        found.append(
+            "A rounding error in each start weight leads plain Keras as far away. Check in "
+            "float64: `keras.config.set_floatx('float64')`, "
+            "`keras.config.set_dtype_policy('float64')`, and make the model anew. If that does not "
+            "help, random numbers are drawn that no `keras.random.SeedGenerator` of a layer gives."
         )
     differing = {variable.path for variable in report.variables if not variable.is_equal}
     changing = [
@@ -79,7 +84,7 @@ def _of_first_window(model: Any, plan: Plan, report: EquivalenceReport) -> list[
             "`microbatch_weight` if it averages over something else. And with several optimizers "
             "all gradients are those at the weights that the window started with."
         ]
-    if whole.gradients is None:
+    if not whole.gradients:
         return []
     factors = []
     for part, (begin, end) in zip(parts, places):
@@ -122,20 +127,26 @@ class _Pass:
     gradients: list[Any] | None = None
 
     def __init__(self, model: Any, data: tuple[Any, Any, Any]) -> None:
-        x, y, sample_weight = keras.tree.map_structure(
-            lambda a: None if a is None else tf.convert_to_tensor(a), data
-        )
         try:
+            x, y, sample_weight = keras.tree.map_structure(as_tensor, data)
             with tf.GradientTape() as tape:
                 training = {"training": True} if model._call_has_training_arg else {}
-                y_pred = model(x, **training)
+                # A copy: Keras's losses go past the outputs of a softmax to what went into it.
+                y_pred = keras.tree.map_structure(_copy, model(x, **training))
                 tape.watch(y_pred)
                 self.outputs = [np.array(a) for a in keras.tree.flatten(y_pred)]
                 loss = model.compute_loss(x, y, y_pred, sample_weight, training=True)
             gradients = tape.gradient(loss, keras.tree.flatten(y_pred))
-        except Exception:  # the model's own code, called in a way that it may not know
+            self.gradients = [np.array(g) for g in gradients if g is not None]
+        except Exception:  # of the model's own code, called in a way that it may not know
             return
-        self.gradients = [np.array(g) for g in gradients if g is not None]
+
+
+def _copy(output: Any) -> Any:
+    copy = tf.identity(output)
+    if (mask := getattr(output, "_keras_mask", None)) is not None:
+        copy._keras_mask = mask
+    return copy
 
 
 def _differs(whole: Sequence[Any], parts: Sequence[Sequence[Any] | None]) -> bool:

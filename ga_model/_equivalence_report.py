@@ -202,9 +202,9 @@ class EquivalenceReport(NamedTuple):
         untold = [v for v in self.variables if not v.is_told]
         if untold and self.is_finite:
             remarks.append(
-                f"Not told: {len(untold)} of {len(self.variables)} variables, because rounding "
-                "alone changes what they become. Their gradient may be zero in exact arithmetic, "
-                "or they are computed in half precision."
+                f"Not told: {len(untold)} of {len(self.variables)} variables. A rounding error in "
+                "the start weights changes as much what they become, as it does for instance where "
+                "a gradient is zero in exact arithmetic."
             )
         return [_wrapped(remark) for remark in remarks]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from ga_model import _strategy, _validate
@@ -80,9 +81,20 @@ def make_plan(
         accumulation_steps, microbatch_size, skip_nonfinite, optimizers
     )
     rows = _validate.check_rows(data, keras.tree.flatten(data))
+    if data[1] is None and vars(model).get("_compile_loss") is not None:
+        raise ValueError(_validate.no_targets_message(model.name))
     plan = Plan(data, rows, batch_size, steps, size, skip, updates)
     plan = plan._replace(rows=min(rows, plan.window_rows * updates))
     if min(plan.rows, plan.window_rows) <= plan.microbatch_rows:
         raise ValueError(_validate.one_microbatch_message(rows, batch_size, steps, size))
     plan = plan._replace(data=plan.slice(0, plan.rows))
     return plan._replace(updates=-(-plan.rows // plan.window_rows))
+
+
+def as_tensor(array: Any) -> Any:
+    """Return what Keras makes of an array: floating-point numbers have its `floatx`."""
+    if array is None or isinstance(array, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)):
+        return array
+    array = np.asarray(array)
+    dtype = keras.config.floatx() if array.dtype.kind == "f" else array.dtype
+    return tf.convert_to_tensor(array.astype(dtype))

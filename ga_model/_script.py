@@ -24,6 +24,7 @@ def load(target: str) -> tuple[Any, tuple[Any, Any, Any]]:
     Raises:
         ScriptError: the file, the function or what it returns is not what it should be.
     """
+    arguments, sys.argv = sys.argv, [target.rpartition(":")[0]]
     try:
         return _model_and_data(_load_function(target)())
     except SystemExit:
@@ -31,6 +32,8 @@ def load(target: str) -> tuple[Any, tuple[Any, Any, Any]]:
             f"{target!r} ended the program. "
             "Put what is for a run as a script under `if __name__ == '__main__':`."
         ) from None
+    finally:
+        sys.argv = arguments
 
 
 def _load_function(target: str) -> Callable[[], Any]:

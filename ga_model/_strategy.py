@@ -3,7 +3,7 @@
 Private names of Keras in use, read in Keras 3.14.0 to 3.15.1:
 
 * `Trainer._compile_loss`, `CompileLoss._flat_losses` and `tensor._keras_mask`, in `_model`,
-  `_look_ahead` and `_observed_loss`: what each compiled loss averages over.
+  `_look_ahead`, `_plan`, `_diagnosis` and `_observed_loss`: what each compiled loss averages over.
   `tests/test_weights.py`.
 * `Trainer._loss_tracker`, in `_model` and `_recorder`: the metric of the loss. The same tests.
 * `Trainer._aggregate_additional_loss`, in `_model`: the losses that layers add. The same tests.

@@ -142,11 +142,11 @@ def check_schedule(schedule: Any) -> Callable[[int], int]:
                 f"Received: schedule={schedule!r} (of type {type(schedule).__name__}). "
                 "Pass `{0: 1, 10: 4}` for 4 batches per update from epoch 10 on."
             )
-        return lambda index: check_integer(
-            "schedule(number)", schedule(index), f"That is what it returned for {index}."
-        )
+        way_out = "Let the function return batches per update."
+        return lambda index: check_integer(f"schedule({index})", schedule(index), way_out)
     keys = [check_integer("key of schedule", key, "Count from 0.", least=0) for key in schedule]
-    values = [check_integer("value of schedule", value) for value in schedule.values()]
+    way_out = "Pass batches per update."
+    values = [check_integer(f"schedule[{k}]", v, way_out) for k, v in schedule.items()]
     if 0 not in keys:
         raise ValueError(
             "`schedule` must say what holds from the beginning. "
@@ -237,6 +237,13 @@ def not_compiled_message(model: str) -> str:
         "`check_equivalence` trains a compiled model. "
         f"Received: {model!r}, which is not compiled. "
         "Call `model.compile()` with its optimizer and loss first."
+    )
+
+
+def no_targets_message(model: str) -> str:
+    return (
+        "The compiled loss needs targets. "
+        f"Received: y=None for {model!r}. Pass x and y, or of a script return (model, x, y)."
     )
 
 

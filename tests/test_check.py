@@ -137,6 +137,21 @@ def frozen_batch_normalization():
     return compiled(stack(normalization)), *of_rows()
 
 
+class Masks(layers.Layer):
+    """Has a weight that is infinite and never changes, as masks of attention may be."""
+
+    def build(self, shape):
+        self.mask = self.add_weight(shape=(2,), initializer="zeros", trainable=False)
+        self.mask.assign([0.0, -np.inf])
+
+    def call(self, inputs):
+        return inputs + ops.exp(self.mask)
+
+
+def infinite_constant():
+    return compiled(stack(layers.Dense(2), Masks())), *of_rows()
+
+
 def half_precision():
     with_policy = keras.Sequential(
         [
@@ -241,6 +256,21 @@ def sum_that_passes_for_a_mean():
         return ops.sum(ops.square(y_true - y_pred))
 
     return compiled(stack(), keras.optimizers.SGD(1e-3), loss), *of_rows()
+
+
+def hard_mining():
+    """The loss of the hardest rows, behind a softmax that Keras's losses see through."""
+
+    def loss(y_true, y_pred):
+        losses = keras.losses.sparse_categorical_crossentropy(y_true[:, 0], y_pred)
+        return ops.mean(ops.top_k(losses, 2)[0])
+
+    return compiled(stack(layers.Softmax()), loss=loss), numbers(ROWS, 6), ids(ROWS, 1) % 2
+
+
+def hard_mining_of_sparse_rows():
+    model, x, y = hard_mining()
+    return model, tf.sparse.from_dense(x), y
 
 
 class BatchStatistics(layers.Layer):
@@ -356,6 +386,10 @@ def diverging():
     return compiled(model, keras.optimizers.SGD(1e30)), *of_rows()
 
 
+def nothing_trains():
+    return compiled(stack(BatchStatistics()), keras.optimizers.SGD(0.0)), *of_rows()
+
+
 def noise_on_frozen_layers():
     """The variables that train are all moved by the noise; most of the entries do not train."""
     frozen = layers.Dense(400, trainable=False)
@@ -399,6 +433,7 @@ CASES = [
     (two_outputs, SIZE, "equivalent", None),
     (summed_and_regularized, SIZE, "equivalent", None),
     (frozen_batch_normalization, STEPS, "equivalent", None),
+    (infinite_constant, STEPS, "equivalent", None),
     (half_precision, STEPS, "equivalent", None),
     (own_step, STEPS, "equivalent", None),
     (two_optimizers, STEPS, "equivalent", None),
@@ -409,6 +444,8 @@ CASES = [
     (scores_of_pairs, STEPS, "different", "outputs of a row depend"),
     (contrastive, SIZE, "different", "loss compares rows"),
     (dice, SIZE, "different", "loss compares rows"),
+    (hard_mining, STEPS, "different", "loss compares rows"),
+    (hard_mining_of_sparse_rows, STEPS, "different", "Different"),
     (sum_that_passes_for_a_mean, STEPS, "different", "count 1, 1, 1, and"),
     (layer_that_compares_rows, STEPS, "different", "outputs of a row depend"),
     (mean_of_ones_own, STEPS, "different", "`train_step` of its own"),
@@ -419,7 +456,8 @@ CASES = [
     (spectral_normalization, STEPS, "different", r"layers \['spectral_normalization'\] ch"),
     (lambda: two_optimizers(in_turn=True), STEPS, "different", "`train_step` of its own"),
     (sampling, STEPS, "undecided", r"\['sampling"),
-    (unseeded_noise, STEPS, "undecided", "rounded once more"),
+    (unseeded_noise, STEPS, "undecided", "random numbers are drawn"),
+    (nothing_trains, STEPS, "undecided", "changes no weight"),
     (noise_on_frozen_layers, STEPS, "undecided", "random numbers are drawn"),
     (noise_and_statistics, STEPS, "undecided", r"\['noise_and_statistics"),
     (diverging, STEPS, "undecided", "not finite"),
