@@ -1,8 +1,8 @@
 """Measure time and memory of every way to train, side by side.
 
-`CASES` says what is trained and `WAYS` how. Times of one case are taken in one process, in
-alternation, so that what the machine does meanwhile hits all ways alike; the memory of each way in
-a process of its own.
+`WAYS` says how models are trained, and `_bench_cases` which. Times of one case are taken in one
+process, in alternation, so that what the machine does meanwhile hits all ways alike; the memory of
+each way in a process of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import keras
@@ -20,99 +19,12 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
+from ga_model._bench_cases import CASES, Case, random_numbers
 from ga_model._process import in_own_process, peak_memory, reset_peak_memory
 from ga_model._wrap import accumulate
 
 _LEAST_ROUNDS = 3
 
-
-@dataclass(frozen=True)
-class Case:
-    """A model and the data of one microbatch.
-
-    Attributes:
-        make_model: returns the model, compiled with nothing.
-        make_optimizer: takes the arguments of an optimizer and returns one.
-        make_data: takes a number of rows and returns x and y.
-        rows: of a microbatch.
-    """
-
-    make_model: Callable[[], Any]
-    make_optimizer: Callable[..., Any]
-    make_data: Callable[[int], tuple[Any, Any]]
-    rows: int
-
-
-def _dense() -> Any:
-    """15 million parameters, so that the optimizer takes a large share of the time."""
-    hidden = [layers.Dense(2048, activation="relu") for _ in range(4)]
-    return keras.Sequential([keras.Input((1024,)), *hidden, layers.Dense(10, "softmax")])
-
-
-def _convolutional() -> Any:
-    def convolution(filters: int) -> Any:
-        return layers.Conv2D(filters, 3, padding="same", activation="relu")
-
-    return keras.Sequential(
-        [
-            keras.Input((32, 32, 3)),
-            convolution(16),
-            convolution(16),
-            layers.MaxPooling2D(),
-            convolution(32),
-            convolution(32),
-            layers.GlobalAveragePooling2D(),
-            layers.Dense(10, "softmax"),
-        ]
-    )
-
-
-def _transformer() -> Any:
-    """A block of attention over 64 tokens, of which each predicts a token."""
-    tokens = keras.Input((64,), dtype="int32")
-    h = layers.Embedding(1000, 128)(tokens)
-    normal = layers.LayerNormalization()(h)
-    h = h + layers.MultiHeadAttention(4, 32)(normal, normal, use_causal_mask=True)
-    normal = layers.LayerNormalization()(h)
-    h = h + layers.Dense(128)(layers.Dense(512, activation="gelu")(normal))
-    return keras.Model(tokens, layers.Dense(1000, "softmax")(layers.LayerNormalization()(h)))
-
-
-def _embedding() -> Any:
-    """A table of 200,000 rows of which a batch uses few, so that its gradient is sparse."""
-    ids = keras.Input((32,), dtype="int32")
-    mean = layers.GlobalAveragePooling1D()(layers.Embedding(200_000, 32)(ids))
-    return keras.Model(ids, layers.Dense(10, "softmax")(layers.Dense(64, "relu")(mean)))
-
-
-def random_numbers(*shape: int) -> Callable[[int], tuple[Any, Any]]:
-    """Return what makes rows of a shape, in ten classes."""
-
-    def make(rows: int) -> tuple[Any, Any]:
-        generator = np.random.default_rng(0)
-        x = generator.normal(size=(rows, *shape)).astype("float32")
-        return x, generator.integers(0, 10, size=rows)
-
-    return make
-
-
-def _random_ids(most: int, length: int, targets: tuple[int, ...], classes: int) -> Any:
-    def make(rows: int) -> tuple[Any, Any]:
-        generator = np.random.default_rng(0)
-        x = generator.integers(0, most, size=(rows, length)).astype("int32")
-        return x, generator.integers(0, classes, size=(rows, *targets))
-
-    return make
-
-
-CASES = {
-    "dense": Case(_dense, keras.optimizers.Adam, random_numbers(1024), 16),
-    "convolutional": Case(_convolutional, keras.optimizers.Adam, random_numbers(32, 32, 3), 8),
-    "transformer": Case(
-        _transformer, keras.optimizers.AdamW, _random_ids(1000, 64, (64,), 1000), 4
-    ),
-    "embedding": Case(_embedding, keras.optimizers.SGD, _random_ids(200_000, 32, (), 10), 64),
-}
 
 REFERENCE = "plain Keras"
 FLOOR = "gradients only"
@@ -288,9 +200,8 @@ def _warm_up(jit_compile: bool) -> None:
         return keras.Sequential([keras.Input((4,)), layers.Dense(10, "softmax")])
 
     case = Case(make_model, keras.optimizers.Adam, random_numbers(4), 2)
-    for way in WAYS:
-        train, _ = _make_training(case, jit_compile, way, 2)
-        train()
+    train, _ = _make_training(case, jit_compile, REFERENCE, 1)
+    train()
 
 
 def _seconds_of(train: Callable[[], None], calls: int) -> float:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from ga_model import _bench, _bench_report, _check, _demo, _report, _script
 from ga_model._arguments import integer_from, path, plot_path, positive_number
+from ga_model._bench_cases import CASES
 from ga_model._plan import make_plan
 from ga_model._process import ProcessError
 
@@ -233,7 +234,7 @@ def _bench_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--models", nargs="+", choices=list(_bench.CASES), default=list(_bench.CASES))
+    add("--models", nargs="+", choices=list(CASES), default=list(CASES))
     add(
         "--microbatches",
         nargs="+",

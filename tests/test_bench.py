@@ -14,6 +14,7 @@ from keras import layers
 
 from ga_model import _bench, _bench_report
 from ga_model._bench import FLOOR, KERAS, REFERENCE, SIZE, STEPS, WAYS, WHOLE
+from ga_model._bench_cases import CASES, Case, random_numbers
 from ga_model._process import ProcessError, in_own_process, peak_memory
 
 OPTIONS = ["--models", "embedding", "--microbatches", "2", "1", "--jit", "off", "--minutes", "0.01"]
@@ -76,7 +77,7 @@ def small_case():
     def make_model():
         return keras.Sequential([keras.Input((4,)), layers.Dense(10, "softmax")])
 
-    return _bench.Case(make_model, keras.optimizers.SGD, _bench.random_numbers(4), 2)
+    return Case(make_model, keras.optimizers.SGD, random_numbers(4), 2)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -112,7 +113,7 @@ def test_all_ways_are_timed_on_equally_many_rows(monkeypatch):
 
         return train, None
 
-    monkeypatch.setitem(_bench.CASES, "small", small_case())
+    monkeypatch.setitem(CASES, "small", small_case())
     monkeypatch.setattr(_bench, "_make_training", make_training)
     monkeypatch.setattr(_bench.time, "perf_counter", lambda: clock[0])
     times = _bench.measure_times("small", False, [1, 3, 4], 0.0)

@@ -40,6 +40,7 @@ from test_weights import (
 from zoo import OPTIMIZERS, ZOO, embedding, embedding_data, masked_data, masked_recurrent
 
 from ga_model import AccumulatingModel, _bench, accumulate
+from ga_model._bench_cases import CASES, random_numbers
 from ga_model._process import in_own_process
 
 LOGS = 1e-6  # relative, as in the README
@@ -683,10 +684,10 @@ def twelve_convolutions():
 
 def memory_of(way):
     """Return the bytes that training a window of 16 microbatches of 16 rows adds, here."""
-    case = _bench.CASES["convolutional"]
-    data = _bench.random_numbers(64, 64, 3)
+    case = CASES["convolutional"]
+    data = random_numbers(64, 64, 3)
     case = dataclasses.replace(case, make_model=twelve_convolutions, make_data=data, rows=16)
-    _bench.CASES["twelve convolutions"] = case
+    CASES["twelve convolutions"] = case
     return _bench.measure_memory("twelve convolutions", False, way, 16).size
 
 
