@@ -49,7 +49,8 @@ class Times(NamedTuple):
         case, jit_compile: what was trained.
         seconds: of each way and number of microbatches per window (`REFERENCE` and `FLOOR` have 1),
             those per row in each round.
-        first_seconds: of each, the first call, with tracing and compiling.
+        first_seconds: of each, those of the first window. What is traced for one number of
+            microbatches is there for the next.
     """
 
     case: str
@@ -142,17 +143,17 @@ def measure_memory(case: str, jit_compile: bool, way: str, num_microbatches: int
     _warm_up(jit_compile)
     reset_peak_memory()
     before = peak_memory()
-    train, model = _make_training(CASES[case], jit_compile, way, num_microbatches)
-    for _ in range(num_microbatches if way in (REFERENCE, KERAS, STEPS) else 1):
-        train()
+    training = Training(CASES[case], jit_compile, way, num_microbatches)
+    training.run(num_microbatches)
     after = peak_memory()
+    variables = training.model.trainable_variables
     return Memory(
         case,
         jit_compile,
         way,
         num_microbatches,
         None if before is None or after is None else after - before,
-        sum(v.value.dtype.size * int(np.prod(v.shape)) for v in model.trainable_variables),
+        sum(v.value.dtype.size * int(np.prod(v.shape)) for v in variables),
     )
 
 
@@ -167,25 +168,24 @@ def measure_times(
     _warm_up(jit_compile)
     keys = [(REFERENCE, 1), (FLOOR, 1)]
     keys += [(way, number) for number in num_microbatches for way in ways_of(number)]
-    most = max(num_microbatches)
-    trainings: dict[tuple[str, int], Callable[[], None]] = {}
-    calls, first = {}, {}
+    microbatches = {key: -(-max(num_microbatches) // key[1]) * key[1] for key in keys}
+    trainings: dict[tuple[str, int], Training] = {}
+    first = {}
     for way, number in keys:
-        train, _ = _make_training(CASES[case], jit_compile, way, number)
-        per_call = number if way in (WHOLE, SIZE) else 1
-        calls[way, number] = -(-most // number) * number // per_call
-        trainings[way, number] = train
-        first[way, number] = _seconds_of(train, 1)
-    for (way, number), train in trainings.items():
-        # TensorFlow optimizes a function again when others were made since. And to a window's end.
-        _seconds_of(train, max(1, calls[way, number] - 1))
-    rows = {key: CASES[case].rows * -(-most // key[1]) * key[1] for key in keys}
+        # One model and one trace serve all numbers, but for an optimizer that has the number in it.
+        like = None if way == KERAS else next((t for t in trainings.values() if t.way == way), None)
+        training = Training(CASES[case], jit_compile, way, number, like)
+        trainings[way, number] = training
+        first[way, number] = training.run(number)
+    for training in trainings.values():
+        # TensorFlow optimizes a function again when others were made since.
+        training.run(training.num_microbatches)
     taken: dict[tuple[str, int], list[float]] = {key: [] for key in keys}
     generator = np.random.default_rng(0)
     while len(taken[keys[0]]) < _LEAST_ROUNDS or time.monotonic() < end:
         for i in generator.permutation(len(keys)):
-            key = keys[i]
-            taken[key].append(_seconds_of(trainings[key], calls[key]) / rows[key])
+            key, number = keys[i], microbatches[keys[i]]
+            taken[key].append(trainings[key].run(number) / (number * CASES[case].rows))
     return Times(case, jit_compile, taken, first)
 
 
@@ -200,41 +200,71 @@ def _warm_up(jit_compile: bool) -> None:
         return keras.Sequential([keras.Input((4,)), layers.Dense(10, "softmax")])
 
     case = Case(make_model, keras.optimizers.Adam, random_numbers(4), 2)
-    train, _ = _make_training(case, jit_compile, REFERENCE, 1)
-    train()
+    Training(case, jit_compile, REFERENCE, 1).run(1)
 
 
-def _seconds_of(train: Callable[[], None], calls: int) -> float:
-    begin = time.perf_counter()
-    for _ in range(calls):
-        train()
-    return time.perf_counter() - begin
+class Training:
+    """A model that is trained in one way, on the same rows again and again.
 
+    Args:
+        case: what is trained.
+        jit_compile: whether with XLA.
+        way: one of `WAYS`.
+        num_microbatches: microbatches per window.
+        like: a training of the same case and way, whose model and functions are used.
 
-def _make_training(
-    case: Case, jit_compile: bool, way: str, num_microbatches: int
-) -> tuple[Callable[[], None], Any]:
-    """Return a function that trains on one batch as `fit` does, and its model.
-
-    The batch is a microbatch, or a window where the way takes a window at a time.
+    Attributes:
+        model: the model.
+        way, num_microbatches: the arguments.
     """
+
+    def __init__(
+        self,
+        case: Case,
+        jit_compile: bool,
+        way: str,
+        num_microbatches: int,
+        like: Training | None = None,
+    ) -> None:
+        self.way = way
+        self.num_microbatches = num_microbatches
+        self.model: Any
+        self._function: Callable[[Any], Any]
+        if like is not None:
+            self.model, self._function = like.model, like._function
+        else:
+            self.model = _make_model(case, jit_compile, way, num_microbatches)
+            self.model.make_train_function()
+            self._function = self.model.train_function
+            if way == FLOOR:
+                self._function = _gradient_function(self.model, jit_compile)
+        self._is_window = way in (WHOLE, SIZE)  # each batch
+        rows = case.rows * (num_microbatches if self._is_window else 1)
+        # The number of rows is not part of the dataset's type, and no function is traced for it.
+        rows_of_batch = tf.data.Dataset.from_tensor_slices(case.make_data(rows)).batch(rows)
+        self._iterator = iter(rows_of_batch.cache().repeat())
+
+    def run(self, microbatches: int) -> float:
+        """Train on so many microbatches, whole windows of them, and return the seconds it took."""
+        if self.way == STEPS:
+            self.model.accumulation_steps = self.num_microbatches
+        begin = time.perf_counter()
+        for _ in range(microbatches // self.num_microbatches if self._is_window else microbatches):
+            self._function(self._iterator)
+        return time.perf_counter() - begin
+
+
+def _make_model(case: Case, jit_compile: bool, way: str, num_microbatches: int) -> Any:
     keras.utils.set_random_seed(0)
     model = case.make_model()
     keras_accumulates = {"gradient_accumulation_steps": num_microbatches}
     optimizer = case.make_optimizer(**(keras_accumulates if way == KERAS else {}))
-    if way in (STEPS, SIZE):
-        steps = num_microbatches if way == STEPS else 1
-        size = case.rows if way == SIZE else None
-        accumulate(model, accumulation_steps=steps, microbatch_size=size)
+    if way == STEPS:
+        accumulate(model)
+    elif way == SIZE:
+        accumulate(model, microbatch_size=case.rows)
     model.compile(optimizer, "sparse_categorical_crossentropy", jit_compile=jit_compile)
-    rows = case.rows * (num_microbatches if way in (WHOLE, SIZE) else 1)
-    batch = tf.nest.map_structure(tf.constant, case.make_data(rows))
-    iterator = iter(tf.data.Dataset.from_tensors(batch).repeat())
-    if way == FLOOR:
-        gradients = _gradient_function(model, jit_compile)
-        return lambda: gradients(iterator), model
-    model.make_train_function()
-    return lambda: model.train_function(iterator), model
+    return model
 
 
 def _gradient_function(model: Any, jit_compile: bool) -> Callable[[Iterator[Any]], Any]:

@@ -97,7 +97,7 @@ def to_dict(measured: Measured) -> dict[str, Any]:
             "way": way,
             "microbatches": number,
             "seconds_per_row": seconds,
-            "seconds_of_first_call": t.first_seconds[way, number],
+            "seconds_of_first_window": t.first_seconds[way, number],
             "ratio_median_and_spread": time_ratio(t, way, number),
         }
         for t in measured.times

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from keras import layers
 
-from ga_model import _bench, _bench_report
+from ga_model import AccumulatingModel, _bench, _bench_report
 from ga_model._bench import FLOOR, KERAS, REFERENCE, SIZE, STEPS, WAYS, WHOLE
 from ga_model._bench_cases import CASES, Case, random_numbers
 from ga_model._process import ProcessError, in_own_process, peak_memory
@@ -84,22 +84,23 @@ def small_case():
 def test_every_way_does_what_it_is_called(way):
     """Of four microbatches, how many calls it takes, and after which the weights change."""
     number = 4
-    train, model = _bench._make_training(small_case(), False, way, number)
+    training = _bench.Training(small_case(), False, way, number)
     changes = []
-    for _ in range(1 if way in (WHOLE, SIZE) else number):
-        before = model.get_weights()
-        train()
-        changes.append(any(np.any(a != b) for a, b in zip(before, model.get_weights())))
-    once = [False] * (number - 1) + [True]
-    expected = {
-        REFERENCE: [True] * number,
-        FLOOR: [False] * number,
-        WHOLE: [True],
-        KERAS: once,
-        STEPS: once,
-        SIZE: [True],
-    }
-    assert changes == expected[way]
+    for _ in range(number):
+        before = training.model.get_weights()
+        training.run(number if way in (WHOLE, SIZE) else 1)
+        after = training.model.get_weights()
+        changes.append(any(np.any(a != b) for a, b in zip(before, after)))
+    always, once = [True] * number, [False] * (number - 1) + [True]
+    expected = {FLOOR: [False] * number, KERAS: once, STEPS: once}
+    assert changes == expected.get(way, always)
+    batch = next(training._iterator)[0]
+    assert len(batch) == (number if way in (WHOLE, SIZE) else 1) * small_case().rows
+    like = _bench.Training(small_case(), False, way, 2, training)
+    if way in (STEPS, SIZE, WHOLE):
+        before = int(training.model.optimizer.iterations)
+        like.run(4)
+        assert int(training.model.optimizer.iterations) == before + 2
 
 
 def test_all_ways_are_timed_on_equally_many_rows(monkeypatch):
@@ -107,14 +108,20 @@ def test_all_ways_are_timed_on_equally_many_rows(monkeypatch):
     monkeypatch.setattr(_bench, "_warm_up", lambda jit_compile: None)
     clock = [0.0]
 
-    def make_training(case, jit_compile, way, number):
-        def train():
-            clock[0] += case.rows * (number if way in (WHOLE, SIZE) else 1)
+    def make_function(model):
+        def train(iterator):
+            clock[0] += len(next(iterator)[0])
 
-        return train, None
+        model.train_function = train
 
     monkeypatch.setitem(CASES, "small", small_case())
-    monkeypatch.setattr(_bench, "_make_training", make_training)
+    monkeypatch.setattr(keras.Model, "make_train_function", make_function)
+    monkeypatch.setattr(AccumulatingModel, "make_train_function", make_function)
+    monkeypatch.setattr(
+        _bench,
+        "_gradient_function",
+        lambda model, jit: make_function(model) or model.train_function,
+    )
     monkeypatch.setattr(_bench.time, "perf_counter", lambda: clock[0])
     times = _bench.measure_times("small", False, [1, 3, 4], 0.0)
     assert {len(seconds) for seconds in times.seconds.values()} == {3}
