@@ -247,7 +247,7 @@ def _bench_parser() -> argparse.ArgumentParser:
     add(
         "--minutes",
         type=positive_number,
-        default=5.0,
+        default=4.5,
         metavar="M",
         help="about how long to measure; every way is timed three times at least "
         "(default: %(default)g)",
