@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import random
 import warnings
@@ -146,7 +147,7 @@ def _compared(
     said += sorted(model._accumulation_warnings)
     state.restore()
     weights = {id(v) for v in model.weights}
-    lowest = max(_computed_in(model).values(), key=_rounding_of, default="float64")
+    lowest = functools.reduce(_coarser, _computed_in(model).values(), "float64")
     report = EquivalenceReport(
         batch_size=plan.batch_size,
         accumulation_steps=plan.accumulation_steps,
@@ -156,7 +157,7 @@ def _compared(
         variables=[
             VariableDifference(
                 path=path,
-                dtype=max(str(variable.dtype), lowest, key=_rounding_of),
+                dtype=_coarser(str(variable.dtype), lowest),
                 size=math.prod(variable.shape),
                 is_moved_weight=id(variable) in weights and bool(np.any(value != start)),
                 difference=difference,
@@ -281,29 +282,32 @@ def _build(model: Any, plan: Plan) -> Sequence[Any]:
 def _rounded(model: Any, state: _State) -> list[Any]:
     """Add a rounding error to every weight, up or down, and return all values.
 
-    It is one of the dtype that the weight's layer computes in.
+    It is one of the dtype that the weight's layer computes in. Frozen weights have one, too.
     """
     computed_in = _computed_in(model)
     generator = np.random.default_rng(0)
-    for variable in model.trainable_weights:
-        value = variable.numpy()
-        error = _rounding_of(max(computed_in[id(variable)], str(variable.dtype), key=_rounding_of))
-        sign = generator.choice([-error, error], size=value.shape)
-        variable.assign((value + value * sign).astype(value.dtype))
+    for variable in model.weights:
+        if variable.dtype in _ROUNDING:
+            value = variable.numpy()
+            finite = np.where(np.isfinite(value), value, 0)
+            error = _ROUNDING[_coarser(str(variable.dtype), computed_in[id(variable)])]
+            sign = generator.choice([-error, error], size=value.shape)
+            variable.assign((value + finite * sign).astype(value.dtype))
     return state.read()
 
 
 def _computed_in(model: Any) -> dict[int, str]:
-    """Return what each trainable weight's layer computes in, by the identity of the weight."""
+    """Return what each weight's layer computes in, by the identity of the weight."""
     computed_in = {}
     for layer in model._flatten_layers():  # the layers of a layer follow it
-        computed_in.update({id(v): layer.compute_dtype for v in layer.trainable_weights})
+        computed_in.update({id(v): layer.compute_dtype for v in layer.weights})
     return computed_in
 
 
-def _rounding_of(dtype: str) -> float:
-    """Return the distance of 1 from the next larger number."""
-    return _ROUNDING.get(dtype, 0.0)
+def _coarser(dtype: str, other: str) -> str:
+    """Return the dtype that rounds more. One that does not round, such as int64, stays."""
+    rounds_more = dtype in _ROUNDING and _ROUNDING.get(other, 0.0) > _ROUNDING[dtype]
+    return other if rounds_more else dtype
 
 
 def _differences(
