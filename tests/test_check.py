@@ -579,7 +579,7 @@ def test_an_interrupted_check_leaves_the_model_as_it_was(update):
 
 
 class Counts(layers.Layer):
-    """Has a variable that Keras does not know, and draws from Keras's global generator."""
+    """Has a variable that Keras does not know, and draws from everything global."""
 
     def __init__(self):
         super().__init__()
@@ -587,10 +587,11 @@ class Counts(layers.Layer):
 
     def call(self, inputs):
         self.count.assign_add(1)
-        return inputs + 0 * keras.random.normal(ops.shape(inputs))
+        zero = 0 * (random.random() + np.random.random())
+        return inputs + zero * keras.random.normal(ops.shape(inputs))
 
 
-def test_variables_that_keras_does_not_know_are_put_back():
+def test_variables_and_random_numbers_that_keras_does_not_know_are_put_back():
     model = compiled(seeded(lambda: stack(Counts())))
     model.fit(*data(), verbose=0)
     count = model.layers[1].count.numpy()
@@ -599,7 +600,10 @@ def test_variables_that_keras_does_not_know_are_put_back():
     expected = np.array(keras.random.normal((3,)))
     keras.utils.set_random_seed(3)
     keras.random.normal((1,))
+    drawn = random.getstate(), np.random.get_state()[1].copy()
     check_equivalence(model, *data(), batch_size=32, accumulation_steps=2)
+    assert random.getstate() == drawn[0]
+    np.testing.assert_array_equal(np.random.get_state()[1], drawn[1])
     assert model.layers[1].count.numpy() == count
     np.testing.assert_array_equal(np.array(keras.random.normal((3,))), expected)
 
