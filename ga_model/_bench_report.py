@@ -7,8 +7,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ga_model._bench import FLOOR, KERAS, REFERENCE, SIZE, STEPS, WHOLE, Measured, Memory, Times
-from ga_model._table import aligned
+from ga_model._bench import (
+    FLOOR,
+    KERAS,
+    REFERENCE,
+    SIZE,
+    STEPS,
+    WAYS,
+    WHOLE,
+    Measured,
+    Memory,
+    Times,
+)
+from ga_model._table import aligned, megabytes
 
 _COLORS = {  # of Okabe and Ito's palette, told apart by colour-blind readers too
     FLOOR: "#999999",
@@ -52,7 +63,7 @@ def memory_of(measured: Measured, case: str) -> dict[str, Memory]:
 
 def tables(measured: Measured) -> str:
     """Return the ratios as text."""
-    ways = [FLOOR, WHOLE, KERAS, STEPS, SIZE]
+    ways = [way for way in WAYS if way != REFERENCE]
     rows = [["model", "XLA", "microbatches", "rounds", *ways]]
     for times in measured.times:
         rounds = str(len(times.seconds[REFERENCE, 1]))
@@ -65,9 +76,8 @@ def tables(measured: Measured) -> str:
     for case in dict.fromkeys(times.case for times in measured.times):
         memory = memory_of(measured, case)
         cells = [_memory_cell(memory.get(way), memory[REFERENCE]) for way in ways[1:]]
-        size, is_on = memory[REFERENCE].size, _on(memory[REFERENCE].jit_compile)
-        plain = "n/a" if size is None else f"{size / 1e6:,.0f} MB"
-        memory_rows.append([case, is_on, plain, *cells])
+        plain = memory[REFERENCE]
+        memory_rows.append([case, _on(plain.jit_compile), megabytes(plain.size), *cells])
     notes = _NOTES.format(floor=FLOOR, keras=KERAS, steps=STEPS, size=SIZE)
     return "\n\n".join(
         [
@@ -140,10 +150,9 @@ def draw(measured: Measured) -> Any:
         axis.set_title(f"{case}, XLA {_on(measured.memory[0].jit_compile)}")
     for row in axes[:-1]:
         row[0].set_ylabel("time per row,\nover plain Keras")
-    for axis in axes.flat:
-        axis.set_xlabel("microbatches per window")
     axes[-1][0].set_ylabel("peak memory,\nover plain Keras")
     for axis in axes.flat:
+        axis.set_xlabel("microbatches per window")
         axis.axhline(1, color="black", linewidth=0.8)
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))

@@ -7,6 +7,8 @@ import json
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from ga_model import _bench, _bench_report, _check, _demo, _report, _script
 from ga_model._arguments import integer_from, path, plot_path, positive_number
@@ -223,7 +225,7 @@ def _run_check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
     report = _check.compare(model, plan)
     print(report)
     if options.json is not None:
-        options.json.write_text(json.dumps(report.to_dict(), indent=2) + "\n")
+        _write_json(options.json, report.to_dict())
     return 0 if report.equivalent else 1
 
 
@@ -276,7 +278,11 @@ def _run_bench(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
         )
     print(_bench_report.tables(measured))
     if options.json is not None:
-        options.json.write_text(json.dumps(_bench_report.to_dict(measured), indent=2) + "\n")
+        _write_json(options.json, _bench_report.to_dict(measured))
     if options.plot is not None:
         _bench_report.draw(measured).savefig(options.plot)
     return 0
+
+
+def _write_json(file: Path, value: dict[str, Any]) -> None:
+    file.write_text(json.dumps(value, indent=2) + "\n")

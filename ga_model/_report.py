@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ga_model._table import aligned
+from ga_model._table import aligned, megabytes
 
 # The largest relative difference that counts as equal, between what rounding does and what the
 # smallest mistake does. Measured with the defaults of the command line but for what is named:
@@ -175,13 +175,9 @@ def table(results: Sequence[Result]) -> str:
                 f"{result.history['val_accuracy'][-1]:.1%}",
                 "-" if result is reference else f"{distance.relative:.1e}",
                 "-" if result is reference else f"{distance.absolute:.1e}",
-                _megabytes(result.peak_memory),
-                _megabytes(result.training_memory),
+                megabytes(result.peak_memory),
+                megabytes(result.training_memory),
                 f"{result.seconds:.1f} s",
             ]
         )
     return f"{aligned(rows)}\n\n{_NOTES.format(reference=reference.run.name)}"
-
-
-def _megabytes(size: int | None) -> str:
-    return "n/a" if size is None else f"{size / 1e6:,.0f} MB"

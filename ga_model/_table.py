@@ -1,4 +1,4 @@
-"""Tables of text."""
+"""Tables of text, and what stands in their cells."""
 
 from __future__ import annotations
 
@@ -13,3 +13,8 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
         right = [cell.rjust(width) for cell, width in zip(cells, widths[1:])]
         lines.append("  ".join([name.ljust(widths[0]), *right]).rstrip())
     return "\n".join(lines)
+
+
+def megabytes(size: int | None) -> str:
+    """Return a number of bytes as text. None is one that nothing tells."""
+    return "n/a" if size is None else f"{size / 1e6:,.0f} MB"
