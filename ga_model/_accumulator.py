@@ -8,12 +8,14 @@ the others are added, which saves one pass over the memory of all trainable vari
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from ga_model import _strategy, _sums, _validate
+from ga_model._rows import Rows, sum_dtype
 from ga_model._sums import GradientSum
 
 
@@ -63,12 +65,14 @@ class GradientAccumulator:
 
     def __init__(self) -> None:
         self._strategy = _strategy.current()
-        self.num_microbatches = _strategy.make_variable((), tf.int64)
-        self._total = _strategy.make_variable((), tf.float64)
-        self._unit = _strategy.make_variable((), tf.float64)
+        self.num_microbatches, self._total, self._unit = _strategy.make_variables(
+            lambda: [tf.zeros((), dtype) for dtype in (tf.int64, tf.float64, tf.float64)]
+        )
         self._variables: list[Any] = []
-        self._buffers: list[Any] = []  # a `tf.Variable`, or None, for each variable
+        self._buffers: list[Any] = []  # of each variable a `tf.Variable`, `Rows` of them, or None
         self._is_sum: bool | None = None
+        self._jit_compile = False  # whether XLA compiles the updates, all of one optimizer
+        self._compiled: Callable[..., Any] | None = None  # what then makes them
 
     def add(
         self, gradients: Sequence[Any], variables: Sequence[Any], *, weight: Any | None = 1.0
@@ -100,41 +104,72 @@ class GradientAccumulator:
         """Add weighted gradients, whose unit has grown from that of the window."""
         self._check_is_on_replica()
         self._check(part, variables, is_sum)
+        self._store(self._sum().plus(part, variables))
+        self._count(part)
+
+    def _add_compiled(
+        self, part: GradientSum, variables: Sequence[Any], is_sum: bool
+    ) -> GradientSum:
+        """Add the dense gradients of one microbatch, in a function that XLA compiles.
+
+        Returns the rows of sparse ones, which XLA can not keep a list of.
+        """
+        self._check(part, variables, is_sum)
+        dense, rows = part.split()
+        self._store(self._sum(Rows).plus(dense, variables, in_one_pass=True))
+        self._count(part)
+        return rows
+
+    def _add_rows(self, rows: GradientSum, unit: tf.Tensor) -> None:
+        """Add what `_add_compiled` returned.
+
+        Args:
+            rows: the rows.
+            unit: float64 scalar tensor, the window's unit before the microbatch.
+        """
+        if any(value is not None for value in rows.gradients):
+            before = self._sum(tf.Variable)._replace(unit=unit)
+            self._store(before.plus(rows, self._variables))
+
+    def _sum(self, without: type | tuple[()] = ()) -> GradientSum:
+        """Return the sum so far, `without` the buffers of a kind."""
+
+        def read(buffer: Any) -> Any:
+            if buffer is None or isinstance(buffer, without):
+                return None
+            return tf.nest.map_structure(lambda part: part.read_value(), buffer)
+
+        weight = _sums.Weight(self._total.read_value(), self._unit.read_value())
+        values = [read(buffer) for buffer in self._buffers]
+        whole = GradientSum.of(values, self._variables, weight, scale=False)
+        is_empty = tf.equal(self.num_microbatches, 0)
+        maxima = [None if m is None else tf.where(is_empty, m.dtype.min, m) for m in whole.maxima]
+        return whole._replace(maxima=maxima)
+
+    def _store(self, whole: GradientSum) -> None:
+        for buffer, value, variable in zip(self._buffers, whole.values(), self._variables):
+            if isinstance(value, Rows):
+                value = value.bounded(variable)
+            if value is not None:
+                tf.nest.map_structure(lambda b, v: b.assign(tf.cast(v, b.dtype)), buffer, value)
+
+    def _count(self, part: GradientSum) -> None:
         shrink = tf.math.divide_no_nan(self._unit, part.unit)  # a power of two, mostly 1
-        # A microbatch without weight is left out, not multiplied: its loss may be 0 / 0.
-        _strategy.run_if(
-            tf.not_equal(part.total, 0.0),
-            lambda: self._store(part, tf.equal(self._unit, 0.0), shrink),
-        )
         self._total.assign(self._total * shrink + part.total)
         self._unit.assign(part.unit)
         self.num_microbatches.assign_add(1)
 
-    def _store(self, part: GradientSum, is_first: tf.Tensor, shrink: tf.Tensor) -> None:
-        """Assign the gradients to the buffers, or add them to `shrink` times what is there."""
+    def _update(self, optimizer: Any) -> None:
+        """Apply the optimizer to the mean. Replicas communicate, and all have to call it."""
 
-        def assign() -> tf.Tensor:
-            for buffer, value in zip(self._buffers, part.values()):
-                if buffer is not None:
-                    _assign(buffer, value)
-            return tf.constant(0)
+        def apply(share: GradientSum) -> None:
+            gradients = share.mean(self._variables, bool(self._is_sum))
+            _strategy.apply(optimizer, gradients, self._variables)
 
-        def add() -> tf.Tensor:
-            for buffer, gradient, maximum in zip(self._buffers, part.gradients, part.maxima):
-                if maximum is not None:
-                    buffer.assign(tf.maximum(buffer, tf.cast(maximum, buffer.dtype)))
-                elif gradient is not None:
-                    _assign_add(buffer, gradient)
-            return tf.constant(0)
-
-        def shrink_and_add() -> tf.Tensor:
-            for buffer, maximum in zip(self._buffers, part.maxima):
-                if buffer is not None and maximum is None:
-                    buffer.assign(buffer * tf.cast(shrink, buffer.dtype))
-            return add()
-
-        is_same_unit = tf.equal(shrink, 1.0)
-        tf.cond(is_first, assign, lambda: tf.cond(is_same_unit, add, shrink_and_add))
+        share = self._sum().of_replica(self._variables)
+        if self._jit_compile and self._compiled is None:
+            self._compiled = _strategy.compiled(apply)
+        (self._compiled or apply)(share)
 
     @property
     def variables(self) -> list[Any]:
@@ -152,10 +187,8 @@ class GradientAccumulator:
             ValueError: with several replicas, called outside of `strategy.run`.
         """
         self._check_is_on_replica()
-        values = [None if buffer is None else buffer.read_value() for buffer in self._buffers]
-        weight = _sums.Weight(self._total.read_value(), self._unit.read_value())
-        whole = GradientSum.of(values, self._variables, weight, scale=False)
-        return whole.of_replica().mean(self._variables, bool(self._is_sum))
+        share = self._sum().of_replica(self._variables)
+        return share.mean(self._variables, bool(self._is_sum))
 
     def apply(self, optimizer: Any, *, _condition: Any = True) -> None:
         """Update the variables with the window's gradient, and start the next window.
@@ -179,21 +212,16 @@ class GradientAccumulator:
 
         def apply() -> None:
             _strategy.build_optimizer(optimizer, variables)
-            total = self._total * self._unit  # units differ between replicas
-            _strategy.update_if(
-                _condition, total, lambda: _strategy.apply(optimizer, self.mean(), variables)
-            )
+            weight = self._total * self._unit  # units differ between replicas
+            update = functools.partial(self._update, optimizer)
+            _strategy.update_if(_condition, weight, update, after=self.reset)
 
         _strategy.run_on_replicas(self._strategy, apply)
-        self._reset(_condition)
 
     def reset(self) -> None:
         """Forget the open window. The buffers stay allocated."""
-        self._reset(True)
-
-    def _reset(self, condition: Any) -> None:
         for state in (self.num_microbatches, self._total, self._unit):
-            state.assign(tf.where(condition, tf.zeros_like(state), state))
+            state.assign(tf.zeros((), state.dtype))
 
     def _check_is_on_replica(self) -> None:
         if _strategy.current() is not self._strategy or not _strategy.is_on_replica():
@@ -207,10 +235,10 @@ class GradientAccumulator:
         if not self._variables:
             self._variables = list(variables)
             self._is_sum = is_sum
-            self._buffers = [
-                None if value is None else _make_buffer(variable)
-                for value, variable in zip(part.values(), variables)
-            ]
+            pairs = list(zip(part.values(), variables))
+            self._buffers = _strategy.make_variables(
+                lambda: [_nothing(value, variable) for value, variable in pairs]
+            )
             return
         if not self._is_for(variables):
             raise ValueError(_validate.unknown_variables_message())
@@ -225,23 +253,8 @@ class GradientAccumulator:
             raise RuntimeError(_validate.late_gradient_message(late))
 
 
-def _make_buffer(variable: Any) -> tf.Variable:
-    return _strategy.make_variable(variable.shape, _sums.sum_dtype(variable.dtype))
-
-
-def _assign(buffer: tf.Variable, gradient: Any) -> None:
-    if gradient is not None and not isinstance(gradient, tf.IndexedSlices):
-        buffer.assign(tf.cast(gradient, buffer.dtype))
-        return
-    buffer.assign(tf.zeros_like(buffer))
-    if gradient is not None:
-        _assign_add(buffer, gradient)
-
-
-def _assign_add(buffer: tf.Variable, gradient: Any) -> None:
-    if isinstance(gradient, tf.IndexedSlices):
-        values = tf.cast(gradient.values, buffer.dtype)
-        rows = tf.IndexedSlices(values, gradient.indices)
-        _strategy.copy_here(buffer).scatter_add(rows)
-    else:
-        buffer.assign_add(tf.cast(gradient, buffer.dtype))
+def _nothing(value: Any, variable: Any) -> Any:
+    """Return what a sum of such gradients begins with: zeros, no rows, or None."""
+    if isinstance(value, (Rows, tf.IndexedSlices)):
+        return Rows.none(variable)
+    return None if value is None else tf.zeros(variable.shape, sum_dtype(variable.dtype))

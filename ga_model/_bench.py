@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -66,6 +66,7 @@ class Memory(NamedTuple):
         case, jit_compile, way, num_microbatches: what was trained.
         size: bytes that making the model and training it added, or None if nothing tells.
         trainable_size: bytes of the trainable variables.
+        batch_size: bytes of what one batch of the training holds.
     """
 
     case: str
@@ -74,6 +75,7 @@ class Memory(NamedTuple):
     num_microbatches: int
     size: int | None
     trainable_size: int
+    batch_size: int
 
 
 class Measured(NamedTuple):
@@ -154,6 +156,7 @@ def measure_memory(case: str, jit_compile: bool, way: str, num_microbatches: int
         num_microbatches,
         None if before is None or after is None else after - before,
         sum(v.value.dtype.size * int(np.prod(v.shape)) for v in variables),
+        sum(values.nbytes for values in CASES[case].make_data(training.rows)),
     )
 
 
@@ -216,6 +219,7 @@ class Training:
     Attributes:
         model: the model.
         way, num_microbatches: the arguments.
+        rows: of each batch.
     """
 
     def __init__(
@@ -236,13 +240,14 @@ class Training:
             self.model = _make_model(case, jit_compile, way, num_microbatches)
             self.model.make_train_function()
             self._function = self.model.train_function
-            if way == FLOOR:
-                self._function = _gradient_function(self.model, jit_compile)
         self._is_window = way in (WHOLE, SIZE)  # each batch
-        rows = case.rows * (num_microbatches if self._is_window else 1)
+        self.rows = rows = case.rows * (num_microbatches if self._is_window else 1)
         # The number of rows is not part of the dataset's type, and no function is traced for it.
         rows_of_batch = tf.data.Dataset.from_tensor_slices(case.make_data(rows)).batch(rows)
         self._iterator = iter(rows_of_batch.cache().repeat())
+        if way == FLOOR:
+            self.run(1)  # TensorFlow copies a table at every use once its rows were written to
+            self._function = _gradient_function(self.model)
 
     def run(self, microbatches: int) -> float:
         """Train on so many microbatches, whole windows of them, and return the seconds it took."""
@@ -267,17 +272,18 @@ def _make_model(case: Case, jit_compile: bool, way: str, num_microbatches: int) 
     return model
 
 
-def _gradient_function(model: Any, jit_compile: bool) -> Callable[[Iterator[Any]], Any]:
-    """Return a function that computes loss and gradients of a batch, and does nothing with them."""
+def _gradient_function(model: Any) -> Callable[[Any], Any]:
+    """Return Keras's train function around a batch's loss and gradients, with nothing after."""
 
-    @tf.function(jit_compile=jit_compile or None, autograph=False)  # type: ignore[untyped-decorator]
-    def gradients(x: Any, y: Any) -> Any:
+    def train_step(data: Any) -> Any:
+        x, y = data
         with tf.GradientTape() as tape:
             loss = model.compute_loss(x, y, model(x, training=True), training=True)
-        return loss, tape.gradient(loss, model.trainable_variables)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        results = [loss, *tf.nest.flatten(gradients, expand_composites=True)]
+        # Returned as logs, or they would not be computed.
+        return {str(i): result for i, result in enumerate(results)}
 
-    @tf.function(autograph=False)  # type: ignore[untyped-decorator]
-    def of_next_batch(iterator: Iterator[Any]) -> Any:
-        return gradients(*next(iterator))
-
-    return of_next_batch  # type: ignore[no-any-return]
+    model.train_step = train_step
+    model.make_train_function(force=True)
+    return model.train_function  # type: ignore[no-any-return]

@@ -63,11 +63,21 @@ def _transformer() -> Any:
     return keras.Model(tokens, layers.Dense(1000, "softmax")(layers.LayerNormalization()(h)))
 
 
-def _embedding() -> Any:
-    """A table of 200,000 rows of which a batch uses few, so that its gradient is sparse."""
-    ids = keras.Input((32,), dtype="int32")
-    mean = layers.GlobalAveragePooling1D()(layers.Embedding(200_000, 32)(ids))
-    return keras.Model(ids, layers.Dense(10, "softmax")(layers.Dense(64, "relu")(mean)))
+def _embedding(most: int, width: int) -> Callable[[], Any]:
+    """A table of which a batch uses few rows, so that its gradient is sparse."""
+
+    def make() -> Any:
+        ids = keras.Input((32,), dtype="int32")
+        mean = layers.GlobalAveragePooling1D()(layers.Embedding(most, width)(ids))
+        return keras.Model(ids, layers.Dense(10, "softmax")(layers.Dense(64, "relu")(mean)))
+
+    return make
+
+
+def _tiny() -> Any:
+    """So small that what is measured is the work around the model."""
+    hidden = layers.Dense(16, "relu")
+    return keras.Sequential([keras.Input((8,)), hidden, layers.Dense(10, "softmax")])
 
 
 def random_numbers(*shape: int) -> Callable[[int], tuple[Any, Any]]:
@@ -96,5 +106,12 @@ CASES = {
     "transformer": Case(
         _transformer, keras.optimizers.AdamW, _random_ids(1000, 64, (64,), 1000), 4
     ),
-    "embedding": Case(_embedding, keras.optimizers.SGD, _random_ids(200_000, 32, (), 10), 64),
+    "embedding": Case(
+        _embedding(200_000, 32), keras.optimizers.SGD, _random_ids(200_000, 32, (), 10), 64
+    ),
+    "large embedding": Case(
+        _embedding(1_000_000, 64), keras.optimizers.SGD, _random_ids(1_000_000, 32, (), 10), 32
+    ),
+    "tiny": Case(_tiny, keras.optimizers.Adam, random_numbers(8), 8),
 }
+USUAL_CASES = ("dense", "convolutional", "transformer", "embedding")

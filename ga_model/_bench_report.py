@@ -33,7 +33,9 @@ _NOTES = """\
 {floor}: forward and backward pass, without an optimizer. {keras}: an optimizer with
 gradient_accumulation_steps. {steps}, {size}: this package.
 Times are ratios of time per row: the median of the rounds, +- half of the distance between their
-quartiles. Memory is what making the model and training it added to the peak of a process."""
+quartiles. Memory is what making the model and training it added to the peak of a process; in
+brackets, by how much that is more, in sizes of the trainable variables, and for microbatch_size of
+these and the batch. A first call traces and compiles."""
 
 
 class Ratio(NamedTuple):
@@ -54,6 +56,11 @@ def time_ratio(times: Times, way: str, num_microbatches: int) -> Ratio | None:
     ratios = np.array(times.seconds[key]) / np.array(times.seconds[REFERENCE, 1])
     low, median, high = np.quantile(ratios, [0.25, 0.5, 0.75])
     return Ratio(float(median), float(high - low) / 2)
+
+
+def first_seconds(times: Times, way: str) -> float:
+    """Return the seconds of a way's first call: what it traces then serves all its numbers."""
+    return max(seconds for key, seconds in times.first_seconds.items() if key[0] == way)
 
 
 def memory_of(measured: Measured, case: str) -> dict[str, Memory]:
@@ -78,11 +85,19 @@ def tables(measured: Measured) -> str:
         cells = [_memory_cell(memory.get(way), memory[REFERENCE]) for way in ways[1:]]
         plain = memory[REFERENCE]
         memory_rows.append([case, _on(plain.jit_compile), megabytes(plain.size), *cells])
+    first_ways = [KERAS, STEPS, SIZE]
+    first_rows = [["model", "XLA", "plain Keras", *first_ways]]
+    for times in measured.times:
+        first = {way: first_seconds(times, way) for way in (REFERENCE, *first_ways)}
+        cells = [f"{first[way] / first[REFERENCE]:.2f}" for way in first_ways]
+        seconds = f"{first[REFERENCE]:.1f} s"
+        first_rows.append([times.case, _on(times.jit_compile), seconds, *cells])
     notes = _NOTES.format(floor=FLOOR, keras=KERAS, steps=STEPS, size=SIZE)
     return "\n\n".join(
         [
             f"Time per row, over plain Keras with batches of a microbatch's size\n{aligned(rows)}",
             f"Peak memory with {most} microbatches, over plain Keras\n{aligned(memory_rows)}",
+            f"First call, over plain Keras\n{aligned(first_rows)}",
             notes,
         ]
     )
@@ -95,7 +110,9 @@ def _on(jit_compile: bool) -> str:
 def _memory_cell(memory: Memory | None, reference: Memory) -> str:
     if memory is None or memory.size is None or not reference.size:
         return "-"
-    return f"{memory.size / reference.size:.2f}"
+    unit = memory.trainable_size + (memory.batch_size if memory.way == SIZE else 0)
+    more = (memory.size - reference.size) / unit
+    return f"{memory.size / reference.size:.2f} ({more:+.2f})"
 
 
 def to_dict(measured: Measured) -> dict[str, Any]:
@@ -121,6 +138,7 @@ def to_dict(measured: Measured) -> dict[str, Any]:
             "microbatches": m.num_microbatches,
             "bytes": m.size,
             "bytes_of_trainable_variables": m.trainable_size,
+            "bytes_of_batch": m.batch_size,
         }
         for m in measured.memory
     ]

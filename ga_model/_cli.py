@@ -12,7 +12,7 @@ from typing import Any
 
 from ga_model import _bench, _bench_report, _check, _demo, _report, _script
 from ga_model._arguments import integer_from, path, plot_path, positive_number
-from ga_model._bench_cases import CASES
+from ga_model._bench_cases import CASES, USUAL_CASES
 from ga_model._plan import make_plan
 from ga_model._process import ProcessError
 
@@ -54,7 +54,7 @@ no result.
 _BENCH_DESCRIPTION = """\
 Time and peak memory of accumulation, side by side with plain Keras.
 
-Trains four models (dense, convolutional, transformer, embedding) in every way, and
+Trains models (dense, convolutional, transformer, embedding) in every way, and
 prints ratios to plain Keras with batches of the microbatch's size. Times are taken
 in alternation, round after round, in one process for each model; what is shown is
 the median of the rounds' ratios, with half of the distance between their quartiles.
@@ -236,7 +236,13 @@ def _bench_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--models", nargs="+", choices=list(CASES), default=list(CASES))
+    add(
+        "--models",
+        nargs="+",
+        choices=list(CASES),
+        default=list(USUAL_CASES),
+        help=f"(default: {' '.join(USUAL_CASES)})",
+    )
     add(
         "--microbatches",
         nargs="+",

@@ -103,8 +103,9 @@ def _of_first_window(model: Any, plan: Plan, report: EquivalenceReport) -> list[
         return [
             "Keras hands the sparse gradients of Embedding layers to the optimizer with the rows "
             "of equal ids not summed, and adaptive optimizers square each alone. A window of "
-            f"several batches has them summed. That concerns {sparse}, and after the first update "
-            "all the others. `microbatch_size` leaves such rows as they are."
+            "several batches has them summed where they are many more than the table has rows. "
+            f"That concerns {sparse}, and after the first update all the others. "
+            "`microbatch_size` leaves such rows as they are."
         ]
     shares = ", ".join(f"{factor:.3g}" for factor in factors[: len(parts)])
     return [

@@ -13,18 +13,14 @@ def loop(add: Callable[[Any, Any], Any], first: Any, times: Any) -> Any:
 
     Args:
         add: function of an index, int64 scalar tensor, and what it returned the time before.
-        first: a nest of tensors, `tf.IndexedSlices` and None. The number of rows may change in
-            each.
+        first: a nest of tensors and None.
     """
-    present = [leaf for leaf in tf.nest.flatten(first) if leaf is not None]
-    shapes = [part for leaf in present for part in _changing_shapes(leaf)]
 
     def flat(nest: Any) -> list[Any]:
-        leaves = [leaf for leaf in tf.nest.flatten(nest) if leaf is not None]
-        return tf.nest.flatten(leaves, expand_composites=True)  # type: ignore[no-any-return]
+        return [leaf for leaf in tf.nest.flatten(nest) if leaf is not None]
 
     def packed(tensors: list[Any]) -> Any:
-        leaves = iter(tf.nest.pack_sequence_as(present, tensors, expand_composites=True))
+        leaves = iter(tensors)
         return tf.nest.map_structure(lambda leaf: None if leaf is None else next(leaves), first)
 
     # A loop starts with what is there already: without the dependency, the second microbatch's
@@ -35,14 +31,8 @@ def loop(add: Callable[[Any, Any], Any], first: Any, times: Any) -> Any:
         lambda index, _: index < times,
         lambda index, tensors: (index + 1, flat(add(index, packed(tensors)))),
         (one, flat(first)),
-        shape_invariants=(tf.TensorShape(()), shapes),
+        # Said so, because the shapes that the body has are sometimes less known.
+        shape_invariants=(tf.TensorShape(()), [tensor.shape for tensor in flat(first)]),
         parallel_iterations=1,  # or the activations of ten microbatches are there at a time
     )
     return packed(tensors)
-
-
-def _changing_shapes(leaf: Any) -> list[tf.TensorShape]:
-    if not isinstance(leaf, tf.IndexedSlices):
-        return [leaf.shape]
-    rows = [tf.TensorShape([None, *leaf.values.shape[1:]]), tf.TensorShape([None])]
-    return rows if leaf.dense_shape is None else [*rows, leaf.dense_shape.shape]

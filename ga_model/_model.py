@@ -356,7 +356,9 @@ class AccumulatingModel(_Base):
         window = None
         if self._accumulates():
             window = self._accumulation_window
-            window = window or Window(self._accumulation_steps, self.run_eagerly)
+            window = window or Window(
+                self._accumulation_steps, self.run_eagerly, bool(self.jit_compile)
+            )
             self._accumulation_window = window
         watch_attributes(self)
         logs = _step.run(self, train_step, data, window)

@@ -52,6 +52,7 @@ class Position(NamedTuple):
         units: the unit of each optimizer's sum so far, as pairs of optimizer and float64 scalar.
         steps: int64 scalar tensor, `accumulation_steps` of the window.
         num_microbatches: float64 scalar tensor, those that fill the window.
+        parts: float64 scalar tensor, a power of two near that.
         is_first_of_batch: bool scalar tensor, whether no microbatch of the batch has counted yet.
         whole: the batch, if it is split.
         is_window: whether the microbatch is all of its window.
@@ -61,6 +62,7 @@ class Position(NamedTuple):
     units: list[tuple[Any, Any]]
     steps: Any
     num_microbatches: Any
+    parts: Any
     is_first_of_batch: Any
     whole: _weights.Whole | None
     is_window: bool
@@ -141,13 +143,13 @@ class Recording:
     def _in_unit(self, optimizer: Any, weight: Any) -> _sums.Weight:
         if weight is None:
             return _sums.Weight(tf.ones((), tf.float64), tf.ones((), tf.float64))
-        number = self._position.num_microbatches
-        if not any(map(_sums.overwrites, self.model.variables)):
-            number = _sums.power_of_two(number)
-        elif (whole := self._position.whole) is not None:
-            # A replica may be left without rows.
-            parts = tf.math.divide_no_nan(whole.rows(), tf.cast(self._num_rows(), tf.float64))
-            number = tf.cast(self._position.steps, tf.float64) * parts
+        number = self._position.parts
+        if any(map(_sums.overwrites, self.model.variables)):
+            number = self._position.num_microbatches
+            if (whole := self._position.whole) is not None:
+                # A replica may be left without rows.
+                parts = tf.math.divide_no_nan(whole.rows(), tf.cast(self._num_rows(), tf.float64))
+                number = tf.cast(self._position.steps, tf.float64) * parts
         return _sums.in_unit(weight, self.unit(optimizer), number)
 
     def apply(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:

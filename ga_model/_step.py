@@ -23,7 +23,7 @@ from ga_model._look_ahead import look_ahead
 from ga_model._loop import loop
 from ga_model._microbatch import Batch
 from ga_model._recorder import Position, Recording, Target, optimizers_in, record
-from ga_model._sums import GradientSum
+from ga_model._sums import GradientSum, power_of_two
 from ga_model._window import Window
 
 
@@ -42,9 +42,9 @@ class _Part(NamedTuple):
     last: Any
     num_counted: Any
 
-    def plus(self, other: _Part) -> _Part:
+    def plus(self, other: _Part, targets: list[Target]) -> _Part:
         return _Part(
-            [a.plus(b) for a, b in zip(self.sums, other.sums)],
+            [a.plus(b, t.variables) for a, b, t in zip(self.sums, other.sums, targets)],
             [a + b for a, b in zip(self.logged, other.logged)],
             other.last,
             self.num_counted + other.num_counted,
@@ -83,12 +83,12 @@ def run(model: Any, train_step: Callable[[Any], Any], data: Any, window: Window 
     # dependency some of them run before a step finds that its iterator is at an end.
     tensors = [t for t in tf.nest.flatten(data, expand_composites=True) if t is not None]
     with tf.control_dependencies(tensors):
-        for target, gradients in zip(step.targets, part.sums):
-            if window is None:
-                _apply(target, gradients, part.num_counted if model.skip_nonfinite else None)
-            else:
-                window.add(target, gradients)
-        if window is not None:
+        if window is None:
+            num_counted = part.num_counted if model.skip_nonfinite else None
+            for target, gradients in zip(step.targets, part.sums):
+                _apply(target, gradients, num_counted, model.jit_compile)
+        else:
+            step.add_to(window, part)
             window.end_batch()
         if model.skip_nonfinite:
             model._count_skipped(batch.num_microbatches - part.num_counted)
@@ -117,15 +117,24 @@ class _Step:
         self._optimizers = optimizers_in(vars(model))
         self._units: list[Any] = [tf.zeros((), tf.float64) for _ in self._optimizers]
         self._steps: Any = tf.ones((), tf.int64)
+        self._parts: Any = tf.ones((), tf.float64)
         has_others = _strategy.num_replicas() > 1
         # Replicas have to communicate alike, however many rows each has.
         self._is_part = batch.is_split or (has_others and model.microbatch_size is not None)
         self._is_window = window is None and not batch.is_split and not has_others
+        self._window = window
+        # With replicas, the window's variables are for TensorFlow's own functions.
+        self._adds_in_cluster = (
+            window is not None
+            and model.jit_compile
+            and not (batch.is_split or has_others or tf.executing_eagerly())
+        )
         if window is not None:
-            window.begin_batch()
-            self._steps = window.steps.read_value()
+            self._steps, self._parts = window.steps.read_value(), window.parts.read_value()
             self._units = [window.unit(optimizer) for optimizer in self._optimizers]
         self._num_microbatches = tf.cast(self._steps * batch.num_microbatches, tf.float64)
+        if batch.is_split:
+            self._parts *= power_of_two(batch.num_microbatches)
         self._whole: _weights.Whole | None = None
         if self._is_part:
             self._whole = look_ahead(model, batch, window is None)
@@ -139,11 +148,12 @@ class _Step:
         part = microbatch(zero, self._units, batch.microbatch(zero))
         if not batch.is_split:
             return part  # type: ignore[no-any-return]
-        part = part._replace(sums=[gradients.begin() for gradients in part.sums])
+        begun = [s.begin(target.variables) for s, target in zip(part.sums, self.targets)]
+        part = part._replace(sums=begun)
 
         def add(index: Any, part: _Part) -> _Part:
             units, leaves = self._units_of(part), batch.microbatch(index)
-            return part.plus(microbatch(part.num_counted, units, leaves))
+            return part.plus(microbatch(part.num_counted, units, leaves), self.targets)
 
         return loop(add, part, batch.num_microbatches)  # type: ignore[no-any-return]
 
@@ -152,16 +162,33 @@ class _Step:
         is_split, jit_compile = self._batch.is_split, self._model.jit_compile
         if tf.executing_eagerly() or not (is_split or jit_compile):
             return self._microbatch
+        function = self._added_microbatch if self._adds_in_cluster else self._microbatch
         unit = tf.TensorSpec((), tf.float64)
         signature = [tf.TensorSpec((), tf.int64), [unit] * len(self._units), self._batch.signature]
         return tf.function(
-            self._microbatch,
+            function,
             input_signature=signature if is_split else None,
             autograph=False,
             jit_compile=jit_compile or None,
             # Inlined, it would be there twice, each with the scratch memory of its convolutions.
             experimental_attributes={"_noinline": True} if is_split else None,
         )
+
+    def add_to(self, window: Window, part: _Part) -> None:
+        """Add the sums of the batch to the window, where that is not done yet."""
+        for target, gradients in zip(self.targets, part.sums):
+            if self._adds_in_cluster:
+                units = [u for o, u in zip(self._optimizers, self._units) if o is target.optimizer]
+                window.add_rows(target, gradients, units[0])
+            else:
+                window.add(target, gradients)
+
+    def _added_microbatch(self, num_counted: Any, units: list[Any], leaves: list[Any]) -> _Part:
+        """Run a microbatch and add it to the window. What is left to add are sparse gradients."""
+        part = self._microbatch(num_counted, units, leaves)
+        assert self._window is not None
+        rest = [self._window.add_compiled(t, s) for t, s in zip(self.targets, part.sums)]
+        return part._replace(sums=rest)
 
     def _microbatch(self, num_counted: Any, units: list[Any], leaves: list[Any]) -> _Part:
         """Run the model's step on one microbatch, and return what it applies and logs.
@@ -176,6 +203,7 @@ class _Step:
             list(zip(self._optimizers, units)),
             self._steps,
             self._num_microbatches,
+            self._parts,
             tf.equal(num_counted, 0),
             self._whole,
             self._is_window,
@@ -241,7 +269,7 @@ class _Step:
         return [known.get(id(o), unit) for o, unit in zip(self._optimizers, self._units)]
 
 
-def _apply(target: Target, part: GradientSum, num_counted: Any | None) -> None:
+def _apply(target: Target, part: GradientSum, num_counted: Any | None, jit_compile: bool) -> None:
     """Update with the gradients of a batch. They are zero where it has no weight, as Keras's.
 
     Args:
@@ -249,14 +277,19 @@ def _apply(target: Target, part: GradientSum, num_counted: Any | None) -> None:
         part: the gradients.
         num_counted: int64 scalar tensor, microbatches that were not left out: there is no update
             if none is. Or None, where all count.
+        jit_compile: whether XLA compiles it.
     """
 
+    def apply(share: GradientSum) -> None:
+        gradients = share.mean(target.variables, target.is_sum)
+        _strategy.apply(target.optimizer, gradients, target.variables)
+
     def update(part: GradientSum) -> None:
-        share = part.of_replica()
+        share = part.of_replica(target.variables)
         is_empty = tf.equal(share.total, 0.0)
         total = tf.where(is_empty, tf.ones_like(share.total), share.total)
-        gradients = share._replace(total=total).mean(target.variables, target.is_sum)
-        _strategy.apply(target.optimizer, gradients, target.variables)
+        function = _strategy.compiled(apply) if jit_compile else apply
+        function(share._replace(total=total))
 
     if num_counted is None:
         update(part)

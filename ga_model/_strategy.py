@@ -84,22 +84,33 @@ def num_replicas() -> int:
     return int(tf.distribute.get_strategy().num_replicas_in_sync)
 
 
-def make_variable(shape: Sequence[int], dtype: tf.DType, value: int = 0) -> tf.Variable:
-    """Make a variable, one copy per replica, outside of the graph that is being traced.
+def make_variables(initial: Callable[[], Any]) -> Any:
+    """Make variables, one copy per replica, outside of the graph that is being traced.
 
     Each replica reads and writes its own copy; elsewhere it is read from the first replica and
     written to all. A variable that `tf.function` sees coming into being makes it trace a second
-    time. This one is made eagerly and out of its sight.
+    time. These are made eagerly and out of its sight.
+
+    Args:
+        initial: function that returns the tensors that they begin with, in any nest.
     """
-    with tf.init_scope():
-        return tf.Variable(
-            tf.fill(shape, tf.cast(value, dtype)),
-            trainable=False,
-            name="ga_model",  # TensorFlow tells variables that replicas share by their names
-            synchronization=tf.VariableSynchronization.ON_READ,
-            aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
-            experimental_enable_variable_lifting=False,
+
+    def make(value: tf.Tensor | None) -> tf.Variable | None:
+        return (
+            None
+            if value is None
+            else tf.Variable(
+                value,
+                trainable=False,
+                name="ga_model",  # TensorFlow tells variables that replicas share by their names
+                synchronization=tf.VariableSynchronization.ON_READ,
+                aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+                experimental_enable_variable_lifting=False,
+            )
         )
+
+    with tf.init_scope():
+        return tf.nest.map_structure(make, initial())
 
 
 def _is_distributed(variable: tf.Variable) -> bool:
@@ -124,7 +135,7 @@ def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
     """Create the optimizer's variables, as its first `apply` would.
 
     Done ahead of `update_if`, because variables made inside of a branch belong to that branch, and
-    out of sight of `tf.function`, as in `make_variable`. A LossScaleOptimizer has to be seen: this
+    out of sight of `tf.function`, as in `make_variables`. A LossScaleOptimizer has to be seen: this
     trace has its initial scale in it, and only the second one its variable.
     """
     is_seen = hasattr(optimizer, "inner_optimizer")
@@ -190,6 +201,16 @@ def apply(optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
     if num_replicas() > 1 and (is_scaled or _clips(optimizer)):
         gradients = _sum_on_first_replica(gradients, shows_overflow=is_scaled)
     optimizer.apply(gradients, variables)
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that applies an optimizer so that XLA compiles it, where it can.
+
+    Not under a strategy: replicas can not communicate from inside of another `tf.function`.
+    """
+    if tf.distribute.has_strategy() or tf.executing_eagerly():
+        return function
+    return tf.function(function, autograph=False, jit_compile=True)  # type: ignore[no-any-return]
 
 
 def _clips(optimizer: Any) -> bool:
@@ -325,17 +346,23 @@ def explain(error: BaseException, strategy: Any) -> None:
         error.add_note(_validate.worker_message())
 
 
-def run_if(condition: tf.Tensor, function: Callable[[], Any]) -> None:
-    """Run `function` in the graph where `condition`, a bool scalar tensor, holds."""
+def run_if(condition: Any, function: Callable[[], Any]) -> None:
+    """Run `function` in the graph where `condition`, a bool scalar, holds."""
 
     def run() -> tf.Tensor:
         function()
         return tf.constant(0)
 
-    tf.cond(condition, run, lambda: tf.constant(0))
+    tf.cond(tf.convert_to_tensor(condition), run, lambda: tf.constant(0))
 
 
-def update_if(condition: Any, weight: tf.Tensor, update: Callable[..., Any], *values: Any) -> None:
+def update_if(
+    condition: Any,
+    weight: tf.Tensor,
+    update: Callable[..., Any],
+    *values: Any,
+    after: Callable[[], Any] = lambda: None,
+) -> None:
     """Run `update`, which applies an optimizer, in the graph where `condition` holds.
 
     To be called on every replica.
@@ -351,20 +378,22 @@ def update_if(condition: Any, weight: tf.Tensor, update: Callable[..., Any], *va
         update: function of `values`. It must not contain another `update_if`.
         values: nests of this replica's tensors. `update` must not take any from elsewhere, as one
             replica's function runs on all.
+        after: function to run where `condition` holds, after an update or instead of one.
     """
 
     def branch(strategy: Any, condition: Any, weight: Any, *values: Any) -> None:
         def run() -> None:
-            strategy.extended.call_for_each_replica(update, args=values)
+            if strategy.num_replicas_in_sync > 1:
+                total = strategy.reduce("SUM", weight, axis=None)
+            else:
+                total = weight
+            run_if(tf.not_equal(total, 0.0), lambda: on_replicas(update, values))
+            on_replicas(after)
 
-        condition = strategy.experimental_local_results(condition)[0]
-        if strategy.num_replicas_in_sync == 1:
-            run_if(tf.logical_and(condition, tf.not_equal(weight, 0.0)), run)
-        else:
-            run_if(
-                condition,
-                lambda: run_if(tf.not_equal(strategy.reduce("SUM", weight, axis=None), 0.0), run),
-            )
+        def on_replicas(function: Callable[..., Any], args: Any = ()) -> None:
+            strategy.extended.call_for_each_replica(function, args=args)
+
+        run_if(strategy.experimental_local_results(condition)[0], run)
 
     args = (tf.convert_to_tensor(condition), weight, *values)
     tf.distribute.get_replica_context().merge_call(branch, args)

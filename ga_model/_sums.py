@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from ga_model import _strategy, _validate
+from ga_model._rows import Rows, sum_dtype
 
 
 class Weight(NamedTuple):
@@ -80,7 +81,8 @@ class GradientSum(NamedTuple):
     """The weighted gradients of one microbatch, or the sum of several.
 
     Attributes:
-        gradients: one per variable: a tensor, `tf.IndexedSlices` or None.
+        gradients: one per variable: a tensor or None; or for rows of it, `tf.IndexedSlices` of one
+            microbatch and `Rows` of several.
         maxima: one per variable: None, or the tensor that is to overwrite it, which has no weight.
         total: float64 scalar tensor, the sum of the weights in `unit`.
         unit: float64 scalar tensor.
@@ -135,67 +137,77 @@ class GradientSum(NamedTuple):
             unit=tf.where(condition, self.unit, unit),
         )
 
-    def begin(self) -> GradientSum:
+    def begin(self, variables: Sequence[Any]) -> GradientSum:
         """Return the first microbatch as a sum that others are added to.
 
         It is of float32 or better, and zero where the microbatch has no weight: the loss of such a
         one may be 0 / 0.
         """
-        present = [_with_dtype(g) for g in self.gradients if g is not None]
-        dense = [g for g in present if not isinstance(g, tf.IndexedSlices)]
-        kept = iter(
-            tf.cond(
-                tf.not_equal(self.total, 0.0),
-                lambda: dense,
-                lambda: [tf.zeros_like(g) for g in dense],
-            )
-            if dense
-            else []
+        present = [(g, v) for g, v in zip(self.gradients, variables) if g is not None]
+        if not present:
+            return self
+        begun = tf.cond(
+            tf.not_equal(self.total, 0.0),
+            lambda: [_term(g, v) for g, v in present],
+            lambda: [_no_gradient(g, v) for g, v in present],
         )
-        present = [
-            _if_counted(g, self.total) if isinstance(g, tf.IndexedSlices) else next(kept)
-            for g in present
-        ]
-        return self._replace(gradients=_with_nones(present, self.gradients))
+        return self._replace(gradients=_with_nones(begun, self.gradients))
 
-    def plus(self, other: GradientSum) -> GradientSum:
-        """Return the sum with another microbatch, whose unit has grown from that of this sum.
+    def plus(
+        self, other: GradientSum, variables: Sequence[Any], in_one_pass: bool = False
+    ) -> GradientSum:
+        """Return the sum with another one, whose unit has grown from that of this sum.
 
-        Sparse gradients are lists of rows, and stay lists: their sum is the one behind the other.
-        So an optimizer gets what it gets from the whole batch, equal indices several times.
+        Of two without any weight, the gradients mean nothing.
+
+        Args:
+            other: the sum, or a microbatch.
+            variables: the variables.
+            in_one_pass: whether to choose between the cases by entry, and not between branches.
+                That is for dense gradients under XLA, which makes one pass over memory of it, and
+                would copy what goes into a branch.
         """
         shrink = tf.math.divide_no_nan(self.unit, other.unit)  # a power of two, mostly 1
-        pairs = [
-            (a, _no_gradient(a) if b is None else b)  # eagerly, a layer may be left out
-            for a, b in zip(self.gradients, other.gradients)
+        terms = [
+            (a, _like(a, b, v), v)
+            for a, b, v in zip(self.gradients, other.gradients, variables)
             if a is not None
         ]
-        dense = [(a, b) for a, b in pairs if not isinstance(a, tf.IndexedSlices)]
-
-        def add() -> list[Any]:
-            return [a + _with_dtype(b) for a, b in dense]
-
-        def shrink_and_add() -> list[Any]:
-            return [a * tf.cast(shrink, a.dtype) + _with_dtype(b) for a, b in dense]
-
         # A microbatch without weight is left out, not multiplied.
         is_empty, is_same_unit = tf.equal(other.total, 0.0), tf.equal(shrink, 1.0)
-        case = tf.where(is_empty, 0, tf.where(is_same_unit, 1, 2))
-        branches = [lambda: [a for a, _ in dense], add, shrink_and_add]
-        sums = iter(tf.switch_case(case, branches) if dense else [])
-        gradients = [
-            _append(a, b, shrink, other.total) if isinstance(a, tf.IndexedSlices) else next(sums)
-            for a, b in pairs
+        is_first = tf.equal(self.unit, 0.0)
+        branches = [
+            lambda: [a for a, _, _ in terms],
+            lambda: [b for _, b, _ in terms],
+            lambda: [_plus(a, b, v) for a, b, v in terms],
+            lambda: [_plus(_times(a, shrink, v), b, v) for a, b, v in terms],
         ]
+        if in_one_pass:
+            sums = [
+                tf.where(is_empty, a, tf.where(is_first, b, _plus(_times(a, shrink, v), b, v)))
+                for a, b, v in terms
+            ]
+        elif terms:
+            case = tf.where(is_empty, 0, tf.where(is_first, 1, tf.where(is_same_unit, 2, 3)))
+            sums = tf.switch_case(case, branches)
+        else:
+            sums = []
         maxima = [
             None if a is None else tf.maximum(a, b) for a, b in zip(self.maxima, other.maxima)
         ]
         return GradientSum(
-            _with_nones(gradients, self.gradients),
+            _with_nones(sums, self.gradients),
             maxima,
             self.total * shrink + other.total,
             other.unit,
         )
+
+    def split(self) -> tuple[GradientSum, GradientSum]:
+        """Return the dense gradients of a microbatch, and the sparse ones."""
+        rows = [g if isinstance(g, tf.IndexedSlices) else None for g in self.gradients]
+        dense = [g if r is None else None for g, r in zip(self.gradients, rows)]
+        no_maxima = [None for _ in self.maxima]
+        return self._replace(gradients=dense), self._replace(gradients=rows, maxima=no_maxima)
 
     def mean(self, variables: Sequence[Any], is_sum: bool) -> list[Any]:
         """Return what an optimizer is to be given, in the variables' dtypes.
@@ -209,7 +221,7 @@ class GradientSum(NamedTuple):
         maxima = [_mean(m, None, v.dtype) for m, v in zip(self.maxima, variables)]
         return self._replace(gradients=means, maxima=maxima).values()
 
-    def of_replica(self) -> GradientSum:
+    def of_replica(self, variables: Sequence[Any]) -> GradientSum:
         """Return the sum so that `mean` gives the replica's share of the mean over all replicas.
 
         The shares add up to sum(w_i * g_i) over all microbatches of all replicas, over the mean
@@ -217,23 +229,24 @@ class GradientSum(NamedTuple):
         are those of a loss that is divided by the number of replicas: see `_weights`.
         """
         if _strategy.num_replicas() == 1:
-            return self
+            return self._with_slices(variables)
         weight = _strategy.mean_over_replicas(self.total * self.unit)
         divisor = tf.math.divide_no_nan(weight, self.unit)
-        return self.begin()._replace(  # which has no gradients where there is no weight
+        share = self.begin(variables)._replace(  # which has no gradients where there is no weight
             maxima=[m if m is None else _strategy.max_over_replicas(m) for m in self.maxima],
             total=tf.where(tf.equal(divisor, 0.0), tf.ones_like(divisor), divisor),
         )
+        return share._with_slices(variables)
+
+    def _with_slices(self, variables: Sequence[Any]) -> GradientSum:
+        gradients = [
+            g.slices(v) if isinstance(g, Rows) else g for g, v in zip(self.gradients, variables)
+        ]
+        return self._replace(gradients=gradients)
 
     def values(self) -> list[Any]:
         """Return the gradient or the maximum of each variable."""
         return [g if m is None else m for g, m in zip(self.gradients, self.maxima)]
-
-
-def sum_dtype(dtype: Any) -> tf.DType:
-    """Return what gradients of a dtype are summed in: float32 for float16 and bfloat16."""
-    dtype = tf.as_dtype(dtype)
-    return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype
 
 
 def scaled(gradient: Any, factor: Any) -> Any:
@@ -256,27 +269,43 @@ def _mean(gradient: Any, total: Any, dtype: Any) -> Any:
     return tf.cast(gradient, dtype)
 
 
-def _no_gradient(gradient: Any) -> Any:
-    """Return a gradient of zeros, or of no rows, like another one."""
+def _no_gradient(gradient: Any, variable: Any) -> Any:
+    """Return what a gradient adds that is left out."""
+    if isinstance(gradient, (Rows, tf.IndexedSlices)):
+        return Rows.none(variable)
+    return tf.zeros_like(_with_dtype(gradient))
+
+
+def _term(gradient: Any, variable: Any) -> Any:
+    """Return a microbatch's gradient as what is summed."""
     if isinstance(gradient, tf.IndexedSlices):
-        rows = gradient.values[:0], gradient.indices[:0]
-        return tf.IndexedSlices(*rows, gradient.dense_shape)
-    return tf.zeros_like(gradient)
+        return Rows.of(gradient, variable)
+    return gradient if isinstance(gradient, Rows) else _with_dtype(gradient)
 
 
-def _append(rows: Any, more: Any, shrink: Any, weight: Any) -> tf.IndexedSlices:
-    more = _if_counted(_with_dtype(more), weight)
-    return tf.IndexedSlices(
-        tf.concat([scaled(rows, shrink).values, more.values], axis=0),
-        tf.concat([rows.indices, more.indices], axis=0),
-        rows.dense_shape,
-    )
+def _like(total: Any, gradient: Any, variable: Any) -> Any:
+    """Return what is added to `total`. Eagerly, a gradient may be of another kind, or left out."""
+    if gradient is None:
+        return _no_gradient(total, variable)
+    if not isinstance(total, Rows):
+        if isinstance(gradient, (Rows, tf.IndexedSlices)):
+            gradient = _term(gradient, variable).slices(variable)
+        gradient = tf.convert_to_tensor(gradient)
+        gradient.set_shape(total.shape)  # which that of a function's result may not be known to be
+        return tf.cast(gradient, total.dtype)
+    if not isinstance(gradient, (Rows, tf.IndexedSlices)):
+        gradient = tf.IndexedSlices(gradient, tf.range(variable.shape[0]))
+    return _term(gradient, variable)
 
 
-def _if_counted(rows: tf.IndexedSlices, weight: Any) -> tf.IndexedSlices:
-    """Return the rows, or as many zeros where `weight` is zero."""
-    counts = tf.cast(tf.not_equal(weight, 0.0), rows.values.dtype)
-    return _with_values(rows, tf.math.multiply_no_nan(rows.values, counts))
+def _plus(total: Any, term: Any, variable: Any) -> Any:
+    return total.plus(term, variable) if isinstance(total, Rows) else total + term
+
+
+def _times(total: Any, factor: Any, variable: Any) -> Any:
+    if isinstance(total, Rows):
+        return total.times(factor, variable)
+    return total * tf.cast(factor, total.dtype)
 
 
 def _with_values(gradient: tf.IndexedSlices, values: Any) -> tf.IndexedSlices:

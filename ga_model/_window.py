@@ -9,14 +9,14 @@ import tensorflow as tf
 from ga_model import _strategy
 from ga_model._accumulator import GradientAccumulator
 from ga_model._recorder import Target
-from ga_model._sums import GradientSum
+from ga_model._sums import GradientSum, power_of_two
 
 
 class Counter:
     """A count in a variable that Keras and TensorFlow do not track as the model's."""
 
     def __init__(self) -> None:
-        self._count = _strategy.make_variable((), tf.int64)
+        self._count = _strategy.make_variables(lambda: tf.zeros((), tf.int64))
 
     def add(self, number: Any) -> None:
         """Add an int64 scalar tensor."""
@@ -35,32 +35,41 @@ class Window:
     Args:
         accumulation_steps: batches per window.
         run_eagerly: whether `close` runs without `tf.function`.
+        jit_compile: whether updates are compiled by XLA.
 
     Attributes:
-        steps: int64 scalar variable, the size of the open window.
+        steps: int64 scalar variable, the size of the open window, or of the next one.
+        parts: float64 scalar variable, the power of two at or above it.
     """
 
-    def __init__(self, accumulation_steps: int, run_eagerly: bool) -> None:
-        self._next_steps = _strategy.make_variable((), tf.int64, accumulation_steps)
-        self.steps = _strategy.make_variable((), tf.int64)
-        self._num_batches = _strategy.make_variable((), tf.int64)
+    def __init__(self, accumulation_steps: int, run_eagerly: bool, jit_compile: bool) -> None:
+        self._next_steps, self.steps, self._remaining = _strategy.make_variables(
+            lambda: [tf.constant(accumulation_steps, tf.int64) for _ in range(3)]
+        )
+        self.parts = _strategy.make_variables(lambda: power_of_two(accumulation_steps))
         self._accumulators: dict[int, tuple[Any, GradientAccumulator]] = {}
         self._run_eagerly = run_eagerly
+        self._jit_compile = jit_compile
         self._update_if = self._make_update()
 
     def set_steps(self, accumulation_steps: int) -> None:
         """Let the next window have `accumulation_steps` batches."""
         self._next_steps.assign(accumulation_steps)
+        if not self.is_open():
+            self._begin()
 
-    def begin_batch(self) -> None:
-        """Fix the size of the window, if a batch opens it."""
-        is_first = tf.equal(self._num_batches, 0)
-        self.steps.assign(tf.where(is_first, self._next_steps, self.steps))
+    def _begin(self) -> None:
+        steps = self._next_steps.read_value()
+        self.steps.assign(steps)
+        self._remaining.assign(steps)
+        self.parts.assign(power_of_two(steps))
 
     def accumulator(self, optimizer: Any) -> GradientAccumulator:
         """Return the optimizer's accumulator, made on first use."""
         if id(optimizer) not in self._accumulators:
-            self._accumulators[id(optimizer)] = (optimizer, GradientAccumulator())
+            accumulator = GradientAccumulator()
+            accumulator._jit_compile = self._jit_compile
+            self._accumulators[id(optimizer)] = (optimizer, accumulator)
             self._update_if = self._make_update()  # one traced before would leave it out
         return self._accumulators[id(optimizer)][1]
 
@@ -77,30 +86,41 @@ class Window:
             accumulator = self.accumulator(target.optimizer)
         accumulator._add_sum(part, target.variables, target.is_sum)
 
+    def add_compiled(self, target: Target, part: GradientSum) -> GradientSum:
+        """Add what a batch had for one optimizer, in a function that XLA compiles.
+
+        Returns what is left for `add_rows`.
+        """
+        accumulator = self.accumulator(target.optimizer)
+        return accumulator._add_compiled(part, target.variables, target.is_sum)
+
+    def add_rows(self, target: Target, rows: GradientSum, unit: tf.Tensor) -> None:
+        """Add what `add_compiled` returned; `unit` is that of before."""
+        self.accumulator(target.optimizer)._add_rows(rows, unit)
+
     def end_batch(self) -> None:
         """Count the batch, and update if it fills the window."""
-        self._num_batches.assign_add(1)
-        self._update(tf.greater_equal(self._num_batches, self.steps))
+        self._remaining.assign_sub(1)
+        self._update(tf.less_equal(self._remaining, 0))
 
     def _update(self, condition: Any) -> None:
         for optimizer, accumulator in self._accumulators.values():
             if accumulator.variables:
                 accumulator.apply(optimizer, _condition=condition)
-        count = self._num_batches
-        count.assign(tf.where(condition, tf.zeros_like(count), count))
+        _strategy.run_if(condition, self._begin)
 
     def _make_update(self) -> Any:
         return self._update if self._run_eagerly else tf.function(self._update)
 
     def is_open(self) -> bool:
         """Return whether there are batches that no update has used yet."""
-        with tf.init_scope():  # read the value now, also while a graph is traced
-            return bool(self._num_batches.numpy())
+        with tf.init_scope():  # read the values now, also while a graph is traced
+            return bool(self._remaining.numpy() != self.steps.numpy())
 
     def close(self) -> None:
         """Make the update of a partial window. An empty one changes nothing."""
         if not tf.executing_eagerly():
-            self._update(tf.greater(self._num_batches, 0))
+            self._update(tf.not_equal(self._remaining, self.steps))
         elif self.is_open():
             self._update_if(True)
 
@@ -108,4 +128,4 @@ class Window:
         """Forget a partial window, also one whose first batch was interrupted."""
         for _, accumulator in self._accumulators.values():
             accumulator.reset()
-        self._num_batches.assign(0)
+        self._begin()

@@ -70,7 +70,6 @@ def fit_pair(
     size=None,
     epochs=2,
     fit_args=None,
-    make_reference=None,
     replicas=None,
 ):
     """Train two equal models, on windows of `steps` batches of `rows` rows and on whole windows.
@@ -83,7 +82,6 @@ def fit_pair(
         steps: batches per window.
         size: rows per microbatch, or None.
         replicas: devices that the model is trained on, `num_replicas` by default.
-        make_reference: makes the reference, if `make` does not.
 
     Returns:
         The accumulating model, the reference, and their common start weights.
@@ -91,7 +89,7 @@ def fit_pair(
     arguments = {"epochs": epochs, "shuffle": False, "verbose": 0, **(fit_args or {})}
     arguments.update(zip(("x", "y", "sample_weight"), data))
 
-    reference = seeded(make_reference or make)
+    reference = seeded(make)
     reference.compile(**compile_args())
     with scope(replicas):
         model = accumulate(seeded(make), accumulation_steps=steps, microbatch_size=size)

@@ -1,5 +1,7 @@
 """`GradientAccumulator` in loops of the user's own, inside and outside of `tf.function`."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -136,20 +138,41 @@ def test_1024_small_half_precision_gradients_sum_right(kind):
     np.testing.assert_array_equal(tf.cast(mean, "float32"), [1.0, 2.0, -1.0, 0.5])
 
 
-def test_sparse_gradients_are_scattered_and_duplicates_are_summed(float64):
+@pytest.mark.parametrize("num_ids", [200, 7])
+def test_sparse_gradients_are_one_behind_the_other_up_to_a_quarter_more_than_the_table(
+    num_ids, float64
+):
     ids, y = embedding_data(12)
-    model = seeded(embedding)
+    model = seeded(functools.partial(embedding, num_ids))
     accumulator = GradientAccumulator()
     for part in PARTS:
         gradients = gradients_of(mean_loss, model, ids[part], y[part])
         assert isinstance(gradients[0], tf.IndexedSlices)
         accumulator.add(gradients, model.trainable_variables, weight=len(part))
+        assert accumulator._buffers[0].count <= num_ids * 5 // 4
     expected = gradients_of(mean_loss, model, ids, y)
     for _ in range(2):  # a second window does not see what the first one left in the buffers
-        for g, e in zip(accumulator.mean(), expected, strict=True):
-            np.testing.assert_allclose(g, tf.convert_to_tensor(e), rtol=1e-11, atol=1e-15)
+        rows, *rest = accumulator.mean()
+        if num_ids == 200:
+            np.testing.assert_array_equal(rows.indices, expected[0].indices)
+            np.testing.assert_allclose(rows.values, expected[0].values, rtol=1e-11, atol=1e-15)
+        for g, e in zip([rows, *rest], expected, strict=True):
+            g, e = tf.convert_to_tensor(g), tf.convert_to_tensor(e)
+            np.testing.assert_allclose(g, e, rtol=1e-11, atol=1e-15)
         accumulator.reset()
         accumulator.add(expected, model.trainable_variables, weight=2)
+
+
+def test_a_dense_gradient_may_come_where_others_were_sparse_and_the_other_way_round():
+    variable = keras.Variable(np.zeros((3, 2)))
+    sparse = tf.IndexedSlices(tf.ones((2, 2)), tf.constant([1, 1]))
+    dense = tf.constant([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    for parts in ([sparse, dense, None], [dense, sparse, None]):
+        accumulator = GradientAccumulator()
+        for part in parts:
+            accumulator.add([part], [variable], weight=None)
+        mean = tf.convert_to_tensor(accumulator.mean()[0])
+        np.testing.assert_array_equal(mean, [[1.0, 2.0], [5.0, 6.0], [5.0, 6.0]])
 
 
 @pytest.mark.parametrize("weights", [[1.0, 2.0, 9.0], [None] * 3], ids=str)

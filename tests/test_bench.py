@@ -120,7 +120,7 @@ def test_all_ways_are_timed_on_equally_many_rows(monkeypatch):
     monkeypatch.setattr(
         _bench,
         "_gradient_function",
-        lambda model, jit: make_function(model) or model.train_function,
+        lambda model: make_function(model) or model.train_function,
     )
     monkeypatch.setattr(_bench.time, "perf_counter", lambda: clock[0])
     times = _bench.measure_times("small", False, [1, 3, 4], 0.0)
@@ -139,7 +139,7 @@ def made_up():
             times.append(_bench.Times(case, jit, seconds, dict.fromkeys(keys, 1.0)))
             for way in () if jit else (REFERENCE, *_bench.ways_of(16)):
                 size = {REFERENCE: 200, SIZE: 300}.get(way, 100) * 10**6
-                memory.append(_bench.Memory(case, jit, way, 16, size, 10**6))
+                memory.append(_bench.Memory(case, jit, way, 16, size, 40 * 10**6, 10**7))
     return _bench.Measured([1, 16], times, memory)
 
 
@@ -151,7 +151,8 @@ def test_ratios_are_medians_over_rounds_of_the_same_round():
     table = _bench_report.tables(measured)
     assert "1.25 +-0.75" in table
     assert "200 MB" in table
-    assert "1.50" in table  # of the memory
+    assert "1.50 (+2.00)" in table  # of the memory: 100 MB more, in units of 50 MB
+    assert "0.50 (-2.50)" in table
 
 
 def test_a_platform_that_tells_no_memory_gets_no_ratio():

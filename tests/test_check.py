@@ -340,11 +340,11 @@ def equal_weights_of_embeddings():
     return compiled(model, "sgd"), ids(ROWS, 5), numbers(ROWS, 2)
 
 
-def embedding_and_adam():
+def embedding_and_adam(num_ids=9):
     model = keras.Sequential(
         [
             keras.Input((5,), dtype="int32"),
-            layers.Embedding(9, 4),
+            layers.Embedding(num_ids, 4),
             layers.Flatten(),
             layers.Dense(2),
         ]
@@ -438,6 +438,7 @@ CASES = [
     (own_step, STEPS, "equivalent", None),
     (two_optimizers, STEPS, "equivalent", None),
     (embedding_and_adam, SIZE, "equivalent", None),
+    (lambda: embedding_and_adam(1000), STEPS, "equivalent", None),
     (batch_normalization, STEPS, "different", r"\['batch_normalization"),
     (batch_normalization, SIZE, "different", r"\['batch_normalization"),
     (contrastive, STEPS, "different", "loss compares rows"),

@@ -16,7 +16,7 @@ from ga_model import AccumulatingModel, accumulate
     [*((name, False) for name in ZOO), ("dense", True), ("masked_recurrent", True)],
 )
 def test_one_batch_per_window_is_plain_keras_to_the_bit(name, jit_compile):
-    make, _, make_data = ZOO[name]
+    make, make_data = ZOO[name]
     x, y = make_data(30)
     trained = []
     for wrap in (lambda m: m, lambda m: accumulate(m, accumulation_steps=1)):

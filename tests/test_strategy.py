@@ -47,7 +47,7 @@ def adam(**kwargs):
 @pytest.mark.parametrize("name", ["regularized", "two_outputs"])
 @float32_in_the_sweep
 def test_every_setting_matches_the_whole_batch(name, settings, replicas, dtype):
-    make, _, make_data = ZOO[name]
+    make, make_data = ZOO[name]
     # 29 rows: a last batch of 5, shared out as 3 + 2 or 2 + 2 + 1, in a partial window.
     model, reference, start = fit_pair(
         make, adam(), make_data(29), rows=8, replicas=replicas, **settings
@@ -180,7 +180,7 @@ def test_eagerly_and_under_xla(way, settings, replicas, float64):
 
 @several
 def test_sparse_gradients_match_the_whole_batch(settings, replicas, float64):
-    make, _, make_data = ZOO["embedding"]
+    make, make_data = ZOO["embedding"]
 
     def arguments():
         return {"optimizer": keras.optimizers.SGD(0.1), "loss": "mse"}
