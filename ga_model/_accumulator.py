@@ -2,8 +2,8 @@
 
 The algebra is that of `_sums`; here its sums live in variables.
 
-Why the buffers are not zeroed after an update: the first microbatch of a window is assigned where
-the others are added, which saves one pass over the memory of all trainable variables per window.
+Why the buffers are not zeroed after an update: the first microbatch of a window takes the place of
+what is there, which saves one pass over the memory of all trainable variables per window.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ class GradientAccumulator:
     mean over rows, the number of valid tokens for a mean over tokens.
 
     There is one buffer per variable that has a gradient, made by the first `add`: float32 for
-    float16 and bfloat16 variables, else the variable's own dtype. `tf.IndexedSlices` are scattered
-    into the buffer. A variable whose gradients are None is handed to the optimizer with None. For a
-    variable with `overwrite_with_gradient`, such as a float8 layer's scale, the largest value
-    counts.
+    float16 and bfloat16 variables, else the variable's own dtype. Of `tf.IndexedSlices` the rows
+    are kept one behind the other; where they are a quarter more than the variable has, those of
+    equal indices are summed. A variable whose gradients are None is handed to the optimizer with
+    None. For a variable with `overwrite_with_gradient`, such as a float8 layer's scale, the largest
+    value counts.
 
     Under a `tf.distribute` strategy make it in the strategy's scope and call `add` in
     `strategy.run`, with the gradients that `optimizer.apply` would take there: of a loss that is
@@ -177,7 +178,9 @@ class GradientAccumulator:
         return list(self._variables)
 
     def mean(self) -> list[Any]:
-        """Return the window's gradient, one tensor in the variable's dtype or None per variable.
+        """Return the window's gradient, in the variables' dtypes.
+
+        One per variable: a tensor, `tf.IndexedSlices` or None, as they were added.
 
         That is sum(w_i * g_i) / sum(w_i), or sum(g_i) where the weights are None. Not finite where
         the weights sum to zero. With several replicas, the replica's share of it: the shares add up

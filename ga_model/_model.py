@@ -313,8 +313,8 @@ class AccumulatingModel(_Base):
 
         There is one for every way to train that comes up, traced when it is used for the first
         time: Keras's own for plain training, and one for each combination of settings.
-        Of all but the first only forward and backward pass are compiled by XLA (see `_step`), so
-        the outer function is made without.
+        Of all but the first XLA compiles parts only (see `_step`), so the outer function is made
+        without.
         """
         if self.train_function is not None and not force:
             return self.train_function

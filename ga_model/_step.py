@@ -5,9 +5,10 @@ loop over the others: what a first call creates (layers, metrics, an optimizer's
 be created inside of a loop, and the first sum tells what the loop carries. All go through one
 `tf.function`, so the user's step is traced once.
 
-Under XLA that function alone is compiled. With the conditional update in the cluster, XLA would
-copy all weights and optimizer state at every microbatch; with the loop in it, it takes many times
-as long.
+Under XLA that function is compiled, and the update is another one. A batch that is not split is
+added to its window in the first of them, where XLA makes one pass over the buffers of it. With the
+conditional update in the cluster, XLA would copy all weights and optimizer state at every
+microbatch; with the loop in it, it takes many times as long.
 """
 
 from __future__ import annotations
