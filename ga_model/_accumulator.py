@@ -23,16 +23,17 @@ class GradientAccumulator:
     """Sums weighted gradients over microbatches and applies their mean to an optimizer.
 
     Use it in a training loop of your own; `AccumulatingModel` uses it too. Everything works inside
-    and outside of `tf.function`. The update equals that of the optimizer on the whole window when
+    and outside of `tf.function`, but `add` not with sparse gradients in one that XLA compiles. The
+    update equals that of the optimizer on the whole window when
     each weight says how much its microbatch counts in the loss's mean: the number of rows for a
     mean over rows, the number of valid tokens for a mean over tokens.
 
     There is one buffer per variable that has a gradient, made by the first `add`: float32 for
     float16 and bfloat16 variables, else the variable's own dtype. Of `tf.IndexedSlices` the rows
-    are kept one behind the other; where they are a quarter more than the variable has, those of
-    equal indices are summed. A variable whose gradients are None is handed to the optimizer with
-    None. For a variable with `overwrite_with_gradient`, such as a float8 layer's scale, the largest
-    value counts.
+    are kept one behind the other; where they are more than a quarter more than the variable has,
+    those of equal indices are summed. A variable whose gradients are None is handed to the
+    optimizer with None. For a variable with `overwrite_with_gradient`, such as a float8 layer's
+    scale, the largest value counts.
 
     Under a `tf.distribute` strategy make it in the strategy's scope and call `add` in
     `strategy.run`, with the gradients that `optimizer.apply` would take there: of a loss that is
@@ -72,7 +73,7 @@ class GradientAccumulator:
         self._variables: list[Any] = []
         self._buffers: list[Any] = []  # of each variable a `tf.Variable`, `Rows` of them, or None
         self._is_sum: bool | None = None
-        self._jit_compile = False  # whether XLA compiles the updates, all of one optimizer
+        self._jit_compile = False  # whether XLA may compile the updates, all of one optimizer
         self._compiled: Callable[..., Any] | None = None  # what then makes them
 
     def add(
@@ -111,32 +112,28 @@ class GradientAccumulator:
     def _add_compiled(
         self, part: GradientSum, variables: Sequence[Any], is_sum: bool
     ) -> GradientSum:
-        """Add the dense gradients of one microbatch, in a function that XLA compiles.
+        """Add one microbatch to dense buffers, in a function that XLA compiles.
 
-        Returns the rows of sparse ones, which XLA can not keep a list of.
+        Returns the rest, for `_add_rest`: what goes into lists of rows, which XLA can not keep.
         """
         self._check(part, variables, is_sum)
-        dense, rows = part.split()
-        self._store(self._sum(Rows).plus(dense, variables, in_one_pass=True))
-        self._count(part)
-        return rows
+        dense = [None if isinstance(b, Rows) else g for b, g in zip(self._buffers, part.gradients)]
+        rows = [g if isinstance(b, Rows) else None for b, g in zip(self._buffers, part.gradients)]
+        whole = self._sum(with_rows=False)
+        self._store(whole.plus(part._replace(gradients=dense), variables, in_one_pass=True))
+        return part._replace(gradients=rows, maxima=[None for _ in rows])
 
-    def _add_rows(self, rows: GradientSum, unit: tf.Tensor) -> None:
-        """Add what `_add_compiled` returned.
+    def _add_rest(self, rest: GradientSum) -> None:
+        """Add what `_add_compiled` returned, and count the microbatch."""
+        if any(value is not None for value in rest.gradients):
+            self._store(self._sum(with_dense=False).plus(rest, self._variables))
+        self._count(rest)
 
-        Args:
-            rows: the rows.
-            unit: float64 scalar tensor, the window's unit before the microbatch.
-        """
-        if any(value is not None for value in rows.gradients):
-            before = self._sum(tf.Variable)._replace(unit=unit)
-            self._store(before.plus(rows, self._variables))
-
-    def _sum(self, without: type | tuple[()] = ()) -> GradientSum:
-        """Return the sum so far, `without` the buffers of a kind."""
+    def _sum(self, with_dense: bool = True, with_rows: bool = True) -> GradientSum:
+        """Return the sum so far, that of all variables or without those of a kind."""
 
         def read(buffer: Any) -> Any:
-            if buffer is None or isinstance(buffer, without):
+            if buffer is None or not (with_rows if isinstance(buffer, Rows) else with_dense):
                 return None
             return tf.nest.map_structure(lambda part: part.read_value(), buffer)
 
@@ -168,8 +165,10 @@ class GradientAccumulator:
             _strategy.apply(optimizer, gradients, self._variables)
 
         share = self._sum().of_replica(self._variables)
-        if self._jit_compile and self._compiled is None:
-            self._compiled = _strategy.compiled(apply)
+        # For each number of rows XLA would compile again: a window's are sums of many numbers.
+        has_rows = any(isinstance(buffer, Rows) for buffer in self._buffers)
+        if self._jit_compile and not has_rows and not tf.executing_eagerly():
+            self._compiled = self._compiled or _strategy.compiled(apply)
         (self._compiled or apply)(share)
 
     @property
@@ -180,7 +179,7 @@ class GradientAccumulator:
     def mean(self) -> list[Any]:
         """Return the window's gradient, in the variables' dtypes.
 
-        One per variable: a tensor, `tf.IndexedSlices` or None, as they were added.
+        One per variable: a tensor, `tf.IndexedSlices` or None, as the first that was added.
 
         That is sum(w_i * g_i) / sum(w_i), or sum(g_i) where the weights are None. Not finite where
         the weights sum to zero. With several replicas, the replica's share of it: the shares add up
@@ -222,9 +221,12 @@ class GradientAccumulator:
         _strategy.run_on_replicas(self._strategy, apply)
 
     def reset(self) -> None:
-        """Forget the open window. The buffers stay allocated."""
+        """Forget the open window. Dense buffers stay allocated."""
         for state in (self.num_microbatches, self._total, self._unit):
             state.assign(tf.zeros((), state.dtype))
+        for buffer, variable in zip(self._buffers, self._variables):
+            if isinstance(buffer, Rows):
+                tf.nest.map_structure(lambda b, v: b.assign(v), buffer, Rows.none(variable))
 
     def _check_is_on_replica(self) -> None:
         if _strategy.current() is not self._strategy or not _strategy.is_on_replica():

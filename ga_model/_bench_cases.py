@@ -114,4 +114,5 @@ CASES = {
     ),
     "tiny": Case(_tiny, keras.optimizers.Adam, random_numbers(8), 8),
 }
+# Without those of a single question: what a large table costs, and the work around a model.
 USUAL_CASES = ("dense", "convolutional", "transformer", "embedding")

@@ -59,7 +59,7 @@ def time_ratio(times: Times, way: str, num_microbatches: int) -> Ratio | None:
 
 
 def first_seconds(times: Times, way: str) -> float:
-    """Return the seconds of a way's first call: what it traces then serves all its numbers."""
+    """Return the seconds of a way's first call, of all its numbers that which took longest."""
     return max(seconds for key, seconds in times.first_seconds.items() if key[0] == way)
 
 
@@ -124,7 +124,7 @@ def to_dict(measured: Measured) -> dict[str, Any]:
             "way": way,
             "microbatches": number,
             "seconds_per_row": seconds,
-            "seconds_of_first_window": t.first_seconds[way, number],
+            "seconds_of_first_call": t.first_seconds[way, number],
             "ratio_median_and_spread": time_ratio(t, way, number),
         }
         for t in measured.times

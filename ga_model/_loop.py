@@ -13,7 +13,8 @@ def loop(add: Callable[[Any, Any], Any], first: Any, times: Any) -> Any:
 
     Args:
         add: function of an index, int64 scalar tensor, and what it returned the time before.
-        first: a nest of tensors and None.
+        first: a nest of tensors and None. A list of tensors of any shape is one tensor.
+        times: int64 scalar tensor, at least 1.
     """
 
     def flat(nest: Any) -> list[Any]:
@@ -31,7 +32,7 @@ def loop(add: Callable[[Any, Any], Any], first: Any, times: Any) -> Any:
         lambda index, _: index < times,
         lambda index, tensors: (index + 1, flat(add(index, packed(tensors)))),
         (one, flat(first)),
-        # Said so, because the shapes that the body has are sometimes less known.
+        # Said so, because less may be known of what a function in the loop returns.
         shape_invariants=(tf.TensorShape(()), [tensor.shape for tensor in flat(first)]),
         parallel_iterations=1,  # or the activations of ten microbatches are there at a time
     )

@@ -81,7 +81,8 @@ def run(model: Any, train_step: Callable[[Any], Any], data: Any, window: Window 
     step = _Step(model, train_step, batch, window)
     part = step.sum_over_microbatches()
     # Nothing but the data orders these state changes after the fetch of the data: without the
-    # dependency some of them run before a step finds that its iterator is at an end.
+    # dependency some of them run before a step finds that its iterator is at an end. What XLA
+    # compiles is one node, and waits for its data.
     tensors = [t for t in tf.nest.flatten(data, expand_composites=True) if t is not None]
     with tf.control_dependencies(tensors):
         if window is None:
@@ -124,7 +125,7 @@ class _Step:
         self._is_part = batch.is_split or (has_others and model.microbatch_size is not None)
         self._is_window = window is None and not batch.is_split and not has_others
         self._window = window
-        # With replicas, the window's variables are for TensorFlow's own functions.
+        # With replicas, it would be a replica's function that writes a variable of all.
         self._adds_in_cluster = (
             window is not None
             and model.jit_compile
@@ -178,14 +179,11 @@ class _Step:
     def add_to(self, window: Window, part: _Part) -> None:
         """Add the sums of the batch to the window, where that is not done yet."""
         for target, gradients in zip(self.targets, part.sums):
-            if self._adds_in_cluster:
-                units = [u for o, u in zip(self._optimizers, self._units) if o is target.optimizer]
-                window.add_rows(target, gradients, units[0])
-            else:
-                window.add(target, gradients)
+            add = window.add_rest if self._adds_in_cluster else window.add
+            add(target, gradients)
 
     def _added_microbatch(self, num_counted: Any, units: list[Any], leaves: list[Any]) -> _Part:
-        """Run a microbatch and add it to the window. What is left to add are sparse gradients."""
+        """Run a microbatch, and add it to the window but for what it then returns."""
         part = self._microbatch(num_counted, units, leaves)
         assert self._window is not None
         rest = [self._window.add_compiled(t, s) for t, s in zip(self.targets, part.sums)]

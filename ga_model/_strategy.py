@@ -378,7 +378,8 @@ def update_if(
         update: function of `values`. It must not contain another `update_if`.
         values: nests of this replica's tensors. `update` must not take any from elsewhere, as one
             replica's function runs on all.
-        after: function to run where `condition` holds, after an update or instead of one.
+        after: function to run on every replica where `condition` holds, after an update or instead
+            of one.
     """
 
     def branch(strategy: Any, condition: Any, weight: Any, *values: Any) -> None:

@@ -65,7 +65,7 @@ def overwrites(variable: Any) -> bool:
     return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
-def power_of_two(number: tf.Tensor) -> tf.Tensor:
+def power_of_two(number: Any) -> tf.Tensor:
     """Return the power of two at or above a number >= 1: float64 scalar tensor."""
     return 2.0 ** tf.math.ceil(tf.math.log(tf.cast(number, tf.float64)) / math.log(2.0))
 
@@ -81,8 +81,8 @@ class GradientSum(NamedTuple):
     """The weighted gradients of one microbatch, or the sum of several.
 
     Attributes:
-        gradients: one per variable: a tensor or None; or for rows of it, `tf.IndexedSlices` of one
-            microbatch and `Rows` of several.
+        gradients: one per variable: a tensor or None; or for rows of it, `tf.IndexedSlices` as they
+            come from a tape and go to an optimizer, `Rows` while they are summed.
         maxima: one per variable: None, or the tensor that is to overwrite it, which has no weight.
         total: float64 scalar tensor, the sum of the weights in `unit`.
         unit: float64 scalar tensor.
@@ -97,7 +97,7 @@ class GradientSum(NamedTuple):
     def of(
         cls, gradients: Sequence[Any], variables: Sequence[Any], weight: Weight, scale: bool
     ) -> GradientSum:
-        """Return the gradients of one microbatch.
+        """Return the gradients of one microbatch, or without `scale` a sum.
 
         Args:
             gradients: one per variable.
@@ -202,13 +202,6 @@ class GradientSum(NamedTuple):
             other.unit,
         )
 
-    def split(self) -> tuple[GradientSum, GradientSum]:
-        """Return the dense gradients of a microbatch, and the sparse ones."""
-        rows = [g if isinstance(g, tf.IndexedSlices) else None for g in self.gradients]
-        dense = [g if r is None else None for g, r in zip(self.gradients, rows)]
-        no_maxima = [None for _ in self.maxima]
-        return self._replace(gradients=dense), self._replace(gradients=rows, maxima=no_maxima)
-
     def mean(self, variables: Sequence[Any], is_sum: bool) -> list[Any]:
         """Return what an optimizer is to be given, in the variables' dtypes.
 
@@ -284,12 +277,18 @@ def _term(gradient: Any, variable: Any) -> Any:
 
 
 def _like(total: Any, gradient: Any, variable: Any) -> Any:
-    """Return what is added to `total`. Eagerly, a gradient may be of another kind, or left out."""
+    """Return what is added to `total`.
+
+    In another trace, or eagerly, a gradient may be of another kind, or left out.
+    """
     if gradient is None:
         return _no_gradient(total, variable)
     if not isinstance(total, Rows):
-        if isinstance(gradient, (Rows, tf.IndexedSlices)):
-            gradient = _term(gradient, variable).slices(variable)
+        if isinstance(gradient, Rows):
+            gradient = gradient.slices(variable)
+        if isinstance(gradient, tf.IndexedSlices):
+            slices, num_rows = gradient, int(variable.shape[0])
+            gradient = tf.math.unsorted_segment_sum(slices.values, slices.indices, num_rows)
         gradient = tf.convert_to_tensor(gradient)
         gradient.set_shape(total.shape)  # which that of a function's result may not be known to be
         return tf.cast(gradient, total.dtype)
@@ -313,9 +312,7 @@ def _with_values(gradient: tf.IndexedSlices, values: Any) -> tf.IndexedSlices:
 
 
 def _with_dtype(gradient: Any) -> Any:
-    """Return a gradient in the dtype that it is summed in."""
-    if isinstance(gradient, tf.IndexedSlices):
-        return _with_values(gradient, _with_dtype(gradient.values))
+    """Return a dense gradient in the dtype that it is summed in."""
     return tf.cast(gradient, sum_dtype(gradient.dtype))
 
 

@@ -89,14 +89,14 @@ class Window:
     def add_compiled(self, target: Target, part: GradientSum) -> GradientSum:
         """Add what a batch had for one optimizer, in a function that XLA compiles.
 
-        Returns what is left for `add_rows`.
+        Returns what is left for `add_rest`.
         """
         accumulator = self.accumulator(target.optimizer)
         return accumulator._add_compiled(part, target.variables, target.is_sum)
 
-    def add_rows(self, target: Target, rows: GradientSum, unit: tf.Tensor) -> None:
-        """Add what `add_compiled` returned; `unit` is that of before."""
-        self.accumulator(target.optimizer)._add_rows(rows, unit)
+    def add_rest(self, target: Target, rest: GradientSum) -> None:
+        """Add what `add_compiled` returned."""
+        self.accumulator(target.optimizer)._add_rest(rest)
 
     def end_batch(self) -> None:
         """Count the batch, and update if it fills the window."""

@@ -163,6 +163,25 @@ def test_sparse_gradients_are_one_behind_the_other_up_to_a_quarter_more_than_the
         accumulator.add(expected, model.trainable_variables, weight=2)
 
 
+@pytest.mark.parametrize("weights", [(1, 64, 1000), (1000, 1, 64), (0, 1, 3), (3, 0, 1)])
+def test_sparse_gradients_have_the_weights_of_dense_ones(weights, float64):
+    variable = keras.Variable(np.zeros((9, 2)))
+    values = np.random.default_rng(1).normal(size=(3, 4, 2))
+    indices = [[0, 1, 1, 8], [3, 1, 0, 0], [8, 8, 8, 2]]
+    gradients = [
+        tf.IndexedSlices(*map(tf.constant, pair), tf.constant([9, 2]))
+        for pair in zip(values, indices, strict=True)
+    ]
+    means = []
+    for parts in (gradients, [tf.convert_to_tensor(g) for g in gradients]):
+        accumulator = GradientAccumulator()
+        add = tf.function(accumulator.add)
+        for part, weight in zip(parts, weights, strict=True):
+            add([part], [variable], weight=tf.constant(weight, tf.float64))
+        means.append(tf.convert_to_tensor(accumulator.mean()[0]))
+    np.testing.assert_allclose(*means, rtol=1e-12)
+
+
 def test_a_dense_gradient_may_come_where_others_were_sparse_and_the_other_way_round():
     variable = keras.Variable(np.zeros((3, 2)))
     sparse = tf.IndexedSlices(tf.ones((2, 2)), tf.constant([1, 1]))

@@ -55,7 +55,17 @@ def test_the_table_shows_the_ratios_of_what_was_measured(run):
         assert line == ["embedding", "off", line[2], str(rounds), *expected]
     sizes = {entry["way"]: entry["bytes"] for entry in measured["memory"]}
     plain_size = sizes.pop(REFERENCE)
-    ratios = [f"{sizes[way] / plain_size:.2f}" for way in (WHOLE, KERAS, STEPS, SIZE)]
+    units = {e["way"]: e["bytes_of_trainable_variables"] for e in measured["memory"]}
+    units[SIZE] += next(e["bytes_of_batch"] for e in measured["memory"] if e["way"] == SIZE)
+    ratios = []
+    for way in (WHOLE, KERAS, STEPS, SIZE):
+        ratios.append(f"{sizes[way] / plain_size:.2f}")
+        ratios.append(f"({(sizes[way] - plain_size) / units[way]:+.2f})")
+    first = [
+        max(e["seconds_of_first_call"] for e in measured["times"] if e["way"] == way)
+        for way in (REFERENCE, KERAS, STEPS, SIZE)
+    ]
+    assert lines[3][3:] == ["s", *(f"{seconds / first[0]:.2f}" for seconds in first[1:])]
     assert lines[2] == ["embedding", "off", f"{plain_size / 1e6:,.0f}", "MB", *ratios]
 
 

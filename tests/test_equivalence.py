@@ -13,12 +13,24 @@ The weights and the optimizer's state are compared after 4 to 6 updates. Adam an
 default, the other optimizers with `-m sweep`.
 """
 
+import functools
+
 import helpers
 import keras
 import numpy as np
 import pytest
-from helpers import TOLERANCE, assert_changed, relative_difference, scope, seeded
-from zoo import OPTIMIZERS, ZOO
+import tensorflow as tf
+from helpers import (
+    TOLERANCE,
+    assert_changed,
+    dense_data,
+    dense_model,
+    difference_of_fits,
+    relative_difference,
+    scope,
+    seeded,
+)
+from zoo import OPTIMIZERS, ZOO, embedding, embedding_data
 
 from ga_model import accumulate
 
@@ -94,3 +106,117 @@ def test_zoo_matches_the_whole_batch(name, optimizer, dtype, record_property):
                 scale = max(np.abs(expected).max(), 1e-30)
                 assert np.abs(state - expected).max() <= 10 * TOLERANCE[dtype] * scale
     record_property("largest_relative_difference", float(max(differences)))
+
+
+SPARSE_OPTIMIZERS = {  # what they do with rows of equal ids shows in the result
+    "adam": lambda: keras.optimizers.Adam(0.01),
+    "adagrad": lambda: keras.optimizers.Adagrad(0.1),
+    "clipped": lambda: keras.optimizers.SGD(0.5, clipnorm=0.1),
+}
+
+
+@pytest.mark.one_device("Keras's own reference sees the rows in another order")
+@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("optimizer", SPARSE_OPTIMIZERS)
+def test_rows_of_equal_ids_match_the_whole_batch(optimizer, jit_compile, float64):
+    difference = difference_of_fits(
+        ZOO["embedding"][0],
+        lambda: {
+            "optimizer": SPARSE_OPTIMIZERS[optimizer](),
+            "loss": "mse",
+            "jit_compile": jit_compile,
+        },
+        ZOO["embedding"][1](55),
+        rows=4,
+        steps=3,
+    )
+    assert difference <= TOLERANCE[float64]
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_more_rows_than_the_table_has_match_the_whole_batch(jit_compile, float64):
+    """60 ids are looked up in a window, of 7."""
+    difference = difference_of_fits(
+        functools.partial(embedding, 7),
+        lambda: {"optimizer": keras.optimizers.SGD(0.1), "loss": "mse", "jit_compile": jit_compile},
+        embedding_data(55),
+        rows=4,
+        steps=3,
+    )
+    assert difference <= TOLERANCE[float64]
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning:keras")
+@pytest.mark.parametrize("name", [name for name in ZOO if name != "lazily_built"])
+def test_zoo_under_xla_matches_the_whole_batch(name, float64):
+    make, make_data = ZOO[name]
+    difference = difference_of_fits(
+        make,
+        lambda: {"optimizer": OPTIMIZERS["adam"](), "loss": "mse", "jit_compile": True},
+        make_data(55),
+        rows=4,
+        steps=3,
+    )
+    assert difference <= TOLERANCE[float64]
+
+
+@pytest.mark.parametrize("weightless", [[0], [1], [2], [0, 1], [1, 2], [0, 2]], ids=str)
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_batches_without_weight_anywhere_in_a_window(jit_compile, weightless, float64):
+    x, y = dense_data(48)
+    weights = np.random.default_rng(0).uniform(0.5, 2.0, 48)
+    for batch in weightless:
+        for window in range(4):
+            begin = 4 * (3 * window + batch)
+            weights[begin : begin + 4] = 0.0
+    difference = difference_of_fits(
+        dense_model,
+        lambda: {
+            "optimizer": OPTIMIZERS["adam"](),
+            "loss": keras.losses.MeanSquaredError("mean_with_sample_weight"),
+            "jit_compile": jit_compile,
+        },
+        (x, y, weights),
+        rows=4,
+        steps=3,
+    )
+    assert difference <= TOLERANCE[float64]
+
+
+class UsedInTwoWays(keras.Model):
+    """A table of which full batches look up rows, and the ragged last one all of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = self.add_weight(shape=(7, 3), initializer="uniform", name="table")
+        self.dense = keras.layers.Dense(2)
+
+    def call(self, ids):
+        table = tf.convert_to_tensor(self.table)
+        if ids.shape[0] == 4:
+            return self.dense(tf.gather(table, ids))
+        return self.dense(tf.one_hot(ids, 7, dtype=table.dtype) @ table)
+
+
+@pytest.mark.one_device("replicas have other numbers of rows")
+@pytest.mark.parametrize("first", [4, 2])
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_a_gradient_that_is_sparse_in_some_batches_only(jit_compile, first, float64):
+    ids = np.random.default_rng(0).integers(0, 7, size=30).astype("int32")
+    y = dense_data(30)[1]
+    trained = []
+    for wrap in (True, False):
+        model = seeded(UsedInTwoWays)
+        model(ids[:1])
+        if wrap:
+            model = accumulate(model, accumulation_steps=3)
+        model.compile(keras.optimizers.SGD(0.5), "mse", jit_compile=jit_compile)
+        start = model.get_weights()
+        for begin in range(0, 30, 10):
+            window = np.arange(begin, begin + 10)
+            batches = np.split(window, [first, first + 4]) if wrap else [window]
+            for rows in batches:
+                model.train_on_batch(ids[rows], y[rows])
+        trained.append(model.get_weights())
+    assert_changed(trained[1], start)
+    assert relative_difference(*trained, start) <= TOLERANCE[float64]
