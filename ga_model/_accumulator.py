@@ -24,14 +24,14 @@ class GradientAccumulator:
 
     Use it in a training loop of your own; `AccumulatingModel` uses it too. Everything works inside
     and outside of `tf.function`, but `add` not with sparse gradients in one that XLA compiles. The
-    update equals that of the optimizer on the whole window when
-    each weight says how much its microbatch counts in the loss's mean: the number of rows for a
-    mean over rows, the number of valid tokens for a mean over tokens.
+    update equals that of the optimizer on the whole window when each weight says how much its
+    microbatch counts in the loss's mean: the number of rows for a mean over rows, the number of
+    valid tokens for a mean over tokens.
 
     There is one buffer per variable that has a gradient, made by the first `add`: float32 for
     float16 and bfloat16 variables, else the variable's own dtype. Of `tf.IndexedSlices` the rows
-    are kept one behind the other; where they are more than a quarter more than the variable has,
-    those of equal indices are summed. A variable whose gradients are None is handed to the
+    are kept one behind the other; where they outnumber the variable's by more than a quarter, those
+    of equal indices are summed. A variable whose gradients are None is handed to the
     optimizer with None. For a variable with `overwrite_with_gradient`, such as a float8 layer's
     scale, the largest value counts.
 

@@ -193,7 +193,8 @@ class GradientSum(NamedTuple):
         else:
             sums = []
         maxima = [
-            None if a is None else tf.maximum(a, b) for a, b in zip(self.maxima, other.maxima)
+            None if a is None else tf.maximum(a, tf.cast(b, a.dtype))
+            for a, b in zip(self.maxima, other.maxima)
         ]
         return GradientSum(
             _with_nones(sums, self.gradients),
