@@ -179,9 +179,9 @@ def measure_times(
         like = None if way == KERAS else next((t for t in trainings.values() if t.way == way), None)
         training = Training(CASES[case], jit_compile, way, number, like)
         trainings[way, number] = training
-        calls = 1 if training.is_window else number
-        first[way, number] = training.run(number // calls)
-        training.run(number - number // calls)
+        of_one_call = training.rows // CASES[case].rows
+        first[way, number] = training.run(of_one_call)
+        training.run(number - of_one_call)
     for training in trainings.values():
         # TensorFlow optimizes a function again when others were made since.
         training.run(training.num_microbatches)
@@ -222,7 +222,6 @@ class Training:
         model: the model.
         way, num_microbatches: the arguments.
         rows: of each batch.
-        is_window: whether each batch is one.
     """
 
     def __init__(
@@ -243,8 +242,8 @@ class Training:
             self.model = _make_model(case, jit_compile, way, num_microbatches)
             self.model.make_train_function()
             self._function = self.model.train_function
-        self.is_window = way in (WHOLE, SIZE)
-        self.rows = rows = case.rows * (num_microbatches if self.is_window else 1)
+        self._is_window = way in (WHOLE, SIZE)  # each batch
+        self.rows = rows = case.rows * (num_microbatches if self._is_window else 1)
         # The number of rows is not part of the dataset's type, and no function is traced for it.
         rows_of_batch = tf.data.Dataset.from_tensor_slices(case.make_data(rows)).batch(rows)
         self._iterator = iter(rows_of_batch.cache().repeat())
@@ -257,7 +256,7 @@ class Training:
         if self.way == STEPS:
             self.model.accumulation_steps = self.num_microbatches
         begin = time.perf_counter()
-        for _ in range(microbatches // self.num_microbatches if self.is_window else microbatches):
+        for _ in range(microbatches // self.num_microbatches if self._is_window else microbatches):
             self._function(self._iterator)
         return time.perf_counter() - begin
 

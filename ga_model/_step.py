@@ -90,7 +90,7 @@ def run(model: Any, train_step: Callable[[Any], Any], data: Any, window: Window 
             for target, gradients in zip(step.targets, part.sums):
                 _apply(target, gradients, num_counted, model.jit_compile)
         else:
-            step.add_to(window, part)
+            step.add_to_window(part)
             window.end_batch()
         if model.skip_nonfinite:
             model._count_skipped(batch.num_microbatches - part.num_counted)
@@ -124,7 +124,7 @@ class _Step:
         # Replicas have to communicate alike, however many rows each has.
         self._is_part = batch.is_split or (has_others and model.microbatch_size is not None)
         self._is_window = window is None and not batch.is_split and not has_others
-        self._window = window
+        self._window: Any = window
         # With replicas, it would be a replica's function that writes a variable of all.
         self._adds_in_cluster = (
             window is not None
@@ -176,16 +176,15 @@ class _Step:
             experimental_attributes={"_noinline": True} if is_split else None,
         )
 
-    def add_to(self, window: Window, part: _Part) -> None:
+    def add_to_window(self, part: _Part) -> None:
         """Add the sums of the batch to the window, where that is not done yet."""
         for target, gradients in zip(self.targets, part.sums):
-            add = window.add_rest if self._adds_in_cluster else window.add
+            add = self._window.add_rest if self._adds_in_cluster else self._window.add
             add(target, gradients)
 
     def _added_microbatch(self, num_counted: Any, units: list[Any], leaves: list[Any]) -> _Part:
         """Run a microbatch, and add it to the window but for what it then returns."""
         part = self._microbatch(num_counted, units, leaves)
-        assert self._window is not None
         rest = [self._window.add_compiled(t, s) for t, s in zip(self.targets, part.sums)]
         return part._replace(sums=rest)
 

@@ -122,15 +122,6 @@ def copies(variable: tf.Variable) -> list[tf.Variable]:
     return list(variable.values) if _is_distributed(variable) else [variable]
 
 
-def copy_here(variable: tf.Variable) -> tf.Variable:
-    """Return the copy of a variable on the replica that asks."""
-    own = copies(variable)
-    if len(own) == 1:
-        return own[0]
-    replica = tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group)
-    return own[int(replica) % len(own)]  # machines have equally many, one machine after the other
-
-
 def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
     """Create the optimizer's variables, as its first `apply` would.
 

@@ -176,18 +176,18 @@ class GradientSum(NamedTuple):
         # A microbatch without weight is left out, not multiplied.
         is_empty, is_same_unit = tf.equal(other.total, 0.0), tf.equal(shrink, 1.0)
         is_first = tf.equal(self.unit, 0.0)
-        branches = [
-            lambda: [a for a, _, _ in terms],
-            lambda: [b for _, b, _ in terms],
-            lambda: [_plus(a, b, v) for a, b, v in terms],
-            lambda: [_plus(_times(a, shrink, v), b, v) for a, b, v in terms],
-        ]
         if in_one_pass:
             sums = [
                 tf.where(is_empty, a, tf.where(is_first, b, _plus(_times(a, shrink, v), b, v)))
                 for a, b, v in terms
             ]
         elif terms:
+            branches = [
+                lambda: [a for a, _, _ in terms],
+                lambda: [b for _, b, _ in terms],
+                lambda: [_plus(a, b, v) for a, b, v in terms],
+                lambda: [_plus(_times(a, shrink, v), b, v) for a, b, v in terms],
+            ]
             case = tf.where(is_empty, 0, tf.where(is_first, 1, tf.where(is_same_unit, 2, 3)))
             sums = tf.switch_case(case, branches)
         else:
