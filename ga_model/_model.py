@@ -17,6 +17,9 @@ from ga_model._window import Counter, Window
 
 _validate.check_backend(keras.backend.backend())
 
+# What makes a layer a model: `keras.Model` has its `train_step` from there.
+_Trainer = next(c for c in keras.Model.__mro__ if "train_step" in vars(c))
+
 if TYPE_CHECKING:  # what the mixin's `super()` finds
     from keras import Model as _Base
 else:
@@ -101,11 +104,11 @@ class AccumulatingModel(_Base):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         mro = cls.__mro__
-        if keras.Model not in mro and any(
+        if _Trainer not in mro and any(
             base is not object and not issubclass(base, AccumulatingModel) for base in cls.__bases__
         ):
             raise TypeError(_validate.no_keras_model_message(cls.__name__))
-        if keras.Model in mro and mro.index(keras.Model) < mro.index(AccumulatingModel):
+        if _Trainer in mro and mro.index(_Trainer) < mro.index(AccumulatingModel):
             raise TypeError(_validate.wrong_side_message(cls.__name__))
         owner = next(c for c in mro if "train_step" in c.__dict__)
         if owner is cls or not issubclass(owner, AccumulatingModel):
@@ -117,7 +120,7 @@ class AccumulatingModel(_Base):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         # Keras calls `__new__` of every base when it makes a functional model of a subclass.
-        if not issubclass(cls, keras.Model) and not cls.__subclasses__():
+        if not issubclass(cls, _Trainer) and not cls.__subclasses__():
             raise TypeError(_validate.no_keras_model_message(cls.__name__))
         return super().__new__(cls, *args, **kwargs)
 

@@ -100,7 +100,8 @@ def _observer(entry: Any, compiled: Any) -> Any:
 
         class Observed(type(loss)):  # type: ignore[misc]
             def call(self, y_true: Any, y_pred: Any) -> Any:
-                seen.append(super().call(y_true, y_pred))
+                values = super().call(y_true, y_pred)
+                seen.append(values if tf.is_tensor(values) else tf.convert_to_tensor(values))
                 return seen[-1]
 
         twin = object.__new__(Observed)
