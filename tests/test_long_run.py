@@ -1,0 +1,144 @@
+"""Ten thousand windows: nothing grows, nothing is traced again, nothing drifts."""
+
+import gc
+
+import keras
+import numpy as np
+import psutil
+import pytest
+import tensorflow as tf
+from helpers import TOLERANCE, relative_difference, seeded
+
+from ga_model import AccumulationScheduler, GradientAccumulator, accumulate
+
+WINDOWS = 10_000
+SCHEDULE = {0: 1, 1_000: 3, 3_000: 2, 6_000: 4, 9_000: 1}  # by update
+BATCHES = sum(
+    steps * (end - begin)
+    for (begin, steps), end in zip(SCHEDULE.items(), [*list(SCHEDULE)[1:], WINDOWS])
+)
+
+pytestmark = pytest.mark.sweep
+
+
+def batches():
+    """Yield (x, y) of 1 to 8 rows with 1 to 5 positions each, row by row of a cycle of 97."""
+    generator = np.random.default_rng(0)
+    shapes = generator.integers([1, 1], [9, 6], size=(97, 2))
+    pool = [(generator.normal(size=(*s, 3)), generator.normal(size=(*s, 2))) for s in shapes]
+    for i in range(BATCHES):
+        yield pool[i % len(pool)]
+
+
+def windows():
+    """Yield the same rows, those of a window at a time."""
+    remaining = batches()
+    updates = 0
+    while updates < WINDOWS:
+        steps = [steps for begin, steps in SCHEDULE.items() if begin <= updates][-1]
+        window = [next(remaining) for _ in range(steps)]
+        yield tuple(np.concatenate([flat(part[i]) for part in window]) for i in range(2))
+        updates += 1
+
+
+def flat(values):
+    """Put positions in the place of rows: their mean is the same."""
+    return values.reshape(-1, 1, values.shape[-1])
+
+
+def dataset(make, size):
+    specs = [tf.TensorSpec((None, None, size), tf.float64) for size in (3, 2)]
+    data = tf.data.Dataset.from_generator(make, output_signature=tuple(specs))
+    return data.apply(tf.data.experimental.assert_cardinality(size))
+
+
+def make():
+    inputs = keras.Input((None, 3))
+    x = keras.layers.Dense(4, activation="tanh")(inputs)
+    return keras.Model(inputs, keras.layers.Dense(2)(x))
+
+
+class Probe(keras.callbacks.Callback):
+    """Notes the memory of the process now and then, in bytes."""
+
+    def __init__(self):
+        super().__init__()
+        self.memory = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch % 1_000 == 0:
+            gc.collect()
+            self.memory.append(psutil.Process().memory_info().rss)
+
+
+def test_windows_of_changing_sizes_and_shapes(float64):
+    traced = []
+
+    class Counted(keras.Model):
+        def train_step(self, data):
+            traced.append(data)
+            return super().train_step(data)
+
+    def make_counted():
+        plain = make()
+        return Counted(plain.inputs, plain.outputs)
+
+    def compiled(model):
+        rate = keras.optimizers.schedules.CosineDecay(0.01, WINDOWS, alpha=0.1)
+        model.compile(keras.optimizers.Adam(rate), "mse")
+        return model
+
+    reference = compiled(seeded(make))
+    model = compiled(accumulate(seeded(make_counted)))
+    model.optimizer.build(model.trainable_variables)
+    start = model.get_weights()
+    probe = Probe()
+    callbacks = [AccumulationScheduler(SCHEDULE, by="update"), probe]
+    model.fit(dataset(batches, BATCHES), callbacks=callbacks, shuffle=False, verbose=0)
+    reference.fit(dataset(windows, WINDOWS), shuffle=False, verbose=0)
+    assert model.optimizer.iterations == reference.optimizer.iterations == WINDOWS
+    assert len(traced) == 2  # for windows of one batch, and of several
+    quarter = len(probe.memory) // 4
+    growth = max(probe.memory[quarter:]) - probe.memory[quarter]
+    assert growth < 100 * WINDOWS  # 0.07 MB was measured; a scalar tensor per window is more
+    difference = relative_difference(model.get_weights(), reference.get_weights(), start)
+    assert difference <= TOLERANCE[float64]
+
+
+@pytest.mark.parametrize("kind", ["dense", "rows"])
+def test_buffers_do_not_drift(kind):
+    """The mean of a late window is as near to a sum in float64 as that of an early one."""
+    generator = np.random.default_rng(0)
+    variable = keras.Variable(np.zeros((50, 3), "float32"))
+    optimizer = keras.optimizers.SGD(0.0)
+    accumulator = GradientAccumulator()
+
+    @tf.function(reduce_retracing=True)
+    def add(values, ids, weight):
+        rows = tf.IndexedSlices(values, ids, variable.shape)
+        gradient = rows if kind == "rows" else tf.convert_to_tensor(rows)
+        accumulator.add([gradient], [variable], weight=weight)
+
+    @tf.function
+    def mean_and_update():
+        mean = tf.convert_to_tensor(accumulator.mean()[0])
+        accumulator.apply(optimizer)
+        return mean
+
+    errors = []
+    for _ in range(WINDOWS):
+        total, exact = 0.0, np.zeros((50, 3))
+        for _ in range(generator.integers(1, 5)):
+            number, weight = generator.integers(1, 80), generator.uniform(0.1, 100.0)
+            values = generator.normal(size=(number, 3)).astype("float32")
+            ids = generator.integers(0, 50, size=number)
+            add(tf.constant(values), tf.constant(ids), tf.constant(weight, tf.float64))
+            np.add.at(exact, ids, weight * values.astype("float64"))
+            total += weight
+        error = np.linalg.norm(mean_and_update().numpy() - exact / total)
+        errors.append(error / np.linalg.norm(exact / total))
+    assert max(errors) < 1e-6
+    tenth = WINDOWS // 10
+    assert np.median(errors[-tenth:]) < 1.2 * np.median(errors[:tenth])
+    assert add.experimental_get_tracing_count() <= 3  # the first shape, and any shape
+    assert mean_and_update.experimental_get_tracing_count() == 1

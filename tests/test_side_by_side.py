@@ -1,0 +1,157 @@
+"""Models side by side: in threads and processes, with shared layers, one inside another."""
+
+import multiprocessing
+import pickle
+import subprocess
+import sys
+import threading
+
+import keras
+import pytest
+from helpers import TOLERANCE, dense_data, dense_model, relative_difference, seeded
+
+from ga_model import accumulate
+
+SETTINGS = [{"accumulation_steps": 3}, {"microbatch_size": 2}]
+ROWS = 34  # windows of 12: two full ones, and a ragged one
+
+
+def compiled(model, jit_compile=False):
+    model.compile(keras.optimizers.Adam(0.01), "mse", jit_compile=jit_compile)
+    return model
+
+
+def fit(model, data, settings=None, epochs=2):
+    """Train with updates of 12 rows."""
+    rows = 12 // (settings or {}).get("accumulation_steps", 1)
+    model.fit(*data, batch_size=rows, epochs=epochs, shuffle=False, verbose=0)
+
+
+def difference(models, references, starts):
+    return max(
+        relative_difference(m.get_weights(), r.get_weights(), start)
+        for m, r, start in zip(models, references, starts, strict=True)
+    )
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_two_models_train_in_two_threads(jit_compile, float64):
+    data = [dense_data(ROWS, seed=seed) for seed in (3, 4)]
+    references = [compiled(seeded(dense_model)) for _ in data]
+    models = [
+        compiled(accumulate(seeded(dense_model), **settings), jit_compile) for settings in SETTINGS
+    ]
+    starts = [model.get_weights() for model in models]
+    for reference, d in zip(references, data):
+        fit(reference, d, epochs=20)
+    errors, barrier = [], threading.Barrier(2)
+
+    def train(*args):
+        try:
+            barrier.wait()
+            fit(*args, epochs=20)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=train, args=args) for args in zip(models, data, SETTINGS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert difference(models, references, starts) <= TOLERANCE[float64]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_models_that_share_a_layer_train_in_turn(settings, float64):
+    def make_two():
+        shared = keras.layers.Dense(6, activation="tanh")
+        shared.build((None, 4))
+        return [
+            keras.Sequential([keras.Input((4,)), shared, keras.layers.Dense(2)]) for _ in range(2)
+        ]
+
+    data = [dense_data(ROWS, seed=seed) for seed in (3, 4)]
+    references = [compiled(model) for model in seeded(make_two)]
+    models = [compiled(accumulate(model, **settings)) for model in seeded(make_two)]
+    starts = [model.get_weights() for model in models]
+    for _ in range(2):
+        for reference, model, d in zip(references, models, data):
+            fit(reference, d)
+            fit(model, d, settings)
+    assert difference(models, references, starts) <= TOLERANCE[float64]
+
+
+@pytest.mark.parametrize("outer", [{}, *SETTINGS], ids=str)
+@pytest.mark.parametrize("inner", SETTINGS, ids=str)
+def test_a_model_inside_another_trains_by_the_outer_ones_settings(inner, outer, float64):
+    def make(inner=None, outer=None):
+        part = dense_model(outputs=3)
+        if inner:
+            part = compiled(accumulate(part, **inner))
+        model = keras.Sequential([keras.Input((4,)), part, keras.layers.Dense(2)])
+        return compiled(accumulate(model, **outer) if outer else model), part
+
+    data = dense_data(ROWS)
+    (model, part), (reference, other) = seeded(lambda: make(inner, outer)), seeded(make)
+    compiled(other)
+    starts = [model.get_weights(), part.get_weights()]
+    for _ in range(2):  # the outer model, then the inner one by itself
+        fit(reference, data)
+        fit(model, data, outer)
+        inner_data = dense_data(ROWS, outputs=3)
+        fit(other, inner_data)
+        fit(part, inner_data, inner)
+    assert difference([model, part], [reference, other], starts) <= TOLERANCE[float64]
+
+
+def make_in_float64(settings):
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    return compiled(accumulate(seeded(dense_model), **settings))
+
+
+def train_in_a_process(pipe, settings, pickled):
+    model = make_in_float64(settings)
+    if pickled is not None:
+        model = pickle.loads(pickled)
+    start = model.get_weights()
+    fit(model, dense_data(ROWS), settings)
+    reference = compiled(seeded(dense_model))
+    fit(reference, dense_data(ROWS))
+    pipe.send(relative_difference(model.get_weights(), reference.get_weights(), start))
+
+
+def difference_in_a_process(method, settings, pickled=None):
+    """Train in a process of its own, and return what it has measured."""
+    context = multiprocessing.get_context(method)
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=train_in_a_process, args=(sender, settings, pickled))
+    process.start()
+    try:
+        assert receiver.poll(120)
+        return receiver.recv()
+    finally:
+        process.kill()
+        process.join()
+
+
+def test_a_model_trains_in_a_spawned_process(float64):
+    """One that was made here goes there as a pickle."""
+    pickled = pickle.dumps(make_in_float64({"microbatch_size": 2}))
+    difference = difference_in_a_process("spawn", {"microbatch_size": 2}, pickled)
+    assert difference <= TOLERANCE[float64]
+
+
+FORK = """
+import sys
+sys.path.insert(0, "tests")
+import test_side_by_side as tests
+difference = tests.difference_in_a_process("fork", {"accumulation_steps": 3})
+assert difference <= tests.TOLERANCE["float64"], difference
+"""
+
+
+def test_a_model_trains_in_a_forked_process(request):
+    """As long as TensorFlow has not run anything before the fork, which it does not survive."""
+    subprocess.run([sys.executable, "-c", FORK], check=True, cwd=request.config.rootpath)
