@@ -235,54 +235,6 @@ def test_callbacks_are_taken_in_every_form(how, float64):
     assert model.optimizer.iterations == 3 * max(1, len(watch.seen))
 
 
-def test_stop_training_inside_a_window_closes_it(float64):
-    x, y = dense_data(28)
-    model, reference = make_pair()
-    start = model.get_weights()
-
-    class Stop(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            self.model.stop_training = batch == 4
-
-    model.fit(x, y, batch_size=ROWS, epochs=5, shuffle=False, verbose=0, callbacks=[Stop()])
-    reference.fit(x[:20], y[:20], batch_size=FULL, shuffle=False, verbose=0)
-    assert_same_training(model, reference, start)
-
-
-def test_an_interrupted_fit_leaves_nothing_behind(float64):
-    x, y = dense_data(28)
-    model, reference = make_pair()
-    start = model.get_weights()
-
-    class Interrupt(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            if batch == 1:
-                raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        model.fit(x * 100, y, batch_size=ROWS, shuffle=False, verbose=0, callbacks=[Interrupt()])
-    for m, rows in ((model, ROWS), (reference, FULL)):
-        m.fit(x, y, batch_size=rows, epochs=2, shuffle=False, verbose=0)
-    assert_same_training(model, reference, start)
-
-
-def test_a_loop_after_an_interrupted_fit_starts_with_an_empty_window(float64):
-    x, y = dense_data(28)
-    model, reference = make_pair()
-    start = model.get_weights()
-
-    class Interrupt(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        model.fit(x * 100, y, batch_size=ROWS, shuffle=False, verbose=0, callbacks=[Interrupt()])
-    for i in range(0, 12, ROWS):
-        model.train_on_batch(x[i : i + ROWS], y[i : i + ROWS])
-    reference.train_on_batch(x[:12], y[:12])
-    assert_same_training(model, reference, start)
-
-
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_train_on_batch_counts_windows_as_fit_does(run_eagerly, float64):
     x, y = dense_data(28)

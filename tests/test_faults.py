@@ -1,0 +1,504 @@
+"""What is left of a run in which something breaks: the user's own error, and a model to go on with.
+
+Every fault happens to plain Keras, too, which shows what the user would see without this package.
+"""
+
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import keras
+import killed_run
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import set_dtype
+from helpers import TOLERANCE, assert_changed, dense_data, relative_difference, seeded
+
+from ga_model import accumulate
+from ga_model._process import ProcessError, in_own_process
+
+BIG = 12  # rows of a window
+WAYS = {  # the settings, and the rows per batch
+    "accumulation_steps": ({"accumulation_steps": 3}, 4),
+    "microbatch_size": ({"microbatch_size": 4}, BIG),
+    "both": ({"accumulation_steps": 3, "microbatch_size": 2}, 4),
+}
+FAULTY_ROW = 29  # of 40: in the middle of a window, and of a batch that is split
+
+
+class UserError(Exception):
+    pass
+
+
+# What breaks. Each returns the arguments of a `fit` that fails, without its epochs.
+
+
+class Fails(keras.callbacks.Callback):
+    """Raises an error at an event, of a batch or the first of its kind."""
+
+    def __init__(self, event, error, batch=None):
+        super().__init__()
+        setattr(self, event, self._fail)
+        self._error, self._batch = error, batch
+
+    def _fail(self, index, logs=None):
+        if self._batch in (None, index):
+            raise self._error
+
+
+def in_a_callback(event, error, per_batch=True):
+    def arguments(x, y, rows):
+        callback = Fails(event, error, FAULTY_ROW // rows if per_batch else None)
+        return {"x": x, "y": y, "batch_size": rows, "callbacks": [callback]}
+
+    return arguments
+
+
+def in_a_generator(x, y, rows):
+    def batches():
+        for i in range(0, len(x), rows):
+            if i + rows > FAULTY_ROW:
+                raise UserError("of the data")
+            yield x[i : i + rows], y[i : i + rows]
+
+    return {"x": batches(), "steps_per_epoch": -(-len(x) // rows)}
+
+
+class FailingBatches(keras.utils.PyDataset):
+    def __init__(self, x, y, rows, **kwargs):
+        super().__init__(**kwargs)
+        self._data = x, y, rows
+
+    def __len__(self):
+        x, _, rows = self._data
+        return -(-len(x) // rows)
+
+    def __getitem__(self, index):
+        x, y, rows = self._data
+        if index == FAULTY_ROW // rows:
+            raise UserError("of the data")
+        return tuple(part[index * rows : (index + 1) * rows] for part in (x, y))
+
+
+def in_a_py_dataset(x, y, rows):
+    return {"x": FailingBatches(x, y, rows)}
+
+
+def in_a_py_dataset_with_workers(x, y, rows):
+    return {"x": FailingBatches(x, y, rows, workers=2)}
+
+
+def in_a_running_layer(x, y, rows):
+    x[FAULTY_ROW] = 1e6
+    return {"x": x, "y": y, "batch_size": rows}
+
+
+def in_a_running_loss(x, y, rows):
+    y[FAULTY_ROW] = 1e6
+    return {"x": x, "y": y, "batch_size": rows}
+
+
+def on_a_full_disk(name):
+    def arguments(x, y, rows, folder):
+        (folder / name).symlink_to("/dev/full")
+        callback = keras.callbacks.ModelCheckpoint(
+            folder / name, save_weights_only=".weights" in name, save_freq=FAULTY_ROW // rows + 1
+        )
+        return {"x": x, "y": y, "batch_size": rows, "callbacks": [callback]}
+
+    return arguments
+
+
+FAULTS = {  # and what the error has to say
+    "interrupt": (in_a_callback("on_train_batch_end", KeyboardInterrupt("by hand")), "by hand"),
+    "on_train_batch_begin": (in_a_callback("on_train_batch_begin", UserError("here")), "here"),
+    "on_train_batch_end": (in_a_callback("on_train_batch_end", UserError("here")), "here"),
+    "on_epoch_begin": (in_a_callback("on_epoch_begin", UserError("here"), False), "here"),
+    "on_epoch_end": (in_a_callback("on_epoch_end", UserError("here"), False), "here"),
+    "generator": (in_a_generator, "of the data"),
+    "PyDataset": (in_a_py_dataset, "of the data"),
+    "PyDataset with workers": (in_a_py_dataset_with_workers, "of the data"),
+    "running layer": (in_a_running_layer, "too large for the layer"),
+    "running loss": (in_a_running_loss, "too large for the loss"),
+    "full disk": (on_a_full_disk("model.keras"), "No space left on device"),
+    "full disk, weights": (on_a_full_disk("model.weights.h5"), "No space left on device"),
+}
+
+
+class Checked(keras.layers.Layer):
+    """Looks at what goes through it, while it runs."""
+
+    def call(self, inputs):
+        with tf.control_dependencies(
+            [
+                tf.debugging.assert_less(
+                    inputs, tf.cast(1e5, inputs.dtype), "too large for the layer"
+                )
+            ]
+        ):
+            return tf.identity(inputs)
+
+
+def checked_loss(y_true, y_pred):
+    with tf.control_dependencies(
+        [tf.debugging.assert_less(y_true, tf.cast(1e5, y_true.dtype), "too large for the loss")]
+    ):
+        return keras.losses.mean_squared_error(y_true, y_pred)
+
+
+def checked_model():
+    return keras.Sequential(
+        [
+            keras.Input((4,)),
+            Checked(),
+            keras.layers.Dense(6, activation="tanh"),
+            keras.layers.Dense(2),
+        ]
+    )
+
+
+def compiled(make=checked_model, loss=checked_loss, **settings):
+    model = seeded(make)
+    if settings:
+        accumulate(model, **settings)
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), loss)
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def fit(model, *, epochs=2, **arguments):
+    model._initial_epoch = None  # Keras 3.15 leaves it as a backup has set it, for every later fit
+    return model.fit(epochs=epochs, shuffle=False, verbose=0, **arguments).history
+
+
+def error_of(function, *args, **kwargs):
+    with pytest.raises(BaseException) as caught:  # noqa: PT011
+        function(*args, **kwargs)
+    return caught.value
+
+
+def assert_same_error(error, expected, text):
+    """Compare with plain Keras's. Tracebacks and the names of nodes differ."""
+    assert type(error) is type(expected)
+    assert text in str(error)
+    assert text in str(expected)
+    assert getattr(error, "__notes__", []) == getattr(expected, "__notes__", [])
+
+
+def set_state(reference, model):
+    """Give one model the weights and the optimizer's state of another, and return the weights."""
+    reference.set_weights(model.get_weights())
+    for variable, value in zip(
+        reference.optimizer.variables, model.optimizer.variables, strict=True
+    ):
+        variable.assign(value)
+    return model.get_weights()
+
+
+def assert_same_training(model, reference, start, history, expected):
+    assert model.optimizer.iterations == reference.optimizer.iterations
+    assert_changed(reference.get_weights(), start)
+    difference = relative_difference(model.get_weights(), reference.get_weights(), start)
+    assert difference <= TOLERANCE["float64"]
+    np.testing.assert_allclose(history["loss"], expected["loss"], rtol=1e-10)
+
+
+def assert_goes_on(model, reference, rows, in_a_loop=True):
+    """Train on, in a loop and with `fit`, as plain Keras does with whole windows."""
+    start = set_state(reference, model)
+    x, y = dense_data(28)
+    if in_a_loop:
+        for i in range(0, BIG, rows):
+            model.train_on_batch(x[i : i + rows], y[i : i + rows])
+        reference.train_on_batch(x[:BIG], y[:BIG])
+    history = fit(model, x=x, y=y, batch_size=rows)
+    expected = fit(reference, x=x, y=y, batch_size=BIG)
+    assert_same_training(model, reference, start, history, expected)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fresh_keras():
+    """Does once what is done before every test elsewhere: seeds make functions start anew."""
+    keras.utils.clear_session()
+    set_dtype("float64")
+    yield
+    set_dtype("float32")
+
+
+@pytest.fixture(scope="module")
+def models():
+    """Models that all faults happen to, one after the other."""
+    models = {way: compiled(**settings) for way, (settings, _) in WAYS.items()}
+    return {**models, "plain": compiled(), "reference": compiled()}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_the_users_own_and_leaves_nothing_behind(fault, way, models, tmp_path):
+    _, rows = WAYS[way]
+    make_arguments, text = FAULTS[fault]
+    errors = []
+    for name in (way, "plain"):
+        x, y = dense_data(40, seed=5)
+        folder = tmp_path / name
+        folder.mkdir()
+        more = {"folder": folder} if fault.startswith("full disk") else {}
+        errors.append(error_of(fit, models[name], **make_arguments(x, y, rows, **more)))
+    assert_same_error(*errors, text)
+    assert_goes_on(models[way], models["reference"], rows)
+
+
+class FailsToTrace(keras.layers.Layer):
+    """Raises an error in `call`, or in what it returns as a loss, while there is one to raise."""
+
+    error = None
+
+    def call(self, inputs):
+        if self.error is not None:
+            raise self.error
+        return inputs
+
+    def loss(self, y_true, y_pred):
+        self.call(y_true)
+        return keras.losses.mean_squared_error(y_true, y_pred)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("place", "error"), [("layer", UserError("here")), ("loss", KeyboardInterrupt("here"))]
+)
+def test_a_fault_in_a_first_trace_leaves_a_model_that_can_be_traced(error, place, way):
+    settings, rows = WAYS[way]
+    models, errors = [], []
+    x, y = dense_data(40, seed=5)
+    for arguments in (settings, {}):
+        layer, loss = FailsToTrace(), FailsToTrace()
+
+        def make(layer=layer):
+            return keras.Sequential(
+                [keras.Input((4,)), keras.layers.Dense(3), layer, keras.layers.Dense(2)]
+            )
+
+        models.append(compiled(make, loss.loss, **arguments))
+        (layer if place == "layer" else loss).error = error
+        errors.append(error_of(fit, models[-1], x=x, y=y, batch_size=rows))
+        layer.error = loss.error = None
+    assert_same_error(*errors, "here")
+    assert_goes_on(*models, rows, in_a_loop=False)
+
+
+class Stops(keras.callbacks.Callback):
+    def __init__(self, batch):
+        super().__init__()
+        self._batch = batch
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.model.stop_training = batch == self._batch
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_training_that_is_stopped_inside_a_window_closes_it(way, models):
+    _, rows = WAYS[way]
+    model, reference = models[way], models["reference"]
+    start = set_state(reference, model)
+    x, y = dense_data(40, seed=5)
+    batch = FAULTY_ROW // rows
+    history = fit(model, x=x, y=y, batch_size=rows, callbacks=[Stops(batch)])
+    seen = slice((batch + 1) * rows)
+    expected = fit(reference, x=x[seen], y=y[seen], batch_size=BIG, epochs=1)
+    assert_same_training(model, reference, start, history, expected)
+    assert_goes_on(model, reference, rows)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_fit_knows_nothing_of_a_loop_that_broke_off(way, models):
+    _, rows = WAYS[way]
+    x, y = dense_data(40, seed=5)
+    for i in range(0, FAULTY_ROW, rows):
+        models[way].train_on_batch(x[i : i + rows], y[i : i + rows])
+    assert models[way].has_updated == (way == "microbatch_size")
+    assert_goes_on(models[way], models["reference"], rows, in_a_loop=False)
+
+
+def fit_in_own_process(folder, *args):
+    return in_own_process("The run", killed_run.train, folder, *args)
+
+
+@pytest.mark.parametrize(
+    ("way", "save_freq", "kills"),
+    [
+        ("accumulation_steps", "epoch", 2),
+        ("microbatch_size", "epoch", 1),
+        *(
+            pytest.param(*run, marks=pytest.mark.sweep)
+            for run in [
+                ("accumulation_steps", "epoch", 5),
+                ("microbatch_size", "epoch", 5),
+                ("both", "epoch", 5),
+                ("accumulation_steps", 2, 3),
+                ("both", 2, 2),
+            ]
+        ),
+    ],
+)
+def test_a_run_that_is_killed_and_started_again_ends_as_one_that_was_not(
+    way, save_freq, kills, tmp_path
+):
+    """Kills at random moments, the first of them around the writing of a backup."""
+    settings, rows = WAYS[way]
+    epochs = 3 * kills + 10  # more than are trained before the last kill
+    random = np.random.default_rng(kills)
+    backup, events = tmp_path / "backup", tmp_path / "events"
+    updates_per_epoch = 4 if save_freq == "epoch" else None
+    for kill in range(kills):
+        event, most = ("batch", 24) if kill % 2 else ("saving", 3 if save_freq == "epoch" else 12)
+        moment = event, random.integers(2, most, endpoint=True)
+        arguments = settings, rows, epochs, save_freq, moment, random.uniform(0.0, 0.003)
+        with pytest.raises(ProcessError) as error:
+            fit_in_own_process(tmp_path, *arguments)
+        assert error.value.exit_code == -signal.SIGKILL, error.value
+        events.write_text(events.read_text() + "killed\n")
+        epoch = killed_run.mend(backup, updates_per_epoch)
+    shutil.copytree(backup, tmp_path / "copy" / "backup")
+    weights = fit_in_own_process(tmp_path, settings, rows, epochs, save_freq)
+
+    *_, last_run = events.read_text().split("killed")
+    assert epoch == epochs - last_run.count("batch") // -(-40 // rows)
+    # What plain Keras makes of whole windows, and of the last backup.
+    if save_freq == "epoch":
+        for weight, expected in zip(weights, killed_run.fit(settings, rows, epochs).get_weights()):
+            np.testing.assert_array_equal(weight, expected)
+        reference = killed_run.fit({}, BIG, epochs)
+    else:
+        again = keras.callbacks.BackupAndRestore(
+            tmp_path / "copy" / "backup", double_checkpoint=True
+        )
+        reference = killed_run.fit({}, BIG, epochs, [again])
+    start = killed_run.compiled({}).get_weights()
+    assert relative_difference(weights, reference.get_weights(), start) <= TOLERANCE["float64"]
+
+
+class FilesOnTheWay(keras.callbacks.BackupAndRestore):
+    """Keras's, which keeps what a kill at any line of Python leaves of its first two backups."""
+
+    _modules = ("backup_and_restore", "saving_lib", "shutil")  # that write
+
+    def __init__(self, folder, double_checkpoint):
+        super().__init__(folder, double_checkpoint=double_checkpoint)
+        self._folder = folder
+        self.seen = [{}]  # the files' contents by their names
+
+    def _save_model(self):
+        before = sys.gettrace()
+        sys.settrace(self._look if self._current_epoch <= 2 else before)
+        try:
+            super()._save_model()
+        finally:
+            sys.settrace(before)
+
+    def _look(self, frame, *_):
+        if Path(frame.f_code.co_filename).stem not in self._modules:
+            return None
+        if self._folder.exists():
+            files = {path.name: path.read_bytes() for path in self._folder.iterdir()}
+            if files != self.seen[-1]:
+                self.seen.append(files)
+        return self._look
+
+
+def values_of(model):
+    return [np.array(v) for v in (*model.variables, *model.optimizer.variables)]
+
+
+def equal(values, others):
+    return all(np.array_equal(a, b) for a, b in zip(values, others, strict=True))
+
+
+def begin_again(model, folder, double_checkpoint):
+    """Restore a backup as `fit` does, and return the epoch to go on with, or an error's name."""
+    model._initial_epoch = None
+    again = keras.callbacks.BackupAndRestore(folder, double_checkpoint=double_checkpoint)
+    again.set_model(model)
+    try:
+        again.on_train_begin()
+    except (OSError, ValueError) as error:
+        return type(error).__name__
+    return model._initial_epoch or 0
+
+
+@pytest.mark.parametrize(
+    "way",
+    ["plain", "both"]
+    + [pytest.param(way, marks=pytest.mark.sweep) for way in WAYS if way != "both"],
+)
+@pytest.mark.parametrize("double", [False, True])
+def test_a_kill_leaves_of_a_backup_what_it_leaves_with_plain_keras(double, way, models, tmp_path):
+    """Keras's backup is not safe against a kill while it is written; `mend` makes it so.
+
+    Torn weights can not be read, and a second backup helps if there was one. The weights are
+    written before their epoch: between the two, an epoch is trained twice, without a word.
+    """
+    model, rows = models[way], WAYS.get(way, ({}, BIG))[1]
+    variables = [*model.variables, *model.optimizer.variables]
+    x, y = dense_data(40, seed=5)
+    backup = FilesOnTheWay(tmp_path / "backup", double)
+    model.optimizer.iterations.assign(0)
+    begins = [values_of(model)]  # of the epochs
+    watch = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: begins.append(values_of(model))
+    )
+    fit(model, x=x, y=y, batch_size=rows, epochs=3, callbacks=[backup, watch])
+
+    seen = {1: set(), 2: set()}  # of the first backup, and of the second
+    number = 1
+    for index, files in enumerate(backup.seen):
+        outcomes = []
+        for is_mended in (False, True):
+            folder = tmp_path / f"{index} {is_mended}"
+            folder.mkdir()
+            for name, content in files.items():
+                (folder / name).write_bytes(content)
+            if is_mended:
+                killed_run.mend(folder, updates_per_epoch=4)
+            for variable, value in zip(variables, begins[0], strict=True):
+                variable.assign(value)
+            epoch = begin_again(model, folder, double)
+            if isinstance(epoch, str):
+                outcomes.append(epoch)
+            elif equal(values_of(model), begins[epoch]):
+                outcomes.append("exact")
+            else:
+                assert equal(values_of(model), begins[epoch + 1])
+                outcomes.append("an epoch twice")
+        assert outcomes[1] == "exact"
+        seen[number].add(outcomes[0])
+        if outcomes[0] == "exact" and epoch == 1:
+            number = 2
+    assert len(backup.seen) > 15
+    torn = {"exact", "OSError", "an epoch twice", "JSONDecodeError"}
+    assert seen == {1: torn, 2: torn - {"OSError"} if double else torn}
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "microbatch_size"])
+def test_a_backup_inside_a_window_has_the_weights_of_the_last_update(way, models, tmp_path):
+    model, reference = models[way], models["reference"]
+    _, rows = WAYS[way]
+    start = set_state(reference, model)
+    x, y = dense_data(40, seed=5)
+    batch = FAULTY_ROW // rows
+    arguments = {"x": x, "y": y, "batch_size": rows}
+
+    def backup():
+        return keras.callbacks.BackupAndRestore(tmp_path / "backup", save_freq=1)
+
+    fails = Fails("on_train_batch_end", UserError("here"), batch)
+    error_of(fit, model, **arguments, callbacks=[backup(), fails])
+    updated = slice((batch + 1) // 3 * BIG)
+    fit(reference, x=x[updated], y=y[updated], batch_size=BIG, epochs=1)
+    assert_changed(model.get_weights(), start)
+    model.set_weights(start)
+    history = fit(model, **arguments, callbacks=[backup()])
+    expected = fit(reference, x=x, y=y, batch_size=BIG)
+    assert_same_training(model, reference, start, history, expected)
