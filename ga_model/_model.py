@@ -287,6 +287,17 @@ class AccumulatingModel(_Base):
                 kwargs["callbacks"] = callbacks
             return super().fit(*args, **kwargs)
 
+    def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Train on one batch as `keras.Model.train_on_batch` does. An error empties the window.
+
+        A step that fails while it runs may have added some of its gradients, or only its weight.
+        """
+        try:
+            return super().train_on_batch(*args, **kwargs)
+        except BaseException:
+            self._discard_window()
+            raise
+
     @_accumulated
     def train_step(self, data: Any) -> Any:
         """Run the model class's own `train_step` on one batch, as a microbatch of the window."""

@@ -322,6 +322,27 @@ def test_fit_knows_nothing_of_a_loop_that_broke_off(way, models):
     assert_goes_on(models[way], models["reference"], rows, in_a_loop=False)
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("fault", ["running layer", "running loss"])
+def test_a_batch_that_fails_in_a_loop_empties_the_window(fault, way, models):
+    """What it has added by then is any of its gradients, and its weight."""
+    _, rows = WAYS[way]
+    make_arguments, text = FAULTS[fault]
+    errors = []
+    for name in (way, "plain"):
+        x, y = dense_data(40, seed=5)
+        make_arguments(x, y, rows)
+
+        def loop(model, x=x, y=y):
+            for i in range(0, len(x), rows):
+                model.train_on_batch(x[i : i + rows], y[i : i + rows])
+
+        errors.append(error_of(loop, models[name]))
+    assert_same_error(*errors, text)
+    assert models[way].has_updated
+    assert_goes_on(models[way], models["reference"], rows)
+
+
 def fit_in_own_process(folder, *args):
     return in_own_process("The run", killed_run.train, folder, *args)
 
