@@ -84,6 +84,7 @@ def run(model: Any, train_step: Callable[[Any], Any], data: Any, window: Window 
     # dependency some of them run before a step finds that its iterator is at an end. What XLA
     # compiles is one node, and waits for its data.
     tensors = [t for t in tf.nest.flatten(data, expand_composites=True) if t is not None]
+    tensors.append(batch.num_microbatches)  # which has waited for the check of the rows
     with tf.control_dependencies(tensors):
         if window is None:
             num_counted = part.num_counted if model.skip_nonfinite else None
