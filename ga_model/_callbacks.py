@@ -22,15 +22,15 @@ class CloseWindow(keras.callbacks.Callback):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self._accumulating = model
-        self._has_begun = False
+        self.has_begun = False
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._accumulating._discard_window()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        if not self._has_begun:  # `BackupAndRestore` may have set the first epoch
+        if not self.has_begun:  # `BackupAndRestore` may have set the first epoch
             _strategy.check_same_epoch(self._accumulating.distribute_strategy, epoch)
-        self._has_begun = True
+        self.has_begun = True
 
     def on_test_begin(self, logs: Any = None) -> None:
         self._accumulating.close_window()
@@ -45,6 +45,9 @@ def closing_windows(model: Any, callbacks: Any) -> Iterator[Any]:
     """Give the `callbacks` argument of `fit` with a `CloseWindow` in front.
 
     Where `fit` fails or is interrupted, the open window is forgotten.
+
+    Raises:
+        TypeError: there is an open window in the end, because nothing called the callbacks.
 
     Args:
         model: an `AccumulatingModel`.
@@ -61,6 +64,8 @@ def closing_windows(model: Any, callbacks: Any) -> Iterator[Any]:
         callbacks = [close_window] if callbacks is None else [close_window, callbacks]
     try:
         yield callbacks
+        if not (close_window.has_begun or model.has_updated):
+            raise TypeError(_validate.own_fit_message(model.name, "does not pass `callbacks` on"))
     except BaseException as error:  # KeyboardInterrupt, too, leaves nothing behind
         model._discard_window()
         _strategy.explain(error, model.distribute_strategy)

@@ -276,9 +276,11 @@ class AccumulatingModel(_Base):
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         if "callbacks" not in parameters and not takes_any:
             if self._accumulation_steps > 1:
-                raise TypeError(_validate.own_fit_message(self.name))
+                raise TypeError(_validate.own_fit_message(self.name, "takes no `callbacks`"))
             return super().fit(*args, **kwargs)
-        position = list(parameters).index("callbacks") if "callbacks" in parameters else len(args)
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        positional = [name for name, p in parameters.items() if p.kind in kinds]
+        position = positional.index("callbacks") if "callbacks" in positional else len(args)
         given = args[position] if position < len(args) else kwargs.pop("callbacks", None)
         with closing_windows(self, given) as callbacks:
             if position < len(args):

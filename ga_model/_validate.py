@@ -495,10 +495,10 @@ def bad_rule_message(value: str) -> str:
     )
 
 
-def own_fit_message(model: str) -> str:
+def own_fit_message(model: str, reason: str) -> str:
     return (
         "Windows are closed at an epoch's end by a callback. "
-        f"Received: {model!r} with a `fit` of its own that takes no `callbacks`. "
+        f"Received: {model!r} with a `fit` of its own that {reason}. "
         "Let it take `**kwargs` and pass them on to `super().fit`, or set `accumulation_steps=1`."
     )
 
