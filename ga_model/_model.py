@@ -110,6 +110,9 @@ class AccumulatingModel(_Base):
             raise TypeError(_validate.no_keras_model_message(cls.__name__))
         if _Trainer in mro and mro.index(_Trainer) < mro.index(AccumulatingModel):
             raise TypeError(_validate.wrong_side_message(cls.__name__))
+        for name in ("accumulation_steps", "microbatch_size", "skip_nonfinite"):
+            if not hasattr(value := inspect.getattr_static(cls, name), "__set__"):
+                raise TypeError(_validate.class_attribute_message(cls.__name__, name, value))
         owner = next(c for c in mro if "train_step" in c.__dict__)
         if owner is cls or not issubclass(owner, AccumulatingModel):
             cls.train_step = _accumulated(owner.__dict__["train_step"])  # type: ignore[method-assign]

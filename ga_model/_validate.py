@@ -224,6 +224,14 @@ def no_keras_model_message(name: str) -> str:
     )
 
 
+def class_attribute_message(name: str, setting: str, value: Any) -> str:
+    return (
+        f"`{setting}` must be set on the model and not on its class, where it would hide the "
+        f"setting. Received: class {name} with {setting}={value!r}. "
+        f"Pass it to `compile()`, or set `self.{setting}` in `__init__`."
+    )
+
+
 def not_a_model_message(value: Any, function: str = "accumulate") -> str:
     hint = "Call the class first" if isinstance(value, type) else "Make a `keras.Model` of it first"
     return (
