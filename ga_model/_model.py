@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import keras
+import tensorflow as tf
 
 from ga_model import _step, _strategy, _validate
 from ga_model._attributes import CompiledLossAttribute, RecordedAttribute, watch_attributes
@@ -37,6 +38,10 @@ def _accumulated(train_step: Callable[..., Any]) -> Callable[..., Any]:
         return self._run_step(functools.partial(train_step, self), data)
 
     return accumulated
+
+
+def _is_stateful(layer: Any) -> bool:
+    return isinstance(layer, keras.layers.RNN) and bool(layer.stateful)
 
 
 class AccumulatingModel(_Base):
@@ -307,6 +312,9 @@ class AccumulatingModel(_Base):
     def train_step(self, data: Any) -> Any:
         """Run the model class's own `train_step` on one batch, as a microbatch of the window."""
         train_step: Any = super().train_step
+        is_keras_own = getattr(train_step, "__func__", None) is keras.Model.train_step
+        if is_keras_own and self.optimizer is None and current_recording(self) is not None:
+            raise RuntimeError(_validate.no_optimizer_message(self.name))
         return getattr(train_step, "python_function", train_step)(data)  # of a `tf.function`
 
     def _aggregate_additional_loss(self, loss: Any) -> Any:
@@ -372,6 +380,10 @@ class AccumulatingModel(_Base):
     def _run_step(self, train_step: Callable[[Any], Any], data: Any) -> Any:
         """Run `train_step` on the microbatches of a batch, and update if the window is full."""
         self._check_strategy()
+        if self._microbatch_size:
+            names = [layer.name for layer in self._flatten_layers() if _is_stateful(layer)]
+            if names:
+                raise ValueError(_validate.stateful_message(names, self._microbatch_size))
         window = None
         if self._accumulates():
             window = self._accumulation_window
@@ -380,7 +392,11 @@ class AccumulatingModel(_Base):
             )
             self._accumulation_window = window
         watch_attributes(self)
-        logs = _step.run(self, train_step, data, window)
+        try:
+            logs = _step.run(self, train_step, data, window)
+        except (ValueError, tf.errors.InvalidArgumentError) as error:
+            self._explain_fixed_rows(error)
+            raise
         self._warn_of_batch_normalization()  # of layers that were not there at `compile`
         return logs
 
@@ -401,6 +417,17 @@ class AccumulatingModel(_Base):
             names = [layer.name for layer in layers if getattr(layer, "synchronized", False)]
             if names:
                 raise ValueError(_validate.synchronized_message(names))
+
+    def _explain_fixed_rows(self, error: Exception) -> None:
+        """Add a note to an error of a model that was not made for microbatches of this size.
+
+        Such a model is not refused: most layers take any number of rows all the same.
+        """
+        inputs = keras.tree.flatten(getattr(self, "inputs", None))
+        rows = {i.shape[0] for i in inputs if i is not None and len(i.shape)}
+        rows -= {None, self._microbatch_size}
+        if self._microbatch_size and rows:
+            error.add_note(_validate.fixed_rows_message(sorted(rows), self._microbatch_size))
 
     def _warn_once(self, message: str) -> None:
         """Warn, unless the present `compile` has seen the same warning."""

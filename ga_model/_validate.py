@@ -469,6 +469,32 @@ def synchronized_message(layers: list[str]) -> str:
     )
 
 
+def stateful_message(layers: list[str], microbatch_size: int) -> str:
+    return (
+        "A stateful layer has a state for each row of a batch, so its batches must stay whole. "
+        f"Received: microbatch_size={microbatch_size} and the stateful layers {layers}. "
+        "Set `microbatch_size=None`, or make the layers with `stateful=False`."
+    )
+
+
+def fixed_rows_message(rows: list[int], microbatch_size: int) -> str:
+    return (
+        f"The model was made for batches of {' and '.join(map(str, rows))} rows, as by "
+        "`keras.Input(batch_shape=...)`. "
+        f"Received: microbatch_size={microbatch_size}, which gives it so many rows at a time, and "
+        "in the last microbatch of a batch what is left. "
+        "Make its inputs with `keras.Input(shape)`, which takes any number of rows."
+    )
+
+
+def no_optimizer_message(model: str) -> str:
+    return (
+        "Keras's own `train_step` needs an optimizer. "
+        f"Received: {model!r} compiled with optimizer=None. "
+        "Pass one to `compile()`, or write a `train_step` with optimizers of its own."
+    )
+
+
 def rows_message(shapes: list[tuple[int | None, ...]] | None) -> str:
     received = "tensors of other numbers of rows" if shapes is None else f"shapes {shapes}"
     return (
