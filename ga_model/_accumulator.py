@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from ga_model import _strategy, _sums, _validate
@@ -89,15 +90,19 @@ class GradientAccumulator:
                 for a loss that is a sum: the gradients are then summed and not divided.
 
         Raises:
-            ValueError: the lengths differ, the variables are not those of the first call, `weight`
-                is no scalar, or it is None in one call and a number in another; or the accumulator
-                was made under another strategy, or is called outside of `strategy.run`.
+            TypeError: these are no sequences, or no variables.
+            ValueError: the lengths or shapes differ, the variables are not those of the first
+                call, `weight` is no scalar number, or it is None in one call and a number in
+                another; or the accumulator was made under another strategy, or is called outside
+                of `strategy.run`.
             RuntimeError: a variable whose gradient was None at first has one now.
         """
-        rank = tf.TensorShape(getattr(weight, "shape", ())).rank
-        if rank or isinstance(weight, (str, list, tuple)):
-            raise ValueError(_validate.weight_message(weight))
+        if not (isinstance(gradients, Sequence) and isinstance(variables, Sequence)):
+            types = [f"{type(value).__name__!r}" for value in (gradients, variables)]
+            raise TypeError(_validate.lengths_message(*types))
         is_sum = weight is None
+        if not (is_sum or _is_scalar_number(weight)):
+            raise ValueError(_validate.weight_message(weight))
         in_unit = _sums.in_unit(1.0 if is_sum else weight, self._unit)
         part = GradientSum.of(gradients, variables, in_unit, scale=not is_sum)
         self._add_sum(part, variables, is_sum)
@@ -204,8 +209,13 @@ class GradientAccumulator:
             _condition: for the package's own use: bool scalar tensor, where False does nothing.
 
         Raises:
+            TypeError: `optimizer` is none.
+            ValueError: it accumulates gradients itself.
             RuntimeError: traced in a `tf.function` before any gradient was added.
         """
+        if not isinstance(optimizer, keras.optimizers.Optimizer):
+            raise TypeError(_validate.not_an_optimizer_message(optimizer))
+        _validate.check_single_accumulation([optimizer])
         if not self._variables:
             if not tf.executing_eagerly():
                 raise RuntimeError(_validate.empty_apply_message())
@@ -238,9 +248,10 @@ class GradientAccumulator:
 
     def _check(self, part: GradientSum, variables: Sequence[Any], is_sum: bool) -> None:
         if not self._variables:
+            pairs = list(zip(part.values(), variables))
+            _check_shapes(pairs)
             self._variables = list(variables)
             self._is_sum = is_sum
-            pairs = list(zip(part.values(), variables))
             self._buffers = _strategy.make_variables(
                 lambda: [_nothing(value, variable) for value, variable in pairs]
             )
@@ -256,6 +267,27 @@ class GradientAccumulator:
         ]
         if late:
             raise RuntimeError(_validate.late_gradient_message(late))
+
+
+def _is_scalar_number(weight: Any) -> bool:
+    """Return whether a weight is one, as far as that is known without its value."""
+    if isinstance(weight, (int, float)):
+        return True
+    try:
+        tensor = tf.convert_to_tensor(weight)
+    except (TypeError, ValueError):
+        return False
+    return not tensor.shape.rank and (tensor.dtype.is_floating or tensor.dtype.is_integer)
+
+
+def _check_shapes(pairs: Sequence[tuple[Any, Any]]) -> None:
+    """Check the gradients of a first microbatch against their variables."""
+    # As an argument of a `tf.function` a Keras variable arrives as a tensor.
+    _validate.check_variables([v for _, v in pairs if not tf.is_symbolic_tensor(v)])
+    for value, variable in pairs:
+        shape = getattr(value, "shape", None)
+        if shape is not None and not tf.TensorShape(variable.shape).is_compatible_with(shape):
+            raise ValueError(_validate.gradient_message(value, variable))
 
 
 def _nothing(value: Any, variable: Any) -> Any:

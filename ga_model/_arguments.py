@@ -18,7 +18,9 @@ def integer_from(least: int, most: int | None = None) -> Callable[[str], int]:
         except ValueError:
             value = least - 1
         if value < least or (most is not None and value > most):
-            raise argparse.ArgumentTypeError(f"must be {expected}. Received: {text!r}.")
+            raise argparse.ArgumentTypeError(
+                f"must be {expected}. Received: {text!r}. Pass {least}, for example."
+            )
         return value
 
     return parse
@@ -40,7 +42,11 @@ def positive_number(text: str) -> float:
 def path(text: str) -> Path:
     """Take a file that can be written, as far as its folder tells."""
     file = Path(text)
-    if file.is_dir() or not file.parent.is_dir():
+    if file.is_dir():
+        raise argparse.ArgumentTypeError(
+            f"must be a file. Received: {text!r}, which is a folder. Pass the name of a file in it."
+        )
+    if not file.parent.is_dir():
         raise argparse.ArgumentTypeError(
             f"must be a file in a folder that exists. Received: {text!r}. "
             f"Create the folder {str(file.parent)!r} first, or pass another name."

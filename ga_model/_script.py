@@ -29,7 +29,7 @@ def load(target: str) -> tuple[Any, tuple[Any, Any, Any]]:
         return _model_and_data(_load_function(target)())
     except SystemExit:
         raise ScriptError(
-            f"{target!r} ended the program. "
+            f"The script must not end the program. Received: {target!r}, which did. "
             "Put what is for a run as a script under `if __name__ == '__main__':`."
         ) from None
     finally:
@@ -50,11 +50,15 @@ def _load_function(target: str) -> Callable[[], Any]:
             f"Received: {target!r}. Write train.py:make, for a function `make` in train.py."
         )
     if not path.is_file():
-        raise ScriptError(f"There is no file {name!r}. Pass the path of a Python script.")
+        raise ScriptError(
+            f"The script must be a file. Received: {name!r}, which is none. "
+            "Pass the path of a Python script."
+        )
     other = sys.modules.get(path.stem)
     if other is not None and getattr(other, "__file__", None) != str(path.resolve()):
         raise ScriptError(
-            f"A module {path.stem!r} is imported already, and is not {name!r}. Rename the file."
+            "The script is imported as a module, so its name must be free. "
+            f"Received: {name!r}, beside another module {path.stem!r}. Rename the file."
         )
     sys.path.insert(0, str(path.resolve().parent))
     spec: Any = importlib.util.spec_from_file_location(path.stem, path.resolve())
@@ -64,7 +68,8 @@ def _load_function(target: str) -> Callable[[], Any]:
     found = getattr(module, function, None)
     if not callable(found):
         raise ScriptError(
-            f"{name!r} has no function {function!r}. "
+            "The script must have the function. "
+            f"Received: {name!r} without a function {function!r}. "
             "Write one without arguments that returns a compiled model and its data."
         )
     return found  # type: ignore[no-any-return]
@@ -81,7 +86,7 @@ def _model_and_data(returned: Any) -> tuple[Any, tuple[Any, Any, Any]]:
         )
         raise ScriptError(
             "The function must return (model, x), (model, x, y) or (model, x, y, sample_weight), "
-            f"with a compiled Keras model. Received: {types}."
+            f"with a compiled Keras model. Received: {types}. Return all of them in one tuple."
         )
     model, *data = returned
     x, y, sample_weight = [*data, None, None][:3]

@@ -109,7 +109,8 @@ class GradientSum(NamedTuple):
             ValueError: the lengths differ.
         """
         if len(gradients) != len(variables):
-            raise ValueError(_validate.lengths_message(len(gradients), len(variables)))
+            counts = f"{len(gradients)} gradients", f"{len(variables)} variables"
+            raise ValueError(_validate.lengths_message(*counts))
         maxima = [g if overwrites(v) else None for g, v in zip(gradients, variables)]
         gradients = [None if overwrites(v) else g for g, v in zip(gradients, variables)]
         if scale:

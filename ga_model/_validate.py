@@ -81,13 +81,19 @@ def check_integer(name: str, value: Any, way_out: str = "Pass how many.", least:
     return integer
 
 
-def check_single_accumulation(optimizers: Iterable[Any], accumulation_steps: int) -> None:
+def check_single_accumulation(
+    optimizers: Iterable[Any], accumulation_steps: int | None = None
+) -> None:
     """Raise ValueError if an optimizer would accumulate a second time.
 
     With `accumulation_steps=1` the optimizer's own accumulation is plain Keras and is let through.
+    None stands for a `GradientAccumulator`.
     """
     if accumulation_steps == 1:
         return
+    received, way_out = f"accumulation_steps={accumulation_steps}", "set `accumulation_steps=1`"
+    if accumulation_steps is None:
+        received, way_out = "a `GradientAccumulator`", "apply it to the gradients themselves"
     for optimizer in optimizers:
         # Those inside of a LossScaleOptimizer and of a MultiOptimizer, too.
         inner = getattr(optimizer, "inner_optimizer", None) or optimizer
@@ -96,10 +102,9 @@ def check_single_accumulation(optimizers: Iterable[Any], accumulation_steps: int
             if steps:
                 raise ValueError(
                     "Gradients would be accumulated twice. "
-                    f"Received: accumulation_steps={accumulation_steps} and the optimizer "
-                    f"{part.name!r} with gradient_accumulation_steps={steps}. "
-                    "Remove `gradient_accumulation_steps` from the optimizer, "
-                    "or set `accumulation_steps=1`."
+                    f"Received: {received} and the optimizer {part.name!r} with "
+                    f"gradient_accumulation_steps={steps}. "
+                    f"Remove `gradient_accumulation_steps` from the optimizer, or {way_out}."
                 )
 
 
@@ -121,7 +126,7 @@ def check_bool(name: str, value: Any, way_out: str = "Pass True or False.") -> b
 
 def check_choice(name: str, value: Any, choices: list[str]) -> str:
     """Return the value of the argument `name`, or raise ValueError if it is no choice."""
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ValueError(
             f"`{name}` must be one of {choices}. Received: {name}={value!r}. Pass {choices[0]!r}."
         )
@@ -295,7 +300,7 @@ def check_rows(data: Any, leaves: Iterable[Any]) -> int:
     if min(rows) != max(rows):
         raise ValueError(
             "x, y and sample_weight must have the same number of rows. "
-            f"Received: shapes {[tuple(shape) for shape in shapes]}."
+            f"Received: shapes {[tuple(shape) for shape in shapes]}. Pass as many of each."
         )
     return rows[0]
 
@@ -366,11 +371,39 @@ def not_scaled_message(model: str) -> str:
     )
 
 
-def lengths_message(gradients: int, variables: int) -> str:
+def lengths_message(gradients: str, variables: str) -> str:
     return (
-        "There must be one gradient per variable. "
-        f"Received: {gradients} gradients and {variables} variables. "
+        "There must be one gradient per variable, in two lists. "
+        f"Received: {gradients} and {variables}. "
         "Pass what `tape.gradient(loss, variables)` returns, with the same `variables`."
+    )
+
+
+def gradient_message(gradient: Any, variable: Any) -> str:
+    return (
+        "A gradient must have the shape of its variable. "
+        f"Received: shapes {tuple(gradient.shape)} and {tuple(variable.shape)}. "
+        "Pass what `tape.gradient(loss, variables)` returns, with the same `variables`."
+    )
+
+
+def check_variables(variables: Iterable[Any]) -> None:
+    """Raise TypeError if what is to be updated are no variables."""
+    others = [type(v).__name__ for v in variables if not hasattr(v, "assign")]
+    if others:
+        raise TypeError(
+            "`variables` must be variables of TensorFlow or Keras. "
+            f"Received: {len(others)} of other types: {', '.join(dict.fromkeys(others))}. "
+            "Pass the gradients first and the variables second."
+        )
+
+
+def not_an_optimizer_message(value: Any) -> str:
+    hint = "Call the class first" if isinstance(value, type) else "Make one first"
+    return (
+        "`GradientAccumulator.apply` takes a Keras optimizer. "
+        f"Received: optimizer={value!r} (of type {type(value).__name__}). "
+        f"{hint}, such as `keras.optimizers.Adam()`."
     )
 
 
@@ -394,9 +427,10 @@ def late_gradient_message(variables: list[Any]) -> str:
 
 def empty_apply_message() -> str:
     return (
-        "`GradientAccumulator.apply()` was traced before any gradient was added, so the traced "
-        "function could never apply one. Call `add()` before `apply()` is traced for the first "
-        "time, or put both into the same `tf.function`."
+        "`GradientAccumulator.apply()` must know its variables where a `tf.function` traces it. "
+        "Received: a call that was traced before any gradient was added. "
+        "Call `add()` before `apply()` is traced for the first time, "
+        "or put both into the same `tf.function`."
     )
 
 
