@@ -71,16 +71,6 @@ def test_layers_are_frozen_and_unfrozen_without_another_compile_in_eager_mode(pa
     assert_same(pair)
 
 
-def test_layers_that_are_frozen_inside_of_a_window_are_refused():
-    x, y = dense_data(12)
-    model = accumulate(dense_model(), accumulation_steps=3)
-    compiled(model, run_eagerly=True)
-    model.train_on_batch(x[:4], y[:4])
-    model.layers[0].trainable = False
-    with pytest.raises(ValueError, match="Received: other variables than in the first microbatch"):
-        model.train_on_batch(x[4:8], y[4:8])
-
-
 def test_without_another_compile_a_graph_keeps_the_variables_it_has(pair):
     """As Keras documents it: the trainable variables are those of `compile`."""
     for model, rows in pair:

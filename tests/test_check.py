@@ -655,53 +655,6 @@ def test_the_report_in_numbers():
     assert report.reasons == table["reasons"]
 
 
-x, y = np.ones((8, 6), "float32"), np.ones((8, 2), "float32")
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda m: check_equivalence(m, x, y, batch_size=4), ValueError, "two microbatches"),
-        (
-            lambda m: check_equivalence(m, x, y, batch_size=8, accumulation_steps=2),
-            ValueError,
-            "8 r",
-        ),
-        (
-            lambda m: check_equivalence(m, x, y, batch_size=0, microbatch_size=2),
-            ValueError,
-            "tch_si",
-        ),
-        (
-            lambda m: check_equivalence(m, x, y, batch_size=4, updates=2.5),
-            TypeError,
-            "`updates` mu",
-        ),
-        (
-            lambda m: check_equivalence(m, x, y[:4], batch_size=4, microbatch_size=2),
-            ValueError,
-            "same number of rows",
-        ),
-        (
-            lambda m: check_equivalence(
-                m, tf.data.Dataset.from_tensors((x, y)), batch_size=4, microbatch_size=2
-            ),
-            TypeError,
-            "Of a dataset take some rows",
-        ),
-        (lambda m: check_equivalence(stack(), x, y, batch_size=4), RuntimeError, "not compiled"),
-        (
-            lambda m: check_equivalence("m", x, y, batch_size=4),
-            TypeError,
-            "`check_equivalence` tak",
-        ),
-    ],
-)
-def test_bad_input_is_refused(call, error, message):
-    with pytest.raises(error, match=message):
-        call(compiled(stack()))
-
-
 def test_an_optimizer_that_can_not_be_put_back_is_refused():
     model = TwoOptimizers(in_turn=False)
     model.compile()
@@ -739,15 +692,6 @@ def make(normalization=False):
 
 def make_normalized():
     return make(normalization=True)
-
-def without_model():
-    return "model", 1
-
-def fails():
-    raise KeyError("of the script's own")
-
-def leaves():
-    raise SystemExit(0)
 """
 
 
@@ -769,26 +713,3 @@ def test_the_command_checks_a_script(script, tmp_path, capsys):
     assert json.loads(file.read_text())["equivalent"] is True
     assert main(["check", f"{script}:make_normalized", *settings]) == 1
     assert "Why: BatchNormalization" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        ("", "must be given as FILE.py:function"),
-        (":nothing", "has no function 'nothing'"),
-        (":without_model", "must return .model, x.*Received: ..str., .int.."),
-        (":leaves", "ended the program.*__main__"),
-        (":fails", "(?s)Traceback.*KeyError: .of the script's own"),
-    ],
-)
-def test_a_script_that_gives_no_model_is_exit_status_2(script, function, message, capsys):
-    assert main(["check", f"{script}{function}", "--batch-size", "8"]) == 2
-    assert re.search(message, capsys.readouterr().err)
-
-
-def test_bad_options_of_the_command_are_exit_status_2(script, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["check", f"{script}:make", "--batch-size", "8"])
-    assert "at least two microbatches" in capsys.readouterr().err
-    assert main(["check", "nowhere.py:make", "--batch-size", "8"]) == 2
-    assert "There is no file 'nowhere.py'" in capsys.readouterr().err

@@ -424,31 +424,6 @@ def test_rows_keep_their_order(float64):
     assert seen == np.arange(29.0).tolist()
 
 
-def test_tensors_of_other_numbers_of_rows_are_refused():
-    model = accumulate(dense_model(), microbatch_size=5)
-    model.compile("sgd", "mse")
-    x, y = dense_data(12)
-    with pytest.raises(ValueError, match=r"Received: shapes \[\(12, 4\), \(10, 2\)\]"):
-        model.train_on_batch(tf.constant(x), tf.constant(y[:10]))
-
-    def batches():
-        yield x, y[:10]
-
-    for rows in (None, 12):
-        signature = (tf.TensorSpec((rows, 4)), tf.TensorSpec((None, 2)))
-        dataset = tf.data.Dataset.from_generator(batches, output_signature=signature)
-        with pytest.raises(tf.errors.InvalidArgumentError, match="must have the same number"):
-            model.fit(dataset, shuffle=False, verbose=0)
-
-
-def test_a_batch_without_rows_to_split_is_refused():
-    model = accumulate(Scaled(), microbatch_size=5)
-    model.compile("sgd")
-    model.make_train_function()
-    with pytest.raises(ValueError, match="`microbatch_size` splits the rows of a batch"):
-        model.train_function(iter([{"scale": 1.0}]))
-
-
 # Logs and metrics.
 
 
@@ -741,25 +716,6 @@ def test_a_wrapped_models_compile_config_is_the_plain_models():
         model.compile(keras.optimizers.Adam(name="adam"), "mse")
         configs.append(model.get_compile_config())
     assert configs[0] == configs[1]
-
-
-@pytest.mark.parametrize(
-    ("value", "error"),
-    [(0, ValueError), (-3, ValueError), (2.5, TypeError), (True, TypeError), ("8", TypeError)],
-)
-def test_bad_sizes_are_refused_and_change_nothing(value, error):
-    message = r"`microbatch_size` must be an integer >= 1\. Received: microbatch_size="
-    model = dense_model()
-    with pytest.raises(error, match=message):
-        accumulate(model, microbatch_size=value)
-    assert not isinstance(model, AccumulatingModel)
-    model = accumulate(model, microbatch_size=5)
-    with pytest.raises(error, match=message):
-        model.microbatch_size = value
-    with pytest.raises(error, match=message):
-        model.compile("sgd", "mse", microbatch_size=value)
-    assert model.microbatch_size == 5
-    assert not model.compiled
 
 
 def test_batch_normalization_warns_once():

@@ -7,7 +7,6 @@ import warnings
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 from helpers import (
     TOLERANCE,
     dense_data,
@@ -128,90 +127,7 @@ def test_compile_keeps_the_setting_unless_it_is_given():
     assert type(model.accumulation_steps) is int
 
 
-# Bad settings.
-
-BAD_STEPS = [
-    (0, ValueError),
-    (-3, ValueError),
-    (2.0, TypeError),
-    (2.5, TypeError),
-    ("4", TypeError),
-    (True, TypeError),
-    ([4], TypeError),
-    (tf.constant(3.0), TypeError),
-    (10**30, ValueError),
-]
-
-
-@pytest.mark.parametrize(("value", "error"), BAD_STEPS, ids=str)
-@pytest.mark.parametrize("how", ["accumulate", "compile", "attribute"])
-def test_bad_accumulation_steps_are_refused_and_change_nothing(how, value, error):
-    model = AccumulatingNet() if how != "accumulate" else dense_model()
-    model.compile("sgd", "mse")
-    optimizer, before = model.optimizer, type(model)
-    call = {
-        "accumulate": lambda: accumulate(model, accumulation_steps=value),
-        "compile": lambda: model.compile("adam", "mae", accumulation_steps=value),
-        "attribute": lambda: setattr(model, "accumulation_steps", value),
-    }[how]
-    with pytest.raises(error, match=r"must be an integer >= 1\. Received: accumulation_steps="):
-        call()
-    assert model.optimizer is optimizer
-    assert type(model) is before
-    assert getattr(model, "accumulation_steps", 1) == 1
-
-
-def doubly():
-    return keras.optimizers.Adam(gradient_accumulation_steps=2)
-
-
-@pytest.mark.parametrize("scaled", [False, True])
-def test_double_accumulation_is_refused(scaled):
-    def optimizer():
-        return keras.optimizers.LossScaleOptimizer(doubly()) if scaled else doubly()
-
-    model = AccumulatingNet()
-    message = "accumulation_steps=4 and the optimizer .* with gradient_accumulation_steps=2"
-    with pytest.raises(ValueError, match=message):
-        model.compile(optimizer(), "mse", accumulation_steps=4)
-    assert not model.compiled
-    model.compile(optimizer(), "mse")  # with accumulation_steps=1 it is plain Keras
-    with pytest.raises(ValueError, match=message):
-        model.accumulation_steps = 4
-    plain = dense_model()
-    plain.compile(optimizer(), "mse")
-    with pytest.raises(ValueError, match=message):
-        accumulate(plain, accumulation_steps=4)
-    assert not isinstance(plain, AccumulatingModel)
-
-
-def test_the_mixin_on_the_wrong_side_is_refused():
-    with pytest.raises(TypeError, match="must stand left of the Keras model class"):
-        type("Wrong", (keras.Model, AccumulatingModel), {})
-    with pytest.raises(TypeError, match="must stand left of the Keras model class"):
-        type("Wrong", (Net, AccumulatingModel), {})
-
-
-def test_the_mixin_on_something_that_is_no_keras_model_is_refused():
-    with pytest.raises(TypeError, match=r"no subclass of `keras\.Model`"):
-        type("Wrong", (AccumulatingModel, keras.layers.Layer), {})
-    with pytest.raises(TypeError, match=r"no subclass of `keras\.Model`"):
-        type("Wrong", (AccumulatingModel,), {})()
-
-
-@pytest.mark.parametrize(
-    ("value", "hint"),
-    [
-        (None, "Make a"),
-        (keras.Sequential, "Call the class"),
-        ("model", "Make a"),
-        (keras.layers.Dense(1), "Make a"),
-    ],
-    ids=repr,
-)
-def test_accumulate_refuses_what_is_no_model(value, hint):
-    with pytest.raises(TypeError, match=f"takes a Keras model. Received: model=.*{hint}"):
-        accumulate(value, accumulation_steps=2)
+# What is checked at import.
 
 
 def test_another_backend_is_refused_at_import():

@@ -267,36 +267,6 @@ class Net(AccumulatingModel, keras.Sequential):
     pass
 
 
-@pytest.mark.parametrize("value", [1, 0.0, "yes", None, np.True_], ids=repr)
-def test_no_bool_is_refused(value):
-    model = Net([keras.layers.Dense(1)])
-    with pytest.raises(TypeError, match="`skip_nonfinite` must be a bool"):
-        model.skip_nonfinite = value
-    assert model.skip_nonfinite is False
-
-
-def test_a_loss_scale_optimizer_has_to_see_the_overflows():
-    message = "Received: skip_nonfinite=True with a LossScaleOptimizer"
-    scaling = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
-    model = Net([keras.layers.Dense(1)])
-    with pytest.raises(ValueError, match=message):
-        model.compile(scaling, "mse", skip_nonfinite=True)
-    assert not model.compiled
-    model.compile(scaling, "mse")
-    with pytest.raises(ValueError, match=message):
-        model.skip_nonfinite = True
-    plain = keras.Sequential([keras.layers.Dense(1)])
-    plain.compile(scaling, "mse")
-    with pytest.raises(ValueError, match=message):
-        accumulate(plain, skip_nonfinite=True)
-    assert not isinstance(plain, AccumulatingModel)
-    keras.config.set_dtype_policy("mixed_float16")
-    model = Net([keras.layers.Dense(1)])
-    with pytest.raises(ValueError, match=message):
-        model.compile("sgd", "mse", skip_nonfinite=True)
-    model.compile("sgd", "mse", skip_nonfinite=True, auto_scale_loss=False)
-
-
 def test_the_setting_is_saved(tmp_path):
     model = Net([keras.Input((4,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse", skip_nonfinite=True)

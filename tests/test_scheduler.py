@@ -181,35 +181,3 @@ def test_updates_of_several_optimizers_are_those_of_the_busiest():
     scheduler = AccumulationScheduler(lambda number: asked.append(number) or 1, by="update")
     model.fit(*dense_data(ROWS), batch_size=ROWS, verbose=0, callbacks=[scheduler])
     assert asked == [5]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"schedule": 4}, TypeError, "dict or a function"),
-        ({"schedule": {}}, ValueError, "without the key 0"),
-        ({"schedule": {3: 4}}, ValueError, "Add `0: 1`"),
-        ({"schedule": {0: 0}}, ValueError, r"`schedule\[0\]` must be an integer >= 1"),
-        ({"schedule": {0: 1, -1: 2}}, ValueError, "key of schedule.*>= 0"),
-        ({"schedule": {0: 1, 2.5: 2}}, TypeError, "key of schedule"),
-        ({"schedule": {0: 1}, "by": "batch"}, ValueError, "one of"),
-        ({"schedule": {0: 1}, "log": "yes"}, TypeError, "`log` must be a bool"),
-    ],
-)
-def test_bad_arguments_are_refused(arguments, error, message):
-    with pytest.raises(error, match=message):
-        AccumulationScheduler(**arguments)
-
-
-def test_what_goes_wrong_while_training_is_said():
-    model, data = make_model(accumulation_steps=2), dense_data(8)
-    scheduler = AccumulationScheduler(lambda epoch: 2.5)
-    with pytest.raises(TypeError, match=r"schedule\(0\)=2.5"):
-        model.fit(*data, verbose=0, callbacks=[scheduler])
-    model = make_model(accumulation_steps=1)
-    model.compile(keras.optimizers.Adam(gradient_accumulation_steps=2), "mse")
-    with pytest.raises(ValueError, match="accumulated twice"):  # before it has trained
-        model.fit(*data, verbose=0, callbacks=[AccumulationScheduler({0: 1, 3: 2})])
-    assert model.optimizer.iterations == 0
-    with pytest.raises(TypeError, match=r"Call `accumulate\(model\)`"):
-        make_model().fit(*data, verbose=0, callbacks=[AccumulationScheduler({0: 2})])

@@ -656,11 +656,6 @@ class OwnSignatures(OwnLoss):
         return {"loss": loss}
 
 
-class FitWithoutCallbacks(OwnLoss):
-    def fit(self, x, y, batch_size):
-        return super().fit(x, y, batch_size=batch_size, shuffle=False, verbose=0)
-
-
 def test_methods_with_signatures_of_their_own_work(float64):
     x, y = dense_data(34)
     trained = []
@@ -675,25 +670,6 @@ def test_methods_with_signatures_of_their_own_work(float64):
         trained.append(model.get_weights())
     assert relative_difference(trained[0], trained[2], start) <= TOLERANCE[float64]
     assert relative_difference(trained[1], trained[2], start) == 0.0
-
-
-def test_a_fit_that_takes_no_callbacks_is_refused_only_where_it_accumulates():
-    x, y = dense_data(12)
-    model = accumulate(FitWithoutCallbacks(), accumulation_steps=1)
-    model.compile("sgd", "mse")
-    model.fit(x, y, batch_size=4)
-    model.accumulation_steps = 3
-    with pytest.raises(TypeError, match=r"Let it take `\*\*kwargs`"):
-        model.fit(x, y, batch_size=4)
-
-
-def test_a_train_step_on_the_instance_is_refused():
-    x, y = dense_data(12)
-    model = accumulate(dense_model(), accumulation_steps=3)
-    model.compile("sgd", "mse")
-    model.train_step = lambda data: {}
-    with pytest.raises(TypeError, match="set on the instance"):
-        model.fit(x, y, batch_size=4, verbose=0)
 
 
 def test_a_model_without_trainable_weights_trains_as_plain_keras_does():
@@ -716,13 +692,3 @@ def test_a_sum_with_regularizers_in_a_step_without_scale_loss_is_warned_of():
     with pytest.warns(UserWarning, match="only if `train_step` passes it through") as caught:
         model.fit(x, y, batch_size=4, verbose=0)
     assert len(caught) == 1
-
-
-def test_double_accumulation_by_an_optimizer_set_later_is_refused():
-    x, y = dense_data(12)
-    model = accumulate(TwoOptimizers(), accumulation_steps=3)
-    model.compile("placeholder", "placeholder")
-    model.a_optimizer = keras.optimizers.Adam(gradient_accumulation_steps=2)
-    model.b_optimizer = keras.optimizers.SGD()
-    with pytest.raises(ValueError, match="Gradients would be accumulated twice"):
-        model.fit(x, y, batch_size=4, verbose=0)

@@ -1,0 +1,989 @@
+"""Wrong uses: each is refused with a message that helps, and leaves nothing half changed.
+
+`CASES` is the table. Of every row the test holds that
+
+* the error is of the type and has the words that stand there;
+* the message says what is expected, what was received and what to do, in this order, unless it is
+  not ours: Keras's own errors are clear where they are listed, and must come through as they are;
+* settings, weights, the optimizer's state and metrics are what they were;
+* a model then trains, by the way out that the message names, exactly as one that was never misused.
+"""
+
+import contextlib
+import functools
+import io
+import itertools
+import json
+import os
+import re
+import sys
+import warnings
+import zipfile
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import dense_data, dense_model, seeded
+
+from ga_model import (
+    AccumulatingModel,
+    AccumulationScheduler,
+    GradientAccumulator,
+    accumulate,
+    check_equivalence,
+)
+from ga_model._cli import main
+
+layers, optimizers = keras.layers, keras.optimizers
+load_model = keras.saving.load_model
+X, Y = dense_data(12)
+
+ADVICE = (
+    "Pass|Call|Set|Remove|Make|Let|Add|Keep|Define|Write|Return|Give|Count|Create|Rename|Put|After|"
+    "Leave|Of a dataset|A value that all rows share must be|Freeze"
+)
+HOUSE = re.compile(rf"\w[^\n]+\. Received: [\s\S]+[.)] ({ADVICE})\b[^\n]+[.`)]")
+
+
+class Case(NamedTuple):
+    """One wrong use.
+
+    Attributes:
+        name: what is wrong.
+        subject: what it is done to: a function that returns a context manager. That gives the
+            argument of `call`, and afterwards checks that nothing is half changed.
+        call: does it.
+        error: the type of the error.
+        words: regular expression of what the message says.
+        fix: what the user then does to the subject.
+        whose: "ours", or who words the message.
+    """
+
+    name: str
+    subject: Any
+    call: Callable[[Any], Any]
+    error: type[BaseException]
+    words: str
+    fix: Callable[[Any], Any] = lambda subject: None
+    whose: str = "ours"
+
+
+# What is misused.
+
+
+class Net(AccumulatingModel, keras.Sequential):
+    """The mixin on a model class."""
+
+
+class TakesNoCallbacks(keras.Sequential):
+    def fit(self, x, y, batch_size, shuffle, verbose):
+        return super().fit(x, y, batch_size=batch_size, shuffle=shuffle, verbose=verbose)
+
+
+class BadRule(Net):
+    def microbatch_weight(self, x, y=None, sample_weight=None):
+        return "mean"
+
+
+def net(optimizer="adam", *, kind=Net, **settings):
+    model = accumulate(seeded(lambda: kind([keras.Input((4,)), *dense_model().layers])))
+    model.compile(optimizer, "mse", metrics=["mae"], **settings)
+    return model
+
+
+def plain():
+    model = seeded(dense_model)
+    model.compile("adam", "mse", metrics=["mae"])
+    return model
+
+
+def accumulating():
+    return net(accumulation_steps=2)
+
+
+def split():
+    return net(microbatch_size=3)
+
+
+def skipping():
+    return net(skip_nonfinite=True)
+
+
+def eager():
+    return net(accumulation_steps=2, run_eagerly=True)
+
+
+def not_compiled():
+    return accumulate(seeded(dense_model), accumulation_steps=2)
+
+
+def without_optimizer():
+    return net(None, accumulation_steps=2)
+
+
+def of_two():
+    return optimizers.SGD(0.1, gradient_accumulation_steps=2)
+
+
+def scaling(optimizer="sgd"):
+    return optimizers.LossScaleOptimizer(optimizers.get(optimizer))
+
+
+def net_of_two():
+    return net(of_two())
+
+
+def scaled():
+    return net(scaling())
+
+
+def takes_no_callbacks():
+    return net(kind=TakesNoCallbacks, accumulation_steps=2)
+
+
+def with_a_bad_rule():
+    return net(kind=BadRule, accumulation_steps=2)
+
+
+def of_four_rows(make_layer, microbatch_size):
+    """Return a model whose inputs have a fixed number of rows."""
+
+    def make():
+        inputs = keras.Input(batch_shape=(4, 4))
+        hidden = make_layer()(layers.Reshape((4, 1))(inputs))
+        return accumulate(keras.Model(inputs, layers.Dense(2)(hidden)))
+
+    model = seeded(make)
+    model.compile("adam", "mse", microbatch_size=microbatch_size)
+    return model
+
+
+def stateful(microbatch_size=2):
+    return of_four_rows(lambda: layers.LSTM(2, stateful=True, name="memory"), microbatch_size)
+
+
+def reshaped(microbatch_size=2):
+    return of_four_rows(lambda: lambda x: keras.ops.reshape(x, (x.shape[0], 4)), microbatch_size)
+
+
+def fit(model, x=X, y=Y, **kwargs):
+    model.fit(x, y, batch_size=4, shuffle=False, verbose=0, **kwargs)
+
+
+class Misused:
+    """A model that wrong calls are made on, and what its weights are after a right `fit`."""
+
+    def __init__(self, model, expected):
+        self.model, self.expected = model, expected
+        self._optimizer = getattr(model, "optimizer", None)
+        if self._optimizer:
+            self._optimizer.build(model.trainable_variables)
+        self._start = [v.numpy() for v in self._variables()]
+
+    def _variables(self):
+        return [*self.model.variables, *(self._optimizer.variables if self._optimizer else [])]
+
+    def restart(self):
+        for variable, value in zip(self._variables(), self._start, strict=True):
+            variable.assign(value)
+        self.model.reset_metrics()
+
+    def state(self):
+        """Return what a refused call must not change."""
+        names = ("accumulation_steps", "microbatch_size", "skip_nonfinite", "compiled")
+        counted = [v for v in self.model.metrics_variables if np.any(v.numpy())]
+        values = [(v.path, v.numpy().tolist()) for v in [*self._variables(), *counted]]
+        return type(self.model), [getattr(self.model, name, None) for name in names], values
+
+    def assert_trains(self):
+        fit(self.model)
+        for w, e in zip(self.model.get_weights(), self.expected, strict=True):
+            np.testing.assert_array_equal(w, e)
+
+
+@functools.cache
+def weights_after_fit(make):
+    model = make()
+    fit(model)
+    return model.get_weights()
+
+
+@functools.cache
+def shared(make):
+    """Return a model that is misused in several cases and traced once."""
+    return Misused(make(), weights_after_fit(make))
+
+
+def on(make, twin=None):
+    """Return a subject: the model that `make` returns, the same one in all of its cases.
+
+    Args:
+        make: function that returns a model.
+        twin: function that returns one that trains as this one when it is fixed, if it can not
+            before. Each case then has a model of its own.
+    """
+
+    @contextlib.contextmanager
+    def subject(case, tmp_path):
+        misused = Misused(make(), weights_after_fit(twin)) if twin else shared(make)
+        misused.restart()
+        before = misused.state()
+        yield misused.model
+        assert misused.state() == before
+        case.fix(misused.model)
+        misused.assert_trains()
+
+    return subject
+
+
+@contextlib.contextmanager
+def nothing(case, tmp_path):
+    yield None
+
+
+@contextlib.contextmanager
+def accumulator(case, tmp_path):
+    """A new `GradientAccumulator`, and two variables."""
+    misused, variables = GradientAccumulator(), [tf.Variable([1.0, 2.0]), tf.Variable([3.0])]
+    yield misused, variables
+    assert misused.num_microbatches == 0
+    assert not misused.variables
+    misused.add([tf.ones(2), tf.ones(1)], variables, weight=2)
+    misused.apply(optimizers.SGD(0.5))
+    assert [v.numpy().tolist() for v in variables] == [[0.5, 1.5], [2.5]]
+
+
+@contextlib.contextmanager
+def open_window(case, tmp_path):
+    """A `GradientAccumulator` that has a microbatch already, whose second gradient was None."""
+    misused, variables = GradientAccumulator(), [tf.Variable([1.0, 2.0]), tf.Variable([3.0])]
+    misused.add([tf.ones(2), None], variables)
+    yield misused, variables
+    assert misused.num_microbatches == 1
+    misused.add([3 * tf.ones(2), None], variables)
+    gradient, nothing = misused.mean()
+    assert (gradient.numpy().tolist(), nothing) == ([2.0, 2.0], None)
+
+
+SCRIPT = """
+import keras
+import numpy as np
+
+def make():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model, np.ones((8, 4)), np.ones((8, 1))
+
+def of_other_rows():
+    model, x, y = make()
+    return model, x, y[:3]
+
+def not_compiled():
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), np.ones((8, 4))
+
+def only_a_model():
+    return make()[0]
+
+def no_model():
+    return "model", 1
+
+def leaves():
+    raise SystemExit(0)
+
+def fails():
+    raise KeyError("of the script's own")
+
+NUMBER = 3
+"""
+
+
+class CommandError(Exception):
+    """What the command line prints where it ends with status 2."""
+
+
+@contextlib.contextmanager
+def command(case, tmp_path):
+    """The command line, in a folder with a script, a file that is none, and a folder."""
+    (tmp_path / "script_of_mine.py").write_text(SCRIPT)
+    (tmp_path / "json.py").write_text(SCRIPT)
+    (tmp_path / "folder.py").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        patch.setattr(sys, "path", sys.path.copy())
+        patch.setattr(sys, "modules", sys.modules.copy())
+        yield run_command
+        assert {p.name for p in tmp_path.iterdir()} - {"__pycache__"} == {
+            "script_of_mine.py",
+            "json.py",
+            "folder.py",
+        }
+
+
+def run_command(line):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            status = main(line.split())
+        except SystemExit as ending:
+            status = ending.code
+    assert not out.getvalue()
+    if status == 2:
+        raise CommandError(err.getvalue())
+
+
+def runs(line, batch="4"):
+    options = f" --batch-size {batch}" if batch and line.startswith("check") else ""
+    return lambda run: run(line + options)
+
+
+def checks(function="make", batch="4", more=""):
+    """Return a call of the command `check`, right but for what is given."""
+    return runs(f"check script_of_mine.py:{function} --microbatch-size 2 {more}", batch)
+
+
+@contextlib.contextmanager
+def files(case, tmp_path):
+    """A folder with files that are no models, or bring code or bad settings."""
+    (tmp_path / "folder.keras").mkdir()
+    (tmp_path / "text.keras").write_text("model")
+    net(accumulation_steps=2).save(tmp_path / "right.keras")
+    right = (tmp_path / "right.keras").read_bytes()
+    (tmp_path / "truncated.keras").write_bytes(right[: len(right) // 2])
+    for name, value in BAD_IN_FILES.items():
+        with (
+            zipfile.ZipFile(tmp_path / "right.keras") as source,
+            zipfile.ZipFile(tmp_path / f"{name}.keras", "w") as target,
+        ):
+            for part in source.namelist():
+                content = source.read(part)
+                if part == "config.json":
+                    config = json.loads(content)
+                    config["compile_config"][name] = value
+                    content = json.dumps(config).encode()
+                target.writestr(part, content)
+    code = lambda *values: (__import__("os").environ.update(GA_MODEL_TEST="1"), values[0])[1]  # noqa: E731
+    with warnings.catch_warnings(action="ignore"):  # Keras warns of what the cases are about
+        if "layer" in case.name:
+            model = Net([keras.Input((4,)), layers.Lambda(code)])
+            model.compile("sgd", "mse")
+            model.save(tmp_path / "code.keras")
+        if "loss" in case.name:
+            model = Net([keras.Input((4,)), layers.Dense(2)])
+            model.compile("sgd", code)
+            model.save(tmp_path / "code.keras")
+    os.environ.pop("GA_MODEL_TEST", None)
+    yield tmp_path
+    assert "GA_MODEL_TEST" not in os.environ
+
+
+BAD_IN_FILES = {"accumulation_steps": 0, "microbatch_size": "4", "skip_nonfinite": 1}
+
+
+def loads(name):
+    return lambda folder: load_model(folder / name, custom_objects={"Net": Net})
+
+
+# The table.
+
+BAD_INTEGERS = [
+    (0, ValueError),
+    (-3, ValueError),
+    (10**30, ValueError),
+    (2.0, TypeError),
+    (True, TypeError),
+    ("4", TypeError),
+    ([4], TypeError),
+    (np.array([4]), TypeError),
+    (tf.constant(3.0), TypeError),
+]
+NO_BOOLS = [1, 0.0, "yes", np.True_, tf.constant(True)]
+
+
+def settings_cases():
+    """Yield a case for each bad value of each setting, in every way to set it."""
+    bad = {
+        "accumulation_steps": [*BAD_INTEGERS, (None, TypeError)],
+        "microbatch_size": BAD_INTEGERS,
+        "skip_nonfinite": [(value, TypeError) for value in [*NO_BOOLS, None]],
+    }
+    ways = {
+        "accumulate": (plain, lambda setting: lambda model: accumulate(model, **setting)),
+        "compile": (split, lambda setting: lambda model: model.compile("sgd", "mae", **setting)),
+        "attribute": (
+            accumulating,
+            lambda setting: lambda model: setattr(model, *setting.popitem()),
+        ),
+    }
+    for setting, values in bad.items():
+        for (value, error), (way, (make, call)) in itertools.product(values, ways.items()):
+            if value is None and way != "attribute":
+                continue  # it stands for the present value
+            kind = "a bool" if setting == "skip_nonfinite" else "an integer >= 1"
+            words = rf"`{setting}` must be {kind}\. Received: {setting}={re.escape(repr(value))}"
+            yield Case(
+                f"{setting}={value!r} by {way}", on(make), call({setting: value}), error, words
+            )
+
+
+def adds(gradients=None, variables=None, **kwargs):
+    """Return a call of `add`, on right gradients and variables but for those that are given."""
+
+    def call(subject):
+        accumulator, right = subject
+        wrong = [tf.ones(2), tf.ones(1)] if gradients is None else gradients
+        accumulator.add(wrong, right if variables is None else variables, **kwargs)
+
+    return call
+
+
+def fits(*data, **kwargs):
+    return lambda model: fit(model, *data, **kwargs)
+
+
+def schedules(schedule, **kwargs):
+    return lambda _: AccumulationScheduler(schedule, **kwargs)
+
+
+def fits_by(schedule):
+    return lambda model: fit(model, callbacks=[AccumulationScheduler(schedule)])
+
+
+def equals(*data, **kwargs):
+    """Return a call of `check_equivalence`, right but for what is given."""
+    arguments = {"batch_size": 4, "microbatch_size": 2, **kwargs}
+    return lambda model: check_equivalence(model, *(data or (X, Y)), **arguments)
+
+
+def compiles(*args, **kwargs):
+    return lambda model: model.compile(*args, **kwargs)
+
+
+def has(**attributes):
+    """Return a call that sets attributes of a model, and fits it."""
+
+    def call(model):
+        for name, value in attributes.items():
+            setattr(model, name, value)
+        fit(model)
+
+    return call
+
+
+def again(model):
+    model.compile("adam", "mse", metrics=["mae"])
+
+
+def batches_of(rows):
+    """Return a dataset whose batches have two rows more in x than in y."""
+    signature = (tf.TensorSpec((rows, 4)), tf.TensorSpec((None, 2)))
+    return tf.data.Dataset.from_generator(lambda: [(X, Y[:10])], output_signature=signature)
+
+
+def freezes_inside_of_a_window(model):
+    model.train_on_batch(X[:4], Y[:4])
+    model.layers[0].trainable = False
+    try:
+        model.train_on_batch(X[4:8], Y[4:8])
+    finally:
+        model.layers[0].trainable = True
+        model.reset_metrics()  # an eager step counts a batch's loss before it applies anything
+
+
+def trains_on_batch(x, y):
+    return lambda model: model.train_on_batch(x, y)
+
+
+def in_graph(function):
+    return lambda subject: tf.function(lambda: function(subject))()
+
+
+def sets(name, value):
+    return lambda model: setattr(model, name, value)
+
+
+def cases(subject, *rows, whose="ours"):
+    """Return a case for each row: name, call, error, words, and maybe the way out."""
+    return [Case(name, subject, *rest, whose=whose) for name, *rest in rows]
+
+
+def makes(*bases, **attributes):
+    return lambda _: type("Wrong", bases, attributes)()
+
+
+def accumulates(value):
+    return lambda _: accumulate(value, accumulation_steps=2)
+
+
+def applies(optimizer):
+    return lambda subject: subject[0].apply(optimizer)
+
+
+INVALID = tf.errors.InvalidArgumentError
+
+
+def on_dataset(make):
+    return lambda model: model.fit(make(), shuffle=False, verbose=0)
+
+
+def from_scalars():
+    return tf.data.Dataset.from_tensors((1.0, 2.0))
+
+
+def compiles_and_fits(optimizer):
+    def call(model):
+        model.compile(optimizer, "mse", metrics=["mae"])
+        fit(model)
+
+    return call
+
+
+def compiles_in_half_precision(_):
+    keras.config.set_dtype_policy("mixed_float16")
+    net(skip_nonfinite=True)
+
+
+V = [tf.Variable([1.0, 2.0]), tf.Variable([3.0])]
+ONE, TWO, THREE = tf.ones(1), tf.ones(2), tf.ones(3)
+SIDE = "must stand left of the Keras model class. Received: class Wrong"
+NO_KERAS_MODEL = r"Received: class Wrong, which is no subclass of `keras\.Model`"
+NO_MODEL = "takes a Keras model. Received: model="
+TWICE = "accumulated twice. Received: {} and the optimizer '.*' with gradient_accumulation_steps=2"
+BY_2, BY_CLASS = TWICE.format("accumulation_steps=2"), TWICE.format("a `GradientAccumulator`")
+SCALING = "Received: skip_nonfinite=True with a LossScaleOptimizer"
+ROWS = "`microbatch_size` splits the rows of a batch.* Received: "
+SCHEDULE = "`schedule` must be a dict or a function. Received: schedule="
+WEIGHT = "`weight` must be a scalar number or tensor, or None .* Received: weight="
+PER_VARIABLE = "one gradient per variable, in two lists. Received: "
+NO_VARIABLES = "must be variables of TensorFlow or Keras. Received: 2 of other types: "
+OF_SHAPE = "must have the shape of its variable. Received: shapes "
+OTHER_VARIABLES = "Received: other variables than in the first microbatch"
+NO_OPTIMIZER = "takes a Keras optimizer. Received: optimizer="
+INTEGER = "must be an integer >= 1. Received: "
+TWO_MICROBATCHES = "at least two microbatches in a window.* Received: "
+NO_ARRAYS = "with rows along axis 0. Received: x, y, sample_weight of types "
+TARGET = "must be given as FILE.py:function. Received: "
+UNSAFE = "(?s)arbitrary code execution.*`safe_mode=False`"
+KERAS, ARGPARSE, SCRIPTS = "Keras's own", "argparse's own", "the script's own"
+OWN_STEP = "must be a method of the model's class. Received: .* set on the instance"
+ON_THE_CLASS = "on the model and not on its class.* Received: class Wrong with accumulation_steps=4"
+FIXED_ROWS = "was made for batches of 4 rows, as by `keras.Input.* Received: microbatch_size=2"
+STATEFUL = r"Received: microbatch_size=2 and the stateful layers \['memory'\]"
+CONFIG = {"class_name": "SGD", "config": {"gradient_accumulation_steps": 2}}
+
+CASES = [
+    *settings_cases(),
+    # Models.
+    *cases(
+        nothing,
+        ("the mixin behind Model", makes(keras.Model, AccumulatingModel), TypeError, SIDE),
+        ("behind Sequential", makes(keras.Sequential, AccumulatingModel), TypeError, SIDE),
+        ("on a layer", makes(AccumulatingModel, layers.Layer), TypeError, NO_KERAS_MODEL),
+        ("on nothing", makes(AccumulatingModel), TypeError, NO_KERAS_MODEL),
+        ("on the class", makes(Net, accumulation_steps=4), TypeError, ON_THE_CLASS),
+        ("accumulate None", accumulates(None), TypeError, NO_MODEL + "None"),
+        ("accumulate a path", accumulates("a.keras"), TypeError, NO_MODEL + "'a.keras'"),
+        ("accumulate a class", accumulates(Net), TypeError, NO_MODEL + ".* Call the class"),
+        ("accumulate a layer", accumulates(layers.Dense(1)), TypeError, NO_MODEL + "<Dense"),
+        ("accumulate an optimizer", accumulates(of_two()), TypeError, NO_MODEL + "<keras"),
+    ),
+    *cases(
+        on(accumulating, accumulating),
+        (
+            "train_step on the instance",
+            has(train_step=lambda data: {}),
+            TypeError,
+            OWN_STEP,
+            lambda model: delattr(model, "train_step"),
+        ),
+    ),
+    *cases(
+        on(takes_no_callbacks, plain),
+        (
+            "a fit that takes no callbacks",
+            fits(),
+            TypeError,
+            r"Received: .* that takes no `callbacks`\. Let it take `\*\*kwargs`",
+            sets("accumulation_steps", 1),
+        ),
+    ),
+    *cases(
+        on(stateful, lambda: stateful(None)),
+        ("stateful", fits(), ValueError, STATEFUL, sets("microbatch_size", None)),
+    ),
+    *cases(
+        on(reshaped, lambda: reshaped(None)),
+        ("fixed rows", fits(), ValueError, FIXED_ROWS, sets("microbatch_size", None)),
+    ),
+    *cases(
+        on(with_a_bad_rule, plain),
+        (
+            "a weight that is no number",
+            fits(),
+            ValueError,
+            "`microbatch_weight` must return a number.* Received: 'mean'",
+            sets("accumulation_steps", 1),
+        ),
+    ),
+    # Optimizers.
+    *cases(
+        on(net_of_two),
+        ("two accumulate, by attribute", sets("accumulation_steps", 2), ValueError, BY_2),
+        ("by accumulate", lambda m: accumulate(m, accumulation_steps=2), ValueError, BY_2),
+        ("by a schedule", fits_by({0: 1, 3: 2}), ValueError, BY_2),
+        ("by a function", fits_by(lambda epoch: 2), ValueError, BY_2),
+        ("in a check", equals(accumulation_steps=2), ValueError, BY_2),
+    ),
+    *cases(
+        on(accumulating),
+        ("by compile", compiles(of_two(), "mse"), ValueError, BY_2),
+        ("inside of another", compiles(scaling(of_two()), "mse"), ValueError, BY_2),
+    ),
+    *cases(
+        on(accumulating, accumulating),
+        ("by another optimizer", has(optimizer=of_two()), ValueError, BY_2, again),
+        ("by a configuration", compiles_and_fits(CONFIG), ValueError, BY_2, again),
+    ),
+    *cases(
+        on(without_optimizer, accumulating),
+        ("no optimizer", fits(), RuntimeError, "Received: .* compiled with optimizer=None", again),
+    ),
+    *cases(
+        on(scaled),
+        ("skips and scales, by attribute", sets("skip_nonfinite", True), ValueError, SCALING),
+        ("by accumulate", lambda m: accumulate(m, skip_nonfinite=True), ValueError, SCALING),
+    ),
+    *cases(
+        on(skipping),
+        ("by compile", compiles(scaling(), "mse"), ValueError, SCALING),
+    ),
+    *cases(
+        on(skipping, skipping),
+        ("by another optimizer", has(optimizer=scaling()), ValueError, SCALING, again),
+    ),
+    *cases(nothing, ("by the policy", compiles_in_half_precision, ValueError, SCALING)),
+    *cases(
+        on(accumulating),
+        ("an unknown optimizer", compiles("nope", "mse"), ValueError, "optimizer.*nope"),
+        ("an unknown setting", compiles("sgd", "mse", accum_steps=2), TypeError, "accum_steps"),
+        whose=KERAS,
+    ),
+    # Data.
+    *cases(
+        on(split),
+        (
+            "rows of y",
+            trains_on_batch(X, Y[:10]),
+            ValueError,
+            ROWS + r"shapes \[\(12, 4\), \(10, 2",
+        ),
+        (
+            "rows of nested inputs",
+            trains_on_batch({"a": X, "b": X[:7]}, Y),
+            ValueError,
+            ROWS + r"shapes \[\(12, 4\), \(7, 4\), \(12, 2\)\]",
+        ),
+        (
+            "rows of sample weights",
+            lambda model: model.train_on_batch(X, Y, np.ones(5)),
+            ValueError,
+            ROWS + r"shapes \[\(12, 4\), \(12, 2\), \(5,\)\]",
+        ),
+        ("rows of unknown number", on_dataset(lambda: batches_of(None)), INVALID, ROWS + "tensors"),
+        ("rows of one of them", on_dataset(lambda: batches_of(12)), INVALID, ROWS + "tensors"),
+    ),
+    *itertools.chain.from_iterable(
+        cases(
+            on(make),
+            (f"rows of arrays, {make.__name__}", fits(X, Y[:10]), ValueError, "(?s)x.*12.*y.*10"),
+            (f"text, {make.__name__}", fits(np.full((12, 4), "a")), ValueError, "dtype"),
+            (f"ragged rows, {make.__name__}", fits([[1.0]] * 11 + [[]]), ValueError, "data type"),
+            whose=KERAS,
+        )
+        for make in (accumulating, split)
+    ),
+    *cases(
+        on(split, split),
+        ("scalars only", on_dataset(from_scalars), ValueError, ROWS + r"shapes \[\]"),
+    ),
+    *cases(
+        on(accumulating, accumulating),
+        ("columns", fits(X[:, :3]), ValueError, "value 4, but received", again),
+        whose=KERAS,
+    ),
+    # The order of calls.
+    *cases(
+        on(not_compiled, accumulating),
+        ("fit before compile", fits(), ValueError, r"must call `compile\(\)`", again),
+        ("a batch before compile", trains_on_batch(X, Y), ValueError, r"call `compile\(\)`", again),
+        whose=KERAS,
+    ),
+    *cases(
+        on(eager, eager),
+        (
+            "layers frozen inside of a window",
+            freezes_inside_of_a_window,
+            ValueError,
+            OTHER_VARIABLES,
+        ),
+    ),
+    *cases(
+        accumulator,
+        (
+            "apply traced before add",
+            lambda s: tf.function(lambda: s[0].apply(optimizers.SGD()))(),
+            RuntimeError,
+            "Received: a call that was traced before any gradient was added",
+        ),
+    ),
+    *cases(
+        open_window,
+        ("other variables", adds([TWO, None], V), ValueError, OTHER_VARIABLES),
+        ("fewer variables", lambda s: s[0].add([TWO], s[1][:1]), ValueError, OTHER_VARIABLES),
+        ("a sum after a mean", adds([TWO, None], weight=None), ValueError, "Received: both"),
+        ("a late gradient", adds([TWO, ONE]), RuntimeError, "Received: a gradient for .'Variable"),
+        ("an optimizer that accumulates", applies(of_two()), ValueError, BY_CLASS),
+        ("one inside of another", applies(scaling(of_two())), ValueError, BY_CLASS),
+        ("None", applies(None), TypeError, NO_OPTIMIZER + "None"),
+        ("a name", applies("adam"), TypeError, NO_OPTIMIZER + "'adam'"),
+        ("a class", applies(optimizers.SGD), TypeError, NO_OPTIMIZER + ".* Call the class first"),
+    ),
+    # `GradientAccumulator.add`.
+    *cases(
+        accumulator,
+        ("a weight that is text", adds(weight="3"), ValueError, WEIGHT + "'3'"),
+        ("bytes", adds(weight=b"3"), ValueError, WEIGHT + "b'3'"),
+        ("an array of text", adds(weight=np.array("3")), ValueError, WEIGHT + r"array\('3'"),
+        ("a list", adds(weight=[1.0]), ValueError, WEIGHT + r"\[1\.0\]"),
+        ("a vector", adds(weight=TWO), ValueError, WEIGHT + "<tf.Tensor"),
+        ("a complex number", adds(weight=1j), ValueError, WEIGHT + "1j"),
+        ("a dict", adds(weight={"rows": 3}), ValueError, WEIGHT + "{'rows'"),
+        ("fewer gradients", adds([TWO]), ValueError, PER_VARIABLE + "1 gradients and 2 variables"),
+        ("no gradients", lambda s: s[0].add(None, s[1]), TypeError, PER_VARIABLE + "'NoneType'"),
+        ("one variable", adds([TWO], V[0]), TypeError, PER_VARIABLE + "'list' and 'Resource"),
+        ("a generator", adds(g for g in [TWO, ONE]), TypeError, PER_VARIABLE + "'generator'"),
+        ("a dict of gradients", adds({0: TWO, 1: ONE}), TypeError, PER_VARIABLE + "'dict'"),
+        ("swapped arguments", adds(V, [TWO, ONE]), TypeError, NO_VARIABLES + "EagerTensor"),
+        ("no variables", adds(variables=[None, None]), TypeError, NO_VARIABLES + "NoneType"),
+        ("a shape", adds([THREE, ONE]), ValueError, OF_SHAPE + r"\(3,\) and \(2,\)"),
+        ("a shape that broadcasts", adds([ONE, ONE]), ValueError, OF_SHAPE + r"\(1,\) and \(2,\)"),
+    ),
+    # Schedules.
+    *cases(
+        nothing,
+        ("a schedule that is a number", schedules(4), TypeError, SCHEDULE + "4"),
+        ("a list", schedules([1, 2]), TypeError, SCHEDULE + r"\[1, 2\]"),
+        ("None", schedules(None), TypeError, SCHEDULE + "None"),
+        ("nothing in it", schedules({}), ValueError, "Received: schedule={}, without the key 0"),
+        ("no beginning", schedules({3: 4}), ValueError, "without the key 0. Add `0: 1`"),
+        ("zero steps", schedules({0: 0}), ValueError, r"`schedule\[0\]` " + INTEGER + r".*=0"),
+        ("half a step", schedules({0: 0.5}), TypeError, r"`schedule\[0\]` " + INTEGER + r".*=0\.5"),
+        ("an epoch below 0", schedules({0: 1, -1: 2}), ValueError, "integer >= 0. .*schedule=-1"),
+        ("half an epoch", schedules({0: 1, 2.5: 2}), TypeError, r"integer >= 0. .*schedule=2\.5"),
+        ("by batches", schedules({0: 1}, by="batch"), ValueError, "one of .* Received: by='batch'"),
+        (
+            "by an array",
+            schedules({0: 1}, by=X),
+            ValueError,
+            "`by` must be one of .* Received: by=",
+        ),
+        ("a log of text", schedules({0: 1}, log="yes"), TypeError, "bool. Received: log='yes'"),
+    ),
+    *cases(
+        on(accumulating),
+        (
+            "a function of halves",
+            fits_by(lambda i: 2.5),
+            TypeError,
+            r"Received: schedule\(0\)=2\.5",
+        ),
+        ("of nothing", fits_by(lambda i: None), TypeError, r"Received: schedule\(0\)=None"),
+        ("of zeros", fits_by(lambda i: 0), ValueError, r"Received: schedule\(0\)=0"),
+    ),
+    *cases(
+        on(plain),
+        (
+            "a schedule for a plain model",
+            fits_by({0: 2}),
+            TypeError,
+            r"of a model that has them. Received: .*Call `accumulate\(model\)`",
+        ),
+        # `check_equivalence`.
+        ("one microbatch", equals(microbatch_size=4), ValueError, TWO_MICROBATCHES + "12 rows"),
+        ("no rows", equals(X[:0], Y[:0]), ValueError, TWO_MICROBATCHES + "0 rows"),
+        ("batches of 0", equals(batch_size=0), ValueError, INTEGER + "batch_size=0"),
+        ("no batches", equals(batch_size=None), TypeError, INTEGER + "batch_size=None"),
+        ("half an update", equals(updates=2.5), TypeError, INTEGER + r"updates=2\.5"),
+        (
+            "other rows",
+            equals(X, Y[:4]),
+            ValueError,
+            r"same number .* shapes \[\(12, 4\), \(4, 2\)",
+        ),
+        ("a dataset", equals(tf.data.Dataset.range(3)), TypeError, NO_ARRAYS + "_RangeDataset"),
+        ("a generator of rows", equals((r for r in X), Y), TypeError, NO_ARRAYS + "generator"),
+        ("lists", equals(X.tolist(), Y.tolist()), TypeError, NO_ARRAYS + "list, list"),
+        ("no targets", equals(X), ValueError, "needs targets. Received: y=None for"),
+    ),
+    *cases(
+        on(plain),
+        ("columns in a check", equals(X[:, :3], Y), ValueError, "value 4, but received"),
+        whose=KERAS,
+    ),
+    *cases(
+        nothing,
+        (
+            "check what is not compiled",
+            lambda _: equals()(dense_model()),
+            RuntimeError,
+            "trains a compiled model. Received: .* is not compiled",
+        ),
+        ("check a path", lambda _: equals()("a.keras"), TypeError, NO_MODEL + "'a.keras'"),
+        ("check a class", lambda _: equals()(Net), TypeError, NO_MODEL + ".* Call the class first"),
+    ),
+    # Files.
+    *cases(
+        files,
+        ("steps in a file", loads("accumulation_steps.keras"), ValueError, INTEGER + "accumul.*=0"),
+        ("size in a file", loads("microbatch_size.keras"), TypeError, INTEGER + "microb.*='4'"),
+        ("skip in a file", loads("skip_nonfinite.keras"), TypeError, "bool. Received: skip_.*=1"),
+    ),
+    *cases(
+        files,
+        ("no file", loads("nowhere.keras"), ValueError, r"nowhere\.keras"),
+        ("a folder", loads("folder.keras"), ValueError, r"folder\.keras"),
+        ("text", loads("text.keras"), ValueError, r"text\.keras"),
+        ("half a file", loads("truncated.keras"), ValueError, r"truncated\.keras"),
+        ("code in a layer", loads("code.keras"), ValueError, UNSAFE),
+        ("code in the loss", loads("code.keras"), ValueError, UNSAFE),
+        whose=KERAS,
+    ),
+    # The command line.
+    *cases(
+        command,
+        (
+            "no function",
+            runs("check script_of_mine.py"),
+            CommandError,
+            TARGET + "'script_of_mine.p",
+        ),
+        (
+            "a saved model",
+            runs("check model.keras:make"),
+            CommandError,
+            TARGET + "'model.keras:make",
+        ),
+        ("no script", runs("check nowhere.py:make"), CommandError, "Received: 'nowhere.py', which"),
+        ("a folder", runs("check folder.py:make"), CommandError, "Received: 'folder.py', which is"),
+        ("a name in use", runs("check json.py:make"), CommandError, "Received: 'json.py', beside"),
+        ("an unknown function", checks("nothing"), CommandError, "without a function 'nothing'"),
+        ("a number", checks("NUMBER"), CommandError, "without a function 'NUMBER'"),
+        ("only a model", checks("only_a_model"), CommandError, "(model, x).* Received: Sequential"),
+        ("no model", checks("no_model"), CommandError, r"(model, x).* Received: \['str', 'int'\]"),
+        ("not compiled", checks("not_compiled"), CommandError, "Received: .* is not compiled"),
+        ("other rows", checks("of_other_rows"), CommandError, r"shapes \[\(8, 4\), \(3, 1\)\]"),
+        ("one that leaves", checks("leaves"), CommandError, "Received: .*:leaves', .*__main__"),
+        ("--batch-size 0", checks(batch="0"), CommandError, "--batch-size: " + INTEGER + "'0'"),
+        ("--batch-size 4.5", checks(batch="4.5"), CommandError, INTEGER + r"'4\.5'"),
+        ("--batch-size 2", checks(batch="2"), CommandError, TWO_MICROBATCHES + "8 rows"),
+        ("--updates -1", checks(more="--updates -1"), CommandError, INTEGER + "'-1'"),
+        (
+            "--json in nowhere",
+            checks(more="--json no/a.json"),
+            CommandError,
+            "Received: 'no/a.json'",
+        ),
+        ("--json a folder", checks(more="--json folder.py"), CommandError, "which is a folder"),
+        ("--microbatches 0", runs("bench --microbatches 0"), CommandError, INTEGER + "'0'"),
+        ("--minutes nan", runs("bench --minutes nan"), CommandError, "number. Received: 'nan'"),
+        ("--plot a.xyz", runs("bench --plot a.xyz"), CommandError, r"png.* Received: 'a\.xyz'"),
+    ),
+    *cases(
+        command,
+        ("no batch size", runs("check a.py:make", batch=None), CommandError, "required: --batch-s"),
+        ("--models deep", runs("bench --models deep"), CommandError, "'deep' .choose from"),
+        ("--jit maybe", runs("bench --jit maybe"), CommandError, "'maybe' .choose from"),
+        ("no command", runs("chekc"), CommandError, "ga_model check --help(?s:.*)arguments: chekc"),
+        whose=ARGPARSE,
+    ),
+    *cases(
+        command,
+        ("one that fails", checks("fails"), CommandError, "(?s)Traceback.*KeyError: .of the scrip"),
+        whose=SCRIPTS,
+    ),
+]
+
+
+def identity(case):
+    return re.sub(r"\W+", "_", case.name)
+
+
+@pytest.mark.parametrize("case", CASES, ids=identity)
+def test_a_wrong_use_is_refused_and_changes_nothing(case, tmp_path):
+    with case.subject(case, tmp_path) as subject:
+        with pytest.raises(case.error) as caught:
+            case.call(subject)
+        message = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+        assert re.search(case.words, message), message
+        assert bool(HOUSE.search(message)) is (case.whose == "ours"), message
+
+
+def test_the_checks_of_the_table_can_fail(tmp_path):
+    """A message of another kind, a change that stays, and code that is executed are found."""
+    assert not HOUSE.search("Bad steps. Received: 0. ")
+    assert not HOUSE.search("`steps` must be an integer. Pass 1.")
+    case = Case("", nothing, fits(), ValueError, "")
+    for change in (sets("accumulation_steps", 3), fits()):
+        with pytest.raises(AssertionError), on(accumulating)(case, tmp_path) as model:
+            change(model)
+        shared.cache_clear()
+    with pytest.raises(AssertionError), accumulator(case, tmp_path) as subject:
+        adds()(subject)
+    with (
+        pytest.raises(AssertionError, match="GA_MODEL_TEST"),
+        files(case._replace(name="code in a layer"), tmp_path) as folder,
+    ):
+        load_model(folder / "code.keras", {"Net": Net}, safe_mode=False)
+    del os.environ["GA_MODEL_TEST"]
+
+
+class DropsCallbacks(keras.Sequential):
+    def fit(self, x, y, callbacks=None):
+        return super().fit(x, y, batch_size=4, shuffle=False, verbose=0)
+
+
+class PassesAllOn(keras.Sequential):
+    def fit(self, *args, callbacks=None, **kwargs):
+        return super().fit(*args, callbacks=callbacks, **kwargs)
+
+
+def test_a_fit_that_does_not_pass_callbacks_on_is_refused_and_leaves_no_window():
+    model = net(kind=DropsCallbacks, accumulation_steps=2)
+    with pytest.raises(TypeError, match="does not pass `callbacks` on") as caught:
+        model.fit(X, Y)  # 3 batches: the second window is open in the end
+    assert HOUSE.search(str(caught.value))
+    assert model.has_updated
+    model.fit(X[:8], Y[:8])  # windows that happen to be full
+
+
+def test_a_fit_that_takes_everything_and_passes_it_on_trains_as_kerass():
+    model, reference = (net(kind=kind, accumulation_steps=2) for kind in (PassesAllOn, Net))
+    for m in (model, reference):
+        fit(m)
+        m.fit(X, Y, 4, 1, 0)
+    assert model.optimizer.iterations == 4
+    for w, r in zip(model.get_weights(), reference.get_weights(), strict=True):
+        np.testing.assert_array_equal(w, r)
+
+
+def test_what_is_early_or_empty_and_not_wrong_changes_nothing():
+    model = accumulating()
+    start = model.get_weights()
+    model.close_window()
+    GradientAccumulator().apply(optimizers.SGD())
+    with pytest.warns(UserWarning, match="ran out of data"):
+        fit(model, X[:0], Y[:0])
+    for w, s in zip(model.get_weights(), start, strict=True):
+        np.testing.assert_array_equal(w, s)
