@@ -9,10 +9,9 @@ what is there, which saves one pass over the memory of all trainable variables p
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from ga_model import _strategy, _sums, _validate
@@ -78,7 +77,7 @@ class GradientAccumulator:
         self._compiled: Callable[..., Any] | None = None  # what then makes them
 
     def add(
-        self, gradients: Sequence[Any], variables: Sequence[Any], *, weight: Any | None = 1.0
+        self, gradients: Collection[Any], variables: Collection[Any], *, weight: Any | None = 1.0
     ) -> None:
         """Add the gradients of one microbatch to the window.
 
@@ -87,19 +86,21 @@ class GradientAccumulator:
             variables: the variables, the same ones in the same order in every call.
             weight: scalar number or tensor, what the microbatch counts in the window's mean (rows,
                 or tokens, of a loss that is their mean). Zero changes nothing. None in every call
-                for a loss that is a sum: the gradients are then summed and not divided.
+                for a loss that is a sum: the gradients are then summed and not divided. (In a graph
+                `x.shape[0]` may be None, and `tf.shape(x)[0]` is not.)
 
         Raises:
-            TypeError: these are no sequences, or no variables.
-            ValueError: the lengths or shapes differ, the variables are not those of the first
-                call, `weight` is no scalar number, or it is None in one call and a number in
-                another; or the accumulator was made under another strategy, or is called outside
-                of `strategy.run`.
+            TypeError: these are no lists or the like, or no variables.
+            ValueError: the lengths differ, or in the first call the shapes; the variables are not
+                those of the first call; `weight` is no scalar number, or None in one call and a
+                number in another; or the accumulator was made under another strategy, or is
+                called outside of `strategy.run`.
             RuntimeError: a variable whose gradient was None at first has one now.
         """
-        if not (isinstance(gradients, Sequence) and isinstance(variables, Sequence)):
+        if not (_is_list(gradients) and _is_list(variables)):
             types = [f"{type(value).__name__!r}" for value in (gradients, variables)]
             raise TypeError(_validate.lengths_message(*types))
+        gradients, variables = list(gradients), list(variables)
         is_sum = weight is None
         if not (is_sum or _is_scalar_number(weight)):
             raise ValueError(_validate.weight_message(weight))
@@ -213,7 +214,7 @@ class GradientAccumulator:
             ValueError: it accumulates gradients itself.
             RuntimeError: traced in a `tf.function` before any gradient was added.
         """
-        if not isinstance(optimizer, keras.optimizers.Optimizer):
+        if isinstance(optimizer, type) or not hasattr(optimizer, "apply"):
             raise TypeError(_validate.not_an_optimizer_message(optimizer))
         _validate.check_single_accumulation([optimizer])
         if not self._variables:
@@ -269,6 +270,11 @@ class GradientAccumulator:
             raise RuntimeError(_validate.late_gradient_message(late))
 
 
+def _is_list(values: Any) -> bool:
+    """Return whether there is one value after the other: a list, a tuple, a dict's values."""
+    return isinstance(values, Collection) and not isinstance(values, (str, Mapping))
+
+
 def _is_scalar_number(weight: Any) -> bool:
     """Return whether a weight is one, as far as that is known without its value."""
     if isinstance(weight, (int, float)):
@@ -277,7 +283,8 @@ def _is_scalar_number(weight: Any) -> bool:
         tensor = tf.convert_to_tensor(weight)
     except (TypeError, ValueError):
         return False
-    return not tensor.shape.rank and (tensor.dtype.is_floating or tensor.dtype.is_integer)
+    dtype = tensor.dtype
+    return not tensor.shape.rank and (dtype.is_floating or dtype.is_integer or dtype.is_bool)
 
 
 def _check_shapes(pairs: Sequence[tuple[Any, Any]]) -> None:

@@ -46,13 +46,13 @@ def closing_windows(model: Any, callbacks: Any) -> Iterator[Any]:
 
     Where `fit` fails or is interrupted, the open window is forgotten.
 
-    Raises:
-        TypeError: there is an open window in the end, because nothing called the callbacks.
-
     Args:
         model: an `AccumulatingModel`.
         callbacks: None, a callback, a list or tuple of them, or a `keras.callbacks.CallbackList`,
             which is left as it was in the end.
+
+    Warns:
+        UserWarning: nothing has called the callbacks, and a window is open in the end.
     """
     close_window = CloseWindow(model)
     is_list = isinstance(callbacks, keras.callbacks.CallbackList)
@@ -65,7 +65,7 @@ def closing_windows(model: Any, callbacks: Any) -> Iterator[Any]:
     try:
         yield callbacks
         if not (close_window.has_begun or model.has_updated):
-            raise TypeError(_validate.own_fit_message(model.name, "does not pass `callbacks` on"))
+            model._warn_once(_validate.open_window_message(model.name))
     except BaseException as error:  # KeyboardInterrupt, too, leaves nothing behind
         model._discard_window()
         _strategy.explain(error, model.distribute_strategy)

@@ -18,7 +18,8 @@ from ga_model._window import Counter, Window
 
 _validate.check_backend(keras.backend.backend())
 
-# What makes a layer a model: `keras.Model` has its `train_step` from there.
+# What makes a layer a model: `keras.Model` has its `train_step` from there. Keras's own tests mix
+# it with layers.
 _Trainer = next(c for c in keras.Model.__mro__ if "train_step" in vars(c))
 
 if TYPE_CHECKING:  # what the mixin's `super()` finds
@@ -38,10 +39,6 @@ def _accumulated(train_step: Callable[..., Any]) -> Callable[..., Any]:
         return self._run_step(functools.partial(train_step, self), data)
 
     return accumulated
-
-
-def _is_stateful(layer: Any) -> bool:
-    return isinstance(layer, keras.layers.RNN) and bool(layer.stateful)
 
 
 class AccumulatingModel(_Base):
@@ -284,11 +281,13 @@ class AccumulatingModel(_Base):
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         if "callbacks" not in parameters and not takes_any:
             if self._accumulation_steps > 1:
-                raise TypeError(_validate.own_fit_message(self.name, "takes no `callbacks`"))
+                raise TypeError(_validate.own_fit_message(self.name))
             return super().fit(*args, **kwargs)
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         positional = [name for name, p in parameters.items() if p.kind in kinds]
         position = positional.index("callbacks") if "callbacks" in positional else len(args)
+        if self._is_plain() and position >= len(args) and "callbacks" not in kwargs:
+            return super().fit(*args, **kwargs)  # which may have callbacks of its own
         given = args[position] if position < len(args) else kwargs.pop("callbacks", None)
         with closing_windows(self, given) as callbacks:
             if position < len(args):
@@ -297,23 +296,12 @@ class AccumulatingModel(_Base):
                 kwargs["callbacks"] = callbacks
             return super().fit(*args, **kwargs)
 
-    def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Train on one batch as `keras.Model.train_on_batch` does. An error empties the window.
-
-        A step that fails while it runs may have added some of its gradients, or only its weight.
-        """
-        try:
-            return super().train_on_batch(*args, **kwargs)
-        except BaseException:
-            self._discard_window()
-            raise
-
     @_accumulated
     def train_step(self, data: Any) -> Any:
         """Run the model class's own `train_step` on one batch, as a microbatch of the window."""
         train_step: Any = super().train_step
         is_keras_own = getattr(train_step, "__func__", None) is keras.Model.train_step
-        if is_keras_own and self.optimizer is None and current_recording(self) is not None:
+        if is_keras_own and self.trainable_weights and self.optimizer is None:
             raise RuntimeError(_validate.no_optimizer_message(self.name))
         return getattr(train_step, "python_function", train_step)(data)  # of a `tf.function`
 
@@ -351,7 +339,13 @@ class AccumulatingModel(_Base):
             way = (self._accumulates(), self._microbatch_size, self._skip_nonfinite)
             if way not in functions:
                 functions[way] = self._make_function_of_keras()
-            return functions[way](iterator)
+            try:
+                return functions[way](iterator)
+            except (StopIteration, tf.errors.OutOfRangeError):
+                raise  # the data is at its end, and nothing was added
+            except BaseException:
+                self._discard_window()  # it may have some of the step's gradients, or its weight
+                raise
 
         self.train_function = train_function
         return train_function
@@ -380,10 +374,6 @@ class AccumulatingModel(_Base):
     def _run_step(self, train_step: Callable[[Any], Any], data: Any) -> Any:
         """Run `train_step` on the microbatches of a batch, and update if the window is full."""
         self._check_strategy()
-        if self._microbatch_size:
-            names = [layer.name for layer in self._flatten_layers() if _is_stateful(layer)]
-            if names:
-                raise ValueError(_validate.stateful_message(names, self._microbatch_size))
         window = None
         if self._accumulates():
             window = self._accumulation_window
@@ -392,11 +382,7 @@ class AccumulatingModel(_Base):
             )
             self._accumulation_window = window
         watch_attributes(self)
-        try:
-            logs = _step.run(self, train_step, data, window)
-        except (ValueError, tf.errors.InvalidArgumentError) as error:
-            self._explain_fixed_rows(error)
-            raise
+        logs = _step.run(self, train_step, data, window)
         self._warn_of_batch_normalization()  # of layers that were not there at `compile`
         return logs
 
@@ -417,17 +403,6 @@ class AccumulatingModel(_Base):
             names = [layer.name for layer in layers if getattr(layer, "synchronized", False)]
             if names:
                 raise ValueError(_validate.synchronized_message(names))
-
-    def _explain_fixed_rows(self, error: Exception) -> None:
-        """Add a note to an error of a model that was not made for microbatches of this size.
-
-        Such a model is not refused: most layers take any number of rows all the same.
-        """
-        inputs = keras.tree.flatten(getattr(self, "inputs", None))
-        rows = {i.shape[0] for i in inputs if i is not None and len(i.shape)}
-        rows -= {None, self._microbatch_size}
-        if self._microbatch_size and rows:
-            error.add_note(_validate.fixed_rows_message(sorted(rows), self._microbatch_size))
 
     def _warn_once(self, message: str) -> None:
         """Warn, unless the present `compile` has seen the same warning."""

@@ -101,6 +101,7 @@ def _observer(entry: Any, compiled: Any) -> Any:
         class Observed(type(loss)):  # type: ignore[misc]
             def call(self, y_true: Any, y_pred: Any) -> Any:
                 values = super().call(y_true, y_pred)
+                # A number, perhaps. Ragged tensors would be refused.
                 seen.append(values if tf.is_tensor(values) else tf.convert_to_tensor(values))
                 return seen[-1]
 

@@ -97,7 +97,7 @@ def check_single_accumulation(
     for optimizer in optimizers:
         # Those inside of a LossScaleOptimizer and of a MultiOptimizer, too.
         inner = getattr(optimizer, "inner_optimizer", None) or optimizer
-        for part in (inner, *getattr(inner, "optimizers", ())):
+        for part in (inner, *(getattr(inner, "optimizers", None) or ())):
             steps = getattr(part, "gradient_accumulation_steps", None)
             if steps:
                 raise ValueError(
@@ -503,24 +503,6 @@ def synchronized_message(layers: list[str]) -> str:
     )
 
 
-def stateful_message(layers: list[str], microbatch_size: int) -> str:
-    return (
-        "A stateful layer has a state for each row of a batch, so its batches must stay whole. "
-        f"Received: microbatch_size={microbatch_size} and the stateful layers {layers}. "
-        "Set `microbatch_size=None`, or make the layers with `stateful=False`."
-    )
-
-
-def fixed_rows_message(rows: list[int], microbatch_size: int) -> str:
-    return (
-        f"The model was made for batches of {' and '.join(map(str, rows))} rows, as by "
-        "`keras.Input(batch_shape=...)`. "
-        f"Received: microbatch_size={microbatch_size}, which gives it so many rows at a time, and "
-        "in the last microbatch of a batch what is left. "
-        "Make its inputs with `keras.Input(shape)`, which takes any number of rows."
-    )
-
-
 def no_optimizer_message(model: str) -> str:
     return (
         "Keras's own `train_step` needs an optimizer. "
@@ -563,11 +545,19 @@ def bad_rule_message(value: str) -> str:
     )
 
 
-def own_fit_message(model: str, reason: str) -> str:
+def own_fit_message(model: str) -> str:
     return (
         "Windows are closed at an epoch's end by a callback. "
-        f"Received: {model!r} with a `fit` of its own that {reason}. "
+        f"Received: {model!r} with a `fit` of its own that takes no `callbacks`. "
         "Let it take `**kwargs` and pass them on to `super().fit`, or set `accumulation_steps=1`."
+    )
+
+
+def open_window_message(model: str) -> str:
+    return (
+        "Windows are closed at an epoch's end by a callback. "
+        f"Received: {model!r} with a `fit` of its own that calls none and has left a window open. "
+        "Pass `callbacks` on to `super().fit`, or call `close_window()` where an epoch ends."
     )
 
 

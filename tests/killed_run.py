@@ -15,7 +15,7 @@ from helpers import dense_data, dense_model, seeded
 
 from ga_model import accumulate
 
-SECONDS = 120  # within which a run has to end
+SECONDS = 240  # within which a run has to end
 
 
 class Killer:
@@ -54,6 +54,11 @@ class Backup(keras.callbacks.BackupAndRestore):
         self._tell("saving")
         super()._save_model()
         self._tell("saved")
+
+    def on_train_end(self, logs=None):
+        super().on_train_end(logs)
+        if self._moment:
+            signal.pause()  # the killer may be late
 
 
 def mend(backup, updates_per_epoch=None):

@@ -19,6 +19,7 @@ from ga_model import AccumulatingModel
 
 SPEC = importlib.util.find_spec("keras.src.trainers.trainer_test")
 OTHERS = re.compile("jax|torch|grain|multiprocessing")  # not installed, or left out by Keras
+TRAINS = re.compile("^(?!test_(evaluate|predict))")
 
 pytestmark = pytest.mark.skipif(SPEC is None, reason="Keras is installed without its tests")
 
@@ -83,9 +84,19 @@ def is_skipped(test):
     return any(mark.name == "skipif" and mark.args[0] for mark in marks)
 
 
+def test_keras_is_installed_with_its_tests():
+    assert len(names()) > 100
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")  # which Keras's tests provoke
-@pytest.mark.parametrize("size", [pytest.param(None, marks=pytest.mark.sweep), 3])
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        pytest.param(name, size, marks=[] if size and TRAINS.search(name) else [pytest.mark.sweep])
+        for name in names()
+        for size in (3, None)
+    ],
+)
 def test_keras_passes_its_own_test(name, size):
     errors = errors_of(name, functools.partial(mixed, size))
     keras.config.enable_traceback_filtering()

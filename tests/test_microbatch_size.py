@@ -25,6 +25,7 @@ from helpers import (
     dense_data,
     dense_model,
     fit_pair,
+    float32_in_the_sweep,
     relative_difference,
     seeded,
 )
@@ -56,6 +57,7 @@ def assert_equal_logs(model, reference, rtol=LOGS):
 @pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning:keras")
 @pytest.mark.parametrize("optimizer", ["adam", pytest.param("momentum", marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("name", ZOO)
+@float32_in_the_sweep
 def test_zoo_matches_plain_keras_on_the_same_batches(name, optimizer, dtype):
     make, make_data = ZOO[name]
     x, y = make_data(43)
@@ -136,6 +138,7 @@ def test_reduction_matches_the_whole_batch_and_so_does_the_loss(
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
+@float32_in_the_sweep
 def test_regularizers_count_once_per_batch(reduction, dtype):
     l2 = keras.regularizers.L2(0.1)
 

@@ -4,7 +4,14 @@ import keras
 import numpy as np
 import pytest
 import zoo
-from helpers import TOLERANCE, dense_data, dense_model, difference_of_fits, fit_pair
+from helpers import (
+    TOLERANCE,
+    dense_data,
+    dense_model,
+    difference_of_fits,
+    fit_pair,
+    float32_in_the_sweep,
+)
 
 
 def schedule():
@@ -53,6 +60,7 @@ def test_every_optimizer_of_keras_is_in_a_test():
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@float32_in_the_sweep
 def test_optimizer_settings_match_the_whole_batch(name, dtype):
     difference = difference_of_fits(
         dense_model,

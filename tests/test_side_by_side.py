@@ -1,6 +1,7 @@
 """Models side by side: in threads and processes, with shared layers, one inside another."""
 
 import multiprocessing
+import os
 import pickle
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from ga_model import accumulate
 
 SETTINGS = [{"accumulation_steps": 3}, {"microbatch_size": 2}]
 ROWS = 34  # windows of 12: two full ones, and a ragged one
+SECONDS = 240  # within which threads and processes have to end
 
 
 def compiled(model, jit_compile=False):
@@ -48,16 +50,20 @@ def test_two_models_train_in_two_threads(jit_compile, float64):
 
     def train(*args):
         try:
-            barrier.wait()
+            barrier.wait(SECONDS)
             fit(*args, epochs=20)
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=train, args=args) for args in zip(models, data, SETTINGS)]
+    threads = [
+        threading.Thread(target=train, args=args, daemon=True)
+        for args in zip(models, data, SETTINGS)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(SECONDS)
+        assert not thread.is_alive()
     assert not errors
     assert difference(models, references, starts) <= TOLERANCE[float64]
 
@@ -113,8 +119,8 @@ def make_in_float64(settings):
 
 def train_in_a_process(pipe, settings, pickled):
     model = make_in_float64(settings)
-    if pickled is not None:
-        model = pickle.loads(pickled)
+    if pickled is not None:  # which is the plain model
+        model = accumulate(pickle.loads(pickled), **settings)
     start = model.get_weights()
     fit(model, dense_data(ROWS), settings)
     reference = compiled(seeded(dense_model))
@@ -128,8 +134,9 @@ def difference_in_a_process(method, settings, pickled=None):
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=train_in_a_process, args=(sender, settings, pickled))
     process.start()
+    sender.close()
     try:
-        assert receiver.poll(120)
+        assert receiver.poll(SECONDS)
         return receiver.recv()
     finally:
         process.kill()
@@ -137,7 +144,7 @@ def difference_in_a_process(method, settings, pickled=None):
 
 
 def test_a_model_trains_in_a_spawned_process(float64):
-    """One that was made here goes there as a pickle."""
+    """One that was made here goes there as a pickle, and is wrapped again."""
     pickled = pickle.dumps(make_in_float64({"microbatch_size": 2}))
     difference = difference_in_a_process("spawn", {"microbatch_size": 2}, pickled)
     assert difference <= TOLERANCE[float64]
@@ -152,6 +159,8 @@ assert difference <= tests.TOLERANCE["float64"], difference
 """
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform can not fork")
 def test_a_model_trains_in_a_forked_process(request):
     """As long as TensorFlow has not run anything before the fork, which it does not survive."""
-    subprocess.run([sys.executable, "-c", FORK], check=True, cwd=request.config.rootpath)
+    command = [sys.executable, "-c", FORK]
+    subprocess.run(command, check=True, cwd=request.config.rootpath, timeout=2 * SECONDS)

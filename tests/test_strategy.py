@@ -31,7 +31,7 @@ STEPS, SIZE, BOTH = {"steps": 3}, {"steps": 1, "size": 3}, {"steps": 2, "size": 
 
 several = pytest.mark.parametrize(
     ("settings", "replicas"),
-    [(STEPS, 2), (SIZE, 3), (BOTH, 2)],
+    [(STEPS, 2), (SIZE, 3), pytest.param(BOTH, 2, marks=pytest.mark.sweep)],
     ids=["accumulation_steps-2", "microbatch_size-3", "both-2"],
 )
 
@@ -191,7 +191,10 @@ def test_sparse_gradients_match_the_whole_batch(settings, replicas, float64):
     assert difference <= TOLERANCE[float64]
 
 
-@pytest.mark.parametrize(("settings", "rows"), [(STEPS, 48), (SIZE, 25), (BOTH, 48)])
+@pytest.mark.parametrize(
+    ("settings", "rows"),
+    [(BOTH, 48), *(pytest.param(*p, marks=pytest.mark.sweep) for p in [(STEPS, 48), (SIZE, 25)])],
+)
 def test_float8_layers_match_the_whole_batch(settings, rows):
     def arguments():
         return {"optimizer": keras.optimizers.SGD(0.1), "loss": "mse"}

@@ -12,10 +12,11 @@ from helpers import (
     dense_model,
     difference_of_fits,
     fit_pair,
+    float32_in_the_sweep,
     relative_difference,
     seeded,
 )
-from zoo import masked_data, masked_recurrent, two_outputs, two_outputs_data
+from zoo import masked_data, masked_recurrent, regularized, two_outputs, two_outputs_data
 
 from ga_model import AccumulatingModel, accumulate
 
@@ -62,6 +63,7 @@ def compile_with(reduction, **kwargs):
 @pytest.mark.parametrize("kind", ["none", "rows", "positions", "zeros"])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("reduction", DIFFERENT_REDUCTIONS)
+@float32_in_the_sweep
 def test_reduction_matches_the_whole_batch(reduction, masked, kind, dtype):
     rows = 34  # windows of 12 rows: two full ones, and a partial one that is ragged
     x, y = masked_data(rows)
@@ -77,7 +79,20 @@ def test_reduction_none_matches_the_whole_batch(float64):
     assert difference <= TOLERANCE[float64]
 
 
+@pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning:keras")
+def test_a_loss_may_be_a_number(float64):
+    """Python's, as a loss has that leaves all to the regularizers."""
+
+    def arguments():
+        return {"optimizer": keras.optimizers.SGD(0.1), "loss": lambda y_true, y_pred: 0.0}
+
+    data = dense_data(34)
+    difference = difference_of_fits(regularized, arguments, data, rows=12, steps=1, size=5)
+    assert difference <= TOLERANCE[float64]
+
+
 @pytest.mark.parametrize("reduction", REDUCTIONS)
+@float32_in_the_sweep
 def test_class_weight_matches_the_whole_batch(reduction, dtype):
     x, _ = dense_data(34)
     y = (np.arange(34) % 3).astype("int32")
@@ -154,6 +169,7 @@ def regularized_sequence_model():
     [1, pytest.param(3, marks=pytest.mark.one_device("Keras runs one step per execution there"))],
 )
 @pytest.mark.parametrize("reduction", REDUCTIONS)
+@float32_in_the_sweep
 def test_regularizers_are_counted_once_per_window(reduction, steps_per_execution, dtype):
     data = masked_data(34)
     arguments = compile_with(reduction, steps_per_execution=steps_per_execution)

@@ -93,7 +93,10 @@ def whole_batch(start, x, y, rows, epochs, **kwargs):
     return model
 
 
-@pytest.mark.parametrize(("number", "names"), [(2, ["steps", "size"]), (3, ["both"])])
+@pytest.mark.parametrize(
+    ("number", "names"),
+    [(2, ["steps", "size"]), pytest.param(3, ["both"], marks=pytest.mark.sweep)],
+)
 def test_fit_evaluate_and_predict_match_one_process_on_the_whole_batch(
     number, names, data, tmp_path
 ):
@@ -115,6 +118,7 @@ def test_fit_evaluate_and_predict_match_one_process_on_the_whole_batch(
                     np.testing.assert_allclose(result[f"evaluate_{key}"], value, rtol=1e-6)
 
 
+@pytest.mark.sweep
 def test_workers_agree_on_an_overflow_on_any_of_them(data, tmp_path):
     start, x, y = data
     run_to_the_end(2, tmp_path, "overflow")
@@ -129,6 +133,7 @@ def test_workers_agree_on_an_overflow_on_any_of_them(data, tmp_path):
             assert relative_difference(weights, reference.get_weights(), start) <= 1e-12
 
 
+@pytest.mark.sweep
 def test_workers_that_are_seeded_alike_share_out_the_rows_of_a_shuffled_epoch(data, tmp_path):
     start, x, y = data
     run_to_the_end(2, tmp_path, "shuffle")
