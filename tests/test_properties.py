@@ -213,7 +213,7 @@ def examples(number, is_deep=False):
 @pytest.mark.parametrize(
     ("compile_args", "number", "is_deep"),
     [
-        ({}, 60, False),
+        ({}, 40, False),
         ({"run_eagerly": True}, 120, False),
         ({"jit_compile": True}, 4, False),
         pytest.param({}, 1_000, True, marks=pytest.mark.deep),
