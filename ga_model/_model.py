@@ -286,8 +286,10 @@ class AccumulatingModel(_Base):
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         positional = [name for name, p in parameters.items() if p.kind in kinds]
         position = positional.index("callbacks") if "callbacks" in positional else len(args)
-        if self._is_plain() and position >= len(args) and "callbacks" not in kwargs:
-            return super().fit(*args, **kwargs)  # which may have callbacks of its own
+        is_keras_own = getattr(super().fit, "__func__", None) is keras.Model.fit
+        has_none = position >= len(args) and "callbacks" not in kwargs
+        if has_none and self._is_plain() and not is_keras_own:
+            return super().fit(*args, **kwargs)  # which may have callbacks where none are given
         given = args[position] if position < len(args) else kwargs.pop("callbacks", None)
         with closing_windows(self, given) as callbacks:
             if position < len(args):
