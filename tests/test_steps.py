@@ -672,6 +672,20 @@ def test_methods_with_signatures_of_their_own_work(float64):
     assert relative_difference(trained[1], trained[2], start) == 0.0
 
 
+class BringsItsCallbacks(keras.Sequential):
+    def fit(self, *args, callbacks=None, **kwargs):
+        self.brought = keras.callbacks.History()
+        callbacks = [self.brought] if callbacks is None else callbacks
+        return super().fit(*args, callbacks=callbacks, **kwargs)
+
+
+def test_a_fit_that_brings_its_callbacks_has_them_where_nothing_is_accumulated():
+    model = accumulate(BringsItsCallbacks(dense_model().layers))
+    model.compile("sgd", "mse")
+    model.fit(*dense_data(12), epochs=2, verbose=0)
+    assert model.brought.epoch == [0, 1]
+
+
 def test_a_model_without_trainable_weights_trains_as_plain_keras_does():
     x, y = dense_data(12)
     model = accumulate(dense_model(), accumulation_steps=3)
