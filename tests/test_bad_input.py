@@ -481,10 +481,6 @@ def trains_on_batch(x, y):
     return lambda model: model.train_on_batch(x, y)
 
 
-def in_graph(function):
-    return lambda subject: tf.function(lambda: function(subject))()
-
-
 def sets(name, value):
     return lambda model: setattr(model, name, value)
 

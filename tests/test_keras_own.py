@@ -74,8 +74,8 @@ def names():
     if SPEC is None:
         return []
     case = load(lambda base: base).TestTrainer
-    names = unittest.TestLoader().getTestCaseNames(case)
-    return [n for n in names if not (OTHERS.search(n) or is_skipped(getattr(case, n)))]
+    found = unittest.TestLoader().getTestCaseNames(case)
+    return [n for n in found if not (OTHERS.search(n) or is_skipped(getattr(case, n)))]
 
 
 def is_skipped(test):
