@@ -28,6 +28,7 @@ _PLAIN: dict[str, Any] = {
     "_accumulation_steps": 1,
     "_microbatch_size": None,
     "_skip_nonfinite": False,
+    "_loss_over": "microbatch",
     "_accumulation_window": None,
     "_accumulation_warnings": frozenset(),
     "_num_skipped": None,
@@ -44,6 +45,7 @@ def check_equivalence(
     batch_size: int,
     accumulation_steps: int | None = None,
     microbatch_size: int | None = None,
+    loss_over: str | None = None,
     updates: int = 3,
 ) -> EquivalenceReport:
     """Compare accumulation with the whole batch, on a model of yours and a few of its rows.
@@ -73,14 +75,15 @@ def check_equivalence(
         accumulation_steps: batches per window, an integer >= 1. None takes the model's setting.
         microbatch_size: rows that each batch is split into, an integer >= 1. None takes the model's
             setting.
+        loss_over: "microbatch" or "batch". None takes the model's setting.
         updates: how many to make, an integer >= 1.
 
     Returns:
         An `EquivalenceReport`. Print it, or ask for its `equivalent`.
 
     Raises:
-        TypeError, ValueError: an argument is not what it should be, or there are too few rows for
-            two microbatches.
+        TypeError, ValueError: an argument is not what it should be, there are too few rows for two
+            microbatches, or `loss_over` is "batch" for a model with a `train_step` of its own.
         RuntimeError: the model is not compiled, or an optimizer that only the `train_step` of an
             eager model knows is not built.
         NotImplementedError: the model was made for several replicas.
@@ -95,7 +98,9 @@ def check_equivalence(
     ```
     """
     data = (x, y, sample_weight)
-    plan = make_plan(model, data, batch_size, accumulation_steps, microbatch_size, updates)
+    plan = make_plan(
+        model, data, batch_size, accumulation_steps, microbatch_size, loss_over, updates
+    )
     return compare(model, plan)
 
 
@@ -141,6 +146,7 @@ def _compared(
         accumulation_steps=plan.accumulation_steps,
         microbatch_size=plan.microbatch_size,
         skip_nonfinite=plan.skip_nonfinite,
+        loss_over=plan.loss_over,
     )
     _fit(model, plan, plan.batch_size)
     differences = _differences(state.read(), whole, state.values, state.values)
@@ -152,6 +158,7 @@ def _compared(
         batch_size=plan.batch_size,
         accumulation_steps=plan.accumulation_steps,
         microbatch_size=plan.microbatch_size,
+        loss_over=plan.loss_over,
         updates=plan.updates,
         rows=plan.rows,
         variables=[

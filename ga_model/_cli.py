@@ -199,6 +199,11 @@ def _check_parser() -> argparse.ArgumentParser:
         help="rows that a batch is split into (default of both: what the model is set to)",
     )
     add(
+        "--loss-over",
+        choices=["microbatch", "batch"],
+        help="what the loss sees at a time (default: what the model is set to)",
+    )
+    add(
         "--updates",
         type=integer_from(1),
         default=3,
@@ -218,6 +223,7 @@ def _run_check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
             options.batch_size,
             options.accumulation_steps,
             options.microbatch_size,
+            options.loss_over,
             options.updates,
         )
     except (TypeError, ValueError, RuntimeError) as error:

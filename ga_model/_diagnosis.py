@@ -68,10 +68,8 @@ def _of_structure(model: Any, report: EquivalenceReport) -> list[str]:
 
 def _of_first_window(model: Any, plan: Plan, report: EquivalenceReport) -> list[str]:
     rows = min(plan.rows, plan.window_rows)
-    begins = range(0, rows, plan.microbatch_rows)
-    places = [(begin, min(begin + plan.microbatch_rows, rows)) for begin in begins]
     whole = _Pass(model, plan.slice(0, rows))
-    parts = [_Pass(model, plan.slice(*place)) for place in places]
+    parts = [_Pass(model, plan.slice(*p)) for p in _places(rows, plan.microbatch_rows)]
     if whole.outputs is not None and _differs(whole.outputs, [part.outputs for part in parts]):
         return [
             "The outputs of a row depend on the other rows of its batch. A layer of the model "
@@ -87,6 +85,9 @@ def _of_first_window(model: Any, plan: Plan, report: EquivalenceReport) -> list[
     if not whole.gradients:
         return []
     factors = []
+    places = _places(rows, plan.loss_rows)
+    if plan.loss_rows != plan.microbatch_rows:
+        parts = [_Pass(model, plan.slice(*place)) for place in places]
     for part, (begin, end) in zip(parts, places):
         for of_whole, of_part in zip(whole.gradients, part.gradients or []):
             factor = _factor(of_whole[begin:end], of_part)
@@ -95,7 +96,7 @@ def _of_first_window(model: Any, plan: Plan, report: EquivalenceReport) -> list[
                     "The loss compares rows of a batch with one another, or divides by a number "
                     "that depends on all of them: for the whole batch its gradient with respect "
                     "to a row's outputs is another one than for the microbatch. Such a loss needs "
-                    "the whole batch."
+                    'the whole batch: with `microbatch_size`, set `loss_over="batch"`.'
                 ]
             factors.append(factor)
     sparse = _differing_embeddings(model, report)
@@ -114,6 +115,11 @@ def _of_first_window(model: Any, plan: Plan, report: EquivalenceReport) -> list[
         "weights. Where a loss of your own averages over something else, override "
         "`microbatch_weight`, or return the values of the rows."
     ]
+
+
+def _places(rows: int, size: int) -> list[tuple[int, int]]:
+    """Return where the parts of so many rows begin and end."""
+    return [(begin, min(begin + size, rows)) for begin in range(0, rows, size)]
 
 
 class _Pass:

@@ -71,7 +71,7 @@ class EquivalenceReport(NamedTuple):
     of it in plain Python values, and `report.assert_equivalent()` a test.
 
     Attributes:
-        batch_size, accumulation_steps, microbatch_size: what was compared.
+        batch_size, accumulation_steps, microbatch_size, loss_over: what was compared.
         updates: number of windows. Each makes an update, unless the optimizer skips it.
         rows: rows that they used.
         variables: a `VariableDifference` for each weight and each variable of an optimizer.
@@ -84,6 +84,7 @@ class EquivalenceReport(NamedTuple):
     batch_size: int
     accumulation_steps: int
     microbatch_size: int | None
+    loss_over: str
     updates: int
     rows: int
     variables: list[VariableDifference]
@@ -164,6 +165,8 @@ class EquivalenceReport(NamedTuple):
             settings += f", accumulation_steps={self.accumulation_steps}"
         if self.microbatch_size is not None:
             settings += f", microbatch_size={self.microbatch_size}"
+        if self.loss_over != "microbatch":
+            settings += f", loss_over={self.loss_over!r}"
         number = "1 update" if self.updates == 1 else f"{self.updates} updates"
         found = {
             "equivalent": "they are those of plain Keras on the whole batch",

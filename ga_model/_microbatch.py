@@ -17,6 +17,7 @@ class Batch:
         data: what `train_step` gets: a nest of tensors of shape (rows, ...), ragged and sparse ones
             too, and None. A scalar has no rows and is part of every microbatch.
         size: rows per microbatch; the last one has what is left. None leaves the batch whole.
+        is_whole: whether it is to be left whole with a size, too.
 
     Raises:
         ValueError: it is to be split, and there are no rows, or their number differs between the
@@ -27,15 +28,19 @@ class Batch:
         data: the nest.
         leaves: the tensors in it, without None.
         is_split: whether there may be more than one microbatch.
+        is_long: whether there may be more rows than a size that is given.
+        is_whole: whether it is left whole in spite of one.
         rows: int64 scalar tensor, rows of the batch. Only where a size is given.
+        size: rows per microbatch. Only where it is given.
         static_rows: the same as an int where it is known without running the graph, else None.
         num_microbatches: int64 scalar tensor.
     """
 
-    def __init__(self, data: Any, size: int | None) -> None:
+    def __init__(self, data: Any, size: int | None, is_whole: bool = False) -> None:
         self.data = data
         self.leaves = [leaf for leaf in tf.nest.flatten(data) if leaf is not None]
-        self.is_split = False
+        self.is_split = self.is_long = False
+        self.is_whole = size is not None and is_whole
         self.num_microbatches = tf.ones((), tf.int64)
         if size is not None:
             self.leaves = [_tensor(leaf) for leaf in self.leaves]
@@ -44,10 +49,11 @@ class Batch:
         self.static_rows: int | None = rows.pop() if len(rows) == 1 else None
         if size is None:
             return
-        self._size = size
+        self.size = size
         if not split or rows:
             raise ValueError(_validate.rows_message([tuple(leaf.shape) for leaf in split]))
-        self.is_split = self.static_rows is None or self.static_rows > size
+        self.is_long = self.static_rows is None or self.static_rows > size
+        self.is_split = self.is_long and not is_whole
         counts = [rows_of(leaf) for leaf in split]
         checks = [
             tf.debugging.assert_equal(count, counts[0], _validate.rows_message(None))
@@ -56,7 +62,8 @@ class Batch:
         ]
         with tf.control_dependencies([check for check in checks if check is not None]):
             self.rows = tf.identity(counts[0])
-        self.num_microbatches = tf.maximum((self.rows + size - 1) // size, 1)
+        if not is_whole:
+            self.num_microbatches = tf.maximum((self.rows + size - 1) // size, 1)
 
     def microbatch(self, index: Any) -> list[Any]:
         """Return the leaves of one microbatch.
@@ -66,8 +73,8 @@ class Batch:
         """
         if not self.is_split:
             return self.leaves
-        start = index * self._size
-        stop = tf.minimum(start + self._size, self.rows)
+        start = index * self.size
+        stop = tf.minimum(start + self.size, self.rows)
         return [_part(leaf, start, stop) if _has_rows(leaf) else leaf for leaf in self.leaves]
 
     @property
@@ -76,9 +83,14 @@ class Batch:
         rows = None
         if not self.is_split:
             rows = self.static_rows
-        elif self.static_rows is not None and self.static_rows % self._size == 0:
-            rows = self._size
+        elif self.static_rows is not None and self.static_rows % self.size == 0:
+            rows = self.size
         return [_spec(leaf, rows) for leaf in self.leaves]
+
+    @property
+    def signature_of_any_rows(self) -> list[Any]:
+        """The same, where nothing is to be known of the number of rows."""
+        return [_spec(leaf, None) for leaf in self.leaves]
 
     def pack(self, leaves: Sequence[Any]) -> Any:
         """Return a microbatch's leaves in the structure of the batch."""

@@ -13,6 +13,7 @@ import tensorflow as tf
 from ga_model import _step, _strategy, _validate
 from ga_model._attributes import CompiledLossAttribute, RecordedAttribute, watch_attributes
 from ga_model._callbacks import closing_windows
+from ga_model._look_ahead import is_of_keras
 from ga_model._recorder import current_recording, optimizers_in
 from ga_model._window import Counter, Window
 
@@ -61,11 +62,15 @@ class AccumulatingModel(_Base):
     over `train_on_batch` call `close_window` where an epoch ends.
 
     Not equal to the whole batch: BatchNormalization in training mode, which sees a microbatch at a
-    time; dropout, which draws other masks; losses that compare rows with one another. In a
-    `train_step` with several optimizers, all gradients are those at the window's starting weights;
-    and what it does to gradients itself, such as clipping, it does to those of a microbatch.
+    time; dropout, which draws other masks; losses that compare rows with one another, without
+    `loss_over="batch"`. In a `train_step` with several optimizers, all gradients are those at the
+    window's starting weights; and what it does to gradients itself, such as clipping, it does to
+    those of a microbatch.
 
-    A third setting, `skip_nonfinite=True`, leaves out microbatches with NaN or Inf in a gradient;
+    A third setting, `loss_over="batch"`, lets the loss see all rows of a batch at once in spite of
+    a `microbatch_size`, for losses that compare rows.
+
+    A fourth, `skip_nonfinite=True`, leaves out microbatches with NaN or Inf in a gradient;
     `num_skipped_microbatches` counts them.
 
     Under `tf.distribute.MirroredStrategy` and `MultiWorkerMirroredStrategy` the window is that of
@@ -99,6 +104,7 @@ class AccumulatingModel(_Base):
     _accumulation_steps = 1
     _microbatch_size: int | None = None
     _skip_nonfinite = False
+    _loss_over = "microbatch"
     _num_skipped: Counter | None = None  # once there is training that may skip
     _accumulation_window: Window | None = None
     _accumulation_warnings: frozenset[str] = frozenset()  # those that this compile has seen
@@ -112,7 +118,7 @@ class AccumulatingModel(_Base):
             raise TypeError(_validate.no_keras_model_message(cls.__name__))
         if _Trainer in mro and mro.index(_Trainer) < mro.index(AccumulatingModel):
             raise TypeError(_validate.wrong_side_message(cls.__name__))
-        for name in ("accumulation_steps", "microbatch_size", "skip_nonfinite"):
+        for name in ("accumulation_steps", "microbatch_size", "skip_nonfinite", "loss_over"):
             if not hasattr(value := inspect.getattr_static(cls, name), "__set__"):
                 raise TypeError(_validate.class_attribute_message(cls.__name__, name, value))
         owner = next(c for c in mro if "train_step" in c.__dict__)
@@ -190,6 +196,28 @@ class AccumulatingModel(_Base):
         self._skip_nonfinite = skip
 
     @property
+    def loss_over(self) -> str:
+        """What the loss sees at a time with a `microbatch_size`: "microbatch" or "batch".
+
+        With "batch" the compiled loss and the metrics get the outputs of all rows of a batch, as
+        without a `microbatch_size`, so that a loss may compare rows (contrastive, triplet) or
+        divide over all of them (Dice), and activations are those of a microbatch still. Each
+        microbatch goes forward twice: first for the outputs, without a gradient, then with the
+        gradient of the loss with respect to its outputs. Dropout draws the same numbers both times,
+        and statistics move once. The outputs of a row must depend on no other row, and outputs,
+        targets and the loss have to fit in memory for the whole batch. It takes Keras's own
+        `train_step`; `compute_loss` and `compute_metrics` may be your own. With several replicas,
+        the loss sees the rows of one at a time, as it does in plain Keras.
+        """
+        return self._loss_over
+
+    @loss_over.setter
+    def loss_over(self, value: str) -> None:
+        loss_over = _validate.check_loss_over(value)
+        self._check_step(loss_over)
+        self._loss_over = loss_over
+
+    @property
     def num_skipped_microbatches(self) -> int:
         """Microbatches that `skip_nonfinite` has left out since `compile`."""
         return int(self._num_skipped or 0)
@@ -200,6 +228,7 @@ class AccumulatingModel(_Base):
         accumulation_steps: int | None = None,
         microbatch_size: int | None = None,
         skip_nonfinite: bool | None = None,
+        loss_over: str | None = None,
         **kwargs: Any,
     ) -> None:
         """Configure the model for training, as `keras.Model.compile` does.
@@ -213,12 +242,17 @@ class AccumulatingModel(_Base):
                 batches stay whole. To go back to that, set the attribute to None.
             skip_nonfinite: whether microbatches with NaN or Inf in a gradient are left out. None
                 keeps the present value, which is False unless it was set.
+            loss_over: "microbatch", or "batch" for a loss that compares the rows of a batch, at the
+                cost of a second forward pass. None keeps the present value, which is "microbatch"
+                unless it was set.
             **kwargs: keyword arguments of the model class's own `compile`.
 
         Raises:
             TypeError, ValueError: a setting is no integer >= 1, or `skip_nonfinite` no bool.
             ValueError: an optimizer with `gradient_accumulation_steps` would accumulate as well, or
                 `skip_nonfinite` would hide overflows from a LossScaleOptimizer.
+            ValueError: `loss_over` is no choice, or "batch" for a model with a `train_step` of its
+                own.
 
         Warns:
             UserWarning: the model has trainable BatchNormalization layers, and sees microbatches.
@@ -229,17 +263,22 @@ class AccumulatingModel(_Base):
             microbatch_size = self._microbatch_size
         if skip_nonfinite is None:
             skip_nonfinite = self._skip_nonfinite
-        steps, size, skip = _validate.check_settings(
+        if loss_over is None:
+            loss_over = self._loss_over
+        steps, size, skip, loss_over = _validate.check_settings(
             accumulation_steps,
             microbatch_size,
             skip_nonfinite,
+            loss_over,
             optimizers_in([*args, *kwargs.values()]),
             self.dtype_policy.name == "mixed_float16" and kwargs.get("auto_scale_loss", True),
         )
+        self._check_step(loss_over)
         super().compile(*args, **kwargs)
         self._accumulation_steps = steps
         self._microbatch_size = size
         self._skip_nonfinite = skip
+        self._loss_over = loss_over
         self._num_skipped = None
         self._accumulation_window = None
         self._accumulation_warnings = frozenset()
@@ -307,6 +346,13 @@ class AccumulatingModel(_Base):
             raise RuntimeError(_validate.no_optimizer_message(self.name))
         return getattr(train_step, "python_function", train_step)(data)  # of a `tf.function`
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        recording = current_recording(self)
+        if recording is None or recording.two_passes is None:
+            return super().__call__(*args, **kwargs)
+        two_passes, recording.two_passes = recording.two_passes, None
+        return two_passes.outputs()
+
     def _aggregate_additional_loss(self, loss: Any) -> Any:
         total = super()._aggregate_additional_loss(loss)
         if (recording := current_recording(self)) is not None:
@@ -338,7 +384,8 @@ class AccumulatingModel(_Base):
         functions: dict[Any, Any] = {}
 
         def train_function(iterator: Any) -> Any:
-            way = (self._accumulates(), self._microbatch_size, self._skip_nonfinite)
+            settings = (self._microbatch_size, self._skip_nonfinite, self._loss_over)
+            way = (self._accumulates(), *settings)
             if way not in functions:
                 functions[way] = self._make_function_of_keras()
             try:
@@ -398,6 +445,10 @@ class AccumulatingModel(_Base):
 
     # What is checked, and what is saved.
 
+    def _check_step(self, loss_over: str) -> None:
+        if loss_over == "batch" and not is_of_keras(self, "train_step"):
+            raise ValueError(_validate.own_step_message(self.name))
+
     def _check_strategy(self) -> None:
         _strategy.check(self, optimizers_in(vars(self)))
         if _strategy.num_replicas() > 1 and (self._microbatch_size or self.jit_compile):
@@ -440,6 +491,7 @@ class AccumulatingModel(_Base):
             "accumulation_steps": self._accumulation_steps,
             "microbatch_size": self._microbatch_size,
             "skip_nonfinite": self._skip_nonfinite,
+            "loss_over": self._loss_over,
         }
         return {**config, **settings}
 
@@ -449,6 +501,7 @@ class AccumulatingModel(_Base):
         steps = config.pop("accumulation_steps", self._accumulation_steps)
         size = config.pop("microbatch_size", self._microbatch_size)
         skip = config.pop("skip_nonfinite", self._skip_nonfinite)
+        loss_over = config.pop("loss_over", self._loss_over)
         is_keras_own = super().compile_from_config.__func__ is keras.Model.compile_from_config
         if not is_keras_own or type(self).compile is not AccumulatingModel.compile:
             super().compile_from_config(config)  # the user's own, or Keras's that asks for one
@@ -460,3 +513,4 @@ class AccumulatingModel(_Base):
         self.accumulation_steps = steps
         self.microbatch_size = size
         self.skip_nonfinite = skip
+        self.loss_over = loss_over

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from ga_model import _strategy, _validate
+from ga_model._look_ahead import is_of_keras
 from ga_model._recorder import optimizers_in
 
 
@@ -28,6 +29,7 @@ class Plan(NamedTuple):
     accumulation_steps: int
     microbatch_size: int | None
     skip_nonfinite: bool
+    loss_over: str
     updates: int
 
     @property
@@ -37,6 +39,11 @@ class Plan(NamedTuple):
     @property
     def microbatch_rows(self) -> int:
         return min(self.batch_size, self.microbatch_size or self.batch_size)
+
+    @property
+    def loss_rows(self) -> int:
+        """Rows that the loss sees at a time."""
+        return self.batch_size if self.loss_over == "batch" else self.microbatch_rows
 
     def slice(self, begin: int, end: int) -> tuple[Any, Any, Any]:
         """Return the rows of `data` from `begin` up to `end`."""
@@ -59,6 +66,7 @@ def make_plan(
     batch_size: Any,
     accumulation_steps: Any,
     microbatch_size: Any,
+    loss_over: Any,
     updates: Any,
 ) -> Plan:
     """Check all arguments, and take the rows that are needed."""
@@ -75,15 +83,19 @@ def make_plan(
         accumulation_steps = getattr(model, "accumulation_steps", 1)
     if microbatch_size is None:
         microbatch_size = getattr(model, "microbatch_size", None)
+    if loss_over is None:
+        loss_over = getattr(model, "loss_over", "microbatch")
     skip_nonfinite = getattr(model, "skip_nonfinite", False)
     optimizers = optimizers_in(vars(model))
-    steps, size, skip = _validate.check_settings(
-        accumulation_steps, microbatch_size, skip_nonfinite, optimizers
+    steps, size, skip, over = _validate.check_settings(
+        accumulation_steps, microbatch_size, skip_nonfinite, loss_over, optimizers
     )
+    if over == "batch" and not is_of_keras(model, "train_step"):
+        raise ValueError(_validate.own_step_message(model.name))
     rows = _validate.check_rows(data, keras.tree.flatten(data))
     if data[1] is None and vars(model).get("_compile_loss") is not None:
         raise ValueError(_validate.no_targets_message(model.name))
-    plan = Plan(data, rows, batch_size, steps, size, skip, updates)
+    plan = Plan(data, rows, batch_size, steps, size, skip, over, updates)
     plan = plan._replace(rows=min(rows, plan.window_rows * updates))
     if min(plan.rows, plan.window_rows) <= plan.microbatch_rows:
         raise ValueError(_validate.one_microbatch_message(rows, batch_size, steps, size))

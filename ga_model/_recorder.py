@@ -80,6 +80,7 @@ class Recording:
     Attributes:
         targets, sums: an entry per optimizer, in the order in which they were applied.
         metrics: what metrics got that waits for the whole batch.
+        two_passes: what gives the outputs in the step's first call of the model, or None.
     """
 
     def __init__(self, model: Any, data: Any, position: Position) -> None:
@@ -87,6 +88,7 @@ class Recording:
         self.targets: list[Target] = []
         self.sums: list[GradientSum] = []
         self.metrics = _logs.MetricCalls(vars(model).get("_loss_tracker"))
+        self.two_passes: Any = None
         self._data = data
         self._position = position
         self._terms: list[_weights.Term] = []
@@ -285,13 +287,32 @@ def current_recording(model: Any) -> Recording | None:
 
 
 @contextlib.contextmanager
-def record(model: Any, data: Any, position: Position) -> Iterator[Recording]:
-    """Record the step of `model` that runs in this thread."""
+def record(
+    model: Any, data: Any, position: Position, two_passes: Any = None
+) -> Iterator[Recording]:
+    """Record the step of `model` that runs in this thread.
+
+    Args:
+        model, data, position: as `Recording` takes them.
+        two_passes: the `TwoPasses` that give the model's outputs in its first call, or None.
+    """
     outer = getattr(_local, "recording", None)
     _local.recording = recording = Recording(model, data, position)
+    recording.two_passes = two_passes
     try:
         yield recording
         recording.check_complete()
+    finally:
+        _local.recording = outer
+
+
+@contextlib.contextmanager
+def unrecorded() -> Iterator[None]:
+    """Let everything of a model answer as it does while no step of it is recorded."""
+    outer = getattr(_local, "recording", None)
+    _local.recording = None
+    try:
+        yield
     finally:
         _local.recording = outer
 

@@ -4,8 +4,7 @@ The gradient of an Embedding has a row for each id that was looked up, and none 
 table. Plain Keras hands such rows to the optimizer as they are, equal ids several times, and
 adaptive optimizers treat these in a way of their own. So the sum of two such gradients is the one
 behind the other: that is what the whole batch has, and it costs what the rows cost and not what the
-table does. The rows are kept as lists of tensors, like those of `tf.TensorArray`; appending copies
-none of them.
+table does. The rows are kept as lists of tensors (`_lists`).
 """
 
 from __future__ import annotations
@@ -13,6 +12,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import tensorflow as tf
+
+from ga_model import _lists
 
 
 def sum_dtype(dtype: Any) -> tf.DType:
@@ -41,8 +42,8 @@ class Rows(NamedTuple):
         values = tf.cast(slices.values, sum_dtype(variable.dtype))
         indices = tf.cast(slices.indices, tf.int64)
         return cls(
-            tf.raw_ops.TensorListPushBack(input_handle=_values(variable), tensor=values),
-            tf.raw_ops.TensorListPushBack(input_handle=_indices(), tensor=indices),
+            _lists.pushed(_values(variable), values),
+            _lists.pushed(_indices(), indices),
             tf.shape(indices, out_type=tf.int64)[0],
         )
 
@@ -54,8 +55,8 @@ class Rows(NamedTuple):
     def plus(self, more: Rows, variable: Any) -> Rows:
         """Return these rows and more behind them."""
         return Rows(
-            _joined(self.values, more.values, sum_dtype(variable.dtype)),
-            _joined(self.indices, more.indices, tf.int64),
+            _lists.joined(self.values, more.values, sum_dtype(variable.dtype)),
+            _lists.joined(self.indices, more.indices, tf.int64),
             self.count + more.count,
         )
 
@@ -67,8 +68,8 @@ class Rows(NamedTuple):
 
     def slices(self, variable: Any) -> tf.IndexedSlices:
         """Return the rows as a gradient."""
-        values = _concatenated(self.values, sum_dtype(variable.dtype), variable.shape[1:])
-        indices = _concatenated(self.indices, tf.int64, ())
+        values = _lists.concatenated(self.values, sum_dtype(variable.dtype), variable.shape[1:])
+        indices = _lists.concatenated(self.indices, tf.int64, ())
         return tf.IndexedSlices(values, indices, tf.constant(tuple(variable.shape), tf.int64))
 
     def bounded(self, variable: Any) -> Rows:
@@ -90,32 +91,8 @@ class Rows(NamedTuple):
 
 
 def _values(variable: Any) -> Any:
-    return _list(sum_dtype(variable.dtype), variable.shape[1:])
+    return _lists.empty(sum_dtype(variable.dtype), [None, *variable.shape[1:]])
 
 
 def _indices() -> Any:
-    return _list(tf.int64, ())
-
-
-def _list(dtype: tf.DType, shape: Any) -> Any:
-    """Return an empty list of tensors that have any number of rows of a shape."""
-    return tf.raw_ops.EmptyTensorList(
-        element_shape=tf.constant([-1, *shape], tf.int32),
-        max_num_elements=-1,
-        element_dtype=dtype,
-    )
-
-
-def _joined(first: Any, second: Any, dtype: tf.DType) -> Any:
-    return tf.raw_ops.TensorListConcatLists(input_a=first, input_b=second, element_dtype=dtype)
-
-
-def _concatenated(parts: Any, dtype: tf.DType, shape: Any) -> Any:
-    tensor, _ = tf.raw_ops.TensorListConcatV2(
-        input_handle=parts,
-        element_shape=tf.constant([-1, *shape], tf.int32),
-        leading_dims=tf.zeros((0,), tf.int64),
-        element_dtype=dtype,
-    )
-    tensor.set_shape([None, *shape])
-    return tensor
+    return _lists.empty(tf.int64, [None])

@@ -23,8 +23,9 @@ from ga_model._logs import BatchLogs
 from ga_model._look_ahead import look_ahead
 from ga_model._loop import loop
 from ga_model._microbatch import Batch
-from ga_model._recorder import Position, Recording, Target, optimizers_in, record
+from ga_model._recorder import Position, Recording, Target, optimizers_in, record, unpack
 from ga_model._sums import GradientSum, power_of_two
+from ga_model._two_passes import TwoPasses
 from ga_model._window import Window
 
 
@@ -77,7 +78,7 @@ def run(model: Any, train_step: Callable[[Any], Any], data: Any, window: Window 
     Returns:
         The logs of the batch.
     """
-    batch = Batch(data, model.microbatch_size)
+    batch = Batch(data, model.microbatch_size, is_whole=model.loss_over == "batch")
     step = _Step(model, train_step, batch, window)
     part = step.sum_over_microbatches()
     # Nothing but the data orders these state changes after the fetch of the data: without the
@@ -125,12 +126,14 @@ class _Step:
         # Replicas have to communicate alike, however many rows each has.
         self._is_part = batch.is_split or (has_others and model.microbatch_size is not None)
         self._is_window = window is None and not batch.is_split and not has_others
+        self._has_two_passes = batch.is_whole and (batch.is_long or has_others)
         self._window: Any = window
         # With replicas, it would be a replica's function that writes a variable of all.
         self._adds_in_cluster = (
             window is not None
             and model.jit_compile
             and not (batch.is_split or has_others or tf.executing_eagerly())
+            and not self._has_two_passes
         )
         if window is not None:
             self._steps, self._parts = window.steps.read_value(), window.parts.read_value()
@@ -163,8 +166,8 @@ class _Step:
     def _in_graph(self) -> Any:
         """Return `_microbatch`, as a function that is traced once where a graph is made."""
         is_split, jit_compile = self._batch.is_split, self._model.jit_compile
-        if tf.executing_eagerly() or not (is_split or jit_compile):
-            return self._microbatch
+        if tf.executing_eagerly() or not (is_split or jit_compile) or self._has_two_passes:
+            return self._microbatch  # of which the two passes are compiled
         function = self._added_microbatch if self._adds_in_cluster else self._microbatch
         unit = tf.TensorSpec((), tf.float64)
         signature = [tf.TensorSpec((), tf.int64), [unit] * len(self._units), self._batch.signature]
@@ -208,8 +211,11 @@ class _Step:
             self._is_window,
             defers_logs=self._is_part or model.skip_nonfinite,
         )
-        data = self._batch.pack(leaves)
-        with record(model, data, position) as recording:
+        data, two_passes = self._batch.pack(leaves), None
+        if self._has_two_passes:
+            two_passes = TwoPasses(model, unpack(data)[0], self._batch.size)
+            two_passes.first()
+        with record(model, data, position, two_passes) as recording:
             logs = self._train_step(data)
         self._note_targets(recording)
         part = _Part(recording.sums, [], logs, tf.ones((), tf.int64))

@@ -114,6 +114,11 @@ def check_skip_nonfinite(value: Any) -> bool:
     return check_bool("skip_nonfinite", value, way_out)
 
 
+def check_loss_over(value: Any) -> str:
+    """Return `value`, or raise ValueError if it is no choice."""
+    return check_choice("loss_over", value, ["microbatch", "batch"])
+
+
 def check_bool(name: str, value: Any, way_out: str = "Pass True or False.") -> bool:
     """Return the value of the argument `name`, or raise TypeError if it is no bool."""
     if not isinstance(value, bool):
@@ -188,22 +193,62 @@ def check_settings(
     accumulation_steps: Any,
     microbatch_size: Any,
     skip_nonfinite: Any,
+    loss_over: Any,
     optimizers: list[Any],
     adds_scaling: bool = False,
-) -> tuple[int, int | None, bool]:
-    """Return the three settings, or raise what the checks of each raise.
+) -> tuple[int, int | None, bool, str]:
+    """Return the four settings, or raise what the checks of each raise.
 
     Args:
-        accumulation_steps, microbatch_size, skip_nonfinite: the settings.
+        accumulation_steps, microbatch_size, skip_nonfinite, loss_over: the settings.
         optimizers: the optimizers that they are to work with.
         adds_scaling: whether Keras will put a LossScaleOptimizer around the optimizer.
     """
     steps = check_accumulation_steps(accumulation_steps)
     size = check_microbatch_size(microbatch_size)
     skip = check_skip_nonfinite(skip_nonfinite)
+    loss_over = check_loss_over(loss_over)
     check_single_accumulation(optimizers, steps)
     check_single_finite_check(optimizers, skip, adds_scaling)
-    return steps, size, skip
+    return steps, size, skip, loss_over
+
+
+def own_step_message(model: str) -> str:
+    return (
+        "`loss_over='batch'` computes the outputs of Keras's own `train_step` by microbatches. "
+        f"Received: {model!r} with a `train_step` of its own. "
+        "Override `compute_loss` and `compute_metrics` instead, which see the whole batch, "
+        "or set `loss_over='microbatch'` and use a loss that does not compare rows."
+    )
+
+
+def outputs_message(model: str, shape: Any) -> str:
+    return (
+        "With `loss_over='batch'` every output must be a tensor with a row for each row of the "
+        "batch, which depends on no other row. "
+        f"Received: {model!r} with an output of shape {shape} for a microbatch. "
+        "Return what the rows are compared by, and compare them in the loss or in `compute_loss`, "
+        "or set `microbatch_size=None`."
+    )
+
+
+def overwritten_message(model: str, variables: list[str]) -> str:
+    return (
+        "With `loss_over='batch'` a model is called twice on each row, so its call must not write "
+        "to weights that are trained. "
+        f"Received: {model!r}, of which a layer overwrites {variables}. "
+        "Leave that layer out, or set `microbatch_size=None`."
+    )
+
+
+def unseeded_message(model: str, operations: list[str]) -> str:
+    return (
+        "With `loss_over='batch'` a model is called twice on each row, and has to draw the same "
+        "random numbers both times. "
+        f"Received: {model!r} with the operations {operations} of TensorFlow, which do not. "
+        "Draw them with `keras.random` and a `keras.random.SeedGenerator`, "
+        "or set `microbatch_size=None`."
+    )
 
 
 def skipped_message(model: str) -> str:

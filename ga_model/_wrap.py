@@ -9,6 +9,7 @@ from typing import Any, cast
 import keras
 
 from ga_model import _validate
+from ga_model._look_ahead import is_of_keras
 from ga_model._model import AccumulatingModel
 from ga_model._recorder import optimizers_in
 
@@ -19,6 +20,7 @@ def accumulate(
     accumulation_steps: int | None = None,
     microbatch_size: int | None = None,
     skip_nonfinite: bool | None = None,
+    loss_over: str | None = None,
 ) -> keras.Model:
     """Make an existing Keras model accumulate gradients, and return the same object.
 
@@ -36,15 +38,18 @@ def accumulate(
             model's batches stay whole.
         skip_nonfinite: whether microbatches with NaN or Inf in a gradient are left out. None keeps
             the present value, False for a plain model.
+        loss_over: "microbatch", or "batch" for a loss that compares the rows of a batch, at the
+            cost of a second forward pass: see `AccumulatingModel.loss_over`. None keeps the present
+            value, "microbatch" for a plain model.
 
     Returns:
         `model`, now an instance of `AccumulatingModel` too.
 
     Raises:
         TypeError: `model` is no Keras model, or a setting has the wrong type.
-        ValueError: a setting is less than 1, or the model is compiled with an optimizer
-            that has `gradient_accumulation_steps`, or with a LossScaleOptimizer beside
-            `skip_nonfinite`.
+        ValueError: a setting is less than 1 or no choice, or the model is compiled with an
+            optimizer that has `gradient_accumulation_steps`, or with a LossScaleOptimizer beside
+            `skip_nonfinite`; or it has a `train_step` of its own, with `loss_over="batch"`.
 
     Warns:
         UserWarning: the model is compiled and has trainable BatchNormalization layers.
@@ -60,12 +65,15 @@ def accumulate(
     """
     if not isinstance(model, keras.Model):
         raise TypeError(_validate.not_a_model_message(model))
-    steps, size, skip = _validate.check_settings(
+    steps, size, skip, over = _validate.check_settings(
         1 if accumulation_steps is None else accumulation_steps,
         microbatch_size,
         False if skip_nonfinite is None else skip_nonfinite,
+        "microbatch" if loss_over is None else loss_over,
         optimizers_in(vars(model)),
     )
+    if over == "batch" and not is_of_keras(model, "train_step"):
+        raise ValueError(_validate.own_step_message(model.name))
     if not isinstance(model, AccumulatingModel):
         wrapped = _wrapped_class(cast(Hashable, type(model)))
         object.__setattr__(model, "__class__", wrapped)
@@ -76,6 +84,8 @@ def accumulate(
         model.microbatch_size = size
     if skip_nonfinite is not None:
         model.skip_nonfinite = skip
+    if loss_over is not None:
+        model.loss_over = over
     return model
 
 

@@ -68,6 +68,7 @@ def fit_pair(
     rows,
     steps,
     size=None,
+    loss_over=None,
     epochs=2,
     fit_args=None,
     replicas=None,
@@ -81,6 +82,7 @@ def fit_pair(
         rows: rows per batch.
         steps: batches per window.
         size: rows per microbatch, or None.
+        loss_over: the setting.
         replicas: devices that the model is trained on, `num_replicas` by default.
 
     Returns:
@@ -92,7 +94,8 @@ def fit_pair(
     reference = seeded(make)
     reference.compile(**compile_args())
     with scope(replicas):
-        model = accumulate(seeded(make), accumulation_steps=steps, microbatch_size=size)
+        settings = {"accumulation_steps": steps, "microbatch_size": size, "loss_over": loss_over}
+        model = accumulate(seeded(make), **settings)
         model.compile(**compile_args())
     if not reference.built:
         for m in (reference, model):
