@@ -1,0 +1,799 @@
+"""`loss_over="batch"`: losses that compare rows, with the activations of one microbatch.
+
+References are plain Keras on the whole batch. Where a model draws random numbers or has statistics,
+the reference calls it on the rows of one microbatch after the other within its one pass, so that it
+draws the same numbers: `OneAfterTheOther`.
+
+Losses over rows have blind spots: adding the same number to all scores of a row changes nothing, so
+such a bias has no gradient in exact arithmetic, and Adam makes full steps of its rounding. None of
+the models here has one.
+"""
+
+import dataclasses
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import (
+    TOLERANCE,
+    dense_data,
+    dense_model,
+    difference_of_fits,
+    fit_pair,
+    mirrored,
+    relative_difference,
+    scope,
+    seeded,
+)
+from keras import layers, ops
+from zoo import ZOO
+
+from ga_model import AccumulatingModel, _bench, accumulate, check_equivalence
+from ga_model._bench_cases import CASES, random_numbers
+from ga_model._process import in_own_process
+
+# What compares rows.
+
+
+def tower():
+    return keras.Sequential([layers.Dense(8, activation="tanh"), layers.Dense(4)])
+
+
+def two_towers(rate=0.0):
+    """Queries and keys, encoded side by side."""
+    queries, keys = keras.Input((6,)), keras.Input((5,))
+    encoded = [tower()(layers.Dropout(rate)(x)) for x in (queries, keys)]
+    return keras.Model([queries, keys], layers.Concatenate()(encoded))
+
+
+def info_nce(y, encoded):
+    """Of all keys of the batch, a query's own is to be the nearest, and the other way round."""
+    queries, keys = (tf.math.l2_normalize(part, -1) for part in tf.split(encoded, 2, -1))
+    scores = 5.0 * queries @ tf.transpose(keys)
+    own = tf.range(tf.shape(scores)[0])
+    entropy = tf.nn.sparse_softmax_cross_entropy_with_logits
+    return entropy(own, scores) + entropy(own, tf.transpose(scores))
+
+
+def batch_hard_triplet(y, embeddings):
+    """The farthest row of the same class, against the nearest of another (1703.07737)."""
+    squares = tf.reduce_sum(tf.square(embeddings[:, None] - embeddings[None]), -1)
+    is_same = tf.cast(tf.equal(y, tf.transpose(y)), squares.dtype)
+    farthest = tf.reduce_max(squares * is_same, 1)
+    nearest = tf.reduce_min(squares + 1e3 * is_same, 1)
+    return tf.nn.softplus(farthest - nearest)
+
+
+def supervised_contrastive(y, embeddings):
+    """Rows of a class attract one another (2004.11362)."""
+    embeddings = tf.math.l2_normalize(embeddings, -1)
+    scores = 2.0 * embeddings @ tf.transpose(embeddings)
+    itself = tf.eye(tf.shape(scores)[0], dtype=scores.dtype)
+    log_sum = tf.math.log(tf.reduce_sum(tf.exp(scores) * (1.0 - itself), 1, keepdims=True))
+    is_same = tf.cast(tf.equal(y, tf.transpose(y)), scores.dtype) - itself
+    return -tf.reduce_sum((scores - log_sum) * is_same, 1) / (tf.reduce_sum(is_same, 1) + 1.0)
+
+
+def dice(y, y_pred):
+    """One number for all rows."""
+    both = tf.reduce_sum(y * y_pred)
+    return 1.0 - 2.0 * both / (tf.reduce_sum(y) + tf.reduce_sum(y_pred))
+
+
+def pairs(rows):
+    x, _ = dense_data(rows, features=11)
+    return [x[:, :6], x[:, 6:]], np.zeros((rows, 1), x.dtype)
+
+
+def classes(rows):
+    x, _ = dense_data(rows)
+    return x, np.arange(rows)[:, None] % 3
+
+
+def binary(rows):
+    x, y = dense_data(rows)
+    return x, (y > 0).astype(x.dtype)
+
+
+def sigmoid_model():
+    return keras.Sequential([dense_model(), layers.Activation("sigmoid")])
+
+
+def encoder():
+    return keras.Sequential([dense_model(outputs=6), layers.LayerNormalization(center=False)])
+
+
+def two_masks():
+    """Two outputs of which each has valid positions of its own."""
+    inputs = [keras.Input((5, 3)), keras.Input((4, 2))]
+    outputs = [
+        layers.Dense(2, name=name)(layers.SimpleRNN(4, return_sequences=True)(layers.Masking()(x)))
+        for name, x in zip("ab", inputs)
+    ]
+    return keras.Model(inputs, outputs)
+
+
+def two_masks_data(rows):
+    values, targets = dense_data(rows, features=23, outputs=18)
+    x = [values[:, :15].reshape(rows, 5, 3), values[:, 15:].reshape(rows, 4, 2)]
+    x[0][np.arange(5) >= 1 + (np.arange(rows) // 3 % 5)[:, None]] = 0.0
+    x[1][np.arange(4) >= 1 + (np.arange(rows) // 2 % 4)[:, None]] = 0.0
+    y = [targets[:, :10].reshape(rows, 5, 2), targets[:, 10:].reshape(rows, 4, 2)]
+    return x, y
+
+
+# name: (model, loss, data)
+LOSSES = {
+    "in-batch InfoNCE": (two_towers, info_nce, pairs),
+    "batch-hard triplet": (encoder, batch_hard_triplet, classes),
+    "supervised contrastive": (encoder, supervised_contrastive, classes),
+    "two outputs with masks of their own": (two_masks, "mse", two_masks_data),
+    "Dice": (sigmoid_model, dice, binary),
+}
+
+by_loss = pytest.mark.parametrize("name", LOSSES)
+
+
+def compile_args(loss, optimizer=None, **kwargs):
+    optimizer = optimizer or functools.partial(keras.optimizers.Adam, 0.01)
+    return lambda: {"optimizer": optimizer(), "loss": loss, **kwargs}
+
+
+def difference(name, rows=34, batch=12, steps=1, size=5, loss_over="batch", **kwargs):
+    """Return the relative difference from plain Keras, after three batches in two epochs."""
+    make, loss, data = LOSSES[name]
+    model, reference, start = fit_pair(
+        make,
+        compile_args(loss, **kwargs),
+        data(rows),
+        rows=batch,
+        steps=steps,
+        size=size,
+        loss_over=loss_over,
+    )
+    return relative_difference(model.get_weights(), reference.get_weights(), start)
+
+
+@by_loss
+def test_losses_that_compare_rows_match_the_whole_batch(name, dtype):
+    assert difference(name) < TOLERANCE[dtype]
+
+
+def test_parts_of_one_size_match_and_parts_of_one_row(float64):
+    assert difference("in-batch InfoNCE", rows=36, size=4) < TOLERANCE[float64]
+    assert difference("in-batch InfoNCE", size=1) < TOLERANCE[float64]
+
+
+@by_loss
+def test_without_it_they_do_not(name, float64):
+    if "masks" in name:  # exact by another way
+        assert difference(name, loss_over="microbatch") < TOLERANCE[float64]
+    else:
+        assert difference(name, loss_over="microbatch") > 1e-2
+
+
+@pytest.mark.parametrize("way", [{"jit_compile": True}, {"run_eagerly": True}])
+@by_loss
+def test_they_match_under_xla_and_eagerly(name, way, float64):
+    assert difference(name, **way) < TOLERANCE[float64]
+
+
+@pytest.mark.parametrize("steps_per_execution", [2])
+def test_several_batches_per_call_match(steps_per_execution, float64):
+    name = "in-batch InfoNCE"
+    assert difference(name, steps_per_execution=steps_per_execution) < TOLERANCE[float64]
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist for variables")
+@pytest.mark.parametrize("name", sorted(ZOO))
+def test_losses_of_single_rows_match(name, float64):
+    """What was exact before: embeddings, recurrence, attention, regularizers, frozen layers."""
+    make, data = ZOO[name]
+    assert (
+        difference_of_fits(
+            make, compile_args("mse"), data(34), rows=12, steps=1, size=5, loss_over="batch"
+        )
+        < (TOLERANCE[float64])
+    )
+
+
+@pytest.mark.parametrize("way", [{}, {"jit_compile": True}])
+def test_a_window_is_the_mean_of_its_batches(way, float64):
+    def in_groups(y, encoded):  # of 12 rows
+        return tf.concat([info_nce(None, part) for part in tf.split(encoded, 3)], 0)
+
+    make, _, data = LOSSES["in-batch InfoNCE"]
+    start = seeded(make).get_weights()
+    weights = []
+    for loss, settings, rows in [
+        (in_groups, {}, 36),
+        (
+            info_nce,
+            {"accumulation_steps": 3, "microbatch_size": 5, "loss_over": "batch"},
+            12,
+        ),
+    ]:
+        model = accumulate(seeded(make), **settings)
+        model.compile(keras.optimizers.Adam(0.01), loss, **way)
+        model.fit(*data(72), batch_size=rows, epochs=2, shuffle=False, verbose=0)
+        weights.append(model.get_weights())
+    assert relative_difference(weights[1], weights[0], start) < TOLERANCE[float64]
+
+
+# What models do when they are called.
+
+
+class OneAfterTheOther(keras.Model):
+    """Calls a model on 5 of 12 rows, on the next 5 and on the rest."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def call(self, inputs, training=False):
+        parts = [
+            self.model(
+                keras.tree.map_structure(lambda x, b=b: x[b : b + 5], inputs), training=training
+            )
+            for b in (0, 5, 10)
+        ]
+        return keras.tree.map_structure(lambda *outputs: ops.concatenate(outputs, 0), *parts)
+
+
+def with_dropout():
+    return two_towers(rate=0.4)
+
+
+def with_augmentation():
+    return keras.Sequential(
+        [
+            keras.Input((6, 6, 2)),
+            layers.RandomFlip(),
+            layers.GaussianNoise(0.5),
+            layers.Conv2D(3, 3, activation="tanh"),
+            layers.SpatialDropout2D(0.3),
+            layers.Flatten(),
+            layers.Dense(4),
+        ]
+    )
+
+
+def with_statistics():
+    hidden = layers.Dense(6, use_bias=False)
+    return keras.Sequential([keras.Input((4,)), hidden, layers.BatchNormalization()])
+
+
+def images_of_classes(rows):
+    return dense_data(rows, features=72)[0].reshape(rows, 6, 6, 2), classes(rows)[1]
+
+
+@pytest.mark.filterwarnings("ignore:BatchNormalization layers in training mode")
+@pytest.mark.parametrize("way", [{}, {"jit_compile": True}, {"run_eagerly": True}])
+@pytest.mark.parametrize(
+    ("make", "loss", "data"),
+    [
+        (with_dropout, info_nce, pairs),
+        (with_augmentation, supervised_contrastive, images_of_classes),
+        (with_statistics, supervised_contrastive, classes),
+    ],
+)
+def test_both_passes_draw_the_same_numbers_and_change_statistics_once(
+    make, loss, data, way, float64
+):
+    """Weights, seeds and statistics are those of one pass through plain Keras."""
+    trained = []
+    for wrap, settings in [
+        (OneAfterTheOther, {}),
+        (accumulate, {"microbatch_size": 5, "loss_over": "batch"}),
+    ]:
+        inner = seeded(make)
+        start = [np.array(v) for v in inner.variables]
+        model = wrap(inner, **settings)
+        model.compile(keras.optimizers.Adam(0.01), loss, **way)
+        model.fit(*data(36), batch_size=12, epochs=2, shuffle=False, verbose=0)
+        trained.append([np.array(v, "float64") for v in inner.variables])
+    assert len(start) > 4
+    assert any(v.dtype.kind in "iu" for v in start) or make is with_statistics
+    assert relative_difference(trained[1], trained[0], start) < TOLERANCE[float64]
+
+
+def test_dropout_is_not_switched_off(float64):
+    weights = []
+    for make in (two_towers, with_dropout):
+        model = accumulate(seeded(make), microbatch_size=5, loss_over="batch")
+        model.compile("sgd", info_nce)
+        model.fit(*pairs(12), batch_size=12, verbose=0)
+        weights.append(model.get_weights())
+    assert not np.allclose(weights[0][0], weights[1][0])
+
+
+class AddsLosses(keras.layers.Layer):
+    """Adds a mean over rows and the values of the rows."""
+
+    def call(self, inputs):
+        self.add_loss(0.3 * ops.mean(ops.square(inputs)))
+        self.add_loss(0.01 * ops.sum(ops.square(inputs), axis=-1))
+        return inputs
+
+
+def with_added_losses():
+    inputs = keras.Input((4,))
+    hidden = layers.Dense(
+        6,
+        activation="tanh",
+        kernel_regularizer=keras.regularizers.L2(0.05),
+        activity_regularizer=keras.regularizers.L2(0.02),
+    )(inputs)
+    return keras.Model(inputs, layers.Dense(4)(AddsLosses()(hidden)))
+
+
+@pytest.mark.parametrize("way", [{}, {"jit_compile": True}, {"run_eagerly": True}])
+@pytest.mark.filterwarnings("ignore:Gradients do not exist for variables")
+@pytest.mark.parametrize("loss", [supervised_contrastive, None])
+def test_losses_that_layers_add_count_once(loss, way, float64):
+    model, reference, start = fit_pair(
+        with_added_losses,
+        compile_args(loss, **way),
+        classes(34),
+        rows=12,
+        steps=1,
+        size=5,
+        loss_over="batch",
+    )
+    assert (
+        relative_difference(model.get_weights(), reference.get_weights(), start)
+        < (TOLERANCE[float64])
+    )
+    histories = [m.history.history["loss"] for m in (model, reference)]
+    np.testing.assert_allclose(*histories, rtol=1e-12)
+
+
+class CountsCalls(keras.layers.Layer):
+    """Tracks a metric and counts rows, both while it is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = keras.metrics.Mean(name="mean_input")
+
+    def build(self, shape):
+        self.rows = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, inputs):
+        self.mean.update_state(inputs)
+        self.rows.assign_add(ops.cast(ops.shape(inputs)[0], self.rows.dtype))
+        return inputs
+
+
+def test_what_layers_track_is_tracked_once(float64):
+    def make():
+        return keras.Sequential([keras.Input((4,)), CountsCalls(), layers.Dense(4)])
+
+    model, reference, _ = fit_pair(
+        make,
+        compile_args(supervised_contrastive),
+        classes(34),
+        rows=12,
+        steps=1,
+        size=5,
+        loss_over="batch",
+    )
+    assert model.layers[0].rows.numpy() == reference.layers[0].rows.numpy() == 68
+    names = ("loss", "mean_input")
+    for name in names:
+        np.testing.assert_allclose(
+            model.history.history[name], reference.history.history[name], rtol=1e-12
+        )
+
+
+def probabilities(activation):
+    def make():
+        return keras.Sequential([dense_model(outputs=3), activation])
+
+    return make
+
+
+def one_hot(rows):
+    x, _ = dense_data(rows)
+    return x, np.eye(3, dtype=x.dtype)[np.arange(rows) % 3]
+
+
+class Bare(keras.layers.Layer):
+    """An operation of TensorFlow, which leaves no logits on its result."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def call(self, inputs):
+        return self.function(30.0 * inputs)
+
+
+@pytest.mark.parametrize("way", [{}, {"run_eagerly": True}])
+@pytest.mark.parametrize(
+    ("activation", "loss"),
+    [
+        (lambda: layers.Activation("softmax"), "categorical_crossentropy"),
+        (lambda: layers.Activation("sigmoid"), "binary_crossentropy"),
+        (lambda: Bare(tf.nn.softmax), "categorical_crossentropy"),
+        (lambda: Bare(tf.sigmoid), "binary_crossentropy"),
+        (lambda: Bare(tf.nn.softmax), "binary_crossentropy"),
+        (lambda: Bare(tf.nn.relu), "mse"),
+    ],
+)
+def test_losses_find_the_logits(activation, loss, way, float64):
+    """Keras's cross-entropies go past a softmax, which is exact, or else cut it off."""
+
+    def make():
+        return probabilities(activation())()
+
+    arguments = compile_args(loss, metrics=["accuracy"], **way)
+    assert (
+        difference_of_fits(
+            make, arguments, one_hot(34), rows=12, steps=1, size=5, loss_over="batch"
+        )
+        < (TOLERANCE[float64])
+    )
+
+
+class Lazy(keras.Model):
+    """Not built before its first call; several outputs, one of whole numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = layers.Dense(5, activation="tanh")
+        self.head = layers.Dense(3)
+
+    def call(self, inputs, training=False):
+        scores = self.head(self.hidden(inputs["x"]))
+        return {"scores": scores, "best": ops.argmax(scores, -1)}
+
+
+class OwnLoss(Lazy):
+    """Compares rows in `compute_loss`, and calls the model once more."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        own = tf.reduce_mean(supervised_contrastive(y, y_pred["scores"]))
+        again = self({"x": -x["x"]}, training=training)["scores"]
+        return own + tf.reduce_mean(tf.square(again))
+
+
+@pytest.mark.parametrize("way", [{}, {"jit_compile": True}, {"run_eagerly": True}])
+def test_a_compute_loss_of_ones_own_matches(way, float64):
+    x, y = classes(34)
+    model, reference, start = fit_pair(
+        OwnLoss,
+        compile_args(None, **way),
+        ({"x": x}, y),
+        rows=12,
+        steps=1,
+        size=5,
+        loss_over="batch",
+    )
+    assert (
+        relative_difference(model.get_weights(), reference.get_weights(), start)
+        < (TOLERANCE[float64])
+    )
+
+
+@pytest.mark.parametrize("way", [{}, {"run_eagerly": True}])
+def test_a_model_that_is_not_built_yet_trains(way, float64):
+    x, y = classes(34)
+    losses = {"scores": supervised_contrastive, "best": None}
+    weights = []
+    for settings in ({}, {"microbatch_size": 5, "loss_over": "batch"}):
+        model = accumulate(seeded(Lazy), **settings)
+        model.compile(keras.optimizers.SGD(0.1), losses, **way)
+        model.fit({"x": x}, y, batch_size=12, verbose=0, shuffle=False)
+        weights.append(model.get_weights())
+    for a, b in zip(*weights, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12)
+
+
+def share_of_own(y, encoded):
+    """Of the queries, those that find their own key among all of the batch: one number."""
+    queries, keys = (tf.math.l2_normalize(part, -1) for part in tf.split(encoded, 2, -1))
+    scores = queries @ tf.transpose(keys)
+    found = tf.equal(tf.argmax(scores, -1), tf.range(tf.shape(scores)[0], dtype=tf.int64))
+    return tf.reduce_mean(tf.cast(found, scores.dtype))
+
+
+def test_logs_and_metrics_are_those_of_the_whole_batch(float64):
+    model, reference, _ = fit_pair(
+        two_towers,
+        compile_args(info_nce, metrics=[share_of_own, "mae"]),
+        pairs(34),
+        rows=12,
+        steps=1,
+        size=5,
+        loss_over="batch",
+    )
+    assert set(reference.history.history) == {"loss", "share_of_own", "mae"}
+    for name, values in reference.history.history.items():
+        np.testing.assert_allclose(model.history.history[name], values, rtol=1e-12)
+
+
+class Contrastive(keras.losses.Loss):
+    def call(self, y, y_pred):
+        return supervised_contrastive(y, y_pred)
+
+
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight", "sum"])
+def test_sample_weights_and_reductions_match(reduction, float64):
+    data = (*classes(34), np.linspace(0.1, 2.0, 34))
+    arguments = compile_args(
+        Contrastive(reduction=reduction), functools.partial(keras.optimizers.SGD, 0.01)
+    )
+    assert (
+        difference_of_fits(encoder, arguments, data, rows=12, steps=1, size=5, loss_over="batch")
+        < TOLERANCE[float64]
+    )
+
+
+# Precision, devices, faults.
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "bfloat16"])
+def test_half_precision_trains_as_the_whole_batch_does(policy):
+    """As near as its rounding, which is that of sums in another order."""
+    keras.config.set_dtype_policy(policy)
+
+    def make():
+        return keras.Sequential([dense_model(outputs=6), layers.Activation("linear")])
+
+    arguments = compile_args(supervised_contrastive, functools.partial(keras.optimizers.SGD, 0.1))
+    found = difference_of_fits(
+        make, arguments, classes(36), rows=12, steps=1, size=5, loss_over="batch"
+    )
+    assert found < (2e-2 if policy == "mixed_float16" else 0.2)
+
+
+def test_an_overflow_skips_the_batch_and_halves_the_scale_once():
+    keras.config.set_dtype_policy("mixed_float16")
+    model = accumulate(dense_model(), microbatch_size=5, loss_over="batch")
+    model.compile("sgd", supervised_contrastive)
+    x, y = classes(12)
+    model.train_on_batch(x, y)
+    scale, before = float(model.optimizer.dynamic_scale.numpy()), model.get_weights()
+    x[7] = 1e30
+    model.train_on_batch(x, y)
+    assert float(model.optimizer.dynamic_scale.numpy()) == scale / 2
+    for a, b in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:Microbatches of", "ignore:BatchNormalization layers in training mode"
+)
+def test_a_batch_that_is_not_finite_is_left_out_whole(float64):
+    """The rows of a batch are compared with one another, so none can be left out alone."""
+    x, y = classes(36)
+    x[14] = np.nan
+    model = accumulate(with_statistics(), microbatch_size=5, loss_over="batch", skip_nonfinite=True)
+    model.compile(keras.optimizers.SGD(0.1), supervised_contrastive)
+    model.fit(x, y, batch_size=12, verbose=0, shuffle=False)
+    assert model.num_skipped_microbatches == 1
+    assert model.optimizer.iterations.numpy() == 2
+    assert all(np.all(np.isfinite(w)) for w in model.get_weights())
+
+
+@pytest.mark.one_device("makes replicas itself")
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "Dice"])
+def test_each_replica_compares_its_own_rows_as_in_plain_keras(name, float64):
+    """With two masks, which need no comparison, the update is that of one device.
+
+    Of a loss that is one number for all rows, plain Keras takes the sum over replicas.
+    """
+    make, loss, data = LOSSES[name]
+    weights = []
+    is_plain_on_one = "masks" in name
+    for settings, replicas in [
+        ({}, 1 if is_plain_on_one else 2),
+        ({"microbatch_size": 5, "loss_over": "batch"}, 2),
+    ]:
+        with scope(replicas):
+            model = accumulate(seeded(make), **settings)
+            model.compile(keras.optimizers.Adam(0.01), loss)
+        start = model.get_weights()
+        x, y = data(34 if is_plain_on_one else 36)  # plain Keras weighs replicas alike
+        model.fit(x, y, batch_size=12, epochs=2, shuffle=False, verbose=0)
+        weights.append(model.get_weights())
+    assert relative_difference(weights[1], weights[0], start) < TOLERANCE[float64]
+
+
+@pytest.mark.one_device("makes replicas itself")
+@pytest.mark.filterwarnings("ignore:BatchNormalization layers in training mode")
+def test_random_numbers_and_statistics_on_replicas(float64):
+    with mirrored(2).scope():
+        model = accumulate(
+            keras.Sequential([keras.Input((4,)), layers.Dropout(0.5), with_statistics()]),
+            microbatch_size=5,
+            loss_over="batch",
+        )
+        model.compile(keras.optimizers.SGD(0.1), supervised_contrastive)
+    model.fit(*classes(36), batch_size=12, verbose=0)
+    for values in (v.value.values for v in model.non_trainable_variables if v.dtype == "float64"):
+        assert len(values) == 2
+        assert np.all(np.isfinite(values[0]))
+    seeds = [v for v in model.non_trainable_variables if "seed" in v.path]
+    assert seeds
+    for seed in seeds:
+        # A replica's 6 rows go through in two parts, and each draws once.
+        assert [int(copy[1]) for copy in seed.value.values] == [6, 6]
+
+
+class Counting(keras.Model):
+    traces = 0
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(4)
+
+    def call(self, inputs):
+        self.traces += 1
+        return self.dense(inputs)
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_the_model_is_traced_once_per_pass(jit_compile):
+    model = Counting()
+    model(np.zeros((1, 4)))
+    model = accumulate(model, microbatch_size=5, loss_over="batch")
+    model.compile("sgd", supervised_contrastive, jit_compile=jit_compile)
+    model.optimizer.build(model.trainable_variables)
+    model.traces = 0
+    for rows in (34, 24, 9):
+        dataset = tf.data.Dataset.from_tensor_slices(classes(rows)).batch(12)
+        model.fit(dataset, epochs=2, shuffle=False, verbose=0)
+    assert model.traces == 2
+
+
+def memory_of(way, loss_over):
+    """Return the bytes that training on batches of 16 microbatches of 16 rows adds, here."""
+
+    def make_model():
+        inputs = keras.Input((64, 64, 3))
+        x = inputs
+        for _ in range(12):
+            x = layers.Conv2D(16, 3, padding="same", activation="relu")(x)
+        model = keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling2D()(x)))
+        return accumulate(model, loss_over=loss_over)
+
+    data = random_numbers(64, 64, 3)
+    case = dataclasses.replace(
+        CASES["convolutional"], make_model=make_model, make_data=data, rows=16
+    )
+    CASES["twelve convolutions"] = case
+    return _bench.measure_memory("twelve convolutions", False, way, 16).size
+
+
+@pytest.mark.sweep
+def test_memory_is_that_of_a_microbatch():
+    """Peak memory in processes of their own."""
+    ways = [
+        (_bench.REFERENCE, "microbatch"),
+        (_bench.SIZE, "microbatch"),
+        (_bench.SIZE, "batch"),
+        (_bench.WHOLE, "microbatch"),
+    ]
+    plain, split, twice, whole = (in_own_process(way[0], memory_of, *way) for way in ways)
+    assert 0 < twice < 1.5 * plain
+    assert twice < 1.2 * split
+    assert twice < 0.25 * whole
+
+
+# Settings and wrong uses.
+
+
+class OwnStep(keras.Model):
+    def train_step(self, data):
+        return super().train_step(data)
+
+
+class AccumulatingOwnStep(AccumulatingModel, OwnStep):
+    pass
+
+
+def functional(model_class):
+    inputs = keras.Input((4,))
+    return model_class(inputs, layers.Dense(4)(inputs))
+
+
+def test_a_train_step_of_ones_own_is_refused_early():
+    for refused in (
+        lambda: accumulate(functional(OwnStep), microbatch_size=5, loss_over="batch"),
+        lambda: functional(AccumulatingOwnStep).compile("sgd", "mse", loss_over="batch"),
+        lambda: setattr(functional(AccumulatingOwnStep), "loss_over", "batch"),
+    ):
+        with pytest.raises(ValueError, match=r"`train_step` of its own.*Override `compute_loss`"):
+            refused()
+
+
+def test_the_setting_is_kept_and_saved(tmp_path):
+    class Net(AccumulatingModel, keras.Model):
+        pass
+
+    model = functional(Net)
+    assert model.loss_over == "microbatch"
+    model.compile("sgd", supervised_contrastive, microbatch_size=5, loss_over="batch")
+    model.compile("sgd", "mse")
+    assert model.loss_over == "batch"
+    assert model.get_compile_config()["loss_over"] == "batch"
+    model.save(tmp_path / "model.keras")
+    again = keras.models.load_model(tmp_path / "model.keras", custom_objects={"Net": Net})
+    assert (again.loss_over, again.microbatch_size) == ("batch", 5)
+    assert accumulate(dense_model(), loss_over="batch").loss_over == "batch"
+
+
+def test_it_can_be_switched_between_fits(float64):
+    x, y = classes(12)
+    model = accumulate(seeded(encoder), microbatch_size=5)
+    model.compile(keras.optimizers.SGD(0.1), supervised_contrastive)
+    start = model.get_weights()
+    losses = []
+    for loss_over in ("microbatch", "batch", "microbatch"):
+        model.loss_over = loss_over
+        model.set_weights(start)
+        losses.append(model.train_on_batch(x, y))
+    assert losses[0] == losses[2] != losses[1]
+
+
+class AgainstAllRows(keras.layers.Layer):
+    def call(self, inputs):
+        return ops.matmul(inputs, ops.transpose(inputs))
+
+
+class Scalar(keras.layers.Layer):
+    def call(self, inputs):
+        return ops.mean(inputs)
+
+
+class Unseeded(keras.layers.Layer):
+    def call(self, inputs):
+        return inputs + tf.random.normal(tf.shape(inputs), dtype=inputs.dtype)
+
+
+class UnseededInside(keras.layers.Layer):
+    def call(self, inputs):
+        return tf.function(lambda x: x * tf.random.uniform((), dtype=x.dtype))(inputs)
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (Scalar, "a row for each row"),
+        (AgainstAllRows, "a row for each row"),
+        (Unseeded, "RandomStandardNormal.*keras.random"),
+        (UnseededInside, "RandomUniform.*keras.random"),
+        (lambda: layers.SpectralNormalization(layers.Dense(4)), "overwrites .*kernel"),
+    ],
+)
+def test_models_that_can_not_be_called_twice_are_refused(layer, message):
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(4), layer()])
+    model = accumulate(model, microbatch_size=6, loss_over="batch")
+    model.compile("sgd", lambda y, y_pred: tf.reduce_sum(y_pred))
+    before = model.get_weights()
+    with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match=message):
+        model.fit(*classes(12), batch_size=12, verbose=0)
+    for a, b in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(a, b)
+    model.microbatch_size = None
+    model.fit(*classes(12), batch_size=12, verbose=0)
+
+
+def test_check_equivalence_tells_and_proves(float64):
+    model = with_dropout()
+    model.compile(keras.optimizers.Adam(0.01), info_nce)
+    settings = {"batch_size": 12, "microbatch_size": 5}
+    x, y = pairs(36)
+    report = check_equivalence(model, x, y, **settings)
+    assert report.verdict == "different"
+    assert any('set `loss_over="batch"`' in reason for reason in report.reasons)
+    report = check_equivalence(model, x, y, **settings, loss_over="batch")
+    report.assert_equivalent()
+    assert "loss_over='batch'" in str(report)
+    assert report.to_dict()["loss_over"] == "batch"
+    report = check_equivalence(model, x, y, **settings, accumulation_steps=3, loss_over="batch")
+    assert report.verdict == "different"
+    assert any("compares rows" in reason for reason in report.reasons)
