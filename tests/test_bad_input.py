@@ -43,7 +43,7 @@ X, Y = dense_data(12)
 
 ADVICE = (
     "Pass|Call|Set|Remove|Make|Let|Add|Keep|Define|Write|Return|Give|Count|Create|Rename|Put|After|"
-    "Leave|Of a dataset|A value that all rows share must be|Freeze"
+    "Leave|Of a dataset|A value that all rows share must be|Freeze|Override|Draw"
 )
 HOUSE = re.compile(rf"\w[^\n]+\. Received: [\s\S]+[.)] ({ADVICE})\b[^\n]+[.`)]")
 
@@ -106,6 +106,37 @@ def accumulating():
 
 def split():
     return net(microbatch_size=3)
+
+
+class WithOwnStep(keras.Sequential):
+    def train_step(self, data):
+        return super().train_step(data)
+
+
+def with_own_step(model_class=WithOwnStep, layer=None, **settings):
+    model = seeded(lambda: model_class([dense_model(), *([layer] if layer else [])]))
+    model.compile("adam", "mse", metrics=["mae"], **settings)
+    return model
+
+
+class NetWithOwnStep(AccumulatingModel, WithOwnStep):
+    pass
+
+
+def over_the_batch(layer, size=3):
+    """A model whose call can not be made twice, or not in parts."""
+    return lambda: with_own_step(Net, layer(), microbatch_size=size, loss_over="batch")
+
+
+class Unseeded(keras.layers.Layer):
+    def call(self, inputs, training=False):
+        noise = 0.0 * tf.random.normal(tf.shape(inputs)) if training else 0.0
+        return inputs + noise
+
+
+class MeanOfRows(keras.layers.Layer):
+    def call(self, inputs):
+        return keras.ops.mean(inputs)
 
 
 def skipping():
@@ -176,6 +207,7 @@ class Misused:
             "accumulation_steps",
             "microbatch_size",
             "skip_nonfinite",
+            "loss_over",
             "compiled",
             "has_updated",
         )
@@ -364,7 +396,12 @@ def files(case, tmp_path):
     assert "GA_MODEL_TEST" not in os.environ
 
 
-BAD_IN_FILES = {"accumulation_steps": 0, "microbatch_size": "4", "skip_nonfinite": 1}
+BAD_IN_FILES = {
+    "accumulation_steps": 0,
+    "microbatch_size": "4",
+    "skip_nonfinite": 1,
+    "loss_over": "all",
+}
 
 
 def loads(name):
@@ -393,6 +430,7 @@ def settings_cases():
         "accumulation_steps": [*BAD_INTEGERS, (None, TypeError)],
         "microbatch_size": BAD_INTEGERS,
         "skip_nonfinite": [(value, TypeError) for value in [*NO_BOOLS, None]],
+        "loss_over": [(value, ValueError) for value in ["Batch", "", 1, True, ["batch"], None]],
     }
     ways = {
         "accumulate": (plain, lambda setting: lambda model: accumulate(model, **setting)),
@@ -406,7 +444,8 @@ def settings_cases():
         for (value, error), (way, (make, call)) in itertools.product(values, ways.items()):
             if value is None and way != "attribute":
                 continue  # it stands for the present value
-            kind = "a bool" if setting == "skip_nonfinite" else "an integer >= 1"
+            kind = {"skip_nonfinite": "a bool", "loss_over": r"one of \['microbatch', 'batch'\]"}
+            kind = kind.get(setting, "an integer >= 1")
             words = rf"`{setting}` must be {kind}\. Received: {setting}={re.escape(repr(value))}"
             yield Case(
                 f"{setting}={value!r} by {way}", on(make), call({setting: value}), error, words
@@ -533,6 +572,7 @@ NO_KERAS_MODEL = r"Received: class Wrong, which is no subclass of `keras\.Model`
 NO_MODEL = "takes a Keras model. Received: model="
 TWICE = "accumulated twice. Received: {} and the optimizer '.*' with gradient_accumulation_steps=2"
 BY_2, BY_CLASS = TWICE.format("accumulation_steps=2"), TWICE.format("a `GradientAccumulator`")
+NO_SPLIT = "Received: .* with a `train_step` of its own"
 SCALING = "Received: skip_nonfinite=True with a LossScaleOptimizer"
 ROWS = "`microbatch_size` splits the rows of a batch.* Received: "
 SCHEDULE = "`schedule` must be a dict or a function. Received: schedule="
@@ -596,6 +636,38 @@ CASES = [
             ValueError,
             "`microbatch_weight` must return a number.* Received: 'mean'",
             sets("accumulation_steps", 1),
+        ),
+    ),
+    # Losses over the batch.
+    *cases(
+        on(with_own_step),
+        ("own step", lambda m: accumulate(m, loss_over="batch"), ValueError, NO_SPLIT),
+        ("own step in a check", equals(loss_over="batch"), ValueError, NO_SPLIT),
+        ("check over nothing", equals(loss_over="rows"), ValueError, "`loss_over` must be one of"),
+    ),
+    *cases(
+        on(functools.partial(with_own_step, NetWithOwnStep)),
+        ("own step of a net", sets("loss_over", "batch"), ValueError, NO_SPLIT),
+        ("by compile", compiles("sgd", "mse", loss_over="batch"), ValueError, NO_SPLIT),
+    ),
+    *cases(
+        on(over_the_batch(Unseeded), over_the_batch(Unseeded, None)),
+        (
+            "unseeded numbers",
+            fits(),
+            ValueError,
+            "draw the same random numbers.* Received: .*RandomStandardNormal",
+            sets("microbatch_size", None),
+        ),
+    ),
+    *cases(
+        on(over_the_batch(MeanOfRows), over_the_batch(MeanOfRows, None)),
+        (
+            "no rows in an output",
+            fits(),
+            ValueError,
+            r"a row for each row.* Received: .* output of shape \(\)",
+            sets("microbatch_size", None),
         ),
     ),
     # Optimizers.
@@ -820,6 +892,7 @@ CASES = [
         ("steps in a file", loads("accumulation_steps.keras"), ValueError, INTEGER + "accumul.*=0"),
         ("size in a file", loads("microbatch_size.keras"), TypeError, INTEGER + "microb.*='4'"),
         ("skip in a file", loads("skip_nonfinite.keras"), TypeError, "bool. Received: skip_.*=1"),
+        ("loss in a file", loads("loss_over.keras"), ValueError, "one of .*loss_over='all'"),
     ),
     *cases(
         files,
