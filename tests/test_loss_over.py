@@ -350,6 +350,25 @@ def test_losses_that_layers_add_count_once(loss, way, float64):
     np.testing.assert_allclose(*histories, rtol=1e-12)
 
 
+@pytest.mark.filterwarnings(
+    "ignore:Gradients do not exist for variables", "ignore:One weight per microbatch"
+)
+def test_added_losses_keep_what_they_average_over(float64):
+    """A sum beside means is exact over full windows of equal batches, and only if it is known."""
+    assert (
+        difference_of_fits(
+            with_added_losses,
+            compile_args(None),
+            classes(48),
+            rows=12,
+            steps=2,
+            size=5,
+            loss_over="batch",
+        )
+        < TOLERANCE[float64]
+    )
+
+
 class CountsCalls(keras.layers.Layer):
     """Tracks a metric and counts rows, both while it is called."""
 

@@ -74,6 +74,7 @@ class Training:
     batch_size: int
     steps: int
     size: int | None
+    loss_over: str
     epochs: int
     layers: list[str]
     ids: bool
@@ -161,6 +162,7 @@ def trainings(draw):
         batch_size=draw(st.integers(1, 12)),
         steps=steps,
         size=draw(st.integers(1, 7) if steps == 1 else st.none() | st.integers(1, 7)),
+        loss_over=draw(st.sampled_from(["microbatch", "batch"])),
         epochs=draw(st.integers(1, 2)),
         layers=draw(st.lists(st.sampled_from(list(LAYERS)), max_size=3)),
         ids=draw(st.booleans()),
@@ -191,6 +193,7 @@ def check(training, **compile_args):
             rows=training.batch_size,
             steps=training.steps,
             size=training.size,
+            loss_over=training.loss_over,
             epochs=training.epochs,
         )
     is_exact = not caught
