@@ -72,6 +72,7 @@ def test_the_package_says_what_it_offers():
         "AccumulatingModel",
         "AccumulationScheduler",
         "GradientAccumulator",
+        "GradientNoiseScale",
         "accumulate",
         "check_equivalence",
     }
