@@ -5,8 +5,8 @@ With G the gradient over all data and Sigma the covariance of a single row's gra
 
     E[g_i] = G    and    Cov[g_i] = Sigma / n_i, so    E[|g_i|^2] = |G|^2 + tr(Sigma) / n_i
 
-A window of K microbatches has N = sum_i(n_i) and the gradient g = sum_i(n_i * g_i) / N, of which the
-same holds with N for n_i. So, whatever the n_i are,
+A window of K microbatches has N = sum_i(n_i) and the gradient g = sum_i(n_i * g_i) / N, of which
+the same holds with N for n_i. So, whatever the n_i are,
 
     E[sum_i(n_i * |g_i|^2)] = N * |G|^2 + K * tr(Sigma)
     E[N * |g|^2]            = N * |G|^2 +     tr(Sigma)
@@ -25,8 +25,8 @@ As sums are kept in a window's unit (see `_sums`), gradients arrive as w_i * g_i
 What is summed is |w_i * g_i|^2 / w_i = w_i * |g_i|^2, which is in that unit as the weights are, and
 shrinks as they do where it grows. Under a strategy with R replicas gradients are those of a loss
 divided by R (see `_weights`), so of a microbatch R^2 times the square counts. The window's gradient
-is the sum over replicas of what each gives to its optimizer. Where losses are scaled, gradients are,
-and both squares are divided by the square of the scale, which changes between windows only.
+is the sum over replicas of what each gives to its optimizer. Where losses are scaled, gradients are
+divided by the scale first: it can be so large that their squares would leave the range of float32.
 """
 
 from __future__ import annotations
@@ -52,11 +52,18 @@ class Squares(NamedTuple):
     count: Any
 
     @classmethod
-    def of(cls, gradients: Sequence[Any], relative_weight: Any) -> Squares:
-        """Return that of one microbatch, from its gradients times its weight in the unit."""
+    def of(cls, gradients: Sequence[Any], relative_weight: Any, optimizer: Any) -> Squares:
+        """Return that of one microbatch.
+
+        Args:
+            gradients: one per variable, times `relative_weight`.
+            relative_weight: float64 scalar tensor, the weight in the unit.
+            optimizer: what the gradients are for. It knows how the loss was scaled.
+        """
+        norm = squared_norm(_unscaled(gradients, optimizer))
         return cls(
             # Without weight it is zero, whatever the gradients are.
-            tf.math.divide_no_nan(squared_norm(gradients), relative_weight),
+            tf.math.divide_no_nan(norm, relative_weight),
             tf.cast(tf.not_equal(relative_weight, 0.0), tf.float64),
         )
 
@@ -112,6 +119,25 @@ def _rows_of_different_ids(slices: tf.IndexedSlices) -> tf.Tensor:
     return tf.math.unsorted_segment_sum(tf.gather(values, order), segments, tf.shape(ids)[0])
 
 
+def _unscaled(gradients: Sequence[Any], optimizer: Any) -> Sequence[Any]:
+    """Return gradients as they are without the scale that the optimizer gives to losses."""
+    is_dynamic = hasattr(optimizer, "inner_optimizer")
+    if not is_dynamic and optimizer.loss_scale_factor is None:
+        return gradients
+    scale = optimizer.scale_loss(tf.ones(()))
+    return [None if gradient is None else _divided(gradient, scale) for gradient in gradients]
+
+
+def _divided(gradient: Any, divisor: Any) -> Any:
+    """Return a gradient over a scalar tensor, in the dtype that it is summed in."""
+    if isinstance(gradient, tf.IndexedSlices):
+        values = _divided(gradient.values, divisor)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    gradient = tf.convert_to_tensor(gradient)
+    gradient = tf.cast(gradient, sum_dtype(gradient.dtype))
+    return gradient / tf.cast(divisor, gradient.dtype)
+
+
 class Averages(NamedTuple):
     """Averages over windows, the later ones counting more.
 
@@ -159,18 +185,17 @@ class _Estimate:
         Args:
             whole: the `GradientSum` of this replica.
             share: the same as its share of the mean: see `GradientSum.of_replica`.
-            optimizer: what the update is made by. It knows how the loss is scaled.
+            optimizer: what makes the update.
         """
         replicas = float(_strategy.num_replicas())
         present = [gradient for gradient in share.gradients if gradient is not None]
-        gradients = _strategy.sum_over_replicas([_over(g, share.total) for g in present])
+        gradients = _strategy.sum_over_replicas([_divided(g, share.total) for g in present])
         squares = whole.squares.total * whole.unit * replicas**2
         totals = _strategy.sum_over_replicas(
             [tf.stack([squares, whole.squares.count, whole.total * whole.unit])]
         )
-        scale = tf.cast(optimizer.scale_loss(tf.ones(())), tf.float64)
         squares, count, weight = tf.unstack(totals[0])
-        squares, norm = squares / scale**2, squared_norm(gradients) / scale**2
+        norm = squared_norm(_unscaled(gradients, optimizer))
         trace = (squares - weight * norm) / (count - 1.0)
         true_norm = norm - trace / weight
         values = tf.stack([trace, true_norm, weight, tf.ones((), tf.float64)])
@@ -188,14 +213,6 @@ class _Estimate:
             return Averages.of_nothing()
         trace, norm, weight = (float(part) for part in sums[:3] / sums[3])
         return Averages(trace, norm, weight, number)
-
-
-def _over(gradient: Any, total: Any) -> Any:
-    if isinstance(gradient, tf.IndexedSlices):
-        values = _over(gradient.values, total)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    gradient = tf.cast(gradient, sum_dtype(gradient.dtype))
-    return gradient / tf.cast(total, gradient.dtype)
 
 
 class GradientNoise:
@@ -234,4 +251,6 @@ class GradientNoise:
 
     def averages(self) -> list[tuple[Any, Averages]]:
         """Return the optimizers and their averages."""
-        return [(optimizer, estimate.averages()) for optimizer, estimate in self._estimates.values()]
+        return [
+            (optimizer, estimate.averages()) for optimizer, estimate in self._estimates.values()
+        ]

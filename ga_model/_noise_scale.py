@@ -122,12 +122,12 @@ class GradientNoiseScale(keras.callbacks.Callback):
     What to bear in mind:
 
     * It is the paper's B_simple, which takes the Hessian for a multiple of the identity. It tells
-      the order of magnitude, and the numbers of updates and rows are those with a learning rate that
-      is chosen for each batch size.
+      the order of magnitude, and the numbers of updates and rows are those with a learning rate
+      that is chosen for each batch size.
     * It changes while a model trains, mostly it grows. Look at it over the epochs.
-    * It counts what the loss averages over: rows, tokens, or the sum of sample weights. The estimate
-      takes these for independent and alike. The tokens of one text are not independent, and then
-      batches are worth less than their tokens.
+    * It counts what the loss averages over: rows, tokens, or the sum of sample weights. The
+      estimate takes these for alike and drawn at random. Tokens of one text are neither, and what
+      comes out holds for texts of about the length that they have.
     * Microbatches must be drawn at random: shuffle the data.
     * A window of one microbatch tells nothing and is left out, and so is an update that is skipped
       because gradients are not finite. Windows of few microbatches tell little.
@@ -200,9 +200,9 @@ class GradientNoiseScale(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         scales = self.noise_scales
-        if not any(s.averages.num_windows for s in scales.values()):
-            if not self.model._is_scheduled:
-                self.model._warn_once(_validate.nothing_measured_message(self.model.name))
+        is_measured = any(scale.averages.num_windows for scale in scales.values())
+        if not (is_measured or self.model._is_scheduled):
+            self.model._warn_once(_validate.nothing_measured_message(self.model.name))
         if logs is None:
             return
         if len(scales) < 2:

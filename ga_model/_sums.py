@@ -103,7 +103,7 @@ class GradientSum(NamedTuple):
         variables: Sequence[Any],
         weight: Weight,
         scale: bool,
-        measures_noise: bool = False,
+        noise_of: Any = None,
     ) -> GradientSum:
         """Return the gradients of one microbatch, or without `scale` a sum.
 
@@ -112,7 +112,7 @@ class GradientSum(NamedTuple):
             variables: the variables.
             weight: the microbatch's weight.
             scale: whether the gradients still have to be multiplied by it.
-            measures_noise: whether somebody asks for `squares`.
+            noise_of: the optimizer that the gradients are for, if somebody asks for `squares`.
 
         Raises:
             ValueError: the lengths differ.
@@ -124,7 +124,9 @@ class GradientSum(NamedTuple):
         gradients = [None if overwrites(v) else g for g, v in zip(gradients, variables)]
         if scale:
             gradients = [scaled(gradient, weight.relative) for gradient in gradients]
-        squares = Squares.of(gradients, weight.relative) if measures_noise else None
+        squares = None
+        if noise_of is not None:
+            squares = Squares.of(gradients, weight.relative, noise_of)
         return cls(list(gradients), maxima, *weight, squares)
 
     def is_finite(self) -> tf.Tensor:
