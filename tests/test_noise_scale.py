@@ -388,6 +388,10 @@ def test_it_goes_on_in_the_next_fit_and_another_one_starts_anew():
     assert noise.noise_scales == whole.noise_scales
     fit(model, x[:64], again)
     assert again.noise_scales == first != whole.noise_scales
+    last, alone = GradientNoiseScale(0.0), GradientNoiseScale(0.9)  # one window alone, by each
+    fit(model, x, last)
+    fit(linear_model(settings=SETTINGS["size"]), x[-8:], alone)
+    assert last.trace_of_covariance == pytest.approx(alone.trace_of_covariance, rel=1e-12)
 
 
 def test_logs_have_the_noise_scale(tmp_path):
