@@ -108,6 +108,7 @@ def weighted_data(rows):
     generator = np.random.default_rng(7)
     ids = generator.integers(0, 7, size=(rows, 3)).astype("int32")
     weights = generator.uniform(0.2, 3.0, size=rows)
+    weights[:8] /= 4.0  # so that heavier microbatches come, and the unit of the weights grows
     weights[8:16:3] = 0.0
     weights[24:28] = 0.0  # all of a microbatch, however the rows are split
     return ids, generator.normal(size=(rows, 2)), weights
