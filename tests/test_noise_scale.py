@@ -110,7 +110,7 @@ def weighted_data(rows):
     weights = generator.uniform(0.2, 3.0, size=rows)
     weights[:8] /= 4.0  # so that heavier microbatches come, and the unit of the weights grows
     weights[8:16:3] = 0.0
-    weights[24:28] = 0.0  # all of a microbatch, however the rows are split
+    weights[19:22] = weights[24:28] = 0.0  # all of a microbatch, between others and as the first
     return ids, generator.normal(size=(rows, 2)), weights
 
 
