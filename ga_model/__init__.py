@@ -20,12 +20,14 @@ from ga_model._accumulator import GradientAccumulator
 from ga_model._callbacks import AccumulationScheduler
 from ga_model._check import check_equivalence
 from ga_model._model import AccumulatingModel
+from ga_model._noise_scale import GradientNoiseScale
 from ga_model._wrap import accumulate
 
 __all__ = [
     "AccumulatingModel",
     "AccumulationScheduler",
     "GradientAccumulator",
+    "GradientNoiseScale",
     "accumulate",
     "check_equivalence",
 ]

@@ -15,6 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from ga_model import _strategy, _sums, _validate
+from ga_model._gradient_noise import GradientNoise, Squares
 from ga_model._rows import Rows, sum_dtype
 from ga_model._sums import GradientSum
 
@@ -72,6 +73,7 @@ class GradientAccumulator:
         )
         self._variables: list[Any] = []
         self._buffers: list[Any] = []  # of each variable a `tf.Variable`, `Rows` of them, or None
+        self._squares: Squares | None = None  # of variables, once somebody asks for the noise
         self._is_sum: bool | None = None
         self._jit_compile = False  # whether XLA may compile the updates, all of one optimizer
         self._compiled: Callable[..., Any] | None = None  # what then makes them
@@ -159,18 +161,28 @@ class GradientAccumulator:
 
     def _count(self, part: GradientSum) -> None:
         shrink = tf.math.divide_no_nan(self._unit, part.unit)  # a power of two, mostly 1
+        if part.squares is not None:
+            self._squares = self._squares or _strategy.make_variables(Squares.of_nothing)
+            squares = self._read_squares().plus(part.squares, shrink)
+            tf.nest.map_structure(lambda s, value: s.assign(value), self._squares, squares)
         self._total.assign(self._total * shrink + part.total)
         self._unit.assign(part.unit)
         self.num_microbatches.assign_add(1)
 
-    def _update(self, optimizer: Any) -> None:
+    def _read_squares(self) -> Squares:
+        return tf.nest.map_structure(lambda s: s.read_value(), self._squares)  # type: ignore[no-any-return]
+
+    def _update(self, optimizer: Any, estimate: Any) -> None:
         """Apply the optimizer to the mean. Replicas communicate, and all have to call it."""
 
         def apply(share: GradientSum) -> None:
             gradients = share.mean(self._variables, bool(self._is_sum))
             _strategy.apply(optimizer, gradients, self._variables)
 
-        share = self._sum().of_replica(self._variables)
+        whole = self._sum()
+        share = whole.of_replica(self._variables)
+        if estimate is not None:
+            estimate.update(whole._replace(squares=self._read_squares()), share, optimizer)
         # For each number of rows XLA would compile again: a window's are sums of many numbers.
         has_rows = any(isinstance(buffer, Rows) for buffer in self._buffers)
         if self._jit_compile and not has_rows and not tf.executing_eagerly():
@@ -198,7 +210,9 @@ class GradientAccumulator:
         share = self._sum().of_replica(self._variables)
         return share.mean(self._variables, bool(self._is_sum))
 
-    def apply(self, optimizer: Any, *, _condition: Any = True) -> None:
+    def apply(
+        self, optimizer: Any, *, _condition: Any = True, _noise: GradientNoise | None = None
+    ) -> None:
         """Update the variables with the window's gradient, and start the next window.
 
         One call is one `optimizer.apply`, so iterations, schedules, weight decay, clipping,
@@ -208,6 +222,7 @@ class GradientAccumulator:
         Args:
             optimizer: a `keras.optimizers.Optimizer`.
             _condition: for the package's own use: bool scalar tensor, where False does nothing.
+            _noise: for the package's own use: what measures the noise of the gradients, or None.
 
         Raises:
             TypeError: `optimizer` is none.
@@ -226,7 +241,8 @@ class GradientAccumulator:
         def apply() -> None:
             _strategy.build_optimizer(optimizer, variables)
             weight = self._total * self._unit  # units differ between replicas
-            update = functools.partial(self._update, optimizer)
+            estimate = None if _noise is None else _noise.of(optimizer)
+            update = functools.partial(self._update, optimizer, estimate)
             _strategy.update_if(_condition, weight, update, after=self.reset)
 
         _strategy.run_on_replicas(self._strategy, apply)

@@ -71,6 +71,9 @@ def closing_windows(model: Any, callbacks: Any) -> Iterator[Any]:
         _strategy.explain(error, model.distribute_strategy)
         raise
     finally:
+        model._is_scheduled = False
+        if model._gradient_noise is not None:
+            model._gradient_noise.stop()
         if is_list:
             callbacks.callbacks.remove(close_window)
 
@@ -128,6 +131,7 @@ class AccumulationScheduler(keras.callbacks.Callback):
         if not hasattr(model, "close_window"):
             raise TypeError(_validate.not_accumulating_message(model.name))
         _validate.check_single_accumulation(optimizers_in(vars(model)), self._most)
+        model._is_scheduled = True
         super().set_model(model)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

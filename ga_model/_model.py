@@ -13,6 +13,7 @@ import tensorflow as tf
 from ga_model import _step, _strategy, _validate
 from ga_model._attributes import CompiledLossAttribute, RecordedAttribute, watch_attributes
 from ga_model._callbacks import closing_windows
+from ga_model._gradient_noise import GradientNoise
 from ga_model._look_ahead import is_of_keras
 from ga_model._recorder import current_recording, optimizers_in
 from ga_model._window import Counter, Window
@@ -107,6 +108,8 @@ class AccumulatingModel(_Base):
     _loss_over = "microbatch"
     _num_skipped: Counter | None = None  # once there is training that may skip
     _accumulation_window: Window | None = None
+    _is_scheduled = False  # whether a callback of the present `fit` sets `accumulation_steps`
+    _gradient_noise: GradientNoise | None = None  # once it was measured
     _accumulation_warnings: frozenset[str] = frozenset()  # those that this compile has seen
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -281,6 +284,7 @@ class AccumulatingModel(_Base):
         self._loss_over = loss_over
         self._num_skipped = None
         self._accumulation_window = None
+        self._gradient_noise = None
         self._accumulation_warnings = frozenset()
         self._warn_of_batch_normalization()
 
@@ -292,7 +296,7 @@ class AccumulatingModel(_Base):
         nothing.
         """
         if self._accumulation_window is not None:
-            self._accumulation_window.close()
+            self._accumulation_window.close(self._measured_noise)
 
     def microbatch_weight(self, x: Any, y: Any = None, sample_weight: Any = None) -> Any:
         """Return what a microbatch counts in its window's mean. Override it for a rule of your own.
@@ -385,7 +389,7 @@ class AccumulatingModel(_Base):
 
         def train_function(iterator: Any) -> Any:
             settings = (self._microbatch_size, self._skip_nonfinite, self._loss_over)
-            way = (self._accumulates(), *settings)
+            way = (self._accumulates(), *settings, self._measured_noise is not None)
             if way not in functions:
                 functions[way] = self._make_function_of_keras()
             try:
@@ -438,6 +442,12 @@ class AccumulatingModel(_Base):
     def _count_skipped(self, number: Any) -> None:
         self._num_skipped = self._num_skipped or Counter()
         self._num_skipped.add(number)
+
+    @property
+    def _measured_noise(self) -> GradientNoise | None:
+        """What measures the noise of gradients in the present `fit`, or None."""
+        noise = self._gradient_noise
+        return noise if noise is not None and noise.asked_by is not None else None
 
     def _discard_window(self) -> None:
         if self._accumulation_window is not None:

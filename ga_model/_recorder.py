@@ -172,10 +172,12 @@ class Recording:
                 self.model._warn_once(_validate.not_scaled_message(self.model.name))
             weight = self._in_unit(optimizer, terms.weight)
         is_sum = terms.weight is None
+        noise_of = None if self.model._measured_noise is None else optimizer
+        if noise_of is not None and is_sum:
+            raise ValueError(_validate.noise_of_sum_message(self.model.name))
         self.targets.append(Target(optimizer, list(variables), is_sum))
-        self.sums.append(
-            GradientSum.of(list(gradients), variables, weight, scale=not (is_folded or is_sum))
-        )
+        scale = not (is_folded or is_sum)
+        self.sums.append(GradientSum.of(list(gradients), variables, weight, scale, noise_of))
 
     def mean_of(self, value: Any, metric: Any = None, term: Any = None) -> _logs.Mean:
         """Return what a scalar counts in the mean over the microbatches of a batch.

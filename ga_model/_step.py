@@ -90,10 +90,10 @@ def run(model: Any, train_step: Callable[[Any], Any], data: Any, window: Window 
         if window is None:
             num_counted = part.num_counted if model.skip_nonfinite else None
             for target, gradients in zip(step.targets, part.sums):
-                _apply(target, gradients, num_counted, model.jit_compile)
+                _apply(target, gradients, num_counted, model)
         else:
             step.add_to_window(part)
-            window.end_batch()
+            window.end_batch(model._measured_noise)
         if model.skip_nonfinite:
             model._count_skipped(batch.num_microbatches - part.num_counted)
         if step.logs is not None:
@@ -274,7 +274,7 @@ class _Step:
         return [known.get(id(o), unit) for o, unit in zip(self._optimizers, self._units)]
 
 
-def _apply(target: Target, part: GradientSum, num_counted: Any | None, jit_compile: bool) -> None:
+def _apply(target: Target, part: GradientSum, num_counted: Any | None, model: Any) -> None:
     """Update with the gradients of a batch. They are zero where it has no weight, as Keras's.
 
     Args:
@@ -282,8 +282,10 @@ def _apply(target: Target, part: GradientSum, num_counted: Any | None, jit_compi
         part: the gradients.
         num_counted: int64 scalar tensor, microbatches that were not left out: there is no update
             if none is. Or None, where all count.
-        jit_compile: whether XLA compiles it.
+        model: the model.
     """
+    noise = model._measured_noise
+    estimate = None if noise is None else noise.of(target.optimizer)
 
     def apply(share: GradientSum) -> None:
         gradients = share.mean(target.variables, target.is_sum)
@@ -293,8 +295,11 @@ def _apply(target: Target, part: GradientSum, num_counted: Any | None, jit_compi
         share = part.of_replica(target.variables)
         is_empty = tf.equal(share.total, 0.0)
         total = tf.where(is_empty, tf.ones_like(share.total), share.total)
-        function = _strategy.compiled(apply) if jit_compile else apply
-        function(share._replace(total=total))
+        share = share._replace(total=total)
+        if estimate is not None:
+            estimate.update(part, share, target.optimizer)
+        function = _strategy.compiled(apply) if model.jit_compile else apply
+        function(share)
 
     if num_counted is None:
         update(part)

@@ -152,6 +152,13 @@ def mean_over_replicas(values: Any) -> Any:
     return tf.distribute.get_replica_context().all_reduce("MEAN", values)
 
 
+def sum_over_replicas(values: list[Any]) -> list[Any]:
+    """Return the sums of the replicas' tensors. Every replica has to call it."""
+    if num_replicas() == 1 or not values:
+        return values
+    return tf.distribute.get_replica_context().all_reduce("SUM", values)  # type: ignore[no-any-return]
+
+
 def exactly_scaled(loss: tf.Tensor, is_sum: bool = False) -> tf.Tensor:
     """Return a loss that Keras divided by the number of replicas, divided by it exactly.
 

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from ga_model import _strategy, _validate
+from ga_model._gradient_noise import Squares
 from ga_model._rows import Rows, sum_dtype
 
 
@@ -86,16 +87,23 @@ class GradientSum(NamedTuple):
         maxima: one per variable: None, or the tensor that is to overwrite it, which has no weight.
         total: float64 scalar tensor, the sum of the weights in `unit`.
         unit: float64 scalar tensor.
+        squares: what the microbatches tell of the gradient's noise, or None where nobody asks.
     """
 
     gradients: list[Any]
     maxima: list[Any]
     total: Any
     unit: Any
+    squares: Squares | None = None
 
     @classmethod
     def of(
-        cls, gradients: Sequence[Any], variables: Sequence[Any], weight: Weight, scale: bool
+        cls,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        weight: Weight,
+        scale: bool,
+        noise_of: Any = None,
     ) -> GradientSum:
         """Return the gradients of one microbatch, or without `scale` a sum.
 
@@ -104,6 +112,7 @@ class GradientSum(NamedTuple):
             variables: the variables.
             weight: the microbatch's weight.
             scale: whether the gradients still have to be multiplied by it.
+            noise_of: the optimizer that the gradients are for, if somebody asks for `squares`.
 
         Raises:
             ValueError: the lengths differ.
@@ -115,7 +124,10 @@ class GradientSum(NamedTuple):
         gradients = [None if overwrites(v) else g for g, v in zip(gradients, variables)]
         if scale:
             gradients = [scaled(gradient, weight.relative) for gradient in gradients]
-        return cls(list(gradients), maxima, *weight)
+        squares = None
+        if noise_of is not None:
+            squares = Squares.of(gradients, weight.relative, noise_of)
+        return cls(list(gradients), maxima, *weight, squares)
 
     def is_finite(self) -> tf.Tensor:
         """Return whether all gradients are, a bool scalar."""
@@ -136,6 +148,7 @@ class GradientSum(NamedTuple):
             ],
             total=tf.where(condition, self.total, 0.0),
             unit=tf.where(condition, self.unit, unit),
+            squares=self.squares and self.squares.counted_if(condition),
         )
 
     def begin(self, variables: Sequence[Any]) -> GradientSum:
@@ -202,6 +215,7 @@ class GradientSum(NamedTuple):
             maxima,
             self.total * shrink + other.total,
             other.unit,
+            self.squares and other.squares and self.squares.plus(other.squares, shrink),
         )
 
     def mean(self, variables: Sequence[Any], is_sum: bool) -> list[Any]:

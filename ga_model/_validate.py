@@ -166,6 +166,39 @@ def check_schedule(schedule: Any) -> Callable[[int], int]:
     return lambda index: steps[max(key for key in steps if key <= index)]
 
 
+def check_decay(decay: Any) -> float:
+    """Return the `decay` of an average as a float, or raise.
+
+    Raises:
+        TypeError: `decay` is no number (a bool is none either).
+        ValueError: `decay` is not in [0, 1).
+    """
+    message = (
+        "`decay` must be a number that is at least 0 and below 1. "
+        f"Received: decay={decay!r} (of type {type(decay).__name__}). "
+        "Pass 0.99 to average over about the last 100 updates."
+    )
+    if isinstance(decay, (bool, str)):
+        raise TypeError(message)
+    try:
+        number = float(decay)
+    except (TypeError, ValueError):
+        raise TypeError(message) from None
+    if not 0.0 <= number < 1.0:
+        raise ValueError(message)
+    return number
+
+
+def check_text(name: str, value: Any, example: str) -> str:
+    """Return the value of the argument `name`, or raise TypeError if it is no text."""
+    if not isinstance(value, str):
+        raise TypeError(
+            f"`{name}` must be a string. "
+            f"Received: {name}={value!r} (of type {type(value).__name__}). Pass {example!r}."
+        )
+    return value
+
+
 def check_single_finite_check(
     optimizers: Iterable[Any], skip_nonfinite: bool, adds_scaling: bool = False
 ) -> None:
@@ -365,6 +398,55 @@ def not_accumulating_message(model: str) -> str:
     return (
         "`AccumulationScheduler` sets the `accumulation_steps` of a model that has them. "
         f"Received: {model!r}, which has not. Call `accumulate(model)` before `fit`."
+    )
+
+
+def no_microbatches_message(model: str) -> str:
+    return (
+        "`GradientNoiseScale` compares the microbatches of a model that has them. "
+        f"Received: {model!r}, which has none. Call `accumulate(model)` before `fit`."
+    )
+
+
+def no_second_microbatch_message(model: str, microbatch_size: Any, loss_over: str) -> str:
+    return (
+        "`GradientNoiseScale` compares the microbatches of a window, and needs two or more that "
+        "have a loss each. "
+        f"Received: {model!r} with accumulation_steps=1, microbatch_size={microbatch_size}, "
+        f"loss_over={loss_over!r}. Set `accumulation_steps` above 1, or with "
+        "`loss_over='microbatch'` a `microbatch_size` of half of the batch or less."
+    )
+
+
+def measured_twice_message(model: str) -> str:
+    return (
+        "One `GradientNoiseScale` measures a model at a time. "
+        f"Received: a second one for {model!r}. Keep one of them in `callbacks`."
+    )
+
+
+def noise_of_sum_message(model: str) -> str:
+    return (
+        "`GradientNoiseScale` needs a loss that is a mean, of which microbatches have weights. "
+        f"Received: {model!r}, of which the loss is a sum. "
+        'Make its reduction "sum_over_batch_size" or "mean_with_sample_weight", '
+        "or train without the callback."
+    )
+
+
+def nothing_measured_message(model: str) -> str:
+    return (
+        "No gradient noise scale was measured: it takes windows of two microbatches or more. "
+        f"Received: {model!r}, of which no window had two that have weight and finite gradients. "
+        "Set `microbatch_size` to a half of the batch or less, or `accumulation_steps` above 1."
+    )
+
+
+def several_noise_scales_message(names: list[str]) -> str:
+    return (
+        "Each optimizer has a noise scale of its own, and there must be one only for this "
+        f"attribute. Received: {len(names)} of them. "
+        f"Give its name to `noise_scales`, one of {names}."
     )
 
 

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from ga_model import _strategy
 from ga_model._accumulator import GradientAccumulator
+from ga_model._gradient_noise import GradientNoise
 from ga_model._recorder import Target
 from ga_model._sums import GradientSum, power_of_two
 
@@ -98,15 +99,19 @@ class Window:
         """Add what `add_compiled` returned."""
         self.accumulator(target.optimizer)._add_rest(rest)
 
-    def end_batch(self) -> None:
-        """Count the batch, and update if it fills the window."""
-        self._remaining.assign_sub(1)
-        self._update(tf.less_equal(self._remaining, 0))
+    def end_batch(self, noise: GradientNoise | None) -> None:
+        """Count the batch, and update if it fills the window.
 
-    def _update(self, condition: Any) -> None:
+        Args:
+            noise: what measures the noise of the gradients, or None.
+        """
+        self._remaining.assign_sub(1)
+        self._update(tf.less_equal(self._remaining, 0), noise)
+
+    def _update(self, condition: Any, noise: GradientNoise | None) -> None:
         for optimizer, accumulator in self._accumulators.values():
             if accumulator.variables:
-                accumulator.apply(optimizer, _condition=condition)
+                accumulator.apply(optimizer, _condition=condition, _noise=noise)
         _strategy.run_if(condition, self._begin)
 
     def _make_update(self) -> Any:
@@ -117,12 +122,12 @@ class Window:
         with tf.init_scope():  # read the values now, also while a graph is traced
             return bool(self._remaining.numpy() != self.steps.numpy())
 
-    def close(self) -> None:
+    def close(self, noise: GradientNoise | None) -> None:
         """Make the update of a partial window. An empty one changes nothing."""
         if not tf.executing_eagerly():
-            self._update(tf.not_equal(self._remaining, self.steps))
+            self._update(tf.not_equal(self._remaining, self.steps), noise)
         elif self.is_open():
-            self._update_if(True)
+            self._update_if(True, noise)
 
     def discard(self) -> None:
         """Forget a partial window, also one whose first batch was interrupted."""

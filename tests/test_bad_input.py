@@ -32,6 +32,7 @@ from ga_model import (
     AccumulatingModel,
     AccumulationScheduler,
     GradientAccumulator,
+    GradientNoiseScale,
     accumulate,
     check_equivalence,
 )
@@ -165,6 +166,12 @@ def scaling(optimizer="sgd"):
 
 def net_of_two():
     return net(of_two())
+
+
+def summed():
+    model = accumulating()
+    model.compile("adam", keras.losses.MeanSquaredError(reduction="sum"), metrics=["mae"])
+    return model
 
 
 def scaled():
@@ -475,6 +482,20 @@ def fits_by(schedule):
     return lambda model: fit(model, callbacks=[AccumulationScheduler(schedule)])
 
 
+def measures(*args, **kwargs):
+    return lambda _: GradientNoiseScale(*args, **kwargs)
+
+
+def fits_measured(callbacks=1):
+    return lambda model: fit(model, callbacks=[GradientNoiseScale() for _ in range(callbacks)])
+
+
+def reads_one_of_two(_):
+    noise = GradientNoiseScale()
+    noise._noise_scales = {"generator_optimizer": 1, "discriminator_optimizer": 2}
+    return noise.noise_scale
+
+
 def equals(*data, **kwargs):
     """Return a call of `check_equivalence`, right but for what is given."""
     arguments = {"batch_size": 4, "microbatch_size": 2, **kwargs}
@@ -575,6 +596,7 @@ BY_2, BY_CLASS = TWICE.format("accumulation_steps=2"), TWICE.format("a `Gradient
 NO_SPLIT = "Received: .* with a `train_step` of its own"
 SCALING = "Received: skip_nonfinite=True with a LossScaleOptimizer"
 ROWS = "`microbatch_size` splits the rows of a batch.* Received: "
+DECAY = "`decay` must be a number that is at least 0 and below 1. Received: decay="
 SCHEDULE = "`schedule` must be a dict or a function. Received: schedule="
 WEIGHT = "`weight` must be a scalar number or tensor, or None .* Received: weight="
 PER_VARIABLE = "one gradient per variable, in two lists. Received: "
@@ -813,6 +835,30 @@ CASES = [
         ("a shape", adds([THREE, ONE]), ValueError, OF_SHAPE + r"\(3,\) and \(2,\)"),
         ("a shape that broadcasts", adds([ONE, ONE]), ValueError, OF_SHAPE + r"\(1,\) and \(2,\)"),
     ),
+    # The gradient noise scale.
+    *cases(
+        nothing,
+        ("a decay of 1", measures(1), ValueError, DECAY + "1 .of type int"),
+        ("a decay below 0", measures(-0.5), ValueError, DECAY + r"-0\.5"),
+        ("a decay that is NaN", measures(float("nan")), ValueError, DECAY + "nan"),
+        ("a decay of text", measures("0.9"), TypeError, DECAY + r"'0\.9'"),
+        ("a decay that is a bool", measures(True), TypeError, DECAY + "True"),
+        ("no decay", measures(None), TypeError, DECAY + "None"),
+        ("a list of decays", measures([0.9]), TypeError, DECAY + r"\[0\.9\]"),
+        ("a unit that is a number", measures(unit=8), TypeError, "a string. Received: unit=8"),
+        ("verbose of 1", measures(verbose=1), TypeError, "bool. Received: verbose=1"),
+        ("one noise scale of two", reads_one_of_two, ValueError, "one only .* Received: 2 of them"),
+    ),
+    *cases(
+        on(plain),
+        ("noise of a plain model", fits_measured(), TypeError, "Received: .*, which has none"),
+    ),
+    *cases(
+        on(skipping),
+        ("noise of one microbatch", fits_measured(), ValueError, "Received: .*microbatch_size=N"),
+    ),
+    *cases(on(summed), ("noise of a sum", fits_measured(), ValueError, "the loss is a sum")),
+    *cases(on(accumulating), ("noise twice", fits_measured(2), RuntimeError, "a second one for")),
     # Schedules.
     *cases(
         nothing,

@@ -1,0 +1,265 @@
+"""Measure the gradient noise scale while a model trains, and say what it means for the batch."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import keras
+
+from ga_model import _validate
+from ga_model._gradient_noise import Averages, GradientNoise
+
+_LOG = "gradient_noise_scale"
+
+
+class NoiseScale(NamedTuple):
+    """What was measured for one optimizer. `str` of it says what that means.
+
+    Attributes:
+        averages: the smoothed estimates.
+        decay: how they were smoothed.
+        unit: what the loss averages over, for the words.
+    """
+
+    averages: Averages
+    decay: float
+    unit: str
+
+    @property
+    def noise_scale(self) -> float:
+        """The noise scale; infinite where the noise hides the gradient, NaN without a window."""
+        trace, norm, _, number = self.averages
+        if not number:
+            return float("nan")
+        return max(trace, 0.0) / norm if norm > 0.0 else float("inf")
+
+    def __str__(self) -> str:
+        trace, norm, batch_size, number = self.averages
+        if not number:
+            return "No window has had two microbatches yet, so nothing is known about the noise."
+        unit, noise_scale = self.unit, self.noise_scale
+        updates = min(number, round(1 / (1 - self.decay)))
+        of = f"mean of about the last {updates:,} updates" if updates > 1 else "of one update"
+        if norm <= 0.0:
+            return (
+                "The noise hides the gradient: the estimate of its squared norm is not positive "
+                f"({norm:.2g}, {of}). A window has {_number(batch_size)} {unit}, and far fewer "
+                "than the noise scale, or the training has converged. To measure it, average over "
+                "more updates with a larger `decay`, or take larger windows."
+            )
+        if trace <= 0.0:
+            return (
+                f"No noise was seen in the gradient ({of}): a smaller batch than "
+                f"{_number(batch_size)} {unit} makes the same updates."
+            )
+        larger, smaller = (
+            [_needed(batch_size * times, noise_scale) for times in (factor, 1.0)]
+            for factor in (2.0, 0.5)
+        )
+        (twice, now), (half, _) = larger, smaller
+        return (
+            f"The gradient noise scale is about {_number(noise_scale, 2)} {unit} ({of}). "
+            f"A window has {_number(batch_size)}: it needs {_number(now[0])} times the fewest "
+            f"updates possible and {_number(now[1])} times the fewest {unit}. Twice the window "
+            f"would take {_change(twice[0], now[0])} updates and {_change(twice[1], now[1])} "
+            f"{unit}; half of it {_change(half[0], now[0])} updates and "
+            f"{_change(half[1], now[1])} {unit}, each with a learning rate that fits. "
+            + _verdict(batch_size, noise_scale)
+        )
+
+
+def _needed(batch_size: float, noise_scale: float) -> tuple[float, float]:
+    """Return how many times the least of updates, and of rows, training takes (equation 2.11)."""
+    return 1.0 + noise_scale / batch_size, 1.0 + batch_size / noise_scale
+
+
+def _verdict(batch_size: float, noise_scale: float) -> str:
+    """Say which change saves a larger share of the one than it costs of the other.
+
+    Twice the batch saves a share of noise_scale / 2 / (batch_size + noise_scale) of the updates,
+    and costs one of batch_size / (batch_size + noise_scale) in rows. For half of it, the two change
+    places.
+    """
+    if batch_size < noise_scale / 2:
+        return "A larger batch pays."
+    if batch_size > noise_scale * 2:
+        return "A smaller batch pays: this one has many rows for few updates saved."
+    return "The batch is about right: a larger or smaller one costs more than it saves."
+
+
+def _number(value: float, digits: int = 3) -> str:
+    """Return a number with so many significant digits, and never in scientific notation."""
+    if abs(value) >= 10 ** (digits - 1):
+        return f"{float(f'{value:.{digits}g}'):,.0f}"
+    return f"{value:.{digits}g}"
+
+
+def _change(new: float, old: float) -> str:
+    percent = round(100 * (new / old - 1))
+    return f"{abs(percent)} % {'fewer' if percent < 0 else 'more'}"
+
+
+class GradientNoiseScale(keras.callbacks.Callback):
+    """Measure the gradient noise scale of a model while it trains: whether a larger batch pays.
+
+    The noise scale is tr(Sigma) / |G|^2, with Sigma the covariance of the gradients of single rows
+    and G their mean. With batches of B rows and a noise scale of B_noise, training takes
+    1 + B_noise / B times the fewest updates possible, and 1 + B / B_noise times the fewest rows. So
+    far below the noise scale twice the batch halves the updates, and far above it doubles the rows
+    for nothing.
+
+    How much the gradients of a window's microbatches differ gives an unbiased estimate of both
+    numbers, from gradients that are there anyway. They are averaged over updates in the training
+    step, and read at the end of an epoch or when an attribute is read. Weights, updates and logs
+    are those of training without it. It costs one more pass over the gradients for each microbatch
+    and each update, and with several replicas one more exchange of gradients for each update.
+
+    The logs of an epoch get `gradient_noise_scale`, for the `History`, and for callbacks behind
+    this one in the list, such as TensorBoard and CSVLogger. Where a `train_step` applies several
+    optimizers, each has a noise scale of its own, and the name of the model's attribute is added:
+    `gradient_noise_scale_generator_optimizer`.
+
+    What to bear in mind:
+
+    * It is the paper's B_simple, which takes the Hessian for a multiple of the identity. It tells
+      the order of magnitude, and the numbers of updates and rows are those with a learning rate
+      that is chosen for each batch size.
+    * It changes while a model trains, mostly it grows. Look at it over the epochs.
+    * It counts what the loss averages over: rows, tokens, or the sum of sample weights. The
+      estimate takes these for alike and drawn at random. Tokens of one text are neither, and what
+      comes out holds for texts of about the length that they have.
+    * Microbatches must be drawn at random: shuffle the data.
+    * A window of one microbatch tells nothing and is left out, and so is an update that is skipped
+      because gradients are not finite. Windows of few microbatches tell little.
+
+    A callback that is passed to `fit` again goes on where it ended, with the same compiled model.
+    BackupAndRestore does not keep what it has.
+
+    Args:
+        decay: how much of an average is kept at every update, at least 0 and below 1. The averages
+            are those of about the last 1 / (1 - decay) updates, and unbiased from the first on.
+        unit: what the words call what the loss averages over, such as "tokens".
+        verbose: whether the words are printed where the training ends.
+
+    Attributes:
+        noise_scale: the noise scale, a float, in what the loss averages over. Infinite where the
+            estimate of |G|^2 is not positive: the noise hides the gradient. NaN before the first
+            window of two microbatches.
+        trace_of_covariance: average of the estimates of tr(Sigma).
+        squared_gradient_norm: average of the estimates of |G|^2.
+        batch_size: average of the windows' weights, in what the loss averages over.
+        noise_scales: dict from the name of an optimizer's attribute to what was measured for it,
+            which has `noise_scale`, `averages` with the other three, and words. The attributes
+            above are those of one optimizer.
+
+    Raises:
+        TypeError, ValueError: an argument is not what it should be. While training: the model is
+            no `AccumulatingModel`, its settings allow one microbatch per window only, or its loss
+            is a sum; or an attribute of one optimizer is read where there are several.
+        RuntimeError: another one measures the same model.
+
+    Example:
+
+    ```python
+    model = accumulate(model, microbatch_size=8)
+    model.compile("adam", "mse")
+    noise = GradientNoiseScale()
+    history = model.fit(x, y, batch_size=32, epochs=2, callbacks=[noise]).history
+    print(noise)  # what it means for windows of 32 rows
+    print(noise.noise_scale, history["gradient_noise_scale"])
+    ```
+
+    References:
+        McCandlish et al., "An Empirical Model of Large-Batch Training", arXiv 1812.06162. The
+        estimates, and what they become for microbatches of unlike weights: `_gradient_noise.py`.
+    """
+
+    def __init__(self, decay: float = 0.99, *, unit: str = "rows", verbose: bool = False) -> None:
+        super().__init__()
+        self._decay = _validate.check_decay(decay)
+        self._unit = _validate.check_text("unit", unit, "rows")
+        self._verbose = _validate.check_bool("verbose", verbose)
+        self._noise: GradientNoise | None = None
+        self._noise_scales: dict[str, NoiseScale] = {}
+
+    def set_model(self, model: Any) -> None:
+        if not hasattr(model, "close_window"):
+            raise TypeError(_validate.no_microbatches_message(model.name))
+        super().set_model(model)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        model = self.model
+        is_split = model.microbatch_size is not None and model.loss_over == "microbatch"
+        if not (model.accumulation_steps > 1 or is_split or model._is_scheduled):
+            settings = model.microbatch_size, model.loss_over
+            raise ValueError(_validate.no_second_microbatch_message(model.name, *settings))
+        noise = model._gradient_noise = model._gradient_noise or GradientNoise()
+        if noise.asked_by not in (None, self):
+            raise RuntimeError(_validate.measured_twice_message(model.name))
+        model.close_window()  # one that was open would be measured in part
+        noise.start(self, self._decay)
+        self._noise = noise
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        scales = self.noise_scales
+        is_measured = any(scale.averages.num_windows for scale in scales.values())
+        if not (is_measured or self.model._is_scheduled):
+            self.model._warn_once(_validate.nothing_measured_message(self.model.name))
+        if logs is None:
+            return
+        if len(scales) < 2:
+            logs[_LOG] = next((s.noise_scale for s in scales.values()), float("nan"))
+        else:
+            logs.update({f"{_LOG}_{name}": s.noise_scale for name, s in scales.items()})
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self._noise_scales = self.noise_scales
+        if self._noise is not None:
+            self._noise.stop()
+        if self._verbose:
+            print(self)
+
+    @property
+    def noise_scales(self) -> dict[str, NoiseScale]:
+        if self._noise is not None and self._noise.last_asked_by is self:
+            self._noise_scales = {
+                _name_of(optimizer, self.model): NoiseScale(averages, self._decay, self._unit)
+                for optimizer, averages in self._noise.averages()
+            }
+        return dict(self._noise_scales)
+
+    @property
+    def noise_scale(self) -> float:
+        return self._only().noise_scale
+
+    @property
+    def trace_of_covariance(self) -> float:
+        return self._only().averages.trace_of_covariance
+
+    @property
+    def squared_gradient_norm(self) -> float:
+        return self._only().averages.squared_gradient_norm
+
+    @property
+    def batch_size(self) -> float:
+        return self._only().averages.batch_size
+
+    def __str__(self) -> str:
+        scales = self.noise_scales
+        if len(scales) < 2:
+            return str(self._only())
+        return "\n".join(f"{name}: {scale}" for name, scale in scales.items())
+
+    def _only(self) -> NoiseScale:
+        """Return what was measured for the only optimizer, also if that is nothing yet."""
+        scales = self.noise_scales
+        if len(scales) > 1:
+            raise ValueError(_validate.several_noise_scales_message(list(scales)))
+        nothing = NoiseScale(Averages.of_nothing(), self._decay, self._unit)
+        return next(iter(scales.values()), nothing)
+
+
+def _name_of(optimizer: Any, model: Any) -> str:
+    """Return the name of the model's attribute that holds an optimizer, or else its own."""
+    names = (name for name, value in vars(model).items() if value is optimizer)
+    return next(names, str(optimizer.name))

@@ -1,0 +1,553 @@
+"""`GradientNoiseScale`: the estimates are those of the formula, and unbiased, for any windows.
+
+Two references: data of which the truth is known, through a loss whose gradient of a row is the row
+itself; and NumPy, from the gradients of microbatches that a plain Keras model has on the way.
+"""
+
+import csv
+import itertools
+import math
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import assert_changed, dense_data, dense_model, scope, seeded
+from test_traces import make as make_counting
+
+from ga_model import AccumulatingModel, AccumulationScheduler, GradientNoiseScale, accumulate
+from ga_model._gradient_noise import Averages, squared_norm
+from ga_model._noise_scale import NoiseScale
+
+DECAY = 0.9
+FEATURES = 20
+SETTINGS = {
+    "steps": {"accumulation_steps": 4},
+    "size": {"microbatch_size": 3},
+    "both": {"accumulation_steps": 2, "microbatch_size": 4},
+}
+
+
+def sweep(name, way, is_slow):
+    return pytest.param(name, way, marks=[pytest.mark.sweep] if is_slow else [])
+
+
+# The truth.
+
+
+class MeanOfOutputs(keras.losses.Loss):
+    def call(self, y_true, y_pred):
+        return y_pred[:, 0]
+
+
+def normal_rows(rows):
+    """Return rows of a normal distribution, the trace of its covariance, and its mean's square."""
+    generator = np.random.default_rng(5)
+    mix = generator.normal(size=(FEATURES, FEATURES)) / FEATURES + np.eye(FEATURES)
+    mean = generator.normal(size=FEATURES)
+    x = generator.normal(size=(rows, FEATURES)) @ mix.T + mean
+    return x.astype("float32"), np.trace(mix @ mix.T), mean @ mean
+
+
+def linear_model(optimizer="sgd", replicas=1, *, settings, **compile_args):
+    with scope(replicas):
+        head = keras.layers.Dense(1, use_bias=False)
+        model = accumulate(keras.Sequential([keras.Input((FEATURES,)), head]), **settings)
+        model.compile(optimizer, MeanOfOutputs(), **compile_args)
+    return model
+
+
+def fit(model, x, *callbacks, batch_size=8, **arguments):
+    y = np.zeros(len(x), "float32")
+    arguments = {"shuffle": False, "verbose": 0, **arguments}
+    return model.fit(x, y, batch_size=batch_size, callbacks=list(callbacks), **arguments).history
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        *((name, "graph") for name in SETTINGS),
+        *(sweep(name, "xla", name != "size") for name in SETTINGS),
+        *(sweep(name, "two replicas", name != "both") for name in SETTINGS),
+    ],
+)
+def test_the_estimates_are_unbiased(name, way):
+    """The batches of 8, or 4 per replica, leave a ragged part; the epoch a ragged batch."""
+    replicas = 2 if way == "two replicas" else 1
+    x, trace, square = normal_rows(10_005 // replicas)
+    batch_size = 10 if name == "size" else 8
+    noise = GradientNoiseScale(0.99999)
+    model = linear_model(settings=SETTINGS[name], replicas=replicas, jit_compile=way == "xla")
+    history = fit(model, x, noise, batch_size=batch_size)
+    assert noise.trace_of_covariance == pytest.approx(trace, rel=0.03)
+    assert noise.squared_gradient_norm == pytest.approx(square, rel=0.03)
+    assert noise.noise_scale == pytest.approx(trace / square, rel=0.05)
+    window = batch_size * SETTINGS[name].get("accumulation_steps", 1)
+    assert noise.batch_size == pytest.approx(window, rel=0.01)
+    assert history["gradient_noise_scale"] == [noise.noise_scale]
+
+
+# The formula.
+
+
+def nonlinear_model():
+    return keras.Sequential(
+        [
+            keras.Input((3,), dtype="int32"),
+            keras.layers.Embedding(100, 4),
+            keras.layers.Flatten(),
+            keras.layers.Dense(5, activation="tanh"),
+            keras.layers.Dense(2),
+        ]
+    )
+
+
+def weighted_data(rows):
+    """Return ids that repeat within a row, targets, and weights of which some are zero."""
+    generator = np.random.default_rng(7)
+    ids = generator.integers(0, 7, size=(rows, 3)).astype("int32")
+    weights = generator.uniform(0.2, 3.0, size=rows)
+    weights[:8] /= 4.0  # so that heavier microbatches come, and the unit of the weights grows
+    weights[8:16:3] = 0.0
+    weights[19:22] = weights[24:28] = 0.0  # all of a microbatch, between others and as the first
+    return ids, generator.normal(size=(rows, 2)), weights
+
+
+def windows_of(rows, batch_size, accumulation_steps=1, microbatch_size=None, replicas=1):
+    """Return the microbatches of each window of an epoch, as ranges of rows."""
+    batches = []
+    for begin in range(0, rows, batch_size):
+        end, microbatches = min(begin + batch_size, rows), []
+        share = -(-(end - begin) // replicas)
+        for first in range(begin, end, share):
+            last = min(first + share, end)
+            size = microbatch_size or last - first
+            microbatches += [slice(i, min(i + size, last)) for i in range(first, last, size)]
+        batches.append(microbatches)
+    steps = range(0, len(batches), accumulation_steps)
+    return [list(itertools.chain(*batches[i : i + accumulation_steps])) for i in steps]
+
+
+def dense(gradient):
+    return tf.convert_to_tensor(gradient).numpy()
+
+
+def measured_by_numpy(model, data, windows, epochs=1, decay=DECAY, left_out=()):
+    """Train a plain model on whole windows, and return the averages by the formula."""
+    ids, y, weights = data
+    loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+    sums, number = np.zeros(4), 0
+    for window in windows * epochs:
+        squares, mean, count = 0.0, 0.0, 0
+        window = [part for part in window if part not in left_out]
+        total = sum(weights[part].sum() for part in window)
+        for part in window:
+            weight = weights[part].sum()
+            if weight == 0:
+                continue
+            with tf.GradientTape() as tape:
+                value = loss(y[part], model(ids[part]), weights[part])
+            gradients = tape.gradient(value, model.trainable_variables)
+            gradient = np.concatenate([dense(g).ravel() for g in gradients])
+            squares += weight * gradient @ gradient
+            mean += weight / total * gradient
+            count += 1
+        rows = np.concatenate([np.arange(len(ids))[part] for part in window])
+        model.train_on_batch(ids[rows], y[rows], weights[rows])
+        if count > 1:
+            trace = (squares - total * mean @ mean) / (count - 1)
+            values = np.array([trace, mean @ mean - trace / total, total, 1.0])
+            sums = decay * sums + (1 - decay) * values
+            number += 1
+    return [*(sums[:3] / sums[3]), number]
+
+
+def compiled_for_weights(model, optimizer=None, **arguments):
+    loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+    model.compile(optimizer or keras.optimizers.Adam(0.01), loss, **arguments)
+    return model
+
+
+def both_models(settings, replicas=1, **compile_args):
+    reference = compiled_for_weights(seeded(nonlinear_model))
+    with scope(replicas):
+        model = accumulate(seeded(nonlinear_model), **settings)
+        compiled_for_weights(model, **compile_args)
+    for a, b in zip(model.get_weights(), reference.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+    return model, reference
+
+
+def assert_averages(noise, expected):
+    (scale,) = noise.noise_scales.values()
+    np.testing.assert_allclose(scale.averages, expected, rtol=1e-10)
+    trace, norm = scale.averages[:2]
+    assert noise.noise_scale == (trace / norm if norm > 0 else math.inf)
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        *((name, "graph") for name in SETTINGS),
+        *(sweep(name, "eager", name != "both") for name in SETTINGS),
+        *(sweep(name, "xla", name == "both") for name in SETTINGS),
+        *(sweep(name, "two replicas", name != "both") for name in SETTINGS),
+    ],
+)
+def test_the_estimates_are_those_of_the_formula(name, way, float64):
+    """Ragged parts, a ragged batch, a partial window, weights of zero, and equal ids."""
+    data = weighted_data(46)
+    replicas = 2 if way == "two replicas" else 1
+    arguments = {"run_eagerly": way == "eager", "jit_compile": way == "xla"}
+    model, reference = both_models(SETTINGS[name], replicas, **arguments)
+    noise = GradientNoiseScale(DECAY)
+    batch_size = 8 if replicas == 1 else 12
+    model.fit(
+        *data[:2],
+        sample_weight=data[2],
+        batch_size=batch_size,
+        epochs=2,
+        shuffle=False,
+        verbose=0,
+        callbacks=[noise],
+    )
+    windows = windows_of(46, batch_size, replicas=replicas, **SETTINGS[name])
+    expected = measured_by_numpy(reference, data, windows, epochs=2)
+    assert expected[3] >= len(windows)
+    assert_averages(noise, expected)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_microbatches_that_are_not_finite_are_left_out(name, float64):
+    ids, y, weights = weighted_data(32)
+    y[9] = np.nan
+    model, reference = both_models(SETTINGS[name])
+    model.skip_nonfinite = True
+    noise = GradientNoiseScale(DECAY)
+    arguments = {"batch_size": 8, "shuffle": False, "verbose": 0, "callbacks": [noise]}
+    with pytest.warns(UserWarning, match="had NaN or Inf"):
+        model.fit(ids, y, sample_weight=weights, **arguments)
+    assert model.num_skipped_microbatches == 1
+    windows = windows_of(32, 8, **SETTINGS[name])
+    (bad,) = [part for window in windows for part in window if part.start <= 9 < part.stop]
+    expected = measured_by_numpy(reference, (ids, y, weights), windows, left_out=[bad])
+    assert_averages(noise, expected)
+
+
+def test_rows_of_equal_ids_are_summed_before_they_are_squared():
+    values = tf.constant([[1.0, 2.0], [10.0, 0.0], [3.0, 4.0], [0.0, 0.5]])
+    slices = tf.IndexedSlices(values, tf.constant([5, 0, 5, 2], tf.int64), tf.constant([9, 2]))
+    expected = np.square(dense(slices)).sum() + 4.0
+    function = tf.function(squared_norm, jit_compile=True)
+    for squared in (squared_norm, function):
+        norm = squared([slices, None, tf.constant([2.0])])
+        assert norm.numpy() == expected
+        assert norm.dtype == tf.float64
+    nothing = tf.IndexedSlices(values[:0], tf.zeros((0,), tf.int64), tf.constant([9, 2]))
+    assert squared_norm([nothing]).numpy() == 0.0
+
+
+def test_half_precision_is_squared_in_float32():
+    assert squared_norm([tf.constant([60000.0], tf.float16)]).numpy() == np.float32(60000) ** 2
+
+
+# What the loss is scaled by, and updates that are skipped.
+
+
+def make_optimizer(scaling):
+    if scaling == "factor":
+        return keras.optimizers.SGD(0.01, loss_scale_factor=8.0)
+    inner = keras.optimizers.SGD(0.01)
+    scale = {"dynamic": 2.0**10, "overflow": 2.0**126}
+    if scaling not in scale:
+        return inner
+    return keras.optimizers.LossScaleOptimizer(
+        inner, initial_scale=scale[scaling], dynamic_growth_steps=5
+    )
+
+
+@pytest.mark.parametrize("name", ["steps", "size"])
+@pytest.mark.parametrize("scaling", ["factor", "dynamic"])
+def test_the_scale_of_the_loss_cancels(scaling, name):
+    x, _, _ = normal_rows(480)
+
+    def measure(scaling):
+        noise = GradientNoiseScale()
+        fit(linear_model(make_optimizer(scaling), settings=SETTINGS[name]), x, noise)
+        return noise.noise_scales["optimizer"].averages
+
+    np.testing.assert_allclose(measure(scaling), measure(None), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["steps", "size"])
+def test_updates_that_overflow_are_left_out(name):
+    x, trace, _ = normal_rows(2400)
+    x *= 16.0
+    optimizer = make_optimizer("overflow")
+    noise = GradientNoiseScale(0.99999)
+    fit(linear_model(optimizer, settings=SETTINGS[name]), x, noise)
+    num_windows = math.ceil(300 / SETTINGS[name].get("accumulation_steps", 1))
+    measured = noise.noise_scales["optimizer"].averages.num_windows
+    assert 0 < measured < num_windows
+    assert noise.trace_of_covariance == pytest.approx(256 * trace, rel=0.1)
+
+
+# It changes nothing else.
+
+
+@pytest.mark.parametrize(
+    ("name", "replicas"),
+    [*((name, 1) for name in SETTINGS), *(sweep(name, 2, True) for name in SETTINGS)],
+)
+def test_weights_are_those_of_training_without_it(name, replicas):
+    x, y = dense_data(46)
+    weights = []
+    for callbacks in ([], [GradientNoiseScale()]):
+        with scope(replicas):
+            model = accumulate(seeded(dense_model), **SETTINGS[name])
+            start = model.get_weights()
+            model.compile("adam", "mse")
+        model.fit(x, y, 8, 2, 0, callbacks, shuffle=False)
+        weights.append(model.get_weights())
+    assert_changed(weights[0], start)
+    for with_it, without in zip(*weights, strict=True):
+        np.testing.assert_array_equal(with_it, without)
+
+
+def operations(model):
+    """Return the types of all operations in the graph of a step, and the variables in it."""
+    x, y = dense_data(8)
+    data = (tf.constant(x), tf.constant(y))
+    concrete = tf.function(model.train_step, autograph=False).get_concrete_function(data)
+    graph = concrete.graph.as_graph_def()
+    nodes = [*graph.node, *(node for f in graph.library.function for node in f.node_def)]
+    return sorted(node.op for node in nodes), len(concrete.graph.variables)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_graph_without_it_is_what_it_was(name, monkeypatch):
+    def make():
+        model = accumulate(seeded(dense_model), **SETTINGS[name])
+        model.compile("sgd", "mse")
+        return model
+
+    measured, never = make(), make()
+    noise = GradientNoiseScale()
+    noise.set_model(measured)
+    noise.on_train_begin()
+    with_it = operations(measured)
+    noise.on_train_end()
+    never.fit(*dense_data(8), verbose=0)
+    monkeypatch.setattr("ga_model._gradient_noise.squared_norm", None)
+    monkeypatch.setattr("ga_model._strategy.sum_over_replicas", None)
+    without = operations(never)
+    assert operations(measured) == without
+    assert "L2Loss" in with_it[0]
+    assert "L2Loss" not in without[0]
+    assert with_it[1] > without[1]
+
+
+def test_switching_it_off_and_on_traces_nothing_again():
+    model = make_counting("wrap")
+    data = tf.data.Dataset.from_tensor_slices(dense_data(30)).batch(4)
+    for decay in (0.99, None, 0.5, None, 0.9):
+        callbacks = [] if decay is None else [GradientNoiseScale(decay)]
+        model.fit(data, epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
+    assert model.traces == 2  # one with it and one without
+
+
+def test_a_fit_that_fails_leaves_it_off():
+    class Fails(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 5:
+                raise KeyboardInterrupt
+
+    x, _, _ = normal_rows(64)
+    model, noise = linear_model(settings=SETTINGS["size"]), GradientNoiseScale()
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, x, noise, Fails())
+    assert model._measured_noise is None
+    seen = noise.noise_scales
+    assert seen["optimizer"].averages.num_windows == 6
+    fit(model, x)
+    assert noise.noise_scales == seen
+
+
+# What it shows.
+
+
+def test_it_goes_on_in_the_next_fit_and_another_one_starts_anew():
+    x, _, _ = normal_rows(128)
+    model, noise = linear_model(settings=SETTINGS["size"]), GradientNoiseScale(0.9)
+    fit(model, x[:64], noise)
+    first = noise.noise_scales
+    fit(model, x[64:], noise)
+    whole, again = GradientNoiseScale(0.9), GradientNoiseScale(0.9)
+    fit(model, x, whole)
+    assert whole.noise_scales["optimizer"].averages.num_windows == 16
+    assert noise.noise_scales == whole.noise_scales
+    fit(model, x[:64], again)
+    assert again.noise_scales == first != whole.noise_scales
+    last, alone = GradientNoiseScale(0.0), GradientNoiseScale(0.9)  # one window alone, by each
+    fit(model, x, last)
+    fit(linear_model(settings=SETTINGS["size"]), x[-8:], alone)
+    assert last.trace_of_covariance == pytest.approx(alone.trace_of_covariance, rel=1e-12)
+
+
+def test_logs_have_the_noise_scale(tmp_path):
+    model = accumulate(seeded(dense_model), **SETTINGS["size"])
+    model.compile("adam", "mse")
+    noise = GradientNoiseScale()
+    board = keras.callbacks.TensorBoard(tmp_path / "board", write_graph=False)
+    logger = keras.callbacks.CSVLogger(tmp_path / "log.csv")
+    callbacks = [noise, logger, board]
+    history = model.fit(*dense_data(64), 8, epochs=3, verbose=0, callbacks=callbacks).history
+    history = history["gradient_noise_scale"]
+    assert len(set(history)) == 3
+    assert history[-1] == noise.noise_scale
+    rows = csv.DictReader((tmp_path / "log.csv").read_text().splitlines())
+    assert [float(row["gradient_noise_scale"]) for row in rows] == history
+    tags = set()
+    for path in (tmp_path / "board").rglob("events*"):
+        for event in tf.compat.v1.train.summary_iterator(str(path)):
+            tags |= {value.tag for value in event.summary.value}
+    assert "epoch_gradient_noise_scale" in tags
+
+
+class TwoNetworks(AccumulatingModel, keras.Model):
+    """Each network has an optimizer; the second one's loss is three times the first one's."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = keras.layers.Dense(1, use_bias=False)
+        self.second = keras.layers.Dense(1, use_bias=False)
+        self.first_optimizer = keras.optimizers.SGD(0.1)
+        self.second_optimizer = keras.optimizers.SGD(0.1)
+
+    def build(self, shape):
+        self.first.build(shape)
+        self.second.build(shape)
+
+    def call(self, inputs):
+        return self.first(inputs)
+
+    def train_step(self, data):
+        x, _ = data
+        with tf.GradientTape(persistent=True) as tape:
+            first = tf.reduce_mean(self.first(x))
+            second = 3.0 * tf.reduce_mean(self.second(x))
+        for loss, network, optimizer in (
+            (first, self.first, self.first_optimizer),
+            (second, self.second, self.second_optimizer),
+        ):
+            variables = network.trainable_variables
+            optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"first": first}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_several_optimizers_each_have_their_own(name, capsys):
+    x, _, _ = normal_rows(64)
+    model = TwoNetworks()
+    model.compile(**SETTINGS[name])
+    noise, alone = GradientNoiseScale(verbose=True), GradientNoiseScale()
+    history = fit(model, x, noise)
+    fit(linear_model(settings=SETTINGS[name]), x, alone)
+    scales = noise.noise_scales
+    assert list(scales) == ["first_optimizer", "second_optimizer"]
+    for number, scale in zip((1, 9), scales.values(), strict=True):
+        assert scale.averages[0] == pytest.approx(number * alone.trace_of_covariance, rel=1e-5)
+        assert scale.averages[1] == pytest.approx(number * alone.squared_gradient_norm, rel=1e-5)
+    for key, scale in scales.items():
+        assert history[f"gradient_noise_scale_{key}"] == [scale.noise_scale]
+    assert "gradient_noise_scale" not in history
+    words = "\n".join(f"{key}: {scale}" for key, scale in scales.items())
+    assert capsys.readouterr().out == f"{words}\n"
+
+
+def test_windows_of_one_microbatch_are_left_out():
+    """Of 3 rows that are split, and of 9 rows in parts of 8, the last window has one part."""
+    x, _, _ = normal_rows(11)
+    noise = GradientNoiseScale()
+    fit(linear_model(settings=SETTINGS["size"]), x, noise)  # 3 + 3 + 2, and 3
+    assert noise.noise_scales["optimizer"].averages.num_windows == 1
+    assert noise.batch_size == 8
+    noise = GradientNoiseScale()
+    fit(linear_model(settings={"accumulation_steps": 4}), x, noise, batch_size=2, epochs=2)
+    assert noise.noise_scales["optimizer"].averages.num_windows == 4
+    noise = GradientNoiseScale()
+    fit(linear_model(settings={"accumulation_steps": 4}), x[:10], noise, batch_size=2, epochs=2)
+    assert noise.noise_scales["optimizer"].averages.num_windows == 2
+
+
+def test_an_epoch_without_a_measurement_is_warned_of_once():
+    x, _, _ = normal_rows(16)
+    model, noise = linear_model(settings={"microbatch_size": 8}), GradientNoiseScale()
+    with pytest.warns(UserWarning, match="No gradient noise scale was measured") as caught:
+        history = fit(model, x, noise, epochs=3)
+    assert len(caught) == 1
+    assert np.isnan(history["gradient_noise_scale"]).all()
+    assert len(history["gradient_noise_scale"]) == 3
+    assert math.isnan(noise.noise_scale)
+    assert "nothing is known" in str(noise)
+
+
+def test_a_schedule_may_begin_without_a_second_microbatch():
+    x, _, _ = normal_rows(32)
+    model, noise = linear_model(settings={}), GradientNoiseScale()
+    scheduler = AccumulationScheduler({0: 1, 1: 2})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        history = fit(model, x, scheduler, noise, epochs=2)["gradient_noise_scale"]
+    assert math.isnan(history[0])
+    assert history[1] == noise.noise_scale > 0
+    model.accumulation_steps = 1
+    with pytest.raises(ValueError, match="needs two or more"):  # the schedule is forgotten
+        fit(model, x, GradientNoiseScale())
+
+
+def words(noise_scale, batch_size, norm=1.0, number=1000, unit="rows"):
+    averages = Averages(noise_scale * norm, norm, batch_size, number)
+    return str(NoiseScale(averages, 0.99, unit))
+
+
+def test_the_words_follow_from_the_paper():
+    """Updates needed: 1 + B_noise / B times the least; rows: 1 + B / B_noise times the least."""
+    text = words(1896.0, 128.0)
+    assert text == (
+        "The gradient noise scale is about 1,900 rows (mean of about the last 100 updates). "
+        "A window has 128: it needs 15.8 times the fewest updates possible and 1.07 times the "
+        "fewest rows. Twice the window would take 47 % fewer updates and 6 % more rows; half of it "
+        "94 % more updates and 3 % fewer rows, each with a learning rate that fits. "
+        "A larger batch pays."
+    )
+    for noise_scale, verdict in {
+        257: "A larger batch pays.",
+        255: "The batch is about right",
+        65: "The batch is about right",
+        63: "A smaller batch pays",
+    }.items():
+        assert verdict in words(noise_scale, 128.0), noise_scale
+    assert "(mean of about the last 7 updates)" in words(9.0, 8.0, number=7)
+    assert "(of one update)" in words(9.0, 8.0, number=1)
+    assert "fewest tokens" in words(9.0, 8.0, unit="tokens")
+
+
+def test_the_words_tell_of_a_gradient_that_can_not_be_seen():
+    for norm in (-1.25e-5, 0.0):
+        averages = Averages(3.0, norm, 128.0, 1000)
+        scale = NoiseScale(averages, 0.99, "rows")
+        assert scale.noise_scale == math.inf
+        assert "The noise hides the gradient" in str(scale)
+        assert "larger windows" in str(scale)
+    assert "No noise was seen" in words(-1.0, 128.0)
+    assert NoiseScale(Averages(-1.0, 2.0, 128.0, 3), 0.99, "rows").noise_scale == 0.0
+
+
+def test_a_gradient_of_zero_is_hidden_by_noise_in_training_too():
+    x, _, _ = normal_rows(512)
+    noise = GradientNoiseScale(0.0)
+    fit(linear_model(settings=SETTINGS["size"]), x - x.mean(0), noise, batch_size=512)
+    assert noise.squared_gradient_norm < 0
+    assert noise.noise_scale == math.inf
