@@ -80,6 +80,8 @@ def make_plan(
     steps, size, skip = _validate.check_settings(
         accumulation_steps, microbatch_size, skip_nonfinite, optimizers
     )
+    if size == "auto":
+        raise ValueError(_validate.unknown_size_message(model.name))
     rows = _validate.check_rows(data, keras.tree.flatten(data))
     if data[1] is None and vars(model).get("_compile_loss") is not None:
         raise ValueError(_validate.no_targets_message(model.name))
