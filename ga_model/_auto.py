@@ -322,13 +322,13 @@ class _Budget:
         taken = _memory.resident_memory() - (self._start or 0)  # and kept for the next trial
         return self._predicted(size) - taken <= available
 
-    def _predicted(self, size: int) -> float:
+    def _predicted(self, size: int) -> Any:
         sizes = sorted(self._rises)
         last, rise = sizes[-1], float(self._rises[sizes[-1]])
         if len(sizes) == 1:
             return rise + max(0.0, rise - self._least) * (size - last) / last
-        slopes = [(rise - self._rises[s]) / (last - s) for s in (sizes[0], sizes[-2])]
-        return rise + max(0.0, *slopes) * (size - last)
+        slopes: list[float] = [(rise - self._rises[s]) / (last - s) for s in (sizes[0], sizes[-2])]
+        return rise + max([0.0, *slopes]) * (size - last)
 
     @contextlib.contextmanager
     def measuring(self, size: int) -> Iterator[None]:
