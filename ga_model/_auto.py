@@ -19,7 +19,7 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import keras
 import tensorflow as tf
@@ -83,7 +83,7 @@ class AutomaticSize:
                 try:
                     logs = train_function(iter([batch]))
                     break
-                except tf.errors.ResourceExhaustedError as error:
+                except _failures(model) as error:
                     self._put_back(model, values, rows, error)
         return logs
 
@@ -105,14 +105,12 @@ class AutomaticSize:
     def _put_back(self, model: Any, values: list[Any], rows: int, error: Exception) -> None:
         """Let a batch that failed be repeated in smaller microbatches, or raise."""
         size = min(model._microbatch_size, rows)
-        # The error has the frames of the step, which have its tensors.
-        cause = error.with_traceback(None)
         if any(bool(mark.numpy()) for mark in _strategy.copies(self._has_sums)):
-            raise RuntimeError(_validate.torn_message(model.name, size)) from cause
+            _raise_from(error, _validate.torn_message(model.name, size))
         for variable, value in zip(self._variables, values):
             variable.assign(value)
         if size == 1:
-            raise RuntimeError(_validate.no_row_message(model.name)) from cause
+            _raise_from(error, _validate.no_row_message(model.name))
         self.is_whole = False
         model._microbatch_size = (size + 1) // 2
         _validate.warn(_validate.halved_message(model.name, size, model._microbatch_size))
@@ -149,7 +147,7 @@ class AutomaticSize:
         self._before = None
         self._changed.update(trials.changed)
         if size == 0:
-            raise RuntimeError(_validate.no_row_message(model.name)) from trials.error
+            _raise_from(trials.error, _validate.no_row_message(model.name))
         self.is_whole, self._rows = failed is None, rows
         model._microbatch_size = size
         print(_validate.found_message(size, failed, trials.error is not None), flush=True)
@@ -235,7 +233,7 @@ class _Trials:
             for _ in range(runs):
                 with self._budget.measuring(size):
                     self._step(self._batch, tf.constant(size, tf.int64))
-        except tf.errors.ResourceExhaustedError as error:
+        except _failures(self._model) as error:
             self.error = error.with_traceback(None)
             return False
         return True
@@ -320,7 +318,7 @@ class _Budget:
             return True
         available = _memory.available_memory() * (1 - _MARGIN)
         taken = _memory.resident_memory() - (self._start or 0)  # and kept for the next trial
-        return self._predicted(size) - taken <= available
+        return bool(self._predicted(size) - taken <= available)
 
     def _predicted(self, size: int) -> Any:
         sizes = sorted(self._rises)
@@ -343,6 +341,25 @@ class _Budget:
         if self._start is not None:
             self._rises[size] = (_memory.peak_memory() or 0) - self._start
         self.has_begun = True
+
+
+def _failures(model: Any) -> tuple[type[Exception], ...]:
+    """Return the errors that memory which is used up may show as.
+
+    With several replicas, what is seen may be that the others were cancelled.
+    """
+    if model.distribute_strategy.num_replicas_in_sync > 1:
+        return tf.errors.ResourceExhaustedError, tf.errors.CancelledError
+    return (tf.errors.ResourceExhaustedError,)
+
+
+def _raise_from(error: Exception | None, message: str) -> NoReturn:
+    """Raise a RuntimeError with another error as its cause."""
+    if isinstance(error, tf.errors.CancelledError):
+        raise error  # whose cause may be another one than memory
+    raised = RuntimeError(message)
+    raised.add_note(f"The error was: {error}")  # of `fit`, Keras takes the cause away
+    raise raised from error
 
 
 def _copies(variables: Iterable[Any]) -> list[tf.Variable]:

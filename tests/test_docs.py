@@ -27,7 +27,7 @@ def run(tmp_path, blocks, names=None):
 
 def test_the_readmes_examples_run_in_their_order(tmp_path, capsys):
     *blocks, _ = python_blocks(README)  # the last one needs devices: `test_workers.py`
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     names = run(tmp_path, blocks)
     assert names["model"].optimizer.iterations == 8  # 1,000 rows in windows of 128
     # 8 of its own, and of 32 batches an epoch in windows of 1, 4 and 8.
@@ -35,6 +35,7 @@ def test_the_readmes_examples_run_in_their_order(tmp_path, capsys):
     assert names["history"]["accumulation_steps"] == [1, 1, 4, 4, 8, 8]
     assert names["report"].equivalent
     assert names["optimizer"].iterations == 8
+    assert names["found"].microbatch_size == 128
 
 
 @pytest.mark.parametrize("name", ga_model.__all__)
