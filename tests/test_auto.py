@@ -393,9 +393,9 @@ def test_batch_normalization_is_told_of_only_where_batches_are_split():
 @pytest.mark.parametrize(
     ("steps", "microbatches", "limit", "sizes", "eager"),
     [
-        (3, 5, 4, [4], False),
+        (3, 5, 3, [4, 2], False),
         (3, 5, 2, [4, 2], True),
-        pytest.param(1, 1, 4, [4], False, marks=pytest.mark.sweep),
+        pytest.param(1, 1, 3, [4, 2], False, marks=pytest.mark.sweep),
         pytest.param(1, 7, 2, [4, 2], False, marks=pytest.mark.sweep),
         pytest.param(1, 7, 2, [4, 2], True, marks=pytest.mark.sweep),
     ],
