@@ -20,7 +20,8 @@ import tensorflow as tf
 from keras import layers
 
 from ga_model._bench_cases import CASES, Case, random_numbers
-from ga_model._process import in_own_process, peak_memory, reset_peak_memory
+from ga_model._memory import peak_memory, reset_peak_memory
+from ga_model._process import in_own_process
 from ga_model._wrap import accumulate
 
 _LEAST_ROUNDS = 3

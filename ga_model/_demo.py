@@ -20,7 +20,8 @@ import numpy as np
 import tensorflow as tf
 
 from ga_model import _plot, _report
-from ga_model._process import ProcessError, in_own_process, peak_memory
+from ga_model._memory import peak_memory
+from ga_model._process import ProcessError, in_own_process
 from ga_model._report import Result, Run
 from ga_model._wrap import accumulate
 

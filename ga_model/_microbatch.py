@@ -16,7 +16,8 @@ class Batch:
     Args:
         data: what `train_step` gets: a nest of tensors of shape (rows, ...), ragged and sparse ones
             too, and None. A scalar has no rows and is part of every microbatch.
-        size: rows per microbatch; the last one has what is left. None leaves the batch whole.
+        size: rows per microbatch, an integer or int64 scalar tensor; the last one has what is left.
+            None leaves the batch whole.
         is_whole: whether it is to be left whole with a size, too.
 
     Raises:
@@ -36,7 +37,7 @@ class Batch:
         num_microbatches: int64 scalar tensor.
     """
 
-    def __init__(self, data: Any, size: int | None, is_whole: bool = False) -> None:
+    def __init__(self, data: Any, size: Any, is_whole: bool = False) -> None:
         self.data = data
         self.leaves = [leaf for leaf in tf.nest.flatten(data) if leaf is not None]
         self.is_split = self.is_long = False
@@ -52,8 +53,11 @@ class Batch:
         self.size = size
         if not split or rows:
             raise ValueError(_validate.rows_message([tuple(leaf.shape) for leaf in split]))
-        self.is_long = self.static_rows is None or self.static_rows > size
+        is_known = not tf.is_tensor(size)
+        self.is_long = not is_known or self.static_rows is None or self.static_rows > size
         self.is_split = self.is_long and not is_whole
+        has_even_parts = is_known and self.static_rows is not None and self.static_rows % size == 0
+        self._rows_of_parts: int | None = size if has_even_parts else None
         counts = [rows_of(leaf) for leaf in split]
         checks = [
             tf.debugging.assert_equal(count, counts[0], _validate.rows_message(None))
@@ -80,11 +84,7 @@ class Batch:
     @property
     def signature(self) -> list[Any]:
         """What `tf.function` needs to take any microbatch's leaves in one trace: type specs."""
-        rows = None
-        if not self.is_split:
-            rows = self.static_rows
-        elif self.static_rows is not None and self.static_rows % self.size == 0:
-            rows = self.size
+        rows = self._rows_of_parts if self.is_split else self.static_rows
         return [_spec(leaf, rows) for leaf in self.leaves]
 
     @property
@@ -118,6 +118,16 @@ def rows_of(leaf: Any) -> tf.Tensor:
     if isinstance(leaf, tf.SparseTensor):
         return leaf.dense_shape[0]
     return tf.shape(leaf, out_type=tf.int64)[0]
+
+
+def count_rows(data: Any) -> int:
+    """Return the rows of a batch that is there: the most that one of its tensors has."""
+    counts = [0]
+    for leaf in tf.nest.flatten(data):
+        shape: Any = getattr(leaf, "shape", ())  # an array's, too, which is not copied for that
+        if len(shape) > 0:
+            counts.append(int(rows_of(leaf)) if shape[0] is None else int(shape[0]))
+    return max(counts)
 
 
 def _part(leaf: Any, start: Any, stop: Any) -> Any:

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from ga_model import _step, _strategy, _validate
 from ga_model._attributes import CompiledLossAttribute, RecordedAttribute, watch_attributes
+from ga_model._auto import AutomaticSize
 from ga_model._callbacks import closing_windows
 from ga_model._gradient_noise import GradientNoise
 from ga_model._look_ahead import is_of_keras
@@ -104,6 +105,7 @@ class AccumulatingModel(_Base):
     _loss_tracker = RecordedAttribute("_loss_tracker")
     _accumulation_steps = 1
     _microbatch_size: int | None = None
+    _automatic_size: AutomaticSize | None = None  # with "auto"
     _skip_nonfinite = False
     _loss_over = "microbatch"
     _num_skipped: Counter | None = None  # once there is training that may skip
@@ -167,17 +169,27 @@ class AccumulatingModel(_Base):
         return self._accumulation_window is None or not self._accumulation_window.is_open()
 
     @property
-    def microbatch_size(self) -> int | None:
+    def microbatch_size(self) -> int | str | None:
         """Rows that go through the model at a time, an integer >= 1, or None for the whole batch.
 
-        A new value counts from the next batch on, and is traced when it is first used.
+        A new value counts from the next batch on, and is traced when it is first used. Set to
+        "auto", it reads so until `fit` or `train_on_batch` has found the largest size that fits,
+        before its next batch, and then it is that number.
         """
-        return self._microbatch_size
+        is_unknown = self._automatic_size is not None and self._microbatch_size is None
+        return "auto" if is_unknown else self._microbatch_size
 
     @microbatch_size.setter
-    def microbatch_size(self, value: int | None) -> None:
-        self._microbatch_size = _validate.check_microbatch_size(value)
+    def microbatch_size(self, value: int | str | None) -> None:
+        self._set_microbatch_size(_validate.check_microbatch_size(value))
         self._warn_of_batch_normalization()
+
+    def _asked_microbatch_size(self) -> Any:
+        return self._microbatch_size if self._automatic_size is None else "auto"
+
+    def _set_microbatch_size(self, size: Any) -> None:
+        self._automatic_size = AutomaticSize() if size == "auto" else None
+        self._microbatch_size = None if size == "auto" else size
 
     @property
     def skip_nonfinite(self) -> bool:
@@ -217,7 +229,7 @@ class AccumulatingModel(_Base):
     @loss_over.setter
     def loss_over(self, value: str) -> None:
         loss_over = _validate.check_loss_over(value)
-        self._check_step(loss_over)
+        self._check_loss_over(loss_over)
         self._loss_over = loss_over
 
     @property
@@ -229,7 +241,7 @@ class AccumulatingModel(_Base):
         self,
         *args: Any,
         accumulation_steps: int | None = None,
-        microbatch_size: int | None = None,
+        microbatch_size: int | str | None = None,
         skip_nonfinite: bool | None = None,
         loss_over: str | None = None,
         **kwargs: Any,
@@ -241,8 +253,10 @@ class AccumulatingModel(_Base):
             accumulation_steps: batches per window, an integer >= 1. None keeps the present value,
                 which is 1 unless it was set.
             microbatch_size: rows per microbatch that each batch is split into, an integer >= 1; the
-                last one of a batch has what is left. None keeps the present value; by default
-                batches stay whole. To go back to that, set the attribute to None.
+                last one of a batch has what is left. Or "auto": the largest size that fits in
+                memory is found before the first batch, and halved where it does not fit any more.
+                None keeps the present value; by default batches stay whole. To go back to that, set
+                the attribute to None.
             skip_nonfinite: whether microbatches with NaN or Inf in a gradient are left out. None
                 keeps the present value, which is False unless it was set.
             loss_over: "microbatch", or "batch" for a loss that compares the rows of a batch, at the
@@ -263,7 +277,7 @@ class AccumulatingModel(_Base):
         if accumulation_steps is None:
             accumulation_steps = self._accumulation_steps
         if microbatch_size is None:
-            microbatch_size = self._microbatch_size
+            microbatch_size = self._asked_microbatch_size()
         if skip_nonfinite is None:
             skip_nonfinite = self._skip_nonfinite
         if loss_over is None:
@@ -276,10 +290,10 @@ class AccumulatingModel(_Base):
             optimizers_in([*args, *kwargs.values()]),
             self.dtype_policy.name == "mixed_float16" and kwargs.get("auto_scale_loss", True),
         )
-        self._check_step(loss_over)
+        self._check_loss_over(loss_over)
         super().compile(*args, **kwargs)
         self._accumulation_steps = steps
-        self._microbatch_size = size
+        self._set_microbatch_size(size)
         self._skip_nonfinite = skip
         self._loss_over = loss_over
         self._num_skipped = None
@@ -387,13 +401,19 @@ class AccumulatingModel(_Base):
             return self.train_function
         functions: dict[Any, Any] = {}
 
-        def train_function(iterator: Any) -> Any:
-            settings = (self._microbatch_size, self._skip_nonfinite, self._loss_over)
-            way = (self._accumulates(), *settings, self._measured_noise is not None)
+        def run(iterator: Any) -> Any:
+            settings = (self._microbatch_size, self._automatic_size, self._skip_nonfinite)
+            is_measured = self._measured_noise is not None
+            way = (self._accumulates(), *settings, self._loss_over, is_measured)
             if way not in functions:
                 functions[way] = self._make_function_of_keras()
+            return functions[way](iterator)
+
+        def train_function(iterator: Any) -> Any:
             try:
-                return functions[way](iterator)
+                if self._automatic_size is not None:
+                    return self._automatic_size.run(self, run, iterator)
+                return run(iterator)
             except (StopIteration, tf.errors.OutOfRangeError):
                 raise  # the data is at its end, and nothing was added
             except BaseException:
@@ -404,8 +424,7 @@ class AccumulatingModel(_Base):
         return train_function
 
     def _make_function_of_keras(self) -> Any:
-        if "train_step" in vars(self) and not self._is_plain():
-            raise TypeError(_validate.instance_step_message(self.name))
+        self._check_step()
         train_function, jit_compile = self.train_function, self.jit_compile
         if not self._is_plain():
             self.jit_compile = False
@@ -421,8 +440,8 @@ class AccumulatingModel(_Base):
         return self._accumulation_steps > 1 or not self.has_updated
 
     def _is_plain(self) -> bool:
-        is_whole = self._microbatch_size is None and not self._accumulates()
-        return is_whole and not self._skip_nonfinite
+        is_whole = self._microbatch_size is None and self._automatic_size is None
+        return is_whole and not self._accumulates() and not self._skip_nonfinite
 
     def _run_step(self, train_step: Callable[[Any], Any], data: Any) -> Any:
         """Run `train_step` on the microbatches of a batch, and update if the window is full."""
@@ -435,7 +454,8 @@ class AccumulatingModel(_Base):
             )
             self._accumulation_window = window
         watch_attributes(self)
-        logs = _step.run(self, train_step, data, window)
+        run = _step.run if self._automatic_size is None else self._automatic_size.run_step
+        logs = run(self, train_step, data, window)
         self._warn_of_batch_normalization()  # of layers that were not there at `compile`
         return logs
 
@@ -455,13 +475,20 @@ class AccumulatingModel(_Base):
 
     # What is checked, and what is saved.
 
-    def _check_step(self, loss_over: str) -> None:
+    def _check_loss_over(self, loss_over: str) -> None:
         if loss_over == "batch" and not is_of_keras(self, "train_step"):
             raise ValueError(_validate.own_step_message(self.name))
 
+    def _check_step(self) -> None:
+        if "train_step" in vars(self) and not self._is_plain():
+            raise TypeError(_validate.instance_step_message(self.name))
+
     def _check_strategy(self) -> None:
         _strategy.check(self, optimizers_in(vars(self)))
-        if _strategy.num_replicas() > 1 and (self._microbatch_size or self.jit_compile):
+        if self._automatic_size is not None:
+            _strategy.check_can_search(self.distribute_strategy)
+        is_split = self._microbatch_size is not None or self._automatic_size is not None
+        if _strategy.num_replicas() > 1 and (is_split or self.jit_compile):
             layers = self._batch_normalization_layers()
             names = [layer.name for layer in layers if getattr(layer, "synchronized", False)]
             if names:
@@ -478,7 +505,10 @@ class AccumulatingModel(_Base):
             self._warn_once(_validate.skipped_message(self.name))
 
     def _warn_of_batch_normalization(self) -> None:
-        if not self.compiled or (self._accumulation_steps == 1 and not self._microbatch_size):
+        is_whole = self._microbatch_size is None or (
+            self._automatic_size is not None and self._automatic_size.is_whole
+        )
+        if not self.compiled or (self._accumulation_steps == 1 and is_whole):
             return
         names = [layer.name for layer in self._batch_normalization_layers()]
         if names:
@@ -499,7 +529,7 @@ class AccumulatingModel(_Base):
             return config
         settings = {
             "accumulation_steps": self._accumulation_steps,
-            "microbatch_size": self._microbatch_size,
+            "microbatch_size": self._asked_microbatch_size(),
             "skip_nonfinite": self._skip_nonfinite,
             "loss_over": self._loss_over,
         }
@@ -509,7 +539,7 @@ class AccumulatingModel(_Base):
         """Compile with a configuration that `get_compile_config` returned."""
         config = dict(config)
         steps = config.pop("accumulation_steps", self._accumulation_steps)
-        size = config.pop("microbatch_size", self._microbatch_size)
+        size = config.pop("microbatch_size", self._asked_microbatch_size())
         skip = config.pop("skip_nonfinite", self._skip_nonfinite)
         loss_over = config.pop("loss_over", self._loss_over)
         is_keras_own = super().compile_from_config.__func__ is keras.Model.compile_from_config

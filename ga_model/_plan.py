@@ -92,6 +92,8 @@ def make_plan(
     )
     if over == "batch" and not is_of_keras(model, "train_step"):
         raise ValueError(_validate.own_step_message(model.name))
+    if size == "auto":
+        raise ValueError(_validate.unknown_size_message(model.name))
     rows = _validate.check_rows(data, keras.tree.flatten(data))
     if data[1] is None and vars(model).get("_compile_loss") is not None:
         raise ValueError(_validate.no_targets_message(model.name))

@@ -1,4 +1,4 @@
-"""Run a function in a process of its own, whose peak memory is its own, and read that peak."""
+"""Run a function in a process of its own, whose peak memory is its own."""
 
 from __future__ import annotations
 
@@ -114,30 +114,3 @@ def _errors_to(file: Path) -> Iterator[None]:
         sys.stderr.flush()
         os.dup2(before, 2)
         os.close(before)
-
-
-def reset_peak_memory() -> None:
-    """Let the peak of this process's memory be what it has now, where the platform can."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def peak_memory() -> int | None:
-    """Return the peak of this process's resident memory, in bytes. None if nothing tells."""
-    try:
-        # On Linux `ru_maxrss` of a process starts at its parent's: exec keeps it. `VmHWM` does not.
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    if sys.platform != "win32":
-        import resource
-
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB elsewhere
-    try:
-        import psutil
-    except ImportError:
-        return None
-    return int(psutil.Process().memory_info().peak_wset)

@@ -66,7 +66,13 @@ class _Part(NamedTuple):
         )
 
 
-def run(model: Any, train_step: Callable[[Any], Any], data: Any, window: Window | None) -> Any:
+def run(
+    model: Any,
+    train_step: Callable[[Any], Any],
+    data: Any,
+    window: Window | None,
+    note_sums: Callable[[list[Any]], Any] | None = None,
+) -> Any:
     """Run a model's own `train_step` on a batch, and make the update if it is due.
 
     Args:
@@ -74,18 +80,25 @@ def run(model: Any, train_step: Callable[[Any], Any], data: Any, window: Window 
         train_step: takes the data of a microbatch and returns logs.
         data: the batch, as Keras passes it.
         window: the window that the batch is a part of, or None where it makes an update by itself.
+        note_sums: function of all tensors that the microbatches gave, which returns one. The
+            window, the optimizers and the logs wait for it.
 
     Returns:
         The logs of the batch.
     """
-    batch = Batch(data, model.microbatch_size, is_whole=model.loss_over == "batch")
-    step = _Step(model, train_step, batch, window)
+    is_whole = model.loss_over == "batch"
+    batch = Batch(data, model._microbatch_size, is_whole)
+    step = Step(model, train_step, batch, window)
     part = step.sum_over_microbatches()
     # Nothing but the data orders these state changes after the fetch of the data: without the
     # dependency some of them run before a step finds that its iterator is at an end. What XLA
     # compiles is one node, and waits for its data.
     tensors = [t for t in tf.nest.flatten(data, expand_composites=True) if t is not None]
     tensors.append(batch.num_microbatches)  # which has waited for the check of the rows
+    if note_sums is not None:
+        given = [[s.values() for s in part.sums], part.logged, part.last]
+        leaves = tf.nest.flatten(given, expand_composites=True)
+        tensors.append(note_sums([leaf for leaf in leaves if tf.is_tensor(leaf)]))
     with tf.control_dependencies(tensors):
         if window is None:
             num_counted = part.num_counted if model.skip_nonfinite else None
@@ -101,7 +114,7 @@ def run(model: Any, train_step: Callable[[Any], Any], data: Any, window: Window 
     return part.last
 
 
-class _Step:
+class Step:
     """The forward and backward passes of one batch.
 
     Attributes:
@@ -124,14 +137,16 @@ class _Step:
         self._parts: Any = tf.ones((), tf.float64)
         has_others = _strategy.num_replicas() > 1
         # Replicas have to communicate alike, however many rows each has.
-        self._is_part = batch.is_split or (has_others and model.microbatch_size is not None)
+        self._is_part = batch.is_split or (has_others and model._microbatch_size is not None)
         self._is_window = window is None and not batch.is_split and not has_others
         self._has_two_passes = batch.is_whole and (batch.is_long or has_others)
         self._window: Any = window
-        # With replicas, it would be a replica's function that writes a variable of all.
+        # With replicas, it would be a replica's function that writes a variable of all. And a batch
+        # that may be repeated must not write to the window before it is through.
         self._adds_in_cluster = (
             window is not None
             and model.jit_compile
+            and model._automatic_size is None
             and not (batch.is_split or has_others or tf.executing_eagerly())
             and not self._has_two_passes
         )
@@ -185,6 +200,11 @@ class _Step:
         for target, gradients in zip(self.targets, part.sums):
             add = self._window.add_rest if self._adds_in_cluster else self._window.add
             add(target, gradients)
+
+    def make_buffers(self, part: _Part) -> None:
+        """Let the window have what `add_to_window` will add to."""
+        for target, gradients in zip(self.targets, part.sums):
+            self._window.make_buffers(target, gradients)
 
     def _added_microbatch(self, num_counted: Any, units: list[Any], leaves: list[Any]) -> _Part:
         """Run a microbatch, and add it to the window but for what it then returns."""
@@ -250,7 +270,7 @@ class _Step:
         model = self._model
 
         def undone(*args: Any) -> _Part:
-            if not tf.executing_eagerly() and not _is_built(model):
+            if not tf.executing_eagerly() and not is_built(model):
                 # What the first call creates has to be there first, and is by tracing it.
                 tf.function(self._microbatch, autograph=False).get_concrete_function(*args)
             variables = [*model.variables, *model.metrics_variables]
@@ -311,7 +331,7 @@ def _are_in(variables: list[Any], others: list[Any]) -> bool:
     return {id(v) for v in variables} <= {id(v) for v in others}
 
 
-def _is_built(model: Any) -> bool:
+def is_built(model: Any) -> bool:
     """Return whether layers and metrics have their variables. Some metrics say so in `_built`."""
     states = [*model._flatten_layers(), *model.metrics]
     return all(getattr(s, "built", True) and getattr(s, "_built", True) for s in states)

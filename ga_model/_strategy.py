@@ -26,7 +26,7 @@ Private names of Keras in use, read in Keras 3.14.0 to 3.15.1:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
@@ -71,6 +71,12 @@ def check_is_tried(strategy: tf.distribute.Strategy) -> None:
         raise NotImplementedError(_validate.strategy_message(type(strategy).__name__))
 
 
+def check_can_search(strategy: Any) -> None:
+    """Raise NotImplementedError where workers would have to agree on a size."""
+    if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+        raise NotImplementedError(_validate.workers_size_message())
+
+
 def current() -> tf.distribute.Strategy:
     """Return the strategy of the scope that the code here runs in, if it was tried."""
     strategy = tf.distribute.get_strategy()
@@ -82,6 +88,12 @@ def current() -> tf.distribute.Strategy:
 def num_replicas() -> int:
     """Return the number of replicas that the code that runs here is replicated on."""
     return int(tf.distribute.get_strategy().num_replicas_in_sync)
+
+
+def most_on_a_replica(strategy: Any, values: Any, count: Callable[[Any], int]) -> int:
+    """Return the largest `count` of what a replica of this machine has of nested values."""
+    leaves = [strategy.experimental_local_results(leaf) for leaf in keras.tree.flatten(values)]
+    return max((count(list(parts)) for parts in zip(*leaves)), default=0)
 
 
 def make_variables(initial: Callable[[], Any]) -> Any:
@@ -120,6 +132,12 @@ def _is_distributed(variable: tf.Variable) -> bool:
 def copies(variable: tf.Variable) -> list[tf.Variable]:
     """Return the copies of a variable on this machine's replicas."""
     return list(variable.values) if _is_distributed(variable) else [variable]
+
+
+def copies_of_all(variables: Iterable[Any]) -> list[tf.Variable]:
+    """Return the copies of variables of Keras or TensorFlow on this machine's replicas."""
+    raw = [v.value if isinstance(v, keras.Variable) else v for v in variables]
+    return [copy for variable in raw for copy in copies(variable)]
 
 
 def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:

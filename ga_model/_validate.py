@@ -47,16 +47,17 @@ def check_accumulation_steps(value: Any) -> int:
     return check_integer("accumulation_steps", value, "Pass 1 to train without accumulation.")
 
 
-def check_microbatch_size(value: Any) -> int | None:
-    """Return `value` as an int, or None, or raise.
+def check_microbatch_size(value: Any) -> Any:
+    """Return `value` as an int, or None, or "auto", or raise.
 
     Raises:
-        TypeError: `value` is neither None nor an integer (a bool is none either).
+        TypeError: `value` is neither of these (a bool is no integer).
         ValueError: `value` is less than 1.
     """
-    if value is None:
-        return None
-    return check_integer("microbatch_size", value, "Pass None to leave batches whole.")
+    if value is None or (isinstance(value, str) and value == "auto"):
+        return value
+    way_out = 'Pass None to leave batches whole, or "auto" to have the size found.'
+    return check_integer("microbatch_size", value, way_out)
 
 
 def check_integer(name: str, value: Any, way_out: str = "Pass how many.", least: int = 1) -> int:
@@ -229,7 +230,7 @@ def check_settings(
     loss_over: Any,
     optimizers: list[Any],
     adds_scaling: bool = False,
-) -> tuple[int, int | None, bool, str]:
+) -> tuple[int, Any, bool, str]:
     """Return the four settings, or raise what the checks of each raise.
 
     Args:
@@ -645,6 +646,78 @@ def rows_message(shapes: list[tuple[int | None, ...]] | None) -> str:
         f"have the same number of them. Received: {received}. "
         "A value that all rows share must be a scalar, or an attribute of the model; "
         "or set `microbatch_size=None`."
+    )
+
+
+def found_message(size: int, failed: int | None, was_tried: bool) -> str:
+    """Word what `microbatch_size="auto"` has found.
+
+    Args:
+        size: the rows of the largest microbatch that fits.
+        failed: those of the smallest that does not, or None.
+        was_tried: whether that one was tried, and not only predicted.
+    """
+    if failed is None:
+        return f'microbatch_size="auto": the whole batch of {size} rows fits'
+    why = "did not fit" if was_tried else "would take more memory than there is"
+    return (
+        f'microbatch_size="auto": {size} {"row goes" if size == 1 else "rows go"} through the '
+        f"model at a time ({failed} {why})"
+    )
+
+
+_LESS = (
+    "Make the model or its rows smaller, compute in `mixed_float16`, or end what else takes the "
+    "device's memory"
+)
+
+
+def no_row_message(model: str) -> str:
+    return (
+        'With `microbatch_size="auto"` at least one row must fit in memory. '
+        f"Received: {model!r}, whose forward and backward pass of 1 row does not fit. {_LESS}."
+    )
+
+
+def halved_message(model: str, size: int, half: int) -> str:
+    return (
+        f"A batch of {model!r} did not fit in memory any more with {size} rows at a time. It is "
+        f"repeated with {half}, which is `model.microbatch_size` from now on. To look for a larger "
+        'one again, set `model.microbatch_size = "auto"`.'
+    )
+
+
+def torn_message(model: str, size: int) -> str:
+    return (
+        "A batch that does not fit is repeated only if its update has not begun. "
+        f"Received: {model!r}, which ran out of memory in the update, with {size} rows at a time; "
+        "some of its weights may have been updated and others not. Load the weights from before, "
+        "from a backup say, and set `microbatch_size` to a smaller number, such as "
+        f"{max(1, size // 2)}."
+    )
+
+
+def no_size_message(model: str) -> str:
+    return (
+        '`microbatch_size="auto"` is found by `fit` and `train_on_batch`, before their first '
+        f"batch. Received: a call of `train_step` of {model!r} from elsewhere, before a size was "
+        "found. Set `microbatch_size` to a number, or train a batch with `train_on_batch` first."
+    )
+
+
+def workers_size_message() -> str:
+    return (
+        "All workers must have the same `microbatch_size`, and each would find its own. "
+        'Received: microbatch_size="auto" under MultiWorkerMirroredStrategy. '
+        "Set it to a number that fits on every worker."
+    )
+
+
+def unknown_size_message(model: str) -> str:
+    return (
+        "`check_equivalence` compares with microbatches of a known number of rows. "
+        f'Received: {model!r} with microbatch_size="auto", of which no size was found yet. '
+        "Pass `microbatch_size` as a number."
     )
 
 

@@ -87,6 +87,12 @@ class Window:
             accumulator = self.accumulator(target.optimizer)
         accumulator._add_sum(part, target.variables, target.is_sum)
 
+    def make_buffers(self, target: Target, part: GradientSum) -> None:
+        """Make what `add` adds to, where it is not there yet."""
+        accumulator = self.accumulator(target.optimizer)
+        if not accumulator.variables:
+            accumulator._check(part, target.variables, target.is_sum)
+
     def add_compiled(self, target: Target, part: GradientSum) -> GradientSum:
         """Add what a batch had for one optimizer, in a function that XLA compiles.
 

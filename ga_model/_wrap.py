@@ -18,7 +18,7 @@ def accumulate(
     model: keras.Model,
     *,
     accumulation_steps: int | None = None,
-    microbatch_size: int | None = None,
+    microbatch_size: int | str | None = None,
     skip_nonfinite: bool | None = None,
     loss_over: str | None = None,
 ) -> keras.Model:
@@ -34,8 +34,8 @@ def accumulate(
         accumulation_steps: batches of `fit` per update, an integer >= 1. None keeps the present
             value, 1 for a plain model.
         microbatch_size: rows that go through the model at a time, an integer >= 1: each batch of
-            `fit` is split into microbatches of so many rows. None keeps the present value; a plain
-            model's batches stay whole.
+            `fit` is split into microbatches of so many rows. Or "auto": the largest that fits in
+            memory is found. None keeps the present value; a plain model's batches stay whole.
         skip_nonfinite: whether microbatches with NaN or Inf in a gradient are left out. None keeps
             the present value, False for a plain model.
         loss_over: "microbatch", or "batch" for a loss that compares the rows of a batch, at the

@@ -140,6 +140,10 @@ class MeanOfRows(keras.layers.Layer):
         return keras.ops.mean(inputs)
 
 
+def automatic():
+    return net(microbatch_size="auto")
+
+
 def skipping():
     return net(skip_nonfinite=True)
 
@@ -428,6 +432,7 @@ BAD_INTEGERS = [
     (np.array([4]), TypeError),
     (tf.constant(3.0), TypeError),
 ]
+NO_AUTO = ["Auto", "automatic", b"auto", np.array("auto")]
 NO_BOOLS = [1, 0.0, "yes", np.True_, tf.constant(True)]
 
 
@@ -435,7 +440,7 @@ def settings_cases():
     """Yield a case for each bad value of each setting, in every way to set it."""
     bad = {
         "accumulation_steps": [*BAD_INTEGERS, (None, TypeError)],
-        "microbatch_size": BAD_INTEGERS,
+        "microbatch_size": [*BAD_INTEGERS, *[(value, TypeError) for value in NO_AUTO]],
         "skip_nonfinite": [(value, TypeError) for value in [*NO_BOOLS, None]],
         "loss_over": [(value, ValueError) for value in ["Batch", "", 1, True, ["batch"], None]],
     }
@@ -597,6 +602,7 @@ NO_SPLIT = "Received: .* with a `train_step` of its own"
 SCALING = "Received: skip_nonfinite=True with a LossScaleOptimizer"
 ROWS = "`microbatch_size` splits the rows of a batch.* Received: "
 DECAY = "`decay` must be a number that is at least 0 and below 1. Received: decay="
+UNKNOWN_SIZE = "microbatches of a known number of rows. Received: .* of which no size was found"
 SCHEDULE = "`schedule` must be a dict or a function. Received: schedule="
 WEIGHT = "`weight` must be a scalar number or tensor, or None .* Received: weight="
 PER_VARIABLE = "one gradient per variable, in two lists. Received: "
@@ -780,6 +786,16 @@ CASES = [
     ),
     # The order of calls.
     *cases(
+        on(automatic, automatic),
+        (
+            "a step before its size is found",
+            lambda model: tf.function(model.train_step)((X, Y)),
+            RuntimeError,
+            r"found by `fit` and `train_on_batch`.* Received: a call of `train_step` of 'net",
+        ),
+        ("eagerly", lambda m: m.train_step((X, Y)), RuntimeError, "before a size was found"),
+    ),
+    *cases(
         on(not_compiled, accumulating),
         ("fit before compile", fits(), ValueError, r"must call `compile\(\)`", again),
         ("a batch before compile", trains_on_batch(X, Y), ValueError, r"call `compile\(\)`", again),
@@ -901,6 +917,7 @@ CASES = [
         ),
         # `check_equivalence`.
         ("one microbatch", equals(microbatch_size=4), ValueError, TWO_MICROBATCHES + "12 rows"),
+        ("a check of a size to find", equals(microbatch_size="auto"), ValueError, UNKNOWN_SIZE),
         ("no rows", equals(X[:0], Y[:0]), ValueError, TWO_MICROBATCHES + "0 rows"),
         ("batches of 0", equals(batch_size=0), ValueError, INTEGER + "batch_size=0"),
         ("no batches", equals(batch_size=None), TypeError, INTEGER + "batch_size=None"),

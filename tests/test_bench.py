@@ -15,7 +15,8 @@ from keras import layers
 from ga_model import AccumulatingModel, _bench, _bench_report
 from ga_model._bench import FLOOR, KERAS, REFERENCE, SIZE, STEPS, WAYS, WHOLE
 from ga_model._bench_cases import CASES, Case, random_numbers
-from ga_model._process import ProcessError, in_own_process, peak_memory
+from ga_model._memory import peak_memory
+from ga_model._process import ProcessError, in_own_process
 
 OPTIONS = ["--models", "embedding", "--microbatches", "2", "1", "--jit", "off", "--minutes", "0.01"]
 

@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 
-from ga_model import _demo, _process, _report
+from ga_model import _demo, _memory, _report
 from ga_model._cli import main
 
 SETTINGS = _demo.Settings()
@@ -250,4 +250,4 @@ def test_every_listed_optimizer_can_be_made():
 
 def test_peak_memory_is_in_bytes():
     resident = psutil.Process().memory_info().rss
-    assert 0.9 * resident <= _process.peak_memory() <= 100 * resident
+    assert 0.9 * resident <= _memory.peak_memory() <= 100 * resident

@@ -1,0 +1,306 @@
+"""Find the largest microbatch that fits, and make it smaller where one fails to.
+
+`microbatch_size="auto"` needs a batch in hand, before it is trained on and after it has failed. So
+batches are fetched here and handed to the train function one by one.
+
+A trial is the split step without its update: two microbatches of the size in question go forward
+and backward, and the sums of their gradients are held as in training. It runs inside of a
+`keras.StatelessScope`, which keeps all Keras variables as they are, and tells which ones a step
+changes before its update. These are copied before every batch. A batch that fails before its update
+begins has changed nothing else, and is repeated.
+
+Where a failed allocation would end the process, on a CPU, memory is measured: see `_budget`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import keras
+import tensorflow as tf
+
+from ga_model import _step, _strategy, _validate
+from ga_model._budget import Budget
+from ga_model._microbatch import Batch, count_rows
+from ga_model._recorder import optimizers_in
+from ga_model._window import Window
+
+_local = threading.local()  # replicas are traced in threads of their own
+
+
+class AutomaticSize:
+    """What `microbatch_size="auto"` knows of one model since its `compile`.
+
+    The size itself is the model's `_microbatch_size`, None before it is found.
+
+    Attributes:
+        is_whole: whether no size was found that would not fit, so that batches stay whole.
+    """
+
+    def __init__(self) -> None:
+        self.is_whole = False
+        self._rows = 0  # of the batch that the size was found with
+        self._changed: dict[int, Any] = {}  # the variables that a step changes before its update
+        self._has_sums: Any = None  # variable, whether the update of a batch may have begun
+        self._before: Callable[[], list[Any]] | None = None
+
+    # Around the train function.
+
+    def run(self, model: Any, train_function: Callable[[Any], Any], iterator: Any) -> Any:
+        """Run one execution of Keras's train function, batch by batch.
+
+        Args:
+            model: an `AccumulatingModel`.
+            train_function: takes an iterator of batches, and trains with the model's present size.
+            iterator: what Keras would pass.
+
+        Raises:
+            RuntimeError: not even one row fits, or memory was exhausted where the batch can not be
+                repeated.
+
+        Warns:
+            UserWarning: a batch did not fit any more, and the size was halved.
+        """
+        logs = None
+        for index in range(model.steps_per_execution):
+            try:
+                batch = next(iterator)
+            except (StopIteration, tf.errors.OutOfRangeError):
+                if index == 0:
+                    raise
+                break
+            rows = _strategy.most_on_a_replica(model.distribute_strategy, batch, count_rows)
+            if model._microbatch_size is None or (self.is_whole and rows > self._rows):
+                self._search(model, batch, rows)
+            while True:
+                values = self._begin()
+                try:
+                    logs = train_function(iter([batch]))
+                    break
+                except _failures(model) as error:
+                    self._put_back(model, values, rows, error)
+        return logs
+
+    def _begin(self) -> list[Any]:
+        """Return what the variables have that a step changes before its update."""
+        if self._before is None:
+            variables = _strategy.copies_of_all(self._changed.values())
+            marks = _strategy.copies(self._has_sums)
+
+            def before() -> list[Any]:
+                for mark in marks:
+                    mark.assign(False)
+                return [tf.identity(variable) for variable in variables]
+
+            self._variables = variables
+            self._before = tf.function(before, autograph=False)
+        return self._before()
+
+    def _put_back(self, model: Any, values: list[Any], rows: int, error: Exception) -> None:
+        """Let a batch that failed be repeated in smaller microbatches, or raise."""
+        size = min(model._microbatch_size, rows)
+        if any(bool(mark.numpy()) for mark in _strategy.copies(self._has_sums)):
+            _raise_from(error, _validate.torn_message(model.name, size))
+        for variable, value in zip(self._variables, values):
+            variable.assign(value)
+        if size == 1:
+            _raise_from(error, _validate.no_row_message(model.name))
+        self.is_whole = False
+        model._microbatch_size = (size + 1) // 2
+        _validate.warn(_validate.halved_message(model.name, size, model._microbatch_size))
+
+    # Inside of it.
+
+    def run_step(
+        self, model: Any, train_step: Callable[[Any], Any], data: Any, window: Window | None
+    ) -> Any:
+        """Run one batch as `_step.run` does, or a trial of it."""
+        if (trial := getattr(_local, "trial", None)) is not None:
+            return trial(model, train_step, data, window)
+        if model._microbatch_size is None:
+            raise RuntimeError(_validate.no_size_message(model.name))
+        return _step.run(model, train_step, data, window, self._note_sums)
+
+    def _note_sums(self, tensors: list[Any]) -> Any:
+        """Note in the graph that all sums of a batch are there, on every replica."""
+        with tf.control_dependencies(tensors):
+            one = _strategy.mean_over_replicas(tf.ones(()))
+            return tf.identity(self._has_sums.assign(tf.greater(one, 0.0)))
+
+    # The search.
+
+    def _search(self, model: Any, batch: Any, rows: int) -> None:
+        """Find the largest size up to `rows`, and leave all else as it is."""
+        model._microbatch_size = None
+        model._check_step()
+        with model.distribute_strategy.scope():
+            self._has_sums = _strategy.make_variables(lambda: tf.zeros((), tf.bool))
+            trials = _Trials(model, batch)
+            with trials.undone():
+                size, failed = _largest(trials.fits, rows)
+        self._before = None
+        self._changed.update(trials.changed)
+        if size == 0:
+            _raise_from(trials.error, _validate.no_row_message(model.name))
+        self.is_whole, self._rows = failed is None, rows
+        model._microbatch_size = size
+        print(_validate.found_message(size, failed, trials.error is not None), flush=True)
+
+
+def _largest(fits: Callable[[int], bool], most: int) -> tuple[int, int | None]:
+    """Return the largest size that fits, 0 if none does, and the smallest that does not, if any."""
+    fitting, size = 0, 1
+    while fits(size):
+        fitting = size
+        if size == most:
+            return size, None
+        size = min(2 * size, most)
+    while size - fitting > 1:
+        middle = (fitting + size) // 2
+        if fits(middle):
+            fitting = middle
+        else:
+            size = middle
+    return fitting, size
+
+
+class _Trials:
+    """Runs steps without an update, of any size in one trace.
+
+    Args:
+        model: the model.
+        batch: the batch, as Keras passes it. Of it two microbatches of each size are used.
+
+    Attributes:
+        changed: variables that steps change before their update, by their identity.
+        error: the last failure, if any was not predicted.
+    """
+
+    def __init__(self, model: Any, batch: Any) -> None:
+        self.changed: dict[int, Any] = {}
+        self.error: Exception | None = None
+        self._model = model
+        self._batch = keras.tree.map_structure(
+            lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, batch
+        )
+        self._is_built = _step.is_built(model) and all(o.built for o in optimizers_in(vars(model)))
+        self._step: Any = self._steps
+        if not self._is_built:
+            self._trace(tf.function(self._steps, autograph=False))
+            self._is_built = True
+        if not model.run_eagerly:
+            self._step = tf.function(self._steps, autograph=False)
+            known = {id(copy) for copy in _strategy.copies_of_all(self._keras_variables())}
+            others = [v for v in self._trace(self._step).graph.variables if id(v) not in known]
+            self.changed.update({id(v): v for v in others})
+        self._budget = Budget(model)
+        self._runs = 2 if model.jit_compile else 1  # the first one compiles
+
+    def _trace(self, step: Any) -> Any:
+        """Make what the first call of a step creates, without running it."""
+        return step.get_concrete_function(self._batch, tf.ones((), tf.int64))
+
+    def _keras_variables(self) -> list[Any]:
+        variables = [*self._model.variables, *self._model.metrics_variables]
+        for optimizer in optimizers_in(vars(self._model)):
+            variables += optimizer.variables
+        return variables
+
+    @contextlib.contextmanager
+    def undone(self) -> Iterator[None]:
+        """Put variables back that are not Keras's, and that no scope protects."""
+        variables = list(self.changed.values())
+        values = [tf.identity(variable) for variable in variables]
+        try:
+            yield
+        finally:
+            for variable, value in zip(variables, values):
+                variable.assign(value)
+
+    def fits(self, size: int) -> bool:
+        """Return whether two microbatches of `size` rows go through."""
+        if not self._budget.allows(size):
+            self.error = None
+            return False
+        runs = self._runs if self._budget.has_begun else 2  # the first one of all sets up a lot
+        try:
+            for _ in range(runs):
+                with self._budget.measuring(size):
+                    self._step(self._batch, tf.constant(size, tf.int64))
+        except _failures(self._model) as error:
+            self.error = error.with_traceback(None)
+            return False
+        return True
+
+    def _steps(self, data: Any, size: Any) -> Any:
+        strategy = self._model.distribute_strategy
+        results = strategy.run(self._on_replica, args=(data, size))
+        return tf.add_n(strategy.experimental_local_results(results))
+
+    def _on_replica(self, data: Any, size: Any) -> Any:
+        _local.trial = functools.partial(self._sums, size)
+        try:
+            return type(self._model).train_step(self._model, data)
+        finally:
+            _local.trial = None
+
+    def _sums(
+        self,
+        size: Any,
+        model: Any,
+        train_step: Callable[[Any], Any],
+        data: Any,
+        window: Window | None,
+    ) -> Any:
+        """Return a number that follows from all sums of the first microbatches."""
+
+        def stateless_step(data: Any) -> Any:
+            if not self._is_built:
+                return train_step(data)
+            with _NotingScope(self.changed):
+                return train_step(data)
+
+        batch = Batch(data, size)
+        batch.num_microbatches = tf.minimum(batch.num_microbatches, 2)
+        step = _step.Step(model, stateless_step, batch, window)
+        part = step.sum_over_microbatches()
+        if window is not None:
+            step.make_buffers(part)
+        tensors = tf.nest.flatten([s.values() for s in part.sums], expand_composites=True)
+        numbers = [tf.reduce_sum(tf.cast(t, tf.float32)) for t in tensors if t is not None]
+        return tf.add_n([tf.zeros(()), *numbers])
+
+
+class _NotingScope(keras.StatelessScope):
+    """Notes the variables that would have been updated."""
+
+    def __init__(self, noted: dict[int, Any]) -> None:
+        super().__init__()
+        self._noted = noted
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        self._noted[id(update[0])] = update[0]
+        super().add_update(update)
+
+
+def _failures(model: Any) -> tuple[type[Exception], ...]:
+    """Return the errors that memory which is used up may show as.
+
+    With several replicas, what is seen may be that the others were cancelled.
+    """
+    if model.distribute_strategy.num_replicas_in_sync > 1:
+        return tf.errors.ResourceExhaustedError, tf.errors.CancelledError
+    return (tf.errors.ResourceExhaustedError,)
+
+
+def _raise_from(error: Exception | None, message: str) -> NoReturn:
+    """Raise a RuntimeError with another error as its cause."""
+    if isinstance(error, tf.errors.CancelledError):
+        raise error  # whose cause may be another one than memory
+    raised = RuntimeError(message)
+    raised.add_note(f"The error was: {error}")  # of `fit`, Keras takes the cause away
+    raise raised from error

@@ -1,0 +1,78 @@
+"""What memory this process has taken, and what it may still take."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+
+import psutil
+
+# Where Linux tells of a group of processes: its limit, what it has, and what of that are files.
+_GROUPS = {
+    "0": ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    "memory": (
+        "/sys/fs/cgroup/memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_inactive_file",
+    ),
+}
+
+
+def reset_peak_memory() -> None:
+    """Let the peak of this process's memory be what it has now, where the platform can."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_memory() -> int | None:
+    """Return the peak of this process's resident memory, in bytes. None if nothing tells."""
+    try:
+        # On Linux `ru_maxrss` of a process starts at its parent's: exec keeps it. `VmHWM` does not.
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    if sys.platform != "win32":
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB elsewhere
+    return int(psutil.Process().memory_info().peak_wset)
+
+
+def resident_memory() -> int:
+    """Return the memory that this process has now, in bytes."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def available_memory() -> int:
+    """Return the memory that this process may still take, in bytes.
+
+    That is what the machine has left, or less in a container or a job with a limit.
+    """
+    left = [int(psutil.virtual_memory().available)]
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    for number, controllers, path in (line.split(":", 2) for line in lines):
+        root, *names = _GROUPS.get(controllers or number, (None,))
+        if root is not None:
+            # In a container the path may be that of the machine outside, and the root the group's.
+            left += _left_of_groups(Path(root), path.strip("/").split("/"), *names)
+    return max(0, min(left))
+
+
+def _left_of_groups(root: Path, parts: list[str], limit: str, used: str, files: str) -> list[int]:
+    """Return what each group on the way to one has left. Files that were read can be dropped."""
+    left = []
+    for depth in range(len(parts) + 1):
+        folder = root.joinpath(*parts[:depth])
+        with contextlib.suppress(OSError, ValueError):  # a limit of "max" is none
+            most, now = (int((folder / name).read_text()) for name in (limit, used))
+            pairs = [line.split() for line in (folder / "memory.stat").read_text().splitlines()]
+            left.append(most - now + int(dict(pairs).get(files, 0)))
+    return left
