@@ -146,10 +146,10 @@ def state(model):
     return values
 
 
-def assert_same(values, expected):
+def assert_same(values, expected, rtol=0):
     assert values.keys() == expected.keys()
     for name, value in expected.items():
-        np.testing.assert_array_equal(values[name], value, err_msg=name)
+        np.testing.assert_allclose(values[name], value, rtol=rtol, atol=rtol, err_msg=name)
 
 
 def fit(model, data, rows=12, **kwargs):
@@ -427,7 +427,7 @@ def test_a_repeated_batch_loses_no_row(steps, microbatches, limit, sizes, eager,
 
 
 @pytest.mark.parametrize("steps", [pytest.param(1, marks=pytest.mark.sweep), 3])
-def test_a_repeated_batch_leaves_no_trace_in_what_steps_change(steps):
+def test_a_repeated_batch_leaves_no_trace_in_what_steps_change(steps, float64):
     """Running statistics, counters and random state are those of a run that knew it before."""
     data = dense_data(66)
 
@@ -454,8 +454,8 @@ def test_a_repeated_batch_leaves_no_trace_in_what_steps_change(steps):
     with pytest.warns(UserWarning, match="did not fit in memory any more"):
         logs = fit(model, data, callbacks=[Drop()])
     assert model.microbatch_size == 4
-    assert_same(state(model), state(expected))
-    assert logs == expected_logs
+    assert_same(state(model), state(expected), rtol=1e-12)
+    assert_same(logs, expected_logs, rtol=1e-12)
 
 
 def test_a_loss_over_the_batch_gets_a_size_and_a_smaller_one(float64):
@@ -476,7 +476,7 @@ def test_a_loss_over_the_batch_gets_a_size_and_a_smaller_one(float64):
         assert model.microbatch_size == 4
         assert memory.taken[-8:] == 8 * [4]
         memory.drop_in(drop, 2)
-        with pytest.warns(UserWarning, match="halved to 2"):
+        with pytest.warns(UserWarning, match="repeated with 2"):
             model.train_on_batch(*[part[16:] for part in data])
         assert (
             relative_difference(model.get_weights(), expected.get_weights(), start)
