@@ -28,7 +28,7 @@ def run(tmp_path, blocks, names=None):
 def test_the_readmes_examples_run_in_their_order(tmp_path, capsys):
     # One needs devices: `test_workers.py`.
     blocks = [block for block in python_blocks(README) if "Strategy" not in block]
-    assert len(blocks) == 7
+    assert len(blocks) == 8
     names = run(tmp_path, blocks)
     # 1,000 rows in windows of 128, once and 10 times.
     assert names["model"].optimizer.iterations == 8 + 10 * 8
@@ -39,6 +39,7 @@ def test_the_readmes_examples_run_in_their_order(tmp_path, capsys):
     assert names["optimizer"].iterations == 8
     assert names["noise"].batch_size == pytest.approx(125, abs=1)
     assert names["found"].microbatch_size == 128
+    assert names["two_towers"].optimizer.iterations == 8
 
 
 @pytest.mark.parametrize("name", ga_model.__all__)
