@@ -4,10 +4,10 @@
 batches are fetched here and handed to the train function one by one.
 
 A trial is the split step without its update: two microbatches of the size in question go forward
-and backward, and the sums of their gradients are held as in training. It runs inside of a
-`keras.StatelessScope`, which keeps all Keras variables as they are, and tells which ones a step
-changes before its update. These are copied before every batch. A batch that fails before its update
-begins has changed nothing else, and is repeated.
+and backward, and the sums of their gradients are held as in training. In the end everything is put
+back. What a step may change before its update is read before every batch, which copies nothing that
+stays as it is. A batch that fails before its update begins has changed nothing else, and is
+repeated.
 
 Where a failed allocation would end the process, on a CPU, memory is measured: see `_budget`.
 """
@@ -26,7 +26,9 @@ import tensorflow as tf
 from ga_model import _step, _strategy, _validate
 from ga_model._budget import Budget
 from ga_model._microbatch import Batch, count_rows
-from ga_model._recorder import optimizers_in
+from ga_model._randomness import same_random_state
+from ga_model._recorder import optimizers_in, unpack
+from ga_model._two_passes import called, state_of
 from ga_model._window import Window
 
 _local = threading.local()  # replicas are traced in threads of their own
@@ -42,11 +44,16 @@ class AutomaticSize:
     """
 
     def __init__(self) -> None:
+        self.restart()
+        self._variables: list[tf.Variable] = []  # that a step may change before its update
+        # Variable, whether the update of a batch may have begun. Functions that are traced hold it.
+        self._has_sums: Any = None
+        self._before: Callable[[], list[Any]] | None = None
+
+    def restart(self) -> None:
+        """Forget the size."""
         self.is_whole = False
         self._rows = 0  # of the batch that the size was found with
-        self._changed: dict[int, Any] = {}  # the variables that a step changes before its update
-        self._has_sums: Any = None  # variable, whether the update of a batch may have begun
-        self._before: Callable[[], list[Any]] | None = None
 
     # Around the train function.
 
@@ -88,15 +95,13 @@ class AutomaticSize:
     def _begin(self) -> list[Any]:
         """Return what the variables have that a step changes before its update."""
         if self._before is None:
-            variables = _strategy.copies_of_all(self._changed.values())
             marks = _strategy.copies(self._has_sums)
 
             def before() -> list[Any]:
                 for mark in marks:
                     mark.assign(False)
-                return [tf.identity(variable) for variable in variables]
+                return [tf.identity(variable) for variable in self._variables]
 
-            self._variables = variables
             self._before = tf.function(before, autograph=False)
         return self._before()
 
@@ -138,12 +143,12 @@ class AutomaticSize:
         model._microbatch_size = None
         model._check_step()
         with model.distribute_strategy.scope():
-            self._has_sums = _strategy.make_variables(lambda: tf.zeros((), tf.bool))
+            if self._has_sums is None:
+                self._has_sums = _strategy.make_variables(lambda: tf.zeros((), tf.bool))
             trials = _Trials(model, batch)
             with trials.undone():
                 size, failed = _largest(trials.fits, rows)
-        self._before = None
-        self._changed.update(trials.changed)
+        self._before, self._variables = None, trials.changed
         if size == 0:
             _raise_from(trials.error, _validate.no_row_message(model.name))
         self.is_whole, self._rows = failed is None, rows
@@ -176,48 +181,57 @@ class _Trials:
         batch: the batch, as Keras passes it. Of it two microbatches of each size are used.
 
     Attributes:
-        changed: variables that steps change before their update, by their identity.
         error: the last failure, if any was not predicted.
+        changed: after `undone`, the variables that a step may change before its update.
     """
 
     def __init__(self, model: Any, batch: Any) -> None:
-        self.changed: dict[int, Any] = {}
         self.error: Exception | None = None
         self._model = model
         self._batch = keras.tree.map_structure(
             lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, batch
         )
-        self._is_built = _step.is_built(model) and all(o.built for o in optimizers_in(vars(model)))
+        # The loss of a whole batch takes the same memory with any size, and may need all rows.
+        self._is_loss_left_out = False
+        if not (_step.is_built(model) and all(o.built for o in optimizers_in(vars(model)))):
+            self._trace()
         self._step: Any = self._steps
-        if not self._is_built:
-            self._trace(tf.function(self._steps, autograph=False))
-            self._is_built = True
+        used: list[Any] = []
         if not model.run_eagerly:
-            self._step = tf.function(self._steps, autograph=False)
-            known = {id(copy) for copy in _strategy.copies_of_all(self._keras_variables())}
-            others = [v for v in self._trace(self._step).graph.variables if id(v) not in known]
-            self.changed.update({id(v): v for v in others})
+            if model.loss_over == "batch":
+                used += self._trace()[1].graph.variables
+                self._is_loss_left_out = True
+            self._step, concrete = self._trace()
+            used += concrete.graph.variables
+        self._is_loss_left_out = model.loss_over == "batch"
+        known = [*model.variables, *model.metrics_variables]
+        known += [v for o in optimizers_in(vars(model)) for v in o.variables]
+        known_ids = {id(copy) for copy in _strategy.copies_of_all(known)}
+        # Keras's own tell what a call may change, frozen weights left out; of others all that a
+        # graph uses may be it.
+        others = [variable for variable in used if id(variable) not in known_ids]
+        self.changed = [*_strategy.copies_of_all(state_of(model)), *others]
         self._budget = Budget(model)
         self._runs = 2 if model.jit_compile else 1  # the first one compiles
 
-    def _trace(self, step: Any) -> Any:
+    def _trace(self) -> Any:
         """Make what the first call of a step creates, without running it."""
-        return step.get_concrete_function(self._batch, tf.ones((), tf.int64))
-
-    def _keras_variables(self) -> list[Any]:
-        variables = [*self._model.variables, *self._model.metrics_variables]
-        for optimizer in optimizers_in(vars(self._model)):
-            variables += optimizer.variables
-        return variables
+        function = tf.function(self._steps, autograph=False)
+        return function, function.get_concrete_function(self._batch, tf.ones((), tf.int64))
 
     @contextlib.contextmanager
     def undone(self) -> Iterator[None]:
-        """Put variables back that are not Keras's, and that no scope protects."""
-        variables = list(self.changed.values())
-        values = [tf.identity(variable) for variable in variables]
+        """Put back what trials change: variables, and the random state of Python and NumPy."""
+        weights = _strategy.copies_of_all(self._model.trainable_variables)
+        variables = [*weights, *self.changed]
+        values = [tf.identity(variable) for variable in variables]  # not copied before it changes
         try:
-            yield
+            with same_random_state():
+                yield
         finally:
+            for variable, value in zip(weights, values):  # that layers overwrite
+                if not bool(tf.reduce_all(tf.equal(variable, value))):
+                    self.changed.append(variable)
             for variable, value in zip(variables, values):
                 variable.assign(value)
 
@@ -234,7 +248,10 @@ class _Trials:
         except _failures(self._model) as error:
             self.error = error.with_traceback(None)
             return False
-        return True
+        is_allowed = self._budget.allowed(size)
+        if not is_allowed:
+            self.error = None
+        return is_allowed
 
     def _steps(self, data: Any, size: Any) -> Any:
         strategy = self._model.distribute_strategy
@@ -257,16 +274,13 @@ class _Trials:
         window: Window | None,
     ) -> Any:
         """Return a number that follows from all sums of the first microbatches."""
-
-        def stateless_step(data: Any) -> Any:
-            if not self._is_built:
-                return train_step(data)
-            with _NotingScope(self.changed):
-                return train_step(data)
-
         batch = Batch(data, size)
         batch.num_microbatches = tf.minimum(batch.num_microbatches, 2)
-        step = _step.Step(model, stateless_step, batch, window)
+        if self._is_loss_left_out:
+            train_step = functools.partial(_step_without_loss, model)
+        elif model.loss_over == "batch":
+            batch = Batch(data, None)  # which is drawn, and not run
+        step = _step.Step(model, train_step, batch, window)
         part = step.sum_over_microbatches()
         if window is not None:
             step.make_buffers(part)
@@ -275,16 +289,16 @@ class _Trials:
         return tf.add_n([tf.zeros(()), *numbers])
 
 
-class _NotingScope(keras.StatelessScope):
-    """Notes the variables that would have been updated."""
-
-    def __init__(self, noted: dict[int, Any]) -> None:
-        super().__init__()
-        self._noted = noted
-
-    def add_update(self, update: tuple[Any, Any]) -> None:
-        self._noted[id(update[0])] = update[0]
-        super().add_update(update)
+def _step_without_loss(model: Any, data: Any) -> Any:
+    """Go forward and backward as the second pass for a loss over the batch does."""
+    with tf.GradientTape() as tape:
+        outputs = called(model, unpack(data)[0])
+        numbers = [t for t in tf.nest.flatten(outputs) if t is not None and t.dtype.is_floating]
+        total = tf.add_n([tf.reduce_sum(tf.cast(number, tf.float32)) for number in numbers])
+        total = model.optimizer.scale_loss(total)
+    variables = model.trainable_variables
+    model.optimizer.apply(tape.gradient(total, variables), variables)
+    return {}
 
 
 def _failures(model: Any) -> tuple[type[Exception], ...]:

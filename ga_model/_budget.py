@@ -12,6 +12,7 @@ import tensorflow as tf
 from ga_model import _memory, _strategy
 
 _MARGIN = 0.1  # of the available memory, which is left alone
+_SMALL = 0.02  # of it, which is not looked at
 
 
 class Budget:
@@ -35,6 +36,8 @@ class Budget:
         )
         self._rises: dict[int, int] = {}
         self._start: int | None = None
+        self._held = 0  # freed memory that the process had kept, and that trials take first
+        self._available: dict[int, float] = {}  # before the trial of a size
         self.has_begun = False
 
     def allows(self, size: int) -> bool:
@@ -43,13 +46,22 @@ class Budget:
             return True
         available = _memory.available_memory() * (1 - _MARGIN)
         taken = _memory.resident_memory() - (self._start or 0)  # and kept for the next trial
-        return bool(self._predicted(size) - taken <= available)
+        self._available[size] = available + taken
+        return bool(self._predicted(size) <= available + taken)
+
+    def allowed(self, size: int) -> bool:
+        """Return whether a size that was tried took no more than `allows` had counted on."""
+        return bool(self._rises.get(size, 0) <= self._available.get(size, math.inf))
 
     def _predicted(self, size: int) -> Any:
         sizes = sorted(self._rises)
         last, rise = sizes[-1], float(self._rises[sizes[-1]])
         if len(sizes) == 1:
             return rise + max(0.0, rise - self._least) * (size - last) / last
+        if self._held > _SMALL * self._available.get(size, math.inf):
+            # Rises are what is left above the held memory, and say little of slopes.
+            taken = self._held + max(0.0, rise - self._least)
+            return rise + taken * (size - last) / last
         slopes: list[float] = [(rise - self._rises[s]) / (last - s) for s in (sizes[0], sizes[-2])]
         return rise + max([0.0, *slopes]) * (size - last)
 
@@ -60,7 +72,7 @@ class Budget:
             yield
             return
         if self._start is None and self.has_begun:
-            self._start = _memory.resident_memory()
+            self._start, self._held = _memory.resident_memory(), _memory.held_memory()
         _memory.reset_peak_memory()
         yield
         if self._start is not None:

@@ -62,6 +62,8 @@ def closing_windows(model: Any, callbacks: Any) -> Iterator[Any]:
         callbacks = [close_window, *callbacks]
     else:
         callbacks = [close_window] if callbacks is None else [close_window, callbacks]
+    listed = callbacks.callbacks if is_list else callbacks
+    model._is_scheduled = any(isinstance(c, AccumulationScheduler) for c in listed)
     try:
         yield callbacks
         if not (close_window.has_begun or model.has_updated):
@@ -131,7 +133,6 @@ class AccumulationScheduler(keras.callbacks.Callback):
         if not hasattr(model, "close_window"):
             raise TypeError(_validate.not_accumulating_message(model.name))
         _validate.check_single_accumulation(optimizers_in(vars(model)), self._most)
-        model._is_scheduled = True
         super().set_model(model)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

@@ -27,7 +27,9 @@ _ROUNDING = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7, "flo
 _PLAIN: dict[str, Any] = {
     "_accumulation_steps": 1,
     "_microbatch_size": None,
-    "_automatic_size": None,
+    "_is_automatic": False,
+    "_is_scheduled": False,
+    "_gradient_noise": None,
     "_skip_nonfinite": False,
     "_loss_over": "microbatch",
     "_accumulation_window": None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import sys
 from pathlib import Path
 
@@ -46,6 +47,24 @@ def peak_memory() -> int | None:
 def resident_memory() -> int:
     """Return the memory that this process has now, in bytes."""
     return int(psutil.Process().memory_info().rss)
+
+
+def held_memory() -> int:
+    """Return the memory that was freed and that this process still has, in bytes.
+
+    Zero where the C library does not tell.
+    """
+    try:
+        mallinfo = ctypes.CDLL(None).mallinfo2  # of glibc
+    except (AttributeError, OSError, TypeError):
+        return 0
+    mallinfo.restype = _Mallinfo
+    return int(mallinfo().fordblks)
+
+
+class _Mallinfo(ctypes.Structure):
+    _names = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks")
+    _fields_ = [(name, ctypes.c_size_t) for name in (*_names, "fordblks", "keepcost")]
 
 
 def available_memory() -> int:

@@ -32,8 +32,8 @@ class Batch:
         is_long: whether there may be more rows than a size that is given.
         is_whole: whether it is left whole in spite of one.
         rows: int64 scalar tensor, rows of the batch. Only where a size is given.
-        size: rows per microbatch. Only where it is given.
         static_rows: the same as an int where it is known without running the graph, else None.
+        size: rows per microbatch. Only where it is given.
         num_microbatches: int64 scalar tensor.
     """
 
@@ -85,12 +85,11 @@ class Batch:
     def signature(self) -> list[Any]:
         """What `tf.function` needs to take any microbatch's leaves in one trace: type specs."""
         rows = self._rows_of_parts if self.is_split else self.static_rows
-        return [_spec(leaf, rows) for leaf in self.leaves]
+        return self.signature_of(rows)
 
-    @property
-    def signature_of_any_rows(self) -> list[Any]:
-        """The same, where nothing is to be known of the number of rows."""
-        return [_spec(leaf, None) for leaf in self.leaves]
+    def signature_of(self, rows: int | None) -> list[Any]:
+        """Return type specs of so many rows, or of any number."""
+        return [_spec(leaf, rows) for leaf in self.leaves]
 
     def pack(self, leaves: Sequence[Any]) -> Any:
         """Return a microbatch's leaves in the structure of the batch."""

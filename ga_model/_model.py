@@ -15,7 +15,7 @@ from ga_model._attributes import CompiledLossAttribute, RecordedAttribute, watch
 from ga_model._auto import AutomaticSize
 from ga_model._callbacks import closing_windows
 from ga_model._gradient_noise import GradientNoise
-from ga_model._look_ahead import is_of_keras
+from ga_model._look_ahead import check_step_for
 from ga_model._recorder import current_recording, optimizers_in
 from ga_model._window import Counter, Window
 
@@ -105,9 +105,11 @@ class AccumulatingModel(_Base):
     _loss_tracker = RecordedAttribute("_loss_tracker")
     _accumulation_steps = 1
     _microbatch_size: int | None = None
-    _automatic_size: AutomaticSize | None = None  # with "auto"
+    _is_automatic = False  # whether the size is asked for as "auto"
+    _automatic_size: AutomaticSize | None = None  # once it was, since `compile`
     _skip_nonfinite = False
     _loss_over = "microbatch"
+    _has_checked_outputs = False  # of an eager model, for the loss over a batch
     _num_skipped: Counter | None = None  # once there is training that may skip
     _accumulation_window: Window | None = None
     _is_scheduled = False  # whether a callback of the present `fit` sets `accumulation_steps`
@@ -176,7 +178,7 @@ class AccumulatingModel(_Base):
         "auto", it reads so until `fit` or `train_on_batch` has found the largest size that fits,
         before its next batch, and then it is that number.
         """
-        is_unknown = self._automatic_size is not None and self._microbatch_size is None
+        is_unknown = self._is_automatic and self._microbatch_size is None
         return "auto" if is_unknown else self._microbatch_size
 
     @microbatch_size.setter
@@ -185,11 +187,14 @@ class AccumulatingModel(_Base):
         self._warn_of_batch_normalization()
 
     def _asked_microbatch_size(self) -> Any:
-        return self._microbatch_size if self._automatic_size is None else "auto"
+        return "auto" if self._is_automatic else self._microbatch_size
 
     def _set_microbatch_size(self, size: Any) -> None:
-        self._automatic_size = AutomaticSize() if size == "auto" else None
-        self._microbatch_size = None if size == "auto" else size
+        self._is_automatic = size == "auto"
+        self._microbatch_size = None if self._is_automatic else size
+        if self._is_automatic:
+            self._automatic_size = self._automatic_size or AutomaticSize()
+            self._automatic_size.restart()
 
     @property
     def skip_nonfinite(self) -> bool:
@@ -229,7 +234,7 @@ class AccumulatingModel(_Base):
     @loss_over.setter
     def loss_over(self, value: str) -> None:
         loss_over = _validate.check_loss_over(value)
-        self._check_loss_over(loss_over)
+        check_step_for(self, loss_over)
         self._loss_over = loss_over
 
     @property
@@ -290,12 +295,14 @@ class AccumulatingModel(_Base):
             optimizers_in([*args, *kwargs.values()]),
             self.dtype_policy.name == "mixed_float16" and kwargs.get("auto_scale_loss", True),
         )
-        self._check_loss_over(loss_over)
+        check_step_for(self, loss_over)
         super().compile(*args, **kwargs)
         self._accumulation_steps = steps
+        self._automatic_size = None
         self._set_microbatch_size(size)
         self._skip_nonfinite = skip
         self._loss_over = loss_over
+        self._has_checked_outputs = False
         self._num_skipped = None
         self._accumulation_window = None
         self._gradient_noise = None
@@ -402,7 +409,7 @@ class AccumulatingModel(_Base):
         functions: dict[Any, Any] = {}
 
         def run(iterator: Any) -> Any:
-            settings = (self._microbatch_size, self._automatic_size, self._skip_nonfinite)
+            settings = (self._microbatch_size, self._is_automatic, self._skip_nonfinite)
             is_measured = self._measured_noise is not None
             way = (self._accumulates(), *settings, self._loss_over, is_measured)
             if way not in functions:
@@ -411,7 +418,7 @@ class AccumulatingModel(_Base):
 
         def train_function(iterator: Any) -> Any:
             try:
-                if self._automatic_size is not None:
+                if self._is_automatic and self._automatic_size is not None:
                     return self._automatic_size.run(self, run, iterator)
                 return run(iterator)
             except (StopIteration, tf.errors.OutOfRangeError):
@@ -440,7 +447,7 @@ class AccumulatingModel(_Base):
         return self._accumulation_steps > 1 or not self.has_updated
 
     def _is_plain(self) -> bool:
-        is_whole = self._microbatch_size is None and self._automatic_size is None
+        is_whole = self._microbatch_size is None and not self._is_automatic
         return is_whole and not self._accumulates() and not self._skip_nonfinite
 
     def _run_step(self, train_step: Callable[[Any], Any], data: Any) -> Any:
@@ -454,7 +461,8 @@ class AccumulatingModel(_Base):
             )
             self._accumulation_window = window
         watch_attributes(self)
-        run = _step.run if self._automatic_size is None else self._automatic_size.run_step
+        automatic = self._automatic_size if self._is_automatic else None
+        run = _step.run if automatic is None else automatic.run_step
         logs = run(self, train_step, data, window)
         self._warn_of_batch_normalization()  # of layers that were not there at `compile`
         return logs
@@ -475,19 +483,15 @@ class AccumulatingModel(_Base):
 
     # What is checked, and what is saved.
 
-    def _check_loss_over(self, loss_over: str) -> None:
-        if loss_over == "batch" and not is_of_keras(self, "train_step"):
-            raise ValueError(_validate.own_step_message(self.name))
-
     def _check_step(self) -> None:
         if "train_step" in vars(self) and not self._is_plain():
             raise TypeError(_validate.instance_step_message(self.name))
 
     def _check_strategy(self) -> None:
         _strategy.check(self, optimizers_in(vars(self)))
-        if self._automatic_size is not None:
+        if self._is_automatic:
             _strategy.check_can_search(self.distribute_strategy)
-        is_split = self._microbatch_size is not None or self._automatic_size is not None
+        is_split = self._microbatch_size is not None or self._is_automatic
         if _strategy.num_replicas() > 1 and (is_split or self.jit_compile):
             layers = self._batch_normalization_layers()
             names = [layer.name for layer in layers if getattr(layer, "synchronized", False)]
@@ -506,7 +510,9 @@ class AccumulatingModel(_Base):
 
     def _warn_of_batch_normalization(self) -> None:
         is_whole = self._microbatch_size is None or (
-            self._automatic_size is not None and self._automatic_size.is_whole
+            self._is_automatic
+            and self._automatic_size is not None
+            and self._automatic_size.is_whole
         )
         if not self.compiled or (self._accumulation_steps == 1 and is_whole):
             return

@@ -196,7 +196,6 @@ class GradientNoiseScale(keras.callbacks.Callback):
         noise = model._gradient_noise = model._gradient_noise or GradientNoise()
         if noise.asked_by not in (None, self):
             raise RuntimeError(_validate.measured_twice_message(model.name))
-        model.close_window()  # one that was open would be measured in part
         noise.start(self, self._decay)
         self._noise = noise
 

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from ga_model import _strategy, _validate
-from ga_model._look_ahead import is_of_keras
+from ga_model._look_ahead import check_step_for
 from ga_model._recorder import optimizers_in
 
 
@@ -90,8 +90,7 @@ def make_plan(
     steps, size, skip, over = _validate.check_settings(
         accumulation_steps, microbatch_size, skip_nonfinite, loss_over, optimizers
     )
-    if over == "batch" and not is_of_keras(model, "train_step"):
-        raise ValueError(_validate.own_step_message(model.name))
+    check_step_for(model, over)
     if size == "auto":
         raise ValueError(_validate.unknown_size_message(model.name))
     rows = _validate.check_rows(data, keras.tree.flatten(data))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -13,6 +14,17 @@ from ga_model._recorder import instances_in
 
 # What Keras calls the probability or the width of what a layer draws. All zero: it draws nothing.
 _RATES = ("rate", "stddev", "dropout", "recurrent_dropout")
+
+
+@contextlib.contextmanager
+def same_random_state() -> Iterator[None]:
+    """Leave the random state of Python and NumPy as it is."""
+    states = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
 
 
 class Randomness(NamedTuple):

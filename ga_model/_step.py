@@ -146,7 +146,7 @@ class Step:
         self._adds_in_cluster = (
             window is not None
             and model.jit_compile
-            and model._automatic_size is None
+            and not model._is_automatic
             and not (batch.is_split or has_others or tf.executing_eagerly())
             and not self._has_two_passes
         )

@@ -238,16 +238,17 @@ class GradientSum(NamedTuple):
         are those of a loss that is divided by the number of replicas: see `_weights`.
         """
         if _strategy.num_replicas() == 1:
-            return self._with_slices(variables)
+            return self.with_slices(variables)
         weight = _strategy.mean_over_replicas(self.total * self.unit)
         divisor = tf.math.divide_no_nan(weight, self.unit)
         share = self.begin(variables)._replace(  # which has no gradients where there is no weight
             maxima=[m if m is None else _strategy.max_over_replicas(m) for m in self.maxima],
             total=tf.where(tf.equal(divisor, 0.0), tf.ones_like(divisor), divisor),
         )
-        return share._with_slices(variables)
+        return share.with_slices(variables)
 
-    def _with_slices(self, variables: Sequence[Any]) -> GradientSum:
+    def with_slices(self, variables: Sequence[Any]) -> GradientSum:
+        """Return the sum with `tf.IndexedSlices` in the place of `Rows`."""
         gradients = [
             g.slices(v) if isinstance(g, Rows) else g for g, v in zip(self.gradients, variables)
         ]

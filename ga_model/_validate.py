@@ -247,10 +247,10 @@ def check_settings(
     return steps, size, skip, loss_over
 
 
-def own_step_message(model: str) -> str:
+def own_step_message(model: str, method: str) -> str:
     return (
         "`loss_over='batch'` computes the outputs of Keras's own `train_step` by microbatches. "
-        f"Received: {model!r} with a `train_step` of its own. "
+        f"Received: {model!r} with a `{method}` of its own. "
         "Override `compute_loss` and `compute_metrics` instead, which see the whole batch, "
         "or set `loss_over='microbatch'` and use a loss that does not compare rows."
     )
@@ -266,12 +266,11 @@ def outputs_message(model: str, shape: Any) -> str:
     )
 
 
-def overwritten_message(model: str, variables: list[str]) -> str:
+def other_shape_message(model: str, shape: Any) -> str:
     return (
-        "With `loss_over='batch'` a model is called twice on each row, so its call must not write "
-        "to weights that are trained. "
-        f"Received: {model!r}, of which a layer overwrites {variables}. "
-        "Leave that layer out, or set `microbatch_size=None`."
+        "With `loss_over='batch'` the outputs of all microbatches must have the same shape but for "
+        f"their rows. Received: {model!r} with an output of shape {shape}, which differs. "
+        "Pad it to a fixed length, or set `microbatch_size=None`."
     )
 
 

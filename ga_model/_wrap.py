@@ -9,7 +9,7 @@ from typing import Any, cast
 import keras
 
 from ga_model import _validate
-from ga_model._look_ahead import is_of_keras
+from ga_model._look_ahead import check_step_for
 from ga_model._model import AccumulatingModel
 from ga_model._recorder import optimizers_in
 
@@ -72,8 +72,7 @@ def accumulate(
         "microbatch" if loss_over is None else loss_over,
         optimizers_in(vars(model)),
     )
-    if over == "batch" and not is_of_keras(model, "train_step"):
-        raise ValueError(_validate.own_step_message(model.name))
+    check_step_for(model, over)
     if not isinstance(model, AccumulatingModel):
         wrapped = _wrapped_class(cast(Hashable, type(model)))
         object.__setattr__(model, "__class__", wrapped)
