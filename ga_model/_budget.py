@@ -60,7 +60,7 @@ class Budget:
             return rise + max(0.0, rise - self._least) * (size - last) / last
         if self._held > _SMALL * self._available.get(size, math.inf):
             # Rises are what is left above the held memory, and say little of slopes.
-            taken = self._held + max(0.0, rise - self._least)
+            taken = max(0.0, self._held + rise - self._least)
             return rise + taken * (size - last) / last
         slopes: list[float] = [(rise - self._rises[s]) / (last - s) for s in (sizes[0], sizes[-2])]
         return rise + max([0.0, *slopes]) * (size - last)

@@ -10,6 +10,8 @@ from ga_model import _validate
 from ga_model._gradient_noise import Averages, GradientNoise
 
 _LOG = "gradient_noise_scale"
+_FEW_UPDATES = 10
+_LEAST, _MOST = 0.01, 10**9  # noise scales that words give as numbers
 
 
 class NoiseScale(NamedTuple):
@@ -34,23 +36,24 @@ class NoiseScale(NamedTuple):
         return max(trace, 0.0) / norm if norm > 0.0 else float("inf")
 
     def __str__(self) -> str:
-        trace, norm, batch_size, number = self.averages
+        _, norm, batch_size, number = self.averages
         if not number:
             return "No window has had two microbatches yet, so nothing is known about the noise."
         unit, noise_scale = self.unit, self.noise_scale
         updates = min(number, round(1 / (1 - self.decay)))
         of = f"mean of about the last {updates:,} updates" if updates > 1 else "of one update"
         if norm <= 0.0:
+            chance = " Of so few updates it may be chance." if updates < _FEW_UPDATES else ""
             return (
                 "The noise hides the gradient: the estimate of its squared norm is not positive "
-                f"({norm:.2g}, {of}). A window has {_number(batch_size)} {unit}, and far fewer "
-                "than the noise scale, or the training has converged. To measure it, average over "
-                "more updates with a larger `decay`, or take larger windows."
+                f"({norm:.2g}, {of}).{chance} A window has {_count(batch_size)} {unit}, and far "
+                "fewer than the noise scale, or the training has converged. To measure it, average "
+                "over more updates with a larger `decay`, or take larger windows."
             )
-        if trace <= 0.0:
+        if noise_scale < _LEAST:
             return (
                 f"No noise was seen in the gradient ({of}): a smaller batch than "
-                f"{_number(batch_size)} {unit} makes the same updates."
+                f"{_count(batch_size)} {unit} makes the same updates."
             )
         larger, smaller = (
             [_needed(batch_size * times, noise_scale) for times in (factor, 1.0)]
@@ -59,7 +62,7 @@ class NoiseScale(NamedTuple):
         (twice, now), (half, _) = larger, smaller
         return (
             f"The gradient noise scale is about {_number(noise_scale, 2)} {unit} ({of}). "
-            f"A window has {_number(batch_size)}: it needs {_number(now[0])} times the fewest "
+            f"A window has {_count(batch_size)}: it needs {_number(now[0])} times the fewest "
             f"updates possible and {_number(now[1])} times the fewest {unit}. Twice the window "
             f"would take {_change(twice[0], now[0])} updates and {_change(twice[1], now[1])} "
             f"{unit}; half of it {_change(half[0], now[0])} updates and "
@@ -87,9 +90,16 @@ def _verdict(batch_size: float, noise_scale: float) -> str:
     return "The batch is about right: a larger or smaller one costs more than it saves."
 
 
+def _count(value: float) -> str:
+    """Return a mean number of rows, whole where it is not small."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def _number(value: float, digits: int = 3) -> str:
     """Return a number with so many significant digits, and never in scientific notation."""
-    if abs(value) >= 10 ** (digits - 1):
+    if value > _MOST:
+        return f"more than {_MOST:,}"
+    if value >= 10 ** (digits - 1):
         return f"{float(f'{value:.{digits}g}'):,.0f}"
     return f"{value:.{digits}g}"
 

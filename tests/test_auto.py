@@ -211,6 +211,55 @@ def test_the_search_leaves_everything_as_it_was(eager):
     assert_same(after, before)
 
 
+class DropoutCell(keras.layers.SimpleRNNCell):
+    def __init__(self):
+        super().__init__(3)
+        self.drop = keras.layers.Dropout(0.3)
+
+    def call(self, inputs, states, training=False):
+        output, states = super().call(inputs, states)
+        return self.drop(output, training=training), states
+
+
+class TracedBefore(keras.Model):
+    """Draws in a function of its own, and in the loop of a layer that is used twice."""
+
+    def __init__(self, memory):
+        super().__init__()
+        self.limited, self.drop = Limited(memory), keras.layers.Dropout(0.3)
+        self.recurrent = keras.layers.RNN(DropoutCell())
+        self.dense = keras.layers.Dense(2)
+        self(np.ones((1, 4), "float32"), training=True)
+
+    @tf.function(reduce_retracing=True)
+    def dropped(self, x, training):
+        return self.drop(x, training=training)
+
+    def call(self, x, training=False):
+        x = self.dropped(self.limited(x), training)[..., None]
+        return self.dense(self.recurrent(x, training=training) + self.recurrent(2.0 * x))
+
+
+def test_the_search_undoes_what_inner_graphs_draw():
+    model = compiled(TracedBefore, memory := Memory(), size=4)
+    fit(model, dense_data(24))
+    before, taken = state(model), len(memory.taken)
+    memory.limit = 5
+    model.microbatch_size = "auto"
+    model._automatic_size._search(model, tuple(map(tf.constant, dense_data(12))), 12)
+    assert len(memory.taken) > taken + 4
+    assert model.microbatch_size == 5
+    assert_same(state(model), before)
+    memory.drop_in(1, 3)
+    with pytest.warns(UserWarning, match="repeated with 3"):
+        model.train_on_batch(*dense_data(12))
+    expected = compiled(TracedBefore, Memory(), size=4)
+    fit(expected, dense_data(24))
+    expected.microbatch_size = 3
+    expected.train_on_batch(*dense_data(12))
+    assert_same(state(model), state(expected), rtol=1e-6)
+
+
 class Lazy(keras.Model):
     """Is built by its first batch."""
 
@@ -462,7 +511,9 @@ def test_a_loss_over_the_batch_gets_a_size_and_a_smaller_one(float64):
     """In the first pass, and in the second, when outputs and losses are there already."""
 
     def compares_rows(y, y_pred):
-        return tf.reduce_mean(tf.square(y_pred[:, None] - y[None]) * y_pred[None], 2)
+        nearest = tf.math.top_k(-tf.abs(y_pred[:, :1] - y_pred[:, 0]), 5)[0]  # needs five rows
+        pairs = tf.reduce_mean(tf.square(y_pred[:, None] - y[None]) * y_pred[None], 2)
+        return tf.reduce_mean(pairs, 1) - tf.reduce_mean(nearest, 1)
 
     data = dense_data(32)
     expected = seeded(lambda: smooth_model(Memory()))
@@ -566,6 +617,34 @@ def test_an_update_that_failed_is_not_repeated(steps):
     assert model.has_updated  # nothing waits
 
 
+def test_an_update_that_failed_is_not_repeated_after_another_search():
+    """The function that is used was traced before it."""
+    x, y = dense_data(12)
+    optimizer = Exhausting(0.1)
+    optimizer.memory = Memory()
+    model = compiled(smooth_model, memory := Memory(12), optimizer=optimizer)
+    model.train_on_batch(x[:6], y[:6])
+    model.train_on_batch(x, y)
+    assert model.microbatch_size == 12
+    memory.limit = 6
+    with pytest.warns(UserWarning, match="repeated with 6"):
+        model.train_on_batch(x, y)
+    optimizer.memory.drop_in(0, 0)
+    with pytest.raises(RuntimeError, match="in the update, with 6 rows"):
+        model.train_on_batch(x[:6], y[:6])
+
+
+def test_setting_it_again_traces_nothing_again_but_the_search():
+    model = compiled(smooth_model, Memory(5), size="auto")
+    counts = []
+    for _ in range(3):
+        model.train_on_batch(*dense_data(12))
+        counts.append(model._automatic_size)
+        model.microbatch_size = "auto"
+        assert model.microbatch_size == "auto"
+    assert counts[0] is counts[1] is counts[2]
+
+
 @pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=pytest.mark.sweep)])
 def test_replicas_have_one_size(replicas):
     data = dense_data(24)
@@ -603,6 +682,33 @@ def test_a_size_that_would_take_too_much_is_not_tried(size, monkeypatch, capsys)
     assert model.microbatch_size == size
     assert max(memory.taken) == size
     assert f"({size + 1} would take more memory than there is)" in capsys.readouterr().out
+
+
+def test_memory_that_the_process_still_holds_does_not_hide_what_rows_take(monkeypatch):
+    """The sums take 176 bytes and a row takes 10; 500 were freed before, and are taken first."""
+    budget = _budget.Budget(compiled(smooth_model, Memory(), size=None))
+    rise = 0
+    monkeypatch.setattr(_memory, "reset_peak_memory", lambda: None)
+    monkeypatch.setattr(_memory, "resident_memory", lambda: 5000)
+    monkeypatch.setattr(_memory, "peak_memory", lambda: 5000 + rise)
+    monkeypatch.setattr(_memory, "held_memory", lambda: 500)
+    monkeypatch.setattr(_memory, "available_memory", lambda: 700 / (1 - _budget._MARGIN))
+    budget.has_begun = True
+    fitting = []
+    for size in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+        rise = max(0, 176 + 10 * size - 500)
+        if not budget.allows(size):
+            break
+        with budget.measuring(size):
+            pass
+        assert budget.allowed(size)
+        fitting.append(size)
+    assert fitting[-1] == 64  # 128 rows would take 1456, and there are 1200
+    assert budget.allows(65)
+    rise = 701  # more than was foreseen
+    with budget.measuring(65):
+        pass
+    assert not budget.allowed(65)
 
 
 def test_what_rows_take_is_measured(monkeypatch, capsys):

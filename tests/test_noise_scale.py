@@ -16,7 +16,13 @@ import tensorflow as tf
 from helpers import assert_changed, dense_data, dense_model, scope, seeded
 from test_traces import make as make_counting
 
-from ga_model import AccumulatingModel, AccumulationScheduler, GradientNoiseScale, accumulate
+from ga_model import (
+    AccumulatingModel,
+    AccumulationScheduler,
+    GradientNoiseScale,
+    accumulate,
+    check_equivalence,
+)
 from ga_model._gradient_noise import Averages, squared_norm
 from ga_model._noise_scale import NoiseScale
 
@@ -512,6 +518,37 @@ def words(noise_scale, batch_size, norm=1.0, number=1000, unit="rows"):
     return str(NoiseScale(averages, 0.99, unit))
 
 
+def test_a_ready_callback_list_may_be_used_again():
+    """Keras tells its callbacks of the model once only."""
+    model = accumulate(dense_model())
+    model.compile("sgd", "mse")
+    schedule, noise = AccumulationScheduler({0: 1, 1: 3}), GradientNoiseScale()
+    ready = keras.callbacks.CallbackList([schedule, noise], True, model=model)
+    for _ in range(2):
+        model.accumulation_steps = 1
+        model.fit(*dense_data(32), batch_size=4, epochs=2, verbose=0, callbacks=ready)
+    assert noise.noise_scales
+    assert not model._is_scheduled
+
+
+def test_a_check_in_the_middle_leaves_it_on():
+    x, y = dense_data(24)
+
+    class Checks(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            check_equivalence(self.model, x, y, batch_size=8, microbatch_size=4)
+
+    measured = []
+    for callbacks in ([], [Checks()]):
+        model = accumulate(seeded(dense_model), microbatch_size=4)
+        model.compile("sgd", "mse")
+        noise = GradientNoiseScale()
+        model.fit(x, y, batch_size=8, epochs=3, verbose=0, callbacks=[noise, *callbacks])
+        (scale,) = noise.noise_scales.values()
+        measured.append(scale.averages.num_windows)
+    assert measured == [9, 9]
+
+
 def test_the_words_follow_from_the_paper():
     """Updates needed: 1 + B_noise / B times the least; rows: 1 + B / B_noise times the least."""
     text = words(1896.0, 128.0)
@@ -543,6 +580,17 @@ def test_the_words_tell_of_a_gradient_that_can_not_be_seen():
         assert "larger windows" in str(scale)
     assert "No noise was seen" in words(-1.0, 128.0)
     assert NoiseScale(Averages(-1.0, 2.0, 128.0, 3), 0.99, "rows").noise_scale == 0.0
+
+
+def test_the_words_hold_at_extremes():
+    assert "A window has 1,024:" in words(100.0, 1024.0)
+    assert "more than 1,000,000,000 rows" in words(1e25, 128.0)
+    assert "No noise was seen" in words(1e-6, 128.0)
+    tiny = Averages(1e-300, 1e300, 128.0, 3)
+    assert "No noise was seen" in str(NoiseScale(tiny, 0.99, "rows"))
+    for number, is_said in {1: True, 9: True, 100: False}.items():
+        text = str(NoiseScale(Averages(3.0, -1.0, 128.0, number), 0.99, "rows"))
+        assert ("may be chance" in text) == is_said
 
 
 def test_a_gradient_of_zero_is_hidden_by_noise_in_training_too():
