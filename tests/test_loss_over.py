@@ -174,8 +174,23 @@ def test_without_it_they_do_not(name, float64):
         assert difference(name, loss_over="microbatch") > 1e-2
 
 
-@pytest.mark.parametrize("way", [{"jit_compile": True}, {"run_eagerly": True}])
-@by_loss
+XLA, EAGER = {"jit_compile": True}, {"run_eagerly": True}
+
+
+def in_the_sweep(*arguments):
+    return pytest.param(*arguments, marks=pytest.mark.sweep)
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("in-batch InfoNCE", XLA),
+        ("in-batch InfoNCE", EAGER),
+        ("two outputs with masks of their own", EAGER),
+        *(in_the_sweep(n, XLA) for n in LOSSES if n != "in-batch InfoNCE"),
+        *(in_the_sweep(n, EAGER) for n in LOSSES if "InfoNCE" not in n and "masks" not in n),
+    ],
+)
 def test_they_match_under_xla_and_eagerly(name, way, float64):
     assert difference(name, **way) < TOLERANCE[float64]
 
@@ -325,16 +340,21 @@ def images_of_classes(rows):
 
 
 @pytest.mark.filterwarnings("ignore:BatchNormalization layers in training mode")
-@pytest.mark.parametrize("way", [{}, {"jit_compile": True}, {"run_eagerly": True}])
 @pytest.mark.parametrize(
-    ("make", "loss", "data"),
+    ("make", "loss", "data", "way"),
     [
-        (with_dropout, info_nce, pairs),
-        (with_augmentation, supervised_contrastive, images_of_classes),
-        (with_statistics, supervised_contrastive, classes),
-        (with_overwritten_weights, supervised_contrastive, classes),
-        (with_loops_and_branches, supervised_contrastive, sequences_of_classes),
-        (TracedBefore, supervised_contrastive, classes),
+        (make, loss, data, way)
+        if not way or make in (with_dropout, TracedBefore)
+        else in_the_sweep(make, loss, data, way)
+        for make, loss, data in [
+            (with_dropout, info_nce, pairs),
+            (with_augmentation, supervised_contrastive, images_of_classes),
+            (with_statistics, supervised_contrastive, classes),
+            (with_overwritten_weights, supervised_contrastive, classes),
+            (with_loops_and_branches, supervised_contrastive, sequences_of_classes),
+            (TracedBefore, supervised_contrastive, classes),
+        ]
+        for way in ({}, XLA, EAGER)
     ],
 )
 def test_both_passes_draw_the_same_numbers_and_change_statistics_once(
