@@ -305,7 +305,6 @@ class TwoPasses:
         if tf.executing_eagerly():
             if model._has_checked_outputs:
                 return
-            model._has_checked_outputs = True
         elif all(t.shape[1:].is_fully_defined() and t.shape[0] is None for t in outputs):
             return
         shapes = []
@@ -318,6 +317,7 @@ class TwoPasses:
             others = zip(few[1:], many[1:])
             if not has_rows or any(a != b and None not in (a, b) for a, b in others):
                 raise ValueError(_validate.outputs_message(model.name, few))
+        model._has_checked_outputs = True
 
     def _call(self, leaves: list[Any]) -> list[Any]:
         """Return the outputs of a microbatch in a graph that is only drawn."""
