@@ -629,20 +629,22 @@ def test_an_output_without_a_loss_has_no_gradient(way, float64):
 
 
 class Complex(keras.Model):
-    """A complex output, one that another number of rows reshapes, and a scale that decays."""
+    """A complex output, one that is reshaped, and what decays: a scale and a frozen layer."""
 
     def __init__(self):
         super().__init__()
         self.dense = layers.Dense(4, activation="tanh")
+        self.teacher = layers.Dense(4, trainable=False)
         self.scale = self.add_weight(shape=(), initializer="ones", trainable=False)
 
     def call(self, inputs, training=False):
-        hidden = self.dense(inputs) * self.scale
+        hidden = self.dense(inputs) * self.teacher(inputs) * self.scale
         same = tf.reshape(hidden, (tf.shape(hidden)[0], -1))  # of unknown size, but always 4
         return tf.complex(hidden, 2.0 * hidden), same
 
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        self.scale.assign(self.scale * 0.9)
+        for decaying in (self.scale, self.teacher.kernel):
+            decaying.assign(decaying * 0.9)
         return tf.reduce_mean(tf.square(tf.math.imag(y_pred[0]))) + tf.reduce_mean(
             supervised_contrastive(y, y_pred[1])
         )
