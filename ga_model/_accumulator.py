@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ga_model import _strategy, _sums, _validate
+from ga_model import _messages, _strategy, _sums, _validate
 from ga_model._gradient_noise import GradientNoise, Squares
 from ga_model._rows import Rows, sum_dtype
 from ga_model._sums import GradientSum
@@ -101,11 +101,11 @@ class GradientAccumulator:
         """
         if not (_is_list(gradients) and _is_list(variables)):
             types = [f"{type(value).__name__!r}" for value in (gradients, variables)]
-            raise TypeError(_validate.lengths_message(*types))
+            raise TypeError(_messages.lengths_message(*types))
         gradients, variables = list(gradients), list(variables)
         is_sum = weight is None
         if not (is_sum or _is_scalar_number(weight)):
-            raise ValueError(_validate.weight_message(weight))
+            raise ValueError(_messages.weight_message(weight))
         in_unit = _sums.in_unit(1.0 if is_sum else weight, self._unit)
         part = GradientSum.of(gradients, variables, in_unit, scale=not is_sum)
         self._add_sum(part, variables, is_sum)
@@ -230,11 +230,11 @@ class GradientAccumulator:
             RuntimeError: traced in a `tf.function` before any gradient was added.
         """
         if isinstance(optimizer, type) or not hasattr(optimizer, "apply"):
-            raise TypeError(_validate.not_an_optimizer_message(optimizer))
+            raise TypeError(_messages.not_an_optimizer_message(optimizer))
         _validate.check_single_accumulation([optimizer])
         if not self._variables:
             if not tf.executing_eagerly():
-                raise RuntimeError(_validate.empty_apply_message())
+                raise RuntimeError(_messages.empty_apply_message())
             return
         variables = self._variables
 
@@ -257,7 +257,7 @@ class GradientAccumulator:
 
     def _check_is_on_replica(self) -> None:
         if _strategy.current() is not self._strategy or not _strategy.is_on_replica():
-            raise ValueError(_validate.accumulator_scope_message())
+            raise ValueError(_messages.accumulator_scope_message())
 
     def _is_for(self, variables: Sequence[Any]) -> bool:
         """Return whether `variables` are those whose gradients are summed, in the same order."""
@@ -274,16 +274,16 @@ class GradientAccumulator:
             )
             return
         if not self._is_for(variables):
-            raise ValueError(_validate.unknown_variables_message())
+            raise ValueError(_messages.unknown_variables_message())
         if is_sum != self._is_sum:
-            raise ValueError(_validate.mixed_weights_message())
+            raise ValueError(_messages.mixed_weights_message())
         late = [
             variable
             for variable, value, buffer in zip(variables, part.values(), self._buffers)
             if value is not None and buffer is None
         ]
         if late:
-            raise RuntimeError(_validate.late_gradient_message(late))
+            raise RuntimeError(_messages.late_gradient_message(late))
 
 
 def _is_list(values: Any) -> bool:
@@ -310,7 +310,7 @@ def _check_shapes(pairs: Sequence[tuple[Any, Any]]) -> None:
     for value, variable in pairs:
         shape = getattr(value, "shape", None)
         if shape is not None and not tf.TensorShape(variable.shape).is_compatible_with(shape):
-            raise ValueError(_validate.gradient_message(value, variable))
+            raise ValueError(_messages.gradient_message(value, variable))
 
 
 def _nothing(value: Any, variable: Any) -> Any:

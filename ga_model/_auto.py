@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import keras
 import tensorflow as tf
 
-from ga_model import _step, _strategy, _validate
+from ga_model import _messages, _step, _strategy, _validate
 from ga_model._budget import Budget
 from ga_model._microbatch import Batch, count_rows
 from ga_model._randomness import same_random_state
@@ -109,14 +109,14 @@ class AutomaticSize:
         """Let a batch that failed be repeated in smaller microbatches, or raise."""
         size = min(model._microbatch_size, rows)
         if any(bool(mark.numpy()) for mark in _strategy.copies(self._has_sums)):
-            _raise_from(error, _validate.torn_message(model.name, size))
+            _raise_from(error, _messages.torn_message(model.name, size))
         for variable, value in zip(self._variables, values):
             variable.assign(value)
         if size == 1:
-            _raise_from(error, _validate.no_row_message(model.name))
+            _raise_from(error, _messages.no_row_message(model.name))
         self.is_whole = False
         model._microbatch_size = (size + 1) // 2
-        _validate.warn(_validate.halved_message(model.name, size, model._microbatch_size))
+        _validate.warn(_messages.halved_message(model.name, size, model._microbatch_size))
 
     # Inside of it.
 
@@ -127,7 +127,7 @@ class AutomaticSize:
         if (trial := getattr(_local, "trial", None)) is not None:
             return trial(model, train_step, data, window)
         if model._microbatch_size is None:
-            raise RuntimeError(_validate.no_size_message(model.name))
+            raise RuntimeError(_messages.no_size_message(model.name))
         return _step.run(model, train_step, data, window, self._note_sums)
 
     def _note_sums(self, tensors: list[Any]) -> Any:
@@ -150,10 +150,10 @@ class AutomaticSize:
                 size, failed = _largest(trials.fits, rows)
         self._before, self._variables = None, trials.changed
         if size == 0:
-            _raise_from(trials.error, _validate.no_row_message(model.name))
+            _raise_from(trials.error, _messages.no_row_message(model.name))
         self.is_whole, self._rows = failed is None, rows
         model._microbatch_size = size
-        print(_validate.found_message(size, failed, trials.error is not None), flush=True)
+        print(_messages.found_message(size, failed, trials.error is not None), flush=True)
 
 
 def _largest(fits: Callable[[int], bool], most: int) -> tuple[int, int | None]:
@@ -198,10 +198,11 @@ class _Trials:
         self._step: Any = self._steps
         used: list[Any] = []
         if not model.run_eagerly:
-            if model.loss_over == "batch":
-                used += self._trace()[1].graph.variables
-                self._is_loss_left_out = True
-            self._step, concrete = self._trace()
+            with same_random_state():
+                if model.loss_over == "batch":
+                    used += self._trace()[1].graph.variables
+                    self._is_loss_left_out = True
+                self._step, concrete = self._trace()
             used += concrete.graph.variables
         self._is_loss_left_out = model.loss_over == "batch"
         known = [*model.variables, *model.metrics_variables]

@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from ga_model import _strategy, _validate
+from ga_model import _messages, _strategy, _validate
 from ga_model._recorder import optimizers_in
 
 
@@ -67,7 +67,7 @@ def closing_windows(model: Any, callbacks: Any) -> Iterator[Any]:
     try:
         yield callbacks
         if not (close_window.has_begun or model.has_updated):
-            model._warn_once(_validate.open_window_message(model.name))
+            model._warn_once(_messages.open_window_message(model.name))
     except BaseException as error:  # KeyboardInterrupt, too, leaves nothing behind
         model._discard_window()
         _strategy.explain(error, model.distribute_strategy)
@@ -131,7 +131,7 @@ class AccumulationScheduler(keras.callbacks.Callback):
 
     def set_model(self, model: Any) -> None:
         if not hasattr(model, "close_window"):
-            raise TypeError(_validate.not_accumulating_message(model.name))
+            raise TypeError(_messages.not_accumulating_message(model.name))
         _validate.check_single_accumulation(optimizers_in(vars(model)), self._most)
         super().set_model(model)
 

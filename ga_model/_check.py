@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from ga_model import _diagnosis, _strategy, _validate
+from ga_model import _diagnosis, _messages, _strategy
 from ga_model._equivalence_report import EquivalenceReport, VariableDifference
 from ga_model._plan import Plan, as_tensor, make_plan
 from ga_model._randomness import Randomness, shared_randomness
@@ -285,7 +285,7 @@ def _build(model: Any, plan: Plan) -> Sequence[Any]:
             _strategy.build_optimizer(model.optimizer, model.trainable_variables)
     unbuilt = [o.name for o in optimizers_in(vars(model)) if not o.built]
     if unbuilt:
-        raise RuntimeError(_validate.unbuilt_message(unbuilt))
+        raise RuntimeError(_messages.unbuilt_message(unbuilt))
     return []
 
 

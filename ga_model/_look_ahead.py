@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ga_model import _strategy, _validate, _weights
+from ga_model import _messages, _strategy, _weights
 from ga_model._logs import MetricCalls
 from ga_model._loop import loop
 from ga_model._microbatch import Batch
@@ -76,13 +76,13 @@ def check_step_for(model: Any, loss_over: str) -> None:
     if loss_over != "batch":
         return
     if not is_of_keras(model, "train_step"):
-        raise ValueError(_validate.own_step_message(model.name, "train_step"))
+        raise ValueError(_messages.own_step_message(model.name, "train_step"))
     mro = type(model).__mro__
     calls = [
         vars(c)["__call__"].__module__.startswith("ga_model") for c in mro if "__call__" in vars(c)
     ]
     if any(calls) and not calls[0]:
-        raise ValueError(_validate.own_step_message(model.name, "__call__"))
+        raise ValueError(_messages.own_step_message(model.name, "__call__"))
 
 
 def is_of_keras(model: Any, name: str) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ga_model import _validate
+from ga_model import _messages
 
 
 class Batch:
@@ -52,7 +52,7 @@ class Batch:
             return
         self.size = size
         if not split or rows:
-            raise ValueError(_validate.rows_message([tuple(leaf.shape) for leaf in split]))
+            raise ValueError(_messages.rows_message([tuple(leaf.shape) for leaf in split]))
         is_known = not tf.is_tensor(size)
         self.is_long = not is_known or self.static_rows is None or self.static_rows > size
         self.is_split = self.is_long and not is_whole
@@ -60,7 +60,7 @@ class Batch:
         self._rows_of_parts: int | None = size if has_even_parts else None
         counts = [rows_of(leaf) for leaf in split]
         checks = [
-            tf.debugging.assert_equal(count, counts[0], _validate.rows_message(None))
+            tf.debugging.assert_equal(count, counts[0], _messages.rows_message(None))
             for count in counts[1:]
             if any(leaf.shape.rank is None or leaf.shape[0] is None for leaf in split)
         ]

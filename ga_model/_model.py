@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
-from ga_model import _step, _strategy, _validate
+from ga_model import _messages, _step, _strategy, _validate
 from ga_model._attributes import CompiledLossAttribute, RecordedAttribute, watch_attributes
 from ga_model._auto import AutomaticSize
 from ga_model._callbacks import closing_windows
@@ -122,12 +122,12 @@ class AccumulatingModel(_Base):
         if _Trainer not in mro and any(
             base is not object and not issubclass(base, AccumulatingModel) for base in cls.__bases__
         ):
-            raise TypeError(_validate.no_keras_model_message(cls.__name__))
+            raise TypeError(_messages.no_keras_model_message(cls.__name__))
         if _Trainer in mro and mro.index(_Trainer) < mro.index(AccumulatingModel):
-            raise TypeError(_validate.wrong_side_message(cls.__name__))
+            raise TypeError(_messages.wrong_side_message(cls.__name__))
         for name in ("accumulation_steps", "microbatch_size", "skip_nonfinite", "loss_over"):
             if not hasattr(value := inspect.getattr_static(cls, name), "__set__"):
-                raise TypeError(_validate.class_attribute_message(cls.__name__, name, value))
+                raise TypeError(_messages.class_attribute_message(cls.__name__, name, value))
         owner = next(c for c in mro if "train_step" in c.__dict__)
         if owner is cls or not issubclass(owner, AccumulatingModel):
             cls.train_step = _accumulated(owner.__dict__["train_step"])  # type: ignore[method-assign]
@@ -139,7 +139,7 @@ class AccumulatingModel(_Base):
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         # Keras calls `__new__` of every base when it makes a functional model of a subclass.
         if not issubclass(cls, _Trainer) and not cls.__subclasses__():
-            raise TypeError(_validate.no_keras_model_message(cls.__name__))
+            raise TypeError(_messages.no_keras_model_message(cls.__name__))
         return super().__new__(cls, *args, **kwargs)
 
     # What users call.
@@ -345,7 +345,7 @@ class AccumulatingModel(_Base):
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         if "callbacks" not in parameters and not takes_any:
             if self._accumulation_steps > 1:
-                raise TypeError(_validate.own_fit_message(self.name))
+                raise TypeError(_messages.own_fit_message(self.name))
             return super().fit(*args, **kwargs)
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         positional = [name for name, p in parameters.items() if p.kind in kinds]
@@ -368,7 +368,7 @@ class AccumulatingModel(_Base):
         train_step: Any = super().train_step
         is_keras_own = getattr(train_step, "__func__", None) is keras.Model.train_step
         if is_keras_own and self.trainable_weights and self.optimizer is None:
-            raise RuntimeError(_validate.no_optimizer_message(self.name))
+            raise RuntimeError(_messages.no_optimizer_message(self.name))
         return getattr(train_step, "python_function", train_step)(data)  # of a `tf.function`
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -485,7 +485,7 @@ class AccumulatingModel(_Base):
 
     def _check_step(self) -> None:
         if "train_step" in vars(self) and not self._is_plain():
-            raise TypeError(_validate.instance_step_message(self.name))
+            raise TypeError(_messages.instance_step_message(self.name))
 
     def _check_strategy(self) -> None:
         _strategy.check(self, optimizers_in(vars(self)))
@@ -496,7 +496,7 @@ class AccumulatingModel(_Base):
             layers = self._batch_normalization_layers()
             names = [layer.name for layer in layers if getattr(layer, "synchronized", False)]
             if names:
-                raise ValueError(_validate.synchronized_message(names))
+                raise ValueError(_messages.synchronized_message(names))
 
     def _warn_once(self, message: str) -> None:
         """Warn, unless the present `compile` has seen the same warning."""
@@ -506,7 +506,7 @@ class AccumulatingModel(_Base):
 
     def _warn_of_skipped(self) -> None:
         if self.num_skipped_microbatches:
-            self._warn_once(_validate.skipped_message(self.name))
+            self._warn_once(_messages.skipped_message(self.name))
 
     def _warn_of_batch_normalization(self) -> None:
         is_whole = self._microbatch_size is None or (
@@ -518,7 +518,7 @@ class AccumulatingModel(_Base):
             return
         names = [layer.name for layer in self._batch_normalization_layers()]
         if names:
-            self._warn_once(_validate.batch_normalization_message(names))
+            self._warn_once(_messages.batch_normalization_message(names))
 
     def _batch_normalization_layers(self) -> list[Any]:
         """Return those that train."""

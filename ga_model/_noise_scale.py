@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import keras
 
-from ga_model import _validate
+from ga_model import _messages, _validate
 from ga_model._gradient_noise import Averages, GradientNoise
 
 _LOG = "gradient_noise_scale"
@@ -194,7 +194,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
 
     def set_model(self, model: Any) -> None:
         if not hasattr(model, "close_window"):
-            raise TypeError(_validate.no_microbatches_message(model.name))
+            raise TypeError(_messages.no_microbatches_message(model.name))
         super().set_model(model)
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -202,10 +202,10 @@ class GradientNoiseScale(keras.callbacks.Callback):
         is_split = model.microbatch_size is not None and model.loss_over == "microbatch"
         if not (model.accumulation_steps > 1 or is_split or model._is_scheduled):
             settings = model.microbatch_size, model.loss_over
-            raise ValueError(_validate.no_second_microbatch_message(model.name, *settings))
+            raise ValueError(_messages.no_second_microbatch_message(model.name, *settings))
         noise = model._gradient_noise = model._gradient_noise or GradientNoise()
         if noise.asked_by not in (None, self):
-            raise RuntimeError(_validate.measured_twice_message(model.name))
+            raise RuntimeError(_messages.measured_twice_message(model.name))
         noise.start(self, self._decay)
         self._noise = noise
 
@@ -213,7 +213,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
         scales = self.noise_scales
         is_measured = any(scale.averages.num_windows for scale in scales.values())
         if not (is_measured or self.model._is_scheduled):
-            self.model._warn_once(_validate.nothing_measured_message(self.model.name))
+            self.model._warn_once(_messages.nothing_measured_message(self.model.name))
         if logs is None:
             return
         if len(scales) < 2:
@@ -263,7 +263,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
         """Return what was measured for the only optimizer, also if that is nothing yet."""
         scales = self.noise_scales
         if len(scales) > 1:
-            raise ValueError(_validate.several_noise_scales_message(list(scales)))
+            raise ValueError(_messages.several_noise_scales_message(list(scales)))
         nothing = NoiseScale(Averages.of_nothing(), self._decay, self._unit)
         return next(iter(scales.values()), nothing)
 

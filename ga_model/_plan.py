@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ga_model import _strategy, _validate
+from ga_model import _messages, _strategy, _validate
 from ga_model._look_ahead import check_step_for
 from ga_model._recorder import optimizers_in
 
@@ -71,12 +71,12 @@ def make_plan(
 ) -> Plan:
     """Check all arguments, and take the rows that are needed."""
     if not isinstance(model, keras.Model):
-        raise TypeError(_validate.not_a_model_message(model, "check_equivalence"))
+        raise TypeError(_messages.not_a_model_message(model, "check_equivalence"))
     if not model.compiled:
-        raise RuntimeError(_validate.not_compiled_message(model.name))
+        raise RuntimeError(_messages.not_compiled_message(model.name))
     with model.distribute_strategy.scope():
         if _strategy.num_replicas() > 1:
-            raise NotImplementedError(_validate.one_device_message(model.name))
+            raise NotImplementedError(_messages.one_device_message(model.name))
     batch_size = _validate.check_integer("batch_size", batch_size)
     updates = _validate.check_integer("updates", updates)
     if accumulation_steps is None:
@@ -92,14 +92,14 @@ def make_plan(
     )
     check_step_for(model, over)
     if size == "auto":
-        raise ValueError(_validate.unknown_size_message(model.name))
+        raise ValueError(_messages.unknown_size_message(model.name))
     rows = _validate.check_rows(data, keras.tree.flatten(data))
     if data[1] is None and vars(model).get("_compile_loss") is not None:
-        raise ValueError(_validate.no_targets_message(model.name))
+        raise ValueError(_messages.no_targets_message(model.name))
     plan = Plan(data, rows, batch_size, steps, size, skip, over, updates)
     plan = plan._replace(rows=min(rows, plan.window_rows * updates))
     if min(plan.rows, plan.window_rows) <= plan.microbatch_rows:
-        raise ValueError(_validate.one_microbatch_message(rows, batch_size, steps, size))
+        raise ValueError(_messages.one_microbatch_message(rows, batch_size, steps, size))
     plan = plan._replace(data=plan.slice(0, plan.rows))
     return plan._replace(updates=-(-plan.rows // plan.window_rows))
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from ga_model import _logs, _strategy, _sums, _validate, _weights
+from ga_model import _logs, _messages, _strategy, _sums, _validate, _weights
 from ga_model._observed_loss import observed
 from ga_model._stand_in import StandIn
 from ga_model._sums import GradientSum
@@ -157,9 +157,9 @@ class Recording:
     def apply(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         """Keep the gradients of an `optimizer.apply`."""
         if self._graph not in (None, tf.compat.v1.get_default_graph()):
-            raise RuntimeError(_validate.inner_graph_message(self.model.name))
+            raise RuntimeError(_messages.inner_graph_message(self.model.name))
         if any(target.optimizer is optimizer for target in self.targets):
-            raise RuntimeError(_validate.applied_twice_message(self.model.name, optimizer.name))
+            raise RuntimeError(_messages.applied_twice_message(self.model.name, optimizer.name))
         _validate.check_single_accumulation([optimizer], self.model.accumulation_steps)
         _validate.check_single_finite_check([optimizer], self.model.skip_nonfinite)
         _strategy.build_optimizer(optimizer, variables)
@@ -169,12 +169,12 @@ class Recording:
         else:
             terms = self.loss_terms()
             if not terms.is_plain:
-                self.model._warn_once(_validate.not_scaled_message(self.model.name))
+                self.model._warn_once(_messages.not_scaled_message(self.model.name))
             weight = self._in_unit(optimizer, terms.weight)
         is_sum = terms.weight is None
         noise_of = None if self.model._measured_noise is None else optimizer
         if noise_of is not None and is_sum:
-            raise ValueError(_validate.noise_of_sum_message(self.model.name))
+            raise ValueError(_messages.noise_of_sum_message(self.model.name))
         self.targets.append(Target(optimizer, list(variables), is_sum))
         scale = not (is_folded or is_sum)
         self.sums.append(GradientSum.of(list(gradients), variables, weight, scale, noise_of))
@@ -211,7 +211,7 @@ class Recording:
         passed_by = [o for o, before in self._unseen if self._clock(o) != before]
         if passed_by or (not self.targets and self.model.trainable_weights):
             names = [o.name for o in passed_by]
-            raise RuntimeError(_validate.not_recorded_message(self.model.name, names))
+            raise RuntimeError(_messages.not_recorded_message(self.model.name, names))
 
     def _clock(self, optimizer: Any) -> Any:
         """Return something that an `apply` of the optimizer changes."""
@@ -251,7 +251,7 @@ class Recording:
             whole,
         )
         if terms.mismatch and not self._position.is_window:
-            self.model._warn_once(_validate.one_weight_message(terms.exact, terms.mismatch))
+            self.model._warn_once(_messages.one_weight_message(terms.exact, terms.mismatch))
         return terms
 
     def _num_rows(self) -> Any:

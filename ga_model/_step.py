@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from ga_model import _strategy, _validate, _weights
+from ga_model import _messages, _strategy, _weights
 from ga_model._logs import BatchLogs
 from ga_model._look_ahead import look_ahead
 from ga_model._loop import loop
@@ -252,7 +252,7 @@ class Step:
         present = [[value is not None for value in s.values()] for s in sums]
         if self.targets:
             if [id(t.optimizer) for t in targets] != [id(t.optimizer) for t in self.targets]:
-                raise RuntimeError(_validate.changing_targets_message(self._model.name))
+                raise RuntimeError(_messages.changing_targets_message(self._model.name))
             late = [
                 variable
                 for target, *flags in zip(targets, self._present, present)
@@ -260,7 +260,7 @@ class Step:
                 if now and not before
             ]
             if late:
-                raise RuntimeError(_validate.late_gradient_message(late))
+                raise RuntimeError(_messages.late_gradient_message(late))
         else:
             self._present = present
         self.targets = targets

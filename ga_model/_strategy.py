@@ -36,7 +36,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import reduce_per_replica
 from keras.src.losses.loss import scale_loss_for_distribution
 
-from ga_model import _validate
+from ga_model import _messages
 
 _MIRRORED = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
 _TRIED = (tf.distribute.OneDeviceStrategy, *_MIRRORED)
@@ -64,19 +64,19 @@ def check(model: Any, optimizers: Sequence[Any]) -> None:
             elsewhere.append(f"the optimizer {inner.name!r}")
     if elsewhere:
         elsewhere = list(dict.fromkeys(elsewhere))  # optimizers are in several attributes
-        raise ValueError(_validate.scope_message(elsewhere, type(strategy).__name__))
+        raise ValueError(_messages.scope_message(elsewhere, type(strategy).__name__))
 
 
 def check_is_tried(strategy: tf.distribute.Strategy) -> None:
     """Raise NotImplementedError for a strategy that accumulation was not tried with."""
     if not isinstance(strategy, _TRIED):
-        raise NotImplementedError(_validate.strategy_message(type(strategy).__name__))
+        raise NotImplementedError(_messages.strategy_message(type(strategy).__name__))
 
 
 def check_can_search(strategy: Any) -> None:
     """Raise NotImplementedError where workers would have to agree on a size."""
     if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
-        raise NotImplementedError(_validate.workers_size_message())
+        raise NotImplementedError(_messages.workers_size_message())
 
 
 def current() -> tf.distribute.Strategy:
@@ -353,7 +353,7 @@ def check_same_epoch(strategy: Any, epoch: int) -> None:
     here = tf.constant([epoch, epoch**2], tf.int64)
     total, total_of_squares = strategy.reduce("SUM", here, axis=None).numpy()
     if total**2 != total_of_squares * strategy.num_replicas_in_sync:
-        raise RuntimeError(_validate.epochs_message(epoch))
+        raise RuntimeError(_messages.epochs_message(epoch))
 
 
 def explain(error: BaseException, strategy: Any) -> None:
@@ -361,7 +361,7 @@ def explain(error: BaseException, strategy: Any) -> None:
     if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy) and (
         isinstance(error, tf.errors.UnavailableError) or "ollective ops is aborted" in str(error)
     ):
-        error.add_note(_validate.worker_message())
+        error.add_note(_messages.worker_message())
 
 
 def run_if(condition: Any, function: Callable[[], Any]) -> None:

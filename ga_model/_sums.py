@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from ga_model import _strategy, _validate
+from ga_model import _messages, _strategy
 from ga_model._gradient_noise import Squares
 from ga_model._rows import Rows, sum_dtype
 
@@ -119,7 +119,7 @@ class GradientSum(NamedTuple):
         """
         if len(gradients) != len(variables):
             counts = f"{len(gradients)} gradients", f"{len(variables)} variables"
-            raise ValueError(_validate.lengths_message(*counts))
+            raise ValueError(_messages.lengths_message(*counts))
         maxima = [g if overwrites(v) else None for g, v in zip(gradients, variables)]
         gradients = [None if overwrites(v) else g for g, v in zip(gradients, variables)]
         if scale:

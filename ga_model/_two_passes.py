@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from ga_model import _lists, _sums, _validate
+from ga_model import _lists, _messages, _sums
 from ga_model._loop import loop
 from ga_model._microbatch import Batch, rows_of
 from ga_model._recorder import unrecorded
@@ -287,10 +287,10 @@ class TwoPasses:
         rows, name = num_rows(self._batch.pack(leaves)), self._model.name
         checks = []
         for number, tensor in enumerate(outputs):
-            message = _validate.outputs_message(name, tensor.shape)
+            message = _messages.outputs_message(name, tensor.shape)
             checks.append(tf.debugging.assert_equal(rows_of(tensor), rows, message))
             if shapes is not None and not tensor.shape[1:].is_fully_defined():
-                message = _validate.other_shape_message(name, tensor.shape)
+                message = _messages.other_shape_message(name, tensor.shape)
                 shape = tf.shape(tensor)[1:]
                 checks.append(tf.debugging.assert_equal(shape, shapes[number], message))
         return [check for check in checks if check is not None]
@@ -316,7 +316,7 @@ class TwoPasses:
             has_rows = few[0] in (3, None) and many[0] in (5, None)
             others = zip(few[1:], many[1:])
             if not has_rows or any(a != b and None not in (a, b) for a, b in others):
-                raise ValueError(_validate.outputs_message(model.name, few))
+                raise ValueError(_messages.outputs_message(model.name, few))
         model._has_checked_outputs = True
 
     def _call(self, leaves: list[Any]) -> list[Any]:
@@ -396,11 +396,11 @@ def _check_call(model: str, outputs: list[Any]) -> None:
     """
     for output in outputs:
         if not isinstance(output, tf.Tensor) or output.shape.rank == 0:
-            raise ValueError(_validate.outputs_message(model, getattr(output, "shape", None)))
+            raise ValueError(_messages.outputs_message(model, getattr(output, "shape", None)))
     if not tf.executing_eagerly():
         graph = tf.compat.v1.get_default_graph()
         nodes = [op.node_def for op in graph.get_operations()]
         nodes += [n for f in graph.as_graph_def().library.function for n in f.node_def]
         unseeded = sorted({node.op for node in nodes if _UNSEEDED.match(node.op)})
         if unseeded:
-            raise ValueError(_validate.unseeded_message(model, unseeded))
+            raise ValueError(_messages.unseeded_message(model, unseeded))

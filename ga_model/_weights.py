@@ -62,7 +62,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from ga_model import _validate
+from ga_model import _messages
 from ga_model._microbatch import rows_of
 
 
@@ -176,7 +176,7 @@ def combine(
         weight, kind = (None, "sum") if is_sum else (rows, "rows")
         terms = [*terms, Term(name, weight, kind, value)]
     if len(terms) > 1 and any(term.kind == "none" for term in terms):
-        raise ValueError(_validate.unreduced_message([term.name for term in terms]))
+        raise ValueError(_messages.unreduced_message([term.name for term in terms]))
     means = [term for term in terms if term.weight is not None]
     if terms and not means:
         return LossTerms(None, [], regularization, [term.name for term in terms], [])
@@ -214,6 +214,6 @@ def rule(weight: Any, regularization: list[Any]) -> LossTerms:
     """Return what a rule of the user's own asks for: a weight, or "sum"."""
     if isinstance(weight, str):
         if weight != "sum":
-            raise ValueError(_validate.bad_rule_message(weight))
+            raise ValueError(_messages.bad_rule_message(weight))
         return LossTerms(None, [], regularization, [], [])
     return LossTerms(weight, [], [], [], [])

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import keras
 
-from ga_model import _validate
+from ga_model import _messages, _validate
 from ga_model._look_ahead import check_step_for
 from ga_model._model import AccumulatingModel
 from ga_model._recorder import optimizers_in
@@ -64,7 +64,7 @@ def accumulate(
     ```
     """
     if not isinstance(model, keras.Model):
-        raise TypeError(_validate.not_a_model_message(model))
+        raise TypeError(_messages.not_a_model_message(model))
     steps, size, skip, over = _validate.check_settings(
         1 if accumulation_steps is None else accumulation_steps,
         microbatch_size,

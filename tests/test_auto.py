@@ -6,6 +6,7 @@ allocation that fails takes ten seconds, because TensorFlow waits for memory to 
 in the sweep.
 """
 
+import random
 import re
 import warnings
 
@@ -209,6 +210,27 @@ def test_the_search_leaves_everything_as_it_was(eager):
     if eager:  # where nothing tells of variables that are not Keras's
         before.pop("raw"), after.pop("raw")
     assert_same(after, before)
+
+
+class DrawsInPython(keras.layers.Layer):
+    def call(self, x):
+        return x * (1.0 + 0.1 * np.random.rand() + 0.1 * random.random())
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_the_search_leaves_the_random_state_of_python_and_numpy(eager):
+    """Eagerly every trial draws, and in a graph every trace."""
+
+    def make(memory):
+        return keras.Sequential([smooth_model(memory), DrawsInPython()])
+
+    model = compiled(make, Memory(5), run_eagerly=eager)
+    model.optimizer.build(model.trainable_variables)
+    fit(model, dense_data(12))
+    before = random.getstate(), np.random.get_state()[1].tolist()
+    model._automatic_size._search(model, tuple(map(tf.constant, dense_data(12))), 12)
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before
+    assert model.microbatch_size == 5
 
 
 class DropoutCell(keras.layers.SimpleRNNCell):
