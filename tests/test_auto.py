@@ -707,25 +707,25 @@ def test_a_size_that_would_take_too_much_is_not_tried(size, monkeypatch, capsys)
 
 
 def test_memory_that_the_process_still_holds_does_not_hide_what_rows_take(monkeypatch):
-    """The sums take 176 bytes and a row takes 10; 500 were freed before, and are taken first."""
+    """The sums take 176 bytes and a row takes 10; 700 were freed before, and are taken first."""
     budget = _budget.Budget(compiled(smooth_model, Memory(), size=None))
     rise = 0
     monkeypatch.setattr(_memory, "reset_peak_memory", lambda: None)
     monkeypatch.setattr(_memory, "resident_memory", lambda: 5000)
     monkeypatch.setattr(_memory, "peak_memory", lambda: 5000 + rise)
-    monkeypatch.setattr(_memory, "held_memory", lambda: 500)
+    monkeypatch.setattr(_memory, "held_memory", lambda: 700)
     monkeypatch.setattr(_memory, "available_memory", lambda: 700 / (1 - _budget._MARGIN))
     budget.has_begun = True
     fitting = []
     for size in (1, 2, 4, 8, 16, 32, 64, 128, 256):
-        rise = max(0, 176 + 10 * size - 500)
+        rise = max(0, 176 + 10 * size - 700)
         if not budget.allows(size):
             break
         with budget.measuring(size):
             pass
         assert budget.allowed(size)
         fitting.append(size)
-    assert fitting[-1] == 64  # 128 rows would take 1456, and there are 1200
+    assert fitting[-1] == 64  # 128 rows would take 1456, and there are 1400
     assert budget.allows(65)
     rise = 701  # more than was foreseen
     with budget.measuring(65):
