@@ -28,7 +28,7 @@ from ga_model._budget import Budget
 from ga_model._microbatch import Batch, count_rows
 from ga_model._randomness import same_random_state
 from ga_model._recorder import optimizers_in, unpack
-from ga_model._two_passes import called, state_of
+from ga_model._two_passes import called
 from ga_model._window import Window
 
 _local = threading.local()  # replicas are traced in threads of their own
@@ -182,7 +182,8 @@ class _Trials:
 
     Attributes:
         error: the last failure, if any was not predicted.
-        changed: after `undone`, the variables that a step may change before its update.
+        changed: after `undone`, the variables that a step may change before its update: all but
+            trained weights and optimizers' variables, and of these what trials have changed.
     """
 
     def __init__(self, model: Any, batch: Any) -> None:
@@ -205,13 +206,13 @@ class _Trials:
                 self._step, concrete = self._trace()
             used += concrete.graph.variables
         self._is_loss_left_out = model.loss_over == "batch"
-        known = [*model.variables, *model.metrics_variables]
-        known += [v for o in optimizers_in(vars(model)) for v in o.variables]
-        known_ids = {id(copy) for copy in _strategy.copies_of_all(known)}
-        # Keras's own tell what a call may change, frozen weights left out; of others all that a
-        # graph uses may be it.
-        others = [variable for variable in used if id(variable) not in known_ids]
-        self.changed = [*_strategy.copies_of_all(state_of(model)), *others]
+        trained = [v for o in optimizers_in(vars(model)) for v in o.variables]
+        self._trained = _strategy.copies_of_all([*model.trainable_variables, *trained])
+        state = [*model.non_trainable_variables, *model.metrics_variables]
+        copies = {id(copy): copy for copy in [*_strategy.copies_of_all(state), *used]}
+        for copy in self._trained:
+            copies.pop(id(copy), None)
+        self.changed = list(copies.values())
         self._budget = Budget(model)
         self._runs = 2 if model.jit_compile else 1  # the first one compiles
 
@@ -223,14 +224,13 @@ class _Trials:
     @contextlib.contextmanager
     def undone(self) -> Iterator[None]:
         """Put back what trials change: variables, and the random state of Python and NumPy."""
-        weights = _strategy.copies_of_all(self._model.trainable_variables)
-        variables = [*weights, *self.changed]
+        variables = [*self._trained, *self.changed]
         values = [tf.identity(variable) for variable in variables]  # not copied before it changes
         try:
             with same_random_state():
                 yield
         finally:
-            for variable, value in zip(weights, values):  # that layers overwrite
+            for variable, value in zip(self._trained, values):  # that the step itself writes to
                 if not bool(tf.reduce_all(tf.equal(variable, value))):
                     self.changed.append(variable)
             for variable, value in zip(variables, values):

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from ga_model import _lists, _messages, _sums
+from ga_model import _lists, _messages, _strategy, _sums
 from ga_model._loop import loop
 from ga_model._microbatch import Batch, rows_of
 from ga_model._recorder import unrecorded
@@ -204,7 +204,7 @@ class TwoPasses:
 
     def _first(self, leaves: list[Any]) -> _Part:
         """Call the model on one microbatch, and note what it changes."""
-        with _Noted(noted=state_of(self._model)) as scope:
+        with _Noted(noted=_state_of(self._model)) as scope:
             outputs = called(self._model, self._batch.pack(leaves))
         tensors = _leaves(outputs)
         _check_call(self._model.name, tensors)
@@ -344,15 +344,18 @@ def called(model: Any, x: Any) -> Any:
         return model(x, training=True) if model._call_has_training_arg else model(x)
 
 
-def state_of(model: Any) -> list[Any]:
+def _state_of(model: Any) -> list[Any]:
     """Return what a call of the model may change: seeds, statistics, counters, metrics.
 
-    Not among them are frozen weights, which may be large.
+    Not among them are frozen weights, which may be large; nor with several replicas what these
+    would have to exchange.
     """
     layers = model._flatten_layers()
     variables = [variable for layer in layers for variable in layer._non_trainable_variables]
     variables += [generator.state for layer in layers for generator in layer._seed_generators]
     variables += model.metrics_variables
+    if _strategy.num_replicas() > 1:
+        variables = [v for v in variables if v.aggregation in (None, "none")]
     return list({id(variable): variable for variable in variables}.values())
 
 

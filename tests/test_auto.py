@@ -233,6 +233,62 @@ def test_the_search_leaves_the_random_state_of_python_and_numpy(eager):
     assert model.microbatch_size == 5
 
 
+class Teaching(keras.Model):
+    """A frozen layer follows the one that is trained, and the learning rate decays by itself."""
+
+    def __init__(self, memory):
+        super().__init__()
+        self.student = keras.layers.Dense(2)
+        self.teacher = keras.layers.Dense(2, trainable=False)
+        self.limited = Limited(memory)
+
+    def build(self, shape):
+        self.student.build(shape)
+        self.teacher.build(shape)
+
+    def call(self, x):
+        return self.student(self.limited(x))
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        kernel = self.teacher.kernel
+        kernel.assign(0.9 * kernel + 0.1 * self.student.kernel)
+        return keras.ops.mean((y_pred - self.teacher(x)) ** 2)
+
+    def train_step(self, data):
+        rate = self.optimizer.learning_rate
+        rate.assign(0.9 * rate)
+        return super().train_step(data)
+
+
+class TeachingOverTheBatch(Teaching):
+    train_step = keras.Model.train_step
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize(
+    ("make", "loss_over"), [(Teaching, "microbatch"), (TeachingOverTheBatch, "batch")]
+)
+def test_the_search_undoes_what_steps_change_of_frozen_weights(make, loss_over, eager, float64):
+    """And so does a batch that is repeated, in the middle of it."""
+    models = []
+    for size in ("auto", 4):
+        settings = {"loss_over": loss_over, "run_eagerly": eager, "optimizer": "sgd"}
+        model = compiled(make, memory := Memory(4), size, **settings)
+        model.build((None, 4))
+        model.optimizer.build(model.trainable_variables)
+        data = dense_data(12)
+        model.train_on_batch(*data)
+        if size == "auto":
+            memory.drop_in(1 if loss_over == "microbatch" else 4, 2)
+            with pytest.warns(UserWarning, match="repeated with 2"):
+                model.train_on_batch(*data)
+        else:
+            model.microbatch_size = 2
+            model.train_on_batch(*data)
+        models.append(model)
+    assert_same(state(models[0]), state(models[1]), rtol=1e-12)
+
+
 class DropoutCell(keras.layers.SimpleRNNCell):
     def __init__(self):
         super().__init__(3)
