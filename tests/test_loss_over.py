@@ -841,6 +841,30 @@ def test_random_numbers_and_statistics_on_replicas(float64):
     assert sorted(int(v[1]) for v in states[1] if v.dtype.kind in "iu") == [2, 2]
 
 
+class SharedScale(Complex):
+    """Has a variable that replicas exchange when it is written to, which only the loss does."""
+
+    def __init__(self):
+        super().__init__()
+        settings = {"initializer": "ones", "trainable": False, "aggregation": "mean"}
+        self.scale = self.add_weight(shape=(), **settings)
+
+
+@pytest.mark.one_device("makes replicas itself")
+def test_a_variable_that_replicas_exchange_may_change_in_the_loss(float64):
+    weights = []
+    for settings in ({}, {"microbatch_size": 5, "loss_over": "batch"}):
+        with mirrored(2).scope():
+            model = seeded(SharedScale)
+            model(np.zeros((1, 4)))
+            model = accumulate(model, **settings)
+            model.compile(keras.optimizers.SGD(0.1))
+        start = [w.numpy() for w in model.trainable_weights]
+        model.fit(*classes(36), batch_size=12, verbose=0, shuffle=False)
+        weights.append([w.numpy() for w in model.trainable_weights])
+    assert relative_difference(weights[1], weights[0], start) < TOLERANCE[float64]
+
+
 class Counting(keras.Model):
     traces = 0
 
