@@ -108,6 +108,8 @@ class AutomaticSize:
     def _put_back(self, model: Any, values: list[Any], rows: int, error: Exception) -> None:
         """Let a batch that failed be repeated in smaller microbatches, or raise."""
         size = min(model._microbatch_size, rows)
+        if model.jit_compile:
+            _raise_from(error, _messages.damaged_message(model.name, size))
         if any(bool(mark.numpy()) for mark in _strategy.copies(self._has_sums)):
             _raise_from(error, _messages.torn_message(model.name, size))
         for variable, value in zip(self._variables, values):
@@ -194,8 +196,10 @@ class _Trials:
         )
         # The loss of a whole batch takes the same memory with any size, and may need all rows.
         self._is_loss_left_out = False
-        if not (_step.is_built(model) and all(o.built for o in optimizers_in(vars(model)))):
+        self._is_built = _step.is_built(model) and all(o.built for o in optimizers_in(vars(model)))
+        if not self._is_built:
             self._trace()
+            self._is_built = True
         self._step: Any = self._steps
         used: list[Any] = []
         if not model.run_eagerly:
@@ -281,6 +285,8 @@ class _Trials:
             train_step = functools.partial(_step_without_loss, model)
         elif model.loss_over == "batch":
             batch = Batch(data, None)  # which is drawn, and not run
+        if model.jit_compile and self._is_built:
+            train_step = functools.partial(_stateless, train_step)
         step = _step.Step(model, train_step, batch, window)
         part = step.sum_over_microbatches()
         if window is not None:
@@ -288,6 +294,16 @@ class _Trials:
         tensors = tf.nest.flatten([s.values() for s in part.sums], expand_composites=True)
         numbers = [tf.reduce_sum(tf.cast(t, tf.float32)) for t in tensors if t is not None]
         return tf.add_n([tf.zeros(()), *numbers])
+
+
+def _stateless(train_step: Callable[[Any], Any], data: Any) -> Any:
+    """Let a step write to no Keras variable.
+
+    Where an allocation fails in a function that XLA compiled, variables that it writes to are left
+    with memory that was freed (TensorFlow 2.21, on a CPU).
+    """
+    with keras.StatelessScope():
+        return train_step(data)
 
 
 def _step_without_loss(model: Any, data: Any) -> Any:

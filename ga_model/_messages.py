@@ -404,6 +404,16 @@ def no_row_message(model: str) -> str:
     )
 
 
+def damaged_message(model: str, size: int) -> str:
+    return (
+        "A batch is not repeated where memory ran out in a function that XLA compiled, because "
+        "TensorFlow may leave variables that it writes to damaged. "
+        f"Received: {model!r} with jit_compile=True, which ran out of memory with {size} rows at a "
+        "time. Start again from a backup or a saved model, and "
+        f"set `microbatch_size` to a number such as {(size + 1) // 2}."
+    )
+
+
 def halved_message(model: str, size: int, half: int) -> str:
     return (
         f"A batch of {model!r} did not fit in memory any more with {size} rows at a time. It is "

@@ -666,6 +666,20 @@ def test_an_allocation_that_fails_is_found(settings):
     assert model.microbatch_size == 3
 
 
+def test_under_xla_a_batch_is_not_repeated(monkeypatch):
+    """TensorFlow leaves variables with freed memory there."""
+    model = accumulate(keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)]))
+    model.compile("sgd", "mse", jit_compile=True, microbatch_size="auto")
+
+    def exhausted(iterator):
+        raise EXHAUSTED(None, None, "no memory for so many rows")
+
+    monkeypatch.setattr(model, "_make_function_of_keras", lambda: exhausted)
+    with pytest.raises(RuntimeError, match=r"XLA.*with 12 rows.*number such as 6") as caught:
+        fit(model, dense_data(12))
+    assert isinstance(caught.value.__cause__, EXHAUSTED) or "no memory" in caught.value.__notes__[0]
+
+
 class Exhausting(keras.optimizers.SGD):
     """Runs out of memory when it is applied, if it is told to."""
 
