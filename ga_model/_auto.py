@@ -84,7 +84,7 @@ class AutomaticSize:
             if model._microbatch_size is None or (self.is_whole and rows > self._rows):
                 self._search(model, batch, rows)
             while True:
-                values = self._begin()
+                values = [] if model.jit_compile else self._begin()  # where none is put back
                 try:
                     logs = train_function(iter([batch]))
                     break
@@ -130,7 +130,8 @@ class AutomaticSize:
             return trial(model, train_step, data, window)
         if model._microbatch_size is None:
             raise RuntimeError(_messages.no_size_message(model.name))
-        return _step.run(model, train_step, data, window, self._note_sums)
+        note_sums = None if model.jit_compile else self._note_sums
+        return _step.run(model, train_step, data, window, note_sums)
 
     def _note_sums(self, tensors: list[Any]) -> Any:
         """Note in the graph that all sums of a batch are there, on every replica."""
@@ -202,14 +203,14 @@ class _Trials:
             self._is_built = True
         self._step: Any = self._steps
         used: list[Any] = []
-        if not model.run_eagerly:
-            with same_random_state():
-                if model.loss_over == "batch":
-                    used += self._trace()[1].graph.variables
-                    self._is_loss_left_out = True
+        is_over_batch = model.loss_over == "batch"
+        with same_random_state():
+            if is_over_batch and not model.run_eagerly:
+                used += self._trace()[1].graph.variables
+            self._is_loss_left_out = is_over_batch
+            if not model.run_eagerly:
                 self._step, concrete = self._trace()
-            used += concrete.graph.variables
-        self._is_loss_left_out = model.loss_over == "batch"
+                used += concrete.graph.variables
         trained = [v for o in optimizers_in(vars(model)) for v in o.variables]
         self._trained = _strategy.copies_of_all([*model.trainable_variables, *trained])
         state = [*model.non_trainable_variables, *model.metrics_variables]

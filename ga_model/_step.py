@@ -141,12 +141,10 @@ class Step:
         self._is_window = window is None and not batch.is_split and not has_others
         self._has_two_passes = batch.is_whole and (batch.is_long or has_others)
         self._window: Any = window
-        # With replicas, it would be a replica's function that writes a variable of all. And a batch
-        # that may be repeated must not write to the window before it is through.
+        # With replicas, it would be a replica's function that writes a variable of all.
         self._adds_in_cluster = (
             window is not None
             and model.jit_compile
-            and not model._is_automatic
             and not (batch.is_split or has_others or tf.executing_eagerly())
             and not self._has_two_passes
         )

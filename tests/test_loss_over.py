@@ -136,6 +136,10 @@ LOSSES = {
 by_loss = pytest.mark.parametrize("name", LOSSES)
 
 
+# Of `fit_pair`: batches of 12 rows in parts of 5, 5 and 2.
+IN_PARTS = {"rows": 12, "steps": 1, "size": 5, "loss_over": "batch"}
+
+
 def compile_args(loss, optimizer=None, **kwargs):
     optimizer = optimizer or functools.partial(keras.optimizers.Adam, 0.01)
     return lambda: {"optimizer": optimizer(), "loss": loss, **kwargs}
@@ -207,10 +211,7 @@ def test_losses_of_single_rows_match(name, float64):
     """What was exact before: embeddings, recurrence, attention, regularizers, frozen layers."""
     make, data = ZOO[name]
     assert (
-        difference_of_fits(
-            make, compile_args("mse"), data(34), rows=12, steps=1, size=5, loss_over="batch"
-        )
-        < (TOLERANCE[float64])
+        difference_of_fits(make, compile_args("mse"), data(34), **IN_PARTS) < (TOLERANCE[float64])
     )
 
 
@@ -416,10 +417,7 @@ def test_losses_that_layers_add_count_once(loss, way, float64):
         with_added_losses,
         compile_args(loss, **way),
         classes(34),
-        rows=12,
-        steps=1,
-        size=5,
-        loss_over="batch",
+        **IN_PARTS,
     )
     assert (
         relative_difference(model.get_weights(), reference.get_weights(), start)
@@ -472,10 +470,7 @@ def test_what_layers_track_is_tracked_once(float64):
         make,
         compile_args(supervised_contrastive),
         classes(34),
-        rows=12,
-        steps=1,
-        size=5,
-        loss_over="batch",
+        **IN_PARTS,
     )
     assert model.layers[0].rows.numpy() == reference.layers[0].rows.numpy() == 68
     names = ("loss", "mean_input")
@@ -528,12 +523,7 @@ def test_losses_find_the_logits(activation, loss, way, float64):
         return probabilities(activation())()
 
     arguments = compile_args(loss, metrics=["accuracy"], **way)
-    assert (
-        difference_of_fits(
-            make, arguments, one_hot(34), rows=12, steps=1, size=5, loss_over="batch"
-        )
-        < (TOLERANCE[float64])
-    )
+    assert difference_of_fits(make, arguments, one_hot(34), **IN_PARTS) < (TOLERANCE[float64])
 
 
 class Lazy(keras.Model):
@@ -565,10 +555,7 @@ def test_a_compute_loss_of_ones_own_matches(way, float64):
         OwnLoss,
         compile_args(None, **way),
         ({"x": x}, y),
-        rows=12,
-        steps=1,
-        size=5,
-        loss_over="batch",
+        **IN_PARTS,
     )
     assert (
         relative_difference(model.get_weights(), reference.get_weights(), start)
@@ -617,10 +604,7 @@ def test_an_output_without_a_loss_has_no_gradient(way, float64):
         Compared,
         compile_args(None, functools.partial(keras.optimizers.AdamW, 0.01, 0.1), **way),
         (x, y),
-        rows=12,
-        steps=1,
-        size=5,
-        loss_over="batch",
+        **IN_PARTS,
     )
     pairs = zip(model.get_weights(), reference.get_weights(), start, strict=True)
     changed = [(w, r, s) for w, r, s in pairs if np.any(r != s) or np.any(w != s)]
@@ -719,10 +703,7 @@ def test_logs_and_metrics_are_those_of_the_whole_batch(float64):
         two_towers,
         compile_args(info_nce, metrics=[share_of_own, "mae"]),
         pairs(34),
-        rows=12,
-        steps=1,
-        size=5,
-        loss_over="batch",
+        **IN_PARTS,
     )
     assert set(reference.history.history) == {"loss", "share_of_own", "mae"}
     for name, values in reference.history.history.items():
@@ -740,10 +721,7 @@ def test_sample_weights_and_reductions_match(reduction, float64):
     arguments = compile_args(
         Contrastive(reduction=reduction), functools.partial(keras.optimizers.SGD, 0.01)
     )
-    assert (
-        difference_of_fits(encoder, arguments, data, rows=12, steps=1, size=5, loss_over="batch")
-        < TOLERANCE[float64]
-    )
+    assert difference_of_fits(encoder, arguments, data, **IN_PARTS) < TOLERANCE[float64]
 
 
 # Precision, devices, faults.
@@ -758,9 +736,7 @@ def test_half_precision_trains_as_the_whole_batch_does(policy):
         return keras.Sequential([dense_model(outputs=6), layers.Activation("linear")])
 
     arguments = compile_args(supervised_contrastive, functools.partial(keras.optimizers.SGD, 0.1))
-    found = difference_of_fits(
-        make, arguments, classes(36), rows=12, steps=1, size=5, loss_over="batch"
-    )
+    found = difference_of_fits(make, arguments, classes(36), **IN_PARTS)
     assert found < (2e-2 if policy == "mixed_float16" else 0.2)
 
 
