@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from ga_model import _messages, _strategy, _sums, _validate
 from ga_model._gradient_noise import GradientNoise, Squares
+from ga_model._places import Parts
 from ga_model._rows import Rows, sum_dtype
 from ga_model._sums import GradientSum
 
@@ -30,11 +31,15 @@ class GradientAccumulator:
     valid tokens for a mean over tokens.
 
     There is one buffer per variable that has a gradient, made by the first `add`: float32 for
-    float16 and bfloat16 variables, else the variable's own dtype. Of `tf.IndexedSlices` the rows
-    are kept one behind the other; where they outnumber the variable's by more than a quarter, those
-    of equal indices are summed. A variable whose gradients are None is handed to the
-    optimizer with None. For a variable with `overwrite_with_gradient`, such as a float8 layer's
-    scale, the largest value counts.
+    float16 and bfloat16 variables, else the variable's own dtype. A variable whose gradients are
+    None is handed to the optimizer with None. For a variable with `overwrite_with_gradient`, such
+    as a float8 layer's scale, the largest value counts.
+
+    Of `tf.IndexedSlices` the rows are kept one behind the other; where they outnumber the
+    variable's by more than a quarter, those of equal indices are summed. Rows whose indices do not
+    come from the samples, such as those of positions, are added one by one, as the full batch has
+    each of them once. For that, take the gradients and call `add` in one `tf.function` that gets
+    the samples as arguments: eagerly, it is not known what indices come from.
 
     Under a `tf.distribute` strategy make it in the strategy's scope and call `add` in
     `strategy.run`, with the gradients that `optimizer.apply` would take there: of a loss that is
@@ -315,6 +320,6 @@ def _check_shapes(pairs: Sequence[tuple[Any, Any]]) -> None:
 
 def _nothing(value: Any, variable: Any) -> Any:
     """Return what a sum of such gradients begins with: zeros, no rows, or None."""
-    if isinstance(value, (Rows, tf.IndexedSlices)):
+    if isinstance(value, (Rows, Parts)):
         return Rows.none(variable)
     return None if value is None else tf.zeros(variable.shape, sum_dtype(variable.dtype))

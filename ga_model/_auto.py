@@ -25,10 +25,10 @@ import tensorflow as tf
 
 from ga_model import _messages, _step, _strategy, _validate
 from ga_model._budget import Budget
+from ga_model._look_ahead import is_of_keras
 from ga_model._microbatch import Batch, count_rows
 from ga_model._randomness import same_random_state
-from ga_model._recorder import optimizers_in, unpack
-from ga_model._two_passes import called
+from ga_model._recorder import optimizers_in
 from ga_model._window import Window
 
 _local = threading.local()  # replicas are traced in threads of their own
@@ -110,8 +110,9 @@ class AutomaticSize:
         size = min(model._microbatch_size, rows)
         if model.jit_compile:
             _raise_from(error, _messages.damaged_message(model.name, size))
+        is_own_step = not is_of_keras(model, "train_step")
         if any(bool(mark.numpy()) for mark in _strategy.copies(self._has_sums)):
-            _raise_from(error, _messages.torn_message(model.name, size))
+            _raise_from(error, _messages.torn_message(model.name, size, is_own_step))
         for variable, value in zip(self._variables, values):
             variable.assign(value)
         if size == 1:
@@ -195,19 +196,13 @@ class _Trials:
         self._batch = keras.tree.map_structure(
             lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, batch
         )
-        # The loss of a whole batch takes the same memory with any size, and may need all rows.
-        self._is_loss_left_out = False
         self._is_built = _step.is_built(model) and all(o.built for o in optimizers_in(vars(model)))
         if not self._is_built:
             self._trace()
             self._is_built = True
         self._step: Any = self._steps
         used: list[Any] = []
-        is_over_batch = model.loss_over == "batch"
         with same_random_state():
-            if is_over_batch and not model.run_eagerly:
-                used += self._trace()[1].graph.variables
-            self._is_loss_left_out = is_over_batch
             if not model.run_eagerly:
                 self._step, concrete = self._trace()
                 used += concrete.graph.variables
@@ -280,15 +275,13 @@ class _Trials:
         window: Window | None,
     ) -> Any:
         """Return a number that follows from all sums of the first microbatches."""
-        batch = Batch(data, size)
-        batch.num_microbatches = tf.minimum(batch.num_microbatches, 2)
-        if self._is_loss_left_out:
-            train_step = functools.partial(_step_without_loss, model)
-        elif model.loss_over == "batch":
-            batch = Batch(data, None)  # which is drawn, and not run
+        is_whole = model._takes_full_batch()
+        batch = Batch(data, size, is_whole, is_checked=not is_whole)
+        if not is_whole:
+            batch.num_microbatches = tf.minimum(batch.num_microbatches, 2)
         if model.jit_compile and self._is_built:
             train_step = functools.partial(_stateless, train_step)
-        step = _step.Step(model, train_step, batch, window)
+        step = _step.Step(model, train_step, batch, window, trial_of=2)
         part = step.sum_over_microbatches()
         if window is not None:
             step.make_buffers(part)
@@ -305,18 +298,6 @@ def _stateless(train_step: Callable[[Any], Any], data: Any) -> Any:
     """
     with keras.StatelessScope():
         return train_step(data)
-
-
-def _step_without_loss(model: Any, data: Any) -> Any:
-    """Go forward and backward as the second pass for a loss over the batch does."""
-    with tf.GradientTape() as tape:
-        outputs = called(model, unpack(data)[0])
-        numbers = [t for t in tf.nest.flatten(outputs) if t is not None and t.dtype.is_floating]
-        total = tf.add_n([tf.reduce_sum(tf.cast(number, tf.float32)) for number in numbers])
-        total = model.optimizer.scale_loss(total)
-    variables = model.trainable_variables
-    model.optimizer.apply(tape.gradient(total, variables), variables)
-    return {}
 
 
 def _failures(model: Any) -> tuple[type[Exception], ...]:

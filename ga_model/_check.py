@@ -31,7 +31,9 @@ _PLAIN: dict[str, Any] = {
     "_is_scheduled": False,
     "_gradient_noise": None,
     "_skip_nonfinite": False,
-    "_loss_over": "microbatch",
+    "_loss_over": "auto",
+    "_adds_up": True,
+    "_has_read_loss": False,
     "_accumulation_window": None,
     "_accumulation_warnings": frozenset(),
     "_num_skipped": None,
@@ -78,7 +80,7 @@ def check_equivalence(
         accumulation_steps: batches per window, an integer >= 1. None takes the model's setting.
         microbatch_size: rows that each batch is split into, an integer >= 1. None takes the model's
             setting.
-        loss_over: "microbatch" or "batch". None takes the model's setting.
+        loss_over: "auto", "microbatch" or "batch". None takes the model's setting.
         updates: how many to make, an integer >= 1.
 
     Returns:
@@ -86,7 +88,7 @@ def check_equivalence(
 
     Raises:
         TypeError, ValueError: an argument is not what it should be, there are too few rows for two
-            microbatches, or `loss_over` is "batch" for a model with a `train_step` of its own.
+            microbatches.
         RuntimeError: the model is not compiled, or an optimizer that only the `train_step` of an
             eager model knows is not built.
         NotImplementedError: the model was made for several replicas.
@@ -154,6 +156,7 @@ def _compared(
     _fit(model, plan, plan.batch_size)
     differences = _differences(state.read(), whole, state.values, state.values)
     said += sorted(model._accumulation_warnings)
+    found = "batch" if model._takes_full_batch() else "microbatch"
     state.restore()
     weights = {id(v) for v in model.weights}
     lowest = functools.reduce(_coarser, _computed_in(model).values(), "float64")
@@ -184,7 +187,9 @@ def _compared(
         reasons=list(said),
     )
     if not report.equivalent:
-        report = report._replace(reasons=[*said, *_diagnosis.reasons(model, plan, report)])
+        report = report._replace(
+            reasons=[*said, *_diagnosis.reasons(model, plan._replace(loss_over=found), report)]
+        )
     return report
 
 

@@ -200,7 +200,7 @@ def _check_parser() -> argparse.ArgumentParser:
     )
     add(
         "--loss-over",
-        choices=["microbatch", "batch"],
+        choices=["auto", "microbatch", "batch"],
         help="what the loss sees at a time (default: what the model is set to)",
     )
     add(

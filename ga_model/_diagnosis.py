@@ -80,7 +80,8 @@ def _of_first_window(model: Any, plan: Plan, report: EquivalenceReport) -> list[
             "The model has a `train_step` of its own. What it does beside computing gradients "
             "happens once per microbatch. A loss of its own is weighed by rows: override "
             "`microbatch_weight` if it averages over something else. And with several optimizers "
-            "all gradients are those at the weights that the window started with."
+            "all gradients are those at the weights that the window started with. "
+            "`microbatch_size` alone, with `loss_over='auto'`, leaves all of this to the step."
         ]
     if not whole.gradients:
         return []
@@ -96,7 +97,7 @@ def _of_first_window(model: Any, plan: Plan, report: EquivalenceReport) -> list[
                     "The loss compares rows of a batch with one another, or divides by a number "
                     "that depends on all of them: for the whole batch its gradient with respect "
                     "to a row's outputs is another one than for the microbatch. Such a loss needs "
-                    'the whole batch: with `microbatch_size`, set `loss_over="batch"`.'
+                    'the whole batch: use `microbatch_size` alone, with `loss_over="auto"`.'
                 ]
             factors.append(factor)
     sparse = _differing_embeddings(model, report)

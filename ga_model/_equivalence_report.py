@@ -165,7 +165,7 @@ class EquivalenceReport(NamedTuple):
             settings += f", accumulation_steps={self.accumulation_steps}"
         if self.microbatch_size is not None:
             settings += f", microbatch_size={self.microbatch_size}"
-        if self.loss_over != "microbatch":
+        if self.loss_over != "auto":
             settings += f", loss_over={self.loss_over!r}"
         number = "1 update" if self.updates == 1 else f"{self.updates} updates"
         found = {

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ga_model import _messages, _strategy, _weights
+from ga_model import _strategy, _weights
 from ga_model._logs import MetricCalls
 from ga_model._loop import loop
 from ga_model._microbatch import Batch
@@ -66,23 +66,6 @@ def look_ahead(model: Any, batch: Batch, is_window: bool) -> _weights.Whole:
     return _weights.Whole(
         once(lambda: tf.cast(batch.rows, tf.float64)), is_window, weights_if_known
     )
-
-
-def check_step_for(model: Any, loss_over: str) -> None:
-    """Raise ValueError for a loss over the batch where it can not get the outputs.
-
-    That is in a `train_step` of the user's own, and in a `__call__` that stands left of the mixin.
-    """
-    if loss_over != "batch":
-        return
-    if not is_of_keras(model, "train_step"):
-        raise ValueError(_messages.own_step_message(model.name, "train_step"))
-    mro = type(model).__mro__
-    calls = [
-        vars(c)["__call__"].__module__.startswith("ga_model") for c in mro if "__call__" in vars(c)
-    ]
-    if any(calls) and not calls[0]:
-        raise ValueError(_messages.own_step_message(model.name, "__call__"))
 
 
 def is_of_keras(model: Any, name: str) -> bool:

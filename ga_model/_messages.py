@@ -19,40 +19,46 @@ _WITHOUT = (
 )
 
 
-def own_step_message(model: str, method: str) -> str:
+def whole_call_message(layer: str, reason: str) -> str:
     return (
-        "`loss_over='batch'` computes the outputs of Keras's own `train_step` by microbatches. "
-        f"Received: {model!r} with a `{method}` of its own. "
-        "Override `compute_loss` and `compute_metrics` instead, which see the whole batch, "
-        "or set `loss_over='microbatch'` and use a loss that does not compare rows."
+        f"A call of {layer!r} takes the memory of the full batch, because it cannot be split: "
+        f"{reason}. Training is exact. To save the memory, let every output have one row for each "
+        "sample of the inputs and depend on no other sample, draw random numbers with "
+        "`keras.random` and a `keras.random.SeedGenerator`, or move the part that needs all "
+        "samples out of the layer, into `train_step` or the loss."
     )
 
 
-def outputs_message(model: str, shape: Any) -> str:
+def inner_call_message(layer: str) -> str:
     return (
-        "With `loss_over='batch'` every output must be a tensor with a row for each row of the "
-        "batch, which depends on no other row. "
-        f"Received: {model!r} with an output of shape {shape} for a microbatch. "
-        "Return what the rows are compared by, and compare them in the loss or in `compute_loss`, "
+        f"A call of {layer!r} takes the memory of the full batch, because `train_step` makes it "
+        "inside of `tf.cond`, a loop, or a `tf.function` of its own. Training is exact. To save "
+        "the memory, move the call out of it."
+    )
+
+
+def jacobian_message(layer: str) -> str:
+    return (
+        "A Jacobian cannot be vectorized through a call that goes by microbatches. "
+        f"Received: the Jacobian of a call of {layer!r}. "
+        "Pass `experimental_use_pfor=False` to `tape.jacobian` or `tape.batch_jacobian`, "
         "or set `microbatch_size=None`."
     )
 
 
-def other_shape_message(model: str, shape: Any) -> str:
+def outputs_message(layer: str, shape: Any) -> str:
     return (
-        "With `loss_over='batch'` the outputs of all microbatches must have the same shape but for "
-        f"their rows. Received: {model!r} with an output of shape {shape}, which differs. "
-        "Pad it to a fixed length, or set `microbatch_size=None`."
+        "Where the calls of layers go by microbatches every output must have one row for each "
+        f"sample of the inputs. Received: {layer!r} with an output of shape {shape} that has not. "
+        "Set `microbatch_size=None`."
     )
 
 
-def unseeded_message(model: str, operations: list[str]) -> str:
+def other_shape_message(layer: str, shape: Any) -> str:
     return (
-        "With `loss_over='batch'` a model is called twice on each row, and has to draw the same "
-        "random numbers both times. "
-        f"Received: {model!r} with the operations {operations} of TensorFlow, which do not. "
-        "Draw them with `keras.random` and a `keras.random.SeedGenerator`, "
-        "or set `microbatch_size=None`."
+        "Where the calls of layers go by microbatches the outputs of all microbatches must have "
+        f"the same shape but for their rows. Received: {layer!r} with an output of shape {shape}, "
+        "which differs. Pad it to a fixed length, or set `microbatch_size=None`."
     )
 
 
@@ -422,10 +428,11 @@ def halved_message(model: str, size: int, half: int) -> str:
     )
 
 
-def torn_message(model: str, size: int) -> str:
+def torn_message(model: str, size: int, is_own_step: bool) -> str:
+    where = "in a `train_step` of its own" if is_own_step else "in the update"
     return (
         "A batch that does not fit is repeated only if its update has not begun. "
-        f"Received: {model!r}, which ran out of memory in the update, with {size} rows at a time; "
+        f"Received: {model!r}, which ran out of memory {where}, with {size} rows at a time; "
         "some of its weights may have been updated and others not. Load the weights from before, "
         "from a backup say, and set `microbatch_size` to a smaller number, such as "
         f"{max(1, size // 2)}."

@@ -19,6 +19,8 @@ class Batch:
         size: rows per microbatch, an integer or int64 scalar tensor; the last one has what is left.
             None leaves the batch whole.
         is_whole: whether it is to be left whole with a size, too.
+        is_checked: whether all tensors must have the same number of rows. Otherwise the most of
+            them count.
 
     Raises:
         ValueError: it is to be split, and there are no rows, or their number differs between the
@@ -37,7 +39,9 @@ class Batch:
         num_microbatches: int64 scalar tensor.
     """
 
-    def __init__(self, data: Any, size: Any, is_whole: bool = False) -> None:
+    def __init__(
+        self, data: Any, size: Any, is_whole: bool = False, is_checked: bool = True
+    ) -> None:
         self.data = data
         self.leaves = [leaf for leaf in tf.nest.flatten(data) if leaf is not None]
         self.is_split = self.is_long = False
@@ -51,7 +55,7 @@ class Batch:
         if size is None:
             return
         self.size = size
-        if not split or rows:
+        if not split or (rows and is_checked):
             raise ValueError(_messages.rows_message([tuple(leaf.shape) for leaf in split]))
         is_known = not tf.is_tensor(size)
         self.is_long = not is_known or self.static_rows is None or self.static_rows > size
@@ -63,9 +67,10 @@ class Batch:
             tf.debugging.assert_equal(count, counts[0], _messages.rows_message(None))
             for count in counts[1:]
             if any(leaf.shape.rank is None or leaf.shape[0] is None for leaf in split)
+            and is_checked
         ]
         with tf.control_dependencies([check for check in checks if check is not None]):
-            self.rows = tf.identity(counts[0])
+            self.rows = tf.identity(counts[0] if is_checked else tf.reduce_max(tf.stack(counts)))
         if not is_whole:
             self.num_microbatches = tf.maximum((self.rows + size - 1) // size, 1)
 

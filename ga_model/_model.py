@@ -15,7 +15,8 @@ from ga_model._attributes import CompiledLossAttribute, RecordedAttribute, watch
 from ga_model._auto import AutomaticSize
 from ga_model._callbacks import closing_windows
 from ga_model._gradient_noise import GradientNoise
-from ga_model._look_ahead import check_step_for
+from ga_model._look_ahead import is_of_keras
+from ga_model._loss_reading import DoesNotAddUpError
 from ga_model._recorder import current_recording, optimizers_in
 from ga_model._window import Counter, Window
 
@@ -56,21 +57,22 @@ class AccumulatingModel(_Base):
     constraints and moving averages count updates. With both settings a window is K batches, each
     of them split.
 
-    With `microbatch_size` logs and metrics are those of the whole batch, too. A `train_step` that
-    returns numbers of its own gets their mean over the microbatches, by their weights.
+    With `microbatch_size` logs and metrics are those of the whole batch, too. A `train_step` of
+    your own then runs once, on the whole batch, and its calls of layers go by microbatches: exact
+    for any loss and any order of updates, at the cost of one more forward pass. See `loss_over`.
 
     A window of several batches also ends with the epoch, before validation and before any
     callback's `on_epoch_end`, and takes what it has. `fit` begins with an empty window. In a loop
     over `train_on_batch` call `close_window` where an epoch ends.
 
     Not equal to the whole batch: BatchNormalization in training mode, which sees a microbatch at a
-    time; dropout, which draws other masks; losses that compare rows with one another, without
-    `loss_over="batch"`. In a `train_step` with several optimizers, all gradients are those at the
-    window's starting weights; and what it does to gradients itself, such as clipping, it does to
-    those of a microbatch.
+    time; dropout, which draws other masks. With `accumulation_steps`, losses that compare rows of
+    several batches; and of a `train_step` with several optimizers all gradients are those at the
+    window's starting weights, and what it does to gradients itself, such as clipping, it does to
+    those of a batch.
 
-    A third setting, `loss_over="batch"`, lets the loss see all rows of a batch at once in spite of
-    a `microbatch_size`, for losses that compare rows.
+    A third setting, `loss_over`, says whether the loss of a batch that is split is put together
+    from those of its microbatches, or sees all rows at once.
 
     A fourth, `skip_nonfinite=True`, leaves out microbatches with NaN or Inf in a gradient;
     `num_skipped_microbatches` counts them.
@@ -108,8 +110,9 @@ class AccumulatingModel(_Base):
     _is_automatic = False  # whether the size is asked for as "auto"
     _automatic_size: AutomaticSize | None = None  # once it was, since `compile`
     _skip_nonfinite = False
-    _loss_over = "microbatch"
-    _has_checked_outputs = False  # of an eager model, for the loss over a batch
+    _loss_over = "auto"
+    _has_read_loss = False  # of an eager model
+    _adds_up = True  # whether the loss does over microbatches, as far as it was read
     _num_skipped: Counter | None = None  # once there is training that may skip
     _accumulation_window: Window | None = None
     _is_scheduled = False  # whether a callback of the present `fit` sets `accumulation_steps`
@@ -201,7 +204,8 @@ class AccumulatingModel(_Base):
         """Whether a microbatch with NaN or Inf in any gradient is left out.
 
         It then changes no weight, no optimizer state, no metric, no running statistics and no
-        random state of layers, and the window's mean is that of the other microbatches. A window of
+        random state of layers, and the window's mean is that of the other microbatches. Where the
+        step runs on the whole batch (see `loss_over`), the batch is left out as one. A window of
         which nothing is left makes no update; a number that a `train_step` logs by itself is NaN
         for a batch of which nothing is left. Terms of the loss that average over different things
         are not exact, as in windows of several batches, and a warning names them. By default it is
@@ -217,24 +221,31 @@ class AccumulatingModel(_Base):
 
     @property
     def loss_over(self) -> str:
-        """What the loss sees at a time with a `microbatch_size`: "microbatch" or "batch".
+        """What the loss sees at a time with a `microbatch_size`: "auto", "microbatch" or "batch".
 
-        With "batch" the compiled loss and the metrics get the outputs of all rows of a batch, as
-        without a `microbatch_size`, so that a loss may compare rows (contrastive, triplet) or
-        divide over all of them (Dice), and activations are those of a microbatch still. Each
-        microbatch goes forward twice: first for the outputs, without a gradient, then with the
-        gradient of the loss with respect to its outputs. Dropout draws the same numbers both times,
-        and statistics move once. The outputs of a row must depend on no other row, and outputs,
-        targets and the loss have to fit in memory for the whole batch. It takes Keras's own
-        `train_step`; `compute_loss` and `compute_metrics` may be your own. With several replicas,
-        the loss sees the rows of one at a time, as it does in plain Keras.
+        With "microbatch" the step runs on each microbatch, and weighted gradients are added up:
+        exact for losses that are means or sums over rows, with one forward and backward pass.
+
+        With "batch" the step runs once, on the whole batch, and each outermost call of a layer or
+        model in it goes by microbatches. So a loss may compare rows (contrastive, triplet) or
+        divide over all of them (Dice), and a `train_step` may do whatever it does. Each microbatch
+        of a call goes forward twice: first for the outputs, without a gradient; then, when the step
+        takes gradients, with the gradient with respect to its outputs. Dropout draws the same
+        numbers both times, and statistics move once. It costs the second forward pass, and the
+        memory of what the step itself holds, such as outputs, for all rows. A call that cannot be
+        split, because its outputs have no row for each row of its inputs or depend on other rows,
+        runs on all rows, with one warning, and the calls inside of it are split. With several
+        replicas the step sees the rows of one at a time, as it does in plain Keras.
+
+        With "auto", the default, it is "microbatch" where Keras's own `train_step` and
+        `compute_loss` have losses that are known to add up, or where `microbatch_weight` is
+        overridden, and else "batch". Of a loss of your own the graph is read.
         """
         return self._loss_over
 
     @loss_over.setter
     def loss_over(self, value: str) -> None:
         loss_over = _validate.check_loss_over(value)
-        check_step_for(self, loss_over)
         self._loss_over = loss_over
 
     @property
@@ -264,17 +275,16 @@ class AccumulatingModel(_Base):
                 the attribute to None.
             skip_nonfinite: whether microbatches with NaN or Inf in a gradient are left out. None
                 keeps the present value, which is False unless it was set.
-            loss_over: "microbatch", or "batch" for a loss that compares the rows of a batch, at the
-                cost of a second forward pass. None keeps the present value, which is "microbatch"
-                unless it was set.
+            loss_over: "auto", "microbatch" or "batch": whether the loss of a batch that is split is
+                put together from its microbatches, or sees the whole batch at the cost of a second
+                forward pass. None keeps the present value, which is "auto" unless it was set.
             **kwargs: keyword arguments of the model class's own `compile`.
 
         Raises:
             TypeError, ValueError: a setting is no integer >= 1, or `skip_nonfinite` no bool.
             ValueError: an optimizer with `gradient_accumulation_steps` would accumulate as well, or
                 `skip_nonfinite` would hide overflows from a LossScaleOptimizer.
-            ValueError: `loss_over` is no choice, or "batch" for a model with a `train_step` of its
-                own.
+            ValueError: `loss_over` is no choice.
 
         Warns:
             UserWarning: the model has trainable BatchNormalization layers, and sees microbatches.
@@ -295,14 +305,14 @@ class AccumulatingModel(_Base):
             optimizers_in([*args, *kwargs.values()]),
             self.dtype_policy.name == "mixed_float16" and kwargs.get("auto_scale_loss", True),
         )
-        check_step_for(self, loss_over)
         super().compile(*args, **kwargs)
         self._accumulation_steps = steps
         self._automatic_size = None
         self._set_microbatch_size(size)
         self._skip_nonfinite = skip
         self._loss_over = loss_over
-        self._has_checked_outputs = False
+        self._adds_up = True
+        self._has_read_loss = False
         self._num_skipped = None
         self._accumulation_window = None
         self._gradient_noise = None
@@ -326,7 +336,9 @@ class AccumulatingModel(_Base):
         values for a mean, the valid entries with a mask, the sum of the sample weights for
         `mean_with_sample_weight`; a loss that is a sum is summed. Where a `train_step` or a
         `compute_loss` does not use the compiled loss, it is the number of rows. Override the method
-        if yours averages over something else, such as the tokens that `y` marks as valid.
+        if yours averages over something else, such as the tokens that `y` marks as valid, and you
+        use `accumulation_steps`. With `microbatch_size` alone there is no need to; if you override
+        it, microbatches are added up by it (see `loss_over`).
 
         Args:
             x, y, sample_weight: the microbatch, as `train_step` gets it. `x` is all of it where it
@@ -370,13 +382,6 @@ class AccumulatingModel(_Base):
         if is_keras_own and self.trainable_weights and self.optimizer is None:
             raise RuntimeError(_messages.no_optimizer_message(self.name))
         return getattr(train_step, "python_function", train_step)(data)  # of a `tf.function`
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        recording = current_recording(self)
-        if recording is None or recording.two_passes is None:
-            return super().__call__(*args, **kwargs)
-        two_passes, recording.two_passes = recording.two_passes, None
-        return two_passes.outputs()
 
     def _aggregate_additional_loss(self, loss: Any) -> Any:
         total = super()._aggregate_additional_loss(loss)
@@ -450,6 +455,25 @@ class AccumulatingModel(_Base):
         is_whole = self._microbatch_size is None and not self._is_automatic
         return is_whole and not self._accumulates() and not self._skip_nonfinite
 
+    def _splits_calls(self) -> bool:
+        """Return whether the step runs on full batches, and calls of layers by microbatches."""
+        return self._microbatch_size is not None and self._takes_full_batch()
+
+    def _takes_full_batch(self) -> bool:
+        """Return whether the step of a batch that is split is to see all of it."""
+        if self._loss_over != "auto":
+            return self._loss_over == "batch"
+        is_of_keras_ = all(is_of_keras(self, name) for name in ("train_step", "compute_loss"))
+        return not (self._adds_up and (is_of_keras_ or self._has_rule()))
+
+    def _must_add_up(self) -> bool:
+        """Return whether the loss is to be read before it is computed by microbatches."""
+        return self._loss_over == "auto" and not self._has_rule()
+
+    def _has_rule(self) -> bool:
+        """Return whether the user says what microbatches count."""
+        return type(self).microbatch_weight is not AccumulatingModel.microbatch_weight
+
     def _run_step(self, train_step: Callable[[Any], Any], data: Any) -> Any:
         """Run `train_step` on the microbatches of a batch, and update if the window is full."""
         self._check_strategy()
@@ -463,7 +487,11 @@ class AccumulatingModel(_Base):
         watch_attributes(self)
         automatic = self._automatic_size if self._is_automatic else None
         run = _step.run if automatic is None else automatic.run_step
-        logs = run(self, train_step, data, window)
+        try:
+            logs = run(self, train_step, data, window)
+        except DoesNotAddUpError:  # of a graph that was about to be made
+            self._adds_up = False
+            logs = run(self, train_step, data, window)
         self._warn_of_batch_normalization()  # of layers that were not there at `compile`
         return logs
 

@@ -199,7 +199,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         model = self.model
-        is_split = model.microbatch_size is not None and model.loss_over == "microbatch"
+        is_split = model.microbatch_size is not None and not model._takes_full_batch()
         if not (model.accumulation_steps > 1 or is_split or model._is_scheduled):
             settings = model.microbatch_size, model.loss_over
             raise ValueError(_messages.no_second_microbatch_message(model.name, *settings))

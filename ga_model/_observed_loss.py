@@ -22,6 +22,7 @@ def observed(
     compiled: Any,
     note: Callable[[Term], None],
     calls: Any = None,
+    check: Callable[[Any, Any, Any], None] | None = None,
 ) -> Any:
     """Return a copy of a compiled loss that notes the term of every loss it computes.
 
@@ -33,6 +34,7 @@ def observed(
         note: called with each term.
         calls: the `MetricCalls` that get the updates of metrics which track one of several losses,
             in their place. None updates them.
+        check: called with every loss, its y_true and y_pred, before it is computed, or None.
     """
 
     class Observed(type(compiled)):  # type: ignore[misc]
@@ -56,7 +58,8 @@ def observed(
         copy.__dict__.update(compiled.__dict__)
         if compiled.built:
             copy.__dict__["_flat_losses"] = [
-                entry._replace(loss=_observer(entry, copy)) for entry in compiled._flat_losses
+                entry._replace(loss=_observer(entry, copy, check))
+                for entry in compiled._flat_losses
             ]
         if calls is not None:
             copy.__dict__["_calls"] = calls
@@ -81,7 +84,7 @@ class _Tracked(StandIn):
         return self._listener._calls.result(self._original)
 
 
-def _observer(entry: Any, compiled: Any) -> Any:
+def _observer(entry: Any, compiled: Any, check: Any) -> Any:
     """Return a stand-in for one loss: it computes the loss and notes its term in `compiled`."""
     loss, name = entry.loss, entry.name
     reduction = getattr(loss, "reduction", None)
@@ -90,6 +93,8 @@ def _observer(entry: Any, compiled: Any) -> Any:
         return value if entry.loss_weights is None else value * entry.loss_weights
 
     def observe(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        if check is not None:
+            check(loss, y_true, y_pred)
         if reduction in ("sum", "none", None):
             value = loss(y_true, y_pred, sample_weight)
             if reduction == "sum":

@@ -9,7 +9,6 @@ import numpy as np
 import tensorflow as tf
 
 from ga_model import _messages, _strategy, _validate
-from ga_model._look_ahead import check_step_for
 from ga_model._recorder import optimizers_in
 
 
@@ -84,13 +83,12 @@ def make_plan(
     if microbatch_size is None:
         microbatch_size = getattr(model, "microbatch_size", None)
     if loss_over is None:
-        loss_over = getattr(model, "loss_over", "microbatch")
+        loss_over = getattr(model, "loss_over", "auto")
     skip_nonfinite = getattr(model, "skip_nonfinite", False)
     optimizers = optimizers_in(vars(model))
     steps, size, skip, over = _validate.check_settings(
         accumulation_steps, microbatch_size, skip_nonfinite, loss_over, optimizers
     )
-    check_step_for(model, over)
     if size == "auto":
         raise ValueError(_messages.unknown_size_message(model.name))
     rows = _validate.check_rows(data, keras.tree.flatten(data))

@@ -24,6 +24,13 @@ import keras
 import tensorflow as tf
 
 from ga_model import _logs, _messages, _strategy, _sums, _validate, _weights
+from ga_model._loss_reading import (
+    DoesNotAddUpError,
+    check_adds_up,
+    kind_of_scalar,
+    mixes_samples,
+    normalizes_batches,
+)
 from ga_model._observed_loss import observed
 from ga_model._stand_in import StandIn
 from ga_model._sums import GradientSum
@@ -57,6 +64,7 @@ class Position(NamedTuple):
         whole: the batch, if it is split.
         is_window: whether the microbatch is all of its window.
         defers_logs: whether metrics and logs wait for the whole batch.
+        must_add_up: whether the loss has to be known to add up over microbatches.
     """
 
     units: list[tuple[Any, Any]]
@@ -67,6 +75,7 @@ class Position(NamedTuple):
     whole: _weights.Whole | None
     is_window: bool
     defers_logs: bool
+    must_add_up: bool = False
 
 
 class Recording:
@@ -76,23 +85,24 @@ class Recording:
         model: the model that is recorded.
         data: the microbatch, as `train_step` gets it.
         position: where it stands in its window.
+        is_trial: whether the step may do what cannot be accumulated, as no update follows.
 
     Attributes:
         targets, sums: an entry per optimizer, in the order in which they were applied.
         metrics: what metrics got that waits for the whole batch.
-        two_passes: what gives the outputs in the step's first call of the model, or None.
     """
 
-    def __init__(self, model: Any, data: Any, position: Position) -> None:
+    def __init__(self, model: Any, data: Any, position: Position, is_trial: bool = False) -> None:
         self.model = model
+        self._is_trial = is_trial
         self.targets: list[Target] = []
         self.sums: list[GradientSum] = []
         self.metrics = _logs.MetricCalls(vars(model).get("_loss_tracker"))
-        self.two_passes: Any = None
         self._data = data
         self._position = position
         self._terms: list[_weights.Term] = []
         self._observed_loss: Any = None
+        self._compares_samples: bool | None = None
         self._additional: list[tuple[Any, bool]] = []
         self._known_terms: tuple[tuple[int, int], _weights.LossTerms] | None = None
         self._losses: list[Any] = []
@@ -121,8 +131,20 @@ class Recording:
         """Return a copy of the compiled loss that notes its terms here, always the same one."""
         if self._observed_loss is None:
             calls = self.metrics if self._position.defers_logs else None
-            self._observed_loss = observed(compiled, self._terms.append, calls)
+            check = self._check_adds_up if self._position.must_add_up else None
+            self._observed_loss = observed(compiled, self._terms.append, calls, check)
         return self._observed_loss
+
+    def _check_adds_up(self, loss: Any, y_true: Any, y_pred: Any) -> None:
+        """Raise DoesNotAddUpError if a compiled loss is not known to add up."""
+        check_adds_up(loss, y_true, y_pred)
+        if mixes_samples(tf.nest.flatten(y_pred)) and not normalizes_batches(self.model):
+            raise DoesNotAddUpError
+        shapes = [leaf.shape for leaf in tf.nest.flatten(y_pred)]
+        if self._compares_samples is None and any(None in shape[1:] for shape in shapes):
+            self._compares_samples = _has_axis_of_samples(self.model, self._data)
+        if self._compares_samples:
+            raise DoesNotAddUpError
 
     def note_additional(self, value: Any, is_sum: bool) -> None:
         """Note a loss that a layer or a regularizer added to the total."""
@@ -158,7 +180,7 @@ class Recording:
         """Keep the gradients of an `optimizer.apply`."""
         if self._graph not in (None, tf.compat.v1.get_default_graph()):
             raise RuntimeError(_messages.inner_graph_message(self.model.name))
-        if any(target.optimizer is optimizer for target in self.targets):
+        if not self._is_trial and any(t.optimizer is optimizer for t in self.targets):
             raise RuntimeError(_messages.applied_twice_message(self.model.name, optimizer.name))
         _validate.check_single_accumulation([optimizer], self.model.accumulation_steps)
         _validate.check_single_finite_check([optimizer], self.model.skip_nonfinite)
@@ -209,6 +231,8 @@ class Recording:
     def check_complete(self) -> None:
         """Raise RuntimeError if the step applied an optimizer past the recording, or none."""
         passed_by = [o for o, before in self._unseen if self._clock(o) != before]
+        if self._is_trial:
+            return
         if passed_by or (not self.targets and self.model.trainable_weights):
             names = [o.name for o in passed_by]
             raise RuntimeError(_messages.not_recorded_message(self.model.name, names))
@@ -237,6 +261,7 @@ class Recording:
         regularizers = [v for v in self.model.trainable_weights if getattr(v, "regularizer", None)]
         first = max(0, len(self._additional) - len(regularizers))
         regularization = [value for value, _ in self._additional[first:]]
+        additional = [self._read(*part) for part in self._additional[:first]]
         weight = self.model.microbatch_weight(x, y, sample_weight)
         if weight is not None:
             return _weights.rule(weight, regularization)
@@ -244,7 +269,7 @@ class Recording:
         whole = None if self.model.skip_nonfinite else self._position.whole
         terms = _weights.combine(
             self._terms,
-            self._additional[:first],
+            additional,
             regularization,
             self._num_rows(),
             self._position.num_microbatches if whole is None else self._position.steps,
@@ -253,6 +278,15 @@ class Recording:
         if terms.mismatch and not self._position.is_window:
             self.model._warn_once(_messages.one_weight_message(terms.exact, terms.mismatch))
         return terms
+
+    def _read(self, value: Any, is_sum: bool) -> tuple[Any, bool]:
+        """Return a loss that a layer added, and whether it is a sum over samples."""
+        if is_sum or not (self._position.must_add_up and tf.is_symbolic_tensor(value)):
+            return value, is_sum
+        kind = kind_of_scalar(value)
+        if kind is None or (kind == "sum" and self.model.run_eagerly):  # which reads it once
+            raise DoesNotAddUpError
+        return value, kind == "sum"
 
     def _num_rows(self) -> Any:
         return _weights.num_rows(unpack(self._data)[0])
@@ -290,17 +324,15 @@ def current_recording(model: Any) -> Recording | None:
 
 @contextlib.contextmanager
 def record(
-    model: Any, data: Any, position: Position, two_passes: Any = None
+    model: Any, data: Any, position: Position, is_trial: bool = False
 ) -> Iterator[Recording]:
     """Record the step of `model` that runs in this thread.
 
     Args:
-        model, data, position: as `Recording` takes them.
-        two_passes: the `TwoPasses` that give the model's outputs in its first call, or None.
+        model, data, position, is_trial: as `Recording` takes them.
     """
     outer = getattr(_local, "recording", None)
-    _local.recording = recording = Recording(model, data, position)
-    recording.two_passes = two_passes
+    _local.recording = recording = Recording(model, data, position, is_trial)
     try:
         yield recording
         recording.check_complete()
@@ -336,6 +368,28 @@ def instances_in(value: Any, classes: Any) -> list[Any]:
     if isinstance(value, (list, tuple)):
         return [instance for part in value for instance in instances_in(part, classes)]
     return [value] if isinstance(value, classes) else []
+
+
+def _has_axis_of_samples(model: Any, data: Any) -> bool:
+    """Return whether an output has an axis beside the first whose length is the number of samples.
+
+    Of axes whose length is not known, those of 3 samples are known then.
+    """
+    rows = 3
+
+    def spec(leaf: Any) -> Any:
+        if not isinstance(leaf, tf.Tensor) or not leaf.shape.rank:
+            return leaf
+        return tf.TensorSpec([rows, *leaf.shape[1:]], leaf.dtype)
+
+    def call(x: Any) -> list[Any]:
+        with keras.StatelessScope(), unrecorded():
+            outputs = model(x, training=True) if model._call_has_training_arg else model(x)
+        return [leaf for leaf in tf.nest.flatten(outputs) if leaf is not None]
+
+    specs = tf.nest.map_structure(spec, unpack(data)[0])
+    outputs = tf.function(call, autograph=False).get_concrete_function(specs).structured_outputs
+    return any(output.shape.rank and rows in output.shape[1:] for output in outputs)
 
 
 def _optimizers_of_layers(model: Any) -> list[Any]:

@@ -13,19 +13,22 @@ microbatch; with the loop in it, it takes many times as long.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import keras
 import tensorflow as tf
 
 from ga_model import _messages, _strategy, _weights
+from ga_model._calls import split_calls
 from ga_model._logs import BatchLogs
-from ga_model._look_ahead import look_ahead
+from ga_model._look_ahead import is_of_keras, look_ahead
 from ga_model._loop import loop
+from ga_model._loss_reading import DoesNotAddUpError, is_known
 from ga_model._microbatch import Batch
-from ga_model._recorder import Position, Recording, Target, optimizers_in, record, unpack
+from ga_model._recorder import Position, Recording, Target, optimizers_in, record
 from ga_model._sums import GradientSum, power_of_two
-from ga_model._two_passes import TwoPasses
 from ga_model._window import Window
 
 
@@ -86,8 +89,11 @@ def run(
     Returns:
         The logs of the batch.
     """
-    is_whole = model.loss_over == "batch"
-    batch = Batch(data, model._microbatch_size, is_whole)
+    is_whole = model._splits_calls()
+    batch = Batch(data, model._microbatch_size, is_whole, is_checked=not is_whole)
+    is_heard = window is not None or model.skip_nonfinite or is_of_keras(model, "train_step")
+    if is_whole and not is_heard:
+        return _run_unheard(model, train_step, batch, note_sums)
     step = Step(model, train_step, batch, window)
     part = step.sum_over_microbatches()
     # Nothing but the data orders these state changes after the fetch of the data: without the
@@ -114,8 +120,36 @@ def run(
     return part.last
 
 
+def _run_unheard(
+    model: Any,
+    train_step: Callable[[Any], Any],
+    batch: Batch,
+    note_sums: Callable[[list[Any]], Any] | None,
+) -> Any:
+    """Run a step of the user's own on a full batch, whatever it does, with calls by microbatches.
+
+    When its updates begin is not known, so `note_sums` is told before.
+    """
+    waits_for = [] if note_sums is None else [note_sums([batch.num_microbatches])]
+    with tf.control_dependencies(waits_for), calls_by_microbatches(model, batch):
+        return train_step(batch.data)
+
+
+def calls_by_microbatches(model: Any, batch: Batch, limit: int | None = None) -> Any:
+    """Return the context in which calls of layers go by microbatches, if there may be several."""
+    if not batch.is_long:
+        return contextlib.nullcontext()
+    return split_calls(model, batch.rows, batch.size, limit)
+
+
 class Step:
     """The forward and backward passes of one batch.
+
+    Args:
+        model, train_step, window: as `run` takes them.
+        batch: the batch.
+        trial_of: None, or for a trial without an update, how many microbatches of a batch that is
+            whole run.
 
     Attributes:
         targets: what the step applies, known when a microbatch was recorded.
@@ -123,7 +157,12 @@ class Step:
     """
 
     def __init__(
-        self, model: Any, train_step: Callable[[Any], Any], batch: Batch, window: Window | None
+        self,
+        model: Any,
+        train_step: Callable[[Any], Any],
+        batch: Batch,
+        window: Window | None,
+        trial_of: int | None = None,
     ) -> None:
         self.targets: list[Target] = []
         self._present: list[list[bool]] = []  # which gradients of the targets are not None
@@ -139,14 +178,15 @@ class Step:
         # Replicas have to communicate alike, however many rows each has.
         self._is_part = batch.is_split or (has_others and model._microbatch_size is not None)
         self._is_window = window is None and not batch.is_split and not has_others
-        self._has_two_passes = batch.is_whole and (batch.is_long or has_others)
+        self._splits_calls = batch.is_whole and batch.is_long
+        self._trial_of = trial_of
         self._window: Any = window
         # With replicas, it would be a replica's function that writes a variable of all.
         self._adds_in_cluster = (
             window is not None
             and model.jit_compile
             and not (batch.is_split or has_others or tf.executing_eagerly())
-            and not self._has_two_passes
+            and not self._splits_calls
         )
         if window is not None:
             self._steps, self._parts = window.steps.read_value(), window.parts.read_value()
@@ -164,6 +204,8 @@ class Step:
         if self._model.skip_nonfinite:
             microbatch = self._undone_if_not_finite(microbatch)
         zero = tf.zeros((), tf.int64)
+        if tf.executing_eagerly() and batch.is_split and self._model._must_add_up():
+            self._read_loss()
         part = microbatch(zero, self._units, batch.microbatch(zero))
         if not batch.is_split:
             return part  # type: ignore[no-any-return]
@@ -176,11 +218,28 @@ class Step:
 
         return loop(add, part, batch.num_microbatches)  # type: ignore[no-any-return]
 
+    def _read_loss(self) -> None:
+        """Raise DoesNotAddUpError if the loss is not known to add up, before anything runs."""
+        if self._model._has_read_loss:
+            return
+        units = [tf.TensorSpec((), tf.float64)] * len(self._units)
+        leaves = self._batch.signature_of(None)
+        draw = tf.function(self._microbatch, autograph=False)
+        try:
+            draw.get_concrete_function(tf.TensorSpec((), tf.int64), units, leaves)
+        except DoesNotAddUpError:
+            raise
+        except Exception as error:  # of a step that runs eagerly only
+            if not all(map(is_known, keras.tree.flatten(self._model.loss))):
+                raise DoesNotAddUpError from error
+        self.targets = []
+        self._model._has_read_loss = True
+
     def _in_graph(self) -> Any:
         """Return `_microbatch`, as a function that is traced once where a graph is made."""
         is_split, jit_compile = self._batch.is_split, self._model.jit_compile
-        if tf.executing_eagerly() or not (is_split or jit_compile) or self._has_two_passes:
-            return self._microbatch  # of which the two passes are compiled
+        if tf.executing_eagerly() or not (is_split or jit_compile) or self._splits_calls:
+            return self._microbatch  # of which the calls of layers are compiled
         function = self._added_microbatch if self._adds_in_cluster else self._microbatch
         unit = tf.TensorSpec((), tf.float64)
         signature = [tf.TensorSpec((), tf.int64), [unit] * len(self._units), self._batch.signature]
@@ -228,12 +287,13 @@ class Step:
             self._whole,
             self._is_window,
             defers_logs=self._is_part or model.skip_nonfinite,
+            must_add_up=self._batch.is_split and model._must_add_up(),
         )
-        data, two_passes = self._batch.pack(leaves), None
-        if self._has_two_passes:
-            two_passes = TwoPasses(model, unpack(data)[0], self._batch.size)
-            two_passes.first()
-        with record(model, data, position, two_passes) as recording:
+        data, calls = self._batch.pack(leaves), contextlib.nullcontext()
+        if self._splits_calls:
+            calls = calls_by_microbatches(model, self._batch, self._trial_of)
+        is_trial = self._trial_of is not None
+        with record(model, data, position, is_trial) as recording, calls:
             logs = self._train_step(data)
         self._note_targets(recording)
         part = _Part(recording.sums, [], logs, tf.ones((), tf.int64))

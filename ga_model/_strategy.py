@@ -3,15 +3,16 @@
 Private names of Keras in use, read in Keras 3.14.0 to 3.15.1:
 
 * `Trainer._compile_loss`, `CompileLoss._flat_losses` and `tensor._keras_mask`, in `_model`,
-  `_look_ahead`, `_plan`, `_diagnosis`, `_observed_loss` and `_two_passes`: what each compiled loss
+  `_look_ahead`, `_plan`, `_diagnosis`, `_observed_loss` and `_split_call`: what each compiled loss
   averages over. `tests/test_weights.py`.
-* `tensor._keras_logits`, in `_two_passes`: where Keras's cross-entropies find what went into a
+* `tensor._keras_logits`, in `_split_call`: where Keras's cross-entropies find what went into a
   softmax. `tests/test_loss_over.py`.
 * `Trainer._loss_tracker`, in `_model` and `_recorder`: the metric of the loss. The same tests.
 * `Trainer._aggregate_additional_loss`, in `_model`: the losses that layers add. The same tests.
-* `Layer._flatten_layers`, in `_model`, `_recorder`, `_step`, `_two_passes`, `_check`, `_diagnosis`
-  and `_randomness`: layers at any depth. `tests/test_models.py`, `tests/test_check.py`.
-* `Layer._call_has_training_arg`, in `_look_ahead`, `_two_passes`, `_diagnosis` and `_randomness`.
+* `Layer._flatten_layers`, in `_model`, `_recorder`, `_step`, `_calls`, `_split_call`,
+  `_loss_reading`, `_check`, `_diagnosis` and `_randomness`: layers at any depth.
+  `tests/test_models.py`, `tests/test_check.py`.
+* `Layer._call_has_training_arg`, in `_look_ahead`, `_recorder`, `_diagnosis` and `_randomness`.
   `tests/test_check.py`.
 * `R2Score._built`, `FBetaScore._built`, in `_step`: whether they have their variables.
   `tests/test_nonfinite.py`.
@@ -21,6 +22,8 @@ Private names of Keras in use, read in Keras 3.14.0 to 3.15.1:
   were made. `Trainer._maybe_symbolic_build`, `Trainer._make_function`, `reduce_per_replica` and
   `scale_loss_for_distribution`, here and in `_model`: what Keras does with several replicas.
   `tests/test_strategy.py`, `tests/test_workers.py`.
+* `Layer._get_call_context`, `Layer._remat_mode` and `in_symbolic_scope`, in `_calls`: whether a
+  call trains, and which calls there is nothing to split of. `tests/test_split_calls.py`.
 * `KerasSaveable._unpickle_model`, in `_wrap`: pickling a wrapped model as the plain model.
   `tests/test_saving.py`.
 """

@@ -30,6 +30,7 @@ import tensorflow as tf
 
 from ga_model import _messages, _strategy
 from ga_model._gradient_noise import Squares
+from ga_model._places import Parts
 from ga_model._rows import Rows, sum_dtype
 
 
@@ -82,8 +83,8 @@ class GradientSum(NamedTuple):
     """The weighted gradients of one microbatch, or the sum of several.
 
     Attributes:
-        gradients: one per variable: a tensor or None; or for rows of it, `tf.IndexedSlices` as they
-            come from a tape and go to an optimizer, `Rows` while they are summed.
+        gradients: one per variable: a tensor or None; or for rows of it, `Parts` of a microbatch,
+            `Rows` while they are summed, `tf.IndexedSlices` as they go to an optimizer.
         maxima: one per variable: None, or the tensor that is to overwrite it, which has no weight.
         total: float64 scalar tensor, the sum of the weights in `unit`.
         unit: float64 scalar tensor.
@@ -108,7 +109,7 @@ class GradientSum(NamedTuple):
         """Return the gradients of one microbatch, or without `scale` a sum.
 
         Args:
-            gradients: one per variable.
+            gradients: one per variable, as a tape gives them; or without `scale` those of a sum.
             variables: the variables.
             weight: the microbatch's weight.
             scale: whether the gradients still have to be multiplied by it.
@@ -121,19 +122,20 @@ class GradientSum(NamedTuple):
             counts = f"{len(gradients)} gradients", f"{len(variables)} variables"
             raise ValueError(_messages.lengths_message(*counts))
         maxima = [g if overwrites(v) else None for g, v in zip(gradients, variables)]
-        gradients = [None if overwrites(v) else g for g, v in zip(gradients, variables)]
+        gradients = [None if overwrites(v) else _in_parts(g) for g, v in zip(gradients, variables)]
         if scale:
             gradients = [scaled(gradient, weight.relative) for gradient in gradients]
         squares = None
         if noise_of is not None:
-            squares = Squares.of(gradients, weight.relative, noise_of)
+            slices = [g.slices() if isinstance(g, Parts) else g for g in gradients]
+            squares = Squares.of(slices, weight.relative, noise_of)
         return cls(list(gradients), maxima, *weight, squares)
 
     def is_finite(self) -> tf.Tensor:
         """Return whether all gradients are, a bool scalar."""
-        present = [value for value in self.values() if value is not None]
-        values = [v.values if isinstance(v, tf.IndexedSlices) else v for v in present]
-        return tf.reduce_all([tf.reduce_all(tf.math.is_finite(value)) for value in values])
+        values = [g.slices().values if isinstance(g, Parts) else g for g in self.values()]
+        present = [value for value in values if value is not None]
+        return tf.reduce_all([tf.reduce_all(tf.math.is_finite(value)) for value in present])
 
     def counted_if(self, condition: Any, unit: Any) -> GradientSum:
         """Return the sum with its weight, or without any where `condition` does not hold.
@@ -206,17 +208,26 @@ class GradientSum(NamedTuple):
             sums = tf.switch_case(case, branches)
         else:
             sums = []
-        maxima = [
-            None if a is None else tf.maximum(a, tf.cast(b, a.dtype))
-            for a, b in zip(self.maxima, other.maxima)
-        ]
         return GradientSum(
             _with_nones(sums, self.gradients),
-            maxima,
+            _maxima(self, other),
             self.total * shrink + other.total,
             other.unit,
             self.squares and other.squares and self.squares.plus(other.squares, shrink),
         )
+
+    def as_terms(self, variables: Sequence[Any]) -> GradientSum:
+        """Return the first microbatch as a sum that others are added to with `plus_alike`."""
+        gradients = [None if g is None else _term(g, v) for g, v in zip(self.gradients, variables)]
+        return self._replace(gradients=gradients)
+
+    def plus_alike(self, other: GradientSum, variables: Sequence[Any]) -> GradientSum:
+        """Return the sum with a microbatch that counts alike, whose weights are not looked at."""
+        gradients = [
+            None if a is None else _plus(a, _like(a, b, v), v)
+            for a, b, v in zip(self.gradients, other.gradients, variables)
+        ]
+        return self._replace(gradients=gradients, maxima=_maxima(self, other))
 
     def mean(self, variables: Sequence[Any], is_sum: bool) -> list[Any]:
         """Return what an optimizer is to be given, in the variables' dtypes.
@@ -248,10 +259,8 @@ class GradientSum(NamedTuple):
         return share.with_slices(variables)
 
     def with_slices(self, variables: Sequence[Any]) -> GradientSum:
-        """Return the sum with `tf.IndexedSlices` in the place of `Rows`."""
-        gradients = [
-            g.slices(v) if isinstance(g, Rows) else g for g, v in zip(self.gradients, variables)
-        ]
+        """Return the sum with `tf.IndexedSlices` for the rows of variables."""
+        gradients = [_with_slices(g, v) for g, v in zip(self.gradients, variables)]
         return self._replace(gradients=gradients)
 
     def values(self) -> list[Any]:
@@ -263,8 +272,8 @@ def scaled(gradient: Any, factor: Any) -> Any:
     """Return a gradient times a scalar tensor, in the dtype that it is summed in."""
     if gradient is None:
         return None
-    if isinstance(gradient, tf.IndexedSlices):
-        return _with_values(gradient, scaled(gradient.values, factor))
+    if isinstance(gradient, Parts):
+        return gradient.with_values(lambda values: scaled(values, factor))
     gradient = _with_dtype(tf.convert_to_tensor(gradient))
     return gradient * tf.cast(factor, gradient.dtype)
 
@@ -273,7 +282,8 @@ def _mean(gradient: Any, total: Any, dtype: Any) -> Any:
     if gradient is None:
         return None
     if isinstance(gradient, tf.IndexedSlices):
-        return _with_values(gradient, _mean(gradient.values, total, dtype))
+        values = _mean(gradient.values, total, dtype)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
     if total is not None:
         gradient = gradient / tf.cast(total, gradient.dtype)
     return tf.cast(gradient, dtype)
@@ -281,14 +291,14 @@ def _mean(gradient: Any, total: Any, dtype: Any) -> Any:
 
 def _no_gradient(gradient: Any, variable: Any) -> Any:
     """Return what a gradient adds that is left out."""
-    if isinstance(gradient, (Rows, tf.IndexedSlices)):
+    if isinstance(gradient, (Rows, Parts)):
         return Rows.none(variable)
     return tf.zeros_like(_with_dtype(gradient))
 
 
 def _term(gradient: Any, variable: Any) -> Any:
     """Return a microbatch's gradient as what is summed."""
-    if isinstance(gradient, tf.IndexedSlices):
+    if isinstance(gradient, Parts):
         return Rows.of(gradient, variable)
     return gradient if isinstance(gradient, Rows) else _with_dtype(gradient)
 
@@ -301,17 +311,24 @@ def _like(total: Any, gradient: Any, variable: Any) -> Any:
     if gradient is None:
         return _no_gradient(total, variable)
     if not isinstance(total, Rows):
-        if isinstance(gradient, Rows):
-            gradient = gradient.slices(variable)
+        gradient = _with_slices(gradient, variable)
         if isinstance(gradient, tf.IndexedSlices):
             slices, num_rows = gradient, int(variable.shape[0])
             gradient = tf.math.unsorted_segment_sum(slices.values, slices.indices, num_rows)
         gradient = tf.convert_to_tensor(gradient)
         gradient.set_shape(total.shape)  # which that of a function's result may not be known to be
         return tf.cast(gradient, total.dtype)
-    if not isinstance(gradient, (Rows, tf.IndexedSlices)):
-        gradient = tf.IndexedSlices(gradient, tf.range(variable.shape[0]))
+    if not isinstance(gradient, (Rows, Parts)):
+        gradient = Parts(None, tf.IndexedSlices(gradient, tf.range(variable.shape[0])))
     return _term(gradient, variable)
+
+
+def _maxima(a: GradientSum, b: GradientSum) -> list[Any]:
+    """Return the larger ones of what is to overwrite variables."""
+    return [
+        None if x is None else tf.maximum(x, tf.cast(y, x.dtype))
+        for x, y in zip(a.maxima, b.maxima)
+    ]
 
 
 def _plus(total: Any, term: Any, variable: Any) -> Any:
@@ -324,8 +341,14 @@ def _times(total: Any, factor: Any, variable: Any) -> Any:
     return total * tf.cast(factor, total.dtype)
 
 
-def _with_values(gradient: tf.IndexedSlices, values: Any) -> tf.IndexedSlices:
-    return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+def _in_parts(gradient: Any) -> Any:
+    return Parts.of(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def _with_slices(gradient: Any, variable: Any) -> Any:
+    if isinstance(gradient, Parts):
+        return gradient.slices()
+    return gradient.slices(variable) if isinstance(gradient, Rows) else gradient
 
 
 def _with_dtype(gradient: Any) -> Any:

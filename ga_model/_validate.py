@@ -112,7 +112,7 @@ def check_skip_nonfinite(value: Any) -> bool:
 
 def check_loss_over(value: Any) -> str:
     """Return `value`, or raise ValueError if it is no choice."""
-    return check_choice("loss_over", value, ["microbatch", "batch"])
+    return check_choice("loss_over", value, ["auto", "microbatch", "batch"])
 
 
 def check_bool(name: str, value: Any, way_out: str = "Pass True or False.") -> bool:

@@ -9,7 +9,6 @@ from typing import Any, cast
 import keras
 
 from ga_model import _messages, _validate
-from ga_model._look_ahead import check_step_for
 from ga_model._model import AccumulatingModel
 from ga_model._recorder import optimizers_in
 
@@ -38,9 +37,10 @@ def accumulate(
             memory is found. None keeps the present value; a plain model's batches stay whole.
         skip_nonfinite: whether microbatches with NaN or Inf in a gradient are left out. None keeps
             the present value, False for a plain model.
-        loss_over: "microbatch", or "batch" for a loss that compares the rows of a batch, at the
-            cost of a second forward pass: see `AccumulatingModel.loss_over`. None keeps the present
-            value, "microbatch" for a plain model.
+        loss_over: "auto", "microbatch" or "batch": whether the loss of a batch that is split is put
+            together from its microbatches, or sees the whole batch at the cost of a second forward
+            pass. See `AccumulatingModel.loss_over`. None keeps the present value, "auto" for a
+            plain model.
 
     Returns:
         `model`, now an instance of `AccumulatingModel` too.
@@ -49,7 +49,7 @@ def accumulate(
         TypeError: `model` is no Keras model, or a setting has the wrong type.
         ValueError: a setting is less than 1 or no choice, or the model is compiled with an
             optimizer that has `gradient_accumulation_steps`, or with a LossScaleOptimizer beside
-            `skip_nonfinite`; or it has a `train_step` of its own, with `loss_over="batch"`.
+            `skip_nonfinite`.
 
     Warns:
         UserWarning: the model is compiled and has trainable BatchNormalization layers.
@@ -69,10 +69,9 @@ def accumulate(
         1 if accumulation_steps is None else accumulation_steps,
         microbatch_size,
         False if skip_nonfinite is None else skip_nonfinite,
-        "microbatch" if loss_over is None else loss_over,
+        "auto" if loss_over is None else loss_over,
         optimizers_in(vars(model)),
     )
-    check_step_for(model, over)
     if not isinstance(model, AccumulatingModel):
         wrapped = _wrapped_class(cast(Hashable, type(model)))
         object.__setattr__(model, "__class__", wrapped)

@@ -6,6 +6,7 @@ allocation that fails takes ten seconds, because TensorFlow waits for memory to 
 in the sweep.
 """
 
+import functools
 import random
 import re
 import warnings
@@ -611,6 +612,50 @@ def test_a_loss_over_the_batch_gets_a_size_and_a_smaller_one(float64):
             relative_difference(model.get_weights(), expected.get_weights(), start)
             < (TOLERANCE[float64])
         )
+
+
+class Adversaries(keras.Model):
+    """Updates one network before it takes the other's gradient, and applies an optimizer twice."""
+
+    def __init__(self, memory):
+        super().__init__()
+        self.makes, self.judges = smooth_model(memory), smooth_model(Memory())
+
+    def train_step(self, data):
+        x, y = data[:2]
+        for _ in range(2):
+            with tf.GradientTape() as tape:
+                loss = tf.sqrt(tf.reduce_mean((self.judges(x) - self.makes(x)) ** 2))
+            weights = self.judges.trainable_variables
+            self.optimizer.apply(tape.gradient(loss, weights), weights)
+        with tf.GradientTape() as tape:
+            loss = tf.sqrt(tf.reduce_mean((self.judges(x) * self.makes(x) - y) ** 2))
+        weights = self.makes.trainable_variables
+        self.other_optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("way", [{}, {"run_eagerly": True}], ids=str)
+def test_a_step_that_applies_optimizers_in_turn_gets_a_size(way, float64):
+    """And no second chance: nobody knows what it has updated."""
+    data = dense_data(32)
+    models = []
+    for size in ("auto", None):
+        memory = Memory(4 if size else 100)
+        make = functools.partial(Adversaries, memory)
+        model = accumulate(seeded(make), microbatch_size=size)
+        model.other_optimizer = keras.optimizers.SGD(0.1)
+        model.compile("adam", **way)
+        models.append(model)
+        for part in (slice(0, 16), slice(16, 32)):
+            model.train_on_batch(*[values[part] for values in data])
+    assert models[0].microbatch_size == 4
+    start = seeded(lambda: Adversaries(Memory())).get_weights()
+    weights = [model.get_weights() for model in models]
+    assert relative_difference(*weights, start) < TOLERANCE[float64]
+    models[0].makes.layers[1].memory.drop_in(0, 2)
+    with pytest.raises(RuntimeError, match="repeated only if its update has not begun"):
+        models[0].train_on_batch(*data)
 
 
 def test_the_last_row_that_does_not_fit_is_an_error():

@@ -120,26 +120,6 @@ def with_own_step(model_class=WithOwnStep, layer=None, **settings):
     return model
 
 
-class NetWithOwnStep(AccumulatingModel, WithOwnStep):
-    pass
-
-
-def over_the_batch(layer, size=3):
-    """A model whose call can not be made twice, or not in parts."""
-    return lambda: with_own_step(Net, layer(), microbatch_size=size, loss_over="batch")
-
-
-class Unseeded(keras.layers.Layer):
-    def call(self, inputs, training=False):
-        noise = 0.0 * tf.random.normal(tf.shape(inputs)) if training else 0.0
-        return inputs + noise
-
-
-class MeanOfRows(keras.layers.Layer):
-    def call(self, inputs):
-        return keras.ops.mean(inputs)
-
-
 def automatic():
     return net(microbatch_size="auto")
 
@@ -456,8 +436,9 @@ def settings_cases():
         for (value, error), (way, (make, call)) in itertools.product(values, ways.items()):
             if value is None and way != "attribute":
                 continue  # it stands for the present value
-            kind = {"skip_nonfinite": "a bool", "loss_over": r"one of \['microbatch', 'batch'\]"}
-            kind = kind.get(setting, "an integer >= 1")
+            choices = r"one of \['auto', 'microbatch', 'batch'\]"
+            kinds = {"skip_nonfinite": "a bool", "loss_over": choices}
+            kind = kinds.get(setting, "an integer >= 1")
             words = rf"`{setting}` must be {kind}\. Received: {setting}={re.escape(repr(value))}"
             yield Case(
                 f"{setting}={value!r} by {way}", on(make), call({setting: value}), error, words
@@ -598,7 +579,6 @@ NO_KERAS_MODEL = r"Received: class Wrong, which is no subclass of `keras\.Model`
 NO_MODEL = "takes a Keras model. Received: model="
 TWICE = "accumulated twice. Received: {} and the optimizer '.*' with gradient_accumulation_steps=2"
 BY_2, BY_CLASS = TWICE.format("accumulation_steps=2"), TWICE.format("a `GradientAccumulator`")
-NO_SPLIT = "Received: .* with a `train_step` of its own"
 SCALING = "Received: skip_nonfinite=True with a LossScaleOptimizer"
 ROWS = "`microbatch_size` splits the rows of a batch.* Received: "
 DECAY = "`decay` must be a number that is at least 0 and below 1. Received: decay="
@@ -669,34 +649,7 @@ CASES = [
     # Losses over the batch.
     *cases(
         on(with_own_step),
-        ("own step", lambda m: accumulate(m, loss_over="batch"), ValueError, NO_SPLIT),
-        ("own step in a check", equals(loss_over="batch"), ValueError, NO_SPLIT),
         ("check over nothing", equals(loss_over="rows"), ValueError, "`loss_over` must be one of"),
-    ),
-    *cases(
-        on(functools.partial(with_own_step, NetWithOwnStep)),
-        ("own step of a net", sets("loss_over", "batch"), ValueError, NO_SPLIT),
-        ("by compile", compiles("sgd", "mse", loss_over="batch"), ValueError, NO_SPLIT),
-    ),
-    *cases(
-        on(over_the_batch(Unseeded), over_the_batch(Unseeded, None)),
-        (
-            "unseeded numbers",
-            fits(),
-            ValueError,
-            "draw the same random numbers.* Received: .*RandomStandardNormal",
-            sets("microbatch_size", None),
-        ),
-    ),
-    *cases(
-        on(over_the_batch(MeanOfRows), over_the_batch(MeanOfRows, None)),
-        (
-            "no rows in an output",
-            fits(),
-            ValueError,
-            r"a row for each row.* Received: .* output of shape \(\)",
-            sets("microbatch_size", None),
-        ),
     ),
     # Optimizers.
     *cases(

@@ -417,7 +417,7 @@ def noise_and_statistics():
 
 STEPS = {"batch_size": 8, "accumulation_steps": 3}
 SIZE = {"batch_size": 20, "microbatch_size": 6}
-OVER_THE_BATCH = {**SIZE, "loss_over": "batch"}
+OVER_A_MICROBATCH = {**SIZE, "loss_over": "microbatch"}
 
 # The model, how it is accumulated, the verdict that is right, and what the reason must name.
 CASES = [
@@ -444,10 +444,10 @@ CASES = [
     (batch_normalization, SIZE, "different", r"\['batch_normalization"),
     (contrastive, STEPS, "different", "loss compares rows"),
     (scores_of_pairs, STEPS, "different", "outputs of a row depend"),
-    (contrastive, SIZE, "different", "loss compares rows"),
-    (contrastive, OVER_THE_BATCH, "equivalent", None),
-    (dice, OVER_THE_BATCH, "equivalent", None),
-    (dice, SIZE, "different", "loss compares rows"),
+    (contrastive, OVER_A_MICROBATCH, "different", "loss compares rows"),
+    (contrastive, SIZE, "equivalent", None),
+    (dice, SIZE, "equivalent", None),
+    (dice, OVER_A_MICROBATCH, "different", "loss compares rows"),
     (hard_mining, STEPS, "different", "loss compares rows"),
     (hard_mining_of_sparse_rows, STEPS, "different", "Different"),
     (sum_that_passes_for_a_mean, STEPS, "different", "count 1, 1, 1, and"),

@@ -271,7 +271,9 @@ def own_loss():
 @pytest.mark.parametrize(("make", "steps"), [(own_loss, 1), (two_masked_outputs, 2)])
 def test_terms_of_unlike_weights_warn_where_they_can_not_be_exact(make, steps, float64):
     x, y = two_masked_data(24)
-    model = accumulate(seeded(make), accumulation_steps=steps, microbatch_size=5)
+    model = accumulate(
+        seeded(make), accumulation_steps=steps, microbatch_size=5, loss_over="microbatch"
+    )
     model.compile("sgd", [keras.losses.MeanSquaredError(), keras.losses.MeanSquaredError()])
     with pytest.warns(UserWarning, match="One weight per microbatch can not serve all terms"):
         model.fit(x, y, batch_size=12, shuffle=False, verbose=0)
@@ -390,20 +392,23 @@ class Scaled(keras.Model):
         return {"loss": loss, "first": data["x"][0], "rows": tf.shape(data["x"])[0]}
 
 
-def test_scalars_and_none_are_part_of_every_microbatch(float64):
+@pytest.mark.parametrize("loss_over", ["microbatch", "auto"])
+def test_scalars_and_none_are_part_of_every_microbatch(loss_over, float64):
     x, y = dense_data(12)
     data = {"x": x, "y": y, "scale": np.float64(3.0), "nothing": None}
     trained = []
     for size in (None, 5):
         model = seeded(Scaled)
-        accumulate(model, microbatch_size=size).compile(keras.optimizers.SGD(0.1))
+        accumulate(model, microbatch_size=size, loss_over=loss_over)
+        model.compile(keras.optimizers.SGD(0.1))
         start = model.get_weights()
         logs = [model.train_function(iter([data])) for _ in range(3) if model.make_train_function()]
         trained.append((model.get_weights(), logs))
     assert relative_difference(trained[1][0], trained[0][0], start) <= TOLERANCE[float64]
     for split, whole in zip(trained[1][1], trained[0][1], strict=True):
         np.testing.assert_allclose(split["loss"], whole["loss"], rtol=1e-12)
-        assert split["rows"] == 2  # of the last microbatch: it is no floating-point number
+        # Of the last microbatch, where logs are put together: it is no floating-point number.
+        assert split["rows"] == (2 if loss_over == "microbatch" else 12)
 
 
 def test_rows_keep_their_order(float64):

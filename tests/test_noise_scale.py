@@ -456,7 +456,7 @@ class TwoNetworks(AccumulatingModel, keras.Model):
 def test_several_optimizers_each_have_their_own(name, capsys):
     x, _, _ = normal_rows(64)
     model = TwoNetworks()
-    model.compile(**SETTINGS[name])
+    model.compile(**SETTINGS[name], loss_over="microbatch")
     noise, alone = GradientNoiseScale(verbose=True), GradientNoiseScale()
     history = fit(model, x, noise)
     fit(linear_model(settings=SETTINGS[name]), x, alone)

@@ -155,7 +155,8 @@ def test_a_bad_gradient_for_one_optimizer_leaves_the_microbatch_out_for_all(run_
     """And out of the metrics and variables that a step of one's own looks after."""
     x, y, keep = bad_data(12, 4, bad=[0])
     models = [seeded(lambda: OwnStep(make().layers)) for _ in range(2)]
-    model, reference = accumulate(models[0], microbatch_size=4, skip_nonfinite=True), models[1]
+    settings = {"microbatch_size": 4, "loss_over": "microbatch", "skip_nonfinite": True}
+    model, reference = accumulate(models[0], **settings), models[1]
     for m in models:
         m.compile(keras.optimizers.Adam(0.01), "mse", run_eagerly=run_eagerly)
     start = model.get_weights()

@@ -1,0 +1,327 @@
+"""What is read from the graph of a loss: whether it adds up over samples."""
+
+import inspect
+
+import keras
+import pytest
+import tensorflow as tf
+from keras import ops
+
+from ga_model._loss_reading import (
+    DoesNotAddUpError,
+    adds_up,
+    check_adds_up,
+    kind_of_scalar,
+    mixes_samples,
+)
+
+TABLE = tf.constant([1.0, 2.0, 3.0, 4.0])
+
+
+def weighted(y, p):
+    """By the class of a sample, of a table."""
+    weights = tf.gather(TABLE, tf.cast(tf.abs(y[:, 0]), tf.int32))
+    return weights * tf.reduce_mean(tf.square(y - p), -1)
+
+
+def focal(y, p):
+    p = tf.clip_by_value(tf.sigmoid(p), 1e-6, 1.0 - 1e-6)
+    right = tf.where(y > 0.5, p, 1.0 - p)
+    return -tf.reduce_mean((1.0 - right) ** 2 * tf.math.log(right), axis=-1)
+
+
+def quantile(y, p):
+    error = y - p
+    return ops.mean(ops.maximum(0.9 * error, -0.1 * error), axis=-1)
+
+
+def of_keras_inside(y, p):
+    return 0.3 * keras.losses.mean_squared_error(y, p) + keras.losses.huber(y, p)
+
+
+def cosine(y, p):
+    return 1.0 - tf.reduce_sum(tf.math.l2_normalize(y, -1) * tf.math.l2_normalize(p, -1), -1)
+
+
+def per_sample_dice(y, p):
+    both = ops.sum(y * p, axis=1)
+    return 1.0 - (2.0 * both + 1.0) / (ops.sum(y, axis=1) + ops.sum(p, axis=1) + 1.0)
+
+
+def flattened(y, p):
+    rows = ops.shape(y)[0]
+    return ops.mean(ops.square(ops.reshape(y, (rows, -1)) - ops.reshape(p, (-1, 4))), axis=1)
+
+
+def of_labels(y, p):
+    labels = tf.cast(tf.abs(y[:, 0]), tf.int32)
+    return tf.nn.sparse_softmax_cross_entropy_with_logits(labels, p)
+
+
+def smoothed(y, p):
+    y = 0.9 * tf.one_hot(tf.cast(y[:, 0], tf.int32), 4) + 0.1 / 4
+    return -tf.reduce_sum(y * tf.nn.log_softmax(p), -1)
+
+
+def mean_of_all(y, p):
+    return tf.reduce_mean(tf.square(y - p))
+
+
+def half_of_the_mean(y, p):
+    return 0.5 * ops.mean(ops.mean(ops.abs(y - p), axis=-1)) + 1.0
+
+
+def in_channels(y, p):
+    first, second = tf.split(p, 2, -1)
+    return tf.reduce_mean(tf.concat([first, tf.exp(second)], 1) * tf.stack([y, y], 2)[..., 0], [1])
+
+
+ADD_UP = [weighted, focal, quantile, of_keras_inside, cosine, per_sample_dice, flattened]
+ADD_UP += [of_labels, smoothed, mean_of_all, half_of_the_mean, in_channels]
+
+
+def dice(y, p):
+    return 1.0 - 2.0 * tf.reduce_sum(y * p) / (tf.reduce_sum(y) + tf.reduce_sum(p))
+
+
+def sum_of_all(y, p):
+    return tf.reduce_sum(tf.square(y - p))
+
+
+def root(y, p):
+    return tf.sqrt(tf.reduce_mean(tf.square(y - p)))
+
+
+def rows_against_rows(y, p):
+    scores = p @ tf.transpose(p)
+    return tf.nn.sparse_softmax_cross_entropy_with_logits(tf.range(tf.shape(p)[0]), scores)
+
+
+def pairs_of_rows(y, p):
+    return tf.reduce_mean(tf.square(p[:, None] - p[None]), [1, 2])
+
+
+def centered(y, p):
+    return tf.reduce_mean(tf.square(y - (p - tf.reduce_mean(p, 0))), -1)
+
+
+def over_the_batch_size(y, p):
+    return tf.reduce_sum(tf.square(y - p), -1) / tf.cast(tf.shape(y)[0], p.dtype)
+
+
+def broadcast(y, p):
+    """Of shape (rows, rows): the targets lie along the other axis."""
+    return tf.reduce_mean(tf.square(y[:, 0] - p[:, :1]), -1)
+
+
+def neighbours(y, p):
+    return tf.reduce_mean(tf.square(p - tf.roll(p, 1, 0)), -1)
+
+
+def first_row(y, p):
+    return tf.reduce_mean(tf.square(p - p[:1]), -1)
+
+
+def sorted_rows(y, p):
+    return tf.reduce_mean(tf.square(y - tf.sort(p, 0)), -1)
+
+
+def softmax_over_rows(y, p):
+    return tf.reduce_mean(tf.nn.softmax(p, 0) * y, -1)
+
+
+def masked_mean(y, p):
+    mask = tf.cast(y > 0, p.dtype)
+    return tf.reduce_sum(mask * tf.square(y - p)) / tf.reduce_sum(mask)
+
+
+def correlation(y, p):
+    return tf.reduce_sum(tf.square(tf.matmul(p, p, transpose_a=True) - tf.eye(4)))
+
+
+def noisy(y, p):
+    return tf.reduce_mean(tf.square(y - p + tf.random.normal(tf.shape(p))), -1)
+
+
+def by_place(y, p):
+    place = tf.cast(tf.range(tf.shape(p)[0]), p.dtype)
+    return place * tf.reduce_mean(tf.square(y - p), -1)
+
+
+def second_moment(y, p):
+    return tf.square(tf.reduce_mean(y - p))
+
+
+def cut(y, p):
+    return tf.reduce_mean(tf.square(y - p), -1)[1:]
+
+
+DO_NOT = [dice, sum_of_all, root, rows_against_rows, pairs_of_rows, centered, broadcast]
+DO_NOT += [over_the_batch_size, neighbours, first_row, sorted_rows, softmax_over_rows]
+DO_NOT += [masked_mean, correlation, noisy, by_place, second_moment, cut]
+
+
+@pytest.mark.parametrize("loss", ADD_UP + DO_NOT)
+def test_what_adds_up_is_told_from_what_does_not(loss):
+    y, p = tf.ones((8, 4)), tf.ones((8, 4))
+    assert adds_up(loss, y, p) == (loss in ADD_UP)
+
+
+def keras_losses():
+    """Return all losses of Keras with their default arguments."""
+    classes = [c for _, c in inspect.getmembers(keras.losses, inspect.isclass)]
+    return {c.__name__: c for c in classes if c is not keras.losses.Loss}
+
+
+@pytest.mark.parametrize("name", sorted(keras_losses()))
+def test_keras_losses_are_told_apart_as_their_values_are(name):
+    """The loss values of all samples are those of each half, for a loss that adds up."""
+    loss = keras_losses()[name]()
+    keras.utils.set_random_seed(3)
+    p = tf.nn.softmax(keras.random.normal((8, 4)))
+    y = tf.one_hot([0, 1, 2, 3, 1, 2, 0, 3], 4)
+    if name == "CategoricalGeneralizedCrossEntropy":
+        y = tf.constant([0, 1, 2, 3, 1, 2, 0, 3])
+    if name == "Circle" or "Sparse" in name:
+        y = tf.constant([[0], [1], [2], [3], [1], [2], [0], [3]])
+    if name == "CTC":
+        y, p = tf.ones((8, 2), tf.int32), tf.stack([p] * 5, 1)
+    values = loss.call(y, p)
+    halves = [loss.call(y[:4], p[:4]), loss.call(y[4:], p[4:])]
+    is_by_sample = values.shape.rank > 0 and bool(
+        tf.reduce_all(tf.abs(tf.concat(halves, 0) - values) < 1e-5)
+    )
+    try:
+        check_adds_up(loss, y, p)
+        is_read = True
+    except DoesNotAddUpError:
+        is_read = False
+    assert is_read == is_by_sample
+
+
+def test_what_is_known_of_keras_losses_can_be_read_too():
+    """Not by name only: most of their graphs prove it."""
+    p = tf.nn.softmax(tf.ones((8, 4)))
+    losses = keras_losses()
+    read = [
+        name
+        for name, make in losses.items()
+        if "Sparse" not in name and adds_up(make().call, tf.ones((8, 4)), p)
+    ]
+    assert len(read) >= 14
+    assert not set(read) & {"Dice", "Tversky", "Circle"}
+
+
+SCALARS = {
+    "mean": [
+        lambda x, w: tf.reduce_mean(tf.square(x)),
+        lambda x, w: -0.5 * ops.mean(ops.sum(1.0 + x - ops.square(x) - ops.exp(x), axis=1)),
+        lambda x, w: 0.1 * tf.reduce_mean(tf.nn.relu(x @ w)) + tf.reduce_mean(x),
+        lambda x, w: tf.reduce_sum(tf.square(x)) / tf.cast(tf.shape(x)[0], x.dtype),
+        lambda x, w: tf.reduce_sum(tf.square(w)),  # of no samples
+        lambda x, w: ops.sum(ops.mean(ops.square(x), axis=0)),
+    ],
+    "sum": [
+        lambda x, w: tf.reduce_sum(tf.square(x)),
+        lambda x, w: -0.5 * ops.sum(1.0 + x - ops.square(x) - ops.exp(x)),
+        lambda x, w: ops.sum(ops.mean(ops.square(x @ w), axis=1)),
+    ],
+    None: [
+        lambda x, w: tf.sqrt(tf.reduce_mean(tf.square(x))),
+        lambda x, w: tf.reduce_mean(x) * tf.reduce_mean(x),
+        lambda x, w: tf.reduce_sum(x) + tf.reduce_mean(x),
+        lambda x, w: tf.reduce_mean(tf.square(x - tf.reduce_mean(x, 0))),
+        lambda x, w: tf.reduce_max(x),
+        lambda x, w: tf.reduce_sum(x) + tf.reduce_sum(w),
+        lambda x, w: tf.reduce_sum(tf.matmul(x, x, transpose_a=True)),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "scalar"), [(kind, scalar) for kind, scalars in SCALARS.items() for scalar in scalars]
+)
+def test_added_losses_are_told_apart(kind, scalar):
+    weight, found = tf.Variable(tf.ones((4, 4))), []
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 4])], autograph=False)
+    def of_microbatch(x):
+        found.append(kind_of_scalar(scalar(x, weight)))
+
+    of_microbatch.get_concrete_function()
+    assert found == [kind]
+
+
+class Normal(keras.layers.Layer):
+    def call(self, x):
+        return (x - ops.mean(x, axis=0)) / ops.std(x, axis=0)
+
+
+class Attends(keras.layers.Layer):
+    """Every sample looks at all."""
+
+    def build(self, shape):
+        self.dense = keras.layers.Dense(4)
+        self.dense.build(shape)
+
+    def call(self, x):
+        return ops.matmul(ops.softmax(ops.matmul(self.dense(x), ops.transpose(x))), x)
+
+
+class Farthest(keras.layers.Layer):
+    def call(self, x):
+        return x - ops.max(x, axis=0, keepdims=True)
+
+
+def mixing(layer):
+    return keras.Sequential(
+        [keras.Input((4,)), keras.layers.Dense(4), layer, keras.layers.Dense(2)]
+    )
+
+
+def recurrent():
+    ids = keras.Input((None,), dtype="int32")
+    h = keras.layers.Embedding(9, 8, mask_zero=True)(ids)
+    h = keras.layers.Bidirectional(keras.layers.LSTM(4, return_sequences=True))(h)
+    h = keras.layers.GRU(4, dropout=0.1, return_sequences=True)(h)
+    h = keras.layers.MultiHeadAttention(2, 2)(h, h, use_causal_mask=True)
+    h = keras.layers.LayerNormalization()(keras.layers.Dropout(0.1)(h))
+    return keras.Model(ids, keras.layers.GlobalAveragePooling1D()(h))
+
+
+def images():
+    return keras.Sequential(
+        [
+            keras.Input((None, None, 3)),
+            keras.layers.RandomFlip(),
+            keras.layers.Conv2D(4, 3, activation="relu"),
+            keras.layers.GroupNormalization(2),
+            keras.layers.SpatialDropout2D(0.2),
+            keras.layers.Conv2DTranspose(4, 3, strides=2),
+            keras.layers.UnitNormalization(),
+            keras.layers.GlobalMaxPooling2D(),
+            keras.layers.GaussianNoise(0.1),
+            keras.layers.Reshape((2, 2)),
+            keras.layers.Permute((2, 1)),
+            keras.layers.Flatten(),
+            keras.layers.Dense(2, "softmax"),
+        ]
+    )
+
+
+MODELS = [(lambda: mixing(Normal()), True), (lambda: mixing(Attends()), True)]
+MODELS += [(lambda: mixing(Farthest()), True)]
+MODELS += [(lambda: mixing(keras.layers.Dropout(0.5)), False), (recurrent, False), (images, False)]
+
+
+@pytest.mark.parametrize(("make", "mixes"), MODELS)
+def test_layers_that_compute_with_other_samples_are_told(make, mixes):
+    model, found = make(), []
+    spec = tf.TensorSpec([None, *model.input_shape[1:]], model.inputs[0].dtype)
+
+    @tf.function(input_signature=[spec], autograph=False)
+    def of_microbatch(x):
+        found.append(mixes_samples([model(x, training=True)]))
+
+    of_microbatch.get_concrete_function()
+    assert found == [mixes]

@@ -1,0 +1,656 @@
+"""Steps of the user's own: they run on full batches, and their calls of layers by microbatches.
+
+References are plain Keras on the full batch, trained in the same test. Compared are all variables,
+the state of all optimizers, seeds, and logs.
+
+What is trained where:
+
+* steps of the field (`own_steps.STEPS`), and calls of every kind (`CALLS`): batches of 24 and of 20
+  samples in microbatches of 5, and batches of 24 samples in microbatches of 8, where the number of
+  samples is known when the graph is made; half of these in the sweep;
+* of them a few under XLA, eagerly, with several batches per execution, and in float32;
+* calls that cannot be split (`WHOLE`), which have to be as exact.
+
+No weight has a gradient that is zero in exact arithmetic: see `own_steps`.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import set_dtype
+from helpers import TOLERANCE, assert_changed, mirrored, relative_difference, seeded
+from keras import layers
+from own_calls import CALLS, WHOLE, Calls, ForwardMode, Jacobian, ScoresInside, TokensAsRows
+from own_steps import (
+    GAN,
+    STEPS,
+    MaskedMean,
+    Mean,
+    OptimizerOfTheScript,
+    OwnLoss,
+    OwnStep,
+    Root,
+    Sampling,
+    SimCLR,
+    VAEThatAddsARoot,
+    WassersteinGAN,
+    contrastive,
+    mlp,
+    normal,
+    vectors_and_targets,
+)
+
+from ga_model import AccumulatingModel, _bench, accumulate, check_equivalence
+from ga_model._memory import peak_memory, reset_peak_memory
+from ga_model._process import in_own_process
+
+XLA, EAGER = {"jit_compile": True}, {"run_eagerly": True}
+
+
+class Training(NamedTuple):
+    """What a training has changed: values before it and after it; and its logs."""
+
+    before: list[Any]
+    after: list[Any]
+    logs: dict[str, Any]
+
+
+def train(make, size=None, *, rows=44, batch=24, epochs=2, is_static=False, **settings):
+    """Train a model as those of `own_steps`, with microbatches of `size` samples or plain Keras.
+
+    Args:
+        make: function that returns it.
+        rows, batch, epochs: of `fit`.
+        is_static: whether the number of samples is known when the graph is made.
+        settings: of `accumulate`, which plain Keras leaves out, or of `compile`.
+    """
+    model = seeded(make)
+    of_accumulate = {
+        name: settings.pop(name)
+        for name in ("accumulation_steps", "loss_over", "skip_nonfinite")
+        if name in settings
+    }
+    if size is not None:
+        model = accumulate(model, microbatch_size=size, **of_accumulate)
+    optimizers = compiled(model, **settings)
+    state = [*model.state(), *(v for optimizer in optimizers for v in optimizer.variables)]
+    before = values_of(state)
+    data = model.data(rows)
+    arguments = {"epochs": epochs, "shuffle": False, "verbose": 0}
+    if is_static or isinstance(data, tf.data.Dataset):
+        if not isinstance(data, tf.data.Dataset):
+            data = tf.data.Dataset.from_tensor_slices(data if len(data) > 1 else data[0])
+        arguments["x"] = data.batch(batch, drop_remainder=is_static)
+    else:
+        arguments.update(zip(("x", "y", "sample_weight"), data), batch_size=batch)
+    logs = model.fit(**arguments).history
+    return Training(before, values_of(state), logs)
+
+
+def compiled(model, **compile_args):
+    """Compile a model with the optimizers that it needs, build these, and return them."""
+    optimizers = [model.optimizer_class() for _ in model.trained()]
+    model.compile(*optimizers, **compile_args)
+    for optimizer, variables in zip(optimizers, model.trained(), strict=True):
+        optimizer.build(variables)  # by the first update, Keras would trace the step twice
+    return optimizers
+
+
+def values_of(variables):
+    return [np.asarray(variable.numpy(), "float64") for variable in variables]
+
+
+def difference(training, reference):
+    return relative_difference(training.after, reference.after, reference.before)
+
+
+def assert_same(training, reference, tolerance):
+    assert_changed(reference.after, reference.before)
+    assert difference(training, reference) < tolerance
+    assert training.logs.keys() == reference.logs.keys()
+    for name, values in reference.logs.items():
+        np.testing.assert_allclose(training.logs[name], values, rtol=tolerance, err_msg=name)
+
+
+@pytest.fixture
+def rows_seen(monkeypatch):
+    """Numbers of samples that a layer with weights was called with, as far as they were known."""
+    seen = set()
+
+    def noted(call):
+        @functools.wraps(call)
+        def noting(self, inputs, *args, **kwargs):
+            seen.add(inputs.shape[0])
+            return call(self, inputs, *args, **kwargs)
+
+        return noting
+
+    for layer in (layers.Dense, layers.Conv2D, layers.Embedding, layers.LSTM, layers.GRU):
+        monkeypatch.setattr(layer, "call", noted(layer.call))
+    return seen
+
+
+def in_microbatches(names):
+    """Parametrize `name`, `size` and `is_static`. One of the two is in the sweep for each name."""
+    values = []
+    for i, name in enumerate(names):
+        for j, (size, is_static) in enumerate([(5, False), (8, True)]):
+            marks = [pytest.mark.sweep] if (i + j) % 2 else []
+            values.append(pytest.param(name, size, is_static, marks=marks))
+    return pytest.mark.parametrize(("name", "size", "is_static"), values)
+
+
+# Steps of the field.
+
+
+@in_microbatches(STEPS)
+def test_steps_match_the_full_batch(name, size, is_static, rows_seen, float64):
+    rows = 48 if is_static else 44
+    training = train(STEPS[name], size, rows=rows, is_static=is_static)
+    assert not rows_seen & {20, 24, 48}  # the last of two views in one call
+    reference = train(STEPS[name], rows=rows, is_static=is_static)
+    assert_same(training, reference, TOLERANCE[float64])
+
+
+def in_the_sweep(*arguments):
+    return pytest.param(*arguments, marks=pytest.mark.sweep)
+
+
+# XLA draws other numbers, so that what is trained with it draws none.
+WAYS_OF_STEPS = [("Barlow twins", XLA), ("BYOL", XLA)]
+WAYS_OF_STEPS += [(name, EAGER) for name in ("GAN of one tape", "Wasserstein GAN", "NNCLR")]
+WAYS_OF_STEPS += [(name, {"steps_per_execution": 2}) for name in ("SimCLR", "BYOL")]
+WAYS_OF_STEPS += [
+    in_the_sweep(name, XLA)
+    for name in ("NNCLR", "dual encoder", "Wasserstein GAN", "masked language model", "sharpness")
+]
+WAYS_OF_STEPS += [
+    in_the_sweep(name, EAGER) for name in ("SimCLR", "CycleGAN", "VAE that adds a sum", "sharpness")
+]
+WAYS_OF_STEPS += [in_the_sweep("masked language model", EAGER)]
+
+
+@pytest.mark.parametrize(("name", "way"), WAYS_OF_STEPS)
+@pytest.mark.filterwarnings("ignore:Eagerly, each row of a sparse gradient")
+@pytest.mark.filterwarnings("ignore:.*it adds a loss that is a sum over samples")
+def test_steps_match_in_every_way_to_run(name, way, float64):
+    assert_same(train(STEPS[name], 5, **way), train(STEPS[name], **way), TOLERANCE[float64])
+
+
+@pytest.mark.parametrize("name", ["SimCLR", "dual encoder", "masked language model"])
+def test_steps_match_in_single_precision(name):
+    assert_same(train(STEPS[name], 5), train(STEPS[name]), TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("name", ["SimCLR", "masked mean", "root of a mean"])
+def test_without_it_they_do_not_match(name, float64):
+    control = train(STEPS[name], 5, loss_over="microbatch")
+    assert difference(control, train(STEPS[name])) > 1e-2
+
+
+@pytest.mark.parametrize("rows", [27, in_the_sweep(25)])
+def test_a_last_batch_below_the_microbatch_matches(rows, float64):
+    """Of 3 samples, and of one."""
+    training, reference = (train(Root, size, rows=rows) for size in (5, None))
+    assert_same(training, reference, TOLERANCE[float64])
+
+
+# Calls of every kind.
+
+# Exact, and nothing tells samples from a table: no warning, as nothing is known to be wrong.
+NOT_SPLIT = {"made of their number", "stateless"}
+
+
+@in_microbatches(CALLS)
+@pytest.mark.filterwarnings("ignore:Gradients do not exist for variables")
+def test_calls_match_the_full_batch(name, size, is_static, rows_seen, float64):
+    rows = 48 if is_static else 44
+    training = train(CALLS[name], size, rows=rows, is_static=is_static)
+    assert name in NOT_SPLIT or not rows_seen & {20, 24}
+    reference = train(CALLS[name], rows=rows, is_static=is_static)
+    assert_same(training, reference, TOLERANCE[float64])
+
+
+UNDER_XLA = ["several", "attention", "masks", "two tapes", "recurrent", "shared embedding"]
+UNDER_XLA += ["parts of the batch", "other outputs", "gradients of gradients"]
+BROKEN_EAGERLY = {"sparse inputs with Adam": "a row is handed over once per microbatch"}
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [(name, XLA) for name in UNDER_XLA]
+    + [
+        pytest.param(name, EAGER, marks=pytest.mark.xfail(strict=True, reason=BROKEN_EAGERLY[name]))
+        if name in BROKEN_EAGERLY
+        else (name, EAGER)
+        for name in CALLS
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Gradients do not exist for variables")
+@pytest.mark.filterwarnings("ignore:.*different numbers of samples")  # of a table, eagerly
+def test_calls_match_in_every_way_to_run(name, way, float64):
+    assert_same(train(CALLS[name], 5, **way), train(CALLS[name], **way), TOLERANCE[float64])
+
+
+def test_a_jacobian_that_is_vectorized_is_refused_with_the_way_out():
+    with pytest.raises(NotImplementedError, match="Pass `experimental_use_pfor=False`"):
+        train(Jacobian, 5)
+
+
+def test_forward_derivatives_run_whole(float64):
+    with pytest.warns(UserWarning, match="forward derivatives are taken of it"):
+        training = train(ForwardMode, 5)
+    assert_same(training, train(ForwardMode), TOLERANCE[float64])
+
+
+def test_outputs_with_other_rows_are_refused_by_name(float64):
+    with pytest.raises(Exception, match=r"with an output of shape .* that has not"):
+        train(TokensAsRows, 5)
+
+
+class Unbuilt(Calls):
+    """Has no weights before its first step."""
+
+    class Net(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.first = layers.Dense(5, activation="tanh")
+            self.last = keras.Sequential([layers.Dense(3)])
+
+        def call(self, x):
+            return self.last(self.first(x))
+
+    def make(self):
+        self.net = self.Net()
+        self.heads = [keras.Sequential([layers.Dense(4, activation="tanh")]), layers.Dense(2)]
+
+    def outputs(self, x):
+        return [head(self.net(x)) for head in self.heads]
+
+
+@pytest.mark.parametrize("way", [{}, EAGER])
+def test_calls_of_layers_that_are_not_built_match(way, float64):
+    trained = []
+    for settings in ({}, {"microbatch_size": 5}):
+        model = accumulate(seeded(Unbuilt), **settings)
+        model.compile(keras.optimizers.Adam(0.01), **way)
+        model.fit(*model.data(44), batch_size=24, epochs=2, shuffle=False, verbose=0)
+        trained.append(values_of([*model.variables, *model.optimizer.variables]))
+    assert len(trained[0]) == 8 + 2 + 2 * 8
+    for found, expected in zip(trained[1], trained[0], strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-14)
+
+
+def test_layers_are_what_they_were_after_a_step_and_after_an_error():
+    class Fails(Root):
+        def train_step(self, data):
+            if self.is_broken:
+                self.net(data[0])
+                raise KeyError("broken")
+            return super().train_step(data)
+
+    model = accumulate(seeded(Fails), microbatch_size=5)
+    compiled(model)
+    own = model.net.layers[0].call = model.net.layers[0].call
+    for model.is_broken in (False, True):
+        model.make_train_function(force=True)
+        if model.is_broken:
+            with pytest.raises(KeyError, match="broken"):
+                model.fit(*model.data(24), batch_size=24, verbose=0)
+        else:
+            model.fit(*model.data(24), batch_size=24, verbose=0)
+        assert vars(model.net.layers[0])["call"] is own
+        others = [layer for layer in model._flatten_layers() if "call" in vars(layer)]
+        assert others == [model.net.layers[0]]
+
+
+# Keras's own step, and models that call themselves.
+
+
+class OfKeras(keras.Model):
+    """Compiled with a loss of which nothing says that it adds up."""
+
+    optimizer_class = OwnStep.optimizer_class
+    data = staticmethod(lambda rows: (normal(rows, 6), np.arange(rows)[:, None] % 3))
+
+    def __init__(self, loss=None):
+        super().__init__()
+        self.net = mlp(6, 5)
+        self.of_outputs = loss
+
+    def call(self, x):
+        return self.net(x)
+
+    def compile(self, optimizer, **kwargs):
+        super().compile(optimizer, self.of_outputs, metrics=["mae"], **kwargs)
+
+    def trained(self):
+        return [self.trainable_variables]
+
+    def state(self):
+        return self.variables
+
+
+def dice(y, scores):
+    """One number for all samples."""
+    y, share = tf.cast(y > 1, scores.dtype), tf.sigmoid(scores)
+    return 1.0 - 2.0 * tf.reduce_sum(y * share) / (tf.reduce_sum(y) + tf.reduce_sum(share))
+
+
+def supervised_contrastive(y, embeddings):
+    """Samples of a class attract one another (2004.11362)."""
+    embeddings = tf.math.l2_normalize(embeddings, -1)
+    scores = 2.0 * embeddings @ tf.transpose(embeddings)
+    itself = tf.eye(tf.shape(scores)[0], dtype=scores.dtype)
+    log_sum = tf.math.log(tf.reduce_sum(tf.exp(scores) * (1.0 - itself), 1, keepdims=True))
+    is_same = tf.cast(tf.equal(y, tf.transpose(y)), scores.dtype) - itself
+    return -tf.reduce_sum((scores - log_sum) * is_same, 1) / (tf.reduce_sum(is_same, 1) + 1.0)
+
+
+def sum_of_squares(y, outputs):
+    return tf.reduce_sum(tf.square(outputs - tf.cast(y, outputs.dtype)))
+
+
+def root_of_squares(y, outputs):
+    return tf.sqrt(tf.reduce_mean(tf.square(outputs - tf.cast(y, outputs.dtype))))
+
+
+class OwnComputeLoss(OfKeras):
+    """Calls itself once more for its loss."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return tf.reduce_mean(contrastive(y_pred, self(x[:, ::-1], training=training)))
+
+
+class OneOfTwoOutputs(OfKeras):
+    def call(self, x):
+        outputs = self.net(x)
+        return {"a": outputs[:, :3], "b": outputs}
+
+    def compile(self, optimizer, **kwargs):
+        super(OfKeras, self).compile(optimizer, {"a": None, "b": root_of_squares}, **kwargs)
+
+    data = staticmethod(lambda rows: (normal(rows, 6), {"b": normal(rows, 5, seed=4)}))
+
+
+OF_KERAS = {
+    "Dice": functools.partial(OfKeras, dice),
+    "supervised contrastive": functools.partial(OfKeras, supervised_contrastive),
+    "sum": functools.partial(OfKeras, sum_of_squares),
+    "root": functools.partial(OfKeras, root_of_squares),
+    "own `compute_loss`": OwnComputeLoss,
+    "one of two outputs": OneOfTwoOutputs,
+}
+
+
+@pytest.mark.parametrize("name", OF_KERAS)
+def test_the_step_of_keras_matches_with_losses_that_do_not_add_up(name, float64):
+    make = OF_KERAS[name]
+    assert_same(train(make, 5), train(make), TOLERANCE[float64])
+
+
+# Calls that cannot be split.
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_calls_that_cannot_be_split_are_exact_and_named_once(name, float64):
+    make, reason = WHOLE[name]
+    layer = "functional" if make is VAEThatAddsARoot else "whole"
+    with pytest.warns(UserWarning, match=f"A call of '{layer}.*' takes.*{reason}") as caught:
+        training = train(make, 5)
+    assert len(caught) == 1
+    assert_same(training, train(make), TOLERANCE[float64])
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.filterwarnings("ignore:A call of .* takes the memory of the full batch")
+def test_calls_that_cannot_be_split_are_exact_eagerly(name, float64):
+    make, _ = WHOLE[name]
+    assert_same(train(make, 5, **EAGER), train(make, **EAGER), TOLERANCE[float64])
+
+
+def test_parts_of_a_call_that_cannot_be_split_are(rows_seen):
+    with pytest.warns(UserWarning, match="depend on other samples"):
+        train(ScoresInside, 8, rows=48, is_static=True)
+    assert 24 not in rows_seen
+
+
+# Dropout, windows, and what else a model can be told.
+
+
+class WithDropout(OwnStep):
+    """Draws in its encoder: noise, what it drops, and its codes."""
+
+    def make(self):
+        inputs = keras.Input((6,))
+        hidden = layers.Dense(8, activation="tanh")(layers.GaussianNoise(0.3)(inputs))
+        codes = [layers.Dense(3)(layers.Dropout(0.4)(hidden)) for _ in range(2)]
+        self.encoder = keras.Model(inputs, Sampling()(codes))
+
+    def encoded(self, x):
+        return self.encoder(x, training=True)
+
+    def train_step(self, x):
+        with tf.GradientTape() as tape:
+            loss = contrastive(self.encoded(x), self.encoded(x))
+        return self.update(tape, loss)
+
+
+class OneAfterTheOther(WithDropout):
+    """Calls its encoder on 5 of 24 samples, on the next 5 and so on."""
+
+    def encoded(self, x):
+        parts = [self.encoder(x[i : i + 5], training=True) for i in range(0, 24, 5)]
+        return tf.concat(parts, 0)
+
+
+@pytest.mark.parametrize("way", [{}, in_the_sweep(XLA), in_the_sweep(EAGER)])
+def test_both_passes_draw_the_same_numbers(way, float64):
+    """Weights and seeds are those of plain Keras on the same parts, one after the other."""
+    training = train(WithDropout, 5, rows=48, **way)
+    assert_same(training, train(OneAfterTheOther, rows=48, **way), TOLERANCE[float64])
+
+
+@pytest.mark.parametrize("loss_over", ["auto", "microbatch"])
+def test_windows_of_split_batches_match_for_a_mean(loss_over, float64):
+    settings = {"accumulation_steps": 2, "loss_over": loss_over}
+    training, reference = train(Mean, 5, batch=12, **settings), train(Mean)
+    assert difference(training, reference) < TOLERANCE[float64]
+
+
+def test_an_optimizer_that_is_applied_three_times_has_no_window():
+    with pytest.raises(RuntimeError, match=r"'wasserstein_gan.*' applies the optimizer 'adam.*'"):
+        train(WassersteinGAN, 5, accumulation_steps=2)
+
+
+def test_an_optimizer_that_is_out_of_sight_has_no_window():
+    with pytest.raises(RuntimeError, match="must apply an optimizer that is an attribute"):
+        train(OptimizerOfTheScript, 5, accumulation_steps=2)
+
+
+@pytest.mark.filterwarnings("ignore:Microbatches of")
+def test_a_batch_that_is_not_finite_is_left_out_whole(float64):
+    class Bad(Root):
+        @staticmethod
+        def data(rows):
+            x, y = vectors_and_targets(44)
+            x[30] = np.nan
+            return x[:rows], y[:rows]
+
+    training = train(Bad, 5, epochs=1, skip_nonfinite=True)
+    assert_same(training, train(Bad, rows=24, epochs=1), TOLERANCE[float64])
+
+
+class HalfPrecision(MaskedMean):
+    """Scales its loss, and has fewer targets in the first samples of a batch than in the last."""
+
+    optimizer_class = functools.partial(keras.optimizers.SGD, 0.1)
+
+    @staticmethod
+    def data(rows):
+        x, y = vectors_and_targets(rows)
+        return x, y - np.linspace(1.5, 0.0, rows, dtype=y.dtype)[:, None]
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            mask = tf.cast(y > 0.0, "float32")
+            errors = tf.square(tf.cast(self.net(x, training=True), "float32") - y)
+            loss = tf.reduce_sum(mask * errors) / tf.reduce_sum(mask)
+            scaled = self.optimizer.scale_loss(loss)
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(scaled, variables), variables)
+        return self.tracked(loss)
+
+
+def test_loss_scaling_matches_as_near_as_half_precision_rounds():
+    set_dtype("mixed_float16")
+    differences = []
+    reference = seeded(HalfPrecision)
+    start = reference.get_weights()
+    trained = []
+    for settings in ({}, {"microbatch_size": 5}, {"microbatch_size": 5, "loss_over": "microbatch"}):
+        model = accumulate(seeded(HalfPrecision), **settings)
+        model.compile(model.optimizer_class())
+        assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+        model.fit(*model.data(44), batch_size=24, epochs=2, shuffle=False, verbose=0)
+        trained.append(model.get_weights())
+    differences = [relative_difference(weights, trained[0], start) for weights in trained[1:]]
+    assert differences[0] < 5e-3 < 5e-2 < differences[1]
+
+
+@pytest.mark.one_device("makes replicas itself")
+@pytest.mark.parametrize("make", [in_the_sweep(Mean), Root])
+def test_each_replica_runs_the_step_on_its_own_samples_as_in_plain_keras(make, float64):
+    trained = []
+    for settings in ({}, {"microbatch_size": 5}):
+        with mirrored(2).scope():
+            model = accumulate(seeded(make), **settings)
+            model(np.zeros((1, 6)))
+            compiled(model)
+        start = model.get_weights()
+        model.fit(*model.data(48), batch_size=24, epochs=2, shuffle=False, verbose=0)
+        trained.append(model.get_weights())
+    assert_changed(trained[0], start)
+    assert relative_difference(trained[1], trained[0], start) < TOLERANCE[float64]
+
+
+class Counting(keras.Sequential):
+    """Counts how often Python calls it."""
+
+    traces = 0
+
+    def call(self, *args, **kwargs):
+        self.traces += 1
+        return super().call(*args, **kwargs)
+
+
+class CountsTraces(SimCLR):
+    """Two calls of an encoder and two of a head."""
+
+    def make(self):
+        super().make()
+        self.encoder, self.head = Counting([self.encoder]), Counting([self.head])
+
+
+@pytest.mark.parametrize("way", [{}, XLA])
+def test_each_call_is_traced_once_per_pass(way):
+    model = accumulate(seeded(CountsTraces), microbatch_size=5)
+    model.encoder(np.ones((1, 6)))
+    model.head(np.ones((1, 5)))
+    compiled(model, **way)
+    model.encoder.traces = model.head.traces = 0
+    for rows in (44, 24, 9, 44):
+        dataset = tf.data.Dataset.from_tensor_slices(model.data(rows)[0]).batch(24)
+        model.fit(dataset, epochs=2, shuffle=False, verbose=0)
+        assert (model.encoder.traces, model.head.traces) == (4, 4)
+
+
+# Settings.
+
+
+class Saved(AccumulatingModel, keras.Model):
+    """A step of its own, which Keras can save."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.sqrt(self.compute_loss(x, y, self(x, training=True)))
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+def make_saved():
+    inputs = keras.Input((6,))
+    return Saved(inputs, layers.Dense(5)(inputs))
+
+
+@pytest.mark.parametrize("loss_over", [None, "microbatch", "batch"])
+def test_the_choice_is_automatic_and_is_saved(loss_over, tmp_path, float64):
+    model = seeded(make_saved)
+    assert model.loss_over == "auto"
+    model.compile(keras.optimizers.SGD(0.1), "mse", microbatch_size=5, loss_over=loss_over)
+    expected = loss_over or "auto"
+    assert model.loss_over == model.get_compile_config()["loss_over"] == expected
+    model.save(tmp_path / "model.keras")
+    again = keras.models.load_model(tmp_path / "model.keras", custom_objects={"Saved": Saved})
+    assert (again.loss_over, again.microbatch_size) == (expected, 5)
+    reference = seeded(make_saved)
+    reference.compile(keras.optimizers.SGD(0.1), "mse")
+    start = reference.get_weights()
+    for m in (reference, again):
+        m.fit(*vectors_and_targets(44), batch_size=24, shuffle=False, verbose=0)
+    found = relative_difference(again.get_weights(), reference.get_weights(), start)
+    assert found > 1e-2 if loss_over == "microbatch" else found < TOLERANCE[float64]
+
+
+def test_check_equivalence_tells_of_a_step_of_ones_own(float64):
+    model = seeded(GAN)
+    compiled(model)
+    report = check_equivalence(model, *model.data(48), batch_size=24, microbatch_size=5, updates=2)
+    report.assert_equivalent()
+    arguments = {"batch_size": 24, "microbatch_size": 5, "loss_over": "microbatch", "updates": 2}
+    model = seeded(Root)
+    compiled(model)
+    assert check_equivalence(model, *model.data(48), **arguments).verdict == "different"
+
+
+class Convolutional(OwnLoss):
+    @staticmethod
+    def data(rows):
+        return normal(rows, 64, 64, 3), normal(rows, 10, seed=4)
+
+    def make(self):
+        convolutions = [layers.Conv2D(16, 3, padding="same", activation="relu") for _ in range(12)]
+        ends = [layers.GlobalAveragePooling2D(), layers.Dense(10)]
+        self.net = keras.Sequential([keras.Input((64, 64, 3)), *convolutions, *ends])
+
+    loss_of = Root.loss_of
+
+
+def memory_of(size):
+    """Return the bytes that a batch of 256 samples adds to the peak of this process."""
+    _bench._warm_up(False)
+    data = Convolutional.data(256)
+    reset_peak_memory()
+    before = peak_memory()
+    model = seeded(Convolutional)
+    if size is not None:
+        model = accumulate(model, microbatch_size=size)
+    compiled(model)
+    model.fit(*data, batch_size=256, verbose=0)
+    return peak_memory() - before
+
+
+@pytest.mark.sweep
+def test_memory_is_that_of_a_microbatch():
+    """Peak memory in processes of their own."""
+    split, whole = (in_own_process(str(size), memory_of, size) for size in (16, None))
+    assert 0 < split < 0.25 * whole
