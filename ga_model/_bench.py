@@ -33,14 +33,16 @@ WHOLE = "whole batch"
 KERAS = "Keras's own"
 STEPS = "accumulation_steps"
 SIZE = "microbatch_size"
+RECOMPUTING = "recomputing"
 
 # What is trained with each number of microbatches per window.
-WAYS = (REFERENCE, FLOOR, WHOLE, KERAS, STEPS, SIZE)
+WAYS = (REFERENCE, FLOOR, WHOLE, KERAS, STEPS, SIZE, RECOMPUTING)
 
 
 def ways_of(num_microbatches: int) -> list[str]:
     """Return the ways that are another thing with so many microbatches than they are with one."""
-    return [STEPS, SIZE] if num_microbatches == 1 else [WHOLE, KERAS, STEPS, SIZE]
+    own = [STEPS, SIZE, RECOMPUTING]
+    return own if num_microbatches == 1 else [WHOLE, KERAS, *own]
 
 
 class Times(NamedTuple):
@@ -243,7 +245,7 @@ class Training:
             self.model = _make_model(case, jit_compile, way, num_microbatches)
             self.model.make_train_function()
             self._function = self.model.train_function
-        self._is_window = way in (WHOLE, SIZE)  # each batch
+        self._is_window = way in (WHOLE, SIZE, RECOMPUTING)  # each batch
         self.rows = rows = case.rows * (num_microbatches if self._is_window else 1)
         # The number of rows is not part of the dataset's type, and no function is traced for it.
         rows_of_batch = tf.data.Dataset.from_tensor_slices(case.make_data(rows)).batch(rows)
@@ -270,7 +272,9 @@ def _make_model(case: Case, jit_compile: bool, way: str, num_microbatches: int) 
     if way == STEPS:
         accumulate(model)
     elif way == SIZE:
-        accumulate(model, microbatch_size=case.rows)
+        accumulate(model, microbatch_size=case.rows, loss_over="microbatch")
+    elif way == RECOMPUTING:
+        accumulate(model, microbatch_size=case.rows, loss_over="batch")
     model.compile(optimizer, "sparse_categorical_crossentropy", jit_compile=jit_compile)
     return model
 

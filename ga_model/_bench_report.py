@@ -10,6 +10,7 @@ import numpy as np
 from ga_model._bench import (
     FLOOR,
     KERAS,
+    RECOMPUTING,
     REFERENCE,
     SIZE,
     STEPS,
@@ -27,15 +28,18 @@ _COLORS = {  # of Okabe and Ito's palette, told apart by colour-blind readers to
     KERAS: "#E69F00",
     STEPS: "#0072B2",
     SIZE: "#009E73",
+    RECOMPUTING: "#D55E00",
 }
 
 _NOTES = """\
 {floor}: forward and backward pass, without an optimizer. {keras}: an optimizer with
 gradient_accumulation_steps. {steps}, {size}: this package.
+{recomputing}: a microbatch_size with loss_over="batch", as steps and losses need that do not
+add up over microbatches.
 Times are ratios of time per row: the median of the rounds, +- half of the distance between their
 quartiles. Memory is what making the model and training it added to the peak of a process; in
-brackets, by how much that is more, in sizes of the trainable variables, and for microbatch_size of
-these and the batch. A first call traces and compiles."""
+brackets, by how much that is more, in sizes of the trainable variables, and with a microbatch_size
+of these and the batch. A first call traces and compiles."""
 
 
 class Ratio(NamedTuple):
@@ -85,14 +89,14 @@ def tables(measured: Measured) -> str:
         cells = [_memory_cell(memory.get(way), memory[REFERENCE]) for way in ways[1:]]
         plain = memory[REFERENCE]
         memory_rows.append([case, _on(plain.jit_compile), megabytes(plain.size), *cells])
-    first_ways = [KERAS, STEPS, SIZE]
+    first_ways = [KERAS, STEPS, SIZE, RECOMPUTING]
     first_rows = [["model", "XLA", "plain Keras", *first_ways]]
     for times in measured.times:
         first = {way: first_seconds(times, way) for way in (REFERENCE, *first_ways)}
         cells = [f"{first[way] / first[REFERENCE]:.2f}" for way in first_ways]
         seconds = f"{first[REFERENCE]:.1f} s"
         first_rows.append([times.case, _on(times.jit_compile), seconds, *cells])
-    notes = _NOTES.format(floor=FLOOR, keras=KERAS, steps=STEPS, size=SIZE)
+    notes = _NOTES.format(floor=FLOOR, keras=KERAS, steps=STEPS, size=SIZE, recomputing=RECOMPUTING)
     return "\n\n".join(
         [
             f"Time per row, over plain Keras with batches of a microbatch's size\n{aligned(rows)}",
@@ -110,7 +114,7 @@ def _on(jit_compile: bool) -> str:
 def _memory_cell(memory: Memory | None, reference: Memory) -> str:
     if memory is None or memory.size is None or not reference.size:
         return "-"
-    unit = memory.trainable_size + (memory.batch_size if memory.way == SIZE else 0)
+    unit = memory.trainable_size + (memory.batch_size if memory.way in (SIZE, RECOMPUTING) else 0)
     more = (memory.size - reference.size) / unit
     return f"{memory.size / reference.size:.2f} ({more:+.2f})"
 
@@ -181,7 +185,7 @@ def _draw_times(axis: Any, times: Times, num_microbatches: Sequence[int]) -> Non
     width = 0.8 / len(_COLORS)
     for i, (way, color) in enumerate(_COLORS.items()):
         ratios = [time_ratio(times, way, number) for number in num_microbatches]
-        places = [j + (i - 2) * width for j, ratio in enumerate(ratios) if ratio]
+        places = [j + (i - 2.5) * width for j, ratio in enumerate(ratios) if ratio]
         known = [ratio for ratio in ratios if ratio]
         axis.bar(
             places,
@@ -199,6 +203,6 @@ def _draw_memory(axis: Any, memory: dict[str, Memory]) -> None:
     for i, (way, color) in enumerate(_COLORS.items()):
         size = memory[way].size if way in memory else None
         if size is not None and plain:
-            axis.bar((i - 2) * width, size / plain, width, color=color)
+            axis.bar((i - 2.5) * width, size / plain, width, color=color)
     axis.set_xticks([0], [str(memory[REFERENCE].num_microbatches)])
     axis.set_xlim(-1, 1)

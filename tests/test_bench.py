@@ -13,7 +13,7 @@ import pytest
 from keras import layers
 
 from ga_model import AccumulatingModel, _bench, _bench_report
-from ga_model._bench import FLOOR, KERAS, REFERENCE, SIZE, STEPS, WAYS, WHOLE
+from ga_model._bench import FLOOR, KERAS, RECOMPUTING, REFERENCE, SIZE, STEPS, WAYS, WHOLE
 from ga_model._bench_cases import CASES, Case, random_numbers
 from ga_model._memory import peak_memory
 from ga_model._process import ProcessError, in_own_process
@@ -43,8 +43,9 @@ def test_the_table_shows_the_ratios_of_what_was_measured(run):
     plain = seconds[REFERENCE, 1]
     rounds = len(plain)
     assert rounds >= 3
-    of_one = [seconds[FLOOR, 1], None, None, seconds[STEPS, 1], seconds[SIZE, 1]]
-    of_two = [seconds[FLOOR, 1], *(seconds[way, 2] for way in (WHOLE, KERAS, STEPS, SIZE))]
+    own = (STEPS, SIZE, RECOMPUTING)
+    of_one = [seconds[FLOOR, 1], None, None, *(seconds[way, 1] for way in own)]
+    of_two = [seconds[FLOOR, 1], *(seconds[way, 2] for way in (WHOLE, KERAS, *own))]
     for line, values in zip(lines, (of_one, of_two)):
         expected = []
         for value in values:
@@ -59,12 +60,13 @@ def test_the_table_shows_the_ratios_of_what_was_measured(run):
     units = {e["way"]: e["bytes_of_trainable_variables"] for e in measured["memory"]}
     units[SIZE] += next(e["bytes_of_batch"] for e in measured["memory"] if e["way"] == SIZE)
     ratios = []
-    for way in (WHOLE, KERAS, STEPS, SIZE):
+    units[RECOMPUTING] = units[SIZE]
+    for way in (WHOLE, KERAS, *own):
         ratios.append(f"{sizes[way] / plain_size:.2f}")
         ratios.append(f"({(sizes[way] - plain_size) / units[way]:+.2f})")
     first = [
         max(e["seconds_of_first_call"] for e in measured["times"] if e["way"] == way)
-        for way in (REFERENCE, KERAS, STEPS, SIZE)
+        for way in (REFERENCE, KERAS, *own)
     ]
     assert lines[3][3:] == ["s", *(f"{seconds / first[0]:.2f}" for seconds in first[1:])]
     assert lines[2] == ["embedding", "off", f"{plain_size / 1e6:,.0f}", "MB", *ratios]
@@ -99,16 +101,16 @@ def test_every_way_does_what_it_is_called(way):
     changes = []
     for _ in range(number):
         before = training.model.get_weights()
-        training.run(number if way in (WHOLE, SIZE) else 1)
+        training.run(number if way in (WHOLE, SIZE, RECOMPUTING) else 1)
         after = training.model.get_weights()
         changes.append(any(np.any(a != b) for a, b in zip(before, after)))
     always, once = [True] * number, [False] * (number - 1) + [True]
     expected = {FLOOR: [False] * number, KERAS: once, STEPS: once}
     assert changes == expected.get(way, always)
     batch = next(training._iterator)[0]
-    assert len(batch) == (number if way in (WHOLE, SIZE) else 1) * small_case().rows
+    assert len(batch) == (number if way in (WHOLE, SIZE, RECOMPUTING) else 1) * small_case().rows
     like = _bench.Training(small_case(), False, way, 2, training)
-    if way in (STEPS, SIZE, WHOLE):
+    if way in (STEPS, SIZE, RECOMPUTING, WHOLE):
         before = int(training.model.optimizer.iterations)
         like.run(4)
         assert int(training.model.optimizer.iterations) == before + 2
