@@ -54,10 +54,10 @@ def load(mix):
     return module
 
 
-def mixed(size, base):
+def mixed(size, loss_over, base):
     class Mixed(AccumulatingModel, base):
         def compile(self, *args, **kwargs):
-            super().compile(*args, microbatch_size=size, **kwargs)
+            super().compile(*args, microbatch_size=size, loss_over=loss_over, **kwargs)
 
     return Mixed
 
@@ -90,14 +90,18 @@ def test_keras_is_installed_with_its_tests():
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # which Keras's tests provoke
 @pytest.mark.parametrize(
-    ("name", "size"),
+    ("name", "size", "loss_over"),
     [
-        pytest.param(name, size, marks=[] if size and TRAINS.search(name) else [pytest.mark.sweep])
-        for name in names()
-        for size in (3, None)
+        pytest.param(name, *way, marks=[] if is_usual else [pytest.mark.sweep])
+        for i, name in enumerate(names())
+        for way, is_usual in {
+            (3, "auto"): TRAINS.search(name),
+            (3, "batch"): TRAINS.search(name) and i % 4 == 0,
+            (None, "auto"): False,
+        }.items()
     ],
 )
-def test_keras_passes_its_own_test(name, size):
-    errors = errors_of(name, functools.partial(mixed, size))
+def test_keras_passes_its_own_test(name, size, loss_over):
+    errors = errors_of(name, functools.partial(mixed, size, loss_over))
     keras.config.enable_traceback_filtering()
     assert not errors, errors[0]
