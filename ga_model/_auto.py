@@ -25,10 +25,9 @@ import tensorflow as tf
 
 from ga_model import _messages, _step, _strategy, _validate
 from ga_model._budget import Budget
-from ga_model._look_ahead import is_of_keras
 from ga_model._microbatch import Batch, count_rows
 from ga_model._randomness import same_random_state
-from ga_model._recorder import optimizers_in
+from ga_model._recorder import is_of_keras, optimizers_in
 from ga_model._window import Window
 
 _local = threading.local()  # replicas are traced in threads of their own
@@ -276,7 +275,7 @@ class _Trials:
     ) -> Any:
         """Return a number that follows from all sums of the first microbatches."""
         is_whole = model._takes_full_batch()
-        batch = Batch(data, size, is_whole, is_checked=not is_whole)
+        batch = Batch(data, size, is_whole, not is_whole, self._model._must_add_up())
         if not is_whole:
             batch.num_microbatches = tf.minimum(batch.num_microbatches, 2)
         if model.jit_compile and self._is_built:

@@ -22,6 +22,7 @@ from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from ga_model import _messages
+from ga_model._recorder import note_call
 from ga_model._split_call import (
     Arguments,
     NotByRowsError,
@@ -89,7 +90,12 @@ class _Splitting:
             split = SplitCall(
                 layer, call, arguments, training, jit_compile, self._turns, self._limit
             )
-            return split.outputs()
+            outputs = split.outputs()
+            note_call(outputs)
+            if split.normalizing:
+                message = _messages.batch_normalization_message(split.normalizing)
+                self._model._warn_once(message)
+            return outputs
         except NotByRowsError as error:
             reason = str(error)
         outer, self._is_in_whole_call = self._is_in_whole_call, True

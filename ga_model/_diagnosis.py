@@ -10,9 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 from ga_model._equivalence_report import EquivalenceReport
-from ga_model._look_ahead import is_of_keras
 from ga_model._plan import Plan, as_tensor
-from ga_model._recorder import optimizers_in
+from ga_model._recorder import is_of_keras, optimizers_in
 
 # A relative difference of outputs, or of gradients with respect to them, that is no rounding.
 _SIGNIFICANT = 1e-2

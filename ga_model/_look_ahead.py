@@ -14,7 +14,7 @@ from ga_model._logs import MetricCalls
 from ga_model._loop import loop
 from ga_model._microbatch import Batch
 from ga_model._observed_loss import observed
-from ga_model._recorder import unpack
+from ga_model._recorder import is_of_keras, unpack
 
 
 def look_ahead(model: Any, batch: Batch, is_window: bool) -> _weights.Whole:
@@ -66,12 +66,3 @@ def look_ahead(model: Any, batch: Batch, is_window: bool) -> _weights.Whole:
     return _weights.Whole(
         once(lambda: tf.cast(batch.rows, tf.float64)), is_window, weights_if_known
     )
-
-
-def is_of_keras(model: Any, name: str) -> bool:
-    """Return whether a method of the model is Keras's own, below this package's."""
-    for owner in type(model).__mro__:
-        module = getattr(vars(owner).get(name), "__module__", "ga_model")
-        if not module.startswith("ga_model"):
-            return module.startswith("keras.")
-    return False

@@ -21,11 +21,11 @@ _WITHOUT = (
 
 def whole_call_message(layer: str, reason: str) -> str:
     return (
-        f"A call of {layer!r} takes the memory of the full batch, because it cannot be split: "
-        f"{reason}. Training is exact. To save the memory, let every output have one row for each "
-        "sample of the inputs and depend on no other sample, draw random numbers with "
-        "`keras.random` and a `keras.random.SeedGenerator`, or move the part that needs all "
-        "samples out of the layer, into `train_step` or the loss."
+        f"A call of {layer!r} takes the memory of the full batch, but for the calls of layers in "
+        f"it, because it cannot be split: {reason}. Training is exact. To save the memory, let "
+        "every output have one row for each sample of the inputs and depend on no other sample, "
+        "draw random numbers with `keras.random` and a `keras.random.SeedGenerator`, or move the "
+        "part that needs all samples out of the layer, into `train_step` or the loss."
     )
 
 
@@ -228,13 +228,16 @@ def inner_graph_message(model: str) -> str:
 
 
 def not_recorded_message(model: str, optimizers: list[str]) -> str:
-    received = f"applies {optimizers} of a layer inside of it" if optimizers else "applies none"
+    received = "applies none"
+    if optimizers:
+        received = f"applies {optimizers} by a global name or by an attribute of something else"
     return (
-        "A `train_step` that is accumulated must apply an optimizer that is an attribute of the "
+        "A `train_step` that is accumulated must apply optimizers that are attributes of the "
         "model, such as `self.optimizer`. "
         f"Received: `train_step` of {model!r} {received}. "
         "Keep each optimizer in an attribute of the model itself and call "
-        "`self.<attribute>.apply(gradients, variables)`, "
+        "`self.<attribute>.apply(gradients, variables)`, use `microbatch_size` without "
+        "`accumulation_steps` and `loss_over`, which takes any optimizer, "
         f"or {_WITHOUT}."
     )
 
@@ -460,6 +463,49 @@ def unknown_size_message(model: str) -> str:
         "`check_equivalence` compares with microbatches of a known number of rows. "
         f'Received: {model!r} with microbatch_size="auto", of which no size was found yet. '
         "Pass `microbatch_size` as a number."
+    )
+
+
+_EXACT_WAY = (
+    "use `microbatch_size` without `accumulation_steps` and `loss_over`, which is exact for any "
+    "loss, or override `microbatch_weight`"
+)
+
+
+def mixing_loss_message(subject: str, operation: str, line: str) -> str:
+    where = f" in {line}" if line else ""
+    return (
+        "The gradient of a window is put together from those of its microbatches, which takes a "
+        "loss that is a sum over samples, or one that is divided by a number of samples or a sum "
+        f"of weights. Received: {subject}, whose loss is none: {operation!r}{where} "
+        "computes with several samples. Training differs from the full batch: "
+        f"{_EXACT_WAY}."
+    )
+
+
+def unread_loss_message(model: str) -> str:
+    return (
+        "What the loss of a step averages over is read from its graph. "
+        f"Received: `train_step` of {model!r}, of which it cannot be read: it runs eagerly, takes "
+        "its gradients in a function of its own, or has ragged or sparse inputs. It is taken for a "
+        f"mean over samples. If it is something else, {_EXACT_WAY}."
+    )
+
+
+def unlike_terms_message(model: str, denominators: list[str]) -> str:
+    return (
+        "One weight per microbatch can not serve all terms of a loss that are divided by different "
+        f"things. Received: `train_step` of {model!r} with terms that are divided by "
+        f"{', and by '.join(denominators)}. The first is exact: {_EXACT_WAY}."
+    )
+
+
+def written_message(model: str, variables: list[str]) -> str:
+    return (
+        f"`train_step` of {model!r}, or a layer that it calls, writes to {variables}. That happens "
+        "once per microbatch, and with the full batch it happens once per update. Write to them in "
+        "a method `on_update(self)` of the model, which runs after each update, or use "
+        "`microbatch_size` without `accumulation_steps` and `loss_over`, which is exact."
     )
 
 

@@ -21,6 +21,8 @@ class Batch:
         is_whole: whether it is to be left whole with a size, too.
         is_checked: whether all tensors must have the same number of rows. Otherwise the most of
             them count.
+        is_read: whether graphs of microbatches are read, where numbers of samples that are known
+            would be constants like any others.
 
     Raises:
         ValueError: it is to be split, and there are no rows, or their number differs between the
@@ -40,7 +42,12 @@ class Batch:
     """
 
     def __init__(
-        self, data: Any, size: Any, is_whole: bool = False, is_checked: bool = True
+        self,
+        data: Any,
+        size: Any,
+        is_whole: bool = False,
+        is_checked: bool = True,
+        is_read: bool = False,
     ) -> None:
         self.data = data
         self.leaves = [leaf for leaf in tf.nest.flatten(data) if leaf is not None]
@@ -60,7 +67,12 @@ class Batch:
         is_known = not tf.is_tensor(size)
         self.is_long = not is_known or self.static_rows is None or self.static_rows > size
         self.is_split = self.is_long and not is_whole
-        has_even_parts = is_known and self.static_rows is not None and self.static_rows % size == 0
+        has_even_parts = (
+            is_known
+            and not is_read
+            and self.static_rows is not None
+            and self.static_rows % size == 0
+        )
         self._rows_of_parts: int | None = size if has_even_parts else None
         counts = [rows_of(leaf) for leaf in split]
         checks = [

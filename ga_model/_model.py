@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -15,9 +17,8 @@ from ga_model._attributes import CompiledLossAttribute, RecordedAttribute, watch
 from ga_model._auto import AutomaticSize
 from ga_model._callbacks import closing_windows
 from ga_model._gradient_noise import GradientNoise
-from ga_model._look_ahead import is_of_keras
 from ga_model._loss_reading import DoesNotAddUpError
-from ga_model._recorder import current_recording, optimizers_in
+from ga_model._recorder import current_recording, is_of_keras, optimizers_in
 from ga_model._window import Counter, Window
 
 _validate.check_backend(keras.backend.backend())
@@ -25,6 +26,8 @@ _validate.check_backend(keras.backend.backend())
 # What makes a layer a model: `keras.Model` has its `train_step` from there. Keras's own tests mix
 # it with layers.
 _Trainer = next(c for c in keras.Model.__mro__ if "train_step" in vars(c))
+
+_local = threading.local()  # replicas are traced in threads of their own
 
 if TYPE_CHECKING:  # what the mixin's `super()` finds
     from keras import Model as _Base
@@ -38,11 +41,22 @@ def _accumulated(train_step: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(train_step)
     def accumulated(self: Any, data: Any) -> Any:
-        if current_recording(self) is not None or self._is_plain():
+        if getattr(_local, "model", None) is self:  # in a step that calls that of its base
             return train_step(self, data)
-        return self._run_step(functools.partial(train_step, self), data)
+        with _in_step(self):
+            return self._run_step(functools.partial(train_step, self), data)
 
     return accumulated
+
+
+@contextlib.contextmanager
+def _in_step(model: Any) -> Iterator[None]:
+    outer = getattr(_local, "model", None)
+    _local.model = model
+    try:
+        yield
+    finally:
+        _local.model = outer
 
 
 class AccumulatingModel(_Base):
@@ -67,9 +81,10 @@ class AccumulatingModel(_Base):
 
     Not equal to the whole batch: BatchNormalization in training mode, which sees a microbatch at a
     time; dropout, which draws other masks. With `accumulation_steps`, losses that compare rows of
-    several batches; and of a `train_step` with several optimizers all gradients are those at the
-    window's starting weights, and what it does to gradients itself, such as clipping, it does to
-    those of a batch.
+    several batches, of which a warning tells; and of a `train_step` with several optimizers all
+    gradients are those at the window's starting weights, and what it does to gradients itself, such
+    as clipping, it does to those of a batch. What is to happen once per update belongs into
+    `on_update`.
 
     A third setting, `loss_over`, says whether the loss of a batch that is split is put together
     from those of its microbatches, or sees all rows at once.
@@ -112,6 +127,7 @@ class AccumulatingModel(_Base):
     _skip_nonfinite = False
     _loss_over = "auto"
     _has_read_loss = False  # of an eager model
+    _has_read_writes = False  # of an eager model
     _adds_up = True  # whether the loss does over microbatches, as far as it was read
     _num_skipped: Counter | None = None  # once there is training that may skip
     _accumulation_window: Window | None = None
@@ -134,10 +150,10 @@ class AccumulatingModel(_Base):
         owner = next(c for c in mro if "train_step" in c.__dict__)
         if owner is cls or not issubclass(owner, AccumulatingModel):
             cls.train_step = _accumulated(owner.__dict__["train_step"])  # type: ignore[method-assign]
-        # A rule of the user's stands, also where the mixin stands left of it.
-        rules = [c for c in mro if c is not AccumulatingModel and "microbatch_weight" in vars(c)]
-        if rules:
-            cls.microbatch_weight = rules[0].__dict__["microbatch_weight"]  # type: ignore[method-assign]
+        # What the user says stands, also where the mixin stands left of it.
+        for name in ("microbatch_weight", "on_update"):
+            if owners := [c for c in mro if c is not AccumulatingModel and name in vars(c)]:
+                setattr(cls, name, vars(owners[0])[name])
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         # Keras calls `__new__` of every base when it makes a functional model of a subclass.
@@ -163,7 +179,6 @@ class AccumulatingModel(_Base):
         self._accumulation_steps = steps
         if self._accumulation_window is not None:
             self._accumulation_window.set_steps(steps)
-        self._warn_of_batch_normalization()
 
     @property
     def has_updated(self) -> bool:
@@ -187,7 +202,6 @@ class AccumulatingModel(_Base):
     @microbatch_size.setter
     def microbatch_size(self, value: int | str | None) -> None:
         self._set_microbatch_size(_validate.check_microbatch_size(value))
-        self._warn_of_batch_normalization()
 
     def _asked_microbatch_size(self) -> Any:
         return "auto" if self._is_automatic else self._microbatch_size
@@ -286,8 +300,6 @@ class AccumulatingModel(_Base):
                 `skip_nonfinite` would hide overflows from a LossScaleOptimizer.
             ValueError: `loss_over` is no choice.
 
-        Warns:
-            UserWarning: the model has trainable BatchNormalization layers, and sees microbatches.
         """
         if accumulation_steps is None:
             accumulation_steps = self._accumulation_steps
@@ -313,11 +325,11 @@ class AccumulatingModel(_Base):
         self._loss_over = loss_over
         self._adds_up = True
         self._has_read_loss = False
+        self._has_read_writes = False
         self._num_skipped = None
         self._accumulation_window = None
         self._gradient_noise = None
         self._accumulation_warnings = frozenset()
-        self._warn_of_batch_normalization()
 
     def close_window(self) -> None:
         """Make the update of a partial window from the microbatches it has.
@@ -334,11 +346,11 @@ class AccumulatingModel(_Base):
 
         By default it returns None and the weight follows from the compiled loss: the number of loss
         values for a mean, the valid entries with a mask, the sum of the sample weights for
-        `mean_with_sample_weight`; a loss that is a sum is summed. Where a `train_step` or a
-        `compute_loss` does not use the compiled loss, it is the number of rows. Override the method
-        if yours averages over something else, such as the tokens that `y` marks as valid, and you
-        use `accumulation_steps`. With `microbatch_size` alone there is no need to; if you override
-        it, microbatches are added up by it (see `loss_over`).
+        `mean_with_sample_weight`; a loss that is a sum is summed. Of a `train_step` of your own,
+        what its loss is divided by is read from its graph: samples, entries, a sum of a mask; a
+        loss that cannot be added up is warned of. Override the method to say it yourself: then
+        nothing is read, and nothing is warned of. With `microbatch_size` alone there is no need to;
+        if you override it, microbatches are added up by it (see `loss_over`).
 
         Args:
             x, y, sample_weight: the microbatch, as `train_step` gets it. `x` is all of it where it
@@ -347,6 +359,26 @@ class AccumulatingModel(_Base):
         Returns:
             A scalar tensor or number, the denominator of the microbatch's loss; or "sum" where the
             loss is a sum over rows; or None to go by the compiled loss.
+        """
+
+    def on_update(self) -> None:
+        """Do what is to happen once per update, such as moving a target network. Override it.
+
+        By default it does nothing. It runs after each update, in the graph, whatever the settings
+        are, and without any: after a batch, or after the last batch of a window. With several
+        optimizers it runs once, after all of them. A `train_step` that runs once per microbatch
+        would write to variables once per microbatch.
+
+        Under a `tf.distribute` strategy it runs in cross-replica context, once for all replicas:
+        `variable.assign(value)` writes to all copies.
+
+        Example:
+
+        ```python
+        def on_update(self):
+            for slow, fast in zip(self.target.weights, self.online.weights):
+                slow.assign(0.99 * slow + 0.01 * fast)
+        ```
         """
 
     # What Keras calls.
@@ -470,30 +502,41 @@ class AccumulatingModel(_Base):
         """Return whether the loss is to be read before it is computed by microbatches."""
         return self._loss_over == "auto" and not self._has_rule()
 
+    @property
+    def _on_update(self) -> Callable[[], Any] | None:
+        """What the user does once per update, or None."""
+        return None if type(self).on_update is AccumulatingModel.on_update else self.on_update
+
     def _has_rule(self) -> bool:
         """Return whether the user says what microbatches count."""
         return type(self).microbatch_weight is not AccumulatingModel.microbatch_weight
 
     def _run_step(self, train_step: Callable[[Any], Any], data: Any) -> Any:
         """Run `train_step` on the microbatches of a batch, and update if the window is full."""
+        if self._is_plain():
+            logs = train_step(data)
+            _strategy.run_once_if(True, self._on_update)
+            return logs
         self._check_strategy()
         window = None
         if self._accumulates():
             window = self._accumulation_window
-            window = window or Window(
-                self._accumulation_steps, self.run_eagerly, bool(self.jit_compile)
-            )
+            window = window or Window(self)
             self._accumulation_window = window
         watch_attributes(self)
         automatic = self._automatic_size if self._is_automatic else None
         run = _step.run if automatic is None else automatic.run_step
         try:
-            logs = run(self, train_step, data, window)
+            return run(self, train_step, data, window)
         except DoesNotAddUpError:  # of a graph that was about to be made
             self._adds_up = False
-            logs = run(self, train_step, data, window)
-        self._warn_of_batch_normalization()  # of layers that were not there at `compile`
-        return logs
+            return run(self, train_step, data, window)
+
+    def _is_to_read_writes(self) -> bool:
+        """Return whether it is to be found out what a step writes to: eagerly, of the first one."""
+        is_to_read = not (self._has_read_writes and tf.executing_eagerly())
+        self._has_read_writes = self._has_read_writes or tf.executing_eagerly()
+        return is_to_read
 
     def _count_skipped(self, number: Any) -> None:
         self._num_skipped = self._num_skipped or Counter()
@@ -535,18 +578,6 @@ class AccumulatingModel(_Base):
     def _warn_of_skipped(self) -> None:
         if self.num_skipped_microbatches:
             self._warn_once(_messages.skipped_message(self.name))
-
-    def _warn_of_batch_normalization(self) -> None:
-        is_whole = self._microbatch_size is None or (
-            self._is_automatic
-            and self._automatic_size is not None
-            and self._automatic_size.is_whole
-        )
-        if not self.compiled or (self._accumulation_steps == 1 and is_whole):
-            return
-        names = [layer.name for layer in self._batch_normalization_layers()]
-        if names:
-            self._warn_once(_messages.batch_normalization_message(names))
 
     def _batch_normalization_layers(self) -> list[Any]:
         """Return those that train."""

@@ -23,6 +23,7 @@ def observed(
     note: Callable[[Term], None],
     calls: Any = None,
     check: Callable[[Any, Any, Any], None] | None = None,
+    read: Callable[[str, Any], Any] | None = None,
 ) -> Any:
     """Return a copy of a compiled loss that notes the term of every loss it computes.
 
@@ -35,6 +36,8 @@ def observed(
         calls: the `MetricCalls` that get the updates of metrics which track one of several losses,
             in their place. None updates them.
         check: called with every loss, its y_true and y_pred, before it is computed, or None.
+        read: called with the name of a loss and its values before they are reduced; returns the
+            `Denominator` of a single number, or None where that is the rows. Or None.
     """
 
     class Observed(type(compiled)):  # type: ignore[misc]
@@ -58,7 +61,7 @@ def observed(
         copy.__dict__.update(compiled.__dict__)
         if compiled.built:
             copy.__dict__["_flat_losses"] = [
-                entry._replace(loss=_observer(entry, copy, check))
+                entry._replace(loss=_observer(entry, copy, check, read))
                 for entry in compiled._flat_losses
             ]
         if calls is not None:
@@ -84,7 +87,7 @@ class _Tracked(StandIn):
         return self._listener._calls.result(self._original)
 
 
-def _observer(entry: Any, compiled: Any, check: Any) -> Any:
+def _observer(entry: Any, compiled: Any, check: Any, read: Any) -> Any:
     """Return a stand-in for one loss: it computes the loss and notes its term in `compiled`."""
     loss, name = entry.loss, entry.name
     reduction = getattr(loss, "reduction", None)
@@ -99,7 +102,7 @@ def _observer(entry: Any, compiled: Any, check: Any) -> Any:
             value = loss(y_true, y_pred, sample_weight)
             if reduction == "sum":
                 value = tf.reduce_sum(value)  # Keras leaves the values of no rows as they are
-            compiled._terms.append(Term(name, None, reduction or "none", in_total(value)))
+            compiled._terms.append(Term(name, None, reduction or "none", in_total(value), value))
             return value
         seen: list[Any] = []
 
@@ -125,7 +128,10 @@ def _observer(entry: Any, compiled: Any, check: Any) -> Any:
         kind: Hashable = "rows"  # for a `__call__` that does not come to `call`
         if seen:
             weight, kind = _denominator(reduction, seen[0], sample_weight, masks, weight)
-        compiled._terms.append(Term(name, weight, kind, in_total(value)))
+            found = None if read is None else read(name, seen[0])
+            if found is not None and sample_weight is None:
+                weight, kind = found.count, found.kind
+        compiled._terms.append(Term(name, weight, kind, in_total(value), value))
         return value
 
     return observe

@@ -29,11 +29,19 @@ from ga_model._loss_reading import (
     check_adds_up,
     kind_of_scalar,
     mixes_samples,
-    normalizes_batches,
 )
 from ga_model._observed_loss import observed
 from ga_model._stand_in import StandIn
+from ga_model._step_loss import (
+    OF_WEIGHTS,
+    Denominator,
+    HeardGradients,
+    StepLoss,
+    line_of,
+)
 from ga_model._sums import GradientSum
+from ga_model._tapes import heard
+from ga_model._writes import NOTHING, Writes
 
 _local = threading.local()
 
@@ -63,6 +71,7 @@ class Position(NamedTuple):
         is_first_of_batch: bool scalar tensor, whether no microbatch of the batch has counted yet.
         whole: the batch, if it is split.
         is_window: whether the microbatch is all of its window.
+        is_update: whether the step runs once per update, whatever replicas there are.
         defers_logs: whether metrics and logs wait for the whole batch.
         must_add_up: whether the loss has to be known to add up over microbatches.
     """
@@ -74,6 +83,7 @@ class Position(NamedTuple):
     is_first_of_batch: Any
     whole: _weights.Whole | None
     is_window: bool
+    is_update: bool
     defers_logs: bool
     must_add_up: bool = False
 
@@ -108,7 +118,10 @@ class Recording:
         self._losses: list[Any] = []
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         self._folded: dict[int, tuple[_weights.LossTerms, _sums.Weight]] = {}
-        self._unseen = [(o, self._clock(o)) for o in _optimizers_of_layers(model)]
+        normal = [layer.name for layer in model._batch_normalization_layers()]
+        self._losses_of_step = HeardGradients(self._graph, data, normal)
+        self.heard_gradients = self._heard = self._losses_of_step if self._reads() else None
+        self._writes = Writes(model) if not is_trial and model._is_to_read_writes() else None
 
     def stand_in(self, value: Any) -> Any:
         """Return what stands in for an attribute's value: optimizers, also in lists and dicts.
@@ -132,13 +145,14 @@ class Recording:
         if self._observed_loss is None:
             calls = self.metrics if self._position.defers_logs else None
             check = self._check_adds_up if self._position.must_add_up else None
-            self._observed_loss = observed(compiled, self._terms.append, calls, check)
+            read = self._read_values if self._is_part() and self._graph is not None else None
+            self._observed_loss = observed(compiled, self.note_term, calls, check, read)
         return self._observed_loss
 
     def _check_adds_up(self, loss: Any, y_true: Any, y_pred: Any) -> None:
         """Raise DoesNotAddUpError if a compiled loss is not known to add up."""
         check_adds_up(loss, y_true, y_pred)
-        if mixes_samples(tf.nest.flatten(y_pred)) and not normalizes_batches(self.model):
+        if mixes_samples(tf.nest.flatten(y_pred), self.model):
             raise DoesNotAddUpError
         shapes = [leaf.shape for leaf in tf.nest.flatten(y_pred)]
         if self._compares_samples is None and any(None in shape[1:] for shape in shapes):
@@ -146,18 +160,71 @@ class Recording:
         if self._compares_samples:
             raise DoesNotAddUpError
 
+    def _reads(self) -> bool:
+        """Return whether it is read what the losses of the step are divided by."""
+        names = ("train_step", "compute_loss")
+        return self._is_part() and not all(is_of_keras(self.model, name) for name in names)
+
+    def _is_part(self) -> bool:
+        """Return whether losses have to add up, and nothing else tells that they do."""
+        position = self._position
+        is_proved = position.must_add_up or self.model._has_rule()
+        return not (self._is_trial or position.is_update or is_proved)
+
+    def _read_values(self, name: str, values: Any) -> Denominator | None:
+        """Return what a compiled loss that gives one number is divided by, if it is not the rows.
+
+        Args:
+            name: of the loss.
+            values: what it gave, one number or one for each sample.
+
+        Warns:
+            UserWarning: it computes with several samples.
+        """
+        loss = self._losses_of_step.read(values)
+        denominators = loss.denominators
+        if denominators is None and loss.mixing is not None:
+            subject = f"the loss {name!r} of {self.model.name!r}"
+            op = loss.mixing
+            message = _messages.mixing_loss_message(subject, op.type, line_of(op))
+            self.model._warn_once(message)
+        is_one = values.shape.rank == 0 and denominators is not None and len(denominators) == 1
+        if not is_one or _strategy.num_replicas() > 1:
+            return None
+        found = (denominators or [])[0]
+        return None if found.kind == "rows" or found.divisor is not None else found
+
+    def note_term(self, term: _weights.Term) -> None:
+        """Note a term of the compiled loss."""
+        self._terms.append(term)
+        if self._heard is not None:
+            self._heard.note(term.raw, Denominator(term.kind, term.weight))
+
     def note_additional(self, value: Any, is_sum: bool) -> None:
         """Note a loss that a layer or a regularizer added to the total."""
         self._additional.append((value, is_sum))
+        if self._heard is not None:
+            of_mean = Denominator("rows", self._num_rows())
+            self._heard.note(value, Denominator("sum") if is_sum else of_mean)
+
+    def note_call(self, tensors: Any, losses: Sequence[Any], is_sum: Sequence[bool]) -> None:
+        """Note what a call that went by microbatches gave: as `note_call` of the module."""
+        if self._is_part():
+            self._losses_of_step.note_samples(tensors)
+            for loss, is_sum_ in zip(losses, is_sum):
+                of_mean = Denominator("rows", self._num_rows())
+                self._losses_of_step.note(loss, Denominator("sum") if is_sum_ else of_mean)
 
     def scale_loss(self, optimizer: Any, loss: Any) -> Any:
         """Fold the microbatch's weight into the loss, then scale it as the optimizer does."""
         self._losses.append(loss)
-        terms = self.loss_terms()
+        losses = None if self._heard is None else [self._heard.read(loss)]
+        is_first = tf.equal(self.unit(optimizer), 0.0)
+        terms, factor = self._terms_of_step(losses, is_first)
         weight = self._in_unit(optimizer, terms.weight)
         self._folded[id(optimizer)] = (terms, weight)
-        is_first = tf.equal(self.unit(optimizer), 0.0)
-        return optimizer.scale_loss(terms.fold(loss, weight.relative, is_first))
+        loss = terms.fold(loss, weight.relative, is_first)
+        return optimizer.scale_loss(loss if factor is None else _sums.scaled(loss, factor))
 
     def unit(self, optimizer: Any) -> Any:
         """Return the unit of the optimizer's sum so far, zero before its first microbatch."""
@@ -189,10 +256,14 @@ class Recording:
         if is_folded:
             terms, weight = self._folded[id(optimizer)]
         else:
-            terms = self.loss_terms()
+            losses = None if self._heard is None else self._heard.losses_of(gradients)
+            is_first = tf.equal(self.unit(optimizer), 0.0)
+            terms, factor = self._terms_of_step(losses, is_first)
             if not terms.is_plain:
                 self.model._warn_once(_messages.not_scaled_message(self.model.name))
             weight = self._in_unit(optimizer, terms.weight)
+            if factor is not None:
+                gradients = [_sums.scaled(gradient, factor) for gradient in gradients]
         is_sum = terms.weight is None
         noise_of = None if self.model._measured_noise is None else optimizer
         if noise_of is not None and is_sum:
@@ -229,24 +300,34 @@ class Recording:
         return _logs.Mean(tf.where(tf.equal(weight, 0.0), tf.zeros_like(folded), folded), weight)
 
     def check_complete(self) -> None:
-        """Raise RuntimeError if the step applied an optimizer past the recording, or none."""
-        passed_by = [o for o, before in self._unseen if self._clock(o) != before]
+        """Check that the step did nothing that is done once per update, but to its optimizers.
+
+        Raises:
+            RuntimeError: it applied an optimizer past the recording, or none.
+            DoesNotAddUpError: it wrote to variables, and can run on the full batch.
+
+        Warns:
+            UserWarning: it wrote to variables, or BatchNormalization layers did.
+        """
         if self._is_trial:
             return
-        if passed_by or (not self.targets and self.model.trainable_weights):
-            names = [o.name for o in passed_by]
+        known = [*(t.optimizer for t in self.targets), *optimizers_in(vars(self.model))]
+        written = NOTHING if self._writes is None else self._writes.read(known)
+        names = [optimizer.name for optimizer in written.optimizers]
+        if names or (not self.targets and self.model.trainable_weights):
+            if self._writes is not None:
+                self._writes.undo()
             raise RuntimeError(_messages.not_recorded_message(self.model.name, names))
-
-    def _clock(self, optimizer: Any) -> Any:
-        """Return something that an `apply` of the optimizer changes."""
-        if not optimizer.built:
-            return None
-        iterations = optimizer.iterations.value
-        if self._graph is None:
-            return int(iterations.numpy())
-        placeholders = [p for handle, p in self._graph.captures if handle is iterations.handle]
-        users = [op for placeholder in placeholders for op in placeholder.consumers()]
-        return any(op.type != "ReadVariableOp" for op in users)
+        if self._position.is_update:
+            return
+        if written.others and self._position.must_add_up:
+            raise DoesNotAddUpError
+        if written.normalization:
+            layers = [layer.name for layer in written.normalization]
+            self.model._warn_once(_messages.batch_normalization_message(layers))
+        if written.others:
+            message = _messages.written_message(self.model.name, written.others)
+            self.model._warn_once(message)
 
     def loss_terms(self) -> _weights.LossTerms:
         """Return what the terms of the loss so far ask for."""
@@ -254,6 +335,62 @@ class Recording:
         if self._known_terms is None or self._known_terms[0] != so_far:
             self._known_terms = (so_far, self._combine())
         return self._known_terms[1]
+
+    def _terms_of_step(
+        self, losses: list[StepLoss] | None, is_first: Any
+    ) -> tuple[_weights.LossTerms, Any]:
+        """Return what the losses that an optimizer's gradients are of ask for.
+
+        Args:
+            losses: what they were read to be, or None where nothing is read.
+            is_first: bool scalar tensor, whether the window has no microbatch yet.
+
+        Returns:
+            That, and the factor of the gradients that is left, or None.
+
+        Warns:
+            UserWarning: they are no means or sums over samples, or not of one kind.
+        """
+        if losses is None:
+            return self.loss_terms(), None
+        name = self.model.name
+        mixing = [loss for loss in losses if loss.denominators is None]
+        if self._graph is None and self._terms:
+            return self.loss_terms(), None
+        if mixing or not losses:
+            op = mixing[0].mixing if mixing else None
+            message = _messages.unread_loss_message(name)
+            if op is not None:
+                subject = f"`train_step` of {name!r}"
+                message = _messages.mixing_loss_message(subject, op.type, line_of(op))
+            self.model._warn_once(message)
+            return self.loss_terms(), None
+        found = {d.kind: d for loss in losses for d in loss.denominators or ()}
+        known = {term.kind for term in self._terms}
+        known |= {"sum" if is_sum else "rows" for _, is_sum in self._additional}
+        has_regularizers = found.pop(OF_WEIGHTS.kind, None) is not None
+        if set(found) <= (known or {"rows"}):
+            return self.loss_terms(), None
+        means = [d for d in found.values() if d.count is not None]
+        if not means:
+            if has_regularizers:
+                self.model._warn_once(_messages.not_scaled_message(name))
+            return _weights.LossTerms(None, [], [], [], []), None
+        if len(found) > 1:
+            kinds = [d.words() for d in found.values()]
+            self.model._warn_once(_messages.unlike_terms_message(name, kinds))
+        first = means[0]
+        count = tf.cast(first.count, tf.float64)
+        if first.divisor is None:
+            return _weights.LossTerms(count, [], [], [], []), None
+        divisor = tf.cast(first.divisor, tf.float64)
+        if first.once is not None:
+            if has_regularizers:  # which the rest of the divisor would scale, too
+                kinds = [first.words(), "nothing, as they are those of weights"]
+                self.model._warn_once(_messages.unlike_terms_message(name, kinds))
+            once = tf.cast(first.once, tf.float64)
+            count += tf.where(is_first, once, tf.zeros_like(once))
+        return _weights.LossTerms(count, [], [], [], []), tf.math.divide_no_nan(divisor, count)
 
     def _combine(self) -> _weights.LossTerms:
         x, y, sample_weight = unpack(self._data)
@@ -281,12 +418,21 @@ class Recording:
 
     def _read(self, value: Any, is_sum: bool) -> tuple[Any, bool]:
         """Return a loss that a layer added, and whether it is a sum over samples."""
-        if is_sum or not (self._position.must_add_up and tf.is_symbolic_tensor(value)):
+        if is_sum or not tf.is_symbolic_tensor(value):
             return value, is_sum
-        kind = kind_of_scalar(value)
-        if kind is None or (kind == "sum" and self.model.run_eagerly):  # which reads it once
-            raise DoesNotAddUpError
-        return value, kind == "sum"
+        if self._position.must_add_up:
+            kind = kind_of_scalar(value)
+            if kind is None or (kind == "sum" and self.model.run_eagerly):  # which reads it once
+                raise DoesNotAddUpError
+            return value, kind == "sum"
+        if not self._is_part() or self._heard is not None:
+            return value, False
+        loss = self._losses_of_step.read(value)
+        if loss.mixing is not None:
+            subject = f"a layer of {self.model.name!r}"
+            message = _messages.mixing_loss_message(subject, loss.mixing.type, line_of(loss.mixing))
+            self.model._warn_once(message)
+        return value, [d.kind for d in loss.denominators or ()] == ["sum"]
 
     def _num_rows(self) -> Any:
         return _weights.num_rows(unpack(self._data)[0])
@@ -322,6 +468,19 @@ def current_recording(model: Any) -> Recording | None:
     return recording if recording is not None and recording.model is model else None
 
 
+def note_call(tensors: Any, losses: Sequence[Any] = (), is_sum: Sequence[bool] = ()) -> None:
+    """Note what a call that went by microbatches gave, if the step is read.
+
+    Args:
+        tensors: tensors that have an entry of axis 0 for each sample.
+        losses: what layers added.
+        is_sum: whether each of them is a sum over samples, and no mean.
+    """
+    recording = getattr(_local, "recording", None)
+    if recording is not None:
+        recording.note_call(tensors, losses, is_sum)
+
+
 @contextlib.contextmanager
 def record(
     model: Any, data: Any, position: Position, is_trial: bool = False
@@ -333,8 +492,10 @@ def record(
     """
     outer = getattr(_local, "recording", None)
     _local.recording = recording = Recording(model, data, position, is_trial)
+    listener = recording.heard_gradients
     try:
-        yield recording
+        with contextlib.nullcontext() if listener is None else heard(listener.listen):
+            yield recording
         recording.check_complete()
     finally:
         _local.recording = outer
@@ -370,6 +531,15 @@ def instances_in(value: Any, classes: Any) -> list[Any]:
     return [value] if isinstance(value, classes) else []
 
 
+def is_of_keras(model: Any, name: str) -> bool:
+    """Return whether a method of the model is Keras's own, below this package's."""
+    for owner in type(model).__mro__:
+        module = getattr(vars(owner).get(name), "__module__", "ga_model")
+        if not module.startswith("ga_model"):
+            return module.startswith("keras.")
+    return False
+
+
 def _has_axis_of_samples(model: Any, data: Any) -> bool:
     """Return whether an output has an axis beside the first whose length is the number of samples.
 
@@ -390,11 +560,3 @@ def _has_axis_of_samples(model: Any, data: Any) -> bool:
     specs = tf.nest.map_structure(spec, unpack(data)[0])
     outputs = tf.function(call, autograph=False).get_concrete_function(specs).structured_outputs
     return any(output.shape.rank and rows in output.shape[1:] for output in outputs)
-
-
-def _optimizers_of_layers(model: Any) -> list[Any]:
-    """Return the optimizers in attributes of layers, which no attribute of `model` shows."""
-    shown = optimizers_in(vars(model))
-    layers = model._flatten_layers(include_self=False)
-    hidden = {id(o): o for layer in layers for o in optimizers_in(vars(layer))}
-    return [o for o in hidden.values() if not any(o is other for other in shown)]

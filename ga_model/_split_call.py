@@ -39,10 +39,12 @@ from tensorflow.python.eager import forwardprop_util, record
 from ga_model import _lists, _messages, _strategy, _sums
 from ga_model._dependence import dependence_of
 from ga_model._loop import loop
-from ga_model._loss_reading import kind_of_scalar, mixes_samples, normalizes_batches
+from ga_model._loss_reading import kind_of_scalar, mixes_samples
 from ga_model._microbatch import Batch, rows_of
-from ga_model._recorder import instances_in, unrecorded
+from ga_model._python_state import PythonState
+from ga_model._recorder import instances_in, note_call, unrecorded
 from ga_model._sums import GradientSum
+from ga_model._writes import unseen
 
 # Operations that draw other numbers every time that they run.
 _UNSEEDED = re.compile(
@@ -54,7 +56,8 @@ _UNSEEDED = re.compile(
 # Keras's losses take the input of these operations, if an output is one's result.
 _ACTIVATIONS = {"Softmax": tf.nn.softmax, "Sigmoid": tf.sigmoid}
 
-_drawn_before: weakref.WeakSet[Any] = weakref.WeakSet()  # layers that ran eagerly
+# Of layers that ran eagerly, the kinds of calls that were checked.
+_drawn_before: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 _local = threading.local()  # replicas are traced in threads of their own
 
 
@@ -128,6 +131,12 @@ class Arguments:
         alike = tf.maximum((size * most + per_row - 1) // per_row, size)
         self.is_split = tf.reduce_all(tf.equal(counts, counts[0]))
         self.batch = Batch(rows, tf.where(self.is_split, alike, most), is_checked=False)
+
+    @property
+    def kind(self) -> str:
+        """What tells this call from others of the same layer: all but the tensors' values."""
+        flat = [(t.dtype, t.shape[1:]) if tf.is_tensor(t) else t for t in self._flat]
+        return repr((flat, tf.nest.map_structure(lambda _: 0, self._nest)))
 
     def packed(self, rows: list[Any], shared: list[Any]) -> tuple[Any, Any]:
         """Return the arguments with these tensors of samples and shared ones."""
@@ -222,6 +231,10 @@ class SplitCall:
         jit_compile: whether XLA compiles the passes of a microbatch.
         turns: of all calls of the step.
         limit: how many microbatches really run, or None: outputs of the others are made up.
+
+    Attributes:
+        normalizing: names of BatchNormalization layers that have normalized microbatches, known
+            when the outputs are.
     """
 
     def __init__(
@@ -234,6 +247,7 @@ class SplitCall:
         turns: Turns,
         limit: int | None = None,
     ) -> None:
+        self.normalizing: list[str] = []
         self._layer = layer
         self._turns = turns
         self._call = call
@@ -264,8 +278,11 @@ class SplitCall:
             NotByRowsError: an output has no row for each sample, or its other axes depend on their
                 number; or the call draws random numbers that a second pass can not draw again.
         """
+        self._build()
+        self._state = PythonState(self._layer)
         variables = list({id(v): v for v in self._layer.variables}.values())
-        values = [tf.convert_to_tensor(variable.value) for variable in variables]
+        # As they are: Keras would cast them to what the layer computes in.
+        values = [tf.convert_to_tensor(_raw(variable)) for variable in variables]
         inputs = [*self._batch.leaves, *self._arguments.shared]
         inputs = [t for t in inputs if isinstance(t, tf.Tensor) and is_differentiable(t)]
         if forwardprop_util.pack_tangents([*inputs, *values]).tangents:
@@ -274,13 +291,16 @@ class SplitCall:
         values = [value for value in values if _is_recorded(value)]
         inputs = [tensor for tensor in inputs if _is_recorded(tensor)]
         results: list[Any] = []
-        self._build()
-        function = self._checked_first()
-        with record.stop_recording(), self._turns.turn(results):
+        try:
+            function = self._checked_first()
+        except NotByRowsError:
+            self._state.put_back()
+            raise
+        with record.stop_recording(), self._turns.turn(results), unseen():
             self._first_pass(function)
             results += self._outputs
             others = [v for v in variables if not _is_in(v, self._changed)]
-            self._kept = [(v, tf.identity(v.value)) for v in others if not _is_in(v, sources)]
+            self._kept = [(v, tf.identity(_raw(v))) for v in others if not _is_in(v, sources)]
         self._variables = sources
         self._followed = [t for t in self._arguments.shared if _is_in(t, inputs)]
         tensors = [*self._outputs, *self._losses]
@@ -299,6 +319,7 @@ class SplitCall:
             else:
                 setattr(outputs[number], name, tensor)
         losses = [v[tf.newaxis] if had else v for v, had in zip(losses, self._had_axes)]
+        note_call([], losses, self._is_sum)
         if losses:
             keras.layers.Layer.add_loss(self._layer, losses)  # a Functional model's own refuses
         remaining = iter(outputs)
@@ -317,37 +338,28 @@ class SplitCall:
         numbers = [i for i, tensor in enumerate(tensors) if is_differentiable(tensor)]
         self._is_used = [False for _ in numbers]
 
-        @tf.custom_gradient  # type: ignore[untyped-decorator]
-        def of_call(*given: Any) -> Any:
-            def gradients(*upstream: Any) -> Any:
-                if "loop_body" in tf.get_current_name_scope().split("/"):
-                    raise NotImplementedError(_messages.jacobian_message(self._layer.name))
-                results: list[Any] = []
-                with self._turns.turn(results):
-                    found = self._second_pass(upstream, inputs, values)
-                    results += tf.nest.flatten(found, expand_composites=True)
-                results[:] = [tensor for tensor in results if tensor is not None]
-                return [*[None for _ in numbers], *found]
+        def gradients(*upstream: Any) -> Any:
+            if "loop_body" in tf.get_current_name_scope().split("/"):
+                raise NotImplementedError(_messages.jacobian_message(self._layer.name))
+            results: list[Any] = []
+            with self._turns.turn(results), self._state.kept(), unseen():
+                found = self._second_pass(upstream, inputs, values)
+                results += tf.nest.flatten(found, expand_composites=True)
+            results[:] = [tensor for tensor in results if tensor is not None]
+            return found
 
-            return [tf.identity(tensor) for tensor in given[: len(numbers)]], gradients
+        def noting(place: int) -> Any:
+            def gradient(upstream: Any) -> Any:
+                self._is_used[place] = True
+                return [upstream]
 
-        def noted(place: int, tensor: Any) -> Any:
-            """Return the tensor, and note if it gets a gradient. A tape gives zeros for none."""
+            return gradient
 
-            @tf.custom_gradient  # type: ignore[untyped-decorator]
-            def same(value: Any) -> Any:
-                def gradient(upstream: Any) -> Any:
-                    self._is_used[place] = True
-                    return upstream
-
-                return tf.identity(value), gradient
-
-            return same(tensor)
-
-        results = of_call(*[tensors[i] for i in numbers], *inputs, *values)
+        results = _recorded([tensors[i] for i in numbers], [*inputs, *values], gradients)
         tensors = list(tensors)
         for place, (i, tensor) in enumerate(zip(numbers, results)):
-            tensors[i] = noted(place, tensor)
+            # It notes if it gets a gradient. A tape gives zeros for none.
+            tensors[i] = _recorded([tensor], [tensor], noting(place))[0]
         return tensors
 
     # The first pass.
@@ -394,11 +406,12 @@ class SplitCall:
         function = self._in_graph(self._first, signature)
         try:
             if tf.executing_eagerly():
-                if self._layer not in _drawn_before:
+                kind = f"{self._arguments.kind} {self._training}"
+                if kind not in _drawn_before.setdefault(self._layer, set()):
                     tf.function(self._first, autograph=False).get_concrete_function(*signature)
                     self._check_axes()
                     self._check_followed()
-                    _drawn_before.add(self._layer)
+                    _drawn_before[self._layer].add(kind)
                 return function
             concrete = function.get_concrete_function()
             self._check_captures(concrete.graph)
@@ -434,7 +447,7 @@ class SplitCall:
         with _Noted(noted=[*_state_of(self._layer), *self._foreign]) as scope:
             outputs = self._called(leaves)
         tensors = _leaves(outputs)
-        _check_call(tensors, normalizes_batches(self._layer))
+        _check_call(tensors, self._layer)
         self._check_state(scope)
         attached = _attached(tensors)
         self._structure = outputs
@@ -467,6 +480,9 @@ class SplitCall:
         batch_normalization = keras.layers.BatchNormalization
         normal = [part for part in layers if isinstance(part, batch_normalization)]
         statistics = [variable for part in normal for variable in part.variables]
+        self.normalizing = [
+            part.name for part in normal if any(_is_in(v, scope.written) for v in part.variables)
+        ]
         others = [v for v in scope.written if not _is_in(v, statistics) and not _is_seed(v)]
         if others:
             names = sorted({variable.path for variable in others})
@@ -521,6 +537,7 @@ class SplitCall:
         inputs = leaves[: len(self._batch.leaves)]
         shared = self._arguments.shared if shared is None else shared
         args, kwargs = self._arguments.packed(inputs, shared)
+        self._state.put_back()
         with unrecorded(), inside_of_call():
             # Keras's own, where `__call__` is the user's: that one runs once, around all samples.
             call = functools.partial(keras.layers.Layer.__call__, self._layer, *args, **kwargs)
@@ -601,6 +618,7 @@ class SplitCall:
             self._filled(_lists.concatenated(pieces, tensor.dtype, tensor.shape[1:]))
             for pieces, tensor in zip(lists, of_rows)
         ]
+        note_call(of_rows)
         in_order, others = iter(of_rows), iter(of_shared)
         of_inputs = [next(in_order if _is_in(t, rows) else others) for t in inputs]
         of_weights = total.with_slices(variables).mean(variables, is_sum=True)
@@ -764,6 +782,22 @@ def is_inside_of_call() -> bool:
     return getattr(_local, "is_inside", False)
 
 
+def _recorded(tensors: list[Any], sources: list[Any], gradient: Callable[..., Any]) -> list[Any]:
+    """Return tensors of which tapes take the gradient by a function.
+
+    `tf.custom_gradient` would keep the function, and all that it knows, for ever.
+
+    Args:
+        tensors: the tensors.
+        sources: what they come from, for the tapes.
+        gradient: takes gradients with respect to the tensors, and returns those of the sources.
+    """
+    with record.stop_recording():
+        outputs = [tf.identity(tensor) for tensor in tensors]
+    record.record_operation("SplitCall", outputs, sources, gradient)
+    return outputs
+
+
 def _raw(variable: Any) -> Any:
     """Return the variable of TensorFlow that a variable of Keras keeps its value in."""
     return variable._value if isinstance(variable, keras.Variable) else variable
@@ -853,12 +887,12 @@ def is_built(layer: Any) -> bool:
     return all(getattr(part, "built", True) for part in layer._flatten_layers())
 
 
-def _check_call(outputs: list[Any], may_mix: bool) -> None:
+def _check_call(outputs: list[Any], layer: Any) -> None:
     """Check that a layer can be called twice on each microbatch, and its outputs put together.
 
     Args:
         outputs: what it gave.
-        may_mix: whether it is known to normalize over microbatches.
+        layer: the layer.
 
     Raises:
         NotByRowsError: an output has no rows, or follows from several; or the call draws random
@@ -867,7 +901,7 @@ def _check_call(outputs: list[Any], may_mix: bool) -> None:
     for output in outputs:
         if not isinstance(output, tf.Tensor) or output.shape.rank == 0:
             raise NotByRowsError(f"an output has the shape {output.shape}")
-    if not may_mix and mixes_samples(outputs):
+    if mixes_samples(outputs, layer):
         raise NotByRowsError("its outputs for a sample depend on other samples")
     if not tf.executing_eagerly():
         graph = tf.compat.v1.get_default_graph()

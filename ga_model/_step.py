@@ -23,11 +23,20 @@ import tensorflow as tf
 from ga_model import _messages, _strategy, _weights
 from ga_model._calls import split_calls
 from ga_model._logs import BatchLogs
-from ga_model._look_ahead import is_of_keras, look_ahead
+from ga_model._look_ahead import look_ahead
 from ga_model._loop import loop
 from ga_model._loss_reading import DoesNotAddUpError, is_known
 from ga_model._microbatch import Batch
-from ga_model._recorder import Position, Recording, Target, optimizers_in, record
+from ga_model._recorder import (
+    Position,
+    Recording,
+    Target,
+    is_of_keras,
+    optimizers_in,
+    record,
+    unpack,
+    unrecorded,
+)
 from ga_model._sums import GradientSum, power_of_two
 from ga_model._window import Window
 
@@ -90,7 +99,7 @@ def run(
         The logs of the batch.
     """
     is_whole = model._splits_calls()
-    batch = Batch(data, model._microbatch_size, is_whole, is_checked=not is_whole)
+    batch = Batch(data, model._microbatch_size, is_whole, not is_whole, model._must_add_up())
     is_heard = window is not None or model.skip_nonfinite or is_of_keras(model, "train_step")
     if is_whole and not is_heard:
         return _run_unheard(model, train_step, batch, note_sums)
@@ -110,6 +119,8 @@ def run(
             num_counted = part.num_counted if model.skip_nonfinite else None
             for target, gradients in zip(step.targets, part.sums):
                 _apply(target, gradients, num_counted, model)
+            is_update = True if num_counted is None else tf.greater(num_counted, 0)
+            _strategy.run_once_if(is_update, model._on_update)
         else:
             step.add_to_window(part)
             window.end_batch(model._measured_noise)
@@ -132,7 +143,9 @@ def _run_unheard(
     """
     waits_for = [] if note_sums is None else [note_sums([batch.num_microbatches])]
     with tf.control_dependencies(waits_for), calls_by_microbatches(model, batch):
-        return train_step(batch.data)
+        logs = train_step(batch.data)
+    _strategy.run_once_if(True, model._on_update)
+    return logs
 
 
 def calls_by_microbatches(model: Any, batch: Batch, limit: int | None = None) -> Any:
@@ -204,6 +217,8 @@ class Step:
         if self._model.skip_nonfinite:
             microbatch = self._undone_if_not_finite(microbatch)
         zero = tf.zeros((), tf.int64)
+        if batch.is_split and self._model._must_add_up() and not is_built(self._model):
+            self._build()
         if tf.executing_eagerly() and batch.is_split and self._model._must_add_up():
             self._read_loss()
         part = microbatch(zero, self._units, batch.microbatch(zero))
@@ -217,6 +232,17 @@ class Step:
             return part.plus(microbatch(part.num_counted, units, leaves), self.targets)
 
         return loop(add, part, batch.num_microbatches)  # type: ignore[no-any-return]
+
+    def _build(self) -> None:
+        """Create the weights: in a graph that is given up they would never get their values."""
+
+        def call(leaves: list[Any]) -> list[Any]:
+            x, _, _ = unpack(self._batch.pack(leaves))
+            with unrecorded():
+                outputs = self._model(x)
+            return [leaf for leaf in tf.nest.flatten(outputs) if tf.is_tensor(leaf)]
+
+        tf.function(call, autograph=False).get_concrete_function(self._batch.signature_of(None))
 
     def _read_loss(self) -> None:
         """Raise DoesNotAddUpError if the loss is not known to add up, before anything runs."""
@@ -286,6 +312,7 @@ class Step:
             tf.equal(num_counted, 0),
             self._whole,
             self._is_window,
+            is_update=self._window is None and not self._batch.is_split,
             defers_logs=self._is_part or model.skip_nonfinite,
             must_add_up=self._batch.is_split and model._must_add_up(),
         )

@@ -24,6 +24,13 @@ Private names of Keras in use, read in Keras 3.14.0 to 3.15.1:
   `tests/test_strategy.py`, `tests/test_workers.py`.
 * `Layer._get_call_context`, `Layer._remat_mode` and `in_symbolic_scope`, in `_calls`: whether a
   call trains, and which calls there is nothing to split of. `tests/test_split_calls.py`.
+* `Layer._trainable_variables`, `Layer._non_trainable_variables`, `Layer._seed_generators`,
+  `Variable._value`, `Variable._direct_assign`, `StatelessScope.add_update`, `get_stateless_scope`,
+  in `_split_call`, `_calls` and `_writes`: the state that calls read and write.
+  `tests/test_split_calls.py`, `tests/test_writes.py`.
+* `Loss._fn_kwargs`, in `_loss_reading`: the axis of a loss. `tests/test_loss_reading.py`.
+* Of TensorFlow `eager.record`, `eager.forwardprop_util`, `auto_control_deps_utils` and
+  `Graph._get_function`, in `_split_call`, `_writes` and `_loss_reading`. The same tests.
 * `KerasSaveable._unpickle_model`, in `_wrap`: pickling a wrapped model as the plain model.
   `tests/test_saving.py`.
 """
@@ -375,6 +382,24 @@ def run_if(condition: Any, function: Callable[[], Any]) -> None:
         return tf.constant(0)
 
     tf.cond(tf.convert_to_tensor(condition), run, lambda: tf.constant(0))
+
+
+def run_once_if(condition: Any, function: Callable[[], Any] | None) -> None:
+    """Run `function`, if any, where `condition` holds, the same bool scalar on every replica.
+
+    It runs in cross-replica context, where a variable's copies are written to alike.
+    """
+    if function is None:
+        return
+
+    def run(strategy: Any, condition: Any) -> None:
+        run_if(strategy.experimental_local_results(condition)[0], function)
+
+    if is_on_replica():
+        args = (tf.convert_to_tensor(condition),)
+        tf.distribute.get_replica_context().merge_call(run, args)
+    else:
+        run_if(condition, function)
 
 
 def update_if(

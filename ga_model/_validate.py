@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-_NOT_THE_USERS = {"ga_model", "keras", "tensorflow"}
+_NOT_THE_USERS = {"contextlib", "ga_model", "keras", "tensorflow"}
 
 
 def warn(message: str) -> None:

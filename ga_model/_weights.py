@@ -74,12 +74,14 @@ class Term(NamedTuple):
         weight: scalar tensor, or None where the term is a sum.
         kind: terms of equal kind have proportional weights.
         value: the term as it stands in the total.
+        raw: the same before its weight in the total.
     """
 
     name: str
     weight: Any | None
     kind: Hashable
     value: Any = None
+    raw: Any = None
 
 
 class Whole(NamedTuple):

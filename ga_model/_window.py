@@ -34,23 +34,22 @@ class Window:
     value of `accumulation_steps`.
 
     Args:
-        accumulation_steps: batches per window.
-        run_eagerly: whether `close` runs without `tf.function`.
-        jit_compile: whether updates are compiled by XLA.
+        model: the `AccumulatingModel`, as it is compiled.
 
     Attributes:
         steps: int64 scalar variable, the size of the open window, or of the next one.
         parts: float64 scalar variable, the power of two at or above it.
     """
 
-    def __init__(self, accumulation_steps: int, run_eagerly: bool, jit_compile: bool) -> None:
+    def __init__(self, model: Any) -> None:
         self._next_steps, self.steps, self._remaining = _strategy.make_variables(
-            lambda: [tf.constant(accumulation_steps, tf.int64) for _ in range(3)]
+            lambda: [tf.constant(model.accumulation_steps, tf.int64) for _ in range(3)]
         )
-        self.parts = _strategy.make_variables(lambda: power_of_two(accumulation_steps))
+        self.parts = _strategy.make_variables(lambda: power_of_two(model.accumulation_steps))
         self._accumulators: dict[int, tuple[Any, GradientAccumulator]] = {}
-        self._run_eagerly = run_eagerly
-        self._jit_compile = jit_compile
+        self._run_eagerly = model.run_eagerly
+        self._jit_compile = bool(model.jit_compile)
+        self._on_update = model._on_update
         self._update_if = self._make_update()
 
     def set_steps(self, accumulation_steps: int) -> None:
@@ -118,6 +117,7 @@ class Window:
         for optimizer, accumulator in self._accumulators.values():
             if accumulator.variables:
                 accumulator.apply(optimizer, _condition=condition, _noise=noise)
+        _strategy.run_once_if(condition, self._on_update)
         _strategy.run_if(condition, self._begin)
 
     def _make_update(self) -> Any:

@@ -122,6 +122,8 @@ def model_with_state(memory):
 def compiled(make, memory, size="auto", *, optimizer="adam", replicas=None, **settings):
     names = ("accumulation_steps", "skip_nonfinite", "loss_over")
     own = {name: settings.pop(name) for name in names if name in settings}
+    if make is model_with_state:  # which on the full batch would run whole
+        own.setdefault("loss_over", "microbatch")
     with warnings.catch_warnings(), scope(replicas):
         warnings.filterwarnings("ignore", "BatchNormalization layers in training mode")
         model = accumulate(seeded(lambda: make(memory)), microbatch_size=size, **own)
@@ -157,6 +159,7 @@ def assert_same(values, expected, rtol=0):
 def fit(model, data, rows=12, **kwargs):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "BatchNormalization layers in training mode")
+        warnings.filterwarnings("ignore", "`train_step` of .* writes to .*(counting|Variable)")
         return model.fit(*data, batch_size=rows, shuffle=False, verbose=0, **kwargs).history
 
 
@@ -265,6 +268,8 @@ class TeachingOverTheBatch(Teaching):
     train_step = keras.Model.train_step
 
 
+@pytest.mark.filterwarnings("ignore:.*writes to .*teaching")
+@pytest.mark.filterwarnings("ignore:What the loss of a step averages over")  # eagerly
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize(
     ("make", "loss_over"), [(Teaching, "microbatch"), (TeachingOverTheBatch, "batch")]
@@ -502,6 +507,7 @@ def test_a_saved_model_searches_anew(tmp_path):
     assert loaded.microbatch_size == 12
 
 
+@pytest.mark.filterwarnings("ignore:.*writes to .*counting")
 def test_batch_normalization_is_told_of_only_where_batches_are_split():
     def make(limit):
         with warnings.catch_warnings():

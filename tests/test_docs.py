@@ -28,7 +28,7 @@ def run(tmp_path, blocks, names=None):
 def test_the_readmes_examples_run_in_their_order(tmp_path, capsys):
     # One needs devices: `test_workers.py`.
     blocks = [block for block in python_blocks(README) if "Strategy" not in block]
-    assert len(blocks) == 8
+    assert len(blocks) == 9
     names = run(tmp_path, blocks)
     # 1,000 rows in windows of 128, once and 10 times.
     assert names["model"].optimizer.iterations == 8 + 10 * 8

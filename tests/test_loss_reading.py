@@ -309,7 +309,56 @@ def images():
     )
 
 
-MODELS = [(lambda: mixing(Normal()), True), (lambda: mixing(Attends()), True)]
+def of_batch(function):
+    return lambda: mixing(keras.layers.Lambda(function))
+
+
+def attends_to_samples():
+    """Attention over the batch (2203.01522)."""
+    inputs = keras.Input((4,))
+    h = ops.expand_dims(keras.layers.Dense(4)(inputs), 0)
+    h = keras.layers.MultiHeadAttention(2, 2)(h, h)
+    return keras.Model(inputs, ops.squeeze(h, 0))
+
+
+def frozen_normalization_and_a_mean():
+    return keras.Sequential([keras.Input((4,)), keras.layers.BatchNormalization(), Normal()])
+
+
+def deviation(x):
+    groups = tf.reshape(x, (4, -1, 4))
+    return x + tf.tile(tf.math.reduce_std(groups, 0), (4, 1))
+
+
+MIXING = [
+    lambda x: ops.cumprod(x, axis=0),
+    lambda x: x * ops.softmax(x[:, 0])[:, None],
+    lambda x: x + tf.math.unsorted_segment_mean(x, tf.zeros_like(x[:, 0], "int32"), 1),
+    lambda x: x - tf.einsum("bi->i", x),
+    lambda x: tf.scan(lambda a, b: a + b, x),
+    lambda x: x + tf.function(lambda v: tf.reduce_mean(v, 0))(x),
+    lambda x: tf.nn.softmax(tf.reshape(x, (-1, 2, 2)), 0)[:, 0],
+    lambda x: tf.compat.v1.nn.fused_batch_norm(x[:, None, None], tf.ones(4), tf.zeros(4))[0][
+        :, 0, 0
+    ],
+    lambda x: ops.conv(x[None], tf.ones((3, 4, 4)), padding="same")[0],
+    lambda x: x - tf.concat(tf.split(x, 2, 0)[::-1], 0),
+    lambda x: x * ops.mean(x[:, :1] - x[:, 0]),
+    deviation,
+]
+KEEPING = [
+    lambda x: ops.cumsum(x, axis=1),
+    lambda x: ops.softmax(x, axis=1),
+    lambda x: tf.nn.softmax(tf.reshape(x, (-1, 2, 2)), 1)[:, 0],
+    lambda x: tf.function(lambda v: v - tf.reduce_mean(v, 1, keepdims=True))(x),
+    lambda x: ops.sort(x, axis=-1),
+    lambda x: tf.einsum("bi,bj->bij", x, x)[:, 0],
+]
+MODELS = [(of_batch(function), True) for function in MIXING]
+MODELS += [(of_batch(function), False) for function in KEEPING]
+MODELS += [(attends_to_samples, True), (frozen_normalization_and_a_mean, True)]
+MODELS += [(lambda: mixing(keras.layers.BatchNormalization()), False)]
+MODELS += [(lambda: mixing(Normal()), True), (lambda: mixing(Attends()), True)]
 MODELS += [(lambda: mixing(Farthest()), True)]
 MODELS += [(lambda: mixing(keras.layers.Dropout(0.5)), False), (recurrent, False), (images, False)]
 
@@ -321,7 +370,7 @@ def test_layers_that_compute_with_other_samples_are_told(make, mixes):
 
     @tf.function(input_signature=[spec], autograph=False)
     def of_microbatch(x):
-        found.append(mixes_samples([model(x, training=True)]))
+        found.append(mixes_samples([model(x, training=True)], model))
 
     of_microbatch.get_concrete_function()
     assert found == [mixes]

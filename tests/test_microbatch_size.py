@@ -728,9 +728,9 @@ def test_a_wrapped_models_compile_config_is_the_plain_models():
 
 def test_batch_normalization_warns_once():
     model = keras.Sequential([keras.Input((4,)), keras.layers.BatchNormalization(name="bn")])
-    accumulate(model, microbatch_size=5)
+    accumulate(model, microbatch_size=5).compile("sgd", "mse")
     with pytest.warns(UserWarning, match=r"BatchNormalization layers in training mode: \['bn'\]"):
-        model.compile("sgd", "mse")
+        model.fit(*dense_data(12, outputs=4), verbose=0)
     model.fit(*dense_data(12, outputs=4), verbose=0)
 
 

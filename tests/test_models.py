@@ -174,8 +174,9 @@ def batch_normalized():
 def test_batch_normalization_is_named_once_per_compile():
     x, y = dense_data(12)
     model = accumulate(batch_normalized(), accumulation_steps=3)
+    model.compile("sgd", "mse")
     with pytest.warns(UserWarning, match=r"\['norm', 'inner'\]") as caught:
-        model.compile("sgd", "mse")
+        model.fit(x, y, batch_size=4, verbose=0)
     assert len(caught) == 1
     assert caught[0].filename == __file__
     with warnings.catch_warnings():
@@ -203,16 +204,16 @@ def test_batch_normalization_that_comes_with_the_first_batch_is_named_then():
 
 
 def test_batch_normalization_is_named_when_a_compiled_model_is_wrapped_or_set():
-    model = batch_normalized()
-    model.compile("sgd", "mse")
-    with pytest.warns(UserWarning, match=r"\['norm', 'inner'\]") as caught:
-        accumulate(model, accumulation_steps=3)
-    assert caught[0].filename == __file__
-    model = accumulate(batch_normalized())
-    model.compile("sgd", "mse")
-    with pytest.warns(UserWarning, match=r"\['norm', 'inner'\]") as caught:
-        model.accumulation_steps = 2
-    assert caught[0].filename == __file__
+    x, y = dense_data(12)
+    wrapped, later = batch_normalized(), accumulate(batch_normalized())
+    for model in (wrapped, later):
+        model.compile("sgd", "mse")
+    accumulate(wrapped, accumulation_steps=3)
+    later.accumulation_steps = 2
+    for model in (wrapped, later):
+        with pytest.warns(UserWarning, match=r"\['norm', 'inner'\]") as caught:
+            model.fit(x, y, batch_size=4, verbose=0)
+        assert caught[0].filename == __file__
 
 
 def test_no_warning_for_frozen_batch_normalization_or_without_accumulation():

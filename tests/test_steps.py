@@ -503,8 +503,8 @@ class AppliesAnInnerModels(OwnLoss):
     [
         (AppliesTwice, "applies the optimizer 'sgd' twice"),
         (AppliesNone, "applies none"),
-        (lambda: AppliesAnInnerModels(is_built=True), r"applies \['inner'\] of a layer"),
-        (AppliesAnInnerModels, r"applies \['inner'\] of a layer inside of it"),
+        (lambda: AppliesAnInnerModels(is_built=True), r"applies \['inner'\] by a global name"),
+        (AppliesAnInnerModels, r"applies \['inner'\] by a global name"),
     ],
 )
 def test_steps_that_can_not_be_accumulated_are_refused_and_train_without(make, message):
@@ -539,6 +539,7 @@ class AppliesInTurn(TwoOptimizers):
         return {"loss": loss}
 
 
+@pytest.mark.filterwarnings("ignore:What the loss of a step averages over")  # eagerly
 def test_an_optimizer_that_is_applied_in_some_microbatches_of_a_batch_is_refused():
     x, y = dense_data(12)
     model = accumulate(AppliesInTurn(), microbatch_size=4, loss_over="microbatch")
@@ -561,6 +562,7 @@ class Alternates(OwnLoss):
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning:keras")
+@pytest.mark.filterwarnings("ignore:What the loss of a step averages over")  # eagerly
 def test_a_network_that_some_microbatches_leave_out(float64):
     x, y = dense_data(12)
     model, reference = (seeded(lambda: Alternates(first=0)) for _ in range(2))

@@ -266,9 +266,9 @@ def test_normalization_layers(settings, replicas, float64):
             accumulation_steps=settings["steps"],
             microbatch_size=settings.get("size"),
         )
-        with pytest.warns(UserWarning, match="BatchNormalization layers in training mode"):
-            model.compile(**adam()())
-    model.fit(*dense_data(29), batch_size=8, verbose=0)
+        model.compile(**adam()())
+    with pytest.warns(UserWarning, match="BatchNormalization layers in training mode"):
+        model.fit(*dense_data(29), batch_size=8, verbose=0)
     assert all(np.isfinite(weight).all() for weight in model.get_weights())
     assert np.any(model.layers[-1].moving_mean.numpy())
 
@@ -278,11 +278,11 @@ def test_synchronized_normalization_runs_where_replicas_can_communicate(float64)
         with mirrored(2).scope():
             layers = [dense_model(), keras.layers.BatchNormalization(synchronized=True)]
             model = accumulate(keras.Sequential(layers), **settings)
-            with pytest.warns(UserWarning, match="BatchNormalization"):
-                model.compile("adam", "mse")
+            model.compile("adam", "mse")
         return model
 
-    model(accumulation_steps=3).fit(*dense_data(29), batch_size=8, verbose=0)
+    with pytest.warns(UserWarning, match="BatchNormalization"):
+        model(accumulation_steps=3).fit(*dense_data(29), batch_size=8, verbose=0)
     with pytest.raises(ValueError, match=r"synchronized=True`: \['batch_normalization"):
         model(microbatch_size=3).fit(*dense_data(29), batch_size=8, verbose=0)
 

@@ -1,0 +1,172 @@
+"""Which variables a step writes to, beside those that it hands to its optimizers.
+
+A step of a window runs once per microbatch. What it writes by itself (a target network, a queue,
+the state of a layer) then moves more often than with the full batch; and an optimizer that is not
+listened to is applied to gradients of microbatches. Both is read from the graph, where one is
+made. Eagerly, values are compared before and after a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
+
+from ga_model import _strategy
+
+# Variables that may be written to once per microbatch, by the last part of their names: where
+# random numbers begin.
+_HARMLESS = ("seed_generator_state", "StateVar")
+
+
+class Written(NamedTuple):
+    """What a step has written to.
+
+    Attributes:
+        normalization: BatchNormalization layers whose statistics have moved.
+        optimizers: optimizers that were applied.
+        others: names of other variables. Metrics and random state are none of them.
+    """
+
+    normalization: list[Any]
+    optimizers: list[Any]
+    others: list[str]
+
+
+NOTHING = Written([], [], [])
+
+_local = threading.local()  # replicas are traced in threads of their own
+
+
+@contextlib.contextmanager
+def unseen() -> Iterator[None]:
+    """Let what is written to here be left out: it is put back, or told of elsewhere."""
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    first = 0 if graph is None else len(graph.get_operations())
+    try:
+        yield
+    finally:
+        if graph is not None:
+            last = len(graph.get_operations())
+            _local.unseen = [*getattr(_local, "unseen", []), (graph, first, last)]
+
+
+class Writes:
+    """What is written to from now on, in the graph that is made or eagerly.
+
+    Args:
+        model: the model whose step runs.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._present = {id(variable) for variable in _of_layers(model)}
+        _local.unseen = []
+        self._unbuilt: list[Any] = []  # optimizers, eagerly
+        self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        if self._graph is not None:
+            self._number = len(self._graph.get_operations())
+        else:
+            optimizers = _living(keras.optimizers.Optimizer)
+            self._unbuilt = [optimizer for optimizer in optimizers if not optimizer.built]
+            variables = [*_of_layers(model), *_of_optimizers(optimizers)]
+            variables += [v for v in vars(model).values() if isinstance(v, tf.Variable)]
+            self._before = [(v, tf.identity(v)) for v in map(_raw, variables)]
+
+    def read(self, known: Iterable[Any]) -> Written:
+        """Return what was written to.
+
+        Args:
+            known: optimizers of which it is known.
+        """
+        written = self._in_graph() if self._graph is not None else self._eagerly()
+
+        def found_in(variables: Iterable[Any]) -> list[Any]:
+            """Return those that were written to, and take them as found."""
+            found = [v for v in variables if written & _handles(v)]
+            written.difference_update(*map(_handles, found))
+            return found
+
+        normalization, names = [], []
+        for layer in self._model._flatten_layers():
+            found = found_in(_of_layer(layer))
+            found = [v for v in found if id(v) in self._present]  # others were made since
+            if isinstance(layer, keras.layers.BatchNormalization) and found:
+                normalization.append(layer)
+            else:
+                names += [variable.path for variable in found]
+        found_in([*_of_optimizers(known), *self._model.metrics_variables])
+        built = [o for o in self._unbuilt if o.built and not any(o is other for other in known)]
+        if not written:
+            return Written(normalization, built, names)
+        living = _living((keras.optimizers.Optimizer, keras.metrics.Metric, tf.Variable))
+        optimizers = [v for v in living if isinstance(v, keras.optimizers.Optimizer)]
+        optimizers = [o for o in optimizers if o.built and found_in([o.iterations])] or built
+        metrics = [v for v in living if isinstance(v, keras.metrics.Metric)]
+        found_in([*_of_optimizers(optimizers), *(v for m in metrics for v in m.variables)])
+        if _strategy.num_replicas() == 1:  # or others might be those of a replica in between
+            others = map(_name, found_in(v for v in living if isinstance(v, tf.Variable)))
+            names += [name for name in others if name not in _HARMLESS]
+        return Written(normalization, optimizers, names)
+
+    def undo(self) -> None:
+        """Put back what was written to, as far as that has happened: eagerly."""
+        if self._graph is None:
+            for variable, value in self._before:
+                variable.assign(value)
+
+    def _in_graph(self) -> set[int]:
+        """Return the handles of variables that new operations of the graph write to, as ids."""
+        graph: Any = self._graph
+        unseen = [range(*span) for other, *span in _local.unseen if other is graph]
+        written = {
+            id(handle)
+            for number, op in enumerate(graph.get_operations())
+            if number >= self._number and not any(number in span for span in unseen)
+            for handle in get_read_write_resource_inputs(op)[1]
+        }
+        return {id(outer) for outer, inner in graph.captures if id(inner) in written}
+
+    def _eagerly(self) -> set[int]:
+        """Return the same of variables that have other values than before."""
+        changed = [v for v, value in self._before if not bool(tf.reduce_all(tf.equal(v, value)))]
+        return {handle for variable in changed for handle in _handles(variable)}
+
+
+def _of_layer(layer: Any) -> list[Any]:
+    return [*layer._trainable_variables, *layer._non_trainable_variables]
+
+
+def _of_layers(model: Any) -> list[Any]:
+    return [variable for layer in model._flatten_layers() for variable in _of_layer(layer)]
+
+
+def _of_optimizers(optimizers: Iterable[Any]) -> list[Any]:
+    inner = [getattr(o, "inner_optimizer", o) for o in optimizers]
+    return [v for o in [*optimizers, *inner] if o.built for v in o.variables]
+
+
+def _living(classes: Any) -> list[Any]:
+    """Return all instances of classes that the process holds."""
+    return [value for value in gc.get_objects() if issubclass(type(value), classes)]
+
+
+def _raw(variable: Any) -> Any:
+    return variable._value if isinstance(variable, keras.Variable) else variable
+
+
+def _handles(variable: Any) -> set[int]:
+    """Return the handles of a variable's copies, as ids."""
+    return {id(copy.handle) for copy in _strategy.copies(_raw(variable))}
+
+
+def _name(variable: Any) -> str:
+    """Return the last part of a variable's name, but for that of a replica."""
+    parts = str(variable.name).split(":")[0].split("/")
+    return [part for part in parts if not part.startswith("replica_")][-1]

@@ -1,0 +1,309 @@
+"""Losses of a step of one's own, in windows of several batches: exact, or told of.
+
+What a loss averages over is read from the graph of the step. References are plain Keras on the
+full batch.
+"""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import TOLERANCE, assert_changed, relative_difference, seeded
+from keras import layers, losses, ops
+
+from ga_model import accumulate
+
+
+def errors(z, y):
+    return tf.reduce_mean(tf.square(z - y), -1)
+
+
+def total(values):
+    return tf.reduce_sum(values)
+
+
+def cosines(z, y):
+    return z @ tf.transpose(y)
+
+
+# Of outputs, targets and a mask, which some batches have nothing of.
+EXACT = {
+    "mean": lambda z, y, m: tf.reduce_mean(tf.square(z - y)),
+    "means": lambda z, y, m: tf.reduce_mean(errors(z, y)) + 0.3 * tf.reduce_mean(tf.abs(z)),
+    "values": lambda z, y, m: errors(z, y),
+    "sum": lambda z, y, m: total(tf.square(z - y)),
+    "sum by samples": lambda z, y, m: total(errors(z, y)) / tf.cast(tf.shape(z)[0], z.dtype),
+    "sum by entries": lambda z, y, m: total(tf.square(z - y)) / tf.cast(tf.size(z), z.dtype),
+    "masked": lambda z, y, m: total(errors(z, y) * m) / total(m),
+    "masked, epsilon": lambda z, y, m: total(errors(z, y) * m) / (total(m) + 1e-3),
+    "masked, at least one": lambda z, y, m: total(errors(z, y) * m) / tf.maximum(total(m), 1.0),
+    "masked, no NaN": lambda z, y, m: tf.math.divide_no_nan(total(errors(z, y) * m), total(m)),
+    "means of a mask": lambda z, y, m: tf.reduce_mean(errors(z, y) * m) / tf.reduce_mean(m),
+    "boolean mask": lambda z, y, m: tf.reduce_mean(tf.boolean_mask(errors(z, y), m > 0)),
+    "weights": lambda z, y, m: total(tf.abs(y[:, 0]) * errors(z, y)) / total(tf.abs(y[:, 0])),
+    "keras.ops": lambda z, y, m: ops.mean(ops.sum(ops.square(z - y), axis=-1)),
+    "a function of Keras": lambda z, y, m: ops.mean(losses.huber(y, z)),
+    "a loss of Keras": lambda z, y, m: losses.MeanSquaredError()(y, z),
+    "with weights": lambda z, y, m: losses.MeanSquaredError()(y, z, sample_weight=m),
+    "a sum of Keras": lambda z, y, m: losses.MeanSquaredError(reduction="sum")(y, z),
+    "average loss": lambda z, y, m: tf.nn.compute_average_loss(errors(z, y), global_batch_size=24),
+    "stopped": lambda z, y, m: tf.reduce_mean(errors(z, y)) + tf.stop_gradient(total(z) ** 2),
+}
+TOLD = {
+    "root": lambda z, y, m: tf.sqrt(tf.reduce_mean(tf.square(z - y))),
+    "variance": lambda z, y, m: tf.math.reduce_variance(z) + tf.reduce_mean(z**2),
+    "contrastive": lambda z, y, m: tf.reduce_mean(
+        tf.nn.sparse_softmax_cross_entropy_with_logits(tf.range(tf.shape(z)[0]), cosines(z, y))
+    ),
+    "cross-correlation": lambda z, y, m: total(
+        (cosines(tf.transpose(z), tf.transpose(y)) / tf.cast(tf.shape(z)[0], z.dtype)) ** 2
+    ),
+    "mean and sum": lambda z, y, m: tf.reduce_mean(errors(z, y)) + 0.01 * total(z**2),
+    "exponential": lambda z, y, m: tf.exp(tf.reduce_mean(errors(z, y))),
+    "weights of the outputs": lambda z, y, m: (
+        total(tf.sigmoid(z[:, 0]) * errors(z, y)) / total(tf.sigmoid(z[:, 0]))
+    ),
+    "broadcast": lambda z, y, m: tf.reduce_mean(tf.square(z[:, :1] - y[:, 0])),
+    "by the largest": lambda z, y, m: tf.reduce_mean(
+        errors(z, y) / tf.stop_gradient(tf.reduce_max(errors(z, y)))
+    ),
+    "neighbours": lambda z, y, m: tf.reduce_mean((z - tf.roll(z, 1, 0)) ** 2),
+}
+
+
+class OwnStep(keras.Model):
+    def __init__(self, loss, **regularizers):
+        super().__init__()
+        self.of_outputs = loss
+        hidden = layers.Dense(6, activation="tanh", **regularizers)
+        self.net = keras.Sequential([keras.Input((4,)), hidden, layers.Dense(2)])
+
+    def loss_of(self, x, y, mask):
+        return self.of_outputs(self.net(x, training=True), y, mask)
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(*data)
+            loss = loss + sum(self.net.losses) if self.net.losses else loss
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": tf.reduce_mean(loss)}
+
+
+class Scales(OwnStep):
+    """Passes its loss on to its optimizer before it takes the gradient."""
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = self.optimizer.scale_loss(self.loss_of(*data))
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": tf.reduce_mean(loss)}
+
+
+class Scaled(OwnStep):
+    """Works its gradients over."""
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(*data)
+        variables = self.trainable_variables
+        gradients = [2.0 * gradient for gradient in tape.gradient(loss, variables)]
+        self.optimizer.apply(gradients, variables)
+        return {"loss": tf.reduce_mean(loss)}
+
+
+def data():
+    generator = np.random.default_rng(0)
+    x, y = generator.normal(size=(44, 4)), generator.normal(size=(44, 2))
+    mask = (generator.uniform(size=44) > 0.5).astype(float)
+    mask[8:16] = 0.0
+    return x, y, mask
+
+
+def fit(make, steps, is_static=False, settings=None, **compile_args):
+    model = seeded(make)
+    start = model.get_weights()
+    if steps > 1 or settings:
+        model = accumulate(model, accumulation_steps=steps, **(settings or {}))
+    model.compile(keras.optimizers.Adam(0.01), **compile_args)
+    model.optimizer.build(model.trainable_variables)
+    batches = tf.data.Dataset.from_tensor_slices(data()).batch(24 // steps, is_static)
+    batches = batches.take(steps) if is_static else batches
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.fit(batches, epochs=2, shuffle=False, verbose=0)
+    return start, model.get_weights(), [str(warning.message) for warning in caught]
+
+
+def difference(make, **kwargs):
+    start, weights, said = fit(make, 3, **kwargs)
+    kwargs.pop("settings", None)
+    _, expected, _ = fit(make, 1, **kwargs)
+    assert_changed(expected, start)
+    return relative_difference(weights, expected, start), said
+
+
+WAYS = [{}, {"is_static": True}, {"jit_compile": True}, {"settings": {"microbatch_size": 5}}]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", EXACT)
+def test_losses_that_are_quotients_of_sums_match_without_a_word(name, way, float64):
+    found, said = difference(lambda: OwnStep(EXACT[name]), **way)
+    assert not said
+    assert found < TOLERANCE[float64]
+
+
+@pytest.mark.parametrize("make", [Scales, Scaled])
+@pytest.mark.parametrize("name", ["sum", "masked", "masked, epsilon"])
+def test_steps_that_scale_match(name, make, float64):
+    found, said = difference(lambda: make(EXACT[name]))
+    assert not said
+    assert found < TOLERANCE[float64]
+
+
+@pytest.mark.parametrize("name", ["mean", "values", "masked"])
+def test_beside_regularizers_means_match(name, float64):
+    found, said = difference(lambda: OwnStep(EXACT[name], kernel_regularizer="l2"))
+    assert not said
+    assert found < TOLERANCE[float64]
+
+
+@pytest.mark.parametrize("name", ["sum", "masked, epsilon"])
+def test_beside_regularizers_what_is_no_mean_is_told_of(name, float64):
+    _, said = difference(lambda: OwnStep(EXACT[name], kernel_regularizer="l2"))
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("way", WAYS[:3])
+@pytest.mark.parametrize("name", TOLD)
+def test_other_losses_are_told_of_once(name, way, float64):
+    found, said = difference(lambda: OwnStep(TOLD[name]), **way)
+    assert found > 1e-4
+    assert len(said) == 1
+    assert "use `microbatch_size` without `accumulation_steps`" in said[0]
+
+
+def test_the_message_names_the_operation_and_the_line(float64):
+    _, _, (said,) = fit(lambda: OwnStep(TOLD["root"]), 3)
+    assert f"'Sqrt' in {__file__}:" in said
+
+
+def test_a_rule_of_the_users_has_the_last_word(float64):
+    class Ruled(OwnStep):
+        def microbatch_weight(self, x, y=None, sample_weight=None):
+            return tf.shape(x)[0]
+
+    assert fit(lambda: Ruled(TOLD["root"]), 3)[2] == []
+
+
+def test_eagerly_it_is_told_that_nothing_is_read(float64):
+    _, _, (said,) = fit(lambda: OwnStep(EXACT["mean"]), 3, run_eagerly=True)
+    assert "it runs eagerly" in said
+
+
+def test_tapes_are_left_as_they_were(float64):
+    before = tf.GradientTape.gradient
+    fit(lambda: OwnStep(EXACT["mean"]), 3)
+    assert tf.GradientTape.gradient is before
+
+
+# Compiled losses.
+
+
+def rms(y, z):
+    return tf.sqrt(tf.reduce_mean(tf.square(z - y)))
+
+
+COMPILED_EXACT = {
+    "one number": lambda y, z: tf.reduce_mean(tf.square(z - y)),
+    "one number, a sum": lambda y, z: 0.01 * total(tf.square(z - y)),
+    "one number, masked": lambda y, z: (
+        total(tf.where(y > 0, tf.square(z - y), 0.0)) / total(tf.cast(y > 0, z.dtype))
+    ),
+    "values": lambda y, z: errors(z, y),
+    "values of each entry": lambda y, z: tf.square(z - y),
+    "huber": "huber",
+}
+COMPILED_TOLD = {
+    "Dice": losses.Dice(),
+    "Tversky": losses.Tversky(),
+    "root": rms,
+    "rows against rows": lambda y, z: tf.nn.softmax_cross_entropy_with_logits(
+        tf.eye(tf.shape(z)[0], dtype=z.dtype), cosines(z, y)
+    ),
+    "minus the mean": lambda y, z: tf.square(z - y - tf.reduce_mean(z - y, 0)),
+}
+
+
+def sigmoids():
+    hidden = layers.Dense(6, activation="tanh")
+    return keras.Sequential([keras.Input((4,)), hidden, layers.Dense(2, "sigmoid")])
+
+
+def compiled_difference(loss, **compile_args):
+    x, y, _ = data()
+    trained, said = [], []
+    for steps in (3, 1):
+        model = seeded(sigmoids)
+        start = model.get_weights()
+        if steps > 1:
+            model = accumulate(model, accumulation_steps=steps)
+        model.compile(keras.optimizers.Adam(0.01), loss, **compile_args)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            rows = 24 // steps
+            model.fit(x, np.abs(y), batch_size=rows, epochs=2, shuffle=False, verbose=0)
+        trained.append(model.get_weights())
+        said += [str(warning.message) for warning in caught]
+    return relative_difference(*trained, start), said
+
+
+@pytest.mark.parametrize("way", [{}, {"jit_compile": True}])
+@pytest.mark.parametrize("name", COMPILED_EXACT)
+def test_compiled_losses_match_without_a_word(name, way, float64):
+    found, said = compiled_difference(COMPILED_EXACT[name], **way)
+    assert not said
+    assert found < TOLERANCE[float64]
+
+
+@pytest.mark.parametrize("way", [{}, {"jit_compile": True}])
+@pytest.mark.parametrize("name", COMPILED_TOLD)
+def test_compiled_losses_that_compare_samples_are_told_of(name, way, float64):
+    found, said = compiled_difference(COMPILED_TOLD[name], **way)
+    assert found > 1e-5
+    assert len(said) == 1
+    assert "computes with several samples" in said[0]
+
+
+class Adds(layers.Layer):
+    def __init__(self, loss):
+        super().__init__()
+        self.of_outputs = loss
+
+    def call(self, x):
+        self.add_loss(self.of_outputs(x))
+        return x
+
+
+@pytest.mark.parametrize("loss", [tf.reduce_mean, total, tf.math.reduce_std])
+def test_losses_that_layers_add_match_or_are_told_of(loss, float64):
+    """A sum matches beside another, in full windows of equal batches."""
+    weights = []
+    for steps in (3, 1):
+        model = seeded(lambda: keras.Sequential([*sigmoids().layers, Adds(loss)]))
+        start = model.get_weights()
+        model = accumulate(model, accumulation_steps=steps)
+        summed = "sum" if loss is total else "sum_over_batch_size"
+        model.compile(keras.optimizers.Adam(0.01), losses.MeanSquaredError(reduction=summed))
+        x, y, _ = data()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model.fit(x, y, batch_size=24 // steps, epochs=2, shuffle=False, verbose=0)
+        weights.append(model.get_weights())
+        assert len(caught) == (steps > 1 and loss is tf.math.reduce_std)
+    found = relative_difference(*weights, start)
+    assert found > 1e-4 if loss is tf.math.reduce_std else found < TOLERANCE[float64]
