@@ -118,8 +118,7 @@ class Recording:
         self._losses: list[Any] = []
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         self._folded: dict[int, tuple[_weights.LossTerms, _sums.Weight]] = {}
-        normal = [layer.name for layer in model._batch_normalization_layers()]
-        self._losses_of_step = HeardGradients(self._graph, data, normal)
+        self._losses_of_step = HeardGradients(self._graph, data, model)
         self.heard_gradients = self._heard = self._losses_of_step if self._reads() else None
         self._writes = Writes(model) if not is_trial and model._is_to_read_writes() else None
 

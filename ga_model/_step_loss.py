@@ -326,11 +326,12 @@ class StepReading(Reading):
         value = value_of(divisor)
         if self._rows is None or value is None or np.size(value) != 1:
             return False
-        while total.op.type != "Sum":
-            total = total.op.inputs[0]
-        entries = total.op.inputs[0].shape
-        numbers = [self._rows, entries.num_elements()]
-        return float(np.reshape(value, ())) in [float(n) for n in numbers if n is not None]
+        numbers = [self._rows]
+        while total.op.type != "Sum" and SUM in map(self.kind_of, total.op.inputs):
+            total = next(t for t in total.op.inputs if self.kind_of(t) == SUM)
+        if total.op.type == "Sum":
+            numbers.append(total.op.inputs[0].shape.num_elements() or self._rows)
+        return float(np.reshape(value, ())) in numbers
 
     def _number_of_rows(self, divisor: Any) -> dict[Hashable, Denominator]:
         return {"rows": Denominator("rows", tf.constant(self._rows, tf.int64))}
@@ -342,11 +343,11 @@ class HeardGradients:
     Args:
         graph: that the step is drawn in, or None: eagerly, nothing is read.
         data: the microbatch.
-        normalizing: names of BatchNormalization layers.
+        model: whose BatchNormalization layers are another matter.
     """
 
-    def __init__(self, graph: Any, data: Any, normalizing: list[str]) -> None:
-        self._normalizing = normalizing
+    def __init__(self, graph: Any, data: Any, model: Any) -> None:
+        self._model = model
         self._graph = graph
         self._data = data
         self._reading: StepReading | None = None
@@ -358,7 +359,8 @@ class HeardGradients:
             leaves = tf.nest.flatten(self._data)
             lengths = {t.shape[0] for t in leaves if isinstance(t, tf.Tensor) and t.shape.rank}
             known = next(iter(lengths)) if len(lengths) == 1 else None
-            self._reading = StepReading(self._graph, known, self._normalizing)
+            normal = [layer.name for layer in self._model._batch_normalization_layers()]
+            self._reading = StepReading(self._graph, known, normal)
         return self._reading
 
     def note(self, tensor: Any, denominator: Denominator) -> None:

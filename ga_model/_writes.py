@@ -67,6 +67,9 @@ class Writes:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._present = {id(variable) for variable in _of_layers(model)}
+        # Handles that an operation of the graph itself writes to, and no branch: a variable that
+        # is made while a graph is gets its first value in one.
+        self._assigned: set[int] = set()
         _local.unseen = []
         self._unbuilt: list[Any] = []  # optimizers, eagerly
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
@@ -96,7 +99,7 @@ class Writes:
         normalization, names = [], []
         for layer in self._model._flatten_layers():
             found = found_in(_of_layer(layer))
-            found = [v for v in found if id(v) in self._present]  # others were made since
+            found = [v for v in found if id(v) in self._present or self._assigned & _handles(v)]
             if isinstance(layer, keras.layers.BatchNormalization) and found:
                 normalization.append(layer)
             else:
@@ -125,12 +128,14 @@ class Writes:
         """Return the handles of variables that new operations of the graph write to, as ids."""
         graph: Any = self._graph
         unseen = [range(*span) for other, *span in _local.unseen if other is graph]
-        written = {
-            id(handle)
-            for number, op in enumerate(graph.get_operations())
-            if number >= self._number and not any(number in span for span in unseen)
-            for handle in get_read_write_resource_inputs(op)[1]
-        }
+        written: set[int] = set()
+        assigned: set[int] = set()
+        for number, op in enumerate(graph.get_operations()):
+            if number >= self._number and not any(number in span for span in unseen):
+                handles = {id(handle) for handle in get_read_write_resource_inputs(op)[1]}
+                written |= handles
+                assigned |= handles if op.type.startswith("Assign") else set()
+        self._assigned = {id(outer) for outer, inner in graph.captures if id(inner) in assigned}
         return {id(outer) for outer, inner in graph.captures if id(inner) in written}
 
     def _eagerly(self) -> set[int]:
