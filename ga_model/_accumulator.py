@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from ga_model import _messages, _strategy, _sums, _validate
@@ -36,7 +37,8 @@ class GradientAccumulator:
     as a float8 layer's scale, the largest value counts.
 
     Of `tf.IndexedSlices` the rows are kept one behind the other; where they outnumber the
-    variable's by more than a quarter, those of equal indices are summed. Rows whose indices do not
+    variable's by more than a quarter, those of equal indices are summed, as `summed_variables`
+    tells: adaptive optimizers and clipping then differ from the full batch. Rows whose indices do not
     come from the samples, such as those of positions, are added one by one, as the full batch has
     each of them once. For that, take the gradients and call `add` in one `tf.function` that gets
     the samples as arguments: eagerly, it is not known what indices come from.
@@ -78,8 +80,10 @@ class GradientAccumulator:
         )
         self._variables: list[Any] = []
         self._buffers: list[Any] = []  # of each variable a `tf.Variable`, `Rows` of them, or None
+        self._summed: list[Any] = []  # of each variable a bool `tf.Variable`, or None
         self._squares: Squares | None = None  # of variables, once somebody asks for the noise
         self._is_sum: bool | None = None
+        self._tells = True  # whether `apply` warns
         self._jit_compile = False  # whether XLA may compile the updates, all of one optimizer
         self._compiled: Callable[..., Any] | None = None  # what then makes them
 
@@ -158,8 +162,10 @@ class GradientAccumulator:
         return whole._replace(maxima=maxima)
 
     def _store(self, whole: GradientSum) -> None:
-        for buffer, value, variable in zip(self._buffers, whole.values(), self._variables):
+        values = zip(self._buffers, whole.values(), self._variables, self._summed)
+        for buffer, value, variable, is_summed in values:
             if isinstance(value, Rows):
+                is_summed.assign(is_summed | value.is_long(variable))
                 value = value.bounded(variable)
             if value is not None:
                 tf.nest.map_structure(lambda b, v: b.assign(tf.cast(v, b.dtype)), buffer, value)
@@ -198,6 +204,17 @@ class GradientAccumulator:
     def variables(self) -> list[Any]:
         """The variables whose gradients are summed; none before the first `add`."""
         return list(self._variables)
+
+    @property
+    def summed_variables(self) -> list[Any]:
+        """Those of the variables whose rows were summed in a window so far, to bound the memory.
+
+        What SGD without clipping makes of them is the same. Other optimizers treat each row of a
+        sparse gradient by itself: their updates then are not those of the full batch. `apply` warns
+        of it where it is called eagerly.
+        """
+        pairs = zip(self._variables, self._summed)
+        return [v for v, flag in pairs if flag is not None and any(map(bool, _strategy.copies(flag)))]
 
     def mean(self) -> list[Any]:
         """Return the window's gradient, in the variables' dtypes.
@@ -251,6 +268,16 @@ class GradientAccumulator:
             _strategy.update_if(_condition, weight, update, after=self.reset)
 
         _strategy.run_on_replicas(self._strategy, apply)
+        if self._tells and tf.executing_eagerly():
+            for message in self._messages_of_sums(optimizer):
+                self._tells = False
+                _validate.warn(message)
+
+    def _messages_of_sums(self, optimizer: Any) -> list[str]:
+        """Return what there is to tell of rows that were summed, one message or none."""
+        summed = [] if _adds_up_rows(optimizer) else self.summed_variables
+        names = [getattr(variable, "path", variable.name) for variable in summed]
+        return [_messages.summed_rows_message(names, optimizer.name)] if names else []
 
     def reset(self) -> None:
         """Forget the open window. Dense buffers stay allocated."""
@@ -277,6 +304,9 @@ class GradientAccumulator:
             self._buffers = _strategy.make_variables(
                 lambda: [_nothing(value, variable) for value, variable in pairs]
             )
+            self._summed = _strategy.make_variables(
+                lambda: [tf.constant(False) if isinstance(b, Rows) else None for b in self._buffers]
+            )
             return
         if not self._is_for(variables):
             raise ValueError(_messages.unknown_variables_message())
@@ -289,6 +319,12 @@ class GradientAccumulator:
         ]
         if late:
             raise RuntimeError(_messages.late_gradient_message(late))
+
+
+def _adds_up_rows(optimizer: Any) -> bool:
+    """Return whether equal rows of a sparse gradient may be summed before an update."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return type(inner) is keras.optimizers.SGD and not _strategy.clips(inner)
 
 
 def _is_list(values: Any) -> bool:

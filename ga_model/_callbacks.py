@@ -37,7 +37,6 @@ class CloseWindow(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._accumulating.close_window()
-        self._accumulating._warn_of_skipped()
 
 
 @contextlib.contextmanager

@@ -69,6 +69,15 @@ def skipped_message(model: str) -> str:
     )
 
 
+def summed_rows_message(variables: list[str], optimizer: str) -> str:
+    return (
+        f"A window looked up more rows of {variables} than 1.25 times those of the table. To bound "
+        "the memory, rows of equal ids were summed before the update. Of the full batch, "
+        f"{optimizer!r} would get each lookup as a row of its own, and its update differs. Use "
+        "fewer `accumulation_steps`, or `microbatch_size`, which sums nothing."
+    )
+
+
 def wrong_side_message(name: str) -> str:
     return (
         "`AccumulatingModel` must stand left of the Keras model class. "

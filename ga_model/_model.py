@@ -340,6 +340,8 @@ class AccumulatingModel(_Base):
         """
         if self._accumulation_window is not None:
             self._accumulation_window.close(self._measured_noise)
+        if tf.executing_eagerly():
+            self._warn_of_what_was_done()
 
     def microbatch_weight(self, x: Any, y: Any = None, sample_weight: Any = None) -> Any:
         """Return what a microbatch counts in its window's mean. Override it for a rule of your own.
@@ -575,9 +577,13 @@ class AccumulatingModel(_Base):
             self._accumulation_warnings |= {message}
             _validate.warn(message)
 
-    def _warn_of_skipped(self) -> None:
+    def _warn_of_what_was_done(self) -> None:
+        """Warn of what graphs have done so far, and could not tell."""
         if self.num_skipped_microbatches:
             self._warn_once(_messages.skipped_message(self.name))
+        if self._accumulation_window is not None:
+            for message in self._accumulation_window.messages():
+                self._warn_once(message)
 
     def _batch_normalization_layers(self) -> list[Any]:
         """Return those that train."""

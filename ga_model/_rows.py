@@ -104,8 +104,12 @@ class Rows(NamedTuple):
             every = _slices(table, tf.range(num_rows, dtype=tf.int64), variable)
             return Rows.of(Parts(every, places), variable)
 
-        is_long = self.count > num_rows + num_rows // 4
-        return tf.cond(is_long, summed, lambda: self)  # type: ignore[no-any-return]
+        return tf.cond(self.is_long(variable), summed, lambda: self)  # type: ignore[no-any-return]
+
+    def is_long(self, variable: Any) -> Any:
+        """Return whether `bounded` sums lookups, a bool scalar tensor."""
+        num_rows = int(variable.shape[0])
+        return self.count > num_rows + num_rows // 4
 
     def _parts(self, variable: Any) -> Parts:
         """Return the rows of either kind, of which there may be none."""

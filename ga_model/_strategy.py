@@ -226,7 +226,7 @@ def apply(optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
     wait for one another for ever.
     """
     is_scaled = hasattr(optimizer, "inner_optimizer")
-    if num_replicas() > 1 and (is_scaled or _clips(optimizer)):
+    if num_replicas() > 1 and (is_scaled or clips(optimizer)):
         gradients = _sum_on_first_replica(gradients, shows_overflow=is_scaled)
     optimizer.apply(gradients, variables)
 
@@ -241,10 +241,11 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return tf.function(function, autograph=False, jit_compile=True)  # type: ignore[no-any-return]
 
 
-def _clips(optimizer: Any) -> bool:
+def clips(optimizer: Any) -> bool:
+    """Return whether an optimizer clips gradients."""
     clipping = (optimizer.clipnorm, optimizer.global_clipnorm, optimizer.clipvalue)
     parts = getattr(optimizer, "optimizers", ())  # of a MultiOptimizer
-    return any(c is not None for c in clipping) or any(map(_clips, parts))
+    return any(c is not None for c in clipping) or any(map(clips, parts))
 
 
 def _sum_on_first_replica(tensors: list[Any], shows_overflow: bool) -> list[Any]:

@@ -69,6 +69,7 @@ class Window:
         if id(optimizer) not in self._accumulators:
             accumulator = GradientAccumulator()
             accumulator._jit_compile = self._jit_compile
+            accumulator._tells = False  # `messages` does
             self._accumulators[id(optimizer)] = (optimizer, accumulator)
             self._update_if = self._make_update()  # one traced before would leave it out
         return self._accumulators[id(optimizer)][1]
@@ -134,6 +135,11 @@ class Window:
             self._update(tf.not_equal(self._remaining, self.steps), noise)
         elif self.is_open():
             self._update_if(True, noise)
+
+    def messages(self) -> list[str]:
+        """Return what is to be told of the windows so far."""
+        pairs = self._accumulators.values()
+        return [text for optimizer, a in pairs for text in a._messages_of_sums(optimizer)]
 
     def discard(self) -> None:
         """Forget a partial window, also one whose first batch was interrupted."""
