@@ -37,11 +37,11 @@ class GradientAccumulator:
     as a float8 layer's scale, the largest value counts.
 
     Of `tf.IndexedSlices` the rows are kept one behind the other; where they outnumber the
-    variable's by more than a quarter, those of equal indices are summed, as `summed_variables`
-    tells: adaptive optimizers and clipping then differ from the full batch. Rows whose indices do not
-    come from the samples, such as those of positions, are added one by one, as the full batch has
-    each of them once. For that, take the gradients and call `add` in one `tf.function` that gets
-    the samples as arguments: eagerly, it is not known what indices come from.
+    variable's by more than a quarter, those of equal indices are summed, and adaptive optimizers
+    and clipping differ from the full batch: see `summed_variables`. Rows whose indices do not come
+    from the samples, such as those of positions, are added one by one, as the full batch has each
+    of them once. For that, take the gradients and call `add` in one `tf.function` that gets the
+    samples as arguments: eagerly, it is not known what indices come from.
 
     Under a `tf.distribute` strategy make it in the strategy's scope and call `add` in
     `strategy.run`, with the gradients that `optimizer.apply` would take there: of a loss that is
@@ -213,8 +213,8 @@ class GradientAccumulator:
         sparse gradient by itself: their updates then are not those of the full batch. `apply` warns
         of it where it is called eagerly.
         """
-        pairs = zip(self._variables, self._summed)
-        return [v for v, flag in pairs if flag is not None and any(map(bool, _strategy.copies(flag)))]
+        pairs = [(v, flag) for v, flag in zip(self._variables, self._summed) if flag is not None]
+        return [v for v, flag in pairs if any(map(bool, _strategy.copies(flag)))]
 
     def mean(self) -> list[Any]:
         """Return the window's gradient, in the variables' dtypes.

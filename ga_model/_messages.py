@@ -78,6 +78,14 @@ def summed_rows_message(variables: list[str], optimizer: str) -> str:
     )
 
 
+def unbuilt_weights_message(optimizer: str) -> str:
+    return (
+        "An optimizer that begins with the values of the weights needs weights that have some. "
+        f"Received: {optimizer!r}, and weights that its first `train_step` is making. Make "
+        "the model anew, and call it, or each of its parts, on a batch before `fit`."
+    )
+
+
 def wrong_side_message(name: str) -> str:
     return (
         "`AccumulatingModel` must stand left of the Keras model class. "

@@ -217,8 +217,8 @@ class Step:
         if self._model.skip_nonfinite:
             microbatch = self._undone_if_not_finite(microbatch)
         zero = tf.zeros((), tf.int64)
-        if batch.is_split and self._model._must_add_up() and not is_built(self._model):
-            self._build()
+        if not is_built(self._model):
+            self._build_if_needed()
         if tf.executing_eagerly() and batch.is_split and self._model._must_add_up():
             self._read_loss()
         part = microbatch(zero, self._units, batch.microbatch(zero))
@@ -232,6 +232,14 @@ class Step:
             return part.plus(microbatch(part.num_counted, units, leaves), self.targets)
 
         return loop(add, part, batch.num_microbatches)  # type: ignore[no-any-return]
+
+    def _build_if_needed(self) -> None:
+        """Create the weights where something is about to need them before they are trained."""
+        if self._batch.is_split and self._model._must_add_up():
+            self._build()
+        elif any(map(_strategy.begins_with_values, self._optimizers)):
+            with contextlib.suppress(Exception):  # of a model that only its step knows how to call
+                self._build()
 
     def _build(self) -> None:
         """Create the weights: in a graph that is given up they would never get their values."""

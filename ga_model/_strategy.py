@@ -158,6 +158,10 @@ def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
     Done ahead of `update_if`, because variables made inside of a branch belong to that branch, and
     out of sight of `tf.function`, as in `make_variables`. A LossScaleOptimizer has to be seen: this
     trace has its initial scale in it, and only the second one its variable.
+
+    Raises:
+        ValueError: it begins with the values of the variables, and they have none yet: a step that
+            is traced for the first time is making them.
     """
     is_seen = hasattr(optimizer, "inner_optimizer")
 
@@ -167,12 +171,38 @@ def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
         return next_creator(**kwargs)
 
     if not optimizer.built:
+        if not _have_values(variables) and begins_with_values(optimizer):
+            raise ValueError(_messages.unbuilt_weights_message(optimizer.name))
         with (
             tf.init_scope(),
             tf.variable_creator_scope(create),
             keras.name_scope(optimizer.name, caller=optimizer),
         ):
             optimizer.build(list(variables))
+
+
+def _have_values(variables: Sequence[Any]) -> bool:
+    """Return whether variables have their first values."""
+    with tf.init_scope():
+        handles = [copy.handle for copy in copies_of_all(variables)]
+        return all(bool(tf.raw_ops.VarIsInitializedOp(resource=handle)) for handle in handles)
+
+
+def begins_with_values(optimizer: Any) -> bool:
+    """Return whether a variable of the optimizer begins with what a variable of the model has.
+
+    That of ScheduleFreeAdamW does. One that is built, or that cannot be copied, does not.
+    """
+    if optimizer.built:
+        return False
+    value = 0.7182818
+    with tf.init_scope():
+        try:
+            copy = type(optimizer).from_config(optimizer.get_config())
+            copy.build([keras.Variable([value])])
+        except Exception:  # of a class of the user's
+            return False
+        return any(v.shape == (1,) and abs(float(v[0]) - value) < 1e-3 for v in copy.variables)
 
 
 def mean_over_replicas(values: Any) -> Any:

@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 import zoo
 from helpers import (
     TOLERANCE,
@@ -11,7 +12,10 @@ from helpers import (
     difference_of_fits,
     fit_pair,
     float32_in_the_sweep,
+    seeded,
 )
+
+from ga_model import accumulate
 
 
 def schedule():
@@ -71,6 +75,62 @@ def test_optimizer_settings_match_the_whole_batch(name, dtype):
         epochs=3,
     )
     assert difference <= TOLERANCE[dtype]
+
+
+class Lazy(keras.Model):
+    """Its own step makes the weights, of a part that is called nowhere else."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = keras.Sequential([keras.layers.Dense(3, "tanh"), keras.layers.Dense(2)])
+
+    def call(self, x):
+        return x
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self.part(data[0], training=True) - data[1]))
+        variables = self.part.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
+        return {"loss": loss}
+
+
+@pytest.mark.one_device("of an optimizer that is built early")
+@pytest.mark.parametrize("settings", [{"microbatch_size": 4}, {"accumulation_steps": 3}])
+@pytest.mark.parametrize("is_built", [True, False])
+def test_an_optimizer_begins_once_with_the_values_of_the_weights(is_built, settings, float64):
+    """As eagerly. In a graph, plain Keras begins anew at every batch (seen in Keras 3.15.1)."""
+    x, y = dense_data(24)
+    built = [keras.Input((4,))] if is_built else []
+    models = []
+    for given, eager in (({}, True), (settings, False)):
+        model = seeded(
+            lambda: keras.Sequential([*built, keras.layers.Dense(3, "tanh"), keras.layers.Dense(2)])
+        )
+        model = accumulate(model, **given) if given else model
+        model.compile(OPTIMIZERS["schedule free"](), "mse", run_eagerly=eager)
+        size = 24 // given.get("accumulation_steps", 1)
+        model.fit(x, y, batch_size=size, epochs=3, shuffle=False, verbose=0)
+        models.append(model.get_weights())
+    for weights, expected in zip(*models, strict=True):
+        np.testing.assert_allclose(weights, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.one_device("of an optimizer that is built early")
+def test_an_optimizer_that_begins_with_weights_that_have_no_values_is_refused():
+    x, y = dense_data(12)
+    model = accumulate(seeded(Lazy), accumulation_steps=3)
+    model.compile(OPTIMIZERS["schedule free"](), run_eagerly=False)
+    with pytest.raises(ValueError, match=r"Received: 'schedule_free_adam_w'.*making\. Make"):
+        model.fit(x, y, batch_size=4, verbose=0)
+    model = accumulate(seeded(Lazy), accumulation_steps=3)
+    model.part(x)
+    model.compile(OPTIMIZERS["schedule free"]())
+    model.fit(x, y, batch_size=4, verbose=0)
+    assert model.optimizer.iterations == 1
+    other = accumulate(seeded(Lazy), accumulation_steps=3)
+    other.compile("adam")  # begins with zeros
+    other.fit(x, y, batch_size=4, verbose=0)
 
 
 class Shrink(keras.constraints.Constraint):
