@@ -6,6 +6,7 @@ stand in `_validate`.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 _LESS = (
@@ -401,9 +402,23 @@ def rows_message(shapes: list[tuple[int | None, ...]] | None) -> str:
     return (
         "`microbatch_size` splits the rows of a batch, axis 0 of its tensors, so all tensors must "
         f"have the same number of them. Received: {received}. "
-        "A value that all rows share must be a scalar, or an attribute of the model; "
-        "or set `microbatch_size=None`."
+        "A value that all rows share must be a scalar, or an attribute of the model. Of parts that "
+        "differ, such as labelled and unlabelled samples, use `accumulation_steps`; or set "
+        "`microbatch_size=None`."
     )
+
+
+def found_in_graph(error: BaseException) -> str | None:
+    """Return what this package has to say of an error that a graph raised as it ran, or None.
+
+    In such an error it stands in between what TensorFlow tells of the graph.
+    """
+    starts = "`microbatch_size` splits|Where the calls of layers go"
+    found = re.search(rf"assertion failed: \[((?:{starts})[^\]]*)\]([^|\n]*)", str(error))
+    if found is None:
+        return None
+    numbers = [int(number) for number in re.findall(r"= \] \[(\d+)\]", found[2])]
+    return found[1].replace("other numbers of rows", f"{' and '.join(map(str, numbers))} rows")
 
 
 def found_message(size: int, failed: int | None, was_tried: bool) -> str:

@@ -462,8 +462,10 @@ class AccumulatingModel(_Base):
                 return run(iterator)
             except (StopIteration, tf.errors.OutOfRangeError):
                 raise  # the data is at its end, and nothing was added
-            except BaseException:
+            except BaseException as error:
                 self._discard_window()  # it may have some of the step's gradients, or its weight
+                if (message := _messages.found_in_graph(error)) is not None:
+                    raise ValueError(message) from None
                 raise
 
         self.train_function = train_function
