@@ -515,6 +515,17 @@ def mixing_loss_message(subject: str, operation: str, line: str) -> str:
     )
 
 
+def worked_over_message(model: str, operation: str, line: str) -> str:
+    where = f" in {line}" if line else ""
+    return (
+        "A window adds up the gradients of its microbatches before its optimizer gets them. "
+        f"Received: `train_step` of {model!r}, which computes {operation!r} of gradients{where}: "
+        "that is done for each microbatch, and with the full batch once per update. Clip in the "
+        "optimizer (`global_clipnorm`, `clipnorm`, `clipvalue`), or use `microbatch_size` without "
+        "`accumulation_steps` and `loss_over`, which is exact for any step."
+    )
+
+
 def unread_loss_message(model: str) -> str:
     return (
         "What the loss of a step averages over is read from its graph. "

@@ -251,6 +251,7 @@ class Recording:
         _validate.check_single_accumulation([optimizer], self.model.accumulation_steps)
         _validate.check_single_finite_check([optimizer], self.model.skip_nonfinite)
         _strategy.build_optimizer(optimizer, variables)
+        self._warn_of_work_on(gradients)
         is_folded = id(optimizer) in self._folded
         if is_folded:
             terms, weight = self._folded[id(optimizer)]
@@ -270,6 +271,13 @@ class Recording:
         self.targets.append(Target(optimizer, list(variables), is_sum))
         scale = not (is_folded or is_sum)
         self.sums.append(GradientSum.of(list(gradients), variables, weight, scale, noise_of))
+
+    def _warn_of_work_on(self, gradients: Sequence[Any]) -> None:
+        """Warn if the step has made something of gradients that a sum of them does not give."""
+        op = None if self._heard is None else self._heard.worked_over_by(gradients)
+        if op is not None:
+            message = _messages.worked_over_message(self.model.name, op.type, line_of(op))
+            self.model._warn_once(message)
 
     def mean_of(self, value: Any, metric: Any = None, term: Any = None) -> _logs.Mean:
         """Return what a scalar counts in the mean over the microbatches of a batch.

@@ -46,6 +46,9 @@ _STRUCTURAL = names(
     "PreventGradient Reshape Snapshot Squeeze StopGradient StridedSlice Tile Unpack"
 )
 _SUMS = names("Add AddN AddV2 Cast Mean Neg Sub Sum")
+# Of gradients, these make what the sum over microbatches has made of it, too.
+_LINEAR = _STRUCTURAL | _SUMS | names("GatherV2 Pad Slice Split SplitV Transpose")
+_PRODUCTS = names("BatchMatMulV2 BatchMatMulV3 Div DivNoNan MatMul Mul RealDiv")
 _READS_WEIGHTS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
 
 
@@ -353,6 +356,7 @@ class HeardGradients:
         self._reading: StepReading | None = None
         self._found: dict[int, StepLoss] = {}  # of a gradient's tensor
         self._gradients: list[Any] = []  # which keeps their ids
+        self._first = 0  # operation behind the first of them
 
     def _reader(self) -> StepReading:
         if self._reading is None:
@@ -398,6 +402,7 @@ class HeardGradients:
             for loss in losses:
                 found.update({d.kind: d for d in loss.denominators or ()})
             whole = unlike[0] if unlike else StepLoss(list(found.values()))
+            self._first = self._first or len(self._graph.get_operations())
             for gradient in tf.nest.flatten(gradients):
                 if gradient is not None:
                     tensor = getattr(gradient, "values", gradient)
@@ -425,6 +430,39 @@ class HeardGradients:
             elif tf.is_symbolic_tensor(tensor) and tensor.graph is self._graph:
                 left += tensor.op.inputs
         return list(losses.values())
+
+    def worked_over_by(self, gradients: Any) -> Any:
+        """Return the operation by which a step makes of its tapes' gradients what cannot be summed.
+
+        Such as one that clips them. Or None, if they are as the tapes gave them, or scaled, or
+        added up, or if nothing is read.
+        """
+        if not self._found:
+            return None
+        found: dict[int, Any] = dict.fromkeys(self._found)  # of what comes of gradients
+        for op in self._graph.get_operations()[self._first :]:
+            touched = [found[id(tensor)] for tensor in op.inputs if id(tensor) in found]
+            if touched:
+                culprits = [culprit for culprit in touched if culprit is not None]
+                is_linear = not culprits and self._is_linear(op, found)
+                culprit = None if is_linear else (culprits or [op])[0]
+                outputs = [output for output in op.outputs if id(output) not in self._found]
+                found.update((id(output), culprit) for output in outputs)
+        tensors = [getattr(gradient, "values", gradient) for gradient in gradients]
+        return next(filter(None, (found.get(id(tensor)) for tensor in tensors)), None)
+
+    def _is_linear(self, op: Any, found: dict[int, Any]) -> bool:
+        """Return whether an operation is linear in the gradients that go into it."""
+        others = [tensor for tensor in op.inputs if id(tensor) not in found]
+        if op.type in _PRODUCTS:
+            is_one = len(others) == 1 and (others[0] is op.inputs[1] or "Div" not in op.type)
+            if not is_one:
+                return False
+        elif op.type not in _LINEAR:
+            return False
+        reading = self._reader()
+        reading.update()
+        return all(reading.kind_of(other) == SHARED for other in others)
 
 
 def line_of(op: Any) -> str:

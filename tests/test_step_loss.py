@@ -83,36 +83,55 @@ class OwnStep(keras.Model):
     def loss_of(self, x, y, mask):
         return self.of_outputs(self.net(x, training=True), y, mask)
 
+    def work_over(self, gradients):
+        return gradients
+
     def train_step(self, data):
         with tf.GradientTape() as tape:
             loss = self.loss_of(*data)
             loss = loss + sum(self.net.losses) if self.net.losses else loss
         variables = self.trainable_variables
-        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        self.optimizer.apply(self.work_over(tape.gradient(loss, variables)), variables)
         return {"loss": tf.reduce_mean(loss)}
 
 
 class Scales(OwnStep):
     """Passes its loss on to its optimizer before it takes the gradient."""
 
-    def train_step(self, data):
-        with tf.GradientTape() as tape:
-            loss = self.optimizer.scale_loss(self.loss_of(*data))
-        variables = self.trainable_variables
-        self.optimizer.apply(tape.gradient(loss, variables), variables)
-        return {"loss": tf.reduce_mean(loss)}
+    def loss_of(self, *data):
+        return self.optimizer.scale_loss(super().loss_of(*data))
 
 
-class Scaled(OwnStep):
-    """Works its gradients over."""
+def minus_its_mean(gradients):
+    return [g - tf.reduce_mean(g, 0) for g in gradients]
 
-    def train_step(self, data):
-        with tf.GradientTape() as tape:
-            loss = self.loss_of(*data)
-        variables = self.trainable_variables
-        gradients = [2.0 * gradient for gradient in tape.gradient(loss, variables)]
-        self.optimizer.apply(gradients, variables)
-        return {"loss": tf.reduce_mean(loss)}
+
+LINEAR = {
+    "scaled": lambda gradients: [2.0 * g for g in gradients],
+    "checked": lambda gradients: [tf.debugging.check_numerics(g, "") for g in gradients],
+    "minus its mean": minus_its_mean,
+    "added": lambda gradients: [tf.add_n([g, 0.5 * g]) / 3.0 for g in gradients],
+    "measured": lambda gradients: (tf.linalg.global_norm(gradients), gradients)[1],
+}
+NOT_LINEAR = {
+    "global norm": lambda gradients: tf.clip_by_global_norm(gradients, 0.1)[0],
+    "norm": lambda gradients: [tf.clip_by_norm(g, 0.1) for g in gradients],
+    "value": lambda gradients: [tf.clip_by_value(g, -0.1, 0.1) for g in gradients],
+    "unit": lambda gradients: [g / tf.norm(g) for g in gradients],
+    "sign": lambda gradients: [tf.sign(g) for g in gradients],
+    "noise": lambda gradients: [
+        g + 0.1 * tf.random.normal(g.shape, dtype=g.dtype) for g in gradients
+    ],
+    "scaled": lambda gradients: [g * tf.reduce_max(tf.abs(gradients[-1])) for g in gradients],
+}
+
+
+class WorksOver(OwnStep):
+    """Makes something of its gradients."""
+
+    def __init__(self, loss, work_over):
+        super().__init__(loss)
+        self.work_over = work_over
 
 
 def data():
@@ -157,12 +176,37 @@ def test_losses_that_are_quotients_of_sums_match_without_a_word(name, way, float
     assert found < TOLERANCE[float64]
 
 
-@pytest.mark.parametrize("make", [Scales, Scaled])
 @pytest.mark.parametrize("name", ["sum", "masked", "masked, epsilon"])
-def test_steps_that_scale_match(name, make, float64):
-    found, said = difference(lambda: make(EXACT[name]))
+def test_steps_that_scale_match(name, float64):
+    found, said = difference(lambda: Scales(EXACT[name]))
     assert not said
     assert found < TOLERANCE[float64]
+
+
+@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize("loss", ["sum", "masked, epsilon"])
+def test_gradients_that_are_worked_over_linearly_match(loss, name, float64):
+    found, said = difference(lambda: WorksOver(EXACT[loss], LINEAR[name]))
+    assert not said
+    assert found < TOLERANCE[float64]
+
+
+@pytest.mark.parametrize("name", NOT_LINEAR)
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_gradients_that_are_clipped_are_told_of_once(is_scaled, name, float64):
+    class Clips(Scales if is_scaled else OwnStep):
+        work_over = staticmethod(NOT_LINEAR[name])
+
+    found, said = difference(lambda: Clips(EXACT["mean"]))
+    assert found > 1e-3
+    assert len(said) == 1
+    assert "Clip in the optimizer" in said[0]
+    assert f"{__file__}:" in said[0]
+    _, weights, said = fit(lambda: Clips(EXACT["mean"]), 1, settings={"microbatch_size": 7})
+    assert not said
+    if name != "noise":
+        _, expected, _ = fit(lambda: Clips(EXACT["mean"]), 1)
+        assert relative_difference(weights, expected, [0.0 * w for w in weights]) < 1e-12
 
 
 @pytest.mark.parametrize("name", ["mean", "values", "masked"])
