@@ -187,9 +187,8 @@ def _compared(
         reasons=list(said),
     )
     if not report.equivalent:
-        report = report._replace(
-            reasons=[*said, *_diagnosis.reasons(model, plan._replace(loss_over=found), report)]
-        )
+        found_reasons = _diagnosis.reasons(model, plan._replace(loss_over=found), report)
+        report = report._replace(reasons=found_reasons)
     return report
 
 

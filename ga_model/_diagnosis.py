@@ -20,13 +20,14 @@ _SIGNIFICANT = 1e-2
 def reasons(model: Any, plan: Plan, report: EquivalenceReport) -> list[str]:
     """Return what can be said about why the trainings of `report` differ, in sentences.
 
-    Looks at the first window, at the weights that the trainings started from: do the outputs of a
-    row depend on the others, and is the gradient of the loss with respect to the outputs, up to a
-    factor, that of each microbatch?
+    What accumulation has warned of comes first. Where that is nothing, looks at the first window,
+    at the weights that the trainings started from: do the outputs of a row depend on the others,
+    and is the gradient of the loss with respect to the outputs, up to a factor, that of each
+    microbatch?
     """
-    found = _of_structure(model, report)
-    if found or not report.is_finite or model._batch_normalization_layers():
-        return found  # `AccumulatingModel` warns of BatchNormalization by itself
+    found = [*report.reasons, *_of_structure(model, report)]
+    if found or not report.is_finite:
+        return found
     return _of_first_window(model, plan, report)
 
 

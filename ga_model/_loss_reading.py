@@ -300,9 +300,18 @@ class Reading:
         if INSIDE in kinds and op.type in _ELEMENTWISE:
             return INSIDE
         is_random = "Random" in op.type and (SHAPE in kinds or self._rows is not None)
-        if output.shape[0] == self._rows and (is_known or is_random):
+        lengths = [t.shape[0] for t, k in zip(op.inputs, kinds) if k == BY_SAMPLE]
+        if is_random and self._are_rows(output.shape[0]):
+            return BY_SAMPLE
+        if is_known and output.shape[0] in (self._rows, *lengths):  # of several views perhaps
             return BY_SAMPLE
         return INSIDE if is_known else None
+
+    def _are_rows(self, length: int | None) -> bool:
+        """Return whether a length of axis 0 may be that of samples, or of several for each."""
+        if self._rows is None:
+            return length is None
+        return length is not None and length % self._rows == 0
 
     def _is_normalizing(self, op: Any) -> bool:
         parts = op.name.split("/")
@@ -474,9 +483,9 @@ def _compares(op: Any, kinds: list[Any]) -> bool:
     if op.type.startswith("FusedBatchNorm"):
         return bool(is_by_sample and op.get_attr("is_training"))
     if op.type == "Split":
-        return kinds[1] == BY_SAMPLE and _axis_of(op, 0, op.inputs[1].shape.rank) == 0
+        return kinds[1] == BY_SAMPLE and axis_of(op, 0, op.inputs[1].shape.rank) == 0
     if op.type == "SplitV":
-        return bool(is_by_sample and _axis_of(op, 2, shape.rank) == 0)
+        return bool(is_by_sample and axis_of(op, 2, shape.rank) == 0)
     if op.type in _ALONG_LAST_AXIS and is_by_sample and shape.rank == 1:
         return True
     if op.type == "Reshape" and is_by_sample and op.outputs[0].shape.rank:
@@ -499,7 +508,7 @@ def _compares(op: Any, kinds: list[Any]) -> bool:
     if is_by_sample and op.type == "Roll":
         return bool(0 in _static(op, 2))
     if is_by_sample and op.type == "ConcatV2":
-        return _axis_of(op, len(kinds) - 1, shape.rank) == 0
+        return axis_of(op, len(kinds) - 1, shape.rank) == 0
     if is_by_sample and op.type == "GatherV2":
         is_along_samples = _static(op, 2)[:1] == [0] and op.get_attr("batch_dims") == 0
         return bool(is_along_samples)
@@ -561,7 +570,7 @@ def value_of(tensor: Any) -> Any:
     return functions[op.type](*values) if op.type in functions else None
 
 
-def _axis_of(op: Any, number: int, rank: int) -> int:
+def axis_of(op: Any, number: int, rank: int) -> int:
     """Return the axis that an input names, counted from the front, or 0 if it is not known."""
     axis = (_static(op, number) or [0])[0]
     return int(axis + rank if axis < 0 else axis)
@@ -592,7 +601,7 @@ def _strided_slice(op: Any, kinds: list[Any], ranks: list[int]) -> bool:
 
 
 def _gather(op: Any, kinds: list[Any], ranks: list[int]) -> bool:
-    axis, batch_dims = _axis_of(op, 2, ranks[0]), op.get_attr("batch_dims")
+    axis, batch_dims = axis_of(op, 2, ranks[0]), op.get_attr("batch_dims")
     if kinds[:2] == [BY_SAMPLE, BY_SAMPLE]:
         return bool(batch_dims > 0)
     if kinds[0] == SHARED:
@@ -609,7 +618,7 @@ def _reshape(op: Any, kinds: list[Any], ranks: list[int]) -> bool:
 
 
 def _concatenation(op: Any, kinds: list[Any], ranks: list[int]) -> bool:
-    return set(kinds[:-1]) == {BY_SAMPLE} and _axis_of(op, len(kinds) - 1, ranks[0]) > 0
+    return set(kinds[:-1]) == {BY_SAMPLE} and axis_of(op, len(kinds) - 1, ranks[0]) > 0
 
 
 def _stack(op: Any, kinds: list[Any], ranks: list[int]) -> bool:
@@ -631,8 +640,8 @@ _READS: dict[str, Callable[[Any, list[Any], list[int]], bool]] = {
     "Pad": lambda op, kinds, ranks: _static(op, 1)[:2] == [0, 0],
     "PadV2": lambda op, kinds, ranks: _static(op, 1)[:2] == [0, 0],
     "Reshape": _reshape,
-    "Split": lambda op, kinds, ranks: _axis_of(op, 0, ranks[1]) > 0,
-    "SplitV": lambda op, kinds, ranks: _axis_of(op, 2, ranks[0]) > 0,
+    "Split": lambda op, kinds, ranks: axis_of(op, 0, ranks[1]) > 0,
+    "SplitV": lambda op, kinds, ranks: axis_of(op, 2, ranks[0]) > 0,
     "Squeeze": lambda op, kinds, ranks: _squeezed(op, ranks[0]),
     "StridedSlice": _strided_slice,
     "Tile": lambda op, kinds, ranks: _static(op, 1)[:1] == [1],

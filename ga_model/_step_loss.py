@@ -31,6 +31,7 @@ from ga_model._loss_reading import (
     SUM,
     Reading,
     axes_of,
+    axis_of,
     names,
     value_of,
 )
@@ -205,11 +206,26 @@ class StepReading(Reading):
             return COUNT if op.type in ("Mul", "Maximum", "Cast", "Identity", "Prod") else None
         if op.type == "Reshape" and kinds[0] == BY_SAMPLE and output.shape.rank:
             return self._reshaped(op)
+        if op.type == "ConcatV2" and self._joins_samples(op, kinds):
+            lengths = {self._length.get(id(tensor)) for tensor in op.inputs[:-1]}
+            if len(lengths) > 1:
+                self._length[id(output)] = ("joined", id(op))
+            return BY_SAMPLE
         if op.type in ("Mean", "Sum") and kinds[0] == BY_SAMPLE:
             return self._reduction(op)
         if not set(kinds) & {*_REDUCED, _BOUND}:
             return None
         return self._of_reduced(op, kinds)
+
+    def _joins_samples(self, op: Any, kinds: list[Any]) -> bool:
+        """Return whether an operation puts samples behind others, such as fake behind real ones."""
+        if axis_of(op, len(kinds) - 1, op.inputs[0].shape.rank) != 0 or BY_SAMPLE not in kinds:
+            return False
+        # Where the number of samples is known, zeros for each of them are a constant.
+        return all(
+            kind == BY_SAMPLE or (kind == SHARED and self._are_rows(tensor.shape[0]))
+            for tensor, kind in zip(op.inputs[:-1], kinds)
+        )
 
     def _reshaped(self, op: Any) -> str | None:
         """Return what samples are whose entries have another shape, in the same order."""

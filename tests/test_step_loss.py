@@ -20,6 +20,10 @@ def errors(z, y):
     return tf.reduce_mean(tf.square(z - y), -1)
 
 
+def joined(y):
+    return tf.concat([y, tf.zeros_like(y)], 0)
+
+
 def total(values):
     return tf.reduce_sum(values)
 
@@ -49,9 +53,22 @@ EXACT = {
     "with weights": lambda z, y, m: losses.MeanSquaredError()(y, z, sample_weight=m),
     "a sum of Keras": lambda z, y, m: losses.MeanSquaredError(reduction="sum")(y, z),
     "average loss": lambda z, y, m: tf.nn.compute_average_loss(errors(z, y), global_batch_size=24),
+    "two views": lambda z, y, m: tf.reduce_mean(errors(tf.concat([z, 2 * z], 0), joined(y))),
+    "real and fake": lambda z, y, m: losses.BinaryCrossentropy(from_logits=True)(
+        tf.concat([tf.ones((tf.shape(z)[0], 1)), tf.zeros((tf.shape(z)[0], 1))], 0),
+        tf.reduce_sum(tf.concat([z, -z], 0) ** 3, -1, keepdims=True),
+    ),
+    "some of them twice": lambda z, y, m: tf.reduce_mean(
+        errors(*(tf.concat([a, tf.boolean_mask(a, y[:, 0] > 0)], 0) for a in (z, y)))
+    ),
     "stopped": lambda z, y, m: tf.reduce_mean(errors(z, y)) + tf.stop_gradient(total(z) ** 2),
 }
 TOLD = {
+    "two views and one": lambda z, y, m: (
+        tf.reduce_mean(errors(tf.concat([z, tf.boolean_mask(z, m > 0)], 0)[:, :1], 0.0))
+        + tf.reduce_mean(errors(z, y))
+    ),
+    "halves": lambda z, y, m: tf.reduce_mean(errors(tf.concat([z, y], 0)[1:], joined(y)[:-1])),
     "root": lambda z, y, m: tf.sqrt(tf.reduce_mean(tf.square(z - y))),
     "variance": lambda z, y, m: tf.math.reduce_variance(z) + tf.reduce_mean(z**2),
     "contrastive": lambda z, y, m: tf.reduce_mean(
