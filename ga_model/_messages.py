@@ -515,6 +515,17 @@ def mixing_loss_message(subject: str, operation: str, line: str) -> str:
     )
 
 
+def order_message(model: str, first: str, second: str, variables: list[str]) -> str:
+    return (
+        "The optimizers of a `train_step` are applied at the end of a window, one after the other. "
+        f"Received: `train_step` of {model!r}, which applies {first!r} and then computes with "
+        f"{variables} before it applies {second!r}: with the full batch they are updated by then, "
+        "and in a window they are not. Take all gradients before the first update, or use "
+        "`microbatch_size` without `accumulation_steps` and `loss_over`, which is exact for any "
+        "order."
+    )
+
+
 def worked_over_message(model: str, operation: str, line: str) -> str:
     where = f" in {line}" if line else ""
     return (

@@ -81,7 +81,7 @@ class AccumulatingModel(_Base):
 
     Not equal to the whole batch: BatchNormalization in training mode, which sees a microbatch at a
     time; dropout, which draws other masks. With `accumulation_steps`, losses that compare rows of
-    several batches, of which a warning tells; and of a `train_step` with several optimizers all
+    several batches; and of a `train_step` with several optimizers all
     gradients are those at the window's starting weights, and what it does to gradients itself, such
     as clipping, it does to those of a batch. What is to happen once per update belongs into
     `on_update`.

@@ -41,7 +41,7 @@ from ga_model._step_loss import (
 )
 from ga_model._sums import GradientSum
 from ga_model._tapes import heard
-from ga_model._writes import NOTHING, Writes
+from ga_model._writes import NOTHING, Writes, used_since
 
 _local = threading.local()
 
@@ -107,6 +107,7 @@ class Recording:
         self._is_trial = is_trial
         self.targets: list[Target] = []
         self.sums: list[GradientSum] = []
+        self._applied_at: list[int] = []  # of each target, the number of operations before
         self.metrics = _logs.MetricCalls(vars(model).get("_loss_tracker"))
         self._data = data
         self._position = position
@@ -268,9 +269,22 @@ class Recording:
         noise_of = None if self.model._measured_noise is None else optimizer
         if noise_of is not None and is_sum:
             raise ValueError(_messages.noise_of_sum_message(self.model.name))
+        if self._is_part():
+            self._warn_of_order(optimizer)
         self.targets.append(Target(optimizer, list(variables), is_sum))
+        self._applied_at.append(0 if self._graph is None else len(self._graph.get_operations()))
         scale = not (is_folded or is_sum)
         self.sums.append(GradientSum.of(list(gradients), variables, weight, scale, noise_of))
+
+    def _warn_of_order(self, optimizer: Any) -> None:
+        """Warn if the step has computed with what another optimizer was to update before."""
+        for target, first in zip(self.targets, self._applied_at):
+            names = [] if self._graph is None else used_since(self._graph, first, target.variables)
+            if names:
+                message = _messages.order_message(
+                    self.model.name, target.optimizer.name, optimizer.name, names
+                )
+                self.model._warn_once(message)
 
     def _warn_of_work_on(self, gradients: Sequence[Any]) -> None:
         """Warn if the step has made something of gradients that a sum of them does not give."""

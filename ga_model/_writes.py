@@ -144,6 +144,19 @@ class Writes:
         return {handle for variable in changed for handle in _handles(variable)}
 
 
+def used_since(graph: Any, first: int, variables: Iterable[Any]) -> list[str]:
+    """Return the names of variables that operations of a graph use.
+
+    Args:
+        graph: the graph.
+        first: of the operations, the number of the first that is looked at.
+        variables: variables.
+    """
+    inputs = {id(tensor) for op in graph.get_operations()[first:] for tensor in op.inputs}
+    used = {id(outer) for outer, inner in graph.captures if id(inner) in inputs}
+    return [variable.path for variable in variables if used & _handles(variable)]
+
+
 def _of_layer(layer: Any) -> list[Any]:
     return [*layer._trainable_variables, *layer._non_trainable_variables]
 

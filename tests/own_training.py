@@ -35,7 +35,7 @@ def train(make, size=None, *, rows=44, batch=24, epochs=2, is_static=False, **se
         for name in ("accumulation_steps", "loss_over", "skip_nonfinite")
         if name in settings
     }
-    if size is not None:
+    if size is not None or of_accumulate:
         model = accumulate(model, microbatch_size=size, **of_accumulate)
     optimizers = compiled(model, **settings)
     state = [*model.state(), *(v for optimizer in optimizers for v in optimizer.variables)]

@@ -1,17 +1,21 @@
-"""Whatever step of the user's own is drawn: `microbatch_size` trains as the big batch does."""
+"""Whatever step of the user's own is drawn: `microbatch_size` trains as the big batch does.
+
+And `accumulation_steps` does, or tells that it does not.
+"""
 
 import dataclasses
+import warnings
 from typing import Any
 
 import keras
 import pytest
 import tensorflow as tf
 from helpers import TOLERANCE
-from hypothesis import given
+from hypothesis import event, given
 from hypothesis import strategies as st
 from keras import layers
 from own_steps import OwnStep, contrastive, mlp, normal, variables_of
-from own_training import assert_same, train
+from own_training import assert_same, difference, train
 from test_properties import examples
 
 FEATURES, OUTPUTS = 6, 3
@@ -82,6 +86,7 @@ class Step:
     repeats: int
     has_penalty: bool
     clips: bool
+    moves: bool
 
 
 class Drawn(OwnStep):
@@ -149,8 +154,8 @@ class Drawn(OwnStep):
                         gradients, _ = tf.clip_by_global_norm(gradients, 0.3)
                     place = next(i for i, g in enumerate(groups) if g is variables)
                     self.optimizers[place].apply(gradients, variables)
-        pairs = zip(self.slow.weights[-1:], self.last.weights[-1:], strict=True)
-        for slow, fast in pairs:
+        if self._step.moves:
+            slow, fast = self.slow.weights[-1], self.last.weights[-1]
             slow.assign(0.9 * slow + 0.1 * fast)
         return self.tracked(loss)
 
@@ -172,6 +177,18 @@ STEPS = st.builds(
     repeats=st.integers(1, 2),
     has_penalty=st.booleans(),
     clips=st.booleans(),
+    moves=st.booleans(),
+)
+# Of which some are exact in windows.
+STEPS_OF_WINDOWS = st.builds(
+    dataclasses.replace,
+    STEPS,
+    batch=st.integers(2, 6),
+    terms=st.lists(drawn(["mean", "sum", "values", "masked mean", "root"]), max_size=1),
+    repeats=st.just(1),
+    has_penalty=st.just(False),
+    clips=drawn([False, False, False, True]),
+    moves=drawn([False, False, False, True]),
 )
 
 
@@ -193,5 +210,24 @@ def test_updates_are_the_big_batchs(way, number, is_deep, float64):
         settings = {"rows": step.rows, "batch": step.batch, **way}
         split, whole = (train(lambda: Drawn(step), size, **settings) for size in (step.size, None))
         assert_same(split, whole, TOLERANCE[float64])
+
+    agree()
+
+
+@pytest.mark.parametrize(
+    ("number", "is_deep"), [(15, False), pytest.param(300, True, marks=pytest.mark.deep)]
+)
+def test_windows_are_the_big_batchs_or_are_told_of(number, is_deep, float64):
+    @examples(number, is_deep)
+    @given(STEPS_OF_WINDOWS, st.integers(2, 3))
+    def agree(step, steps):
+        keras.utils.clear_session()
+        rows = {"rows": step.rows, "epochs": 1}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            window = train(lambda: Drawn(step), accumulation_steps=steps, batch=step.batch, **rows)
+        whole = train(lambda: Drawn(step), batch=step.batch * steps, **rows)
+        event(f"told: {bool(caught)}")
+        assert caught or difference(window, whole) <= TOLERANCE[float64]
 
     agree()

@@ -1,5 +1,7 @@
 """A `train_step` of the user's own, with one optimizer or several, and what overrides its parts."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -233,11 +235,19 @@ def test_several_optimizers_each_have_their_own_window(step, when, float64):
         if accumulates and when == "wrapped after compile":
             accumulate(model, accumulation_steps=3)
         start = model.get_weights()
-        model.fit(x, y, batch_size=4 if accumulates else 12, epochs=2, shuffle=False, verbose=0)
+        with told_of_order(accumulates and step is Sequential):
+            model.fit(x, y, batch_size=4 if accumulates else 12, epochs=2, shuffle=False, verbose=0)
         assert [int(o.iterations) for o in optimizers] == [6, 6]
         trained.append(model.get_weights())
     assert_changed(trained[1], start)
     assert relative_difference(*trained, start) <= TOLERANCE[float64]
+
+
+def told_of_order(is_told):
+    """Return a context in which a warning must tell of weights not yet updated, or must not."""
+    if is_told:
+        return pytest.warns(UserWarning, match="'adam' and then computes with .* before it applies")
+    return contextlib.nullcontext()
 
 
 # The steps that the field writes. All data that would be drawn at random comes with the batch, so
@@ -334,9 +344,10 @@ def test_a_wasserstein_gan_with_gradient_penalty(settings, float64):
         adam = keras.optimizers.Adam
         model.compile(adam(0.01, beta_1=0.5), adam(0.02, beta_1=0.5))
         start = model.get_weights()
-        history = model.fit(
-            real, (noise, position), batch_size=batch, epochs=2, shuffle=False, verbose=0
-        )
+        with told_of_order(is_window and plain is None):
+            history = model.fit(
+                real, (noise, position), batch_size=batch, epochs=2, shuffle=False, verbose=0
+            )
         assert model.critic_optimizer.iterations == model.generator_optimizer.iterations == 6
         trained.append(model.get_weights())
         logs.append(history.history)
