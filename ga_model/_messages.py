@@ -509,7 +509,7 @@ def mixing_loss_message(subject: str, operation: str, line: str) -> str:
     return (
         "The gradient of a window is put together from those of its microbatches, which takes a "
         "loss that is a sum over samples, or one that is divided by a number of samples or a sum "
-        f"of weights. Received: {subject}, whose loss is none: {operation!r}{where} "
+        f"of weights. Received: {subject}: {operation!r}{where} "
         "computes with several samples. Training differs from the full batch: "
         f"{_EXACT_WAY}."
     )

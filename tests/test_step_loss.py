@@ -4,6 +4,7 @@ What a loss averages over is read from the graph of the step. References are pla
 full batch.
 """
 
+import re
 import warnings
 
 import keras
@@ -12,6 +13,9 @@ import pytest
 import tensorflow as tf
 from helpers import TOLERANCE, assert_changed, relative_difference, seeded
 from keras import layers, losses, ops
+from own_steps import STEPS
+from own_training import difference as difference_of_trainings
+from own_training import train
 
 from ga_model import accumulate
 
@@ -368,3 +372,42 @@ def test_losses_that_layers_add_match_or_are_told_of(loss, float64):
         assert len(caught) == (steps > 1 and loss is tf.math.reduce_std)
     found = relative_difference(*weights, start)
     assert found > 1e-4 if loss is tf.math.reduce_std else found < TOLERANCE[float64]
+
+
+# Of the steps of the field, what a window of several batches says: nothing where it is exact.
+MIXES = "computes with several samples"
+SAID = {
+    "SimCLR": MIXES,
+    "Barlow twins": MIXES,
+    "NNCLR": MIXES,
+    "dual encoder": MIXES,
+    "CycleGAN": MIXES,
+    "root of a mean": MIXES,
+    "adversarial": MIXES,
+    "BYOL": r"writes to \[.*on_update",
+    "GAN": "before it applies",
+    "VAE that adds a mean": "divided by nothing, as it is a sum, and by the samples",
+    "adaptive weights": "Clip in the optimizer",
+    "distillation": MIXES,
+    **dict.fromkeys(["mean", "masked mean", "sum over samples", "vector", "masked language model"]),
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_steps_of_the_field_are_exact_or_told_of(name, float64):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        window = train(STEPS[name], accumulation_steps=3, batch=8)
+    said = [str(warning.message) for warning in caught]
+    if SAID[name] is not None:
+        assert any(re.search(SAID[name], text) for text in said), said
+    else:
+        assert not said
+        whole = train(STEPS[name], batch=24)
+        assert difference_of_trainings(window, whole) < TOLERANCE[float64]
+
+
+@pytest.mark.parametrize("name", ["Wasserstein GAN", "optimizer of the script"])
+def test_steps_that_cannot_be_accumulated_are_refused(name, float64):
+    with pytest.raises(RuntimeError, match=r"applies one optimizer more than|by a global"):
+        train(STEPS[name], accumulation_steps=3, batch=8)
