@@ -287,6 +287,8 @@ class Reading:
             or self._compares_inside(op, kinds)
         ):
             return MIXED
+        if op.type.startswith("TensorList") and op.type != "TensorListLength":
+            return self._of_list(op, kinds, output)
         if (axis := self._axis_after(op, kinds)) is not None:
             if axis:
                 self._axis[id(output)] = axis
@@ -306,6 +308,19 @@ class Reading:
         if is_known and output.shape[0] in (self._rows, *lengths):  # of several views perhaps
             return BY_SAMPLE
         return INSIDE if is_known else None
+
+    def _of_list(self, op: Any, kinds: list[Any], output: Any) -> str | None:
+        """Return what a list of a loop is to samples, as each tensor in it, or such a tensor."""
+        if op.type == "TensorListFromTensor":
+            return {BY_SAMPLE: MIXED, INSIDE: BY_SAMPLE}.get(kinds[0])
+        if op.type in ("TensorListSetItem", "TensorListPushBack"):
+            return kinds[-1] if kinds[-1] == BY_SAMPLE else None
+        if kinds[0] != BY_SAMPLE:
+            return None
+        if op.type in ("TensorListStack", "TensorListConcatV2"):
+            self._axis[id(output)] = 1
+            return INSIDE
+        return BY_SAMPLE
 
     def _are_rows(self, length: int | None) -> bool:
         """Return whether a length of axis 0 may be that of samples, or of several for each."""
@@ -491,8 +506,6 @@ def _compares(op: Any, kinds: list[Any]) -> bool:
     if op.type == "Reshape" and is_by_sample and op.outputs[0].shape.rank:
         # With a length of axis 0 that is known, it is that of something else.
         return bool(shape[0] is None and op.outputs[0].shape[0] is not None)
-    if op.type == "TensorListFromTensor":  # for a loop over samples
-        return bool(is_by_sample)
     has_samples_last = kinds[0] == INSIDE and shape.rank == 2
     if op.type in _REDUCTIONS:
         axes = axes_of(op) or ()

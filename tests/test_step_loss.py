@@ -95,11 +95,11 @@ TOLD = {
 
 
 class OwnStep(keras.Model):
-    def __init__(self, loss, **regularizers):
+    def __init__(self, loss, hidden=None, **regularizers):
         super().__init__()
         self.of_outputs = loss
-        hidden = layers.Dense(6, activation="tanh", **regularizers)
-        self.net = keras.Sequential([keras.Input((4,)), hidden, layers.Dense(2)])
+        hidden = hidden or [layers.Dense(6, activation="tanh", **regularizers)]
+        self.net = keras.Sequential([keras.Input((4,)), *hidden, layers.Dense(2)])
 
     def loss_of(self, x, y, mask):
         return self.of_outputs(self.net(x, training=True), y, mask)
@@ -233,6 +233,16 @@ def test_gradients_that_are_clipped_are_told_of_once(is_scaled, name, float64):
 @pytest.mark.parametrize("name", ["mean", "values", "masked"])
 def test_beside_regularizers_means_match(name, float64):
     found, said = difference(lambda: OwnStep(EXACT[name], kernel_regularizer="l2"))
+    assert not said
+    assert found < TOLERANCE[float64]
+
+
+def test_beside_losses_of_layers_means_match(float64):
+    def make():
+        adds = layers.Dense(4, "tanh", activity_regularizer="l2")
+        return OwnStep(EXACT["mean"], [layers.Reshape((4, 1)), layers.GRU(3), adds])
+
+    found, said = difference(make)
     assert not said
     assert found < TOLERANCE[float64]
 
