@@ -34,7 +34,16 @@ def pytest_configure(config):
     helpers.num_replicas = config.getoption("replicas")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest chooses by markers
 def pytest_collection_modifyitems(config, items):
+    """Leave to the gate all but the first case of each test that is for every run."""
+    seen = set()
+    for item in items:
+        if not any(item.get_closest_marker(name) for name in ("gate", "sweep", "deep")):
+            test = (item.path, item.originalname)
+            if test in seen and not item.get_closest_marker("every_case"):
+                item.add_marker("gate")
+            seen.add(test)
     if helpers.num_replicas > 1:
         out = [item for item in items if item.get_closest_marker("one_device")]
         config.hook.pytest_deselected(items=out)
@@ -57,7 +66,7 @@ def fresh_keras():
     set_dtype("float32")
 
 
-@pytest.fixture(params=["float32", "float64"])
+@pytest.fixture(params=["float64", "float32"])
 def dtype(request):
     set_dtype(request.param)
     return request.param

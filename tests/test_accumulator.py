@@ -14,6 +14,8 @@ from ga_model._sums import in_unit
 
 PARTS = [range(4), range(4, 5), range(5, 12)]
 
+pytestmark = pytest.mark.every_case
+
 
 def mean_loss(model, x, y):
     return tf.reduce_mean(tf.square(model(x, training=True) - y))

@@ -324,6 +324,7 @@ class TracedBefore(keras.Model):
         return self.dense(self.recurrent(x, training=training) + self.recurrent(2.0 * x))
 
 
+@pytest.mark.gate
 def test_the_search_undoes_what_inner_graphs_draw():
     model = compiled(TracedBefore, memory := Memory(), size=4)
     fit(model, dense_data(24))
@@ -411,6 +412,7 @@ class Rows(keras.utils.PyDataset):
         return {"x": self.x[part]}, self.y[part]
 
 
+@pytest.mark.gate
 def test_any_kind_of_data_is_taken():
     x, y = dense_data(54)
 
@@ -788,6 +790,7 @@ def test_setting_it_again_traces_nothing_again_but_the_search():
     assert counts[0] is counts[1] is counts[2]
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=pytest.mark.sweep)])
 def test_replicas_have_one_size(replicas):
     data = dense_data(24)

@@ -32,6 +32,7 @@ def run(tmp_path_factory):
     return finished.stdout, json.loads((folder / "bench.json").read_text()), folder / "bench.png"
 
 
+@pytest.mark.gate
 def test_the_table_shows_the_ratios_of_what_was_measured(run):
     printed, measured, _ = run
     lines = [line.split() for line in printed.splitlines() if line.startswith("embedding")]

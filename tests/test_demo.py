@@ -60,6 +60,7 @@ def full_run(tmp_path_factory):
     return subprocess.run(command, capture_output=True, text=True, check=False), plot
 
 
+@pytest.mark.gate
 def test_accumulation_makes_the_updates_of_the_big_batch_and_small_batches_do_not(full_run):
     process, _ = full_run
     assert process.returncode == 0, process.stderr

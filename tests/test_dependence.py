@@ -60,6 +60,8 @@ TENSORS = {
     "by a loop": (lambda x: tf.while_loop(lambda i: i < 3, lambda i: [i + 1], [0])[0], ALL),
 }
 
+pytestmark = pytest.mark.every_case
+
 
 def graph_of(function, shape):
     """Return what `function` makes of a batch, in its graph."""

@@ -88,6 +88,7 @@ def test_keras_is_installed_with_its_tests():
     assert len(names()) > 100
 
 
+@pytest.mark.gate
 @pytest.mark.filterwarnings("ignore::UserWarning")  # which Keras's tests provoke
 @pytest.mark.parametrize(
     ("name", "size", "loss_over"),

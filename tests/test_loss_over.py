@@ -806,6 +806,7 @@ def test_each_replica_compares_its_own_rows_as_in_plain_keras(name, float64):
     assert relative_difference(weights[1], weights[0], start) < TOLERANCE[float64]
 
 
+@pytest.mark.gate
 @pytest.mark.one_device("makes replicas itself")
 @pytest.mark.filterwarnings("ignore:BatchNormalization layers in training mode")
 @pytest.mark.filterwarnings("ignore:The gradient of a window is put together")

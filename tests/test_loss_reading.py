@@ -17,6 +17,8 @@ from ga_model._loss_reading import (
 
 TABLE = tf.constant([1.0, 2.0, 3.0, 4.0])
 
+pytestmark = pytest.mark.every_case
+
 
 def weighted(y, p):
     """By the class of a sample, of a table."""

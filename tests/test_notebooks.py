@@ -14,6 +14,8 @@ from nbclient import NotebookClient
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 assert NOTEBOOKS
 
+pytestmark = pytest.mark.gate
+
 
 def execute(notebook, folder):
     resources = {"metadata": {"path": folder}}

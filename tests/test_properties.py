@@ -216,9 +216,9 @@ def examples(number, is_deep=False):
 @pytest.mark.parametrize(
     ("compile_args", "number", "is_deep"),
     [
+        ({"jit_compile": True}, 2, False),
         ({}, 25, False),
         ({"run_eagerly": True}, 80, False),
-        ({"jit_compile": True}, 2, False),
         pytest.param({}, 1_000, True, marks=pytest.mark.deep),
         pytest.param({"run_eagerly": True}, 2_000, True, marks=pytest.mark.deep),
         pytest.param({"jit_compile": True}, 100, True, marks=pytest.mark.deep),
@@ -257,6 +257,7 @@ WEIGHTS = st.lists(
 )
 
 
+@pytest.mark.gate
 @examples(200)
 @given(
     st.builds(

@@ -195,6 +195,7 @@ STEPS_OF_WINDOWS = st.builds(
 @pytest.mark.parametrize(
     ("way", "number", "is_deep"),
     [
+        ({}, 2, False),
         ({}, 6, False),
         ({"run_eagerly": True}, 15, False),
         pytest.param({}, 300, True, marks=pytest.mark.deep),
@@ -214,6 +215,7 @@ def test_updates_are_the_big_batchs(way, number, is_deep, float64):
     agree()
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(
     ("number", "is_deep"), [(15, False), pytest.param(300, True, marks=pytest.mark.deep)]
 )

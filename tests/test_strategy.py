@@ -191,6 +191,7 @@ def test_sparse_gradients_match_the_whole_batch(settings, replicas, float64):
     assert difference <= TOLERANCE[float64]
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(
     ("settings", "rows"),
     [(BOTH, 48), *(pytest.param(*p, marks=pytest.mark.sweep) for p in [(STEPS, 48), (SIZE, 25)])],
@@ -248,6 +249,7 @@ def test_several_optimizers_match_the_whole_batch(settings, replicas, float64):
     assert difference <= TOLERANCE[float64]
 
 
+@pytest.mark.gate
 @several
 def test_normalization_layers(settings, replicas, float64):
     """Frozen they are exact. In training, each replica has its own statistics, as in Keras."""

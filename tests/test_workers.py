@@ -23,6 +23,8 @@ from test_docs import README, python_blocks
 
 SECONDS = 240  # within which a cluster has to end
 
+pytestmark = pytest.mark.gate
+
 
 def free_ports(number):
     with contextlib.ExitStack() as stack:
