@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -25,12 +24,13 @@ import tensorflow as tf
 
 from ga_model import _messages, _step, _strategy, _validate
 from ga_model._budget import Budget
+from ga_model._context import ThreadValue
 from ga_model._microbatch import Batch, count_rows
 from ga_model._randomness import same_random_state
 from ga_model._recorder import is_of_keras, optimizers_in
 from ga_model._window import Window
 
-_local = threading.local()  # replicas are traced in threads of their own
+_trial = ThreadValue()  # what a step runs instead of itself, or None
 
 
 class AutomaticSize:
@@ -126,7 +126,7 @@ class AutomaticSize:
         self, model: Any, train_step: Callable[[Any], Any], data: Any, window: Window | None
     ) -> Any:
         """Run one batch as `_step.run` does, or a trial of it."""
-        if (trial := getattr(_local, "trial", None)) is not None:
+        if (trial := _trial.get()) is not None:
             return trial(model, train_step, data, window)
         if model._microbatch_size is None:
             raise RuntimeError(_messages.no_size_message(model.name))
@@ -259,11 +259,8 @@ class _Trials:
         return tf.add_n(strategy.experimental_local_results(results))
 
     def _on_replica(self, data: Any, size: Any) -> Any:
-        _local.trial = functools.partial(self._sums, size)
-        try:
+        with _trial.set(functools.partial(self._sums, size)):
             return type(self._model).train_step(self._model, data)
-        finally:
-            _local.trial = None
 
     def _sums(
         self,

@@ -22,6 +22,7 @@ from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from ga_model import _messages
+from ga_model._context import ThreadValue
 from ga_model._recorder import note_call
 from ga_model._split_call import (
     Arguments,
@@ -30,10 +31,9 @@ from ga_model._split_call import (
     Turns,
     inside_of_call,
     is_built,
-    is_inside_of_call,
 )
 
-_local = threading.local()  # replicas are traced in threads of their own
+_splitting = ThreadValue()  # how calls are split in this thread, or None
 _lock = threading.Lock()
 _CALL = "call"
 
@@ -60,7 +60,7 @@ class _Splitting:
 
     def applies(self, layer: Any) -> bool:
         """Return whether a call of a layer that runs here is to be split."""
-        if is_inside_of_call() or in_symbolic_scope() or getattr(layer, "_remat_mode", None):
+        if inside_of_call.get() or in_symbolic_scope() or getattr(layer, "_remat_mode", None):
             return False
         if get_stateless_scope() is not self._scope:
             return False  # weights are what the step says
@@ -78,7 +78,7 @@ class _Splitting:
         """Make a call whole, with all calls in it."""
         if not self._is_in_whole_call:
             self._model._warn_once(_messages.inner_call_message(layer.name))
-        with inside_of_call():
+        with inside_of_call.set(True):
             return call(*args, **kwargs)
 
     def run(self, layer: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -119,15 +119,13 @@ def split_calls(model: Any, rows: Any, size: Any, limit: int | None = None) -> I
         limit: how many microbatches of a call really run, or None: outputs of the others are made
             up, for a trial of memory.
     """
-    outer = getattr(_local, "splitting", None)
     layers = model._flatten_layers()
     for layer in layers:
         _stand_in_front(layer)
-    _local.splitting = _Splitting(model, rows, size, limit)
     try:
-        yield
+        with _splitting.set(_Splitting(model, rows, size, limit)):
+            yield
     finally:
-        _local.splitting = outer
         for layer in layers:
             _step_aside(layer)
 
@@ -147,7 +145,7 @@ class _Stand:
 
         @functools.wraps(call)
         def split_call(*args: Any, **kwargs: Any) -> Any:
-            splitting = getattr(_local, "splitting", None)
+            splitting = _splitting.get()
             if splitting is None or not splitting.applies(layer):
                 return call(*args, **kwargs)
             run = splitting.run if splitting.is_outermost_graph() else splitting.run_in_inner_graph

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -16,6 +14,7 @@ from ga_model import _messages, _step, _strategy, _validate
 from ga_model._attributes import CompiledLossAttribute, RecordedAttribute, watch_attributes
 from ga_model._auto import AutomaticSize
 from ga_model._callbacks import closing_windows
+from ga_model._context import ThreadValue
 from ga_model._gradient_noise import GradientNoise
 from ga_model._loss_reading import DoesNotAddUpError
 from ga_model._recorder import current_recording, is_of_keras, optimizers_in
@@ -27,7 +26,7 @@ _validate.check_backend(keras.backend.backend())
 # it with layers.
 _Trainer = next(c for c in keras.Model.__mro__ if "train_step" in vars(c))
 
-_local = threading.local()  # replicas are traced in threads of their own
+_in_step = ThreadValue()  # the model whose outermost `train_step` runs
 
 if TYPE_CHECKING:  # what the mixin's `super()` finds
     from keras import Model as _Base
@@ -41,22 +40,12 @@ def _accumulated(train_step: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(train_step)
     def accumulated(self: Any, data: Any) -> Any:
-        if getattr(_local, "model", None) is self:  # in a step that calls that of its base
+        if _in_step.get() is self:  # in a step that calls that of its base
             return train_step(self, data)
-        with _in_step(self):
+        with _in_step.set(self):
             return self._run_step(functools.partial(train_step, self), data)
 
     return accumulated
-
-
-@contextlib.contextmanager
-def _in_step(model: Any) -> Iterator[None]:
-    outer = getattr(_local, "model", None)
-    _local.model = model
-    try:
-        yield
-    finally:
-        _local.model = outer
 
 
 class AccumulatingModel(_Base):

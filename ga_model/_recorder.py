@@ -16,7 +16,6 @@ callback's thread that reads `model.optimizer` meanwhile gets the optimizer itse
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ import keras
 import tensorflow as tf
 
 from ga_model import _logs, _messages, _strategy, _sums, _validate, _weights
+from ga_model._context import ThreadValue
 from ga_model._loss_reading import (
     DoesNotAddUpError,
     check_adds_up,
@@ -43,7 +43,7 @@ from ga_model._sums import GradientSum
 from ga_model._tapes import heard
 from ga_model._writes import NOTHING, Writes, used_since
 
-_local = threading.local()
+_recording = ThreadValue()  # that runs in this thread
 
 
 class Target(NamedTuple):
@@ -485,7 +485,7 @@ class _OptimizerStandIn(StandIn):
 
 def current_recording(model: Any) -> Recording | None:
     """Return the recording of `model` that is running in this thread, if one is."""
-    recording = getattr(_local, "recording", None)
+    recording = _recording.get()
     return recording if recording is not None and recording.model is model else None
 
 
@@ -497,8 +497,7 @@ def note_call(tensors: Any, losses: Sequence[Any] = (), is_sum: Sequence[bool] =
         losses: what layers added.
         is_sum: whether each of them is a sum over samples, and no mean.
     """
-    recording = getattr(_local, "recording", None)
-    if recording is not None:
+    if (recording := _recording.get()) is not None:
         recording.note_call(tensors, losses, is_sum)
 
 
@@ -511,26 +510,17 @@ def record(
     Args:
         model, data, position, is_trial: as `Recording` takes them.
     """
-    outer = getattr(_local, "recording", None)
-    _local.recording = recording = Recording(model, data, position, is_trial)
+    recording = Recording(model, data, position, is_trial)
     listener = recording.heard_gradients
-    try:
+    with _recording.set(recording):
         with contextlib.nullcontext() if listener is None else heard(listener.listen):
             yield recording
         recording.check_complete()
-    finally:
-        _local.recording = outer
 
 
-@contextlib.contextmanager
-def unrecorded() -> Iterator[None]:
+def unrecorded() -> contextlib.AbstractContextManager[None]:
     """Let everything of a model answer as it does while no step of it is recorded."""
-    outer = getattr(_local, "recording", None)
-    _local.recording = None
-    try:
-        yield
-    finally:
-        _local.recording = outer
+    return _recording.set(None)
 
 
 def optimizers_in(value: Any) -> list[Any]:

@@ -27,7 +27,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -37,6 +36,7 @@ import tensorflow as tf
 from tensorflow.python.eager import forwardprop_util, record
 
 from ga_model import _lists, _messages, _strategy, _sums
+from ga_model._context import ThreadValue
 from ga_model._dependence import dependence_of
 from ga_model._loop import loop
 from ga_model._loss_reading import kind_of_scalar, mixes_samples
@@ -58,7 +58,9 @@ _ACTIVATIONS = {"Softmax": tf.nn.softmax, "Sigmoid": tf.sigmoid}
 
 # Of layers that ran eagerly, the kinds of calls that were checked.
 _drawn_before: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
-_local = threading.local()  # replicas are traced in threads of their own
+
+# Whether calls of layers are parts of one that is split already, and so are left as they are.
+inside_of_call = ThreadValue(False)
 
 
 class NotByRowsError(Exception):
@@ -436,7 +438,7 @@ class SplitCall:
 
         def call(leaves: list[Any]) -> list[Any]:
             args, kwargs = self._arguments.packed(leaves, self._arguments.shared)
-            with unrecorded(), inside_of_call():
+            with unrecorded(), inside_of_call.set(True):
                 return _leaves(self._call(*args, **kwargs))
 
         trace = tf.function(call, autograph=False)
@@ -538,7 +540,7 @@ class SplitCall:
         shared = self._arguments.shared if shared is None else shared
         args, kwargs = self._arguments.packed(inputs, shared)
         self._state.put_back()
-        with unrecorded(), inside_of_call():
+        with unrecorded(), inside_of_call.set(True):
             # Keras's own, where `__call__` is the user's: that one runs once, around all samples.
             call = functools.partial(keras.layers.Layer.__call__, self._layer, *args, **kwargs)
             return _Context()(function=call, training=self._training)
@@ -765,21 +767,6 @@ class _Context(keras.layers.Layer):
 
     def call(self, function: Any, training: Any = None) -> Any:
         return function()
-
-
-@contextlib.contextmanager
-def inside_of_call() -> Iterator[None]:
-    """Let calls of layers be what they are: parts of one that is split already."""
-    outer = is_inside_of_call()
-    _local.is_inside = True
-    try:
-        yield
-    finally:
-        _local.is_inside = outer
-
-
-def is_inside_of_call() -> bool:
-    return getattr(_local, "is_inside", False)
 
 
 def _recorded(tensors: list[Any], sources: list[Any], gradient: Callable[..., Any]) -> list[Any]:

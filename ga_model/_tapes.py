@@ -15,7 +15,9 @@ from typing import Any
 
 import tensorflow as tf
 
-_local = threading.local()  # replicas are traced in threads of their own
+from ga_model._context import ThreadValue
+
+_listener = ThreadValue()
 _lock = threading.Lock()
 _listeners = 0
 
@@ -28,13 +30,11 @@ def heard(listener: Callable[[Any], Callable[[Any], None]]) -> Iterator[None]:
         listener: called with the targets of each, before it is taken, and returns what is called
             with the gradients.
     """
-    outer = getattr(_local, "listener", None)
-    _local.listener = listener
     _count(1)
     try:
-        yield
+        with _listener.set(listener):
+            yield
     finally:
-        _local.listener = outer
         _count(-1)
 
 
@@ -43,15 +43,12 @@ _gradient: Any = None  # what the function stands in front of
 
 @functools.wraps(tf.GradientTape.gradient)
 def _told(tape: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
-    listener = getattr(_local, "listener", None)
+    listener = _listener.get()
     if listener is None:
         return _gradient(tape, target, *args, **kwargs)
-    _local.listener = None  # of what taking a gradient does
-    try:
+    with _listener.set(None):  # of what taking a gradient does
         tell = listener(target)
         gradients = _gradient(tape, target, *args, **kwargs)
-    finally:
-        _local.listener = listener
     tell(gradients)
     return gradients
 
