@@ -18,6 +18,7 @@ from ga_model._equivalence_report import EquivalenceReport, VariableDifference
 from ga_model._plan import Plan, as_tensor, make_plan
 from ga_model._randomness import Randomness, shared_randomness
 from ga_model._recorder import optimizers_in
+from ga_model._strategy import raw
 from ga_model._wrap import accumulate
 
 # The distance of 1 from the next larger number.
@@ -216,7 +217,7 @@ class _State:
                     self.paths.append(_path(optimizer, variable))
         self.variables = list(compared.values())
         known = {id(v.value) for v in self.variables}
-        others = {id(_raw(v)): v for v in [*model.variables, *model.metrics_variables, *traced]}
+        others = {id(raw(v)): v for v in [*model.variables, *model.metrics_variables, *traced]}
         self._others = [v for key, v in others.items() if key not in known]
         self.values = self.read()
         self._values_of_others = [v.numpy() for v in self._others]
@@ -234,11 +235,6 @@ class _State:
 def _path(optimizer: Any, variable: Any) -> str:
     has_name = variable.path.startswith(f"{optimizer.name}/")
     return str(variable.path) if has_name else f"{optimizer.name}/{variable.path}"
-
-
-def _raw(variable: Any) -> Any:
-    """Return the `tf.Variable` of a Keras variable."""
-    return variable.value if isinstance(variable, keras.Variable) else variable
 
 
 @contextlib.contextmanager

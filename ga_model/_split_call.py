@@ -43,6 +43,7 @@ from ga_model._loss_reading import kind_of_scalar, mixes_samples
 from ga_model._microbatch import Batch, rows_of
 from ga_model._python_state import PythonState
 from ga_model._recorder import instances_in, note_call, unrecorded
+from ga_model._strategy import raw
 from ga_model._sums import GradientSum
 from ga_model._writes import unseen
 
@@ -82,7 +83,7 @@ class _Noted(keras.StatelessScope):
 
     def __init__(self, values: Iterable[tuple[Any, Any]] = (), noted: Iterable[Any] = ()) -> None:
         super().__init__(list(values), collect_losses=True)
-        self.found: list[tuple[Any, Any]] = [(v, tf.identity(_raw(v))) for v in noted]
+        self.found: list[tuple[Any, Any]] = [(v, tf.identity(raw(v))) for v in noted]
         self.written: list[Any] = []
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
@@ -92,7 +93,7 @@ class _Noted(keras.StatelessScope):
         if not any(variable is other for other, _ in self.found):
             # In the graph of the call, also where a loop or a branch in it writes.
             with tf.init_scope() if self._graph is None else self._graph.as_default():
-                self.found.append((variable, tf.identity(_raw(variable))))
+                self.found.append((variable, tf.identity(raw(variable))))
         if self.original_scope is not None:  # which keeps everything from being written
             super().add_update(update)
         else:
@@ -284,7 +285,7 @@ class SplitCall:
         self._state = PythonState(self._layer)
         variables = list({id(v): v for v in self._layer.variables}.values())
         # As they are: Keras would cast them to what the layer computes in.
-        values = [tf.convert_to_tensor(_raw(variable)) for variable in variables]
+        values = [tf.convert_to_tensor(raw(variable)) for variable in variables]
         inputs = [*self._batch.leaves, *self._arguments.shared]
         inputs = [t for t in inputs if isinstance(t, tf.Tensor) and is_differentiable(t)]
         if forwardprop_util.pack_tangents([*inputs, *values]).tangents:
@@ -302,7 +303,7 @@ class SplitCall:
             self._first_pass(function)
             results += self._outputs
             others = [v for v in variables if not _is_in(v, self._changed)]
-            self._kept = [(v, tf.identity(_raw(v))) for v in others if not _is_in(v, sources)]
+            self._kept = [(v, tf.identity(raw(v))) for v in others if not _is_in(v, sources)]
         self._variables = sources
         self._followed = [t for t in self._arguments.shared if _is_in(t, inputs)]
         tensors = [*self._outputs, *self._losses]
@@ -509,13 +510,13 @@ class SplitCall:
         shared = [tf.stop_gradient(tensor) for tensor in self._arguments.shared]
         variables = {id(v): v for v in self._layer.variables}.values()
         values = [(variable, tf.stop_gradient(variable.value)) for variable in variables]
-        before = [(variable, tf.identity(_raw(variable))) for variable in _state_of(self._layer)]
+        before = [(variable, tf.identity(raw(variable))) for variable in _state_of(self._layer)]
         with tf.GradientTape() as tape, keras.StatelessScope(values):
             outputs = _leaves(self._called(inputs, shared))
         # Functions that were traced before know no scope: they write, and read weights directly.
         for variable, value in before:
-            _raw(variable).assign(value)
-        known = any(_is_in(v, [_raw(own) for own in variables]) for v in tape.watched_variables())
+            raw(variable).assign(value)
+        known = any(_is_in(v, [raw(own) for own in variables]) for v in tape.watched_variables())
         if any(map(_is_recorded, outputs)) and not known:
             raise NotByRowsError("it uses a tensor or a variable that is no input or weight of it")
 
@@ -526,7 +527,7 @@ class SplitCall:
             NotByRowsError: one of them can be trained.
         """
         state = [*self._layer.variables, *_state_of(self._layer)]
-        own = [_raw(variable) for variable in state]
+        own = [raw(variable) for variable in state]
         own += [copy for variable in own for copy in _strategy.copies(variable)]
         foreign = [v for v in graph.variables if not _is_in(v, own)]
         if any(variable.trainable for variable in foreign):
@@ -582,7 +583,7 @@ class SplitCall:
         ) -> Any:
             return self._second(leaves, found, values, shared, places, is_used)
 
-        specs = [tf.TensorSpec(v.shape, _raw(v).dtype) for v in self._changed]
+        specs = [tf.TensorSpec(v.shape, raw(v).dtype) for v in self._changed]
         of_values = [tf.TensorSpec(v.shape, v.dtype) for v in values]
         of_shared = [tf.TensorSpec(t.shape, t.dtype) for t in shared]
         function = self._in_graph(second, [batch.signature_of(None), specs, of_values, of_shared])
@@ -590,13 +591,13 @@ class SplitCall:
             function.get_concrete_function()
         held = [(v, value) for v, value in zip(variables, values) if _is_in(v, self._read_directly)]
         written = [*self._changed, *(v for v, _ in held if not _is_in(v, self._changed))]
-        left = [tf.identity(_raw(variable)) for variable in written]
+        left = [tf.identity(raw(variable)) for variable in written]
         for variable, value in held:
-            _raw(variable).assign(value)
+            raw(variable).assign(value)
 
         def gradients(index: Any) -> Any:
             found = [
-                _lists.item(pieces, index, _raw(variable).dtype, variable.shape)
+                _lists.item(pieces, index, raw(variable).dtype, variable.shape)
                 for pieces, variable in zip(self._found, self._changed)
             ]
             return function(batch.microbatch(index), found, values, shared)
@@ -615,7 +616,7 @@ class SplitCall:
         first = total.as_terms(variables), lists, of_shared
         total, lists, of_shared = loop(add, first, self._num_microbatches)
         for variable, value in zip(written, left):
-            _raw(variable).assign(value)
+            raw(variable).assign(value)
         of_rows = [
             self._filled(_lists.concatenated(pieces, tensor.dtype, tensor.shape[1:]))
             for pieces, tensor in zip(lists, of_rows)
@@ -649,9 +650,9 @@ class SplitCall:
         count = len(self._batch.leaves)
         inputs = leaves[:count]
         for variable, value in zip(self._changed, found):
-            _raw(variable).assign(value)
+            raw(variable).assign(value)
         with tf.GradientTape(watch_accessed_variables=False) as tape:
-            variables = [_raw(variable) for variable in self._variables]
+            variables = [raw(variable) for variable in self._variables]
             tape.watch([values, [inputs[i] for i in places], shared, variables])
             with _Noted([*self._kept, *self._unchanged(values)]) as scope:
                 outputs = self._called(inputs, self._with_shared(shared))
@@ -783,11 +784,6 @@ def _recorded(tensors: list[Any], sources: list[Any], gradient: Callable[..., An
         outputs = [tf.identity(tensor) for tensor in tensors]
     record.record_operation("SplitCall", outputs, sources, gradient)
     return outputs
-
-
-def _raw(variable: Any) -> Any:
-    """Return the variable of TensorFlow that a variable of Keras keeps its value in."""
-    return variable._value if isinstance(variable, keras.Variable) else variable
 
 
 def _is_in(value: Any, others: Iterable[Any]) -> bool:

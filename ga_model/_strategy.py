@@ -26,7 +26,7 @@ Private names of Keras in use, read in Keras 3.14.0 to 3.15.1:
   call trains, and which calls there is nothing to split of. `tests/test_split_calls.py`.
 * `Layer._trainable_variables`, `Layer._non_trainable_variables`, `Layer._seed_generators`,
   `Variable._value`, `Variable._direct_assign`, `StatelessScope.add_update`, `get_stateless_scope`,
-  in `_split_call`, `_calls` and `_writes`: the state that calls read and write.
+  here and in `_split_call`, `_calls` and `_writes`: the state that calls read and write.
   `tests/test_split_calls.py`, `tests/test_writes.py`.
 * `Loss._fn_kwargs`, in `_loss_reading`: the axis of a loss. `tests/test_loss_reading.py`.
 * Of TensorFlow `eager.record`, `eager.forwardprop_util`, `auto_control_deps_utils` and
@@ -141,6 +141,11 @@ def _is_distributed(variable: tf.Variable) -> bool:
     return isinstance(variable, tf.distribute.DistributedValues)
 
 
+def raw(variable: Any) -> Any:
+    """Return the variable of TensorFlow that a variable of Keras keeps its value in."""
+    return variable._value if isinstance(variable, keras.Variable) else variable
+
+
 def copies(variable: tf.Variable) -> list[tf.Variable]:
     """Return the copies of a variable on this machine's replicas."""
     return list(variable.values) if _is_distributed(variable) else [variable]
@@ -148,8 +153,7 @@ def copies(variable: tf.Variable) -> list[tf.Variable]:
 
 def copies_of_all(variables: Iterable[Any]) -> list[tf.Variable]:
     """Return the copies of variables of Keras or TensorFlow on this machine's replicas."""
-    raw = [v.value if isinstance(v, keras.Variable) else v for v in variables]
-    return [copy for variable in raw for copy in copies(variable)]
+    return [copy for variable in variables for copy in copies(raw(variable))]
 
 
 def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:

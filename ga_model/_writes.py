@@ -19,6 +19,7 @@ import tensorflow as tf
 from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
 
 from ga_model import _strategy
+from ga_model._strategy import raw
 
 # Variables that may be written to once per microbatch, by the last part of their names: where
 # random numbers begin.
@@ -80,7 +81,7 @@ class Writes:
             self._unbuilt = [optimizer for optimizer in optimizers if not optimizer.built]
             variables = [*_of_layers(model), *_of_optimizers(optimizers)]
             variables += [v for v in vars(model).values() if isinstance(v, tf.Variable)]
-            self._before = [(v, tf.identity(v)) for v in map(_raw, variables)]
+            self._before = [(v, tf.identity(v)) for v in map(raw, variables)]
 
     def read(self, known: Iterable[Any]) -> Written:
         """Return what was written to.
@@ -175,13 +176,9 @@ def _living(classes: Any) -> list[Any]:
     return [value for value in gc.get_objects() if issubclass(type(value), classes)]
 
 
-def _raw(variable: Any) -> Any:
-    return variable._value if isinstance(variable, keras.Variable) else variable
-
-
 def _handles(variable: Any) -> set[int]:
     """Return the handles of a variable's copies, as ids."""
-    return {id(copy.handle) for copy in _strategy.copies(_raw(variable))}
+    return {id(copy.handle) for copy in _strategy.copies(raw(variable))}
 
 
 def _name(variable: Any) -> str:
