@@ -55,7 +55,7 @@ class Batch:
         self.is_whole = size is not None and is_whole
         self.num_microbatches = tf.ones((), tf.int64)
         if size is not None:
-            self.leaves = [_tensor(leaf) for leaf in self.leaves]
+            self.leaves = [as_tensor(leaf) for leaf in self.leaves]
         split = [leaf for leaf in self.leaves if _has_rows(leaf)]
         rows = {leaf.shape[0] for leaf in split if leaf.shape.rank is not None} - {None}
         self.static_rows: int | None = rows.pop() if len(rows) == 1 else None
@@ -121,7 +121,8 @@ def _has_rows(leaf: Any) -> bool:
     return bool(tf.is_tensor(leaf) and leaf.shape.rank != 0)
 
 
-def _tensor(leaf: Any) -> Any:
+def as_tensor(leaf: Any) -> Any:
+    """Return a leaf as a dense, ragged or sparse tensor."""
     if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
         return leaf
     return tf.convert_to_tensor(leaf)

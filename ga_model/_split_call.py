@@ -40,7 +40,7 @@ from ga_model._context import ThreadValue
 from ga_model._dependence import dependence_of
 from ga_model._loop import loop
 from ga_model._loss_reading import kind_of_scalar, mixes_samples
-from ga_model._microbatch import Batch, rows_of
+from ga_model._microbatch import Batch, as_tensor, rows_of
 from ga_model._python_state import PythonState
 from ga_model._recorder import instances_in, note_call, unrecorded
 from ga_model._strategy import raw
@@ -120,7 +120,7 @@ class Arguments:
         self._nest = (args, kwargs)
         self._flat = tf.nest.flatten(self._nest)
         self._numbers = [i for i, leaf in enumerate(self._flat) if tf.is_tensor(leaf)]
-        tensors = [_as_tensor(self._flat[i]) for i in self._numbers]
+        tensors = [as_tensor(self._flat[i]) for i in self._numbers]
         masks = [getattr(tensor, "_keras_mask", None) for tensor in tensors]
         self._masked = [number for number, mask in enumerate(masks) if mask is not None]
         tensors += [mask for mask in masks if mask is not None]
@@ -819,12 +819,6 @@ def _either(a: Any, b: Any) -> Any:
     if a is None or b is None:
         return b if a is None else a
     return tf.convert_to_tensor(a) + tf.convert_to_tensor(b)
-
-
-def _as_tensor(leaf: Any) -> Any:
-    if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
-        return leaf
-    return tf.convert_to_tensor(leaf)
 
 
 def _state_of(layer: Any) -> list[Any]:
