@@ -14,7 +14,7 @@ from ga_model._logs import MetricCalls
 from ga_model._loop import loop
 from ga_model._microbatch import Batch
 from ga_model._observed_loss import observed
-from ga_model._recorder import is_of_keras, unpack
+from ga_model._recorder import computes_loss_as_keras, unpack
 
 
 def look_ahead(model: Any, batch: Batch, is_window: bool) -> _weights.Whole:
@@ -58,7 +58,7 @@ def look_ahead(model: Any, batch: Batch, is_window: bool) -> _weights.Whole:
         return loop(add, first, batch.num_microbatches)  # type: ignore[no-any-return]
 
     def weights_if_known() -> list[Any] | None:
-        if not all(is_of_keras(model, name) for name in ("train_step", "compute_loss")):
+        if not computes_loss_as_keras(model):
             return None
         return [] if vars(model)["_compile_loss"] is None else weights_once()
 

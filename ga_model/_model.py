@@ -17,7 +17,7 @@ from ga_model._callbacks import closing_windows
 from ga_model._context import ThreadValue
 from ga_model._gradient_noise import GradientNoise
 from ga_model._loss_reading import DoesNotAddUpError
-from ga_model._recorder import current_recording, is_of_keras, optimizers_in
+from ga_model._recorder import computes_loss_as_keras, current_recording, optimizers_in
 from ga_model._window import Counter, Window
 
 _validate.check_backend(keras.backend.backend())
@@ -488,8 +488,7 @@ class AccumulatingModel(_Base):
         """Return whether the step of a batch that is split is to see all of it."""
         if self._loss_over != "auto":
             return self._loss_over == "batch"
-        is_of_keras_ = all(is_of_keras(self, name) for name in ("train_step", "compute_loss"))
-        return not (self._adds_up and (is_of_keras_ or self._has_rule()))
+        return not (self._adds_up and (computes_loss_as_keras(self) or self._has_rule()))
 
     def _must_add_up(self) -> bool:
         """Return whether the loss is to be read before it is computed by microbatches."""

@@ -162,8 +162,7 @@ class Recording:
 
     def _reads(self) -> bool:
         """Return whether it is read what the losses of the step are divided by."""
-        names = ("train_step", "compute_loss")
-        return self._is_part() and not all(is_of_keras(self.model, name) for name in names)
+        return self._is_part() and not computes_loss_as_keras(self.model)
 
     def _is_part(self) -> bool:
         """Return whether losses have to add up, and nothing else tells that they do."""
@@ -549,6 +548,11 @@ def is_of_keras(model: Any, name: str) -> bool:
         if not module.startswith("ga_model"):
             return module.startswith("keras.")
     return False
+
+
+def computes_loss_as_keras(model: Any) -> bool:
+    """Return whether a model has Keras's own `train_step` and `compute_loss`."""
+    return all(is_of_keras(model, name) for name in ("train_step", "compute_loss"))
 
 
 def _has_axis_of_samples(model: Any, data: Any) -> bool:
