@@ -242,6 +242,10 @@ class Reading:
         """Return what a tensor is to samples, or None if it is not known."""
         return self._known.get(id(tensor))
 
+    def of_output(self, number: int) -> list[str | None]:
+        """Return what an output of the graph is, or nothing where it has fewer."""
+        return [self.kind_of(tensor) for tensor in self._graph.outputs[number : number + 1]]
+
     def _read(self, op: Any) -> None:
         kinds = [self._known.get(id(tensor)) for tensor in op.inputs]
         if op.type == "Placeholder":
@@ -250,8 +254,10 @@ class Reading:
         kind = self._kind(op, kinds) if is_readable else None
         if op.type in _REDUCTIONS and self._is_normalizing(op):
             kind = SHARED
+        has_inner = self._trusts_layers and bool(kinds and op.outputs)
+        inner = self._inner(op, kinds) if has_inner else []
         for output in op.outputs:
-            trusted = self._trusted(op, kinds, output) if self._trusts_layers else None
+            trusted = self._trusted(op, kinds, output, inner) if self._trusts_layers else None
             if found := kind or trusted:
                 self._known[id(output)] = found
 
@@ -271,12 +277,12 @@ class Reading:
         is_over_samples = op.type in _REDUCTIONS and 0 in (axes_of(op) or ())
         return {"Mean": MEAN, "Sum": SUM}.get(op.type) if is_over_samples else None
 
-    def _trusted(self, op: Any, kinds: list[Any], output: Any) -> str | None:
+    def _trusted(self, op: Any, kinds: list[Any], output: Any, inner: list[Reading]) -> str | None:
         """Return what an output most probably is, of an operation that is not known."""
         if op.type in ("Shape", "ShapeN", "Size", "Rank") or not kinds:
             return None
-        if bodies := _bodies(op):
-            return self._of_function(op, kinds, bodies, output)
+        if inner:
+            return _of_function(inner, output.value_index)
         if op.type == "Range" and COUNT in kinds:
             return PLACES
         if kinds[0] == PLACES and op.type in ("Cast", "ExpandDims", "Reshape", "StridedSlice"):
@@ -334,22 +340,13 @@ class Reading:
             part == n or part.startswith(f"{n}_") for part in parts for n in self._normalizing
         )
 
-    def _of_function(self, op: Any, kinds: list[Any], bodies: list[Any], output: Any) -> str | None:
-        """Return what an output is that a function, a branch or a loop has computed."""
+    def _inner(self, op: Any, kinds: list[Any]) -> list[Reading]:
+        """Return readings of the function, the branches or the loop that an operation runs."""
         is_branch = op.type in ("If", "StatelessIf", "Case", "StatelessCase")
-        number = output.value_index
-        found = []
-        for graph in bodies:
-            inner = Reading(graph, True, self._rows, self._normalizing, kinds[int(is_branch) :])
-            if number < len(graph.outputs):
-                found.append(inner.kind_of(graph.outputs[number]))
-        if MIXED in found or {MEAN, SUM} & set(found):
-            return MIXED
-        return (
-            found[0]
-            if found and len(set(found)) == 1
-            else (BY_SAMPLE if BY_SAMPLE in found else None)
-        )
+        arguments = kinds[int(is_branch) :]
+        return [
+            Reading(graph, True, self._rows, self._normalizing, arguments) for graph in _bodies(op)
+        ]
 
     def _compares_inside(self, op: Any, kinds: list[Any]) -> bool:
         """Return whether an operation computes along an axis that is known to be the samples'."""
@@ -482,6 +479,21 @@ def _bodies(op: Any) -> list[Any]:
     names_ = [a.name for a in op.op_def.attr if a.type == "func" and a.name != "cond"]
     functions = [op.graph._get_function(op.get_attr(name).name) for name in names_]
     return [f.graph for f in functions if getattr(f, "graph", None) is not None]
+
+
+def _of_function(inner: list[Reading], number: int) -> str | None:
+    """Return what an output is that a function, a branch or a loop has computed.
+
+    Args:
+        inner: readings of what may have computed it.
+        number: of the output.
+    """
+    found = [kind for reading in inner for kind in reading.of_output(number)]
+    if {MIXED, MEAN, SUM} & set(found):
+        return MIXED
+    if len(set(found)) == 1:
+        return found[0]
+    return BY_SAMPLE if BY_SAMPLE in found else None
 
 
 def _einsum(op: Any) -> tuple[list[str] | None, str]:
