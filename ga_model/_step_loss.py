@@ -68,6 +68,11 @@ class Denominator(NamedTuple):
     divisor: Any = None
     once: Any = None
 
+    @property
+    def of_loss(self) -> str:
+        """What a term with this denominator is to the samples: a mean or a sum."""
+        return SUM if self.count is None else MEAN
+
     def words(self) -> str:
         """Return what it is, for a message."""
         name = self.kind[0] if isinstance(self.kind, tuple) else self.kind
@@ -120,8 +125,7 @@ class StepReading(Reading):
 
     def note(self, tensor: Any, denominator: Denominator) -> None:
         """Take it as known what a scalar is divided by."""
-        kind = SUM if denominator.count is None else MEAN
-        self._take(tensor, kind, {denominator.kind: denominator})
+        self._take(tensor, denominator.of_loss, {denominator.kind: denominator})
 
     def note_samples(self, tensor: Any) -> None:
         """Take it as known that a tensor has an entry of axis 0 for each sample."""
@@ -247,15 +251,13 @@ class StepReading(Reading):
         if axes is None or 0 not in axes:
             return None
         if op.type == "Sum":
-            self._denominators[id(output)] = {"sum": _OF_SUM}
-            return SUM
+            return self._divided(output, _OF_SUM)
         kind: Hashable = self._length.get(id(source), "rows")
         sizes = tf.shape(source, out_type=tf.int64)
         count = sizes[0]
         if None in [source.shape[axis] for axis in axes if axis]:
             kind, count = ("entries", id(op)), tf.reduce_prod(tf.gather(sizes, axes))
-        self._denominators[id(output)] = {kind: Denominator(kind, count)}
-        return MEAN
+        return self._divided(output, Denominator(kind, count))
 
     def _of_reduced(self, op: Any, kinds: list[Any]) -> str:
         output = op.outputs[0] if op.outputs else None
@@ -301,8 +303,7 @@ class StepReading(Reading):
             return self._kept(op, denominators, kinds)
         count = op.inputs[kinds.index(COUNT)]
         if set(denominators) == {self._length.get(id(count), "rows")}:  # the sum again
-            self._denominators[id(op.outputs[0])] = {"sum": _OF_SUM}
-            return SUM
+            return self._divided(op.outputs[0], _OF_SUM)
         return MIXED
 
     def _quotient(
@@ -312,8 +313,7 @@ class StepReading(Reading):
         output = op.outputs[0]
         if kinds[0] in _REDUCED and kinds[1] == SHARED:
             if kinds[0] == SUM and set(denominators) == {"sum"} and self._is_number(top, bottom):
-                self._denominators[id(output)] = self._number_of_rows(bottom)
-                return MEAN
+                return self._divided(output, Denominator("rows", tf.constant(self._rows, tf.int64)))
             return self._kept(op, denominators, kinds)
         if set(denominators) != {"sum"} and kinds != [MEAN, MEAN]:
             return MIXED
@@ -337,8 +337,12 @@ class StepReading(Reading):
                 found = Denominator(("mean of weights", id(bottom)), count)
         if found is None:
             return MIXED
-        self._denominators[id(output)] = {found.kind: found}
-        return MEAN
+        return self._divided(output, found)
+
+    def _divided(self, output: Any, denominator: Denominator) -> str:
+        """Note what an output has been divided by, and return what it then is."""
+        self._denominators[id(output)] = {denominator.kind: denominator}
+        return denominator.of_loss
 
     def _is_number(self, total: Any, divisor: Any) -> bool:
         """Return whether a constant is the number of samples, or of what was summed."""
@@ -351,9 +355,6 @@ class StepReading(Reading):
         if total.op.type == "Sum":
             numbers.append(total.op.inputs[0].shape.num_elements() or self._rows)
         return float(np.reshape(value, ())) in numbers
-
-    def _number_of_rows(self, divisor: Any) -> dict[Hashable, Denominator]:
-        return {"rows": Denominator("rows", tf.constant(self._rows, tf.int64))}
 
 
 class HeardGradients:
@@ -385,24 +386,26 @@ class HeardGradients:
 
     def note(self, tensor: Any, denominator: Denominator) -> None:
         """Take it as known what a scalar is divided by."""
-        if self._is_here() and tf.is_symbolic_tensor(tensor) and tensor.graph is self._graph:
+        if self._is_here(tensor):
             self._reader().note(tensor, denominator)
 
     def note_samples(self, outputs: Any) -> None:
         """Take it as known that outputs of a call have an entry of axis 0 for each sample."""
         for tensor in tf.nest.flatten(outputs):
-            if self._is_here() and tf.is_symbolic_tensor(tensor) and tensor.shape.rank:
+            if self._is_here(tensor) and tensor.shape.rank:
                 self._reader().note_samples(tensor)
 
-    def _is_here(self) -> bool:
-        return self._graph is not None and self._graph is tf.compat.v1.get_default_graph()
+    def _is_here(self, tensor: Any) -> bool:
+        """Return whether a tensor is of the step's graph, and what is drawn now is no other."""
+        is_symbolic = tf.is_symbolic_tensor(tensor)
+        return is_symbolic and tensor.graph is self._graph is tf.compat.v1.get_default_graph()
 
     def read(self, tensor: Any) -> StepLoss:
         """Return what a tensor is divided by."""
-        is_here = self._is_here() and tf.is_symbolic_tensor(tensor) and tensor.graph is self._graph
         leaves = tf.nest.flatten(self._data)
-        if not is_here or any(isinstance(t, (tf.RaggedTensor, tf.SparseTensor)) for t in leaves):
-            return StepLoss(None)  # parts of ragged and sparse tensors have no samples
+        has_parts = any(isinstance(t, (tf.RaggedTensor, tf.SparseTensor)) for t in leaves)
+        if has_parts or not self._is_here(tensor):  # parts of such tensors have no samples
+            return StepLoss(None)
         return self._reader().of(tensor)
 
     def listen(self, target: Any) -> Any:
@@ -411,8 +414,6 @@ class HeardGradients:
         losses = [self.read(tensor) for tensor in tensors]
 
         def tell(gradients: Any) -> None:
-            if not self._is_here():
-                return
             unlike = [loss for loss in losses if loss.denominators is None]
             found: dict[Hashable, Denominator] = {}
             for loss in losses:
@@ -420,8 +421,8 @@ class HeardGradients:
             whole = unlike[0] if unlike else StepLoss(list(found.values()))
             self._first = self._first or len(self._graph.get_operations())
             for gradient in tf.nest.flatten(gradients):
-                if gradient is not None:
-                    tensor = getattr(gradient, "values", gradient)
+                tensor = getattr(gradient, "values", gradient)
+                if self._is_here(tensor):
                     self._found[id(tensor)] = whole
                     self._gradients.append(tensor)
 
