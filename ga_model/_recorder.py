@@ -100,6 +100,8 @@ class Recording:
     Attributes:
         targets, sums: an entry per optimizer, in the order in which they were applied.
         metrics: what metrics got that waits for the whole batch.
+        reads_step: whether it is read what the losses of the step itself are divided by.
+        heard: what is known of the step's losses, and the gradients of its tapes if it is read.
     """
 
     def __init__(self, model: Any, data: Any, position: Position, is_trial: bool = False) -> None:
@@ -119,8 +121,8 @@ class Recording:
         self._losses: list[Any] = []
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         self._folded: dict[int, tuple[_weights.LossTerms, _sums.Weight]] = {}
-        self._losses_of_step = HeardGradients(self._graph, data, model)
-        self.heard_gradients = self._heard = self._losses_of_step if self._reads() else None
+        self.reads_step = self._is_part() and not computes_loss_as_keras(model)
+        self.heard = HeardGradients(self._graph, data, model)
         self._writes = Writes(model) if not is_trial and model._is_to_read_writes() else None
 
     def stand_in(self, value: Any) -> Any:
@@ -160,10 +162,6 @@ class Recording:
         if self._compares_samples:
             raise DoesNotAddUpError
 
-    def _reads(self) -> bool:
-        """Return whether it is read what the losses of the step are divided by."""
-        return self._is_part() and not computes_loss_as_keras(self.model)
-
     def _is_part(self) -> bool:
         """Return whether losses have to add up, and nothing else tells that they do."""
         position = self._position
@@ -180,7 +178,7 @@ class Recording:
         Warns:
             UserWarning: it computes with several samples.
         """
-        loss = self._losses_of_step.read(values)
+        loss = self.heard.read(values)
         denominators = loss.denominators
         if denominators is None and loss.mixing is not None:
             subject = f"the loss {name!r} of {self.model.name!r}"
@@ -196,28 +194,28 @@ class Recording:
     def note_term(self, term: _weights.Term) -> None:
         """Note a term of the compiled loss."""
         self._terms.append(term)
-        if self._heard is not None:
-            self._heard.note(term.raw, Denominator(term.kind, term.weight))
+        if self.reads_step:
+            self.heard.note(term.raw, Denominator(term.kind, term.weight))
 
     def note_additional(self, value: Any, is_sum: bool) -> None:
         """Note a loss that a layer or a regularizer added to the total."""
         self._additional.append((value, is_sum))
-        if self._heard is not None:
+        if self.reads_step:
             of_mean = Denominator("rows", self._num_rows())
-            self._heard.note(value, Denominator("sum") if is_sum else of_mean)
+            self.heard.note(value, Denominator("sum") if is_sum else of_mean)
 
     def note_call(self, tensors: Any, losses: Sequence[Any], is_sum: Sequence[bool]) -> None:
         """Note what a call that went by microbatches gave: as `note_call` of the module."""
         if self._is_part():
-            self._losses_of_step.note_samples(tensors)
+            self.heard.note_samples(tensors)
             for loss, is_sum_ in zip(losses, is_sum):
                 of_mean = Denominator("rows", self._num_rows())
-                self._losses_of_step.note(loss, Denominator("sum") if is_sum_ else of_mean)
+                self.heard.note(loss, Denominator("sum") if is_sum_ else of_mean)
 
     def scale_loss(self, optimizer: Any, loss: Any) -> Any:
         """Fold the microbatch's weight into the loss, then scale it as the optimizer does."""
         self._losses.append(loss)
-        losses = None if self._heard is None else [self._heard.read(loss)]
+        losses = [self.heard.read(loss)] if self.reads_step else None
         is_first = tf.equal(self.unit(optimizer), 0.0)
         terms, factor = self._terms_of_step(losses, is_first)
         weight = self._in_unit(optimizer, terms.weight)
@@ -256,7 +254,7 @@ class Recording:
         if is_folded:
             terms, weight = self._folded[id(optimizer)]
         else:
-            losses = None if self._heard is None else self._heard.losses_of(gradients)
+            losses = self.heard.losses_of(gradients) if self.reads_step else None
             is_first = tf.equal(self.unit(optimizer), 0.0)
             terms, factor = self._terms_of_step(losses, is_first)
             if not terms.is_plain:
@@ -445,9 +443,9 @@ class Recording:
             if kind is None or (kind == "sum" and self.model.run_eagerly):  # which reads it once
                 raise DoesNotAddUpError
             return value, kind == "sum"
-        if not self._is_part() or self._heard is not None:
+        if not self._is_part() or self.reads_step:
             return value, False
-        loss = self._losses_of_step.read(value)
+        loss = self.heard.read(value)
         if loss.mixing is not None:
             subject = f"a layer of {self.model.name!r}"
             message = _messages.mixing_loss_message(subject, loss.mixing.type, line_of(loss.mixing))
@@ -510,9 +508,8 @@ def record(
         model, data, position, is_trial: as `Recording` takes them.
     """
     recording = Recording(model, data, position, is_trial)
-    listener = recording.heard_gradients
     with _recording.set(recording):
-        with contextlib.nullcontext() if listener is None else heard(listener.listen):
+        with heard(recording.heard.listen) if recording.reads_step else contextlib.nullcontext():
             yield recording
         recording.check_complete()
 
