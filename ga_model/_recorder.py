@@ -181,10 +181,7 @@ class Recording:
         loss = self.heard.read(values)
         denominators = loss.denominators
         if denominators is None and loss.mixing is not None:
-            subject = f"the loss {name!r} of {self.model.name!r}"
-            op = loss.mixing
-            message = _messages.mixing_loss_message(subject, op.type, line_of(op))
-            self.model._warn_once(message)
+            self._warn_of_mixing(f"the loss {name!r} of {self.model.name!r}", loss.mixing)
         is_one = values.shape.rank == 0 and denominators is not None and len(denominators) == 1
         if not is_one or _strategy.num_replicas() > 1:
             return None
@@ -201,16 +198,22 @@ class Recording:
         """Note a loss that a layer or a regularizer added to the total."""
         self._additional.append((value, is_sum))
         if self.reads_step:
-            of_mean = Denominator("rows", self._num_rows())
-            self.heard.note(value, Denominator("sum") if is_sum else of_mean)
+            self.heard.note(value, self._added_denominator(is_sum))
 
     def note_call(self, tensors: Any, losses: Sequence[Any], is_sum: Sequence[bool]) -> None:
         """Note what a call that went by microbatches gave: as `note_call` of the module."""
         if self._is_part():
             self.heard.note_samples(tensors)
             for loss, is_sum_ in zip(losses, is_sum):
-                of_mean = Denominator("rows", self._num_rows())
-                self.heard.note(loss, Denominator("sum") if is_sum_ else of_mean)
+                self.heard.note(loss, self._added_denominator(is_sum_))
+
+    def _added_denominator(self, is_sum: bool) -> Denominator:
+        """Return what a loss that a layer added is divided by."""
+        return Denominator("sum") if is_sum else Denominator("rows", self._num_rows())
+
+    def _warn_of_mixing(self, subject: str, op: Any) -> None:
+        """Warn that a loss computes with several samples, by the operation `op`."""
+        self.model._warn_once(_messages.mixing_loss_message(subject, op.type, line_of(op)))
 
     def scale_loss(self, optimizer: Any, loss: Any) -> Any:
         """Fold the microbatch's weight into the loss, then scale it as the optimizer does."""
@@ -376,12 +379,10 @@ class Recording:
         if self._graph is None and self._terms:
             return self.loss_terms(), None
         if mixing or not losses:
-            op = mixing[0].mixing if mixing else None
-            message = _messages.unread_loss_message(name)
-            if op is not None:
-                subject = f"`train_step` of {name!r}"
-                message = _messages.mixing_loss_message(subject, op.type, line_of(op))
-            self.model._warn_once(message)
+            if mixing and mixing[0].mixing is not None:
+                self._warn_of_mixing(f"`train_step` of {name!r}", mixing[0].mixing)
+            else:
+                self.model._warn_once(_messages.unread_loss_message(name))
             return self.loss_terms(), None
         found = {d.kind: d for loss in losses for d in loss.denominators or ()}
         known = {term.kind for term in self._terms}
@@ -447,9 +448,7 @@ class Recording:
             return value, False
         loss = self.heard.read(value)
         if loss.mixing is not None:
-            subject = f"a layer of {self.model.name!r}"
-            message = _messages.mixing_loss_message(subject, loss.mixing.type, line_of(loss.mixing))
-            self.model._warn_once(message)
+            self._warn_of_mixing(f"a layer of {self.model.name!r}", loss.mixing)
         return value, [d.kind for d in loss.denominators or ()] == ["sum"]
 
     def _num_rows(self) -> Any:
