@@ -306,10 +306,9 @@ class Recording:
         is_total = metric is not None and metric is self.model.__dict__.get("_loss_tracker")
         terms = self.loss_terms()
         if term is not None:
-            terms = _weights.LossTerms(term.weight, [], [], [], [])
+            terms = _weights.of_weight(term.weight)
         elif not is_total and not any(value is loss for loss in self._losses):
-            weight = self._num_rows() if terms.weight is None else terms.weight
-            terms = _weights.LossTerms(weight, [], [], [], [])
+            terms = _weights.of_weight(self._num_rows() if terms.weight is None else terms.weight)
         # Keras tracks the total as it is on one replica, before it is divided by their number.
         replicas = float(_strategy.num_replicas()) if is_total else 1.0
         value = tf.cast(value, tf.float64) / replicas
@@ -394,14 +393,14 @@ class Recording:
         if not means:
             if has_regularizers:
                 self.model._warn_once(_messages.not_scaled_message(name))
-            return _weights.LossTerms(None, [], [], [], []), None
+            return _weights.of_weight(None), None
         if len(found) > 1:
             kinds = [d.words() for d in found.values()]
             self.model._warn_once(_messages.unlike_terms_message(name, kinds))
         first = means[0]
         count = tf.cast(first.count, tf.float64)
         if first.divisor is None:
-            return _weights.LossTerms(count, [], [], [], []), None
+            return _weights.of_weight(count), None
         divisor = tf.cast(first.divisor, tf.float64)
         if first.once is not None:
             if has_regularizers:  # which the rest of the divisor would scale, too
@@ -409,7 +408,7 @@ class Recording:
                 self.model._warn_once(_messages.unlike_terms_message(name, kinds))
             once = tf.cast(first.once, tf.float64)
             count += tf.where(is_first, once, tf.zeros_like(once))
-        return _weights.LossTerms(count, [], [], [], []), tf.math.divide_no_nan(divisor, count)
+        return _weights.of_weight(count), tf.math.divide_no_nan(divisor, count)
 
     def _combine(self) -> _weights.LossTerms:
         x, y, sample_weight = unpack(self._data)
