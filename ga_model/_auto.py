@@ -28,6 +28,7 @@ from ga_model._context import ThreadValue
 from ga_model._microbatch import Batch, count_rows
 from ga_model._randomness import same_random_state
 from ga_model._recorder import is_of_keras, optimizers_in
+from ga_model._split_call import is_built
 from ga_model._window import Window
 
 _trial = ThreadValue()  # what a step runs instead of itself, or None
@@ -195,7 +196,7 @@ class _Trials:
         self._batch = keras.tree.map_structure(
             lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, batch
         )
-        self._is_built = _step.is_built(model) and all(o.built for o in optimizers_in(vars(model)))
+        self._is_built = is_built(model, [*model.metrics, *optimizers_in(vars(model))])
         if not self._is_built:
             self._trace()
             self._is_built = True

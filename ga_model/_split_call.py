@@ -859,9 +859,13 @@ def _attached(outputs: list[Any]) -> list[tuple[int, str, Any]]:
     return found
 
 
-def is_built(layer: Any) -> bool:
-    """Return whether a layer and those in it have their variables."""
-    return all(getattr(part, "built", True) for part in layer._flatten_layers())
+def is_built(layer: Any, others: Iterable[Any] = ()) -> bool:
+    """Return whether a layer, those in it, and other metrics and optimizers have their variables.
+
+    Some metrics say so in `_built`.
+    """
+    states = [*layer._flatten_layers(), *others]
+    return all(getattr(s, "built", True) and getattr(s, "_built", True) for s in states)
 
 
 def _check_call(outputs: list[Any], layer: Any) -> None:

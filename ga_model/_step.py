@@ -37,6 +37,7 @@ from ga_model._recorder import (
     unpack,
     unrecorded,
 )
+from ga_model._split_call import is_built
 from ga_model._sums import GradientSum, power_of_two
 from ga_model._window import Window
 
@@ -363,7 +364,7 @@ class Step:
         model = self._model
 
         def undone(*args: Any) -> _Part:
-            if not tf.executing_eagerly() and not is_built(model):
+            if not tf.executing_eagerly() and not is_built(model, model.metrics):
                 # What the first call creates has to be there first, and is by tracing it.
                 tf.function(self._microbatch, autograph=False).get_concrete_function(*args)
             variables = [*model.variables, *model.metrics_variables]
@@ -422,9 +423,3 @@ def _apply(target: Target, part: GradientSum, num_counted: Any | None, model: An
 
 def _are_in(variables: list[Any], others: list[Any]) -> bool:
     return {id(v) for v in variables} <= {id(v) for v in others}
-
-
-def is_built(model: Any) -> bool:
-    """Return whether layers and metrics have their variables. Some metrics say so in `_built`."""
-    states = [*model._flatten_layers(), *model.metrics]
-    return all(getattr(s, "built", True) and getattr(s, "_built", True) for s in states)

@@ -14,7 +14,7 @@ Private names of Keras in use, read in Keras 3.14.0 to 3.15.1:
   `tests/test_models.py`, `tests/test_check.py`.
 * `Layer._call_has_training_arg`, in `_look_ahead`, `_recorder`, `_diagnosis` and `_randomness`.
   `tests/test_check.py`.
-* `R2Score._built`, `FBetaScore._built`, in `_step`: whether they have their variables.
+* `R2Score._built`, `FBetaScore._built`, in `_split_call`: whether they have their variables.
   `tests/test_nonfinite.py`.
 * `Optimizer._trainable_variables`, in `_recorder`: `optimizer.apply(gradients)` without variables.
   `tests/test_steps.py`.
