@@ -17,12 +17,11 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import tensorflow as tf
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from ga_model import _messages
-from ga_model._context import ThreadValue
+from ga_model._context import ThreadValue, graph_being_made
 from ga_model._recorder import note_call
 from ga_model._split_call import (
     Arguments,
@@ -53,7 +52,7 @@ class _Splitting:
         self._rows = rows
         self._size = size
         self._limit = limit
-        self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        self._graph = graph_being_made()
         self._scope = get_stateless_scope()
         self._is_in_whole_call = False
         self._turns = Turns()
@@ -69,8 +68,7 @@ class _Splitting:
 
     def is_outermost_graph(self) -> bool:
         """Return whether this is the step's own graph, and no branch, loop or function in it."""
-        graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-        return graph is self._graph
+        return graph_being_made() is self._graph
 
     def run_in_inner_graph(
         self, layer: Any, call: Callable[..., Any], args: Any, kwargs: Any

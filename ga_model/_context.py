@@ -1,4 +1,4 @@
-"""What the running thread is in: a value that is set for the duration of a block."""
+"""What the running thread is in: a value for the duration of a block, and a graph."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from typing import Any
+
+import tensorflow as tf
 
 
 class ThreadValue:
@@ -34,3 +36,8 @@ class ThreadValue:
             yield
         finally:
             self._local.value = outer
+
+
+def graph_being_made() -> Any:
+    """Return the graph that this thread adds operations to, or None where they run at once."""
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()

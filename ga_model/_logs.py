@@ -17,6 +17,7 @@ import keras
 import tensorflow as tf
 
 from ga_model import _strategy
+from ga_model._context import graph_being_made
 from ga_model._stand_in import StandIn
 
 
@@ -48,7 +49,7 @@ class MetricCalls:
 
     def __init__(self, loss_tracker: Any = None) -> None:
         self._loss_tracker = loss_tracker
-        self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        self._graph = graph_being_made()
         self.updates: list[_Call] = []
         self.watched: list[Any] = []
         self.results: list[tuple[Any, Any, str | None]] = []
@@ -60,7 +61,7 @@ class MetricCalls:
         microbatches; Keras's loss tracker does, whose weight is the rows whatever the loss is. In
         an inner graph, a branch of `tf.cond` say, there is no waiting.
         """
-        if self._graph is not None and self._graph is not tf.compat.v1.get_default_graph():
+        if self._graph not in (None, graph_being_made()):
             return False
         if metric is not self._loss_tracker and tf.is_tensor(sample_weight):
             return False

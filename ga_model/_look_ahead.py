@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from ga_model import _strategy, _weights
+from ga_model._context import graph_being_made
 from ga_model._logs import MetricCalls
 from ga_model._loop import loop
 from ga_model._microbatch import Batch
@@ -24,7 +25,7 @@ def look_ahead(model: Any, batch: Batch, is_window: bool) -> _weights.Whole:
     do not depend on. That happens once, if a microbatch asks, and where the batch is and not in the
     graph of the microbatch. Replicas then communicate.
     """
-    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    graph = graph_being_made()
 
     def once(function: Callable[[], Any]) -> Callable[[], Any]:
         def result() -> Any:

@@ -23,7 +23,7 @@ import keras
 import tensorflow as tf
 
 from ga_model import _logs, _messages, _strategy, _sums, _validate, _weights
-from ga_model._context import ThreadValue
+from ga_model._context import ThreadValue, graph_being_made
 from ga_model._loss_reading import (
     DoesNotAddUpError,
     check_adds_up,
@@ -119,7 +119,7 @@ class Recording:
         self._additional: list[tuple[Any, bool]] = []
         self._known_terms: tuple[tuple[int, int], _weights.LossTerms] | None = None
         self._losses: list[Any] = []
-        self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        self._graph = graph_being_made()
         self._folded: dict[int, tuple[_weights.LossTerms, _sums.Weight]] = {}
         self.reads_step = self._is_part() and not computes_loss_as_keras(model)
         self.heard = HeardGradients(self._graph, data, model)
@@ -245,7 +245,7 @@ class Recording:
 
     def apply(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         """Keep the gradients of an `optimizer.apply`."""
-        if self._graph not in (None, tf.compat.v1.get_default_graph()):
+        if self._graph not in (None, graph_being_made()):
             raise RuntimeError(_messages.inner_graph_message(self.model.name))
         if not self._is_trial and any(t.optimizer is optimizer for t in self.targets):
             raise RuntimeError(_messages.applied_twice_message(self.model.name, optimizer.name))

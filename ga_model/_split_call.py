@@ -36,7 +36,7 @@ import tensorflow as tf
 from tensorflow.python.eager import forwardprop_util, record
 
 from ga_model import _lists, _messages, _strategy, _sums
-from ga_model._context import ThreadValue
+from ga_model._context import ThreadValue, graph_being_made
 from ga_model._dependence import dependence_of
 from ga_model._loop import loop
 from ga_model._loss_reading import kind_of_scalar, mixes_samples
@@ -85,7 +85,7 @@ class _Noted(keras.StatelessScope):
         super().__init__(list(values), collect_losses=True)
         self.found: list[tuple[Any, Any]] = [(v, tf.identity(raw(v))) for v in noted]
         self.written: list[Any] = []
-        self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        self._graph = graph_being_made()
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         variable, value = update
@@ -214,10 +214,9 @@ class Turns:
         Args:
             results: tensors of this turn, that are appended in it.
         """
-        if tf.executing_eagerly():
+        if (graph := graph_being_made()) is None:
             yield
             return
-        graph = tf.compat.v1.get_default_graph()
         with tf.control_dependencies(self._last if graph is self._graph else []):
             yield
         self._last, self._graph = results, graph
@@ -490,7 +489,7 @@ class SplitCall:
         if others:
             names = sorted({variable.path for variable in others})
             raise NotByRowsError(f"it writes to {names}, once per call")
-        graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        graph = graph_being_made()
         for part in layers:
             if graph is None or type(part).__module__.startswith("keras."):
                 continue
@@ -884,8 +883,7 @@ def _check_call(outputs: list[Any], layer: Any) -> None:
             raise NotByRowsError(f"an output has the shape {output.shape}")
     if mixes_samples(outputs, layer):
         raise NotByRowsError("its outputs for a sample depend on other samples")
-    if not tf.executing_eagerly():
-        graph = tf.compat.v1.get_default_graph()
+    if (graph := graph_being_made()) is not None:
         nodes = [op.node_def for op in graph.get_operations()]
         nodes += [n for f in graph.as_graph_def().library.function for n in f.node_def]
         unseeded = sorted({node.op for node in nodes if _UNSEEDED.match(node.op)})

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from ga_model._context import graph_being_made
 from ga_model._loss_reading import (
     BY_SAMPLE,
     COUNT,
@@ -398,7 +399,7 @@ class HeardGradients:
     def _is_here(self, tensor: Any) -> bool:
         """Return whether a tensor is of the step's graph, and what is drawn now is no other."""
         is_symbolic = tf.is_symbolic_tensor(tensor)
-        return is_symbolic and tensor.graph is self._graph is tf.compat.v1.get_default_graph()
+        return is_symbolic and tensor.graph is self._graph is graph_being_made()
 
     def read(self, tensor: Any) -> StepLoss:
         """Return what a tensor is divided by."""

@@ -19,6 +19,7 @@ import tensorflow as tf
 from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
 
 from ga_model import _strategy
+from ga_model._context import graph_being_made
 from ga_model._strategy import raw
 
 # Variables that may be written to once per microbatch, by the last part of their names: where
@@ -48,7 +49,7 @@ _local = threading.local()  # replicas are traced in threads of their own
 @contextlib.contextmanager
 def unseen() -> Iterator[None]:
     """Let what is written to here be left out: it is put back, or told of elsewhere."""
-    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    graph = graph_being_made()
     first = 0 if graph is None else len(graph.get_operations())
     try:
         yield
@@ -73,7 +74,7 @@ class Writes:
         self._assigned: set[int] = set()
         _local.unseen = []
         self._unbuilt: list[Any] = []  # optimizers, eagerly
-        self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        self._graph = graph_being_made()
         if self._graph is not None:
             self._number = len(self._graph.get_operations())
         else:
