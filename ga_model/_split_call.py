@@ -83,7 +83,7 @@ class _Noted(keras.StatelessScope):
 
     def __init__(self, values: Iterable[tuple[Any, Any]] = (), noted: Iterable[Any] = ()) -> None:
         super().__init__(list(values), collect_losses=True)
-        self.found: list[tuple[Any, Any]] = [(v, tf.identity(raw(v))) for v in noted]
+        self.found = _read(noted)
         self.written: list[Any] = []
         self._graph = graph_being_made()
 
@@ -93,7 +93,7 @@ class _Noted(keras.StatelessScope):
         if not any(variable is other for other, _ in self.found):
             # In the graph of the call, also where a loop or a branch in it writes.
             with tf.init_scope() if self._graph is None else self._graph.as_default():
-                self.found.append((variable, tf.identity(raw(variable))))
+                self.found += _read([variable])
         if self.original_scope is not None:  # which keeps everything from being written
             super().add_update(update)
         else:
@@ -282,11 +282,11 @@ class SplitCall:
         """
         self._build()
         self._state = PythonState(self._layer)
-        variables = list({id(v): v for v in self._layer.variables}.values())
+        variables = _unique(self._layer.variables)
         # As they are: Keras would cast them to what the layer computes in.
         values = [tf.convert_to_tensor(raw(variable)) for variable in variables]
         inputs = [*self._batch.leaves, *self._arguments.shared]
-        inputs = [t for t in inputs if isinstance(t, tf.Tensor) and is_differentiable(t)]
+        inputs = [t for t in inputs if isinstance(t, tf.Tensor) and _is_differentiable(t)]
         if forwardprop_util.pack_tangents([*inputs, *values]).tangents:
             raise NotByRowsError("forward derivatives are taken of it")
         sources = [v for v, value in zip(variables, values) if _is_recorded(value)]
@@ -301,8 +301,8 @@ class SplitCall:
         with record.stop_recording(), self._turns.turn(results), unseen():
             self._first_pass(function)
             results += self._outputs
-            others = [v for v in variables if not _is_in(v, self._changed)]
-            self._kept = [(v, tf.identity(raw(v))) for v in others if not _is_in(v, sources)]
+            others = [*self._changed, *sources]
+            self._kept = _read(v for v in variables if not _is_in(v, others))
         self._variables = sources
         self._followed = [t for t in self._arguments.shared if _is_in(t, inputs)]
         tensors = [*self._outputs, *self._losses]
@@ -337,7 +337,7 @@ class SplitCall:
             inputs: of the arguments, those that a tape follows.
             values: of the weights that a tape follows.
         """
-        numbers = [i for i, tensor in enumerate(tensors) if is_differentiable(tensor)]
+        numbers = [i for i, tensor in enumerate(tensors) if _is_differentiable(tensor)]
         self._is_used = [False for _ in numbers]
 
         def gradients(*upstream: Any) -> Any:
@@ -507,14 +507,13 @@ class SplitCall:
         inputs = self._batch.microbatch(tf.zeros((), tf.int64))
         inputs = [tf.stop_gradient(t) if isinstance(t, tf.Tensor) else t for t in inputs]
         shared = [tf.stop_gradient(tensor) for tensor in self._arguments.shared]
-        variables = {id(v): v for v in self._layer.variables}.values()
+        variables = _unique(self._layer.variables)
         values = [(variable, tf.stop_gradient(variable.value)) for variable in variables]
-        before = [(variable, tf.identity(raw(variable))) for variable in _state_of(self._layer)]
+        before = _read(_state_of(self._layer))
         with tf.GradientTape() as tape, keras.StatelessScope(values):
             outputs = _leaves(self._called(inputs, shared))
         # Functions that were traced before know no scope: they write, and read weights directly.
-        for variable, value in before:
-            raw(variable).assign(value)
+        _write(before)
         known = any(_is_in(v, [raw(own) for own in variables]) for v in tape.watched_variables())
         if any(map(_is_recorded, outputs)) and not known:
             raise NotByRowsError("it uses a tensor or a variable that is no input or weight of it")
@@ -590,9 +589,8 @@ class SplitCall:
             function.get_concrete_function()
         held = [(v, value) for v, value in zip(variables, values) if _is_in(v, self._read_directly)]
         written = [*self._changed, *(v for v, _ in held if not _is_in(v, self._changed))]
-        left = [tf.identity(raw(variable)) for variable in written]
-        for variable, value in held:
-            raw(variable).assign(value)
+        left = _read(written)
+        _write(held)
 
         def gradients(index: Any) -> Any:
             found = [
@@ -614,8 +612,7 @@ class SplitCall:
 
         first = total.as_terms(variables), lists, of_shared
         total, lists, of_shared = loop(add, first, self._num_microbatches)
-        for variable, value in zip(written, left):
-            raw(variable).assign(value)
+        _write(left)
         of_rows = [
             self._filled(_lists.concatenated(pieces, tensor.dtype, tensor.shape[1:]))
             for pieces, tensor in zip(lists, of_rows)
@@ -648,8 +645,7 @@ class SplitCall:
         """
         count = len(self._batch.leaves)
         inputs = leaves[:count]
-        for variable, value in zip(self._changed, found):
-            raw(variable).assign(value)
+        _write(zip(self._changed, found))
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             variables = [raw(variable) for variable in self._variables]
             tape.watch([values, [inputs[i] for i in places], shared, variables])
@@ -658,7 +654,7 @@ class SplitCall:
             tensors = _leaves(outputs)
             tensors += [tensor for _, _, tensor in _attached(tensors)]
             tensors += self._shares(self._added(scope.losses, outputs), leaves)
-            tensors = [tensor for tensor in tensors if is_differentiable(tensor)]
+            tensors = [tensor for tensor in tensors if _is_differentiable(tensor)]
             targets = [tensor for tensor, yes in zip(tensors, is_used) if yes]
         of_rows = [inputs[i] for i in places]
         gradients = tape.gradient(
@@ -785,6 +781,21 @@ def _recorded(tensors: list[Any], sources: list[Any], gradient: Callable[..., An
     return outputs
 
 
+def _read(variables: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """Return pairs of variables and the values that they have, whatever a scope says."""
+    return [(variable, tf.identity(raw(variable))) for variable in variables]
+
+
+def _write(pairs: Iterable[tuple[Any, Any]]) -> None:
+    """Write values to variables, whatever a scope says."""
+    for variable, value in pairs:
+        raw(variable).assign(value)
+
+
+def _unique(variables: Iterable[Any]) -> list[Any]:
+    return list({id(variable): variable for variable in variables}.values())
+
+
 def _is_in(value: Any, others: Iterable[Any]) -> bool:
     return any(value is other for other in others)
 
@@ -832,14 +843,14 @@ def _state_of(layer: Any) -> list[Any]:
     variables += getattr(layer, "metrics_variables", [])
     if _strategy.num_replicas() > 1:
         variables = [v for v in variables if v.aggregation in (None, "none")]
-    return list({id(variable): variable for variable in variables}.values())
+    return _unique(variables)
 
 
 def _leaves(outputs: Any) -> list[Any]:
     return [leaf for leaf in tf.nest.flatten(outputs) if tf.is_tensor(leaf)]
 
 
-def is_differentiable(tensor: Any) -> bool:
+def _is_differentiable(tensor: Any) -> bool:
     return bool(tensor.dtype.is_floating or tensor.dtype.is_complex)
 
 
