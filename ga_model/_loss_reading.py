@@ -216,14 +216,14 @@ class Reading:
             self._known = {id(tensor): kind for tensor, kind in known if kind is not None}
             self.update()
             return
-        captured = [(outer, inner) for outer, inner in graph.captures]
+        captured = list(graph.captures)
         self._known = {
             id(inner): SHARED
             for outer, inner in captured
             if outer.dtype == tf.resource or not tf.is_symbolic_tensor(outer)
         }
-        inner = [inner for _, inner in captured]
-        own = [t for t in graph.inputs if not any(t is other for other in inner)]
+        inner = {id(inner) for _, inner in captured}
+        own = [t for t in graph.inputs if id(t) not in inner]
         self._known.update((id(t), BY_SAMPLE if t.shape.rank else SHARED) for t in own)
         self.update()
 

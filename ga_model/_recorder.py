@@ -371,12 +371,10 @@ class Recording:
         Warns:
             UserWarning: they are no means or sums over samples, or not of one kind.
         """
-        if losses is None:
+        if losses is None or (self._graph is None and self._terms):
             return self.loss_terms(), None
         name = self.model.name
         mixing = [loss for loss in losses if loss.denominators is None]
-        if self._graph is None and self._terms:
-            return self.loss_terms(), None
         if mixing or not losses:
             if mixing and mixing[0].mixing is not None:
                 self._warn_of_mixing(f"`train_step` of {name!r}", mixing[0].mixing)

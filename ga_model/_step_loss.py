@@ -416,9 +416,7 @@ class HeardGradients:
 
         def tell(gradients: Any) -> None:
             unlike = [loss for loss in losses if loss.denominators is None]
-            found: dict[Hashable, Denominator] = {}
-            for loss in losses:
-                found.update({d.kind: d for d in loss.denominators or ()})
+            found = {d.kind: d for loss in losses for d in loss.denominators or ()}
             whole = unlike[0] if unlike else StepLoss(list(found.values()))
             self._first = self._first or len(self._graph.get_operations())
             for gradient in tf.nest.flatten(gradients):
