@@ -176,9 +176,7 @@ def _which_have_rows(tensors: list[Any]) -> list[bool]:
                 if known and (length is None or length in known):
                     raise NotByRowsError("it is not clear which of its inputs have samples")
                 is_row[i] = False
-        lengths = [length for length, yes in zip(lengths, follows) if yes]
-    else:
-        lengths = [length for length, yes in zip(lengths, is_row) if yes]
+    lengths = [length for length, yes in zip(lengths, is_row) if yes]
     if not lengths:
         raise NotByRowsError("")
     if len(set(lengths)) > 1:
@@ -381,21 +379,15 @@ class SplitCall:
         lists = [_lists.empty(t.dtype, [None, *t.shape[1:]]) for t in tensors]
         lists += [_lists.empty(v.dtype, v.shape) for v in part.found]
 
-        def with_lists(lists: list[Any], part: _Part) -> list[Any]:
-            pairs = zip(lists, [*part.outputs, *part.found])
-            return [_lists.pushed(pieces, tensor) for pieces, tensor in pairs]
-
         def add(index: Any, so_far: Any) -> Any:
             lists, losses = so_far
             part = part_of(index, shapes)
-            return with_lists(lists, part), [a + b for a, b in zip(losses, part.losses)]
+            lists = _pushed(lists, [*part.outputs, *part.found])
+            return lists, [a + b for a, b in zip(losses, part.losses)]
 
-        so_far = (with_lists(lists, part), part.losses)
+        so_far = (_pushed(lists, [*part.outputs, *part.found]), part.losses)
         lists, self._losses = loop(add, so_far, self._num_microbatches)
-        self._outputs = [
-            self._filled(_lists.concatenated(pieces, tensor.dtype, tensor.shape[1:]))
-            for pieces, tensor in zip(lists, tensors)
-        ]
+        self._outputs = self._joined(lists, tensors)
         self._found = lists[len(tensors) :]
 
     def _checked_first(self) -> Any:
@@ -552,14 +544,23 @@ class SplitCall:
         own = len(_leaves(outputs)) if self._layer.activity_regularizer is not None else 0
         return losses[: len(losses) - own]
 
-    def _filled(self, tensor: Any) -> Any:
-        """Return outputs for all samples, also where a few microbatches ran only."""
-        if self._is_limited:
-            missing = self._batch.rows - rows_of(tensor)
-            shape = tf.concat([[missing], tf.shape(tensor, out_type=tf.int64)[1:]], 0)
-            tensor = tf.concat([tensor, tf.zeros(shape, tensor.dtype)], 0)
-        tensor.set_shape([self._batch.static_rows, *tensor.shape[1:]])
-        return tensor
+    def _joined(self, lists: list[Any], tensors: list[Any]) -> list[Any]:
+        """Return tensors of all samples, also where a few microbatches ran only.
+
+        Args:
+            lists: those of the microbatches, a list for each.
+            tensors: those of the first microbatch.
+        """
+        joined = []
+        for pieces, part in zip(lists, tensors):
+            tensor = _lists.concatenated(pieces, part.dtype, part.shape[1:])
+            if self._is_limited:
+                missing = self._batch.rows - rows_of(tensor)
+                shape = tf.concat([[missing], tf.shape(tensor, out_type=tf.int64)[1:]], 0)
+                tensor = tf.concat([tensor, tf.zeros(shape, tensor.dtype)], 0)
+            tensor.set_shape([self._batch.static_rows, *part.shape[1:]])
+            joined.append(tensor)
+        return joined
 
     # The second pass.
 
@@ -600,23 +601,18 @@ class SplitCall:
             return function(batch.microbatch(index), found, values, shared)
 
         total, of_rows, of_shared = gradients(tf.zeros((), tf.int64))
-        lists = [_lists.empty(t.dtype, [None, *t.shape[1:]]) for t in of_rows]
-        lists = [_lists.pushed(pieces, tensor) for pieces, tensor in zip(lists, of_rows)]
+        lists = _pushed([_lists.empty(t.dtype, [None, *t.shape[1:]]) for t in of_rows], of_rows)
 
         def add(index: Any, so_far: Any) -> Any:
             total, lists, sums = so_far
             part, of_rows, of_shared = gradients(index)
-            lists = [_lists.pushed(pieces, tensor) for pieces, tensor in zip(lists, of_rows)]
             sums = [a + b for a, b in zip(sums, of_shared)]
-            return total.plus_alike(part, variables), lists, sums
+            return total.plus_alike(part, variables), _pushed(lists, of_rows), sums
 
         first = total.as_terms(variables), lists, of_shared
         total, lists, of_shared = loop(add, first, self._num_microbatches)
         _write(left)
-        of_rows = [
-            self._filled(_lists.concatenated(pieces, tensor.dtype, tensor.shape[1:]))
-            for pieces, tensor in zip(lists, of_rows)
-        ]
+        of_rows = self._joined(lists, of_rows)
         note_call(of_rows)
         in_order, others = iter(of_rows), iter(of_shared)
         of_inputs = [next(in_order if _is_in(t, rows) else others) for t in inputs]
@@ -779,6 +775,11 @@ def _recorded(tensors: list[Any], sources: list[Any], gradient: Callable[..., An
         outputs = [tf.identity(tensor) for tensor in tensors]
     record.record_operation("SplitCall", outputs, sources, gradient)
     return outputs
+
+
+def _pushed(lists: list[Any], tensors: list[Any]) -> list[Any]:
+    """Return lists with one more tensor each."""
+    return [_lists.pushed(pieces, tensor) for pieces, tensor in zip(lists, tensors)]
 
 
 def _read(variables: Iterable[Any]) -> list[tuple[Any, Any]]:
