@@ -54,7 +54,7 @@ class _Splitting:
         self._limit = limit
         self._graph = graph_being_made()
         self._scope = get_stateless_scope()
-        self._is_in_whole_call = False
+        self._is_in_whole_call = ThreadValue(False)
         self._turns = Turns()
 
     def applies(self, layer: Any) -> bool:
@@ -74,7 +74,7 @@ class _Splitting:
         self, layer: Any, call: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """Make a call whole, with all calls in it."""
-        if not self._is_in_whole_call:
+        if not self._is_in_whole_call.get():
             self._model._warn_once(_messages.inner_call_message(layer.name))
         with inside_of_call.set(True):
             return call(*args, **kwargs)
@@ -96,12 +96,9 @@ class _Splitting:
             return outputs
         except NotByRowsError as error:
             reason = str(error)
-        outer, self._is_in_whole_call = self._is_in_whole_call, True
-        try:
+        with self._is_in_whole_call.set(True):
             outputs = call(*args, **kwargs)
-        finally:
-            self._is_in_whole_call = outer
-        if reason and not self._is_in_whole_call:
+        if reason and not self._is_in_whole_call.get():
             self._model._warn_once(_messages.whole_call_message(layer.name, reason))
         return outputs
 
