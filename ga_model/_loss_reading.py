@@ -583,15 +583,14 @@ def value_of(tensor: Any) -> Any:
         return np.concatenate(values[:-1])
     if op.type == "Pack":
         return np.stack(values)
+    if op.type == "Prod":
+        return np.prod(values[0])
     functions: dict[str, Any] = {
         "Sub": np.subtract,
         "AddV2": np.add,
         "Mul": np.multiply,
-        "Prod": np.prod,
         "Range": np.arange,
     }
-    if op.type == "Prod":
-        values = values[:1]
     return functions[op.type](*values) if op.type in functions else None
 
 
