@@ -548,10 +548,10 @@ def _compares(op: Any, kinds: list[Any]) -> bool:
 
 def axes_of(op: Any) -> list[int] | None:
     """Return the axes that the second input of an operation names, counted from the front."""
-    value = tf.get_static_value(op.inputs[1])
-    if value is None:
+    value, rank = tf.get_static_value(op.inputs[1]), op.inputs[0].shape.rank
+    if value is None or rank is None:
         return None
-    rank = op.inputs[0].shape.rank + (op.type == "ExpandDims")
+    rank += op.type == "ExpandDims"
     axes = value.reshape(-1).tolist()
     return [axis + rank if axis < 0 else axis for axis in axes]
 

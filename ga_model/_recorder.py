@@ -41,7 +41,7 @@ from ga_model._step_loss import (
 )
 from ga_model._sums import GradientSum
 from ga_model._tapes import heard
-from ga_model._writes import NOTHING, Writes, used_since
+from ga_model._writes import NOTHING, Writes, left_out, used_since
 
 _recording = ThreadValue()  # that runs in this thread
 
@@ -288,7 +288,7 @@ class Recording:
 
     def _warn_of_work_on(self, gradients: Sequence[Any]) -> None:
         """Warn if the step has made something of gradients that a sum of them does not give."""
-        op = None if self._heard is None else self._heard.worked_over_by(gradients)
+        op = self.heard.worked_over_by(gradients) if self.reads_step else None
         if op is not None:
             message = _messages.worked_over_message(self.model.name, op.type, line_of(op))
             self.model._warn_once(message)
@@ -504,7 +504,7 @@ def record(
         model, data, position, is_trial: as `Recording` takes them.
     """
     recording = Recording(model, data, position, is_trial)
-    with _recording.set(recording):
+    with _recording.set(recording), left_out.set([]):
         with heard(recording.heard.listen) if recording.reads_step else contextlib.nullcontext():
             yield recording
         recording.check_complete()

@@ -31,6 +31,7 @@ from ga_model._recorder import (
     Position,
     Recording,
     Target,
+    computes_loss_as_keras,
     is_of_keras,
     optimizers_in,
     record,
@@ -218,8 +219,7 @@ class Step:
         if self._model.skip_nonfinite:
             microbatch = self._undone_if_not_finite(microbatch)
         zero = tf.zeros((), tf.int64)
-        if not is_built(self._model):
-            self._build_if_needed()
+        self._build_if_needed()
         if tf.executing_eagerly() and batch.is_split and self._model._must_add_up():
             self._read_loss()
         part = microbatch(zero, self._units, batch.microbatch(zero))
@@ -235,20 +235,23 @@ class Step:
         return loop(add, part, batch.num_microbatches)  # type: ignore[no-any-return]
 
     def _build_if_needed(self) -> None:
-        """Create the weights where something is about to need them before they are trained."""
+        """Create weights and metrics where something needs them before they are trained."""
         if self._batch.is_split and self._model._must_add_up():
-            self._build()
-        elif any(map(_strategy.begins_with_values, self._optimizers)):
+            if not is_built(self._model, self._model.metrics):
+                self._build()
+        elif not is_built(self._model) and any(map(_strategy.begins_with_values, self._optimizers)):
             with contextlib.suppress(Exception):  # of a model that only its step knows how to call
                 self._build()
 
     def _build(self) -> None:
-        """Create the weights: in a graph that is given up they would never get their values."""
+        """Create weights and metrics: in a graph that is given up they would get no values."""
 
         def call(leaves: list[Any]) -> list[Any]:
-            x, _, _ = unpack(self._batch.pack(leaves))
+            x, y, sample_weight = unpack(self._batch.pack(leaves))
             with unrecorded():
                 outputs = self._model(x)
+                if computes_loss_as_keras(self._model):
+                    self._model.compute_metrics(x, y, outputs, sample_weight)
             return [leaf for leaf in tf.nest.flatten(outputs) if tf.is_tensor(leaf)]
 
         tf.function(call, autograph=False).get_concrete_function(self._batch.signature_of(None))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import threading
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ import tensorflow as tf
 from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
 
 from ga_model import _strategy
-from ga_model._context import graph_being_made
+from ga_model._context import ThreadValue, graph_being_made
 from ga_model._strategy import raw
 
 # Variables that may be written to once per microbatch, by the last part of their names: where
@@ -43,7 +42,9 @@ class Written(NamedTuple):
 
 NOTHING = Written([], [], [])
 
-_local = threading.local()  # replicas are traced in threads of their own
+left_out = (
+    ThreadValue()
+)  # a list while a step is recorded: of a graph, where operations begin and end
 
 
 @contextlib.contextmanager
@@ -56,7 +57,8 @@ def unseen() -> Iterator[None]:
     finally:
         if graph is not None:
             last = len(graph.get_operations())
-            _local.unseen = [*getattr(_local, "unseen", []), (graph, first, last)]
+            if left_out.get() is not None:
+                left_out.get().append((graph, first, last))
 
 
 class Writes:
@@ -72,7 +74,6 @@ class Writes:
         # Handles that an operation of the graph itself writes to, and no branch: a variable that
         # is made while a graph is gets its first value in one.
         self._assigned: set[int] = set()
-        _local.unseen = []
         self._unbuilt: list[Any] = []  # optimizers, eagerly
         self._graph = graph_being_made()
         if self._graph is not None:
@@ -129,7 +130,7 @@ class Writes:
     def _in_graph(self) -> set[int]:
         """Return the handles of variables that new operations of the graph write to, as ids."""
         graph: Any = self._graph
-        unseen = [range(*span) for other, *span in _local.unseen if other is graph]
+        unseen = [range(*span) for other, *span in left_out.get() or () if other is graph]
         written: set[int] = set()
         assigned: set[int] = set()
         for number, op in enumerate(graph.get_operations()):

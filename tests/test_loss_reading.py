@@ -3,10 +3,12 @@
 import inspect
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from keras import ops
 
+from ga_model import accumulate
 from ga_model._loss_reading import (
     DoesNotAddUpError,
     adds_up,
@@ -376,3 +378,19 @@ def test_layers_that_compute_with_other_samples_are_told(make, mixes):
 
     of_microbatch.get_concrete_function()
     assert found == [mixes]
+
+
+def test_a_rank_that_no_graph_knows_is_no_obstacle():
+    class OfAnyRank(keras.layers.Layer):
+        def call(self, inputs):
+            values = tf.numpy_function(lambda array: array, [inputs], tf.float32)
+            return inputs + tf.reshape(tf.reduce_mean(values, axis=-1), [-1, 1])
+
+        def compute_output_shape(self, shape):
+            return shape
+
+    model = keras.Sequential([OfAnyRank(), keras.layers.Dense(1)])
+    model = accumulate(model, microbatch_size=2, loss_over="batch")
+    model.compile("sgd", "mse")
+    model.fit(np.ones((8, 4), "float32"), np.ones((8, 1)), batch_size=4, verbose=0)
+    assert model.optimizer.iterations == 2

@@ -116,5 +116,5 @@ def test_float32_rounds_as_plain_keras_with_the_rows_in_another_order(
     orders = [np.concatenate([generator.permutation(part) for part in parts]) for _ in range(6)]
     permuted = [relative_difference(trained(o, 12)[0], expected, start) for o in orders]
     found = relative_difference(trained(in_order, rows, **settings)[0], expected, start)
-    record_property("over_that_of_another_order", found / max(permuted))
+    record_property("over_that_of_another_order", float(found / max(permuted)))
     assert found <= 2 * max(permuted)
