@@ -515,6 +515,15 @@ def mixing_loss_message(subject: str, operation: str, line: str) -> str:
     )
 
 
+def product_message(loss: str, model: str) -> str:
+    return (
+        "Sample weights need a loss that returns a value for each sample, to be put together from "
+        f"microbatches. Received: the loss {loss!r} of {model!r}, which returns one number, with "
+        "sample weights: Keras multiplies it by their mean. Training differs from the full batch: "
+        f"return the values of the samples, or {_EXACT_WAY}."
+    )
+
+
 def order_message(model: str, first: str, second: str, variables: list[str]) -> str:
     return (
         "The optimizers of a `train_step` are applied at the end of a window, one after the other. "

@@ -98,25 +98,18 @@ def _observer(entry: Any, compiled: Any, check: Any, read: Any) -> Any:
     def observe(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         if check is not None:
             check(loss, y_true, y_pred)
+        seen: list[Any] = []
+        value = _seeing(loss, seen)(y_true, y_pred, sample_weight)
+        is_number = bool(seen) and seen[0].shape.rank == 0
+        is_product = is_number and sample_weight is not None
         if reduction in ("sum", "none", None):
-            value = loss(y_true, y_pred, sample_weight)
             if reduction == "sum":
                 value = tf.reduce_sum(value)  # Keras leaves the values of no rows as they are
-            compiled._terms.append(Term(name, None, reduction or "none", in_total(value), value))
+            term = Term(name, None, reduction or "none", in_total(value), value, is_product)
+            compiled._terms.append(term)
             return value
-        seen: list[Any] = []
-
-        class Observed(type(loss)):  # type: ignore[misc]
-            def call(self, y_true: Any, y_pred: Any) -> Any:
-                values = super().call(y_true, y_pred)
-                # A number, perhaps. Ragged tensors would be refused.
-                seen.append(values if tf.is_tensor(values) else tf.convert_to_tensor(values))
-                return seen[-1]
-
-        twin = object.__new__(Observed)
-        object.__setattr__(twin, "__dict__", loss.__dict__)  # one state, whatever `call` does to it
-        value = tf.reduce_sum(twin(y_true, y_pred, sample_weight))  # of no rows, as above
-        if not (seen and seen[0].shape.rank == 0):
+        value = tf.reduce_sum(value)  # of no rows, as above
+        if not is_number:
             value = _strategy.exactly_scaled(value)
         elif (replicas := _strategy.num_replicas()) > 1:
             # Keras leaves the division out there. A mean of no rows is NaN, and would be logged.
@@ -131,10 +124,28 @@ def _observer(entry: Any, compiled: Any, check: Any, read: Any) -> Any:
             found = None if read is None else read(name, seen[0])
             if found is not None and sample_weight is None:
                 weight, kind = found.count, found.kind
-        compiled._terms.append(Term(name, weight, kind, in_total(value), value))
+        is_product = is_product and reduction != "mean_with_sample_weight"
+        compiled._terms.append(Term(name, weight, kind, in_total(value), value, is_product))
         return value
 
     return observe
+
+
+def _seeing(loss: Any, seen: list[Any]) -> Any:
+    """Return a twin of a loss that appends its values to `seen` before they are reduced."""
+    if not isinstance(loss, keras.losses.Loss):
+        return loss
+
+    class Observed(type(loss)):  # type: ignore[misc]
+        def call(self, y_true: Any, y_pred: Any) -> Any:
+            values = super().call(y_true, y_pred)
+            # A number, perhaps. Ragged tensors would be refused.
+            seen.append(values if tf.is_tensor(values) else tf.convert_to_tensor(values))
+            return seen[-1]
+
+    twin = object.__new__(Observed)
+    object.__setattr__(twin, "__dict__", loss.__dict__)  # one state, whatever `call` does to it
+    return twin
 
 
 def _denominator(

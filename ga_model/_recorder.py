@@ -189,7 +189,18 @@ class Recording:
         return None if found.kind == "rows" or found.divisor is not None else found
 
     def note_term(self, term: _weights.Term) -> None:
-        """Note a term of the compiled loss."""
+        """Note a term of the compiled loss.
+
+        Raises:
+            DoesNotAddUpError: it is a product, and has to add up.
+
+        Warns:
+            UserWarning: it is a product, and cannot be put together from microbatches.
+        """
+        if term.is_product and self._position.must_add_up:
+            raise DoesNotAddUpError
+        if term.is_product and self._is_part():
+            self.model._warn_once(_messages.product_message(term.name, self.model.name))
         self._terms.append(term)
         if self.reads_step:
             self.heard.note(term.raw, Denominator(term.kind, term.weight))

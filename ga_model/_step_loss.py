@@ -418,7 +418,8 @@ class HeardGradients:
             unlike = [loss for loss in losses if loss.denominators is None]
             found = {d.kind: d for loss in losses for d in loss.denominators or ()}
             whole = unlike[0] if unlike else StepLoss(list(found.values()))
-            self._first = self._first or len(self._graph.get_operations())
+            if self._graph is not None:
+                self._first = self._first or len(self._graph.get_operations())
             for gradient in tf.nest.flatten(gradients):
                 tensor = getattr(gradient, "values", gradient)
                 if self._is_here(tensor):

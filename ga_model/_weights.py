@@ -75,6 +75,7 @@ class Term(NamedTuple):
         kind: terms of equal kind have proportional weights.
         value: the term as it stands in the total.
         raw: the same before its weight in the total.
+        is_product: whether it is one number for all rows, times the mean or sum of their weights.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Term(NamedTuple):
     kind: Hashable
     value: Any = None
     raw: Any = None
+    is_product: bool = False
 
 
 class Whole(NamedTuple):

@@ -426,3 +426,32 @@ def test_steps_of_the_field_are_exact_or_told_of(name, float64):
 def test_steps_that_cannot_be_accumulated_are_refused(name, float64):
     with pytest.raises(RuntimeError, match=r"applies one optimizer more than|by a global"):
         train(STEPS[name], accumulation_steps=3, batch=8)
+
+
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum", "mean_with_sample_weight"])
+@pytest.mark.parametrize("settings", [{"accumulation_steps": 3}, {"microbatch_size": 5}])
+def test_one_number_beside_sample_weights_is_exact_or_told_of(settings, reduction, float64):
+    class OneNumber(losses.Loss):
+        def call(self, y_true, y_pred):
+            return tf.reduce_mean(tf.square(y_true - y_pred))
+
+    x, y, _ = data()
+    weights = np.random.default_rng(1).uniform(size=44)
+    steps = settings.get("accumulation_steps", 1)
+    trained = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for given, batch in (({}, 24), (settings, 24 // steps)):
+            model = seeded(lambda: keras.Sequential([keras.Input((4,)), layers.Dense(2)]))
+            start = model.get_weights()
+            model = accumulate(model, **given) if given else model
+            model.compile(keras.optimizers.SGD(0.01), OneNumber(reduction=reduction))
+            model.fit(x, y, batch, sample_weight=weights, epochs=2, shuffle=False, verbose=0)
+            trained.append(model.get_weights())
+    found = relative_difference(trained[1], trained[0], start)
+    if steps > 1 and reduction != "mean_with_sample_weight":
+        assert found > 1e-3
+        assert ["returns one number, with" in str(warning.message) for warning in caught] == [True]
+    else:
+        assert not caught
+        assert found < TOLERANCE[float64]
