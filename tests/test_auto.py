@@ -474,6 +474,7 @@ def test_a_search_is_one_trace():
     assert Counted.traces == before + 2  # one of the search, one to train
 
 
+@pytest.mark.gate
 def test_a_larger_batch_is_searched_again_only_where_the_batch_was_the_limit(capsys):
     x, y = dense_data(60)
     model = compiled(smooth_model, memory := Memory(20))
@@ -526,6 +527,7 @@ def test_batch_normalization_is_told_of_only_where_batches_are_split():
 # Memory that is used up later.
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(
     ("steps", "microbatches", "limit", "sizes", "eager"),
     [
@@ -562,6 +564,7 @@ def test_a_repeated_batch_loses_no_row(steps, microbatches, limit, sizes, eager,
     assert difference <= TOLERANCE["float64"]
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("steps", [pytest.param(1, marks=pytest.mark.sweep), 3])
 def test_a_repeated_batch_leaves_no_trace_in_what_steps_change(steps, float64):
     """Running statistics, counters and random state are those of a run that knew it before."""
@@ -594,6 +597,7 @@ def test_a_repeated_batch_leaves_no_trace_in_what_steps_change(steps, float64):
     assert_same(logs, expected_logs, rtol=1e-12)
 
 
+@pytest.mark.gate
 def test_a_loss_over_the_batch_gets_a_size_and_a_smaller_one(float64):
     """In the first pass, and in the second, when outputs and losses are there already."""
 
@@ -643,6 +647,7 @@ class Adversaries(keras.Model):
         return {"loss": loss}
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("way", [{}, {"run_eagerly": True}], ids=str)
 def test_a_step_that_applies_optimizers_in_turn_gets_a_size(way, float64):
     """And no second chance: nobody knows what it has updated."""

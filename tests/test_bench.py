@@ -73,6 +73,7 @@ def test_the_table_shows_the_ratios_of_what_was_measured(run):
     assert lines[2] == ["embedding", "off", f"{plain_size / 1e6:,.0f}", "MB", *ratios]
 
 
+@pytest.mark.gate
 def test_memory_is_that_of_the_training_alone(run):
     """The table takes 25.6 MB, and Keras's accumulation a copy of it."""
     _, measured, _ = run

@@ -74,6 +74,7 @@ def test_accumulation_makes_the_updates_of_the_big_batch_and_small_batches_do_no
     assert "\nReproduced: " in process.stdout
 
 
+@pytest.mark.gate
 def test_memory_is_that_of_each_run(full_run):
     training = {name: int(cells[7]) for name, cells in rows_of(full_run[0].stdout).items()}
     for name in ("accumulation", "big batch, split"):

@@ -347,6 +347,7 @@ def fit_in_own_process(folder, *args):
     return in_own_process("The run", killed_run.train, folder, *args)
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(
     ("way", "save_freq", "kills"),
     [

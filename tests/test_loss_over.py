@@ -1023,6 +1023,7 @@ def test_models_that_can_not_be_called_twice_run_whole_and_tell(layer, reason, e
         assert relative_difference(*weights, start) < TOLERANCE[float64]
 
 
+@pytest.mark.gate
 def test_check_equivalence_tells_and_proves(float64):
     model = with_dropout()
     model.compile(keras.optimizers.Adam(0.01), info_nce)

@@ -36,6 +36,7 @@ def difference(models, references, starts):
     )
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_two_models_train_in_two_threads(jit_compile, float64):
     data = [dense_data(ROWS, seed=seed) for seed in (3, 4)]

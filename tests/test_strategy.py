@@ -373,6 +373,7 @@ def test_what_plain_keras_can_not_do_on_several_devices(settings, error, float64
             model.fit(*dense_data(29), batch_size=8, verbose=0)
 
 
+@pytest.mark.gate
 def test_windows_in_a_loop_over_train_on_batch(float64):
     """Every replica gets all of the batch there, in plain Keras too."""
     x, y = dense_data(20)
@@ -433,6 +434,7 @@ def test_bad_microbatches_are_left_out_on_any_replica(float64):
     assert_equal_logs(model, reference)
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("replicas", [2, 3])
 @pytest.mark.parametrize("inside", [True, False], ids=["apply in run", "apply outside"])
 def test_an_accumulator_in_a_loop_of_ones_own_matches_the_whole_window(inside, replicas, float64):
