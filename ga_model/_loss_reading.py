@@ -310,7 +310,7 @@ class Reading:
         is_random = "Random" in op.type and (SHAPE in kinds or self._rows is not None)
         lengths = [t.shape[0] for t, k in zip(op.inputs, kinds) if k == BY_SAMPLE]
         if is_random and self._are_rows(output.shape[0]):
-            return BY_SAMPLE
+            return MIXED if _has_fixed_seed(op) else BY_SAMPLE
         if is_known and output.shape[0] in (self._rows, *lengths):  # of several views perhaps
             return BY_SAMPLE
         return INSIDE if is_known else None
@@ -496,6 +496,16 @@ def _of_function(inner: list[Reading], number: int) -> str | None:
     return BY_SAMPLE if BY_SAMPLE in found else None
 
 
+def _has_fixed_seed(op: Any) -> bool:
+    """Return whether an operation draws the same numbers for any samples, by their places."""
+    if not op.type.startswith("Stateless"):
+        return False
+    seed = op.inputs[1]
+    if seed.op.type.startswith("StatelessRandomGetKeyCounter"):
+        seed = seed.op.inputs[0]
+    return value_of(seed) is not None
+
+
 def _einsum(op: Any) -> tuple[list[str] | None, str]:
     """Return the letters of the inputs and of the output of an einsum without ellipsis."""
     inputs, _, output = op.get_attr("equation").decode().partition("->")
@@ -586,6 +596,7 @@ def value_of(tensor: Any) -> Any:
     if op.type == "Prod":
         return np.prod(values[0])
     functions: dict[str, Any] = {
+        "FloorMod": np.mod,
         "Sub": np.subtract,
         "AddV2": np.add,
         "Mul": np.multiply,

@@ -348,14 +348,19 @@ MIXING = [
     lambda x: ops.conv(x[None], tf.ones((3, 4, 4)), padding="same")[0],
     lambda x: x - tf.concat(tf.split(x, 2, 0)[::-1], 0),
     lambda x: x * ops.mean(x[:, :1] - x[:, 0]),
+    lambda x: x + tf.random.stateless_normal(tf.shape(x), [1, 2], dtype=x.dtype),
+    lambda x: x * keras.random.uniform(ops.shape(x), seed=3),
     deviation,
 ]
+SEEDS = keras.random.SeedGenerator(3)
 KEEPING = [
     lambda x: ops.cumsum(x, axis=1),
     lambda x: ops.softmax(x, axis=1),
     lambda x: tf.nn.softmax(tf.reshape(x, (-1, 2, 2)), 1)[:, 0],
     lambda x: tf.function(lambda v: v - tf.reduce_mean(v, 1, keepdims=True))(x),
     lambda x: ops.sort(x, axis=-1),
+    lambda x: x + keras.random.normal(ops.shape(x), seed=SEEDS),
+    lambda x: x + keras.random.normal((4,), seed=3),
     lambda x: tf.einsum("bi,bj->bij", x, x)[:, 0],
 ]
 MODELS = [(of_batch(function), True) for function in MIXING]
