@@ -524,6 +524,15 @@ def product_message(loss: str, model: str) -> str:
     )
 
 
+def uneven_parts_message(model: str) -> str:
+    return (
+        "A window weights a batch by one number of samples, which serves parts of the batch (such "
+        "as labelled and unlabelled samples) whose numbers keep their ratio. Received: batches of "
+        f"{model!r} whose ratio changes. Where a loss averages over several parts, training "
+        f"differs from the full batch: keep the ratio, or {_EXACT_WAY}."
+    )
+
+
 def order_message(model: str, first: str, second: str, variables: list[str]) -> str:
     return (
         "The optimizers of a `train_step` are applied at the end of a window, one after the other. "

@@ -572,7 +572,7 @@ class AccumulatingModel(_Base):
         if self.num_skipped_microbatches:
             self._warn_once(_messages.skipped_message(self.name))
         if self._accumulation_window is not None:
-            for message in self._accumulation_window.messages():
+            for message in self._accumulation_window.messages(self.name):
                 self._warn_once(message)
 
     def _batch_normalization_layers(self) -> list[Any]:

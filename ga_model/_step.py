@@ -124,6 +124,8 @@ def run(
             is_update = True if num_counted is None else tf.greater(num_counted, 0)
             _strategy.run_once_if(is_update, model._on_update)
         else:
+            if not computes_loss_as_keras(model):
+                window.note_rows(batch.leaves)
             step.add_to_window(part)
             window.end_batch(model._measured_noise)
         if model.skip_nonfinite:

@@ -42,9 +42,8 @@ class Written(NamedTuple):
 
 NOTHING = Written([], [], [])
 
-left_out = (
-    ThreadValue()
-)  # a list while a step is recorded: of a graph, where operations begin and end
+# Of a graph, where operations begin and end that are left out: a list while a step is recorded.
+left_out = ThreadValue()
 
 
 @contextlib.contextmanager

@@ -389,6 +389,52 @@ def test_losses_that_layers_add_match_or_are_told_of(loss, float64):
     assert found > 1e-4 if loss is tf.math.reduce_std else found < TOLERANCE[float64]
 
 
+class SemiSupervised(OwnStep):
+    """Averages over samples with targets, and over others."""
+
+    def __init__(self):
+        super().__init__(None)
+
+    def loss_of(self, labelled, others):
+        x, y = labelled
+        loss = tf.reduce_mean(errors(self.net(x, training=True), y))
+        return loss + tf.reduce_mean(tf.square(self.net(others, training=True)))
+
+
+@pytest.mark.parametrize("others", [(6, 6, 6), (6, 3, 6)])
+def test_parts_of_batches_are_exact_in_one_ratio_and_told_of_otherwise(others, float64):
+    x, y, _ = data()
+    ends = np.cumsum(others)
+    parts = [
+        ((x[4 * i : 4 * i + 4], y[4 * i : 4 * i + 4]), x[20 + end - n : 20 + end])
+        for i, (n, end) in enumerate(zip(others, ends, strict=True))
+    ]
+    full = ((x[:12], y[:12]), x[20 : 20 + sum(others)])
+    vectors, targets = (tf.TensorSpec((None, n), tf.float64) for n in (4, 2))
+    trained = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batches in ([full], parts):
+            model = seeded(SemiSupervised)
+            start = model.get_weights()
+            if batches is parts:
+                model = accumulate(model, accumulation_steps=3)
+            model.compile(keras.optimizers.Adam(0.01))
+            model.optimizer.build(model.trainable_variables)
+            dataset = tf.data.Dataset.from_generator(
+                lambda b=batches: iter(b), output_signature=((vectors, targets), vectors)
+            )
+            model.fit(dataset.repeat(2), steps_per_epoch=2 * len(batches), shuffle=False, verbose=0)
+            trained.append(model.get_weights())
+    found = relative_difference(trained[1], trained[0], start)
+    if len(set(others)) == 1:
+        assert not caught
+        assert found < TOLERANCE[float64]
+    else:
+        assert found > 1e-3
+        assert ["whose ratio changes" in str(warning.message) for warning in caught] == [True]
+
+
 # Of the steps of the field, what a window of several batches says: nothing where it is exact.
 MIXES = "computes with several samples"
 SAID = {
