@@ -216,19 +216,16 @@ class Reading:
             self._known = {id(tensor): kind for tensor, kind in known if kind is not None}
             self.update()
             return
-        captured = list(graph.captures)
-        self._known = {
-            id(inner): SHARED
-            for outer, inner in captured
-            if outer.dtype == tf.resource or not tf.is_symbolic_tensor(outer)
-        }
-        inner = {id(inner) for _, inner in captured}
+        inner = {id(inner) for _, inner in graph.captures}
         own = [t for t in graph.inputs if id(t) not in inner]
-        self._known.update((id(t), BY_SAMPLE if t.shape.rank else SHARED) for t in own)
+        self._known = {id(t): BY_SAMPLE if t.shape.rank else SHARED for t in own}
         self.update()
 
     def update(self) -> None:
         """Read what has come to the graph."""
+        for outer, inner in self._graph.captures:
+            if outer.dtype == tf.resource or not tf.is_symbolic_tensor(outer):
+                self._known.setdefault(id(inner), SHARED)
         operations = self._graph.get_operations()  # each behind those that it depends on
         for op in operations[self._number :]:
             self._read(op)
@@ -310,7 +307,7 @@ class Reading:
         is_random = "Random" in op.type and (SHAPE in kinds or self._rows is not None)
         lengths = [t.shape[0] for t, k in zip(op.inputs, kinds) if k == BY_SAMPLE]
         if is_random and self._are_rows(output.shape[0]):
-            return MIXED if _has_fixed_seed(op) else BY_SAMPLE
+            return MIXED if has_fixed_seed(op) else BY_SAMPLE
         if is_known and output.shape[0] in (self._rows, *lengths):  # of several views perhaps
             return BY_SAMPLE
         return INSIDE if is_known else None
@@ -496,7 +493,7 @@ def _of_function(inner: list[Reading], number: int) -> str | None:
     return BY_SAMPLE if BY_SAMPLE in found else None
 
 
-def _has_fixed_seed(op: Any) -> bool:
+def has_fixed_seed(op: Any) -> bool:
     """Return whether an operation draws the same numbers for any samples, by their places."""
     if not op.type.startswith("Stateless"):
         return False

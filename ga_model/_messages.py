@@ -13,6 +13,7 @@ _LESS = (
     "Make the model or its rows smaller, compute in `mixed_float16`, or end what else takes the "
     "device's memory"
 )
+_ALONE = "use `microbatch_size` without `accumulation_steps` and `loss_over`, which is exact"
 _WITHOUT = (
     "train without accumulation: "
     "`accumulation_steps=1`, `microbatch_size=None`, `skip_nonfinite=False`, "
@@ -254,8 +255,7 @@ def not_recorded_message(model: str, optimizers: list[str]) -> str:
         "model, such as `self.optimizer`. "
         f"Received: `train_step` of {model!r} {received}. "
         "Keep each optimizer in an attribute of the model itself and call "
-        "`self.<attribute>.apply(gradients, variables)`, use `microbatch_size` without "
-        "`accumulation_steps` and `loss_over`, which takes any optimizer, "
+        f"`self.<attribute>.apply(gradients, variables)`, {_ALONE} with any optimizer, "
         f"or {_WITHOUT}."
     )
 
@@ -402,8 +402,9 @@ def rows_message(shapes: list[tuple[int | None, ...]] | None) -> str:
     return (
         "`microbatch_size` splits the rows of a batch, axis 0 of its tensors, so all tensors must "
         f"have the same number of them. Received: {received}. "
-        "A value that all rows share must be a scalar, or an attribute of the model. Of parts that "
-        "differ, such as labelled and unlabelled samples, use `accumulation_steps`; or set "
+        "A value that all rows share must be a scalar, or an attribute of the model. With parts "
+        'that differ, such as labelled and unlabelled samples, take `loss_over="auto"` and a '
+        "`train_step` of your own, which gets all of them; use `accumulation_steps`; or set "
         "`microbatch_size=None`."
     )
 
@@ -498,19 +499,24 @@ def unknown_size_message(model: str) -> str:
     )
 
 
-_EXACT_WAY = (
-    "use `microbatch_size` without `accumulation_steps` and `loss_over`, which is exact for any "
-    "loss, or override `microbatch_weight`"
-)
+_EXACT_WAY = f"{_ALONE} for any loss, or override `microbatch_weight`"
 
 
-def mixing_loss_message(subject: str, operation: str, line: str) -> str:
-    where = f" in {line}" if line else ""
+def mixing_loss_message(subject: str, place: str) -> str:
     return (
         "The gradient of a window is put together from those of its microbatches, which takes a "
         "loss that is a sum over samples, or one that is divided by a number of samples or a sum "
-        f"of weights. Received: {subject}: {operation!r}{where} "
-        "computes with several samples. Training differs from the full batch: "
+        f"of weights. Received: {subject}: {place} computes with several samples. Training differs "
+        f"from the full batch: {_EXACT_WAY}."
+    )
+
+
+def fixed_seed_message(subject: str, place: str) -> str:
+    return (
+        "Each microbatch draws random numbers of its own, which takes a seed that moves on. "
+        f"Received: {subject}: {place} draws by a fixed seed, which gives the same numbers to "
+        "every microbatch, and of the full batch to each sample others. Training differs from the "
+        "full batch: pass a `keras.random.SeedGenerator` as the seed, or "
         f"{_EXACT_WAY}."
     )
 
@@ -538,20 +544,29 @@ def order_message(model: str, first: str, second: str, variables: list[str]) -> 
         "The optimizers of a `train_step` are applied at the end of a window, one after the other. "
         f"Received: `train_step` of {model!r}, which applies {first!r} and then computes with "
         f"{variables} before it applies {second!r}: with the full batch they are updated by then, "
-        "and in a window they are not. Take all gradients before the first update, or use "
-        "`microbatch_size` without `accumulation_steps` and `loss_over`, which is exact for any "
-        "order."
+        "and in a window they are not. Training differs from the full batch: take all gradients "
+        f"before the first update, or {_ALONE} for any order."
     )
 
 
-def worked_over_message(model: str, operation: str, line: str) -> str:
-    where = f" in {line}" if line else ""
+def worked_over_message(model: str, place: str) -> str:
     return (
         "A window adds up the gradients of its microbatches before its optimizer gets them. "
-        f"Received: `train_step` of {model!r}, which computes {operation!r} of gradients{where}: "
-        "that is done for each microbatch, and with the full batch once per update. Clip in the "
-        "optimizer (`global_clipnorm`, `clipnorm`, `clipvalue`), or use `microbatch_size` without "
-        "`accumulation_steps` and `loss_over`, which is exact for any step."
+        f"Received: `train_step` of {model!r}, which computes {place} of gradients: that is done "
+        "for each microbatch, and with the full batch once per update. Training differs from the "
+        "full batch: leave it to the optimizer (`global_clipnorm`, `clipnorm` and `clipvalue` "
+        f"clip), or {_ALONE} for any step."
+    )
+
+
+def shifted_message(model: str, place: str) -> str:
+    return (
+        "A window adds up the gradients of its microbatches. "
+        f"Received: `train_step` of {model!r}, which adds something to gradients by {place} that "
+        "does not follow from the samples, where the loss is a sum or was passed through "
+        "`scale_loss`: it is added once for each microbatch, and with the full batch once per "
+        "update. Training differs from the full batch: leave it to the optimizer (`weight_decay`), "
+        f"or {_ALONE} for any step."
     )
 
 
@@ -560,7 +575,9 @@ def unread_loss_message(model: str) -> str:
         "What the loss of a step averages over is read from its graph. "
         f"Received: `train_step` of {model!r}, of which it cannot be read: it runs eagerly, takes "
         "its gradients in a function of its own, or has ragged or sparse inputs. It is taken for a "
-        f"mean over samples. If it is something else, {_EXACT_WAY}."
+        "mean over samples, of which the gradients are applied as the tapes give them. If it is "
+        f"something else, {_EXACT_WAY}. If the step clips gradients, or takes some after an "
+        f"update, {_ALONE} for any step."
     )
 
 
@@ -576,8 +593,8 @@ def written_message(model: str, variables: list[str]) -> str:
     return (
         f"`train_step` of {model!r}, or a layer that it calls, writes to {variables}. That happens "
         "once per microbatch, and with the full batch it happens once per update. Write to them in "
-        "a method `on_update(self)` of the model, which runs after each update, or use "
-        "`microbatch_size` without `accumulation_steps` and `loss_over`, which is exact."
+        "a method `on_update(self)` of the model, which runs after each update, or "
+        f"{_ALONE}."
     )
 
 

@@ -24,9 +24,11 @@ import tensorflow as tf
 
 from ga_model import _logs, _messages, _strategy, _sums, _validate, _weights
 from ga_model._context import ThreadValue, graph_being_made
+from ga_model._heard_gradients import HeardGradients, place_of
 from ga_model._loss_reading import (
     DoesNotAddUpError,
     check_adds_up,
+    has_fixed_seed,
     kind_of_scalar,
     mixes_samples,
 )
@@ -35,9 +37,8 @@ from ga_model._stand_in import StandIn
 from ga_model._step_loss import (
     OF_WEIGHTS,
     Denominator,
-    HeardGradients,
     StepLoss,
-    line_of,
+    by_kind,
 )
 from ga_model._sums import GradientSum
 from ga_model._tapes import heard
@@ -73,6 +74,7 @@ class Position(NamedTuple):
         is_window: whether the microbatch is all of its window.
         is_update: whether the step runs once per update, whatever replicas there are.
         defers_logs: whether metrics and logs wait for the whole batch.
+        can_be_whole: whether the step may run on the whole batch instead.
         must_add_up: whether the loss has to be known to add up over microbatches.
     """
 
@@ -85,6 +87,7 @@ class Position(NamedTuple):
     is_window: bool
     is_update: bool
     defers_logs: bool
+    can_be_whole: bool = False
     must_add_up: bool = False
 
 
@@ -102,6 +105,8 @@ class Recording:
         metrics: what metrics got that waits for the whole batch.
         reads_step: whether it is read what the losses of the step itself are divided by.
         heard: what is known of the step's losses, and the gradients of its tapes if it is read.
+        row_counts: numbers of samples that are to keep their ratio from microbatch to microbatch,
+            int64 vectors: of the parts of a batch that losses of one optimizer average over.
     """
 
     def __init__(self, model: Any, data: Any, position: Position, is_trial: bool = False) -> None:
@@ -121,7 +126,11 @@ class Recording:
         self._losses: list[Any] = []
         self._graph = graph_being_made()
         self._folded: dict[int, tuple[_weights.LossTerms, _sums.Weight]] = {}
-        self.reads_step = self._is_part() and not computes_loss_as_keras(model)
+        self.row_counts: list[Any] = []
+        # Whether this may be one of several microbatches, and it is not proved that they add up.
+        self._is_part = not (is_trial or position.is_update or position.must_add_up)
+        self._reads_losses = self._is_part and not model._has_rule()
+        self.reads_step = self._is_part and not computes_loss_as_keras(model)
         self.heard = HeardGradients(self._graph, data, model)
         self._writes = Writes(model) if not is_trial and model._is_to_read_writes() else None
 
@@ -147,7 +156,7 @@ class Recording:
         if self._observed_loss is None:
             calls = self.metrics if self._position.defers_logs else None
             check = self._check_adds_up if self._position.must_add_up else None
-            read = self._read_values if self._is_part() and self._graph is not None else None
+            read = self._read_values if self._reads_losses and self._graph is not None else None
             self._observed_loss = observed(compiled, self.note_term, calls, check, read)
         return self._observed_loss
 
@@ -162,11 +171,15 @@ class Recording:
         if self._compares_samples:
             raise DoesNotAddUpError
 
-    def _is_part(self) -> bool:
-        """Return whether losses have to add up, and nothing else tells that they do."""
-        position = self._position
-        is_proved = position.must_add_up or self.model._has_rule()
-        return not (self._is_trial or position.is_update or is_proved)
+    def _tell(self, message: str) -> None:
+        """Warn of what is exact on the full batch only, or let the step run there.
+
+        Raises:
+            DoesNotAddUpError: the step can run on the full batch.
+        """
+        if self._position.can_be_whole and self._graph is not None:
+            raise DoesNotAddUpError
+        self.model._warn_once(message)
 
     def _read_values(self, name: str, values: Any) -> Denominator | None:
         """Return what a compiled loss that gives one number is divided by, if it is not the rows.
@@ -199,7 +212,7 @@ class Recording:
         """
         if term.is_product and self._position.must_add_up:
             raise DoesNotAddUpError
-        if term.is_product and self._is_part():
+        if term.is_product and self._reads_losses:
             self.model._warn_once(_messages.product_message(term.name, self.model.name))
         self._terms.append(term)
         if self.reads_step:
@@ -213,7 +226,7 @@ class Recording:
 
     def note_call(self, tensors: Any, losses: Sequence[Any], is_sum: Sequence[bool]) -> None:
         """Note what a call that went by microbatches gave: as `note_call` of the module."""
-        if self._is_part():
+        if self._is_part:
             self.heard.note_samples(tensors)
             for loss, is_sum_ in zip(losses, is_sum):
                 self.heard.note(loss, self._added_denominator(is_sum_))
@@ -224,7 +237,9 @@ class Recording:
 
     def _warn_of_mixing(self, subject: str, op: Any) -> None:
         """Warn that a loss computes with several samples, by the operation `op`."""
-        self.model._warn_once(_messages.mixing_loss_message(subject, op.type, line_of(op)))
+        is_drawn = has_fixed_seed(op)
+        message = _messages.fixed_seed_message if is_drawn else _messages.mixing_loss_message
+        self.model._warn_once(message(subject, place_of(op)))
 
     def scale_loss(self, optimizer: Any, loss: Any) -> Any:
         """Fold the microbatch's weight into the loss, then scale it as the optimizer does."""
@@ -263,8 +278,7 @@ class Recording:
         _validate.check_single_accumulation([optimizer], self.model.accumulation_steps)
         _validate.check_single_finite_check([optimizer], self.model.skip_nonfinite)
         _strategy.build_optimizer(optimizer, variables)
-        self._warn_of_work_on(gradients)
-        is_folded = id(optimizer) in self._folded
+        is_folded, factor, given = id(optimizer) in self._folded, None, gradients
         if is_folded:
             terms, weight = self._folded[id(optimizer)]
         else:
@@ -277,32 +291,42 @@ class Recording:
             if factor is not None:
                 gradients = [_sums.scaled(gradient, factor) for gradient in gradients]
         is_sum = terms.weight is None
+        if self.reads_step:
+            is_weighted_here = not is_folded and not is_sum and factor is None
+            self._warn_of_work_on(given, is_weighted_here)
+            self._warn_of_order(optimizer, given)
         noise_of = None if self.model._measured_noise is None else optimizer
         if noise_of is not None and is_sum:
             raise ValueError(_messages.noise_of_sum_message(self.model.name))
-        if self._is_part():
-            self._warn_of_order(optimizer)
         self.targets.append(Target(optimizer, list(variables), is_sum))
         self._applied_at.append(0 if self._graph is None else len(self._graph.get_operations()))
         scale = not (is_folded or is_sum)
         self.sums.append(GradientSum.of(list(gradients), variables, weight, scale, noise_of))
 
-    def _warn_of_order(self, optimizer: Any) -> None:
-        """Warn if the step has computed with what another optimizer was to update before."""
+    def _warn_of_order(self, optimizer: Any, gradients: Sequence[Any]) -> None:
+        """Warn if gradients follow from what another optimizer was to update before."""
+        if self._graph is None:
+            return
         for target, first in zip(self.targets, self._applied_at):
-            names = [] if self._graph is None else used_since(self._graph, first, target.variables)
+            names = used_since(self._graph, first, target.variables, gradients)
             if names:
                 message = _messages.order_message(
                     self.model.name, target.optimizer.name, optimizer.name, names
                 )
-                self.model._warn_once(message)
+                self._tell(message)
 
-    def _warn_of_work_on(self, gradients: Sequence[Any]) -> None:
-        """Warn if the step has made something of gradients that a sum of them does not give."""
-        op = self.heard.worked_over_by(gradients) if self.reads_step else None
-        if op is not None:
-            message = _messages.worked_over_message(self.model.name, op.type, line_of(op))
-            self.model._warn_once(message)
+    def _warn_of_work_on(self, gradients: Sequence[Any], may_shift: bool) -> None:
+        """Warn if the step has made something of gradients that a sum of them does not give.
+
+        Args:
+            gradients: as the step applies them.
+            may_shift: whether something may be added to them, because their weights come after it.
+        """
+        work = self.heard.work_on(gradients)
+        if work.breaks is not None:
+            self._tell(_messages.worked_over_message(self.model.name, place_of(work.breaks)))
+        elif work.shifts is not None and not may_shift:
+            self._tell(_messages.shifted_message(self.model.name, place_of(work.shifts)))
 
     def mean_of(self, value: Any, metric: Any = None, term: Any = None) -> _logs.Mean:
         """Return what a scalar counts in the mean over the microbatches of a batch.
@@ -357,8 +381,7 @@ class Recording:
             layers = [layer.name for layer in written.normalization]
             self.model._warn_once(_messages.batch_normalization_message(layers))
         if written.others:
-            message = _messages.written_message(self.model.name, written.others)
-            self.model._warn_once(message)
+            self._tell(_messages.written_message(self.model.name, written.others))
 
     def loss_terms(self) -> _weights.LossTerms:
         """Return what the terms of the loss so far ask for."""
@@ -382,7 +405,8 @@ class Recording:
         Warns:
             UserWarning: they are no means or sums over samples, or not of one kind.
         """
-        if losses is None or (self._graph is None and self._terms):
+        is_told = self.model._has_rule() or (self._graph is None and self._terms)
+        if losses is None or is_told:
             return self.loss_terms(), None
         name = self.model.name
         mixing = [loss for loss in losses if loss.denominators is None]
@@ -392,11 +416,16 @@ class Recording:
             else:
                 self.model._warn_once(_messages.unread_loss_message(name))
             return self.loss_terms(), None
-        found = {d.kind: d for loss in losses for d in loss.denominators or ()}
+        found = by_kind(d for loss in losses for d in loss.denominators or ())
         known = {term.kind for term in self._terms}
         known |= {"sum" if is_sum else "rows" for _, is_sum in self._additional}
         has_regularizers = found.pop(OF_WEIGHTS.kind, None) is not None
-        if set(found) <= (known or {"rows"}):
+        if (rows := found.get("rows")) is not None and rows.others:
+            counts = [tf.cast(count, tf.int64) for count in (rows.count, *rows.others)]
+            self.row_counts.append(tf.stack(counts))
+        if rows is not None and len(found) == 1 and not known:
+            return _weights.of_weight(tf.cast(rows.count, tf.float64)), None
+        if set(found) <= known:
             return self.loss_terms(), None
         means = [d for d in found.values() if d.count is not None]
         if not means:
@@ -452,7 +481,7 @@ class Recording:
             if kind is None or (kind == "sum" and self.model.run_eagerly):  # which reads it once
                 raise DoesNotAddUpError
             return value, kind == "sum"
-        if not self._is_part() or self.reads_step:
+        if not self._reads_losses or self.reads_step:
             return value, False
         loss = self.heard.read(value)
         if loss.mixing is not None:

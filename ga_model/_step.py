@@ -51,12 +51,14 @@ class _Part(NamedTuple):
         logged: sums over the microbatches, as `BatchLogs.sums`.
         last: the last microbatch's, as `BatchLogs.last`; or the logs, where none wait.
         num_counted: int64 scalar tensor, microbatches that were not left out.
+        row_counts: as those of a `Recording`.
     """
 
     sums: list[GradientSum]
     logged: list[Any]
     last: Any
     num_counted: Any
+    row_counts: list[Any]
 
     def plus(self, other: _Part, targets: list[Target]) -> _Part:
         return _Part(
@@ -64,6 +66,7 @@ class _Part(NamedTuple):
             [a + b for a, b in zip(self.logged, other.logged)],
             other.last,
             self.num_counted + other.num_counted,
+            [a + b for a, b in zip(self.row_counts, other.row_counts)],
         )
 
     def if_finite(self, units: list[Any]) -> _Part:
@@ -77,6 +80,7 @@ class _Part(NamedTuple):
             sums=[s.counted_if(is_finite, unit) for s, unit in zip(self.sums, units)],
             logged=[tf.where(is_finite, value, 0.0) for value in self.logged],
             num_counted=tf.cast(is_finite, tf.int64),
+            row_counts=[tf.where(is_finite, counts, 0) for counts in self.row_counts],
         )
 
 
@@ -124,8 +128,7 @@ def run(
             is_update = True if num_counted is None else tf.greater(num_counted, 0)
             _strategy.run_once_if(is_update, model._on_update)
         else:
-            if not computes_loss_as_keras(model):
-                window.note_rows(batch.leaves)
+            window.note_rows(part.row_counts)
             step.add_to_window(part)
             window.end_batch(model._measured_noise)
         if model.skip_nonfinite:
@@ -328,6 +331,7 @@ class Step:
             self._is_window,
             is_update=self._window is None and not self._batch.is_split,
             defers_logs=self._is_part or model.skip_nonfinite,
+            can_be_whole=self._batch.is_split and model.loss_over == "auto",
             must_add_up=self._batch.is_split and model._must_add_up(),
         )
         data, calls = self._batch.pack(leaves), contextlib.nullcontext()
@@ -337,7 +341,7 @@ class Step:
         with record(model, data, position, is_trial) as recording, calls:
             logs = self._train_step(data)
         self._note_targets(recording)
-        part = _Part(recording.sums, [], logs, tf.ones((), tf.int64))
+        part = _Part(recording.sums, [], logs, tf.ones((), tf.int64), recording.row_counts)
         if position.defers_logs:
             self.logs = BatchLogs(recording, logs)
             part = part._replace(logged=self.logs.sums, last=self.logs.last)

@@ -13,15 +13,12 @@ up. Everything else mixes samples.
 
 from __future__ import annotations
 
-import os
-import sysconfig
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from ga_model._context import graph_being_made
 from ga_model._loss_reading import (
     BY_SAMPLE,
     COUNT,
@@ -48,9 +45,6 @@ _STRUCTURAL = names(
     "PreventGradient Reshape Snapshot Squeeze StopGradient StridedSlice Tile Unpack"
 )
 _SUMS = names("Add AddN AddV2 Cast Mean Neg Sub Sum")
-# Of gradients, these make what the sum over microbatches has made of it, too.
-_LINEAR = _STRUCTURAL | _SUMS | names("GatherV2 Pad Slice Split SplitV Transpose")
-_PRODUCTS = names("BatchMatMulV2 BatchMatMulV3 Div DivNoNan MatMul Mul RealDiv")
 _READS_WEIGHTS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
 
 
@@ -62,12 +56,14 @@ class Denominator(NamedTuple):
         count: scalar tensor, what the term counts, or None: it is a sum.
         divisor: scalar tensor, what it was divided by, where that is more than the count.
         once: scalar tensor, what the full batch adds to the count once.
+        others: counts of other terms of this kind, which may be those of another part of the batch.
     """
 
     kind: Hashable
     count: Any = None
     divisor: Any = None
     once: Any = None
+    others: tuple[Any, ...] = ()
 
     @property
     def of_loss(self) -> str:
@@ -91,7 +87,17 @@ class Denominator(NamedTuple):
 _OF_SUM = Denominator("sum")
 OF_WEIGHTS = Denominator("weights alone")
 
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+
+def by_kind(denominators: Iterable[Denominator]) -> dict[Hashable, Denominator]:
+    """Return the first denominator of each kind, with the counts of the others."""
+    found: dict[Hashable, Denominator] = {}
+    for denominator in denominators:
+        first = found.setdefault(denominator.kind, denominator)
+        if first.count is not None:
+            counts = {id(count): count for count in (first.count, *first.others)}
+            counts.update((id(c), c) for c in (denominator.count, *denominator.others))
+            found[first.kind] = first._replace(others=tuple(counts.values())[1:])
+    return found
 
 
 class StepLoss(NamedTuple):
@@ -118,6 +124,7 @@ class StepReading(Reading):
     def __init__(self, graph: Any, rows: int | None, normalizing: list[str]) -> None:
         self._denominators: dict[int, dict[Hashable, Denominator]] = {}
         self._length: dict[int, Hashable] = {}  # of axis 0, where it is not that of the samples
+        self._blocks: dict[int, int] = {}  # of samples behind one another, where it is not one
         self._mixing: dict[int, Any] = {}
         self._base: dict[int, tuple[Any, Any]] = {}  # of bounds: the sum, what is added to it
         self._of_weights: set[int] = set()
@@ -170,16 +177,22 @@ class StepReading(Reading):
             if kind == MIXED:
                 inherited = [self._mixing[id(t)] for t in op.inputs if id(t) in self._mixing]
                 self._mixing[id(output)] = (inherited or [op])[0]
-            if kind in (BY_SAMPLE, SHAPE, COUNT) and id(output) not in self._length:
+            if kind in (BY_SAMPLE, SHAPE, COUNT):
                 lengths = [self._length[id(t)] for t in op.inputs if id(t) in self._length]
                 if lengths:
-                    self._length[id(output)] = lengths[0]
+                    self._length.setdefault(id(output), lengths[0])
+                length = self._length.get(id(output))
+                alike = [t for t in op.inputs if self._length.get(id(t)) == length]
+                blocks = [self._blocks[id(t)] for t in alike if id(t) in self._blocks]
+                if blocks and op.type != "Reshape":
+                    self._blocks.setdefault(id(output), blocks[0])
 
     def _inherited(self, op: Any) -> dict[Hashable, Denominator]:
-        found: dict[Hashable, Denominator] = {}
-        for tensor in op.inputs:
-            found.update(self._denominators.get(id(tensor), {}))
-        return found
+        return by_kind(
+            denominator
+            for tensor in op.inputs
+            for denominator in self._denominators.get(id(tensor), {}).values()
+        )
 
     def _kind(self, op: Any, kinds: list[Any]) -> str | None:
         special = self._reduced(op, kinds)
@@ -215,7 +228,11 @@ class StepReading(Reading):
             lengths = {self._length.get(id(tensor)) for tensor in op.inputs[:-1]}
             if len(lengths) > 1:
                 self._length[id(output)] = ("joined", id(op))
+            else:
+                self._blocks[id(output)] = sum(self._blocks.get(id(t), 1) for t in op.inputs[:-1])
             return BY_SAMPLE
+        if op.type in ("Split", "StridedSlice") and BY_SAMPLE in kinds[:2]:
+            return self._parted(op, kinds)
         if op.type in ("Mean", "Sum") and kinds[0] == BY_SAMPLE:
             return self._reduction(op)
         if not set(kinds) & {*_REDUCED, _BOUND}:
@@ -231,6 +248,45 @@ class StepReading(Reading):
             kind == BY_SAMPLE or (kind == SHARED and self._are_rows(tensor.shape[0]))
             for tensor, kind in zip(op.inputs[:-1], kinds)
         )
+
+    def _parted(self, op: Any, kinds: list[Any]) -> str | None:
+        """Return what samples are that stood behind others, such as real ones before fake ones."""
+        value = op.inputs[op.type == "Split"]
+        blocks = self._blocks.get(id(value), 1)
+        if op.type == "Split":
+            number = op.get_attr("num_split")
+            if kinds[1] != BY_SAMPLE or axis_of(op, 0, value.shape.rank) or blocks % number:
+                return None
+            left = blocks // number
+        else:
+            masks = [
+                op.get_attr(f"{name}_mask") for name in ("ellipsis", "new_axis", "shrink_axis")
+            ]
+            begin = 0 if op.get_attr("begin_mask") & 1 else self._number_of_blocks(op, 1)
+            end = blocks if op.get_attr("end_mask") & 1 else self._number_of_blocks(op, 2)
+            stride = value_of(op.inputs[3])
+            if any(mask & 1 for mask in masks) or stride is None or stride[0] != 1:
+                return None
+            if begin is None or end is None or not 0 <= begin < end <= blocks > end - begin:
+                return None
+            left = end - begin
+        self._blocks.update((id(output), left) for output in op.outputs)
+        return BY_SAMPLE
+
+    def _number_of_blocks(self, op: Any, number: int) -> int | None:
+        """Return how many times all samples a bound of a slice counts, if that is known."""
+        bound = op.inputs[number]
+        value = value_of(bound)
+        if value is not None:
+            if value[0] and (self._rows is None or value[0] % self._rows):
+                return None
+            return int(value[0]) // (self._rows or 1)
+        if self._length.get(id(bound)) != self._length.get(id(op.inputs[0])):
+            return None
+        while bound.op.type in ("Cast", "Identity", "Pack"):
+            bound = bound.op.inputs[0]
+        is_length = bound.op.type == "StridedSlice" and self.kind_of(bound) == COUNT
+        return self._blocks.get(id(bound), 1) if is_length else None
 
     def _reshaped(self, op: Any) -> str | None:
         """Return what samples are whose entries have another shape, in the same order."""
@@ -356,138 +412,3 @@ class StepReading(Reading):
         if total.op.type == "Sum":
             numbers.append(total.op.inputs[0].shape.num_elements() or self._rows)
         return float(np.reshape(value, ())) in numbers
-
-
-class HeardGradients:
-    """The gradients that the tapes of a step have taken, and of what.
-
-    Args:
-        graph: that the step is drawn in, or None: eagerly, nothing is read.
-        data: the microbatch.
-        model: whose BatchNormalization layers are another matter.
-    """
-
-    def __init__(self, graph: Any, data: Any, model: Any) -> None:
-        self._model = model
-        self._graph = graph
-        self._data = data
-        self._reading: StepReading | None = None
-        self._found: dict[int, StepLoss] = {}  # of a gradient's tensor
-        self._gradients: list[Any] = []  # which keeps their ids
-        self._first = 0  # operation behind the first of them
-
-    def _reader(self) -> StepReading:
-        if self._reading is None:
-            leaves = tf.nest.flatten(self._data)
-            lengths = {t.shape[0] for t in leaves if isinstance(t, tf.Tensor) and t.shape.rank}
-            known = next(iter(lengths)) if len(lengths) == 1 else None
-            normal = [layer.name for layer in self._model._batch_normalization_layers()]
-            self._reading = StepReading(self._graph, known, normal)
-        return self._reading
-
-    def note(self, tensor: Any, denominator: Denominator) -> None:
-        """Take it as known what a scalar is divided by."""
-        if self._is_here(tensor):
-            self._reader().note(tensor, denominator)
-
-    def note_samples(self, outputs: Any) -> None:
-        """Take it as known that outputs of a call have an entry of axis 0 for each sample."""
-        for tensor in tf.nest.flatten(outputs):
-            if self._is_here(tensor) and tensor.shape.rank:
-                self._reader().note_samples(tensor)
-
-    def _is_here(self, tensor: Any) -> bool:
-        """Return whether a tensor is of the step's graph, and what is drawn now is no other."""
-        is_symbolic = tf.is_symbolic_tensor(tensor)
-        return is_symbolic and tensor.graph is self._graph is graph_being_made()
-
-    def read(self, tensor: Any) -> StepLoss:
-        """Return what a tensor is divided by."""
-        leaves = tf.nest.flatten(self._data)
-        has_parts = any(isinstance(t, (tf.RaggedTensor, tf.SparseTensor)) for t in leaves)
-        if has_parts or not self._is_here(tensor):  # parts of such tensors have no samples
-            return StepLoss(None)
-        return self._reader().of(tensor)
-
-    def listen(self, target: Any) -> Any:
-        """Read what a tape takes the gradient of, and return what takes the gradients."""
-        tensors = [t for t in tf.nest.flatten(target) if tf.is_tensor(t)]
-        losses = [self.read(tensor) for tensor in tensors]
-
-        def tell(gradients: Any) -> None:
-            unlike = [loss for loss in losses if loss.denominators is None]
-            found = {d.kind: d for loss in losses for d in loss.denominators or ()}
-            whole = unlike[0] if unlike else StepLoss(list(found.values()))
-            if self._graph is not None:
-                self._first = self._first or len(self._graph.get_operations())
-            for gradient in tf.nest.flatten(gradients):
-                tensor = getattr(gradient, "values", gradient)
-                if self._is_here(tensor):
-                    self._found[id(tensor)] = whole
-                    self._gradients.append(tensor)
-
-        return tell
-
-    def losses_of(self, gradients: Any) -> list[StepLoss]:
-        """Return the losses that some gradients are of, as the tapes gave them or worked over."""
-        if self._graph is None:
-            return []
-        tensors = [getattr(gradient, "values", gradient) for gradient in gradients]
-        left = [tensor for tensor in tensors if tensor is not None]
-        losses: dict[int, StepLoss] = {}
-        seen: set[int] = set()
-        while left:
-            tensor = left.pop()
-            if id(tensor) in seen:
-                continue
-            seen.add(id(tensor))
-            loss = self._found.get(id(tensor))
-            if loss is not None:
-                losses[id(loss)] = loss
-            elif tf.is_symbolic_tensor(tensor) and tensor.graph is self._graph:
-                left += tensor.op.inputs
-        return list(losses.values())
-
-    def worked_over_by(self, gradients: Any) -> Any:
-        """Return the operation by which a step makes of its tapes' gradients what cannot be summed.
-
-        Such as one that clips them. Or None, if they are as the tapes gave them, or scaled, or
-        added up, or if nothing is read.
-        """
-        if not self._found:
-            return None
-        found: dict[int, Any] = dict.fromkeys(self._found)  # of what comes of gradients
-        for op in self._graph.get_operations()[self._first :]:
-            touched = [found[id(tensor)] for tensor in op.inputs if id(tensor) in found]
-            if touched:
-                culprits = [culprit for culprit in touched if culprit is not None]
-                is_linear = not culprits and self._is_linear(op, found)
-                culprit = None if is_linear else (culprits or [op])[0]
-                outputs = [output for output in op.outputs if id(output) not in self._found]
-                found.update((id(output), culprit) for output in outputs)
-        tensors = [getattr(gradient, "values", gradient) for gradient in gradients]
-        return next(filter(None, (found.get(id(tensor)) for tensor in tensors)), None)
-
-    def _is_linear(self, op: Any, found: dict[int, Any]) -> bool:
-        """Return whether an operation is linear in the gradients that go into it."""
-        others = [tensor for tensor in op.inputs if id(tensor) not in found]
-        if op.type in _PRODUCTS:
-            is_one = len(others) == 1 and (others[0] is op.inputs[1] or "Div" not in op.type)
-            if not is_one:
-                return False
-        elif op.type not in _LINEAR:
-            return False
-        reading = self._reader()
-        reading.update()
-        return all(reading.kind_of(other) == SHARED for other in others)
-
-
-def line_of(op: Any) -> str:
-    """Return the line of the user's that made an operation, or an empty text."""
-    frames = [
-        frame
-        for frame in op.traceback or ()
-        if not frame.filename.startswith(_LIBRARIES)
-        and f"{os.sep}ga_model{os.sep}" not in frame.filename
-    ]
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""

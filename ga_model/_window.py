@@ -9,7 +9,6 @@ import tensorflow as tf
 from ga_model import _messages, _strategy
 from ga_model._accumulator import GradientAccumulator
 from ga_model._gradient_noise import GradientNoise
-from ga_model._microbatch import rows_of
 from ga_model._recorder import Target
 from ga_model._sums import GradientSum, power_of_two
 
@@ -48,7 +47,7 @@ class Window:
         )
         self.parts = _strategy.make_variables(lambda: power_of_two(model.accumulation_steps))
         self._is_uneven = _strategy.make_variables(lambda: tf.constant(False))
-        self._rows: Any = None  # of the parts of the first batch, once there are several
+        self._rows: list[Any] = []  # of the first batch, the numbers of samples of its parts
         self._accumulators: dict[int, tuple[Any, GradientAccumulator]] = {}
         self._run_eagerly = model.run_eagerly
         self._jit_compile = bool(model.jit_compile)
@@ -139,24 +138,21 @@ class Window:
         elif self.is_open():
             self._update_if(True, noise)
 
-    def note_rows(self, leaves: list[Any]) -> None:
+    def note_rows(self, counts: list[Any]) -> None:
         """Note if the parts of batches have numbers of samples whose ratio changes.
 
         Args:
-            leaves: the tensors of a batch.
+            counts: int64 vectors, each of the numbers of samples that losses average over.
         """
-        leaves = [leaf for leaf in leaves if leaf.shape.rank != 0]
-        lengths = {leaf.shape[0] for leaf in leaves if leaf.shape.rank is not None}
-        if len(leaves) < 2 or (len(lengths) == 1 and None not in lengths):
-            return
-        rows = tf.stack([rows_of(leaf) for leaf in leaves])
-        if self._rows is None:
-            self._rows = _strategy.make_variables(lambda: tf.zeros(len(leaves), tf.int64))
-        first = tf.where(tf.reduce_all(tf.equal(self._rows, 0)), rows, self._rows)
-        self._rows.assign(first)
-        self._is_uneven.assign(
-            self._is_uneven | tf.reduce_any(tf.not_equal(rows * first[0], first * rows[0]))
-        )
+        if not self._rows:
+            self._rows = _strategy.make_variables(
+                lambda: [tf.zeros(c.shape, tf.int64) for c in counts]
+            )
+        for rows, kept in zip(counts, self._rows):
+            first = tf.where(tf.reduce_all(tf.equal(kept, 0)), rows, kept)
+            kept.assign(first)
+            is_other = tf.reduce_any(tf.not_equal(rows * first[0], first * rows[0]))
+            self._is_uneven.assign(self._is_uneven | is_other)
 
     def messages(self, model: str) -> list[str]:
         """Return what is to be told of the windows so far.

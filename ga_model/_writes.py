@@ -137,8 +137,8 @@ class Writes:
                 handles = {id(handle) for handle in get_read_write_resource_inputs(op)[1]}
                 written |= handles
                 assigned |= handles if op.type.startswith("Assign") else set()
-        self._assigned = {id(outer) for outer, inner in graph.captures if id(inner) in assigned}
-        return {id(outer) for outer, inner in graph.captures if id(inner) in written}
+        self._assigned = _captured(graph, assigned)
+        return _captured(graph, written)
 
     def _eagerly(self) -> set[int]:
         """Return the same of variables that have other values than before."""
@@ -146,17 +146,33 @@ class Writes:
         return {handle for variable in changed for handle in _handles(variable)}
 
 
-def used_since(graph: Any, first: int, variables: Iterable[Any]) -> list[str]:
-    """Return the names of variables that operations of a graph use.
+def used_since(
+    graph: Any, first: int, variables: Iterable[Any], gradients: Iterable[Any]
+) -> list[str]:
+    """Return the names of variables that gradients follow from by late operations of a graph.
 
     Args:
         graph: the graph.
-        first: of the operations, the number of the first that is looked at.
+        first: of the operations, the number of the first that is late.
         variables: variables.
+        gradients: tensors, or None.
     """
-    inputs = {id(tensor) for op in graph.get_operations()[first:] for tensor in op.inputs}
-    used = {id(outer) for outer, inner in graph.captures if id(inner) in inputs}
+    late = {op.name for op in graph.get_operations()[first:]}
+    left = [t for t in tf.nest.flatten(gradients, expand_composites=True) if t is not None]
+    seen: set[int] = set()
+    while left:
+        tensor = left.pop()
+        if id(tensor) not in seen and tf.is_symbolic_tensor(tensor) and tensor.graph is graph:
+            seen.add(id(tensor))
+            if tensor.op.name in late:
+                left += tensor.op.inputs
+    used = _captured(graph, seen)
     return [variable.path for variable in variables if used & _handles(variable)]
+
+
+def _captured(graph: Any, inner: set[int]) -> set[int]:
+    """Return the tensors that a graph captures as some of its own, all by their ids."""
+    return {id(outer) for outer, own in graph.captures if id(own) in inner}
 
 
 def _of_layer(layer: Any) -> list[Any]:

@@ -510,7 +510,7 @@ CASES = [
     (positions, SIZE, "equivalent", None),
     (step(OwnRoot), STEPS, "different", "'Sqrt' in .* computes with several samples"),
     (step(OwnRoot), SIZE, "equivalent", None),
-    (step(OwnClipping), STEPS, "different", "Clip in the optimizer"),
+    (step(OwnClipping), STEPS, "different", "leave it to the optimizer"),
     (step(OwnAverage), STEPS, "different", r"writes to \['own_average/average'\].*on_update"),
     (step(OwnAverage), SIZE, "equivalent", None),
     (equal_weights, STEPS, "different", "override `microbatch_weight`"),

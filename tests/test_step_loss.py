@@ -65,9 +65,18 @@ EXACT = {
     "some of them twice": lambda z, y, m: tf.reduce_mean(
         errors(*(tf.concat([a, tf.boolean_mask(a, y[:, 0] > 0)], 0) for a in (z, y)))
     ),
+    "halves again": lambda z, y, m: tf.reduce_mean(errors(*tf.split(tf.concat([z, y], 0), 2))),
+    "slices again": lambda z, y, m: (
+        tf.reduce_mean(tf.nn.softplus(tf.concat([z, y, -z], 0)[: tf.shape(z)[0]]))
+        + tf.reduce_mean(tf.square(tf.concat([y, z + y, z], 0)[tf.shape(z)[0] :]))
+    ),
     "stopped": lambda z, y, m: tf.reduce_mean(errors(z, y)) + tf.stop_gradient(total(z) ** 2),
 }
 TOLD = {
+    "a part of both": lambda z, y, m: tf.reduce_mean(
+        tf.square(tf.split(tf.concat([z, y], 0)[tf.shape(z)[0] // 2 :][: tf.shape(z)[0]], 2)[0])
+    ),
+    "slices within": lambda z, y, m: tf.reduce_mean(errors(z[: tf.shape(z)[0] // 2], 0.0)),
     "two views and one": lambda z, y, m: (
         tf.reduce_mean(errors(tf.concat([z, tf.boolean_mask(z, m > 0)], 0)[:, :1], 0.0))
         + tf.reduce_mean(errors(z, y))
@@ -127,12 +136,24 @@ def minus_its_mean(gradients):
     return [g - tf.reduce_mean(g, 0) for g in gradients]
 
 
+def turn(gradient):
+    size = gradient.shape[-1]
+    return tf.constant(np.random.default_rng(0).normal(size=(size, size)), gradient.dtype)
+
+
+def half(gradient):
+    return tf.constant(np.indices(gradient.shape).sum(0) % 2 == 0)
+
+
 LINEAR = {
     "scaled": lambda gradients: [2.0 * g for g in gradients],
     "checked": lambda gradients: [tf.debugging.check_numerics(g, "") for g in gradients],
     "minus its mean": minus_its_mean,
     "added": lambda gradients: [tf.add_n([g, 0.5 * g]) / 3.0 for g in gradients],
     "measured": lambda gradients: (tf.linalg.global_norm(gradients), gradients)[1],
+    "turned": lambda gradients: [tf.einsum("...i,ij->...j", g, turn(g)) for g in gradients],
+    "chosen": lambda gradients: [tf.where(half(g), g, tf.zeros_like(g)) for g in gradients],
+    "reversed": lambda gradients: [tf.reverse(tf.cumsum(g), [0]) for g in gradients],
 }
 NOT_LINEAR = {
     "global norm": lambda gradients: tf.clip_by_global_norm(gradients, 0.1)[0],
@@ -147,12 +168,31 @@ NOT_LINEAR = {
 }
 
 
+class OwnStepThatClips(OwnStep):
+    work_over = staticmethod(NOT_LINEAR["norm"])
+
+
 class WorksOver(OwnStep):
     """Makes something of its gradients."""
 
     def __init__(self, loss, work_over):
         super().__init__(loss)
         self.work_over = work_over
+
+
+class Decays(OwnStep):
+    """Adds to its gradients, by variables that it reads for the first time then."""
+
+    def __init__(self, loss, rate=0.1):
+        super().__init__(loss)
+        self.rate = tf.Variable(rate, trainable=False, dtype=keras.config.floatx())
+
+    def work_over(self, gradients):
+        return [g + self.rate * w for g, w in zip(gradients, self.trainable_variables)]
+
+
+class DecaysAndScales(Decays, Scales):
+    """The same, with a loss that is scaled."""
 
 
 def data():
@@ -218,6 +258,38 @@ def test_gradients_that_are_worked_over_linearly_match(loss, name, float64):
     assert found < TOLERANCE[float64]
 
 
+@pytest.mark.parametrize("make", [Decays, DecaysAndScales])
+@pytest.mark.parametrize("loss", ["mean", "masked", "masked, epsilon", "sum"])
+def test_what_is_added_to_gradients_matches_where_the_weight_comes_after_it(loss, make, float64):
+    found, said = difference(lambda: make(EXACT[loss]))
+    if make is Decays and loss in ("mean", "masked"):
+        assert not said
+        assert found < TOLERANCE[float64]
+    else:
+        assert found > 1e-5
+        assert ["adds something to gradients" in text for text in said] == [True]
+        assert f"{__file__}:" in said[0]
+
+
+@pytest.mark.parametrize("settings", [{"microbatch_size": 7}, {"accumulation_steps": 3}])
+def test_a_rule_of_the_users_does_not_cover_what_is_done_to_gradients(settings, float64):
+    class Ruled(OwnStepThatClips):
+        def microbatch_weight(self, x, y=None, sample_weight=None):
+            return tf.shape(x)[0]
+
+    steps = settings.get("accumulation_steps", 1)
+    of_model = {name: value for name, value in settings.items() if name == "microbatch_size"}
+    start, weights, said = fit(lambda: Ruled(EXACT["mean"]), steps, settings=of_model)
+    _, expected, _ = fit(lambda: OwnStepThatClips(EXACT["mean"]), 1)
+    found = relative_difference(weights, expected, start)
+    if steps == 1:
+        assert not said
+        assert found < TOLERANCE[float64]
+    else:
+        assert found > 1e-3
+        assert ["leave it to the optimizer" in text for text in said] == [True]
+
+
 @pytest.mark.parametrize("name", NOT_LINEAR)
 @pytest.mark.parametrize("is_scaled", [False, True])
 def test_gradients_that_are_clipped_are_told_of_once(is_scaled, name, float64):
@@ -227,7 +299,7 @@ def test_gradients_that_are_clipped_are_told_of_once(is_scaled, name, float64):
     found, said = difference(lambda: Clips(EXACT["mean"]))
     assert found > 1e-3
     assert len(said) == 1
-    assert "Clip in the optimizer" in said[0]
+    assert "leave it to the optimizer" in said[0]
     assert f"{__file__}:" in said[0]
     _, weights, said = fit(lambda: Clips(EXACT["mean"]), 1, settings={"microbatch_size": 7})
     assert not said
@@ -389,20 +461,69 @@ def test_losses_that_layers_add_match_or_are_told_of(loss, float64):
     assert found > 1e-4 if loss is tf.math.reduce_std else found < TOLERANCE[float64]
 
 
+class TwoOptimizers(OwnStep):
+    """Looks at its weights between two updates."""
+
+    def __init__(self, uses):
+        super().__init__(EXACT["mean"])
+        self.last = keras.Sequential([keras.Input((2,)), layers.Dense(2)])
+        self.uses = uses
+        self.second = keras.optimizers.SGD(0.01)
+
+    def train_step(self, data):
+        x, y, _ = data
+        with tf.GradientTape(persistent=True) as tape:
+            loss = tf.reduce_mean(errors(self.last(self.net(x, training=True)), y))
+        ours, others = self.net.trainable_variables, self.last.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, ours), ours)
+        norm = tf.linalg.global_norm([tf.convert_to_tensor(w) for w in ours])
+        gradients = tape.gradient(loss, others)
+        if self.uses:
+            gradients = [g * norm for g in gradients]
+        self.second.apply(gradients, others)
+        return {"loss": loss, "norm": norm}
+
+
+@pytest.mark.parametrize("uses", [False, True])
+def test_of_what_is_read_between_two_updates_only_what_the_second_uses_is_told_of(uses, float64):
+    trained = []
+    for steps in (3, 1):
+        model = seeded(lambda: TwoOptimizers(uses))
+        start = model.get_weights()
+        model = accumulate(model, accumulation_steps=steps)
+        model.compile(keras.optimizers.SGD(0.01))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            batches = tf.data.Dataset.from_tensor_slices(data()).batch(24 // steps)
+            model.fit(batches, epochs=2, shuffle=False, verbose=0)
+        trained.append(model.get_weights())
+        said = [str(warning.message) for warning in caught]
+        assert ["before it applies" in text for text in said] == [True] * (uses and steps > 1)
+    found = relative_difference(*trained, start)
+    assert found > 1e-4 if uses else found < TOLERANCE[float64]
+
+
 class SemiSupervised(OwnStep):
     """Averages over samples with targets, and over others."""
 
-    def __init__(self):
+    def __init__(self, of_labelled=1.0):
         super().__init__(None)
+        self.of_labelled = of_labelled
 
     def loss_of(self, labelled, others):
         x, y = labelled
-        loss = tf.reduce_mean(errors(self.net(x, training=True), y))
-        return loss + tf.reduce_mean(tf.square(self.net(others, training=True)))
+        loss = tf.reduce_mean(tf.square(self.net(others, training=True)))
+        if self.of_labelled:
+            loss += self.of_labelled * tf.reduce_mean(errors(self.net(x, training=True), y))
+        return loss
 
 
-@pytest.mark.parametrize("others", [(6, 6, 6), (6, 3, 6)])
-def test_parts_of_batches_are_exact_in_one_ratio_and_told_of_otherwise(others, float64):
+@pytest.mark.parametrize(
+    ("others", "of_labelled"), [((6, 6, 6), 1.0), ((6, 3, 6), 1.0), ((6, 3, 6), 0.0)]
+)
+def test_parts_of_batches_are_exact_in_one_ratio_and_told_of_otherwise(
+    others, of_labelled, float64
+):
     x, y, _ = data()
     ends = np.cumsum(others)
     parts = [
@@ -415,7 +536,7 @@ def test_parts_of_batches_are_exact_in_one_ratio_and_told_of_otherwise(others, f
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for batches in ([full], parts):
-            model = seeded(SemiSupervised)
+            model = seeded(lambda: SemiSupervised(of_labelled))
             start = model.get_weights()
             if batches is parts:
                 model = accumulate(model, accumulation_steps=3)
@@ -427,7 +548,7 @@ def test_parts_of_batches_are_exact_in_one_ratio_and_told_of_otherwise(others, f
             model.fit(dataset.repeat(2), steps_per_epoch=2 * len(batches), shuffle=False, verbose=0)
             trained.append(model.get_weights())
     found = relative_difference(trained[1], trained[0], start)
-    if len(set(others)) == 1:
+    if len(set(others)) == 1 or not of_labelled:
         assert not caught
         assert found < TOLERANCE[float64]
     else:
@@ -448,7 +569,7 @@ SAID = {
     "BYOL": r"writes to \[.*on_update",
     "GAN": "before it applies",
     "VAE that adds a mean": "divided by nothing, as it is a sum, and by the samples",
-    "adaptive weights": "Clip in the optimizer",
+    "adaptive weights": "leave it to the optimizer",
     "distillation": MIXES,
     **dict.fromkeys(["mean", "masked mean", "sum over samples", "vector", "masked language model"]),
 }
