@@ -18,6 +18,7 @@ from ga_model._equivalence_report import EquivalenceReport, VariableDifference
 from ga_model._plan import Plan, as_tensor, make_plan
 from ga_model._randomness import Randomness, shared_randomness
 from ga_model._recorder import optimizers_in
+from ga_model._settings import Settings
 from ga_model._strategy import raw
 from ga_model._wrap import accumulate
 
@@ -26,13 +27,9 @@ _ROUNDING = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7, "flo
 
 # What `AccumulatingModel` keeps on an instance, and what a trained function depends on.
 _PLAIN: dict[str, Any] = {
-    "_accumulation_steps": 1,
-    "_microbatch_size": None,
-    "_is_automatic": False,
+    "_settings": Settings(),
     "_is_scheduled": False,
     "_gradient_noise": None,
-    "_skip_nonfinite": False,
-    "_loss_over": "auto",
     "_adds_up": True,
     "_has_read_loss": False,
     "_accumulation_window": None,
@@ -105,7 +102,13 @@ def check_equivalence(
     """
     data = (x, y, sample_weight)
     plan = make_plan(
-        model, data, batch_size, accumulation_steps, microbatch_size, loss_over, updates
+        model,
+        data,
+        batch_size,
+        updates,
+        accumulation_steps=accumulation_steps,
+        microbatch_size=microbatch_size,
+        loss_over=loss_over,
     )
     return compare(model, plan)
 
@@ -147,13 +150,7 @@ def _compared(
     _fit(model, plan, plan.window_rows)
     rounding = _differences(state.read(), whole, state.values, rounded)
     state.restore()
-    accumulate(
-        model,
-        accumulation_steps=plan.accumulation_steps,
-        microbatch_size=plan.microbatch_size,
-        skip_nonfinite=plan.skip_nonfinite,
-        loss_over=plan.loss_over,
-    )
+    accumulate(model, **plan.settings.config())
     _fit(model, plan, plan.batch_size)
     differences = _differences(state.read(), whole, state.values, state.values)
     said += sorted(model._accumulation_warnings)
@@ -163,9 +160,9 @@ def _compared(
     lowest = functools.reduce(_coarser, _computed_in(model).values(), "float64")
     report = EquivalenceReport(
         batch_size=plan.batch_size,
-        accumulation_steps=plan.accumulation_steps,
-        microbatch_size=plan.microbatch_size,
-        loss_over=plan.loss_over,
+        accumulation_steps=plan.settings.accumulation_steps,
+        microbatch_size=plan.settings.microbatch_size,
+        loss_over=plan.settings.loss_over,
         updates=plan.updates,
         rows=plan.rows,
         variables=[
@@ -188,7 +185,8 @@ def _compared(
         reasons=list(said),
     )
     if not report.equivalent:
-        found_reasons = _diagnosis.reasons(model, plan._replace(loss_over=found), report)
+        plan = plan._replace(settings=plan.settings.changed(loss_over=found))
+        found_reasons = _diagnosis.reasons(model, plan, report)
         report = report._replace(reasons=found_reasons)
     return report
 

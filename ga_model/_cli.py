@@ -221,10 +221,10 @@ def _run_check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
             model,
             data,
             options.batch_size,
-            options.accumulation_steps,
-            options.microbatch_size,
-            options.loss_over,
             options.updates,
+            accumulation_steps=options.accumulation_steps,
+            microbatch_size=options.microbatch_size,
+            loss_over=options.loss_over,
         )
     except (TypeError, ValueError, RuntimeError) as error:
         parser.error(str(error))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from ga_model._context import ThreadValue
 from ga_model._gradient_noise import GradientNoise
 from ga_model._loss_reading import DoesNotAddUpError
 from ga_model._recorder import computes_loss_as_keras, current_recording, optimizers_in
+from ga_model._settings import NAMES, Settings
 from ga_model._window import Counter, Window
 
 _validate.check_backend(keras.backend.backend())
@@ -109,12 +111,8 @@ class AccumulatingModel(_Base):
     optimizer = RecordedAttribute("optimizer")
     _compile_loss = CompiledLossAttribute("_compile_loss")
     _loss_tracker = RecordedAttribute("_loss_tracker")
-    _accumulation_steps = 1
-    _microbatch_size: int | None = None
-    _is_automatic = False  # whether the size is asked for as "auto"
-    _automatic_size: AutomaticSize | None = None  # once it was, since `compile`
-    _skip_nonfinite = False
-    _loss_over = "auto"
+    _settings = Settings()
+    _automatic_size: AutomaticSize | None = None  # once "auto" was asked for, since `compile`
     _has_read_loss = False  # of an eager model
     _has_read_writes = False  # of an eager model
     _adds_up = True  # whether the loss does over microbatches, as far as it was read
@@ -133,7 +131,7 @@ class AccumulatingModel(_Base):
             raise TypeError(_messages.no_keras_model_message(cls.__name__))
         if _Trainer in mro and mro.index(_Trainer) < mro.index(AccumulatingModel):
             raise TypeError(_messages.wrong_side_message(cls.__name__))
-        for name in ("accumulation_steps", "microbatch_size", "skip_nonfinite", "loss_over"):
+        for name in NAMES:
             if not hasattr(value := inspect.getattr_static(cls, name), "__set__"):
                 raise TypeError(_messages.class_attribute_message(cls.__name__, name, value))
         owner = next(c for c in mro if "train_step" in c.__dict__)
@@ -159,15 +157,11 @@ class AccumulatingModel(_Base):
         With 1 the model trains by Keras's own function, with more by another one. A `tf.function`
         of your own around `train_step` has the one of the two in it that it was traced with.
         """
-        return self._accumulation_steps
+        return self._settings.accumulation_steps
 
     @accumulation_steps.setter
     def accumulation_steps(self, value: int) -> None:
-        steps = _validate.check_accumulation_steps(value)
-        _validate.check_single_accumulation(optimizers_in(vars(self)), steps)
-        self._accumulation_steps = steps
-        if self._accumulation_window is not None:
-            self._accumulation_window.set_steps(steps)
+        self._change_settings(accumulation_steps=value)
 
     @property
     def has_updated(self) -> bool:
@@ -185,22 +179,12 @@ class AccumulatingModel(_Base):
         "auto", it reads so until `fit` or `train_on_batch` has found the largest size that fits,
         before its next batch, and then it is that number.
         """
-        is_unknown = self._is_automatic and self._microbatch_size is None
-        return "auto" if is_unknown else self._microbatch_size
+        size: int | str | None = self._microbatch_size
+        return "auto" if size is None and self._is_automatic else size
 
     @microbatch_size.setter
     def microbatch_size(self, value: int | str | None) -> None:
-        self._set_microbatch_size(_validate.check_microbatch_size(value))
-
-    def _asked_microbatch_size(self) -> Any:
-        return "auto" if self._is_automatic else self._microbatch_size
-
-    def _set_microbatch_size(self, size: Any) -> None:
-        self._is_automatic = size == "auto"
-        self._microbatch_size = None if self._is_automatic else size
-        if self._is_automatic:
-            self._automatic_size = self._automatic_size or AutomaticSize()
-            self._automatic_size.restart()
+        self._change_settings(microbatch_size=value)
 
     @property
     def skip_nonfinite(self) -> bool:
@@ -214,13 +198,11 @@ class AccumulatingModel(_Base):
         are not exact, as in windows of several batches, and a warning names them. By default it is
         False, and as with plain Keras the weights become NaN.
         """
-        return self._skip_nonfinite
+        return self._settings.skip_nonfinite
 
     @skip_nonfinite.setter
     def skip_nonfinite(self, value: bool) -> None:
-        skip = _validate.check_skip_nonfinite(value)
-        _validate.check_single_finite_check(optimizers_in(vars(self)), skip)
-        self._skip_nonfinite = skip
+        self._change_settings(skip_nonfinite=value)
 
     @property
     def loss_over(self) -> str:
@@ -244,12 +226,11 @@ class AccumulatingModel(_Base):
         `compute_loss` have losses that are known to add up, or where `microbatch_weight` is
         overridden, and else "batch". Of a loss of your own the graph is read.
         """
-        return self._loss_over
+        return self._settings.loss_over
 
     @loss_over.setter
     def loss_over(self, value: str) -> None:
-        loss_over = _validate.check_loss_over(value)
-        self._loss_over = loss_over
+        self._change_settings(loss_over=value)
 
     @property
     def num_skipped_microbatches(self) -> int:
@@ -290,28 +271,18 @@ class AccumulatingModel(_Base):
             ValueError: `loss_over` is no choice.
 
         """
-        if accumulation_steps is None:
-            accumulation_steps = self._accumulation_steps
-        if microbatch_size is None:
-            microbatch_size = self._asked_microbatch_size()
-        if skip_nonfinite is None:
-            skip_nonfinite = self._skip_nonfinite
-        if loss_over is None:
-            loss_over = self._loss_over
-        steps, size, skip, loss_over = _validate.check_settings(
-            accumulation_steps,
-            microbatch_size,
-            skip_nonfinite,
-            loss_over,
-            optimizers_in([*args, *kwargs.values()]),
-            self.dtype_policy.name == "mixed_float16" and kwargs.get("auto_scale_loss", True),
+        settings = self._settings.changed(
+            accumulation_steps=accumulation_steps,
+            microbatch_size=microbatch_size,
+            skip_nonfinite=skip_nonfinite,
+            loss_over=loss_over,
         )
+        is_half = self.dtype_policy.name == "mixed_float16"
+        adds_scaling = is_half and kwargs.get("auto_scale_loss", True)
+        settings.check_with(optimizers_in([*args, *kwargs.values()]), adds_scaling)
         super().compile(*args, **kwargs)
-        self._accumulation_steps = steps
-        self._automatic_size = None
-        self._set_microbatch_size(size)
-        self._skip_nonfinite = skip
-        self._loss_over = loss_over
+        self._settings = settings
+        self._automatic_size = AutomaticSize() if self._is_automatic else None
         self._adds_up = True
         self._has_read_loss = False
         self._has_read_writes = False
@@ -379,7 +350,7 @@ class AccumulatingModel(_Base):
         parameters = inspect.signature(super().fit).parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         if "callbacks" not in parameters and not takes_any:
-            if self._accumulation_steps > 1:
+            if self.accumulation_steps > 1:
                 raise TypeError(_messages.own_fit_message(self.name))
             return super().fit(*args, **kwargs)
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -437,9 +408,9 @@ class AccumulatingModel(_Base):
         functions: dict[Any, Any] = {}
 
         def run(iterator: Any) -> Any:
-            settings = (self._microbatch_size, self._is_automatic, self._skip_nonfinite)
+            settings = self._settings.changed(accumulation_steps=1)
             is_measured = self._measured_noise is not None
-            way = (self._accumulates(), *settings, self._loss_over, is_measured)
+            way = (self._accumulates(), self._microbatch_size, settings, is_measured)
             if way not in functions:
                 functions[way] = self._make_function_of_keras()
             return functions[way](iterator)
@@ -474,11 +445,11 @@ class AccumulatingModel(_Base):
     # One batch.
 
     def _accumulates(self) -> bool:
-        return self._accumulation_steps > 1 or not self.has_updated
+        return self.accumulation_steps > 1 or not self.has_updated
 
     def _is_plain(self) -> bool:
-        is_whole = self._microbatch_size is None and not self._is_automatic
-        return is_whole and not self._accumulates() and not self._skip_nonfinite
+        is_whole = self._settings.microbatch_size is None
+        return is_whole and not self._accumulates() and not self.skip_nonfinite
 
     def _splits_calls(self) -> bool:
         """Return whether the step runs on full batches, and calls of layers by microbatches."""
@@ -486,13 +457,13 @@ class AccumulatingModel(_Base):
 
     def _takes_full_batch(self) -> bool:
         """Return whether the step of a batch that is split is to see all of it."""
-        if self._loss_over != "auto":
-            return self._loss_over == "batch"
+        if self.loss_over != "auto":
+            return self.loss_over == "batch"
         return not (self._adds_up and (computes_loss_as_keras(self) or self._has_rule()))
 
     def _must_add_up(self) -> bool:
         """Return whether the loss is to be read before it is computed by microbatches."""
-        return self._loss_over == "auto" and not self._has_rule()
+        return self.loss_over == "auto" and not self._has_rule()
 
     @property
     def _on_update(self) -> Callable[[], Any] | None:
@@ -544,7 +515,29 @@ class AccumulatingModel(_Base):
         if self._accumulation_window is not None:
             self._accumulation_window.discard()
 
-    # What is checked, and what is saved.
+    # What is set, checked and saved.
+
+    def _change_settings(self, **given: Any) -> None:
+        """Give settings new values, after checking these."""
+        Settings(**given).check_with(optimizers_in(vars(self)))
+        self._settings = dataclasses.replace(self._settings, **given)
+        if "accumulation_steps" in given and self._accumulation_window is not None:
+            self._accumulation_window.set_steps(self.accumulation_steps)
+        if "microbatch_size" in given and self._is_automatic:
+            self._automatic_size = self._automatic_size or AutomaticSize()
+            self._automatic_size.restart()
+
+    @property
+    def _is_automatic(self) -> bool:
+        """Whether the size is asked for as "auto"."""
+        return bool(self._settings.microbatch_size == "auto")
+
+    @property
+    def _microbatch_size(self) -> Any:
+        """Rows per microbatch, or None: for the whole batch, and for a size still to be found."""
+        if self._is_automatic:
+            return None if self._automatic_size is None else self._automatic_size.size
+        return self._settings.microbatch_size
 
     def _check_step(self) -> None:
         if "train_step" in vars(self) and not self._is_plain():
@@ -554,7 +547,7 @@ class AccumulatingModel(_Base):
         _strategy.check(self, optimizers_in(vars(self)))
         if self._is_automatic:
             _strategy.check_can_search(self.distribute_strategy)
-        is_split = self._microbatch_size is not None or self._is_automatic
+        is_split = self._settings.microbatch_size is not None
         if _strategy.num_replicas() > 1 and (is_split or self.jit_compile):
             layers = self._batch_normalization_layers()
             names = [layer.name for layer in layers if getattr(layer, "synchronized", False)]
@@ -588,21 +581,12 @@ class AccumulatingModel(_Base):
         config: dict[str, Any] = super().get_compile_config()
         if not config:
             return config
-        settings = {
-            "accumulation_steps": self._accumulation_steps,
-            "microbatch_size": self._asked_microbatch_size(),
-            "skip_nonfinite": self._skip_nonfinite,
-            "loss_over": self._loss_over,
-        }
-        return {**config, **settings}
+        return {**config, **self._settings.config()}
 
     def compile_from_config(self, config: dict[str, Any]) -> None:
         """Compile with a configuration that `get_compile_config` returned."""
         config = dict(config)
-        steps = config.pop("accumulation_steps", self._accumulation_steps)
-        size = config.pop("microbatch_size", self._asked_microbatch_size())
-        skip = config.pop("skip_nonfinite", self._skip_nonfinite)
-        loss_over = config.pop("loss_over", self._loss_over)
+        settings = {name: config.pop(name) for name in NAMES if name in config}
         is_keras_own = super().compile_from_config.__func__ is keras.Model.compile_from_config
         if not is_keras_own or type(self).compile is not AccumulatingModel.compile:
             super().compile_from_config(config)  # the user's own, or Keras's that asks for one
@@ -611,7 +595,4 @@ class AccumulatingModel(_Base):
             self.compile(**config)
             if self.built:
                 self.optimizer.build(self.trainable_variables)
-        self.accumulation_steps = steps
-        self.microbatch_size = size
-        self.skip_nonfinite = skip
-        self.loss_over = loss_over
+        self._change_settings(**settings)

@@ -8,9 +8,10 @@ from typing import Any, cast
 
 import keras
 
-from ga_model import _messages, _validate
+from ga_model import _messages
 from ga_model._model import AccumulatingModel
 from ga_model._recorder import optimizers_in
+from ga_model._settings import Settings
 
 
 def accumulate(
@@ -65,25 +66,20 @@ def accumulate(
     """
     if not isinstance(model, keras.Model):
         raise TypeError(_messages.not_a_model_message(model))
-    steps, size, skip, over = _validate.check_settings(
-        1 if accumulation_steps is None else accumulation_steps,
-        microbatch_size,
-        False if skip_nonfinite is None else skip_nonfinite,
-        "auto" if loss_over is None else loss_over,
-        optimizers_in(vars(model)),
-    )
+    given = {
+        "accumulation_steps": accumulation_steps,
+        "microbatch_size": microbatch_size,
+        "skip_nonfinite": skip_nonfinite,
+        "loss_over": loss_over,
+    }
+    Settings().changed(**given).check_with(optimizers_in(vars(model)))
     if not isinstance(model, AccumulatingModel):
         wrapped = _wrapped_class(cast(Hashable, type(model)))
         object.__setattr__(model, "__class__", wrapped)
         model.train_function = None
-    if accumulation_steps is not None:
-        model.accumulation_steps = steps
-    if microbatch_size is not None:
-        model.microbatch_size = size
-    if skip_nonfinite is not None:
-        model.skip_nonfinite = skip
-    if loss_over is not None:
-        model.loss_over = over
+    for name, value in given.items():
+        if value is not None:
+            setattr(model, name, value)
     return model
 
 
