@@ -145,7 +145,7 @@ class AutomaticSize:
     def _search(self, model: Any, batch: Any, rows: int) -> None:
         """Find the largest size up to `rows`, and leave all else as it is."""
         self.size = None
-        model._check_step()
+        model._accumulation.check_step()
         with model.distribute_strategy.scope():
             if self._has_sums is None:
                 self._has_sums = _strategy.make_variables(lambda: tf.zeros((), tf.bool))
@@ -272,8 +272,9 @@ class _Trials:
         window: Window | None,
     ) -> Any:
         """Return a number that follows from all sums of the first microbatches."""
-        is_whole = model._takes_full_batch()
-        batch = Batch(data, size, is_whole, not is_whole, self._model._must_add_up())
+        is_whole = model._accumulation.takes_full_batch()
+        adds_up = model._accumulation.must_add_up()
+        batch = Batch(data, size, is_whole, not is_whole, adds_up)
         if not is_whole:
             batch.num_microbatches = tf.minimum(batch.num_microbatches, 2)
         if model.jit_compile and self._is_built:

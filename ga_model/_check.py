@@ -18,25 +18,14 @@ from ga_model._equivalence_report import EquivalenceReport, VariableDifference
 from ga_model._plan import Plan, as_tensor, make_plan
 from ga_model._randomness import Randomness, shared_randomness
 from ga_model._recorder import optimizers_in
-from ga_model._settings import Settings
 from ga_model._strategy import raw
 from ga_model._wrap import accumulate
 
 # The distance of 1 from the next larger number.
 _ROUNDING = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 
-# What `AccumulatingModel` keeps on an instance, and what a trained function depends on.
-_PLAIN: dict[str, Any] = {
-    "_settings": Settings(),
-    "_is_scheduled": False,
-    "_gradient_noise": None,
-    "_adds_up": True,
-    "_has_read_loss": False,
-    "_accumulation_window": None,
-    "_accumulation_warnings": frozenset(),
-    "_num_skipped": None,
-    "train_function": None,
-}
+# What a model has of accumulation, and of the settings that it was trained with.
+_OF_TRAINING = ("_accumulation", "train_function")
 
 
 def check_equivalence(
@@ -153,8 +142,8 @@ def _compared(
     accumulate(model, **plan.settings.config())
     _fit(model, plan, plan.batch_size)
     differences = _differences(state.read(), whole, state.values, state.values)
-    said += sorted(model._accumulation_warnings)
-    found = "batch" if model._takes_full_batch() else "microbatch"
+    said += sorted(model._accumulation.warnings)
+    found = "batch" if model._accumulation.takes_full_batch() else "microbatch"
     state.restore()
     weights = {id(v) for v in model.weights}
     lowest = functools.reduce(_coarser, _computed_in(model).values(), "float64")
@@ -239,15 +228,15 @@ def _path(optimizer: Any, variable: Any) -> str:
 def _left_as_it_was(model: Any, plan: Plan) -> Iterator[_State]:
     """Make a plain Keras model of `model`, with everything built. In the end undo all but that."""
     attributes, model_class = vars(model), type(model)
-    settings = {name: attributes[name] for name in _PLAIN if name in attributes}
-    attributes.update(_PLAIN)
+    kept = {name: attributes.pop(name) for name in _OF_TRAINING if name in attributes}
+    attributes["train_function"] = None
     try:
         random_states = random.getstate(), np.random.get_state()
         is_new = not model.built
         traced = _build(model, plan)
         if is_new:  # layers may have drawn their seeds
             random_states = random.getstate(), np.random.get_state()
-        before = {name: value for name, value in attributes.items() if name not in _PLAIN}
+        before = {name: value for name, value in attributes.items() if name not in _OF_TRAINING}
         with model.distribute_strategy.scope():
             state = _State(model, traced)
             try:
@@ -262,9 +251,9 @@ def _left_as_it_was(model: Any, plan: Plan) -> Iterator[_State]:
                     del attributes[name]
                 attributes.update(before)
     finally:
-        for name in _PLAIN:
+        for name in _OF_TRAINING:
             attributes.pop(name, None)
-        attributes.update(settings)
+        attributes.update(kept)
 
 
 def _build(model: Any, plan: Plan) -> Sequence[Any]:

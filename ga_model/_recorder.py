@@ -123,7 +123,8 @@ class Recording:
         self._folded: dict[int, tuple[_weights.LossTerms, _sums.Weight]] = {}
         self.reads_step = self._is_part() and not computes_loss_as_keras(model)
         self.heard = HeardGradients(self._graph, data, model)
-        self._writes = Writes(model) if not is_trial and model._is_to_read_writes() else None
+        is_to_read = not is_trial and model._accumulation.is_to_read_writes()
+        self._writes = Writes(model) if is_to_read else None
 
     def stand_in(self, value: Any) -> Any:
         """Return what stands in for an attribute's value: optimizers, also in lists and dicts.
@@ -277,7 +278,7 @@ class Recording:
             if factor is not None:
                 gradients = [_sums.scaled(gradient, factor) for gradient in gradients]
         is_sum = terms.weight is None
-        noise_of = None if self.model._measured_noise is None else optimizer
+        noise_of = None if self.model._accumulation.measured_noise is None else optimizer
         if noise_of is not None and is_sum:
             raise ValueError(_messages.noise_of_sum_message(self.model.name))
         if self._is_part():
