@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 import random
@@ -18,6 +19,7 @@ from ga_model._equivalence_report import EquivalenceReport, VariableDifference
 from ga_model._plan import Plan, as_tensor, make_plan
 from ga_model._randomness import Randomness, shared_randomness
 from ga_model._recorder import optimizers_in
+from ga_model._settings import UNCHANGED, passed
 from ga_model._strategy import raw
 from ga_model._wrap import accumulate
 
@@ -35,9 +37,9 @@ def check_equivalence(
     sample_weight: Any = None,
     *,
     batch_size: int,
-    accumulation_steps: int | None = None,
-    microbatch_size: int | None = None,
-    loss_over: str | None = None,
+    accumulation_steps: int | None = UNCHANGED,
+    microbatch_size: int | None = UNCHANGED,
+    loss_over: str | None = UNCHANGED,
     updates: int = 3,
 ) -> EquivalenceReport:
     """Compare accumulation with the whole batch, on a model of yours and a few of its rows.
@@ -64,10 +66,11 @@ def check_equivalence(
             `batch_size * accumulation_steps * updates` rows are used. With fewer, the last window
             is a partial one.
         batch_size: rows per batch of `fit`.
-        accumulation_steps: batches per window, an integer >= 1. None takes the model's setting.
-        microbatch_size: rows that each batch is split into, an integer >= 1. None takes the model's
+        accumulation_steps: batches per window, an integer >= 1. None is 1. By default, the model's
             setting.
-        loss_over: "auto", "microbatch" or "batch". None takes the model's setting.
+        microbatch_size: rows that each batch is split into, an integer >= 1. None leaves batches
+            whole. By default, the model's setting.
+        loss_over: "auto", "microbatch" or "batch". None is "auto". By default, the model's setting.
         updates: how many to make, an integer >= 1.
 
     Returns:
@@ -95,9 +98,11 @@ def check_equivalence(
         data,
         batch_size,
         updates,
-        accumulation_steps=accumulation_steps,
-        microbatch_size=microbatch_size,
-        loss_over=loss_over,
+        **passed(
+            accumulation_steps=accumulation_steps,
+            microbatch_size=microbatch_size,
+            loss_over=loss_over,
+        ),
     )
     return compare(model, plan)
 
@@ -174,7 +179,7 @@ def _compared(
         reasons=list(said),
     )
     if not report.equivalent:
-        plan = plan._replace(settings=plan.settings.changed(loss_over=found))
+        plan = plan._replace(settings=dataclasses.replace(plan.settings, loss_over=found))
         found_reasons = _diagnosis.reasons(model, plan, report)
         report = report._replace(reasons=found_reasons)
     return report

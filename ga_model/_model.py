@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from ga_model._attributes import CompiledLossAttribute, RecordedAttribute
 from ga_model._callbacks import run_fit
 from ga_model._context import ThreadValue
 from ga_model._recorder import current_recording, optimizers_in
-from ga_model._settings import NAMES, Settings
+from ga_model._settings import NAMES, UNCHANGED, Settings, passed
 from ga_model._train_function import switching
 
 _validate.check_backend(keras.backend.backend())
@@ -230,28 +231,28 @@ class AccumulatingModel(_Base):
     def compile(
         self,
         *args: Any,
-        accumulation_steps: int | None = None,
-        microbatch_size: int | str | None = None,
-        skip_nonfinite: bool | None = None,
-        loss_over: str | None = None,
+        accumulation_steps: int | None = UNCHANGED,
+        microbatch_size: int | str | None = UNCHANGED,
+        skip_nonfinite: bool | None = UNCHANGED,
+        loss_over: str | None = UNCHANGED,
         **kwargs: Any,
     ) -> None:
         """Configure the model for training, as `keras.Model.compile` does.
 
+        Settings that are not passed stay as they are; None switches a setting off.
+
         Args:
             *args: positional arguments of the model class's own `compile`.
-            accumulation_steps: batches per window, an integer >= 1. None keeps the present value,
-                which is 1 unless it was set.
+            accumulation_steps: batches per window, an integer >= 1. None is 1.
             microbatch_size: rows per microbatch that each batch is split into, an integer >= 1; the
                 last one of a batch has what is left. Or "auto": the largest size that fits in
                 memory is found before the first batch, and halved where it does not fit any more.
-                None keeps the present value; by default batches stay whole. To go back to that, set
-                the attribute to None.
-            skip_nonfinite: whether microbatches with NaN or Inf in a gradient are left out. None
-                keeps the present value, which is False unless it was set.
+                None leaves batches whole.
+            skip_nonfinite: whether microbatches with NaN or Inf in a gradient are left out. None is
+                False.
             loss_over: "auto", "microbatch" or "batch": whether the loss of a batch that is split is
                 put together from its microbatches, or sees the whole batch at the cost of a second
-                forward pass. None keeps the present value, which is "auto" unless it was set.
+                forward pass. None is "auto".
             **kwargs: keyword arguments of the model class's own `compile`.
 
         Raises:
@@ -261,12 +262,13 @@ class AccumulatingModel(_Base):
             ValueError: `loss_over` is no choice.
 
         """
-        settings = self._accumulation.settings.changed(
+        given = passed(
             accumulation_steps=accumulation_steps,
             microbatch_size=microbatch_size,
             skip_nonfinite=skip_nonfinite,
             loss_over=loss_over,
         )
+        settings = dataclasses.replace(self._accumulation.settings, **given)
         is_half = self.dtype_policy.name == "mixed_float16"
         adds_scaling = is_half and kwargs.get("auto_scale_loss", True)
         settings.check_with(optimizers_in([*args, *kwargs.values()]), adds_scaling)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import keras
@@ -63,7 +64,7 @@ def make_plan(model: Any, data: Any, batch_size: Any, updates: Any, **settings: 
 
     Args:
         model, data, batch_size, updates: as `check_equivalence` takes them.
-        **settings: the settings. Of those that are None the model's are taken.
+        **settings: those of the settings that are not to be the model's.
     """
     if not isinstance(model, keras.Model):
         raise TypeError(_messages.not_a_model_message(model, "check_equivalence"))
@@ -74,7 +75,7 @@ def make_plan(model: Any, data: Any, batch_size: Any, updates: Any, **settings: 
             raise NotImplementedError(_messages.one_device_message(model.name))
     batch_size = _validate.check_integer("batch_size", batch_size)
     updates = _validate.check_integer("updates", updates)
-    used = Settings.of(model).changed(**settings)
+    used = dataclasses.replace(Settings.of(model), **settings)
     used.check_with(optimizers_in(vars(model)))
     if used.microbatch_size == "auto":
         raise ValueError(_messages.unknown_size_message(model.name))

@@ -9,6 +9,16 @@ from typing import Any
 from ga_model import _validate
 
 
+class _Unchanged:
+    """What stands for an argument that is not passed, where None has a meaning of its own."""
+
+    def __repr__(self) -> str:
+        return "unchanged"
+
+
+UNCHANGED: Any = _Unchanged()
+
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """How a model accumulates gradients. See `AccumulatingModel` for what each setting does.
@@ -37,10 +47,6 @@ class Settings:
         """Return the present settings of a model. A plain one has the defaults."""
         return cls(**{name: getattr(model, name) for name in NAMES if hasattr(model, name)})
 
-    def changed(self, **given: Any) -> Settings:
-        """Return the settings with those that are given. None keeps the present value."""
-        return dataclasses.replace(self, **{n: v for n, v in given.items() if v is not None})
-
     def check_with(self, optimizers: Iterable[Any], adds_scaling: bool = False) -> None:
         """Raise ValueError if they do not go with the optimizers.
 
@@ -63,4 +69,14 @@ _CHECKS = {
     "skip_nonfinite": _validate.check_skip_nonfinite,
     "loss_over": _validate.check_loss_over,
 }
-NAMES = tuple(field.name for field in dataclasses.fields(Settings))
+_DEFAULTS = dataclasses.asdict(Settings())
+NAMES = tuple(_DEFAULTS)
+
+
+def passed(**arguments: Any) -> dict[str, Any]:
+    """Return the settings that a function was passed, by its arguments.
+
+    Those that are `UNCHANGED` are left out, and None switches off: it is the default.
+    """
+    given = {name: value for name, value in arguments.items() if value is not UNCHANGED}
+    return {name: _DEFAULTS[name] if value is None else value for name, value in given.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,7 @@ def switching(model: Any, make: Callable[[], Any]) -> Callable[[Any], Any]:
 
     def run(iterator: Any) -> Any:
         accumulation = model._accumulation
-        settings = accumulation.settings.changed(accumulation_steps=1)
+        settings = dataclasses.replace(accumulation.settings, accumulation_steps=1)
         is_measured = accumulation.measured_noise is not None
         way = (accumulation.accumulates(), accumulation.size, settings, is_measured)
         if way not in functions:
