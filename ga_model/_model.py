@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -14,37 +13,15 @@ from ga_model import _messages, _strategy, _validate
 from ga_model._accumulation import Accumulation
 from ga_model._attributes import CompiledLossAttribute, RecordedAttribute
 from ga_model._callbacks import run_fit
-from ga_model._context import ThreadValue
 from ga_model._recorder import current_recording, optimizers_in
 from ga_model._settings import NAMES, UNCHANGED, Settings, passed
+from ga_model._subclasses import Trainer, accumulated, prepare
 from ga_model._train_function import switching
-
-_validate.check_backend(keras.backend.backend())
-
-# What makes a layer a model: `keras.Model` has its `train_step` from there. Keras's own tests mix
-# it with layers.
-_Trainer = next(c for c in keras.Model.__mro__ if "train_step" in vars(c))
-
-_in_step = ThreadValue()  # the model whose outermost `train_step` runs
 
 if TYPE_CHECKING:  # what the mixin's `super()` finds
     from keras import Model as _Base
 else:
     _Base = object
-
-
-def _accumulated(train_step: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a `train_step` run by microbatches. The outermost one of a model does the work."""
-    train_step = getattr(train_step, "python_function", train_step)  # of a `tf.function`
-
-    @functools.wraps(train_step)
-    def accumulated(self: Any, data: Any) -> Any:
-        if _in_step.get() is self:  # in a step that calls that of its base
-            return train_step(self, data)
-        with _in_step.set(self):
-            return self._accumulation.run_step(functools.partial(train_step, self), data)
-
-    return accumulated
 
 
 class AccumulatingModel(_Base):
@@ -115,27 +92,11 @@ class AccumulatingModel(_Base):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        mro = cls.__mro__
-        if _Trainer not in mro and any(
-            base is not object and not issubclass(base, AccumulatingModel) for base in cls.__bases__
-        ):
-            raise TypeError(_messages.no_keras_model_message(cls.__name__))
-        if _Trainer in mro and mro.index(_Trainer) < mro.index(AccumulatingModel):
-            raise TypeError(_messages.wrong_side_message(cls.__name__))
-        for name in NAMES:
-            if not hasattr(value := inspect.getattr_static(cls, name), "__set__"):
-                raise TypeError(_messages.class_attribute_message(cls.__name__, name, value))
-        owner = next(c for c in mro if "train_step" in c.__dict__)
-        if owner is cls or not issubclass(owner, AccumulatingModel):
-            cls.train_step = _accumulated(owner.__dict__["train_step"])  # type: ignore[method-assign]
-        # What the user says stands, also where the mixin stands left of it.
-        for name in ("microbatch_weight", "on_update"):
-            if owners := [c for c in mro if c is not AccumulatingModel and name in vars(c)]:
-                setattr(cls, name, vars(owners[0])[name])
+        prepare(cls, AccumulatingModel)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         # Keras calls `__new__` of every base when it makes a functional model of a subclass.
-        if not issubclass(cls, _Trainer) and not cls.__subclasses__():
+        if not issubclass(cls, Trainer) and not cls.__subclasses__():
             raise TypeError(_messages.no_keras_model_message(cls.__name__))
         return super().__new__(cls, *args, **kwargs)
 
@@ -330,7 +291,7 @@ class AccumulatingModel(_Base):
         """Train as `keras.Model.fit` does. Each epoch closes its last window, full or not."""
         return run_fit(self, super().fit, args, kwargs)
 
-    @_accumulated
+    @accumulated
     def train_step(self, data: Any) -> Any:
         """Run the model class's own `train_step` on one batch, as a microbatch of the window."""
         train_step: Any = super().train_step
