@@ -15,6 +15,13 @@ import keras
 import numpy as np
 
 from ga_model import _diagnosis, _messages, _strategy
+from ga_model._differences import (
+    add_rounding_errors,
+    change,
+    coarser,
+    compute_dtypes,
+    relative_differences,
+)
 from ga_model._equivalence_report import EquivalenceReport, VariableDifference
 from ga_model._plan import Plan, as_tensor, make_plan
 from ga_model._randomness import Randomness, shared_randomness
@@ -22,9 +29,6 @@ from ga_model._recorder import optimizers_in
 from ga_model._settings import UNCHANGED, passed
 from ga_model._strategy import raw
 from ga_model._wrap import accumulate
-
-# The distance of 1 from the next larger number.
-_ROUNDING = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 
 # What a model has of accumulation, and of the settings that it was trained with.
 _OF_TRAINING = ("_accumulation", "train_function")
@@ -140,18 +144,19 @@ def _compared(
     _fit(model, plan, plan.window_rows)
     whole = state.read()
     state.restore()
-    rounded = _rounded(model, state)
+    add_rounding_errors(model)
+    rounded = state.read()
     _fit(model, plan, plan.window_rows)
-    rounding = _differences(state.read(), whole, state.values, rounded)
+    rounding = relative_differences(state.read(), whole, state.values, rounded)
     state.restore()
     accumulate(model, **plan.settings.config())
     _fit(model, plan, plan.batch_size)
-    differences = _differences(state.read(), whole, state.values, state.values)
+    differences = relative_differences(state.read(), whole, state.values, state.values)
     said += sorted(model._accumulation.warnings)
     found = "batch" if model._accumulation.takes_full_batch() else "microbatch"
     state.restore()
     weights = {id(v) for v in model.weights}
-    lowest = functools.reduce(_coarser, _computed_in(model).values(), "float64")
+    lowest = functools.reduce(coarser, compute_dtypes(model).values(), "float64")
     report = EquivalenceReport(
         batch_size=plan.batch_size,
         accumulation_steps=plan.settings.accumulation_steps,
@@ -162,7 +167,7 @@ def _compared(
         variables=[
             VariableDifference(
                 path=path,
-                dtype=_coarser(str(variable.dtype), lowest),
+                dtype=coarser(str(variable.dtype), lowest),
                 size=math.prod(variable.shape),
                 is_moved_weight=id(variable) in weights and bool(np.any(value != start)),
                 difference=difference,
@@ -173,7 +178,7 @@ def _compared(
             )
         ],
         is_finite=all(
-            np.isfinite(_change(value, start)).all() for value, start in zip(whole, state.values)
+            np.isfinite(change(value, start)).all() for value, start in zip(whole, state.values)
         ),
         random_layers=randomness,
         reasons=list(said),
@@ -279,59 +284,3 @@ def _build(model: Any, plan: Plan) -> Sequence[Any]:
     if unbuilt:
         raise RuntimeError(_messages.unbuilt_message(unbuilt))
     return []
-
-
-def _rounded(model: Any, state: _State) -> list[Any]:
-    """Add a rounding error to every weight, up or down, and return all values.
-
-    It is one of the dtype that the weight's layer computes in. Frozen weights have one, too.
-    """
-    computed_in = _computed_in(model)
-    generator = np.random.default_rng(0)
-    for variable in model.weights:
-        if variable.dtype in _ROUNDING:
-            value = variable.numpy()
-            finite = np.where(np.isfinite(value), value, 0)
-            error = _ROUNDING[_coarser(str(variable.dtype), computed_in[id(variable)])]
-            sign = generator.choice([-error, error], size=value.shape)
-            variable.assign((value + finite * sign).astype(value.dtype))
-    return state.read()
-
-
-def _computed_in(model: Any) -> dict[int, str]:
-    """Return what each weight's layer computes in, by the identity of the weight."""
-    computed_in = {}
-    for layer in model._flatten_layers():  # the layers of a layer follow it
-        computed_in.update({id(v): layer.compute_dtype for v in layer.weights})
-    return computed_in
-
-
-def _coarser(dtype: str, other: str) -> str:
-    """Return the dtype that rounds more. One that does not round, such as int64, stays."""
-    rounds_more = dtype in _ROUNDING and _ROUNDING.get(other, 0.0) > _ROUNDING[dtype]
-    return other if rounds_more else dtype
-
-
-def _differences(
-    values: Sequence[Any], reference: Sequence[Any], start: Sequence[Any], own_start: Sequence[Any]
-) -> list[float]:
-    """Return the relative difference of the change of each variable."""
-    return [
-        _relative(_change(w, w0), _change(r, r0))
-        for w, r, r0, w0 in zip(values, reference, start, own_start)
-    ]
-
-
-def _change(value: Any, start: Any) -> Any:
-    """Return what has been added to the start. That is zero also where both are infinite."""
-    with np.errstate(all="ignore"):
-        change = value.astype("float64") - start.astype("float64")
-        return np.where((value == start) | (np.isnan(value) & np.isnan(start)), 0.0, change)
-
-
-def _relative(change: Any, reference: Any) -> float:
-    with np.errstate(all="ignore"):
-        error, size = np.linalg.norm(change - reference), np.linalg.norm(reference)
-    if not error:
-        return 0.0
-    return float(error / size) if size else math.inf
