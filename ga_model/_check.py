@@ -30,7 +30,7 @@ from ga_model._settings import UNCHANGED, passed
 from ga_model._strategy import raw
 from ga_model._wrap import accumulate
 
-# What a model has of accumulation, and of the settings that it was trained with.
+# What a model keeps of accumulation, and the function that was traced by its settings.
 _OF_TRAINING = ("_accumulation", "train_function")
 
 
