@@ -37,9 +37,8 @@ _trial = ThreadValue()  # what a step runs instead of itself, or None
 class AutomaticSize:
     """What `microbatch_size="auto"` knows of one model since its `compile`.
 
-    The size itself is the model's `_microbatch_size`, None before it is found.
-
     Attributes:
+        size: rows per microbatch, or None before the size is found.
         is_whole: whether no size was found that would not fit, so that batches stay whole.
     """
 
@@ -52,6 +51,7 @@ class AutomaticSize:
 
     def restart(self) -> None:
         """Forget the size."""
+        self.size: Any = None
         self.is_whole = False
         self._rows = 0  # of the batch that the size was found with
 
@@ -81,7 +81,7 @@ class AutomaticSize:
                     raise
                 break
             rows = _strategy.most_on_a_replica(model.distribute_strategy, batch, count_rows)
-            if model._microbatch_size is None or (self.is_whole and rows > self._rows):
+            if self.size is None or (self.is_whole and rows > self._rows):
                 self._search(model, batch, rows)
             while True:
                 values = [] if model.jit_compile else self._begin()  # where none is put back
@@ -107,7 +107,7 @@ class AutomaticSize:
 
     def _put_back(self, model: Any, values: list[Any], rows: int, error: Exception) -> None:
         """Let a batch that failed be repeated in smaller microbatches, or raise."""
-        size = min(model._microbatch_size, rows)
+        size = min(self.size, rows)
         if model.jit_compile:
             _raise_from(error, _messages.damaged_message(model.name, size))
         is_own_step = not is_of_keras(model, "train_step")
@@ -118,8 +118,8 @@ class AutomaticSize:
         if size == 1:
             _raise_from(error, _messages.no_row_message(model.name))
         self.is_whole = False
-        model._microbatch_size = (size + 1) // 2
-        _validate.warn(_messages.halved_message(model.name, size, model._microbatch_size))
+        self.size = (size + 1) // 2
+        _validate.warn(_messages.halved_message(model.name, size, self.size))
 
     # Inside of it.
 
@@ -129,7 +129,7 @@ class AutomaticSize:
         """Run one batch as `_step.run` does, or a trial of it."""
         if (trial := _trial.get()) is not None:
             return trial(model, train_step, data, window)
-        if model._microbatch_size is None:
+        if self.size is None:
             raise RuntimeError(_messages.no_size_message(model.name))
         note_sums = None if model.jit_compile else self._note_sums
         return _step.run(model, train_step, data, window, note_sums)
@@ -144,8 +144,8 @@ class AutomaticSize:
 
     def _search(self, model: Any, batch: Any, rows: int) -> None:
         """Find the largest size up to `rows`, and leave all else as it is."""
-        model._microbatch_size = None
-        model._check_step()
+        self.size = None
+        model._accumulation.check_step()
         with model.distribute_strategy.scope():
             if self._has_sums is None:
                 self._has_sums = _strategy.make_variables(lambda: tf.zeros((), tf.bool))
@@ -156,7 +156,7 @@ class AutomaticSize:
         if size == 0:
             _raise_from(trials.error, _messages.no_row_message(model.name))
         self.is_whole, self._rows = failed is None, rows
-        model._microbatch_size = size
+        self.size = size
         print(_messages.found_message(size, failed, trials.error is not None), flush=True)
 
 
@@ -272,8 +272,9 @@ class _Trials:
         window: Window | None,
     ) -> Any:
         """Return a number that follows from all sums of the first microbatches."""
-        is_whole = model._takes_full_batch()
-        batch = Batch(data, size, is_whole, not is_whole, self._model._must_add_up())
+        is_whole = model._accumulation.takes_full_batch()
+        adds_up = model._accumulation.must_add_up()
+        batch = Batch(data, size, is_whole, not is_whole, adds_up)
         if not is_whole:
             batch.num_microbatches = tf.minimum(batch.num_microbatches, 2)
         if model.jit_compile and self._is_built:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -25,7 +26,7 @@ class CloseWindow(keras.callbacks.Callback):
         self.has_begun = False
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self._accumulating._discard_window()
+        self._accumulating._accumulation.discard_window()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         if not self.has_begun:  # `BackupAndRestore` may have set the first epoch
@@ -37,6 +38,39 @@ class CloseWindow(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._accumulating.close_window()
+
+
+def run_fit(model: Any, fit: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run the `fit` of a model's own class, with windows that close where epochs end.
+
+    Args:
+        model: an `AccumulatingModel`.
+        fit: the method, bound to the model.
+        args, kwargs: its arguments.
+
+    Raises:
+        TypeError: it takes no callbacks, and windows are to be closed.
+    """
+    parameters = inspect.signature(fit).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if "callbacks" not in parameters and not takes_any:
+        if model.accumulation_steps > 1:
+            raise TypeError(_messages.own_fit_message(model.name))
+        return fit(*args, **kwargs)
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional = [name for name, p in parameters.items() if p.kind in kinds]
+    position = positional.index("callbacks") if "callbacks" in positional else len(args)
+    is_keras_own = getattr(fit, "__func__", None) is keras.Model.fit
+    has_none = position >= len(args) and "callbacks" not in kwargs
+    if has_none and model._accumulation.is_plain() and not is_keras_own:
+        return fit(*args, **kwargs)  # which may have callbacks where none are given
+    given = args[position] if position < len(args) else kwargs.pop("callbacks", None)
+    with closing_windows(model, given) as callbacks:
+        if position < len(args):
+            args = (*args[:position], callbacks, *args[position + 1 :])
+        else:
+            kwargs["callbacks"] = callbacks
+        return fit(*args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -62,19 +96,18 @@ def closing_windows(model: Any, callbacks: Any) -> Iterator[Any]:
     else:
         callbacks = [close_window] if callbacks is None else [close_window, callbacks]
     listed = callbacks.callbacks if is_list else callbacks
-    model._is_scheduled = any(isinstance(c, AccumulationScheduler) for c in listed)
+    model._accumulation.is_scheduled = any(isinstance(c, AccumulationScheduler) for c in listed)
     try:
         yield callbacks
         if not (close_window.has_begun or model.has_updated):
             model._warn_once(_messages.open_window_message(model.name))
     except BaseException as error:  # KeyboardInterrupt, too, leaves nothing behind
-        model._discard_window()
+        model._accumulation.discard_window()
         _strategy.explain(error, model.distribute_strategy)
         raise
     finally:
-        model._is_scheduled = False
-        if model._gradient_noise is not None:
-            model._gradient_noise.stop()
+        model._accumulation.is_scheduled = False
+        model._accumulation.noise.stop()
         if is_list:
             callbacks.callbacks.remove(close_window)
 

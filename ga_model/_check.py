@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 import random
@@ -14,32 +15,23 @@ import keras
 import numpy as np
 
 from ga_model import _diagnosis, _messages, _strategy
+from ga_model._differences import (
+    add_rounding_errors,
+    change,
+    coarser,
+    compute_dtypes,
+    relative_differences,
+)
 from ga_model._equivalence_report import EquivalenceReport, VariableDifference
 from ga_model._plan import Plan, as_tensor, make_plan
 from ga_model._randomness import Randomness, shared_randomness
 from ga_model._recorder import optimizers_in
+from ga_model._settings import UNCHANGED, passed
 from ga_model._strategy import raw
 from ga_model._wrap import accumulate
 
-# The distance of 1 from the next larger number.
-_ROUNDING = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
-
-# What `AccumulatingModel` keeps on an instance, and what a trained function depends on.
-_PLAIN: dict[str, Any] = {
-    "_accumulation_steps": 1,
-    "_microbatch_size": None,
-    "_is_automatic": False,
-    "_is_scheduled": False,
-    "_gradient_noise": None,
-    "_skip_nonfinite": False,
-    "_loss_over": "auto",
-    "_adds_up": True,
-    "_has_read_loss": False,
-    "_accumulation_window": None,
-    "_accumulation_warnings": frozenset(),
-    "_num_skipped": None,
-    "train_function": None,
-}
+# What a model keeps of accumulation, and the function that was traced by its settings.
+_OF_TRAINING = ("_accumulation", "train_function")
 
 
 def check_equivalence(
@@ -49,9 +41,9 @@ def check_equivalence(
     sample_weight: Any = None,
     *,
     batch_size: int,
-    accumulation_steps: int | None = None,
-    microbatch_size: int | None = None,
-    loss_over: str | None = None,
+    accumulation_steps: int | None = UNCHANGED,
+    microbatch_size: int | None = UNCHANGED,
+    loss_over: str | None = UNCHANGED,
     updates: int = 3,
 ) -> EquivalenceReport:
     """Compare accumulation with the whole batch, on a model of yours and a few of its rows.
@@ -78,10 +70,11 @@ def check_equivalence(
             `batch_size * accumulation_steps * updates` rows are used. With fewer, the last window
             is a partial one.
         batch_size: rows per batch of `fit`.
-        accumulation_steps: batches per window, an integer >= 1. None takes the model's setting.
-        microbatch_size: rows that each batch is split into, an integer >= 1. None takes the model's
+        accumulation_steps: batches per window, an integer >= 1. None is 1. By default, the model's
             setting.
-        loss_over: "auto", "microbatch" or "batch". None takes the model's setting.
+        microbatch_size: rows that each batch is split into, an integer >= 1. None leaves batches
+            whole. By default, the model's setting.
+        loss_over: "auto", "microbatch" or "batch". None is "auto". By default, the model's setting.
         updates: how many to make, an integer >= 1.
 
     Returns:
@@ -105,7 +98,15 @@ def check_equivalence(
     """
     data = (x, y, sample_weight)
     plan = make_plan(
-        model, data, batch_size, accumulation_steps, microbatch_size, loss_over, updates
+        model,
+        data,
+        batch_size,
+        updates,
+        **passed(
+            accumulation_steps=accumulation_steps,
+            microbatch_size=microbatch_size,
+            loss_over=loss_over,
+        ),
     )
     return compare(model, plan)
 
@@ -143,35 +144,30 @@ def _compared(
     _fit(model, plan, plan.window_rows)
     whole = state.read()
     state.restore()
-    rounded = _rounded(model, state)
+    add_rounding_errors(model)
+    rounded = state.read()
     _fit(model, plan, plan.window_rows)
-    rounding = _differences(state.read(), whole, state.values, rounded)
+    rounding = relative_differences(state.read(), whole, state.values, rounded)
     state.restore()
-    accumulate(
-        model,
-        accumulation_steps=plan.accumulation_steps,
-        microbatch_size=plan.microbatch_size,
-        skip_nonfinite=plan.skip_nonfinite,
-        loss_over=plan.loss_over,
-    )
+    accumulate(model, **plan.settings.config())
     _fit(model, plan, plan.batch_size)
-    differences = _differences(state.read(), whole, state.values, state.values)
-    said += sorted(model._accumulation_warnings)
-    found = "batch" if model._takes_full_batch() else "microbatch"
+    differences = relative_differences(state.read(), whole, state.values, state.values)
+    said += sorted(model._accumulation.warnings)
+    found = "batch" if model._accumulation.takes_full_batch() else "microbatch"
     state.restore()
     weights = {id(v) for v in model.weights}
-    lowest = functools.reduce(_coarser, _computed_in(model).values(), "float64")
+    lowest = functools.reduce(coarser, compute_dtypes(model).values(), "float64")
     report = EquivalenceReport(
         batch_size=plan.batch_size,
-        accumulation_steps=plan.accumulation_steps,
-        microbatch_size=plan.microbatch_size,
-        loss_over=plan.loss_over,
+        accumulation_steps=plan.settings.accumulation_steps,
+        microbatch_size=plan.settings.microbatch_size,
+        loss_over=plan.settings.loss_over,
         updates=plan.updates,
         rows=plan.rows,
         variables=[
             VariableDifference(
                 path=path,
-                dtype=_coarser(str(variable.dtype), lowest),
+                dtype=coarser(str(variable.dtype), lowest),
                 size=math.prod(variable.shape),
                 is_moved_weight=id(variable) in weights and bool(np.any(value != start)),
                 difference=difference,
@@ -182,13 +178,14 @@ def _compared(
             )
         ],
         is_finite=all(
-            np.isfinite(_change(value, start)).all() for value, start in zip(whole, state.values)
+            np.isfinite(change(value, start)).all() for value, start in zip(whole, state.values)
         ),
         random_layers=randomness,
         reasons=list(said),
     )
     if not report.equivalent:
-        found_reasons = _diagnosis.reasons(model, plan._replace(loss_over=found), report)
+        plan = plan._replace(settings=dataclasses.replace(plan.settings, loss_over=found))
+        found_reasons = _diagnosis.reasons(model, plan, report)
         report = report._replace(reasons=found_reasons)
     return report
 
@@ -241,15 +238,15 @@ def _path(optimizer: Any, variable: Any) -> str:
 def _left_as_it_was(model: Any, plan: Plan) -> Iterator[_State]:
     """Make a plain Keras model of `model`, with everything built. In the end undo all but that."""
     attributes, model_class = vars(model), type(model)
-    settings = {name: attributes[name] for name in _PLAIN if name in attributes}
-    attributes.update(_PLAIN)
+    kept = {name: attributes.pop(name) for name in _OF_TRAINING if name in attributes}
+    attributes["train_function"] = None
     try:
         random_states = random.getstate(), np.random.get_state()
         is_new = not model.built
         traced = _build(model, plan)
         if is_new:  # layers may have drawn their seeds
             random_states = random.getstate(), np.random.get_state()
-        before = {name: value for name, value in attributes.items() if name not in _PLAIN}
+        before = {name: value for name, value in attributes.items() if name not in _OF_TRAINING}
         with model.distribute_strategy.scope():
             state = _State(model, traced)
             try:
@@ -264,9 +261,9 @@ def _left_as_it_was(model: Any, plan: Plan) -> Iterator[_State]:
                     del attributes[name]
                 attributes.update(before)
     finally:
-        for name in _PLAIN:
+        for name in _OF_TRAINING:
             attributes.pop(name, None)
-        attributes.update(settings)
+        attributes.update(kept)
 
 
 def _build(model: Any, plan: Plan) -> Sequence[Any]:
@@ -287,59 +284,3 @@ def _build(model: Any, plan: Plan) -> Sequence[Any]:
     if unbuilt:
         raise RuntimeError(_messages.unbuilt_message(unbuilt))
     return []
-
-
-def _rounded(model: Any, state: _State) -> list[Any]:
-    """Add a rounding error to every weight, up or down, and return all values.
-
-    It is one of the dtype that the weight's layer computes in. Frozen weights have one, too.
-    """
-    computed_in = _computed_in(model)
-    generator = np.random.default_rng(0)
-    for variable in model.weights:
-        if variable.dtype in _ROUNDING:
-            value = variable.numpy()
-            finite = np.where(np.isfinite(value), value, 0)
-            error = _ROUNDING[_coarser(str(variable.dtype), computed_in[id(variable)])]
-            sign = generator.choice([-error, error], size=value.shape)
-            variable.assign((value + finite * sign).astype(value.dtype))
-    return state.read()
-
-
-def _computed_in(model: Any) -> dict[int, str]:
-    """Return what each weight's layer computes in, by the identity of the weight."""
-    computed_in = {}
-    for layer in model._flatten_layers():  # the layers of a layer follow it
-        computed_in.update({id(v): layer.compute_dtype for v in layer.weights})
-    return computed_in
-
-
-def _coarser(dtype: str, other: str) -> str:
-    """Return the dtype that rounds more. One that does not round, such as int64, stays."""
-    rounds_more = dtype in _ROUNDING and _ROUNDING.get(other, 0.0) > _ROUNDING[dtype]
-    return other if rounds_more else dtype
-
-
-def _differences(
-    values: Sequence[Any], reference: Sequence[Any], start: Sequence[Any], own_start: Sequence[Any]
-) -> list[float]:
-    """Return the relative difference of the change of each variable."""
-    return [
-        _relative(_change(w, w0), _change(r, r0))
-        for w, r, r0, w0 in zip(values, reference, start, own_start)
-    ]
-
-
-def _change(value: Any, start: Any) -> Any:
-    """Return what has been added to the start. That is zero also where both are infinite."""
-    with np.errstate(all="ignore"):
-        change = value.astype("float64") - start.astype("float64")
-        return np.where((value == start) | (np.isnan(value) & np.isnan(start)), 0.0, change)
-
-
-def _relative(change: Any, reference: Any) -> float:
-    with np.errstate(all="ignore"):
-        error, size = np.linalg.norm(change - reference), np.linalg.norm(reference)
-    if not error:
-        return 0.0
-    return float(error / size) if size else math.inf

@@ -15,6 +15,7 @@ from ga_model._arguments import integer_from, path, plot_path, positive_number
 from ga_model._bench_cases import CASES, USUAL_CASES
 from ga_model._plan import make_plan
 from ga_model._process import ProcessError
+from ga_model._settings import NAMES
 
 _DESCRIPTION = """\
 Train one small convolutional network four times, from the same weights and on the
@@ -216,16 +217,10 @@ def _check_parser() -> argparse.ArgumentParser:
 
 def _run_check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     model, data = _script.load(options.script)
+    settings = {name: getattr(options, name, None) for name in NAMES}
+    given = {name: value for name, value in settings.items() if value is not None}
     try:
-        plan = make_plan(
-            model,
-            data,
-            options.batch_size,
-            options.accumulation_steps,
-            options.microbatch_size,
-            options.loss_over,
-            options.updates,
-        )
+        plan = make_plan(model, data, options.batch_size, options.updates, **given)
     except (TypeError, ValueError, RuntimeError) as error:
         parser.error(str(error))
     report = _check.compare(model, plan)

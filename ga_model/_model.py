@@ -2,50 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import keras
-import tensorflow as tf
 
-from ga_model import _messages, _step, _strategy, _validate
-from ga_model._attributes import CompiledLossAttribute, RecordedAttribute, watch_attributes
-from ga_model._auto import AutomaticSize
-from ga_model._callbacks import closing_windows
-from ga_model._context import ThreadValue
-from ga_model._gradient_noise import GradientNoise
-from ga_model._loss_reading import DoesNotAddUpError
-from ga_model._recorder import computes_loss_as_keras, current_recording, optimizers_in
-from ga_model._window import Counter, Window
-
-_validate.check_backend(keras.backend.backend())
-
-# What makes a layer a model: `keras.Model` has its `train_step` from there. Keras's own tests mix
-# it with layers.
-_Trainer = next(c for c in keras.Model.__mro__ if "train_step" in vars(c))
-
-_in_step = ThreadValue()  # the model whose outermost `train_step` runs
+from ga_model import _messages, _strategy, _validate
+from ga_model._accumulation import Accumulation
+from ga_model._attributes import CompiledLossAttribute, RecordedAttribute
+from ga_model._callbacks import run_fit
+from ga_model._recorder import current_recording, optimizers_in
+from ga_model._settings import NAMES, UNCHANGED, Settings, passed
+from ga_model._subclasses import Trainer, accumulated, prepare
+from ga_model._train_function import switching
 
 if TYPE_CHECKING:  # what the mixin's `super()` finds
     from keras import Model as _Base
 else:
     _Base = object
-
-
-def _accumulated(train_step: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a `train_step` run by microbatches. The outermost one of a model does the work."""
-    train_step = getattr(train_step, "python_function", train_step)  # of a `tf.function`
-
-    @functools.wraps(train_step)
-    def accumulated(self: Any, data: Any) -> Any:
-        if _in_step.get() is self:  # in a step that calls that of its base
-            return train_step(self, data)
-        with _in_step.set(self):
-            return self._run_step(functools.partial(train_step, self), data)
-
-    return accumulated
 
 
 class AccumulatingModel(_Base):
@@ -109,44 +85,18 @@ class AccumulatingModel(_Base):
     optimizer = RecordedAttribute("optimizer")
     _compile_loss = CompiledLossAttribute("_compile_loss")
     _loss_tracker = RecordedAttribute("_loss_tracker")
-    _accumulation_steps = 1
-    _microbatch_size: int | None = None
-    _is_automatic = False  # whether the size is asked for as "auto"
-    _automatic_size: AutomaticSize | None = None  # once it was, since `compile`
-    _skip_nonfinite = False
-    _loss_over = "auto"
-    _has_read_loss = False  # of an eager model
-    _has_read_writes = False  # of an eager model
-    _adds_up = True  # whether the loss does over microbatches, as far as it was read
-    _num_skipped: Counter | None = None  # once there is training that may skip
-    _accumulation_window: Window | None = None
-    _is_scheduled = False  # whether a callback of the present `fit` sets `accumulation_steps`
-    _gradient_noise: GradientNoise | None = None  # once it was measured
-    _accumulation_warnings: frozenset[str] = frozenset()  # those that this compile has seen
+
+    @functools.cached_property
+    def _accumulation(self) -> Accumulation:
+        return Accumulation(self, Settings())
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        mro = cls.__mro__
-        if _Trainer not in mro and any(
-            base is not object and not issubclass(base, AccumulatingModel) for base in cls.__bases__
-        ):
-            raise TypeError(_messages.no_keras_model_message(cls.__name__))
-        if _Trainer in mro and mro.index(_Trainer) < mro.index(AccumulatingModel):
-            raise TypeError(_messages.wrong_side_message(cls.__name__))
-        for name in ("accumulation_steps", "microbatch_size", "skip_nonfinite", "loss_over"):
-            if not hasattr(value := inspect.getattr_static(cls, name), "__set__"):
-                raise TypeError(_messages.class_attribute_message(cls.__name__, name, value))
-        owner = next(c for c in mro if "train_step" in c.__dict__)
-        if owner is cls or not issubclass(owner, AccumulatingModel):
-            cls.train_step = _accumulated(owner.__dict__["train_step"])  # type: ignore[method-assign]
-        # What the user says stands, also where the mixin stands left of it.
-        for name in ("microbatch_weight", "on_update"):
-            if owners := [c for c in mro if c is not AccumulatingModel and name in vars(c)]:
-                setattr(cls, name, vars(owners[0])[name])
+        prepare(cls, AccumulatingModel)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         # Keras calls `__new__` of every base when it makes a functional model of a subclass.
-        if not issubclass(cls, _Trainer) and not cls.__subclasses__():
+        if not issubclass(cls, Trainer) and not cls.__subclasses__():
             raise TypeError(_messages.no_keras_model_message(cls.__name__))
         return super().__new__(cls, *args, **kwargs)
 
@@ -159,15 +109,11 @@ class AccumulatingModel(_Base):
         With 1 the model trains by Keras's own function, with more by another one. A `tf.function`
         of your own around `train_step` has the one of the two in it that it was traced with.
         """
-        return self._accumulation_steps
+        return self._accumulation.settings.accumulation_steps
 
     @accumulation_steps.setter
     def accumulation_steps(self, value: int) -> None:
-        steps = _validate.check_accumulation_steps(value)
-        _validate.check_single_accumulation(optimizers_in(vars(self)), steps)
-        self._accumulation_steps = steps
-        if self._accumulation_window is not None:
-            self._accumulation_window.set_steps(steps)
+        self._accumulation.change(accumulation_steps=value)
 
     @property
     def has_updated(self) -> bool:
@@ -175,7 +121,7 @@ class AccumulatingModel(_Base):
 
         For callbacks, to do after an update what is to be done once per update.
         """
-        return self._accumulation_window is None or not self._accumulation_window.is_open()
+        return not self._accumulation.has_open_window()
 
     @property
     def microbatch_size(self) -> int | str | None:
@@ -185,22 +131,12 @@ class AccumulatingModel(_Base):
         "auto", it reads so until `fit` or `train_on_batch` has found the largest size that fits,
         before its next batch, and then it is that number.
         """
-        is_unknown = self._is_automatic and self._microbatch_size is None
-        return "auto" if is_unknown else self._microbatch_size
+        size: int | str | None = self._accumulation.size
+        return "auto" if size is None and self._accumulation.is_automatic else size
 
     @microbatch_size.setter
     def microbatch_size(self, value: int | str | None) -> None:
-        self._set_microbatch_size(_validate.check_microbatch_size(value))
-
-    def _asked_microbatch_size(self) -> Any:
-        return "auto" if self._is_automatic else self._microbatch_size
-
-    def _set_microbatch_size(self, size: Any) -> None:
-        self._is_automatic = size == "auto"
-        self._microbatch_size = None if self._is_automatic else size
-        if self._is_automatic:
-            self._automatic_size = self._automatic_size or AutomaticSize()
-            self._automatic_size.restart()
+        self._accumulation.change(microbatch_size=value)
 
     @property
     def skip_nonfinite(self) -> bool:
@@ -214,13 +150,11 @@ class AccumulatingModel(_Base):
         are not exact, as in windows of several batches, and a warning names them. By default it is
         False, and as with plain Keras the weights become NaN.
         """
-        return self._skip_nonfinite
+        return self._accumulation.settings.skip_nonfinite
 
     @skip_nonfinite.setter
     def skip_nonfinite(self, value: bool) -> None:
-        skip = _validate.check_skip_nonfinite(value)
-        _validate.check_single_finite_check(optimizers_in(vars(self)), skip)
-        self._skip_nonfinite = skip
+        self._accumulation.change(skip_nonfinite=value)
 
     @property
     def loss_over(self) -> str:
@@ -244,43 +178,42 @@ class AccumulatingModel(_Base):
         `compute_loss` have losses that are known to add up, or where `microbatch_weight` is
         overridden, and else "batch". Of a loss of your own the graph is read.
         """
-        return self._loss_over
+        return self._accumulation.settings.loss_over
 
     @loss_over.setter
     def loss_over(self, value: str) -> None:
-        loss_over = _validate.check_loss_over(value)
-        self._loss_over = loss_over
+        self._accumulation.change(loss_over=value)
 
     @property
     def num_skipped_microbatches(self) -> int:
         """Microbatches that `skip_nonfinite` has left out since `compile`."""
-        return int(self._num_skipped or 0)
+        return int(self._accumulation.num_skipped or 0)
 
     def compile(
         self,
         *args: Any,
-        accumulation_steps: int | None = None,
-        microbatch_size: int | str | None = None,
-        skip_nonfinite: bool | None = None,
-        loss_over: str | None = None,
+        accumulation_steps: int | None = UNCHANGED,
+        microbatch_size: int | str | None = UNCHANGED,
+        skip_nonfinite: bool | None = UNCHANGED,
+        loss_over: str | None = UNCHANGED,
         **kwargs: Any,
     ) -> None:
         """Configure the model for training, as `keras.Model.compile` does.
 
+        Settings that are not passed stay as they are; None switches a setting off.
+
         Args:
             *args: positional arguments of the model class's own `compile`.
-            accumulation_steps: batches per window, an integer >= 1. None keeps the present value,
-                which is 1 unless it was set.
+            accumulation_steps: batches per window, an integer >= 1. None is 1.
             microbatch_size: rows per microbatch that each batch is split into, an integer >= 1; the
                 last one of a batch has what is left. Or "auto": the largest size that fits in
                 memory is found before the first batch, and halved where it does not fit any more.
-                None keeps the present value; by default batches stay whole. To go back to that, set
-                the attribute to None.
-            skip_nonfinite: whether microbatches with NaN or Inf in a gradient are left out. None
-                keeps the present value, which is False unless it was set.
+                None leaves batches whole.
+            skip_nonfinite: whether microbatches with NaN or Inf in a gradient are left out. None is
+                False.
             loss_over: "auto", "microbatch" or "batch": whether the loss of a batch that is split is
                 put together from its microbatches, or sees the whole batch at the cost of a second
-                forward pass. None keeps the present value, which is "auto" unless it was set.
+                forward pass. None is "auto".
             **kwargs: keyword arguments of the model class's own `compile`.
 
         Raises:
@@ -290,35 +223,18 @@ class AccumulatingModel(_Base):
             ValueError: `loss_over` is no choice.
 
         """
-        if accumulation_steps is None:
-            accumulation_steps = self._accumulation_steps
-        if microbatch_size is None:
-            microbatch_size = self._asked_microbatch_size()
-        if skip_nonfinite is None:
-            skip_nonfinite = self._skip_nonfinite
-        if loss_over is None:
-            loss_over = self._loss_over
-        steps, size, skip, loss_over = _validate.check_settings(
-            accumulation_steps,
-            microbatch_size,
-            skip_nonfinite,
-            loss_over,
-            optimizers_in([*args, *kwargs.values()]),
-            self.dtype_policy.name == "mixed_float16" and kwargs.get("auto_scale_loss", True),
+        given = passed(
+            accumulation_steps=accumulation_steps,
+            microbatch_size=microbatch_size,
+            skip_nonfinite=skip_nonfinite,
+            loss_over=loss_over,
         )
+        settings = dataclasses.replace(self._accumulation.settings, **given)
+        is_half = self.dtype_policy.name == "mixed_float16"
+        adds_scaling = is_half and kwargs.get("auto_scale_loss", True)
+        settings.check_with(optimizers_in([*args, *kwargs.values()]), adds_scaling)
         super().compile(*args, **kwargs)
-        self._accumulation_steps = steps
-        self._automatic_size = None
-        self._set_microbatch_size(size)
-        self._skip_nonfinite = skip
-        self._loss_over = loss_over
-        self._adds_up = True
-        self._has_read_loss = False
-        self._has_read_writes = False
-        self._num_skipped = None
-        self._accumulation_window = None
-        self._gradient_noise = None
-        self._accumulation_warnings = frozenset()
+        self._accumulation = Accumulation(self, settings)
 
     def close_window(self) -> None:
         """Make the update of a partial window from the microbatches it has.
@@ -327,10 +243,7 @@ class AccumulatingModel(_Base):
         `train_step`, where weights are read before a window is full. An empty window changes
         nothing.
         """
-        if self._accumulation_window is not None:
-            self._accumulation_window.close(self._measured_noise)
-        if tf.executing_eagerly():
-            self._warn_of_what_was_done()
+        self._accumulation.close_window()
 
     def microbatch_weight(self, x: Any, y: Any = None, sample_weight: Any = None) -> Any:
         """Return what a microbatch counts in its window's mean. Override it for a rule of your own.
@@ -376,28 +289,9 @@ class AccumulatingModel(_Base):
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """Train as `keras.Model.fit` does. Each epoch closes its last window, full or not."""
-        parameters = inspect.signature(super().fit).parameters
-        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        if "callbacks" not in parameters and not takes_any:
-            if self._accumulation_steps > 1:
-                raise TypeError(_messages.own_fit_message(self.name))
-            return super().fit(*args, **kwargs)
-        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        positional = [name for name, p in parameters.items() if p.kind in kinds]
-        position = positional.index("callbacks") if "callbacks" in positional else len(args)
-        is_keras_own = getattr(super().fit, "__func__", None) is keras.Model.fit
-        has_none = position >= len(args) and "callbacks" not in kwargs
-        if has_none and self._is_plain() and not is_keras_own:
-            return super().fit(*args, **kwargs)  # which may have callbacks where none are given
-        given = args[position] if position < len(args) else kwargs.pop("callbacks", None)
-        with closing_windows(self, given) as callbacks:
-            if position < len(args):
-                args = (*args[:position], callbacks, *args[position + 1 :])
-            else:
-                kwargs["callbacks"] = callbacks
-            return super().fit(*args, **kwargs)
+        return run_fit(self, super().fit, args, kwargs)
 
-    @_accumulated
+    @accumulated
     def train_step(self, data: Any) -> Any:
         """Run the model class's own `train_step` on one batch, as a microbatch of the window."""
         train_step: Any = super().train_step
@@ -415,8 +309,8 @@ class AccumulatingModel(_Base):
         return total
 
     def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
-        if not self._is_plain():
-            self._check_strategy()
+        if not self._accumulation.is_plain():
+            self._accumulation.check_strategy()
         keras_builds = super()._maybe_symbolic_build
         _strategy.build(keras_builds, self.distribute_strategy, iterator, data_batch)
 
@@ -432,38 +326,14 @@ class AccumulatingModel(_Base):
         Of all but the first XLA compiles parts only (see `_step`), so the outer function is made
         without.
         """
-        if self.train_function is not None and not force:
-            return self.train_function
-        functions: dict[Any, Any] = {}
-
-        def run(iterator: Any) -> Any:
-            settings = (self._microbatch_size, self._is_automatic, self._skip_nonfinite)
-            is_measured = self._measured_noise is not None
-            way = (self._accumulates(), *settings, self._loss_over, is_measured)
-            if way not in functions:
-                functions[way] = self._make_function_of_keras()
-            return functions[way](iterator)
-
-        def train_function(iterator: Any) -> Any:
-            try:
-                if self._is_automatic and self._automatic_size is not None:
-                    return self._automatic_size.run(self, run, iterator)
-                return run(iterator)
-            except (StopIteration, tf.errors.OutOfRangeError):
-                raise  # the data is at its end, and nothing was added
-            except BaseException as error:
-                self._discard_window()  # it may have some of the step's gradients, or its weight
-                if (message := _messages.found_in_graph(error)) is not None:
-                    raise ValueError(message) from None
-                raise
-
-        self.train_function = train_function
-        return train_function
+        if self.train_function is None or force:
+            self.train_function = switching(self, self._make_function_of_keras)
+        return self.train_function
 
     def _make_function_of_keras(self) -> Any:
-        self._check_step()
+        self._accumulation.check_step()
         train_function, jit_compile = self.train_function, self.jit_compile
-        if not self._is_plain():
+        if not self._accumulation.is_plain():
             self.jit_compile = False
         try:
             super().make_train_function(force=True)
@@ -471,28 +341,28 @@ class AccumulatingModel(_Base):
         finally:
             self.train_function, self.jit_compile = train_function, jit_compile
 
-    # One batch.
+    def get_compile_config(self) -> dict[str, Any]:
+        """Return the model class's own compile configuration, with the settings."""
+        config: dict[str, Any] = super().get_compile_config()
+        if not config:
+            return config
+        return {**config, **self._accumulation.settings.config()}
 
-    def _accumulates(self) -> bool:
-        return self._accumulation_steps > 1 or not self.has_updated
+    def compile_from_config(self, config: dict[str, Any]) -> None:
+        """Compile with a configuration that `get_compile_config` returned."""
+        config = dict(config)
+        settings = {name: config.pop(name) for name in NAMES if name in config}
+        is_keras_own = super().compile_from_config.__func__ is keras.Model.compile_from_config
+        if not is_keras_own or type(self).compile is not AccumulatingModel.compile:
+            super().compile_from_config(config)  # the user's own, or Keras's that asks for one
+        else:
+            config = keras.saving.deserialize_keras_object(config)
+            self.compile(**config)
+            if self.built:
+                self.optimizer.build(self.trainable_variables)
+        self._accumulation.change(**settings)
 
-    def _is_plain(self) -> bool:
-        is_whole = self._microbatch_size is None and not self._is_automatic
-        return is_whole and not self._accumulates() and not self._skip_nonfinite
-
-    def _splits_calls(self) -> bool:
-        """Return whether the step runs on full batches, and calls of layers by microbatches."""
-        return self._microbatch_size is not None and self._takes_full_batch()
-
-    def _takes_full_batch(self) -> bool:
-        """Return whether the step of a batch that is split is to see all of it."""
-        if self._loss_over != "auto":
-            return self._loss_over == "batch"
-        return not (self._adds_up and (computes_loss_as_keras(self) or self._has_rule()))
-
-    def _must_add_up(self) -> bool:
-        """Return whether the loss is to be read before it is computed by microbatches."""
-        return self._loss_over == "auto" and not self._has_rule()
+    # What the package asks.
 
     @property
     def _on_update(self) -> Callable[[], Any] | None:
@@ -503,77 +373,11 @@ class AccumulatingModel(_Base):
         """Return whether the user says what microbatches count."""
         return type(self).microbatch_weight is not AccumulatingModel.microbatch_weight
 
-    def _run_step(self, train_step: Callable[[Any], Any], data: Any) -> Any:
-        """Run `train_step` on the microbatches of a batch, and update if the window is full."""
-        if self._is_plain():
-            logs = train_step(data)
-            _strategy.run_once_if(True, self._on_update)
-            return logs
-        self._check_strategy()
-        window = None
-        if self._accumulates():
-            window = self._accumulation_window
-            window = window or Window(self)
-            self._accumulation_window = window
-        watch_attributes(self)
-        automatic = self._automatic_size if self._is_automatic else None
-        run = _step.run if automatic is None else automatic.run_step
-        try:
-            return run(self, train_step, data, window)
-        except DoesNotAddUpError:  # of a graph that was about to be made
-            self._adds_up = False
-            return run(self, train_step, data, window)
-
-    def _is_to_read_writes(self) -> bool:
-        """Return whether it is to be found out what a step writes to: eagerly, of the first one."""
-        is_to_read = not (self._has_read_writes and tf.executing_eagerly())
-        self._has_read_writes = self._has_read_writes or tf.executing_eagerly()
-        return is_to_read
-
-    def _count_skipped(self, number: Any) -> None:
-        self._num_skipped = self._num_skipped or Counter()
-        self._num_skipped.add(number)
-
-    @property
-    def _measured_noise(self) -> GradientNoise | None:
-        """What measures the noise of gradients in the present `fit`, or None."""
-        noise = self._gradient_noise
-        return noise if noise is not None and noise.asked_by is not None else None
-
-    def _discard_window(self) -> None:
-        if self._accumulation_window is not None:
-            self._accumulation_window.discard()
-
-    # What is checked, and what is saved.
-
-    def _check_step(self) -> None:
-        if "train_step" in vars(self) and not self._is_plain():
-            raise TypeError(_messages.instance_step_message(self.name))
-
-    def _check_strategy(self) -> None:
-        _strategy.check(self, optimizers_in(vars(self)))
-        if self._is_automatic:
-            _strategy.check_can_search(self.distribute_strategy)
-        is_split = self._microbatch_size is not None or self._is_automatic
-        if _strategy.num_replicas() > 1 and (is_split or self.jit_compile):
-            layers = self._batch_normalization_layers()
-            names = [layer.name for layer in layers if getattr(layer, "synchronized", False)]
-            if names:
-                raise ValueError(_messages.synchronized_message(names))
-
     def _warn_once(self, message: str) -> None:
         """Warn, unless the present `compile` has seen the same warning."""
-        if message not in self._accumulation_warnings:
-            self._accumulation_warnings |= {message}
+        if message not in self._accumulation.warnings:
+            self._accumulation.warnings.add(message)
             _validate.warn(message)
-
-    def _warn_of_what_was_done(self) -> None:
-        """Warn of what graphs have done so far, and could not tell."""
-        if self.num_skipped_microbatches:
-            self._warn_once(_messages.skipped_message(self.name))
-        if self._accumulation_window is not None:
-            for message in self._accumulation_window.messages(self.name):
-                self._warn_once(message)
 
     def _batch_normalization_layers(self) -> list[Any]:
         """Return those that train."""
@@ -582,36 +386,3 @@ class AccumulatingModel(_Base):
             for layer in self._flatten_layers()
             if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
         ]
-
-    def get_compile_config(self) -> dict[str, Any]:
-        """Return the model class's own compile configuration, with the settings."""
-        config: dict[str, Any] = super().get_compile_config()
-        if not config:
-            return config
-        settings = {
-            "accumulation_steps": self._accumulation_steps,
-            "microbatch_size": self._asked_microbatch_size(),
-            "skip_nonfinite": self._skip_nonfinite,
-            "loss_over": self._loss_over,
-        }
-        return {**config, **settings}
-
-    def compile_from_config(self, config: dict[str, Any]) -> None:
-        """Compile with a configuration that `get_compile_config` returned."""
-        config = dict(config)
-        steps = config.pop("accumulation_steps", self._accumulation_steps)
-        size = config.pop("microbatch_size", self._asked_microbatch_size())
-        skip = config.pop("skip_nonfinite", self._skip_nonfinite)
-        loss_over = config.pop("loss_over", self._loss_over)
-        is_keras_own = super().compile_from_config.__func__ is keras.Model.compile_from_config
-        if not is_keras_own or type(self).compile is not AccumulatingModel.compile:
-            super().compile_from_config(config)  # the user's own, or Keras's that asks for one
-        else:
-            config = keras.saving.deserialize_keras_object(config)
-            self.compile(**config)
-            if self.built:
-                self.optimizer.build(self.trainable_variables)
-        self.accumulation_steps = steps
-        self.microbatch_size = size
-        self.skip_nonfinite = skip
-        self.loss_over = loss_over

@@ -199,11 +199,11 @@ class GradientNoiseScale(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         model = self.model
-        is_split = model.microbatch_size is not None and not model._takes_full_batch()
-        if not (model.accumulation_steps > 1 or is_split or model._is_scheduled):
+        is_split = model.microbatch_size is not None and not model._accumulation.takes_full_batch()
+        if not (model.accumulation_steps > 1 or is_split or model._accumulation.is_scheduled):
             settings = model.microbatch_size, model.loss_over
             raise ValueError(_messages.no_second_microbatch_message(model.name, *settings))
-        noise = model._gradient_noise = model._gradient_noise or GradientNoise()
+        noise = model._accumulation.noise
         if noise.asked_by not in (None, self):
             raise RuntimeError(_messages.measured_twice_message(model.name))
         noise.start(self, self._decay)
@@ -212,7 +212,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         scales = self.noise_scales
         is_measured = any(scale.averages.num_windows for scale in scales.values())
-        if not (is_measured or self.model._is_scheduled):
+        if not (is_measured or self.model._accumulation.is_scheduled):
             self.model._warn_once(_messages.nothing_measured_message(self.model.name))
         if logs is None:
             return

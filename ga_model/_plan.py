@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import keras
@@ -10,6 +11,7 @@ import tensorflow as tf
 
 from ga_model import _messages, _strategy, _validate
 from ga_model._recorder import optimizers_in
+from ga_model._settings import Settings
 
 
 class Plan(NamedTuple):
@@ -19,30 +21,28 @@ class Plan(NamedTuple):
         data: x, y and sample weight, the rows that are used.
         rows: their number.
         batch_size: rows per batch of `fit` with accumulation.
+        settings: those of the training with accumulation.
         updates: windows that the rows make.
     """
 
     data: tuple[Any, Any, Any]
     rows: int
     batch_size: int
-    accumulation_steps: int
-    microbatch_size: int | None
-    skip_nonfinite: bool
-    loss_over: str
+    settings: Settings
     updates: int
 
     @property
     def window_rows(self) -> int:
-        return self.batch_size * self.accumulation_steps
+        return self.batch_size * self.settings.accumulation_steps
 
     @property
     def microbatch_rows(self) -> int:
-        return min(self.batch_size, self.microbatch_size or self.batch_size)
+        return min(self.batch_size, self.settings.microbatch_size or self.batch_size)
 
     @property
     def loss_rows(self) -> int:
         """Rows that the loss sees at a time."""
-        return self.batch_size if self.loss_over == "batch" else self.microbatch_rows
+        return self.batch_size if self.settings.loss_over == "batch" else self.microbatch_rows
 
     def slice(self, begin: int, end: int) -> tuple[Any, Any, Any]:
         """Return the rows of `data` from `begin` up to `end`."""
@@ -59,16 +59,13 @@ def _slice(array: Any, begin: int, end: int) -> Any:
     return None if array is None else array[begin:end]
 
 
-def make_plan(
-    model: Any,
-    data: Any,
-    batch_size: Any,
-    accumulation_steps: Any,
-    microbatch_size: Any,
-    loss_over: Any,
-    updates: Any,
-) -> Plan:
-    """Check all arguments, and take the rows that are needed."""
+def make_plan(model: Any, data: Any, batch_size: Any, updates: Any, **settings: Any) -> Plan:
+    """Check all arguments, and take the rows that are needed.
+
+    Args:
+        model, data, batch_size, updates: as `check_equivalence` takes them.
+        **settings: those of the settings that are not to be the model's.
+    """
     if not isinstance(model, keras.Model):
         raise TypeError(_messages.not_a_model_message(model, "check_equivalence"))
     if not model.compiled:
@@ -78,26 +75,18 @@ def make_plan(
             raise NotImplementedError(_messages.one_device_message(model.name))
     batch_size = _validate.check_integer("batch_size", batch_size)
     updates = _validate.check_integer("updates", updates)
-    if accumulation_steps is None:
-        accumulation_steps = getattr(model, "accumulation_steps", 1)
-    if microbatch_size is None:
-        microbatch_size = getattr(model, "microbatch_size", None)
-    if loss_over is None:
-        loss_over = getattr(model, "loss_over", "auto")
-    skip_nonfinite = getattr(model, "skip_nonfinite", False)
-    optimizers = optimizers_in(vars(model))
-    steps, size, skip, over = _validate.check_settings(
-        accumulation_steps, microbatch_size, skip_nonfinite, loss_over, optimizers
-    )
-    if size == "auto":
+    used = dataclasses.replace(Settings.of(model), **settings)
+    used.check_with(optimizers_in(vars(model)))
+    if used.microbatch_size == "auto":
         raise ValueError(_messages.unknown_size_message(model.name))
     rows = _validate.check_rows(data, keras.tree.flatten(data))
     if data[1] is None and vars(model).get("_compile_loss") is not None:
         raise ValueError(_messages.no_targets_message(model.name))
-    plan = Plan(data, rows, batch_size, steps, size, skip, over, updates)
+    plan = Plan(data, rows, batch_size, used, updates)
     plan = plan._replace(rows=min(rows, plan.window_rows * updates))
     if min(plan.rows, plan.window_rows) <= plan.microbatch_rows:
-        raise ValueError(_messages.one_microbatch_message(rows, batch_size, steps, size))
+        sizes = batch_size, used.accumulation_steps, used.microbatch_size
+        raise ValueError(_messages.one_microbatch_message(rows, *sizes))
     plan = plan._replace(data=plan.slice(0, plan.rows))
     return plan._replace(updates=-(-plan.rows // plan.window_rows))
 

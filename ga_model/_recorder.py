@@ -132,7 +132,8 @@ class Recording:
         self._reads_losses = self._is_part and not model._has_rule()
         self.reads_step = self._is_part and not computes_loss_as_keras(model)
         self.heard = HeardGradients(self._graph, data, model)
-        self._writes = Writes(model) if not is_trial and model._is_to_read_writes() else None
+        is_to_read = not is_trial and model._accumulation.is_to_read_writes()
+        self._writes = Writes(model) if is_to_read else None
 
     def stand_in(self, value: Any) -> Any:
         """Return what stands in for an attribute's value: optimizers, also in lists and dicts.
@@ -295,7 +296,7 @@ class Recording:
             is_weighted_here = not is_folded and not is_sum and factor is None
             self._warn_of_work_on(given, is_weighted_here)
             self._warn_of_order(optimizer, given)
-        noise_of = None if self.model._measured_noise is None else optimizer
+        noise_of = None if self.model._accumulation.measured_noise is None else optimizer
         if noise_of is not None and is_sum:
             raise ValueError(_messages.noise_of_sum_message(self.model.name))
         self.targets.append(Target(optimizer, list(variables), is_sum))

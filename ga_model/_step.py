@@ -104,8 +104,9 @@ def run(
     Returns:
         The logs of the batch.
     """
-    is_whole = model._splits_calls()
-    batch = Batch(data, model._microbatch_size, is_whole, not is_whole, model._must_add_up())
+    accumulation = model._accumulation
+    is_whole, adds_up = accumulation.splits_calls(), accumulation.must_add_up()
+    batch = Batch(data, accumulation.size, is_whole, not is_whole, adds_up)
     is_heard = window is not None or model.skip_nonfinite or is_of_keras(model, "train_step")
     if is_whole and not is_heard:
         return _run_unheard(model, train_step, batch, note_sums)
@@ -130,9 +131,9 @@ def run(
         else:
             window.note_rows(part.row_counts)
             step.add_to_window(part)
-            window.end_batch(model._measured_noise)
+            window.end_batch(accumulation.measured_noise)
         if model.skip_nonfinite:
-            model._count_skipped(batch.num_microbatches - part.num_counted)
+            accumulation.count_skipped(batch.num_microbatches - part.num_counted)
         if step.logs is not None:
             return step.logs.finish(part.logged, part.last, batch.static_rows, part.num_counted)
     return part.last
@@ -196,7 +197,7 @@ class Step:
         self._parts: Any = tf.ones((), tf.float64)
         has_others = _strategy.num_replicas() > 1
         # Replicas have to communicate alike, however many rows each has.
-        self._is_part = batch.is_split or (has_others and model._microbatch_size is not None)
+        self._is_part = batch.is_split or (has_others and model._accumulation.size is not None)
         self._is_window = window is None and not batch.is_split and not has_others
         self._splits_calls = batch.is_whole and batch.is_long
         self._trial_of = trial_of
@@ -225,7 +226,7 @@ class Step:
             microbatch = self._undone_if_not_finite(microbatch)
         zero = tf.zeros((), tf.int64)
         self._build_if_needed()
-        if tf.executing_eagerly() and batch.is_split and self._model._must_add_up():
+        if tf.executing_eagerly() and batch.is_split and self._model._accumulation.must_add_up():
             self._read_loss()
         part = microbatch(zero, self._units, batch.microbatch(zero))
         if not batch.is_split:
@@ -241,7 +242,7 @@ class Step:
 
     def _build_if_needed(self) -> None:
         """Create weights and metrics where something needs them before they are trained."""
-        if self._batch.is_split and self._model._must_add_up():
+        if self._batch.is_split and self._model._accumulation.must_add_up():
             if not is_built(self._model, self._model.metrics):
                 self._build()
         elif not is_built(self._model) and any(map(_strategy.begins_with_values, self._optimizers)):
@@ -263,7 +264,7 @@ class Step:
 
     def _read_loss(self) -> None:
         """Raise DoesNotAddUpError if the loss is not known to add up, before anything runs."""
-        if self._model._has_read_loss:
+        if self._model._accumulation.has_read_loss:
             return
         units = [tf.TensorSpec((), tf.float64)] * len(self._units)
         leaves = self._batch.signature_of(None)
@@ -276,7 +277,7 @@ class Step:
             if not all(map(is_known, keras.tree.flatten(self._model.loss))):
                 raise DoesNotAddUpError from error
         self.targets = []
-        self._model._has_read_loss = True
+        self._model._accumulation.has_read_loss = True
 
     def _in_graph(self) -> Any:
         """Return `_microbatch`, as a function that is traced once where a graph is made."""
@@ -332,7 +333,7 @@ class Step:
             is_update=self._window is None and not self._batch.is_split,
             defers_logs=self._is_part or model.skip_nonfinite,
             can_be_whole=self._batch.is_split and model.loss_over == "auto",
-            must_add_up=self._batch.is_split and model._must_add_up(),
+            must_add_up=self._batch.is_split and model._accumulation.must_add_up(),
         )
         data, calls = self._batch.pack(leaves), contextlib.nullcontext()
         if self._splits_calls:
@@ -407,7 +408,7 @@ def _apply(target: Target, part: GradientSum, num_counted: Any | None, model: An
             if none is. Or None, where all count.
         model: the model.
     """
-    noise = model._measured_noise
+    noise = model._accumulation.measured_noise
     estimate = None if noise is None else noise.of(target.optimizer)
 
     def apply(share: GradientSum) -> None:

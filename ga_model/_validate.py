@@ -218,30 +218,6 @@ def check_single_finite_check(
         )
 
 
-def check_settings(
-    accumulation_steps: Any,
-    microbatch_size: Any,
-    skip_nonfinite: Any,
-    loss_over: Any,
-    optimizers: list[Any],
-    adds_scaling: bool = False,
-) -> tuple[int, Any, bool, str]:
-    """Return the four settings, or raise what the checks of each raise.
-
-    Args:
-        accumulation_steps, microbatch_size, skip_nonfinite, loss_over: the settings.
-        optimizers: the optimizers that they are to work with.
-        adds_scaling: whether Keras will put a LossScaleOptimizer around the optimizer.
-    """
-    steps = check_accumulation_steps(accumulation_steps)
-    size = check_microbatch_size(microbatch_size)
-    skip = check_skip_nonfinite(skip_nonfinite)
-    loss_over = check_loss_over(loss_over)
-    check_single_accumulation(optimizers, steps)
-    check_single_finite_check(optimizers, skip, adds_scaling)
-    return steps, size, skip, loss_over
-
-
 def check_rows(data: Any, leaves: Iterable[Any]) -> int:
     """Return the number of rows of x, y and sample weights.
 

@@ -1,4 +1,4 @@
-"""The open window of a model: its counter, and an accumulator per optimizer."""
+"""The open window of a model: its counter, and a sum per optimizer."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 import tensorflow as tf
 
 from ga_model import _messages, _strategy
-from ga_model._accumulator import GradientAccumulator
 from ga_model._gradient_noise import GradientNoise
 from ga_model._recorder import Target
 from ga_model._sums import GradientSum, power_of_two
+from ga_model._window_sum import WindowSum
 
 
 class Counter:
@@ -48,7 +48,7 @@ class Window:
         self.parts = _strategy.make_variables(lambda: power_of_two(model.accumulation_steps))
         self._is_uneven = _strategy.make_variables(lambda: tf.constant(False))
         self._rows: list[Any] = []  # of the first batch, the numbers of samples of its parts
-        self._accumulators: dict[int, tuple[Any, GradientAccumulator]] = {}
+        self._sums: dict[int, tuple[Any, WindowSum]] = {}
         self._run_eagerly = model.run_eagerly
         self._jit_compile = bool(model.jit_compile)
         self._on_update = model._on_update
@@ -66,46 +66,43 @@ class Window:
         self._remaining.assign(steps)
         self.parts.assign(power_of_two(steps))
 
-    def accumulator(self, optimizer: Any) -> GradientAccumulator:
-        """Return the optimizer's accumulator, made on first use."""
-        if id(optimizer) not in self._accumulators:
-            accumulator = GradientAccumulator()
-            accumulator._jit_compile = self._jit_compile
-            accumulator._tells = False  # `messages` does
-            self._accumulators[id(optimizer)] = (optimizer, accumulator)
+    def _sum_of(self, optimizer: Any) -> WindowSum:
+        """Return the optimizer's sum, made on first use."""
+        if id(optimizer) not in self._sums:
+            self._sums[id(optimizer)] = (optimizer, WindowSum(self._jit_compile))
             self._update_if = self._make_update()  # one traced before would leave it out
-        return self._accumulators[id(optimizer)][1]
+        return self._sums[id(optimizer)][1]
 
     def unit(self, optimizer: Any) -> tf.Tensor:
         """Return the unit of the optimizer's sum so far (float64 scalar)."""
-        return self.accumulator(optimizer)._unit.read_value()
+        return self._sum_of(optimizer).unit.read_value()
 
     def add(self, target: Target, part: GradientSum) -> None:
         """Add what a batch had for one optimizer."""
-        accumulator = self.accumulator(target.optimizer)
-        if self._run_eagerly and not accumulator._is_for(target.variables) and not self.is_open():
+        whole = self._sum_of(target.optimizer)
+        if self._run_eagerly and not whole.is_for(target.variables) and not self.is_open():
             # Layers were frozen or unfrozen since the last window. Graphs keep what they have.
-            del self._accumulators[id(target.optimizer)]
-            accumulator = self.accumulator(target.optimizer)
-        accumulator._add_sum(part, target.variables, target.is_sum)
+            del self._sums[id(target.optimizer)]
+            whole = self._sum_of(target.optimizer)
+        whole.add(part, target.variables, target.is_sum)
 
     def make_buffers(self, target: Target, part: GradientSum) -> None:
         """Make what `add` adds to, where it is not there yet."""
-        accumulator = self.accumulator(target.optimizer)
-        if not accumulator.variables:
-            accumulator._check(part, target.variables, target.is_sum)
+        whole = self._sum_of(target.optimizer)
+        if not whole.variables:
+            whole.prepare(part, target.variables, target.is_sum)
 
     def add_compiled(self, target: Target, part: GradientSum) -> GradientSum:
         """Add what a batch had for one optimizer, in a function that XLA compiles.
 
         Returns what is left for `add_rest`.
         """
-        accumulator = self.accumulator(target.optimizer)
-        return accumulator._add_compiled(part, target.variables, target.is_sum)
+        whole = self._sum_of(target.optimizer)
+        return whole.add_compiled(part, target.variables, target.is_sum)
 
     def add_rest(self, target: Target, rest: GradientSum) -> None:
         """Add what `add_compiled` returned."""
-        self.accumulator(target.optimizer)._add_rest(rest)
+        self._sum_of(target.optimizer).add_rest(rest)
 
     def end_batch(self, noise: GradientNoise | None) -> None:
         """Count the batch, and update if it fills the window.
@@ -117,9 +114,9 @@ class Window:
         self._update(tf.less_equal(self._remaining, 0), noise)
 
     def _update(self, condition: Any, noise: GradientNoise | None) -> None:
-        for optimizer, accumulator in self._accumulators.values():
-            if accumulator.variables:
-                accumulator.apply(optimizer, _condition=condition, _noise=noise)
+        for optimizer, whole in self._sums.values():
+            if whole.variables:
+                whole.update(optimizer, condition, noise)
         _strategy.run_once_if(condition, self._on_update)
         _strategy.run_if(condition, self._begin)
 
@@ -160,14 +157,14 @@ class Window:
         Args:
             model: the name of the model.
         """
-        pairs = self._accumulators.values()
-        found = [text for optimizer, a in pairs for text in a._messages_of_sums(optimizer)]
+        pairs = self._sums.values()
+        found = [text for optimizer, whole in pairs for text in whole.messages(optimizer)]
         if any(map(bool, _strategy.copies(self._is_uneven))):
             found.append(_messages.uneven_parts_message(model))
         return found
 
     def discard(self) -> None:
         """Forget a partial window, also one whose first batch was interrupted."""
-        for _, accumulator in self._accumulators.values():
-            accumulator.reset()
+        for _, whole in self._sums.values():
+            whole.reset()
         self._begin()

@@ -8,18 +8,19 @@ from typing import Any, cast
 
 import keras
 
-from ga_model import _messages, _validate
+from ga_model import _messages
 from ga_model._model import AccumulatingModel
 from ga_model._recorder import optimizers_in
+from ga_model._settings import UNCHANGED, Settings, passed
 
 
 def accumulate(
     model: keras.Model,
     *,
-    accumulation_steps: int | None = None,
-    microbatch_size: int | str | None = None,
-    skip_nonfinite: bool | None = None,
-    loss_over: str | None = None,
+    accumulation_steps: int | None = UNCHANGED,
+    microbatch_size: int | str | None = UNCHANGED,
+    skip_nonfinite: bool | None = UNCHANGED,
+    loss_over: str | None = UNCHANGED,
 ) -> keras.Model:
     """Make an existing Keras model accumulate gradients, and return the same object.
 
@@ -29,18 +30,17 @@ def accumulate(
     package.
 
     Args:
-        model: a `keras.Model`. One that is an `AccumulatingModel` already only gets the setting.
-        accumulation_steps: batches of `fit` per update, an integer >= 1. None keeps the present
-            value, 1 for a plain model.
+        model: a `keras.Model`. One that is an `AccumulatingModel` already only gets the settings.
+            What is not passed stays as it is; None switches a setting off.
+        accumulation_steps: batches of `fit` per update, an integer >= 1. None is 1.
         microbatch_size: rows that go through the model at a time, an integer >= 1: each batch of
             `fit` is split into microbatches of so many rows. Or "auto": the largest that fits in
-            memory is found. None keeps the present value; a plain model's batches stay whole.
-        skip_nonfinite: whether microbatches with NaN or Inf in a gradient are left out. None keeps
-            the present value, False for a plain model.
+            memory is found. None leaves batches whole.
+        skip_nonfinite: whether microbatches with NaN or Inf in a gradient are left out. None is
+            False.
         loss_over: "auto", "microbatch" or "batch": whether the loss of a batch that is split is put
             together from its microbatches, or sees the whole batch at the cost of a second forward
-            pass. See `AccumulatingModel.loss_over`. None keeps the present value, "auto" for a
-            plain model.
+            pass. See `AccumulatingModel.loss_over`. None is "auto".
 
     Returns:
         `model`, now an instance of `AccumulatingModel` too.
@@ -65,25 +65,18 @@ def accumulate(
     """
     if not isinstance(model, keras.Model):
         raise TypeError(_messages.not_a_model_message(model))
-    steps, size, skip, over = _validate.check_settings(
-        1 if accumulation_steps is None else accumulation_steps,
-        microbatch_size,
-        False if skip_nonfinite is None else skip_nonfinite,
-        "auto" if loss_over is None else loss_over,
-        optimizers_in(vars(model)),
+    given = passed(
+        accumulation_steps=accumulation_steps,
+        microbatch_size=microbatch_size,
+        skip_nonfinite=skip_nonfinite,
+        loss_over=loss_over,
     )
+    Settings(**given).check_with(optimizers_in(vars(model)))
     if not isinstance(model, AccumulatingModel):
         wrapped = _wrapped_class(cast(Hashable, type(model)))
         object.__setattr__(model, "__class__", wrapped)
         model.train_function = None
-    if accumulation_steps is not None:
-        model.accumulation_steps = steps
-    if microbatch_size is not None:
-        model.microbatch_size = size
-    if skip_nonfinite is not None:
-        model.skip_nonfinite = skip
-    if loss_over is not None:
-        model.loss_over = over
+    model._accumulation.change(**given)
     return model
 
 

@@ -117,7 +117,7 @@ def test_no_gradient_is_scaled_up_and_weights_that_grow_are_exact(weights, float
     gradients = generator.normal(size=(3, 50))
     accumulator = GradientAccumulator()
     for gradient, weight in zip(gradients, weights, strict=True):
-        assert in_unit(weight, accumulator._unit).relative <= 1
+        assert in_unit(weight, accumulator._sum.unit).relative <= 1
         accumulator.add([gradient], [variable], weight=weight)
     expected = np.average(gradients, axis=0, weights=weights)
     np.testing.assert_allclose(accumulator.mean()[0], expected, rtol=1e-12)
@@ -151,7 +151,7 @@ def test_sparse_gradients_are_one_behind_the_other_up_to_a_quarter_more_than_the
         gradients = gradients_of(mean_loss, model, ids[part], y[part])
         assert isinstance(gradients[0], tf.IndexedSlices)
         accumulator.add(gradients, model.trainable_variables, weight=len(part))
-        assert accumulator._buffers[0].count <= num_ids * 5 // 4
+        assert accumulator._sum._buffers[0].count <= num_ids * 5 // 4
     expected = gradients_of(mean_loss, model, ids, y)
     for _ in range(2):  # a second window does not see what the first one left in the buffers
         rows, *rest = accumulator.mean()
@@ -254,7 +254,7 @@ def test_buffers_are_float32_or_better_and_only_where_there_are_gradients():
     accumulator = GradientAccumulator()
     gradients = [None, *(tf.zeros(3, v.dtype) for v in variables[1:])]
     accumulator.add(gradients, variables)
-    assert [None if b is None else b.dtype.name for b in accumulator._buffers] == [
+    assert [None if b is None else b.dtype.name for b in accumulator._sum._buffers] == [
         None,
         "float32",
         "float64",

@@ -207,7 +207,7 @@ def test_the_search_leaves_everything_as_it_was(eager):
     assert len(counted) == 3
     memory.limit = 5
     model.microbatch_size = "auto"
-    model._automatic_size._search(model, tuple(map(tf.constant, dense_data(12))), 12)
+    model._accumulation.automatic_size._search(model, tuple(map(tf.constant, dense_data(12))), 12)
     assert len(memory.taken) > taken + 4
     assert model.microbatch_size == 5
     after = state(model)
@@ -232,7 +232,7 @@ def test_the_search_leaves_the_random_state_of_python_and_numpy(eager):
     model.optimizer.build(model.trainable_variables)
     fit(model, dense_data(12))
     before = random.getstate(), np.random.get_state()[1].tolist()
-    model._automatic_size._search(model, tuple(map(tf.constant, dense_data(12))), 12)
+    model._accumulation.automatic_size._search(model, tuple(map(tf.constant, dense_data(12))), 12)
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before
     assert model.microbatch_size == 5
 
@@ -331,7 +331,7 @@ def test_the_search_undoes_what_inner_graphs_draw():
     before, taken = state(model), len(memory.taken)
     memory.limit = 5
     model.microbatch_size = "auto"
-    model._automatic_size._search(model, tuple(map(tf.constant, dense_data(12))), 12)
+    model._accumulation.automatic_size._search(model, tuple(map(tf.constant, dense_data(12))), 12)
     assert len(memory.taken) > taken + 4
     assert model.microbatch_size == 5
     assert_same(state(model), before)
@@ -789,7 +789,7 @@ def test_setting_it_again_traces_nothing_again_but_the_search():
     counts = []
     for _ in range(3):
         model.train_on_batch(*dense_data(12))
-        counts.append(model._automatic_size)
+        counts.append(model._accumulation.automatic_size)
         model.microbatch_size = "auto"
         assert model.microbatch_size == "auto"
     assert counts[0] is counts[1] is counts[2]

@@ -435,7 +435,7 @@ def settings_cases():
     for setting, values in bad.items():
         for (value, error), (way, (make, call)) in itertools.product(values, ways.items()):
             if value is None and way != "attribute":
-                continue  # it stands for the present value
+                continue  # as an argument it switches the setting off
             choices = r"one of \['auto', 'microbatch', 'batch'\]"
             kinds = {"skip_nonfinite": "a bool", "loss_over": choices}
             kind = kinds.get(setting, "an integer >= 1")

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import scope, seeded
+from helpers import dense_data, scope, seeded
 from keras import layers, ops
 
 from ga_model import AccumulatingModel, accumulate, check_equivalence
@@ -736,6 +736,28 @@ def test_warnings_of_the_users_own_are_passed_on():
     with pytest.warns(UserWarning, match="own") as caught:
         check_equivalence(model, *data(), batch_size=32, microbatch_size=8)
     assert {str(w.message) for w in caught} == {"of the user's own"}
+
+
+class Counting(keras.Sequential):
+    """A step that writes to a variable of its own, once per call."""
+
+    def train_step(self, data):
+        self.count.assign_add(1.0)
+        return super().train_step(data)
+
+
+def test_an_eager_model_that_has_trained_is_read_again():
+    model = Counting([keras.Input((4,)), layers.Dense(2)])
+    model.count = model.add_weight(name="count", initializer="zeros", trainable=False)
+    model = accumulate(model, accumulation_steps=2)
+    model.compile("sgd", "mse", run_eagerly=True)
+    x, y = dense_data(24)
+    with pytest.warns(UserWarning, match="writes to .*count"):
+        model.fit(x, y, batch_size=4, verbose=0)
+    report = check_equivalence(model, x, y, batch_size=4, updates=1)
+    assert "count" in report.reasons[0]
+    with warnings.catch_warnings(action="error"):  # what was said is not said again
+        model.fit(x, y, batch_size=4, verbose=0)
 
 
 SCRIPT = """

@@ -620,7 +620,7 @@ def test_no_buffer_outlives_the_step(float64):
     model = accumulate(dense_model(), microbatch_size=5)
     model.compile("adam", "mse")
     model.train_on_batch(*dense_data(12))
-    assert model._accumulation_window is None
+    assert model._accumulation.window is None
     made = []
     original = tf.Variable.__init__
     with pytest.MonkeyPatch.context() as patch:

@@ -373,7 +373,7 @@ def test_a_fit_that_fails_leaves_it_off():
     model, noise = linear_model(settings=SETTINGS["size"]), GradientNoiseScale()
     with pytest.raises(KeyboardInterrupt):
         fit(model, x, noise, Fails())
-    assert model._measured_noise is None
+    assert model._accumulation.measured_noise is None
     seen = noise.noise_scales
     assert seen["optimizer"].averages.num_windows == 6
     fit(model, x)
@@ -528,7 +528,7 @@ def test_a_ready_callback_list_may_be_used_again():
         model.accumulation_steps = 1
         model.fit(*dense_data(32), batch_size=4, epochs=2, verbose=0, callbacks=ready)
     assert noise.noise_scales
-    assert not model._is_scheduled
+    assert not model._accumulation.is_scheduled
 
 
 def test_a_check_in_the_middle_leaves_it_on():

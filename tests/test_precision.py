@@ -74,8 +74,8 @@ def test_bfloat16_models_train_with_float32_sums(policy):
     set_dtype(policy)
     reference, model, start = train_pair(dense_model, lambda: keras.optimizers.SGD(0.1))
     assert model.optimizer.iterations == reference.optimizer.iterations
-    (_, accumulator), *_ = model._accumulation_window._accumulators.values()
-    assert {b.dtype for b in accumulator._buffers} == {tf.float32}
+    (_, whole), *_ = model._accumulation.window._sums.values()
+    assert {b.dtype for b in whole._buffers} == {tf.float32}
     change = max(
         float(np.abs(np.asarray(r - s, "float32")).max())
         for r, s in zip(reference.get_weights(), start, strict=True)

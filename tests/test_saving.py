@@ -92,6 +92,17 @@ def test_a_subclass_round_trips_with_its_settings_and_optimizer_state(tmp_path):
         np.testing.assert_array_equal(w, expected)
 
 
+def test_a_model_has_one_attribute_more_that_nothing_tracks():
+    x, y = dense_data(24)
+    plain, model = dense_model(), accumulate(dense_model(), accumulation_steps=4, microbatch_size=2)
+    for m in (plain, model):
+        m.compile("adam", "mse")
+        m.fit(x, y, batch_size=4, verbose=0)
+    assert vars(model).keys() - vars(plain).keys() == {"_accumulation"}
+    assert len(model.variables) == len(plain.variables)
+    assert model._trackable_children().keys() == plain._trackable_children().keys()
+
+
 @keras.saving.register_keras_serializable("tests")
 class OwnCompile(keras.Sequential):
     """Its `compile` is its own, with the two methods that Keras asks for then."""

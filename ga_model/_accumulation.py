@@ -1,0 +1,181 @@
+"""What is kept for one compiled model, and how its next batch is trained."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from ga_model import _messages, _step, _strategy
+from ga_model._attributes import watch_attributes
+from ga_model._auto import AutomaticSize
+from ga_model._gradient_noise import GradientNoise
+from ga_model._loss_reading import DoesNotAddUpError
+from ga_model._recorder import computes_loss_as_keras, optimizers_in
+from ga_model._settings import Settings
+from ga_model._window import Counter, Window
+
+
+class Accumulation:
+    """All that the package keeps for a model. `compile` begins a new one.
+
+    It is the model's only attribute that is the package's. Keras and TensorFlow do not look into
+    it for layers and variables, and no file has it.
+
+    Args:
+        model: the `AccumulatingModel`.
+        settings: its settings.
+
+    Attributes:
+        settings: as they are asked for. See `size` for the one that may have to be found.
+        automatic_size: what `microbatch_size="auto"` has found.
+        window: the open window, or the next one; None before the first batch of one.
+        noise: the noise of the gradients, as far as it was measured.
+        num_skipped: microbatches that were left out, once there is training that may do so.
+        adds_up: whether the loss does over microbatches, as far as it was read.
+        has_read_loss: whether the loss of an eager model was read.
+        is_scheduled: whether a callback of the present `fit` sets `accumulation_steps`.
+        warnings: those that were given.
+    """
+
+    def __init__(self, model: Any, settings: Settings) -> None:
+        self._model = model
+        self.settings = settings
+        self.automatic_size = AutomaticSize()
+        self.window: Window | None = None
+        self.noise = GradientNoise()
+        self.num_skipped: Counter | None = None
+        self.adds_up = True
+        self.has_read_loss = False
+        self._has_read_writes = False  # of an eager model
+        self.is_scheduled = False
+        self.warnings: set[str] = set()
+
+    # What is set.
+
+    def change(self, **given: Any) -> None:
+        """Give settings new values, after checking these."""
+        Settings(**given).check_with(optimizers_in(vars(self._model)))
+        self.settings = dataclasses.replace(self.settings, **given)
+        if "accumulation_steps" in given and self.window is not None:
+            self.window.set_steps(self.settings.accumulation_steps)
+        if "microbatch_size" in given:
+            self.automatic_size.restart()
+
+    @property
+    def is_automatic(self) -> bool:
+        """Whether the size is asked for as "auto"."""
+        return bool(self.settings.microbatch_size == "auto")
+
+    @property
+    def size(self) -> Any:
+        """Rows per microbatch, or None: for the whole batch, and for a size still to be found."""
+        return self.automatic_size.size if self.is_automatic else self.settings.microbatch_size
+
+    # What follows for the next batch.
+
+    def accumulates(self) -> bool:
+        """Return whether it is a part of a window of several."""
+        return self.settings.accumulation_steps > 1 or self.has_open_window()
+
+    def is_plain(self) -> bool:
+        """Return whether it is trained as plain Keras does."""
+        is_whole = self.settings.microbatch_size is None
+        return is_whole and not self.accumulates() and not self.settings.skip_nonfinite
+
+    def splits_calls(self) -> bool:
+        """Return whether the step runs on full batches, and calls of layers by microbatches."""
+        return self.size is not None and self.takes_full_batch()
+
+    def takes_full_batch(self) -> bool:
+        """Return whether the step of a batch that is split is to see all of it."""
+        if self.settings.loss_over != "auto":
+            return self.settings.loss_over == "batch"
+        is_known = computes_loss_as_keras(self._model) or self._model._has_rule()
+        return not (self.adds_up and is_known)
+
+    def must_add_up(self) -> bool:
+        """Return whether the loss is to be read before it is computed by microbatches."""
+        return self.settings.loss_over == "auto" and not self._model._has_rule()
+
+    @property
+    def measured_noise(self) -> GradientNoise | None:
+        """What measures the noise of gradients in the present `fit`, or None."""
+        return None if self.noise.asked_by is None else self.noise
+
+    def is_to_read_writes(self) -> bool:
+        """Return whether it is to be found out what a step writes to: eagerly, of the first one."""
+        is_to_read = not (self._has_read_writes and tf.executing_eagerly())
+        self._has_read_writes = self._has_read_writes or tf.executing_eagerly()
+        return is_to_read
+
+    # One batch.
+
+    def run_step(self, train_step: Callable[[Any], Any], data: Any) -> Any:
+        """Run `train_step` on the microbatches of a batch, and update if the window is full."""
+        model = self._model
+        if self.is_plain():
+            logs = train_step(data)
+            _strategy.run_once_if(True, model._on_update)
+            return logs
+        self.check_strategy()
+        window = None
+        if self.accumulates():
+            window = self.window = self.window or Window(model)
+        watch_attributes(model)
+        run = self.automatic_size.run_step if self.is_automatic else _step.run
+        try:
+            return run(model, train_step, data, window)
+        except DoesNotAddUpError:  # of a graph that was about to be made
+            self.adds_up = False
+            return run(model, train_step, data, window)
+
+    def count_skipped(self, number: Any) -> None:
+        """Count microbatches that were left out: an int64 scalar tensor of them."""
+        self.num_skipped = self.num_skipped or Counter()
+        self.num_skipped.add(number)
+
+    def check_step(self) -> None:
+        """Raise TypeError if a `train_step` of the instance would hide that of the class."""
+        if "train_step" in vars(self._model) and not self.is_plain():
+            raise TypeError(_messages.instance_step_message(self._model.name))
+
+    def check_strategy(self) -> None:
+        """Raise if the model cannot accumulate under its `tf.distribute` strategy."""
+        model = self._model
+        _strategy.check(model, optimizers_in(vars(model)))
+        if self.is_automatic:
+            _strategy.check_can_search(model.distribute_strategy)
+        is_split = self.settings.microbatch_size is not None
+        if _strategy.num_replicas() > 1 and (is_split or model.jit_compile):
+            layers = model._batch_normalization_layers()
+            names = [layer.name for layer in layers if getattr(layer, "synchronized", False)]
+            if names:
+                raise ValueError(_messages.synchronized_message(names))
+
+    # The window.
+
+    def has_open_window(self) -> bool:
+        """Return whether batches wait for an update."""
+        return self.window is not None and self.window.is_open()
+
+    def close_window(self) -> None:
+        """Make the update of a partial window, and warn of what graphs have done so far."""
+        if self.window is not None:
+            self.window.close(self.measured_noise)
+        if tf.executing_eagerly():
+            self._warn_of_what_was_done()
+
+    def discard_window(self) -> None:
+        """Forget a partial window."""
+        if self.window is not None:
+            self.window.discard()
+
+    def _warn_of_what_was_done(self) -> None:
+        model = self._model
+        if model.num_skipped_microbatches:
+            model._warn_once(_messages.skipped_message(model.name))
+        for message in [] if self.window is None else self.window.messages(model.name):
+            model._warn_once(message)

@@ -1,0 +1,82 @@
+"""The settings of a model: what they are by default, and which values they take."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from ga_model import _validate
+
+
+class _Unchanged:
+    """What stands for an argument that is not passed, where None has a meaning of its own."""
+
+    def __repr__(self) -> str:
+        return "unchanged"
+
+
+UNCHANGED: Any = _Unchanged()
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How a model accumulates gradients. See `AccumulatingModel` for what each setting does.
+
+    Attributes:
+        accumulation_steps: batches per window, an integer >= 1.
+        microbatch_size: rows per microbatch, an integer >= 1; None for the whole batch; or "auto".
+        skip_nonfinite: whether microbatches with NaN or Inf in a gradient are left out.
+        loss_over: "auto", "microbatch" or "batch".
+
+    Raises:
+        TypeError, ValueError: a value is none of these.
+    """
+
+    accumulation_steps: int = 1
+    microbatch_size: Any = None
+    skip_nonfinite: bool = False
+    loss_over: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name, check in _CHECKS.items():
+            object.__setattr__(self, name, check(getattr(self, name)))
+
+    @classmethod
+    def of(cls, model: Any) -> Settings:
+        """Return the present settings of a model. A plain one has the defaults."""
+        return cls(**{name: getattr(model, name) for name in NAMES if hasattr(model, name)})
+
+    def check_with(self, optimizers: Iterable[Any], adds_scaling: bool = False) -> None:
+        """Raise ValueError if they do not go with the optimizers.
+
+        Args:
+            optimizers: the optimizers.
+            adds_scaling: whether Keras will put a LossScaleOptimizer around the optimizer.
+        """
+        optimizers = list(optimizers)
+        _validate.check_single_accumulation(optimizers, self.accumulation_steps)
+        _validate.check_single_finite_check(optimizers, self.skip_nonfinite, adds_scaling)
+
+    def config(self) -> dict[str, Any]:
+        """Return what belongs into a file."""
+        return dataclasses.asdict(self)
+
+
+_CHECKS = {
+    "accumulation_steps": _validate.check_accumulation_steps,
+    "microbatch_size": _validate.check_microbatch_size,
+    "skip_nonfinite": _validate.check_skip_nonfinite,
+    "loss_over": _validate.check_loss_over,
+}
+_DEFAULTS = dataclasses.asdict(Settings())
+NAMES = tuple(_DEFAULTS)
+
+
+def passed(**arguments: Any) -> dict[str, Any]:
+    """Return the settings that a function was passed, by its arguments.
+
+    Those that are `UNCHANGED` are left out, and None switches off: it is the default.
+    """
+    given = {name: value for name, value in arguments.items() if value is not UNCHANGED}
+    return {name: _DEFAULTS[name] if value is None else value for name, value in given.items()}

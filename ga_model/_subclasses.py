@@ -1,0 +1,66 @@
+"""What is checked of classes that have the mixin among their bases, and what is made of them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from ga_model import _messages, _validate
+from ga_model._context import ThreadValue
+from ga_model._settings import NAMES
+
+_validate.check_backend(keras.backend.backend())
+
+# What makes a layer a model: `keras.Model` has its `train_step` from there. Keras's own tests mix
+# it with layers.
+Trainer = next(c for c in keras.Model.__mro__ if "train_step" in vars(c))
+
+_in_step = ThreadValue()  # the model whose outermost `train_step` runs
+
+
+def accumulated(train_step: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a `train_step` run by microbatches. The outermost one of a model does the work."""
+    train_step = getattr(train_step, "python_function", train_step)  # of a `tf.function`
+
+    @functools.wraps(train_step)
+    def accumulated(self: Any, data: Any) -> Any:
+        if _in_step.get() is self:  # in a step that calls that of its base
+            return train_step(self, data)
+        with _in_step.set(self):
+            return self._accumulation.run_step(functools.partial(train_step, self), data)
+
+    return accumulated
+
+
+def prepare(cls: Any, mixin: type) -> None:
+    """Let a class accumulate with whatever `train_step` it has.
+
+    Args:
+        cls: the class.
+        mixin: `AccumulatingModel`, one of its bases.
+
+    Raises:
+        TypeError: the bases are no Keras model, or in the wrong order; or a setting is an
+            attribute of the class.
+    """
+    mro = cls.__mro__
+    if Trainer not in mro and any(
+        base is not object and not issubclass(base, mixin) for base in cls.__bases__
+    ):
+        raise TypeError(_messages.no_keras_model_message(cls.__name__))
+    if Trainer in mro and mro.index(Trainer) < mro.index(mixin):
+        raise TypeError(_messages.wrong_side_message(cls.__name__))
+    for name in NAMES:
+        if not hasattr(value := inspect.getattr_static(cls, name), "__set__"):
+            raise TypeError(_messages.class_attribute_message(cls.__name__, name, value))
+    owner = next(c for c in mro if "train_step" in vars(c))
+    if owner is cls or not issubclass(owner, mixin):
+        cls.train_step = accumulated(vars(owner)["train_step"])
+    # What the user says stands, also where the mixin stands left of it.
+    for name in ("microbatch_weight", "on_update"):
+        if owners := [c for c in mro if c is not mixin and name in vars(c)]:
+            setattr(cls, name, vars(owners[0])[name])

@@ -1,0 +1,48 @@
+"""The function that `fit` calls: one of several, by what is set."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from ga_model import _messages
+
+
+def switching(model: Any, make: Callable[[], Any]) -> Callable[[Any], Any]:
+    """Return a train function that goes by what is set at each call.
+
+    There is one function for every way to train that comes up.
+
+    Args:
+        model: an `AccumulatingModel`.
+        make: function that makes the train function of the present way.
+    """
+    functions: dict[Any, Any] = {}
+
+    def run(iterator: Any) -> Any:
+        accumulation = model._accumulation
+        settings = dataclasses.replace(accumulation.settings, accumulation_steps=1)
+        is_measured = accumulation.measured_noise is not None
+        way = (accumulation.accumulates(), accumulation.size, settings, is_measured)
+        if way not in functions:
+            functions[way] = make()
+        return functions[way](iterator)
+
+    def train_function(iterator: Any) -> Any:
+        try:
+            if model._accumulation.is_automatic:
+                return model._accumulation.automatic_size.run(model, run, iterator)
+            return run(iterator)
+        except (StopIteration, tf.errors.OutOfRangeError):
+            raise  # the data is at its end, and nothing was added
+        except BaseException as error:
+            # The window may have some of the step's gradients, or its weight.
+            model._accumulation.discard_window()
+            if (message := _messages.found_in_graph(error)) is not None:
+                raise ValueError(message) from None
+            raise
+
+    return train_function

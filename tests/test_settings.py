@@ -1,0 +1,105 @@
+"""What is not passed stays as it is, and None switches a setting off."""
+
+import inspect
+
+import pytest
+from helpers import dense_data, dense_model
+
+from ga_model import AccumulatingModel, accumulate, check_equivalence
+from ga_model._settings import Settings
+
+GIVEN = {
+    "accumulation_steps": 3,
+    "microbatch_size": 2,
+    "skip_nonfinite": True,
+    "loss_over": "batch",
+}
+DEFAULT = {
+    "accumulation_steps": 1,
+    "microbatch_size": None,
+    "skip_nonfinite": False,
+    "loss_over": "auto",
+}
+
+
+def settings_of(model):
+    return {name: getattr(model, name) for name in GIVEN}
+
+
+def set_model():
+    model = accumulate(dense_model(), **GIVEN)
+    model.compile("sgd", "mse")
+    return model
+
+
+WAYS = {
+    "compile": lambda model, **settings: model.compile("sgd", "mse", **settings),
+    "accumulate": accumulate,
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", GIVEN)
+def test_none_switches_a_setting_off_and_the_others_stay(name, way):
+    model = set_model()
+    WAYS[way](model, **{name: None})
+    assert settings_of(model) == {**GIVEN, name: DEFAULT[name]}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_not_passed_stays(way):
+    model = set_model()
+    WAYS[way](model)
+    assert settings_of(model) == GIVEN
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("way", WAYS)
+def test_none_ends_the_search_for_a_size(way):
+    model = accumulate(dense_model(), microbatch_size="auto")
+    model.compile("sgd", "mse")
+    WAYS[way](model)
+    assert model.microbatch_size == "auto"
+    WAYS[way](model, microbatch_size=None)
+    model.train_on_batch(*dense_data(6))
+    assert model.microbatch_size is None
+
+
+def test_all_switched_off_is_plain_keras():
+    model = set_model()
+    accumulate(model, **dict.fromkeys(GIVEN))
+    model.train_on_batch(*dense_data(6))
+    assert settings_of(model) == DEFAULT
+    assert model.optimizer.iterations == 1
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("name", "reported"),
+    [
+        ("accumulation_steps", (1, 2, "batch")),
+        ("microbatch_size", (3, None, "batch")),
+        ("loss_over", (3, 2, "auto")),
+    ],
+)
+def test_a_check_takes_none_as_off_and_the_models_settings_else(name, reported):
+    model, (x, y) = set_model(), dense_data(12)
+    model.skip_nonfinite = False
+    report = check_equivalence(model, x, y, batch_size=4, updates=1, **{name: None})
+    assert (report.accumulation_steps, report.microbatch_size, report.loss_over) == reported
+    assert settings_of(model) == {**GIVEN, "skip_nonfinite": False}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("function", [AccumulatingModel.compile, accumulate, check_equivalence])
+def test_a_signature_says_that_settings_are_unchanged(function):
+    parameters = inspect.signature(function).parameters
+    assert "object at 0x" not in str(inspect.signature(function))
+    assert {repr(parameters[name].default) for name in GIVEN if name in parameters} == {"unchanged"}
+
+
+def test_settings_print_on_one_line():
+    text = "Settings(accumulation_steps=3, microbatch_size=2, skip_nonfinite=True, "
+    assert repr(Settings(**GIVEN)) == text + "loss_over='batch')"
