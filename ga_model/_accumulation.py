@@ -166,14 +166,15 @@ class Accumulation:
         if self.window is not None:
             self.window.close(self.measured_noise)
         if tf.executing_eagerly():
-            self._warn_of_what_was_done()
+            self.warn_of_what_was_done()
 
     def discard_window(self) -> None:
         """Forget a partial window."""
         if self.window is not None:
             self.window.discard()
 
-    def _warn_of_what_was_done(self) -> None:
+    def warn_of_what_was_done(self) -> None:
+        """Warn of what graphs have done so far, and could not tell themselves."""
         model = self._model
         if model.num_skipped_microbatches:
             model._warn_once(_messages.skipped_message(model.name))

@@ -291,6 +291,12 @@ class AccumulatingModel(_Base):
         """Train as `keras.Model.fit` does. Each epoch closes its last window, full or not."""
         return run_fit(self, super().fit, args, kwargs)
 
+    def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Train on one batch as `keras.Model.train_on_batch` does."""
+        logs = super().train_on_batch(*args, **kwargs)
+        self._accumulation.warn_of_what_was_done()
+        return logs
+
     @accumulated
     def train_step(self, data: Any) -> Any:
         """Run the model class's own `train_step` on one batch, as a microbatch of the window."""

@@ -217,7 +217,8 @@ class WindowSum:
 def _adds_up_rows(optimizer: Any) -> bool:
     """Return whether equal rows of a sparse gradient may be summed before an update."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    return type(inner) is keras.optimizers.SGD and not _strategy.clips(inner)
+    linear = (keras.optimizers.SGD.update_step, keras.optimizers.Lion.update_step)
+    return getattr(type(inner), "update_step", None) in linear and not _strategy.clips(inner)
 
 
 def _check_shapes(pairs: Sequence[tuple[Any, Any]]) -> None:

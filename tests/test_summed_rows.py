@@ -7,7 +7,7 @@ import keras
 import pytest
 import tensorflow as tf
 from helpers import TOLERANCE, difference_of_fits, scope, seeded
-from keras.optimizers import SGD, Adam
+from keras.optimizers import SGD, Adam, Lion
 from zoo import embedding, embedding_data
 
 from ga_model import GradientAccumulator, accumulate
@@ -39,12 +39,25 @@ def test_an_update_that_differs_is_told_of_once(optimizer, way, float64):
     assert "`microbatch_size`" in told[0]
 
 
+def test_a_loop_of_batches_is_told_once(float64):
+    ids, y = embedding_data(ROWS)
+    model = accumulate(seeded(functools.partial(embedding, 7)), accumulation_steps=3)
+    model.compile(Adam(0.01), "mse")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for begin in range(0, ROWS, SIZE):
+            model.train_on_batch(ids[begin : begin + SIZE], y[begin : begin + SIZE])
+    assert [TOLD in str(warning.message) for warning in caught] == [True]
+
+
 @pytest.mark.parametrize(
     ("optimizer", "num_ids", "settings"),
     [
         (functools.partial(Adam, 0.01), 200, {"accumulation_steps": 3}),
         (functools.partial(Adam, 0.01), 7, {"microbatch_size": 3}),
         (functools.partial(SGD, 0.1, momentum=0.9, nesterov=True), 7, {"accumulation_steps": 3}),
+        (functools.partial(Lion, 0.01), 7, {"accumulation_steps": 3}),
+        (functools.partial(type("OwnSGD", (SGD,), {}), 0.1), 7, {"accumulation_steps": 3}),
     ],
 )
 def test_an_update_that_does_not_differ_is_not_told_of(optimizer, num_ids, settings, float64):
