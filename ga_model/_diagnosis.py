@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from ga_model._equivalence_report import EquivalenceReport
 from ga_model._plan import Plan, as_tensor
-from ga_model._recorder import is_of_keras, optimizers_in
+from ga_model._recorder import is_of_keras
 
 # A relative difference of outputs, or of gradients with respect to them, that is no rounding.
 _SIGNIFICANT = 1e-2
@@ -28,7 +28,7 @@ def reasons(model: Any, plan: Plan, report: EquivalenceReport) -> list[str]:
     found = [*report.reasons, *_of_structure(model, report)]
     if found or not report.is_finite:
         return found
-    return _of_first_window(model, plan, report)
+    return _of_first_window(model, plan)
 
 
 def _of_structure(model: Any, report: EquivalenceReport) -> list[str]:
@@ -66,7 +66,7 @@ def _of_structure(model: Any, report: EquivalenceReport) -> list[str]:
     return found
 
 
-def _of_first_window(model: Any, plan: Plan, report: EquivalenceReport) -> list[str]:
+def _of_first_window(model: Any, plan: Plan) -> list[str]:
     rows = min(plan.rows, plan.window_rows)
     whole = _Pass(model, plan.slice(0, rows))
     parts = [_Pass(model, plan.slice(*p)) for p in _places(rows, plan.microbatch_rows)]
@@ -77,11 +77,10 @@ def _of_first_window(model: Any, plan: Plan, report: EquivalenceReport) -> list[
         ]
     if not is_of_keras(model, "train_step"):
         return [
-            "The model has a `train_step` of its own. What it does beside computing gradients "
-            "happens once per microbatch. A loss of its own is weighed by rows: override "
-            "`microbatch_weight` if it averages over something else. And with several optimizers "
-            "all gradients are those at the weights that the window started with. "
-            "`microbatch_size` alone, with `loss_over='auto'`, leaves all of this to the step."
+            "The model has a `train_step` of its own, and what it does beside computing gradients "
+            "happens once per microbatch. `microbatch_size` alone, with `loss_over='auto'`, runs "
+            "the step once per update. Where `microbatch_weight` is overridden, it has to return "
+            "what the loss is divided by."
         ]
     if not whole.gradients:
         return []
@@ -100,15 +99,6 @@ def _of_first_window(model: Any, plan: Plan, report: EquivalenceReport) -> list[
                     'the whole batch: use `microbatch_size` alone, with `loss_over="auto"`.'
                 ]
             factors.append(factor)
-    sparse = _differing_embeddings(model, report)
-    if report.accumulation_steps > 1 and sparse:
-        return [
-            "Keras hands the sparse gradients of Embedding layers to the optimizer with the rows "
-            "of equal ids not summed, and adaptive optimizers square each alone. A window of "
-            "several batches has them summed where they are many more than the table has rows. "
-            f"That concerns {sparse}, and after the first update all the others. "
-            "`microbatch_size` leaves such rows as they are."
-        ]
     shares = ", ".join(f"{factor:.3g}" for factor in factors[: len(parts)])
     return [
         f"In the whole batch the microbatches' gradients count {shares}, and accumulation took "
@@ -180,19 +170,3 @@ def _factor(whole: Any, part: Any) -> float | None:
 def _relative(value: Any, reference: Any) -> float:
     error = float(np.linalg.norm(value.astype("float64") - reference))
     return error / (float(np.linalg.norm(reference)) or 1.0)
-
-
-def _differing_embeddings(model: Any, report: EquivalenceReport) -> list[str]:
-    """Return the paths of tables whose sparse gradients an optimizer treats row by row."""
-    if not any(_squares_or_clips(optimizer) for optimizer in optimizers_in(vars(model))):
-        return []
-    layers = model._flatten_layers()
-    embeddings = [layer for layer in layers if isinstance(layer, keras.layers.Embedding)]
-    paths = {v.path for layer in embeddings for v in layer.trainable_weights}
-    return [v.path for v in report.variables if v.path in paths and not v.is_equal]
-
-
-def _squares_or_clips(optimizer: Any) -> bool:
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    clips = any(getattr(inner, name, None) for name in ("clipnorm", "clipvalue", "global_clipnorm"))
-    return clips or not isinstance(inner, keras.optimizers.SGD)

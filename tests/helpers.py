@@ -21,8 +21,13 @@ from ga_model import accumulate
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
 
 
+def in_the_sweep(*arguments):
+    """Return a case of a parametrized test that takes too long for every run."""
+    return pytest.param(*arguments, marks=pytest.mark.sweep)
+
+
 float32_in_the_sweep = pytest.mark.parametrize(
-    "dtype", [pytest.param("float32", marks=pytest.mark.sweep), "float64"], indirect=True
+    "dtype", [in_the_sweep("float32"), "float64"], indirect=True
 )
 
 num_replicas = 1  # of the models that are compared with the whole batch; `--replicas` sets it

@@ -24,6 +24,7 @@ from helpers import (
     dense_model,
     difference_of_fits,
     fit_pair,
+    in_the_sweep,
     mirrored,
     relative_difference,
     scope,
@@ -182,10 +183,6 @@ def test_without_it_they_do_not(name, float64):
 
 
 XLA, EAGER = {"jit_compile": True}, {"run_eagerly": True}
-
-
-def in_the_sweep(*arguments):
-    return pytest.param(*arguments, marks=pytest.mark.sweep)
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from conftest import set_dtype
-from helpers import dense_data, dense_model, relative_difference, seeded
+from helpers import dense_data, dense_model, in_the_sweep, relative_difference, seeded
 from zoo import ZOO
 
 from ga_model import accumulate
-
-
-def in_the_sweep(name):
-    return pytest.param(name, marks=pytest.mark.sweep)
 
 
 def train_pair(make, optimizer, rows=64, steps=8, epochs=4):

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from conftest import set_dtype
-from helpers import TOLERANCE, assert_changed, mirrored, relative_difference, seeded
+from helpers import TOLERANCE, assert_changed, in_the_sweep, mirrored, relative_difference, seeded
 from keras import layers
 from own_calls import CALLS, WHOLE, Calls, ForwardMode, Jacobian, ScoresInside, TokensAsRows
 from own_steps import (
@@ -90,10 +90,6 @@ def test_steps_match_the_full_batch(name, size, is_static, rows_seen, float64):
     assert not rows_seen & {20, 24, 48}  # the last of two views in one call
     reference = train(STEPS[name], rows=rows, is_static=is_static)
     assert_same(training, reference, TOLERANCE[float64])
-
-
-def in_the_sweep(*arguments):
-    return pytest.param(*arguments, marks=pytest.mark.sweep)
 
 
 # XLA draws other numbers, so that what is trained with it draws none.
