@@ -15,10 +15,10 @@ import numpy as np
 
 from ga_model import _diagnosis, _messages, _strategy
 from ga_model._equivalence_report import EquivalenceReport, VariableDifference
+from ga_model._internals import layers_in, raw
 from ga_model._plan import Plan, as_tensor, make_plan
 from ga_model._randomness import Randomness, shared_randomness
 from ga_model._recorder import optimizers_in
-from ga_model._strategy import raw
 from ga_model._wrap import accumulate
 
 # The distance of 1 from the next larger number.
@@ -309,7 +309,7 @@ def _rounded(model: Any, state: _State) -> list[Any]:
 def _computed_in(model: Any) -> dict[int, str]:
     """Return what each weight's layer computes in, by the identity of the weight."""
     computed_in = {}
-    for layer in model._flatten_layers():  # the layers of a layer follow it
+    for layer in layers_in(model):  # the layers of a layer follow it
         computed_in.update({id(v): layer.compute_dtype for v in layer.weights})
     return computed_in
 

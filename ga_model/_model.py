@@ -16,6 +16,7 @@ from ga_model._auto import AutomaticSize
 from ga_model._callbacks import closing_windows
 from ga_model._context import ThreadValue
 from ga_model._gradient_noise import GradientNoise
+from ga_model._internals import layers_in
 from ga_model._loss_reading import DoesNotAddUpError
 from ga_model._recorder import computes_loss_as_keras, current_recording, optimizers_in
 from ga_model._window import Counter, Window
@@ -579,7 +580,7 @@ class AccumulatingModel(_Base):
         """Return those that train."""
         return [
             layer
-            for layer in self._flatten_layers()
+            for layer in layers_in(self)
             if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
         ]
 

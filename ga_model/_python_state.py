@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from ga_model._internals import layers_in
+
 
 class PythonState:
     """The attributes of a layer and of those in it, lists in them, and the state of `random` and
@@ -22,7 +24,7 @@ class PythonState:
 
     def __init__(self, layer: Any) -> None:
         self._layer = layer
-        self._attributes = [(part, dict(vars(part))) for part in layer._flatten_layers()]
+        self._attributes = [(part, dict(vars(part))) for part in layers_in(layer)]
         values = [value for _, attributes in self._attributes for value in attributes.values()]
         self._lists = [(value, list(value)) for value in values if isinstance(value, list)]
         self._random = random.getstate(), np.random.get_state()

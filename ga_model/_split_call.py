@@ -33,17 +33,32 @@ from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
-from tensorflow.python.eager import forwardprop_util, record
 
 from ga_model import _lists, _messages, _strategy, _sums
 from ga_model._context import ThreadValue, graph_being_made
 from ga_model._dependence import dependence_of
+from ga_model._internals import (
+    NOT_INLINED,
+    assign,
+    has_forward_derivatives,
+    has_variables,
+    is_followed,
+    layers_in,
+    logits_of,
+    mask_of,
+    own_state,
+    raw,
+    record_on_tapes,
+    seeds,
+    set_logits,
+    set_mask,
+    unseen_by_tapes,
+)
 from ga_model._loop import loop
 from ga_model._loss_reading import kind_of_scalar, mixes_samples
 from ga_model._microbatch import Batch, as_tensor, rows_of
 from ga_model._python_state import PythonState
 from ga_model._recorder import instances_in, note_call, unrecorded
-from ga_model._strategy import raw
 from ga_model._sums import GradientSum
 from ga_model._writes import unseen
 
@@ -97,7 +112,7 @@ class _Noted(keras.StatelessScope):
         if self.original_scope is not None:  # which keeps everything from being written
             super().add_update(update)
         else:
-            variable._direct_assign(value)
+            assign(variable, value)
 
 
 class Arguments:
@@ -121,7 +136,7 @@ class Arguments:
         self._flat = tf.nest.flatten(self._nest)
         self._numbers = [i for i, leaf in enumerate(self._flat) if tf.is_tensor(leaf)]
         tensors = [as_tensor(self._flat[i]) for i in self._numbers]
-        masks = [getattr(tensor, "_keras_mask", None) for tensor in tensors]
+        masks = [mask_of(tensor) for tensor in tensors]
         self._masked = [number for number, mask in enumerate(masks) if mask is not None]
         tensors += [mask for mask in masks if mask is not None]
         self._has_rows = _which_have_rows(tensors)
@@ -147,7 +162,7 @@ class Arguments:
         tensors = [next(of_rows if has_rows else others) for has_rows in self._has_rows]
         for number, mask in zip(self._masked, tensors[len(self._numbers) :]):
             tensors[number] = tf.identity(tensors[number])
-            tensors[number]._keras_mask = mask
+            set_mask(tensors[number], mask)
         flat = list(self._flat)
         for i, tensor in zip(self._numbers, tensors):
             flat[i] = tensor
@@ -161,7 +176,7 @@ def _which_have_rows(tensors: list[Any]) -> list[bool]:
     weights, constants and shapes may be a table that all samples share, or may not.
     """
     composites = [t for t in tensors if not isinstance(t, tf.Tensor)]
-    if any(map(_is_recorded, tf.nest.flatten(composites, expand_composites=True))):
+    if any(map(is_followed, tf.nest.flatten(composites, expand_composites=True))):
         raise NotByRowsError("a ragged or sparse input needs a gradient")
     lengths = [t.shape[0] if t.shape.rank else 1 for t in tensors]
     is_row = [length != 1 for length in lengths]
@@ -285,18 +300,18 @@ class SplitCall:
         values = [tf.convert_to_tensor(raw(variable)) for variable in variables]
         inputs = [*self._batch.leaves, *self._arguments.shared]
         inputs = [t for t in inputs if isinstance(t, tf.Tensor) and _is_differentiable(t)]
-        if forwardprop_util.pack_tangents([*inputs, *values]).tangents:
+        if has_forward_derivatives([*inputs, *values]):
             raise NotByRowsError("forward derivatives are taken of it")
-        sources = [v for v, value in zip(variables, values) if _is_recorded(value)]
-        values = [value for value in values if _is_recorded(value)]
-        inputs = [tensor for tensor in inputs if _is_recorded(tensor)]
+        sources = [v for v, value in zip(variables, values) if is_followed(value)]
+        values = [value for value in values if is_followed(value)]
+        inputs = [tensor for tensor in inputs if is_followed(tensor)]
         results: list[Any] = []
         try:
             function = self._checked_first()
         except NotByRowsError:
             self._state.put_back()
             raise
-        with record.stop_recording(), self._turns.turn(results), unseen():
+        with unseen_by_tapes(), self._turns.turn(results), unseen():
             self._first_pass(function)
             results += self._outputs
             others = [*self._changed, *sources]
@@ -316,8 +331,10 @@ class SplitCall:
         for (number, name), tensor in zip(self._attached, tensors[count:]):
             if name in _ACTIVATIONS:
                 outputs[number] = _ACTIVATIONS[name](tensor)
+            elif name == "mask":
+                set_mask(outputs[number], tensor)
             else:
-                setattr(outputs[number], name, tensor)
+                set_logits(outputs[number], tensor)
         losses = [v[tf.newaxis] if had else v for v, had in zip(losses, self._had_axes)]
         note_call([], losses, self._is_sum)
         if losses:
@@ -460,8 +477,8 @@ class SplitCall:
         """Raise NotByRowsError if a call uses a tensor of the step that is none of its inputs."""
         own = [*self._arguments.shared, self._batch.rows]
         for tensor, _ in graph.captures:
-            is_followed = tf.is_symbolic_tensor(tensor) or _is_recorded(tensor)
-            if tensor.dtype != tf.resource and is_followed and not _is_in(tensor, own):
+            is_of_step = tf.is_symbolic_tensor(tensor) or is_followed(tensor)
+            if tensor.dtype != tf.resource and is_of_step and not _is_in(tensor, own):
                 raise NotByRowsError("it uses a tensor that is none of its inputs")
 
     def _check_state(self, scope: _Noted) -> None:
@@ -470,7 +487,7 @@ class SplitCall:
         A state that it writes to, but for seeds and the statistics of BatchNormalization, of which
         another warning tells; or a tensor in an attribute, which the step might read.
         """
-        layers = self._layer._flatten_layers()
+        layers = layers_in(self._layer)
         batch_normalization = keras.layers.BatchNormalization
         normal = [part for part in layers if isinstance(part, batch_normalization)]
         statistics = [variable for part in normal for variable in part.variables]
@@ -507,7 +524,7 @@ class SplitCall:
         # Functions that were traced before know no scope: they write, and read weights directly.
         _write(before)
         known = any(_is_in(v, [raw(own) for own in variables]) for v in tape.watched_variables())
-        if any(map(_is_recorded, outputs)) and not known:
+        if any(map(is_followed, outputs)) and not known:
             raise NotByRowsError("it uses a tensor or a variable that is no input or weight of it")
 
     def _foreign_in(self, graph: Any) -> list[Any]:
@@ -743,7 +760,7 @@ class SplitCall:
             autograph=False,
             jit_compile=self._jit_compile or None,
             # Inlined, it would be there twice, with the memory of both.
-            experimental_attributes={"_noinline": True},
+            experimental_attributes=NOT_INLINED,
         )
 
 
@@ -771,9 +788,9 @@ def _recorded(tensors: list[Any], sources: list[Any], gradient: Callable[..., An
         sources: what they come from, for the tapes.
         gradient: takes gradients with respect to the tensors, and returns those of the sources.
     """
-    with record.stop_recording():
+    with unseen_by_tapes():
         outputs = [tf.identity(tensor) for tensor in tensors]
-    record.record_operation("SplitCall", outputs, sources, gradient)
+    record_on_tapes("SplitCall", outputs, sources, gradient)
     return outputs
 
 
@@ -799,11 +816,6 @@ def _unique(variables: Iterable[Any]) -> list[Any]:
 
 def _is_in(value: Any, others: Iterable[Any]) -> bool:
     return any(value is other for other in others)
-
-
-def _is_recorded(tensor: Any) -> bool:
-    """Return whether a tape follows a tensor."""
-    return bool(record.should_record_backprop([tensor]))
 
 
 def _is_sum(loss: Any) -> bool:
@@ -838,9 +850,9 @@ def _state_of(layer: Any) -> list[Any]:
     Not among them are frozen weights, which may be large; nor with several replicas what these
     would have to exchange.
     """
-    layers = layer._flatten_layers()
-    variables = [variable for layer in layers for variable in layer._non_trainable_variables]
-    variables += [generator.state for layer in layers for generator in layer._seed_generators]
+    layers = layers_in(layer)
+    variables = [variable for part in layers for variable in own_state(part)]
+    variables += [seed for part in layers for seed in seeds(part)]
     variables += getattr(layer, "metrics_variables", [])
     if _strategy.num_replicas() > 1:
         variables = [v for v in variables if v.aggregation in (None, "none")]
@@ -858,25 +870,26 @@ def _is_differentiable(tensor: Any) -> bool:
 def _attached(outputs: list[Any]) -> list[tuple[int, str, Any]]:
     """Return what Keras's losses find at the outputs: number of the output, name, tensor.
 
-    The name is that of an attribute, or of an operation.
+    The name is "logits", "mask", or that of an operation.
     """
     found = []
     for number, output in enumerate(outputs):
-        logits = getattr(output, "_keras_logits", None)
+        logits = logits_of(output)
         if logits is None and tf.is_symbolic_tensor(output) and output.op.type in _ACTIVATIONS:
             found.append((number, output.op.type, output.op.inputs[0]))
-        attributes = {"_keras_logits": logits, "_keras_mask": getattr(output, "_keras_mask", None)}
-        found += [(number, name, t) for name, t in attributes.items() if t is not None]
+        of_output = {"logits": logits, "mask": mask_of(output)}
+        found += [(number, name, t) for name, t in of_output.items() if t is not None]
     return found
 
 
 def is_built(layer: Any, others: Iterable[Any] = ()) -> bool:
-    """Return whether a layer, those in it, and other metrics and optimizers have their variables.
+    """Return whether a layer, those in it, and others have their variables.
 
-    Some metrics say so in `_built`.
+    Args:
+        layer: the layer.
+        others: metrics and optimizers.
     """
-    states = [*layer._flatten_layers(), *others]
-    return all(getattr(s, "built", True) and getattr(s, "_built", True) for s in states)
+    return all(map(has_variables, [*layers_in(layer), *others]))
 
 
 def _check_call(outputs: list[Any], layer: Any) -> None:

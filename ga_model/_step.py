@@ -22,6 +22,7 @@ import tensorflow as tf
 
 from ga_model import _messages, _strategy, _weights
 from ga_model._calls import split_calls
+from ga_model._internals import NOT_INLINED
 from ga_model._logs import BatchLogs
 from ga_model._look_ahead import look_ahead
 from ga_model._loop import loop
@@ -289,7 +290,7 @@ class Step:
             autograph=False,
             jit_compile=jit_compile or None,
             # Inlined, it would be there twice, each with the scratch memory of its convolutions.
-            experimental_attributes={"_noinline": True} if is_split else None,
+            experimental_attributes=NOT_INLINED if is_split else None,
         )
 
     def add_to_window(self, part: _Part) -> None:

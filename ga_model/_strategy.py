@@ -1,39 +1,4 @@
-"""Everything that depends on `tf.distribute`, and on names that Keras keeps private.
-
-Private names of Keras in use, read in Keras 3.14.0 to 3.15.1:
-
-* `Trainer._compile_loss`, `CompileLoss._flat_losses` and `tensor._keras_mask`, in `_model`,
-  `_look_ahead`, `_plan`, `_diagnosis`, `_observed_loss` and `_split_call`: what each compiled loss
-  averages over. `tests/test_weights.py`.
-* `tensor._keras_logits`, in `_split_call`: where Keras's cross-entropies find what went into a
-  softmax. `tests/test_loss_over.py`.
-* `Trainer._loss_tracker`, in `_model` and `_recorder`: the metric of the loss. The same tests.
-* `Trainer._aggregate_additional_loss`, in `_model`: the losses that layers add. The same tests.
-* `Layer._flatten_layers`, in `_model`, `_recorder`, `_step`, `_calls`, `_split_call`,
-  `_loss_reading`, `_check`, `_diagnosis` and `_randomness`: layers at any depth.
-  `tests/test_models.py`, `tests/test_check.py`.
-* `Layer._call_has_training_arg`, in `_look_ahead`, `_recorder`, `_diagnosis` and `_randomness`.
-  `tests/test_check.py`.
-* `R2Score._built`, `FBetaScore._built`, in `_split_call`: whether they have their variables.
-  `tests/test_nonfinite.py`.
-* `Optimizer._trainable_variables`, in `_recorder`: `optimizer.apply(gradients)` without variables.
-  `tests/test_steps.py`.
-* `Trainer._distribute_strategy`, `Optimizer._distribution_strategy`, here: the scope in which they
-  were made. `Trainer._maybe_symbolic_build`, `Trainer._make_function`, `reduce_per_replica` and
-  `scale_loss_for_distribution`, here and in `_model`: what Keras does with several replicas.
-  `tests/test_strategy.py`, `tests/test_workers.py`.
-* `Layer._get_call_context`, `Layer._remat_mode` and `in_symbolic_scope`, in `_calls`: whether a
-  call trains, and which calls there is nothing to split of. `tests/test_split_calls.py`.
-* `Layer._trainable_variables`, `Layer._non_trainable_variables`, `Layer._seed_generators`,
-  `Variable._value`, `Variable._direct_assign`, `StatelessScope.add_update`, `get_stateless_scope`,
-  here and in `_split_call`, `_calls` and `_writes`: the state that calls read and write.
-  `tests/test_split_calls.py`, `tests/test_writes.py`.
-* `Loss._fn_kwargs`, in `_loss_reading`: the axis of a loss. `tests/test_loss_reading.py`.
-* Of TensorFlow `eager.record`, `eager.forwardprop_util`, `auto_control_deps_utils` and
-  `Graph._get_function`, in `_split_call`, `_writes` and `_loss_reading`. The same tests.
-* `KerasSaveable._unpickle_model`, in `_wrap`: pickling a wrapped model as the plain model.
-  `tests/test_saving.py`.
-"""
+"""Everything that depends on `tf.distribute`."""
 
 from __future__ import annotations
 
@@ -43,10 +8,15 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.tensorflow.trainer import reduce_per_replica
-from keras.src.losses.loss import scale_loss_for_distribution
 
 from ga_model import _messages
+from ga_model._internals import (
+    logs_over_replicas,
+    raw,
+    scaled_for_replicas,
+    strategy_of_model,
+    strategy_of_optimizer,
+)
 
 _MIRRORED = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
 _TRIED = (tf.distribute.OneDeviceStrategy, *_MIRRORED)
@@ -59,7 +29,7 @@ def check(model: Any, optimizers: Sequence[Any]) -> None:
         NotImplementedError: a strategy that accumulation was not tried with.
         ValueError: the model, one of its variables or an optimizer was made in another scope.
     """
-    made_in, strategy = model._distribute_strategy, model.distribute_strategy
+    made_in, strategy = strategy_of_model(model), model.distribute_strategy
     has_none = made_in is None and not tf.distribute.has_strategy()
     if not has_none:
         check_is_tried(strategy)
@@ -70,7 +40,7 @@ def check(model: Any, optimizers: Sequence[Any]) -> None:
         elsewhere += [f"the variable {variable.path!r}" for variable in plain]
     for optimizer in optimizers:
         inner = getattr(optimizer, "inner_optimizer", optimizer)
-        if inner._distribution_strategy is not strategy:
+        if strategy_of_optimizer(inner) is not strategy:
             elsewhere.append(f"the optimizer {inner.name!r}")
     if elsewhere:
         elsewhere = list(dict.fromkeys(elsewhere))  # optimizers are in several attributes
@@ -139,11 +109,6 @@ def make_variables(initial: Callable[[], Any]) -> Any:
 
 def _is_distributed(variable: tf.Variable) -> bool:
     return isinstance(variable, tf.distribute.DistributedValues)
-
-
-def raw(variable: Any) -> Any:
-    """Return the variable of TensorFlow that a variable of Keras keeps its value in."""
-    return variable._value if isinstance(variable, keras.Variable) else variable
 
 
 def copies(variable: tf.Variable) -> list[tf.Variable]:
@@ -238,7 +203,7 @@ def exactly_scaled(loss: tf.Tensor, is_sum: bool = False) -> tf.Tensor:
     if replicas == 1:
         return loss
     with tf.init_scope():
-        scale = float(scale_loss_for_distribution(tf.ones((), tf.float64)))
+        scale = float(scaled_for_replicas(tf.ones((), tf.float64)))
     return loss if scale * replicas == 1.0 else loss * tf.constant(1 / replicas / scale, loss.dtype)
 
 
@@ -353,7 +318,7 @@ def with_logs_that_reduce(step: Callable[[Any], Any], strategy: Any) -> Callable
 
     def reduce() -> Any:
         logs = strategy.run(lambda: tf.zeros(()))
-        return reduce_per_replica(logs, strategy, "auto")
+        return logs_over_replicas(logs, strategy)
 
     try:
         tf.function(reduce, autograph=False).get_concrete_function()
