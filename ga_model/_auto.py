@@ -25,10 +25,10 @@ import tensorflow as tf
 from ga_model import _messages, _step, _strategy, _validate
 from ga_model._budget import Budget
 from ga_model._context import ThreadValue
+from ga_model._internals import is_built
 from ga_model._microbatch import Batch, count_rows
 from ga_model._randomness import same_random_state
 from ga_model._recorder import is_of_keras, optimizers_in
-from ga_model._split_call import is_built
 from ga_model._window import Window
 
 _trial = ThreadValue()  # what a step runs instead of itself, or None

@@ -18,23 +18,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ga_model import _messages
+from ga_model._call_arguments import Arguments, NotByRowsError
 from ga_model._context import ThreadValue, graph_being_made
 from ga_model._internals import (
+    is_built,
     is_rematerialized,
     is_symbolic,
     layers_in,
     stateless_scope,
     training_of_call,
 )
+from ga_model._microbatch_call import MicrobatchCall, inside_of_call
 from ga_model._recorder import note_call
-from ga_model._split_call import (
-    Arguments,
-    NotByRowsError,
-    SplitCall,
-    Turns,
-    inside_of_call,
-    is_built,
-)
+from ga_model._split_call import SplitCall, Turns
 
 _splitting = ThreadValue()  # how calls are split in this thread, or None
 _lock = threading.Lock()
@@ -89,9 +85,10 @@ class _Splitting:
         try:
             arguments = Arguments(args, kwargs, self._rows, self._size)
             jit_compile = bool(self._model.jit_compile)
-            split = SplitCall(
-                layer, call, arguments, training, jit_compile, self._turns, self._limit
+            on_microbatch = MicrobatchCall(
+                layer, call, arguments, training, jit_compile, self._limit
             )
+            split = SplitCall(on_microbatch, self._turns)
             outputs = split.outputs()
             note_call(outputs)
             if split.normalizing:

@@ -12,13 +12,13 @@ These stand where they are overridden, in `_model`:
 * `Trainer._maybe_symbolic_build` and `Trainer._make_function` are what Keras does with several
   replicas before and after a step. `tests/test_strategy.py`, `tests/test_workers.py`.
 
-`_split_call._Noted` overrides `StatelessScope.add_update`, which has a public name and no
+`_call_state.NotingScope` overrides `StatelessScope.add_update`, which has a public name and no
 public documentation. `tests/test_split_calls.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -56,12 +56,15 @@ def is_rematerialized(layer: Any) -> bool:
     return bool(getattr(layer, "_remat_mode", None))
 
 
-def has_variables(state: Any) -> bool:
-    """Return whether a layer, a metric or an optimizer has its variables.
+def is_built(layer: Any, others: Iterable[Any] = ()) -> bool:
+    """Return whether a layer, those in it, and others have their variables.
 
-    Some metrics say so in `_built`.
+    Args:
+        layer: the layer.
+        others: metrics and optimizers. Some metrics say so in `_built`.
     """
-    return bool(getattr(state, "built", True) and getattr(state, "_built", True))
+    states = [*layers_in(layer), *others]
+    return all(getattr(s, "built", True) and getattr(s, "_built", True) for s in states)
 
 
 def own_weights(layer: Any) -> list[Any]:

@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from ga_model import _messages, _strategy, _weights
 from ga_model._calls import split_calls
-from ga_model._internals import NOT_INLINED
+from ga_model._internals import NOT_INLINED, is_built
 from ga_model._logs import BatchLogs
 from ga_model._look_ahead import look_ahead
 from ga_model._loop import loop
@@ -39,7 +39,6 @@ from ga_model._recorder import (
     unpack,
     unrecorded,
 )
-from ga_model._split_call import is_built
 from ga_model._sums import GradientSum, power_of_two
 from ga_model._window import Window
 
