@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ga_model import _messages, _strategy, _sums, _validate
+from ga_model import _messages, _optimizers, _strategy, _sums, _validate
 from ga_model._gradient_noise import GradientNoise, Squares
 from ga_model._places import Parts
 from ga_model._rows import Rows, sum_dtype
@@ -188,7 +188,7 @@ class GradientAccumulator:
 
         def apply(share: GradientSum) -> None:
             gradients = share.mean(self._variables, bool(self._is_sum))
-            _strategy.apply(optimizer, gradients, self._variables)
+            _optimizers.apply(optimizer, gradients, self._variables)
 
         whole = self._sum()
         share = whole.of_replica(self._variables)
@@ -197,7 +197,7 @@ class GradientAccumulator:
         # For each number of rows XLA would compile again: a window's are sums of many numbers.
         has_rows = any(isinstance(buffer, Rows) for buffer in self._buffers)
         if self._jit_compile and not has_rows and not tf.executing_eagerly():
-            self._compiled = self._compiled or _strategy.compiled(apply)
+            self._compiled = self._compiled or _optimizers.compiled(apply)
         (self._compiled or apply)(share)
 
     @property
@@ -261,7 +261,7 @@ class GradientAccumulator:
         variables = self._variables
 
         def apply() -> None:
-            _strategy.build_optimizer(optimizer, variables)
+            _optimizers.build(optimizer, variables)
             weight = self._total * self._unit  # units differ between replicas
             estimate = None if _noise is None else _noise.of(optimizer)
             update = functools.partial(self._update, optimizer, estimate)
@@ -324,7 +324,7 @@ class GradientAccumulator:
 def _adds_up_rows(optimizer: Any) -> bool:
     """Return whether equal rows of a sparse gradient may be summed before an update."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    return type(inner) is keras.optimizers.SGD and not _strategy.clips(inner)
+    return type(inner) is keras.optimizers.SGD and not _optimizers.clips(inner)
 
 
 def _is_list(values: Any) -> bool:

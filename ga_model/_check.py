@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from ga_model import _diagnosis, _messages, _strategy
+from ga_model import _diagnosis, _messages, _optimizers, _strategy
 from ga_model._equivalence_report import EquivalenceReport, VariableDifference
 from ga_model._internals import layers_in, raw
 from ga_model._plan import Plan, as_tensor, make_plan
@@ -282,7 +282,7 @@ def _build(model: Any, plan: Plan) -> Sequence[Any]:
             with contextlib.suppress(NotImplementedError):  # of a model that has no `call`
                 model(data[0])
         if model.optimizer is not None and model.built:
-            _strategy.build_optimizer(model.optimizer, model.trainable_variables)
+            _optimizers.build(model.optimizer, model.trainable_variables)
     unbuilt = [o.name for o in optimizers_in(vars(model)) if not o.built]
     if unbuilt:
         raise RuntimeError(_messages.unbuilt_message(unbuilt))

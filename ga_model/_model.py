@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
-from ga_model import _messages, _step, _strategy, _validate
+from ga_model import _messages, _step, _strategy, _validate, _workers
 from ga_model._attributes import CompiledLossAttribute, RecordedAttribute, watch_attributes
 from ga_model._auto import AutomaticSize
 from ga_model._callbacks import closing_windows
@@ -419,10 +419,10 @@ class AccumulatingModel(_Base):
         if not self._is_plain():
             self._check_strategy()
         keras_builds = super()._maybe_symbolic_build
-        _strategy.build(keras_builds, self.distribute_strategy, iterator, data_batch)
+        _workers.build(keras_builds, self.distribute_strategy, iterator, data_batch)
 
     def _make_function(self, step_function: Any) -> Any:
-        step = _strategy.with_logs_that_reduce(step_function, self.distribute_strategy)
+        step = _workers.with_logs_that_reduce(step_function, self.distribute_strategy)
         return super()._make_function(step)
 
     def make_train_function(self, force: bool = False) -> Any:

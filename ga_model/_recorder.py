@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from ga_model import _logs, _messages, _strategy, _sums, _validate, _weights
+from ga_model import _logs, _messages, _optimizers, _strategy, _sums, _validate, _weights
 from ga_model._context import ThreadValue, graph_being_made
 from ga_model._internals import loss_tracker, takes_training, variables_to_train
 from ga_model._loss_reading import (
@@ -263,7 +263,7 @@ class Recording:
             raise RuntimeError(_messages.applied_twice_message(self.model.name, optimizer.name))
         _validate.check_single_accumulation([optimizer], self.model.accumulation_steps)
         _validate.check_single_finite_check([optimizer], self.model.skip_nonfinite)
-        _strategy.build_optimizer(optimizer, variables)
+        _optimizers.build(optimizer, variables)
         self._warn_of_work_on(gradients)
         is_folded = id(optimizer) in self._folded
         if is_folded:

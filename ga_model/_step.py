@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from ga_model import _messages, _strategy, _weights
+from ga_model import _messages, _optimizers, _strategy, _weights
 from ga_model._calls import split_calls
 from ga_model._internals import NOT_INLINED, is_built
 from ga_model._logs import BatchLogs
@@ -241,7 +241,9 @@ class Step:
         if self._batch.is_split and self._model._must_add_up():
             if not is_built(self._model, self._model.metrics):
                 self._build()
-        elif not is_built(self._model) and any(map(_strategy.begins_with_values, self._optimizers)):
+        elif not is_built(self._model) and any(
+            map(_optimizers.begins_with_values, self._optimizers)
+        ):
             with contextlib.suppress(Exception):  # of a model that only its step knows how to call
                 self._build()
 
@@ -408,7 +410,7 @@ def _apply(target: Target, part: GradientSum, num_counted: Any | None, model: An
 
     def apply(share: GradientSum) -> None:
         gradients = share.mean(target.variables, target.is_sum)
-        _strategy.apply(target.optimizer, gradients, target.variables)
+        _optimizers.apply(target.optimizer, gradients, target.variables)
 
     def update(part: GradientSum) -> None:
         share = part.of_replica(target.variables)
@@ -417,7 +419,7 @@ def _apply(target: Target, part: GradientSum, num_counted: Any | None, model: An
         share = share._replace(total=total)
         if estimate is not None:
             estimate.update(part, share, target.optimizer)
-        function = _strategy.compiled(apply) if model.jit_compile else apply
+        function = _optimizers.compiled(apply) if model.jit_compile else apply
         function(share)
 
     if num_counted is None:
