@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-from ga_model import _messages, _strategy, _validate
+from ga_model import _messages, _validate, _workers
 from ga_model._recorder import optimizers_in
 
 
@@ -30,7 +30,7 @@ class CloseWindow(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         if not self.has_begun:  # `BackupAndRestore` may have set the first epoch
-            _strategy.check_same_epoch(self._accumulating.distribute_strategy, epoch)
+            _workers.check_same_epoch(self._accumulating.distribute_strategy, epoch)
         self.has_begun = True
 
     def on_test_begin(self, logs: Any = None) -> None:
@@ -103,7 +103,7 @@ def closing_windows(model: Any, callbacks: Any) -> Iterator[Any]:
             model._warn_once(_messages.open_window_message(model.name))
     except BaseException as error:  # KeyboardInterrupt, too, leaves nothing behind
         model._accumulation.discard_window()
-        _strategy.explain(error, model.distribute_strategy)
+        _workers.explain(error, model.distribute_strategy)
         raise
     finally:
         model._accumulation.is_scheduled = False

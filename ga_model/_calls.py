@@ -17,20 +17,20 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from keras.src.backend.common.stateless_scope import get_stateless_scope
-from keras.src.backend.common.symbolic_scope import in_symbolic_scope
-
 from ga_model import _messages
+from ga_model._call_arguments import Arguments, NotByRowsError
 from ga_model._context import ThreadValue, graph_being_made
-from ga_model._recorder import note_call
-from ga_model._split_call import (
-    Arguments,
-    NotByRowsError,
-    SplitCall,
-    Turns,
-    inside_of_call,
+from ga_model._internals import (
     is_built,
+    is_rematerialized,
+    is_symbolic,
+    layers_in,
+    stateless_scope,
+    training_of_call,
 )
+from ga_model._microbatch_call import MicrobatchCall, inside_of_call
+from ga_model._recorder import note_call
+from ga_model._split_call import SplitCall, Turns
 
 _splitting = ThreadValue()  # how calls are split in this thread, or None
 _lock = threading.Lock()
@@ -53,15 +53,15 @@ class _Splitting:
         self._size = size
         self._limit = limit
         self._graph = graph_being_made()
-        self._scope = get_stateless_scope()
+        self._scope = stateless_scope()
         self._is_in_whole_call = ThreadValue(False)
         self._turns = Turns()
 
     def applies(self, layer: Any) -> bool:
         """Return whether a call of a layer that runs here is to be split."""
-        if inside_of_call.get() or in_symbolic_scope() or getattr(layer, "_remat_mode", None):
+        if inside_of_call.get() or is_symbolic() or is_rematerialized(layer):
             return False
-        if get_stateless_scope() is not self._scope:
+        if stateless_scope() is not self._scope:
             return False  # weights are what the step says
         # A layer without weights draws random numbers, or computes little.
         return bool(layer.weights or not is_built(layer))
@@ -81,13 +81,14 @@ class _Splitting:
 
     def run(self, layer: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Make a call by microbatches, or whole where it can not be split."""
-        training = kwargs.get("training", layer._get_call_context().get_value("training"))
+        training = kwargs.get("training", training_of_call(layer))
         try:
             arguments = Arguments(args, kwargs, self._rows, self._size)
             jit_compile = bool(self._model.jit_compile)
-            split = SplitCall(
-                layer, call, arguments, training, jit_compile, self._turns, self._limit
+            on_microbatch = MicrobatchCall(
+                layer, call, arguments, training, jit_compile, self._limit
             )
+            split = SplitCall(on_microbatch, self._turns)
             outputs = split.outputs()
             note_call(outputs)
             if split.normalizing:
@@ -114,7 +115,7 @@ def split_calls(model: Any, rows: Any, size: Any, limit: int | None = None) -> I
         limit: how many microbatches of a call really run, or None: outputs of the others are made
             up, for a trial of memory.
     """
-    layers = model._flatten_layers()
+    layers = layers_in(model)
     for layer in layers:
         _stand_in_front(layer)
     try:

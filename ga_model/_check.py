@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from ga_model import _diagnosis, _messages, _strategy
+from ga_model import _diagnosis, _messages, _optimizers, _strategy
 from ga_model._differences import (
     add_rounding_errors,
     change,
@@ -23,11 +23,11 @@ from ga_model._differences import (
     relative_differences,
 )
 from ga_model._equivalence_report import EquivalenceReport, VariableDifference
+from ga_model._internals import raw
 from ga_model._plan import Plan, as_tensor, make_plan
 from ga_model._randomness import Randomness, shared_randomness
 from ga_model._recorder import optimizers_in
 from ga_model._settings import UNCHANGED, passed
-from ga_model._strategy import raw
 from ga_model._wrap import accumulate
 
 # What a model keeps of accumulation, and the function that was traced by its settings.
@@ -279,7 +279,7 @@ def _build(model: Any, plan: Plan) -> Sequence[Any]:
             with contextlib.suppress(NotImplementedError):  # of a model that has no `call`
                 model(data[0])
         if model.optimizer is not None and model.built:
-            _strategy.build_optimizer(model.optimizer, model.trainable_variables)
+            _optimizers.build(model.optimizer, model.trainable_variables)
     unbuilt = [o.name for o in optimizers_in(vars(model)) if not o.built]
     if unbuilt:
         raise RuntimeError(_messages.unbuilt_message(unbuilt))

@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from ga_model._equivalence_report import EquivalenceReport
+from ga_model._internals import layers_in, mask_of, set_mask, takes_training
 from ga_model._plan import Plan, as_tensor
 from ga_model._recorder import is_of_keras
 
@@ -54,7 +55,7 @@ def _of_structure(model: Any, report: EquivalenceReport) -> list[str]:
     differing = {variable.path for variable in report.variables if not variable.is_equal}
     changing = [
         layer.name
-        for layer in model._flatten_layers(include_self=False)
+        for layer in layers_in(model, include_self=False)
         if any(variable.path in differing for variable in layer.non_trainable_weights)
         and not isinstance(layer, keras.layers.BatchNormalization)
     ]
@@ -128,7 +129,7 @@ class _Pass:
         try:
             x, y, sample_weight = keras.tree.map_structure(as_tensor, data)
             with tf.GradientTape() as tape:
-                training = {"training": True} if model._call_has_training_arg else {}
+                training = {"training": True} if takes_training(model) else {}
                 # A copy: Keras's losses go past the outputs of a softmax to what went into it.
                 y_pred = keras.tree.map_structure(_copy, model(x, **training))
                 tape.watch(y_pred)
@@ -142,8 +143,8 @@ class _Pass:
 
 def _copy(output: Any) -> Any:
     copy = tf.identity(output)
-    if (mask := getattr(output, "_keras_mask", None)) is not None:
-        copy._keras_mask = mask
+    if (mask := mask_of(output)) is not None:
+        set_mask(copy, mask)
     return copy
 
 

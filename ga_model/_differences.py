@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from ga_model._internals import layers_in
+
 # The distance of 1 from the next larger number.
 _ROUNDING = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 
@@ -31,7 +33,7 @@ def add_rounding_errors(model: Any) -> None:
 def compute_dtypes(model: Any) -> dict[int, str]:
     """Return what each weight's layer computes in, by the identity of the weight."""
     computed_in = {}
-    for layer in model._flatten_layers():  # the layers of a layer follow it
+    for layer in layers_in(model):  # the layers of a layer follow it
         computed_in.update({id(v): layer.compute_dtype for v in layer.weights})
     return computed_in
 

@@ -27,6 +27,11 @@ def pushed(tensors: Any, tensor: Any) -> Any:
     return tf.raw_ops.TensorListPushBack(input_handle=tensors, tensor=tensor)
 
 
+def all_pushed(lists: list[Any], tensors: list[Any]) -> list[Any]:
+    """Return lists with one more tensor each."""
+    return [pushed(pieces, tensor) for pieces, tensor in zip(lists, tensors)]
+
+
 def joined(first: Any, second: Any, dtype: tf.DType) -> Any:
     """Return the tensors of one list, and behind them those of another."""
     return tf.raw_ops.TensorListConcatLists(input_a=first, input_b=second, element_dtype=dtype)

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from ga_model import _strategy
 from ga_model._context import graph_being_made
+from ga_model._internals import loss_tracker
 from ga_model._stand_in import StandIn
 
 
@@ -39,7 +40,7 @@ class MetricCalls:
     """What metrics got and gave while one microbatch was recorded.
 
     Args:
-        loss_tracker: Keras's own metric for the loss.
+        tracker: Keras's own metric for the loss.
 
     Attributes:
         updates: updates that wait for the whole batch.
@@ -47,8 +48,8 @@ class MetricCalls:
         results: tensors that metrics gave, with the metric, and the key if it gave a dict.
     """
 
-    def __init__(self, loss_tracker: Any = None) -> None:
-        self._loss_tracker = loss_tracker
+    def __init__(self, tracker: Any = None) -> None:
+        self._tracker = tracker
         self._graph = graph_being_made()
         self.updates: list[_Call] = []
         self.watched: list[Any] = []
@@ -63,7 +64,7 @@ class MetricCalls:
         """
         if self._graph not in (None, graph_being_made()):
             return False
-        if metric is not self._loss_tracker and tf.is_tensor(sample_weight):
+        if metric is not self._tracker and tf.is_tensor(sample_weight):
             return False
         return _is_scalar(value) and _is_scalar(sample_weight)
 
@@ -206,7 +207,7 @@ class BatchLogs:
 
         They are those of layers, and others that the model keeps in no attribute.
         """
-        watched = [*self._watched, vars(self._model).get("_loss_tracker")]
+        watched = [*self._watched, loss_tracker(self._model)]
         results = {}
         for metric in self._model.metrics:
             # Compiled metrics that a step of one's own leaves alone are not built.

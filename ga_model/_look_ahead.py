@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from ga_model import _strategy, _weights
 from ga_model._context import graph_being_made
+from ga_model._internals import compiled_loss, takes_training
 from ga_model._logs import MetricCalls
 from ga_model._loop import loop
 from ga_model._microbatch import Batch
@@ -38,9 +39,9 @@ def look_ahead(model: Any, batch: Batch, is_window: bool) -> _weights.Whole:
     def of_microbatch(leaves: list[Any]) -> list[Any]:
         x, y, sample_weight = unpack(batch.pack(leaves))
         terms: list[_weights.Term] = []
-        compiled = observed(vars(model)["_compile_loss"], terms.append, MetricCalls())
+        compiled = observed(compiled_loss(model), terms.append, MetricCalls())
         with keras.StatelessScope():  # what layers would change, metrics and statistics, stays
-            y_pred = model(x, training=False) if model._call_has_training_arg else model(x)
+            y_pred = model(x, training=False) if takes_training(model) else model(x)
             compiled(y, y_pred, sample_weight)
         weights = [tf.constant(0.0) if term.weight is None else term.weight for term in terms]
         return [tf.cast(weight, tf.float64) for weight in weights]
@@ -61,7 +62,7 @@ def look_ahead(model: Any, batch: Batch, is_window: bool) -> _weights.Whole:
     def weights_if_known() -> list[Any] | None:
         if not computes_loss_as_keras(model):
             return None
-        return [] if vars(model)["_compile_loss"] is None else weights_once()
+        return [] if compiled_loss(model) is None else weights_once()
 
     weights_once = once(weights)
     return _weights.Whole(

@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from ga_model._dependence import dependence_of
+from ga_model._internals import arguments_of_loss, graph_of_function, layers_in
 
 # What a tensor is to the samples of a batch.
 SHARED = "the same for all samples"
@@ -109,7 +110,7 @@ def _fit(loss: Any, y_true: Any, y_pred: Any) -> bool:
 
 def _has_axis_of_samples(loss: Any) -> bool:
     """Return whether one of Keras's losses is made to compute along axis 0."""
-    arguments = getattr(loss, "_fn_kwargs", {})
+    arguments = arguments_of_loss(loss)
     axis = arguments.get("axis", getattr(loss, "axis", None))
     return 0 in (axis if isinstance(axis, (list, tuple)) else [axis])
 
@@ -180,7 +181,7 @@ def mixes_samples(tensors: list[Any], layer: Any) -> bool:
         # Their parts have no samples. What is known to depend on the others is the padding.
         padded = [op for op in graph.get_operations() if op.type == "RaggedTensorToTensor"]
         return any(op.outputs[0].shape[1:2] == [None] for op in padded)
-    parts = layer._flatten_layers()
+    parts = layers_in(layer)
     normal = [part for part in parts if isinstance(part, keras.layers.BatchNormalization)]
     reading = Reading(graph, trusts_layers=True, normalizing=[part.name for part in normal])
     return any(reading.kind_of(tensor) in (MIXED, MEAN, SUM) for tensor in tensors)
@@ -474,8 +475,8 @@ def _bodies(op: Any) -> list[Any]:
     if op.op_def is None:
         return []
     names_ = [a.name for a in op.op_def.attr if a.type == "func" and a.name != "cond"]
-    functions = [op.graph._get_function(op.get_attr(name).name) for name in names_]
-    return [f.graph for f in functions if getattr(f, "graph", None) is not None]
+    graphs = [graph_of_function(op.graph, op.get_attr(name).name) for name in names_]
+    return [graph for graph in graphs if graph is not None]
 
 
 def _of_function(inner: list[Reading], number: int) -> str | None:

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from ga_model import _messages, _strategy, _validate
+from ga_model import _messages, _strategy, _validate, _workers
 from ga_model._accumulation import Accumulation
 from ga_model._attributes import CompiledLossAttribute, RecordedAttribute
 from ga_model._callbacks import run_fit
+from ga_model._internals import layers_in
 from ga_model._recorder import current_recording, optimizers_in
 from ga_model._settings import NAMES, UNCHANGED, Settings, passed
 from ga_model._subclasses import Trainer, accumulated, prepare
@@ -318,10 +319,10 @@ class AccumulatingModel(_Base):
         if not self._accumulation.is_plain():
             self._accumulation.check_strategy()
         keras_builds = super()._maybe_symbolic_build
-        _strategy.build(keras_builds, self.distribute_strategy, iterator, data_batch)
+        _workers.build(keras_builds, self.distribute_strategy, iterator, data_batch)
 
     def _make_function(self, step_function: Any) -> Any:
-        step = _strategy.with_logs_that_reduce(step_function, self.distribute_strategy)
+        step = _workers.with_logs_that_reduce(step_function, self.distribute_strategy)
         return super()._make_function(step)
 
     def make_train_function(self, force: bool = False) -> Any:
@@ -389,6 +390,6 @@ class AccumulatingModel(_Base):
         """Return those that train."""
         return [
             layer
-            for layer in self._flatten_layers()
+            for layer in layers_in(self)
             if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
         ]

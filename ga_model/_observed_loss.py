@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from ga_model import _strategy
+from ga_model._internals import losses_in, mask_of, set_losses, set_metrics
 from ga_model._stand_in import StandIn
 from ga_model._weights import Term, num_rows
 
@@ -60,13 +61,14 @@ def observed(
     def adopt() -> None:
         copy.__dict__.update(compiled.__dict__)
         if compiled.built:
-            copy.__dict__["_flat_losses"] = [
+            losses = [
                 entry._replace(loss=_observer(entry, copy, check, read))
-                for entry in compiled._flat_losses
+                for entry in losses_in(compiled)
             ]
+            set_losses(copy, losses)
         if calls is not None:
             copy.__dict__["_calls"] = calls
-            copy.__dict__["_metrics"] = [_Tracked(metric, copy) for metric in compiled.metrics]
+            set_metrics(copy, [_Tracked(metric, copy) for metric in compiled.metrics])
 
     adopt()
     return copy
@@ -115,7 +117,7 @@ def _observer(entry: Any, compiled: Any, check: Any, read: Any) -> Any:
             # Keras leaves the division out there. A mean of no rows is NaN, and would be logged.
             has_rows = tf.greater(num_rows(y_pred), 0)
             value = tf.where(has_rows, value, tf.zeros_like(value)) / replicas
-        masks = [getattr(t, "_keras_mask", None) for t in (y_pred, *seen)]
+        masks = [mask_of(t) for t in (y_pred, *seen)]
         masks = [mask for mask in masks if mask is not None]
         weight: Any = num_rows(y_pred)
         kind: Hashable = "rows"  # for a `__call__` that does not come to `call`

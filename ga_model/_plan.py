@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from ga_model import _messages, _strategy, _validate
+from ga_model._internals import compiled_loss
 from ga_model._recorder import optimizers_in
 from ga_model._settings import Settings
 
@@ -80,7 +81,7 @@ def make_plan(model: Any, data: Any, batch_size: Any, updates: Any, **settings: 
     if used.microbatch_size == "auto":
         raise ValueError(_messages.unknown_size_message(model.name))
     rows = _validate.check_rows(data, keras.tree.flatten(data))
-    if data[1] is None and vars(model).get("_compile_loss") is not None:
+    if data[1] is None and compiled_loss(model) is not None:
         raise ValueError(_messages.no_targets_message(model.name))
     plan = Plan(data, rows, batch_size, used, updates)
     plan = plan._replace(rows=min(rows, plan.window_rows * updates))

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
+from ga_model._internals import layers_in, takes_training
 from ga_model._recorder import instances_in
 
 # What Keras calls the probability or the width of what a layer draws. All zero: it draws nothing.
@@ -52,12 +53,12 @@ def shared_randomness(model: Any) -> Iterator[Randomness]:
     """
     randomness = Randomness([], [], [])
     with contextlib.ExitStack() as stack:
-        for number, layer in enumerate(model._flatten_layers()):
+        for number, layer in enumerate(layers_in(model)):
             if not _is_random(layer):
                 continue
             if _is_dropout(layer):
                 names, call = randomness.shared, _with_one_mask(layer, number)
-            elif type(layer).__module__.startswith("keras.") and layer._call_has_training_arg:
+            elif type(layer).__module__.startswith("keras.") and takes_training(layer):
                 names, call = randomness.off, _without_training(layer.call)
             else:
                 randomness.left.append(layer.name)

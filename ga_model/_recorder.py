@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from ga_model import _logs, _messages, _strategy, _sums, _validate, _weights
+from ga_model import _logs, _messages, _optimizers, _strategy, _sums, _validate, _weights
 from ga_model._context import ThreadValue, graph_being_made
 from ga_model._heard_gradients import HeardGradients, place_of
+from ga_model._internals import loss_tracker, takes_training, variables_to_train
 from ga_model._loss_reading import (
     DoesNotAddUpError,
     check_adds_up,
@@ -115,7 +116,7 @@ class Recording:
         self.targets: list[Target] = []
         self.sums: list[GradientSum] = []
         self._applied_at: list[int] = []  # of each target, the number of operations before
-        self.metrics = _logs.MetricCalls(vars(model).get("_loss_tracker"))
+        self.metrics = _logs.MetricCalls(loss_tracker(model))
         self._data = data
         self._position = position
         self._terms: list[_weights.Term] = []
@@ -278,7 +279,7 @@ class Recording:
             raise RuntimeError(_messages.applied_twice_message(self.model.name, optimizer.name))
         _validate.check_single_accumulation([optimizer], self.model.accumulation_steps)
         _validate.check_single_finite_check([optimizer], self.model.skip_nonfinite)
-        _strategy.build_optimizer(optimizer, variables)
+        _optimizers.build(optimizer, variables)
         is_folded, factor, given = id(optimizer) in self._folded, None, gradients
         if is_folded:
             terms, weight = self._folded[id(optimizer)]
@@ -339,7 +340,7 @@ class Recording:
                 optimizer's `scale_loss` or the model's own `loss` is the total loss.
         """
         is_first = self._position.is_first_of_batch
-        is_total = metric is not None and metric is self.model.__dict__.get("_loss_tracker")
+        is_total = metric is not None and metric is loss_tracker(self.model)
         terms = self.loss_terms()
         if term is not None:
             terms = _weights.of_weight(term.weight)
@@ -508,7 +509,7 @@ class _OptimizerStandIn(StandIn):
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         if trainable_variables is None:
-            trainable_variables = self._original._trainable_variables
+            trainable_variables = variables_to_train(self._original)
         self._listener.apply(self._original, grads, trainable_variables)
 
     def apply_gradients(self, grads_and_vars: Any) -> Any:
@@ -603,7 +604,7 @@ def _has_axis_of_samples(model: Any, data: Any) -> bool:
 
     def call(x: Any) -> list[Any]:
         with keras.StatelessScope(), unrecorded():
-            outputs = model(x, training=True) if model._call_has_training_arg else model(x)
+            outputs = model(x, training=True) if takes_training(model) else model(x)
         return [leaf for leaf in tf.nest.flatten(outputs) if leaf is not None]
 
     specs = tf.nest.map_structure(spec, unpack(data)[0])

@@ -13,6 +13,9 @@ class StandIn:
         listener: what a subclass tells of what it is asked.
     """
 
+    _original: Any
+    _listener: Any
+
     def __init__(self, original: Any, listener: Any) -> None:
         object.__setattr__(self, "_original", original)
         object.__setattr__(self, "_listener", listener)

@@ -1,52 +1,20 @@
-"""Everything that depends on `tf.distribute`, and on names that Keras keeps private.
-
-Private names of Keras in use, read in Keras 3.14.0 to 3.15.1:
-
-* `Trainer._compile_loss`, `CompileLoss._flat_losses` and `tensor._keras_mask`, in `_model`,
-  `_look_ahead`, `_plan`, `_diagnosis`, `_observed_loss` and `_split_call`: what each compiled loss
-  averages over. `tests/test_weights.py`.
-* `tensor._keras_logits`, in `_split_call`: where Keras's cross-entropies find what went into a
-  softmax. `tests/test_loss_over.py`.
-* `Trainer._loss_tracker`, in `_model` and `_recorder`: the metric of the loss. The same tests.
-* `Trainer._aggregate_additional_loss`, in `_model`: the losses that layers add. The same tests.
-* `Layer._flatten_layers`, in `_model`, `_recorder`, `_step`, `_calls`, `_split_call`,
-  `_loss_reading`, `_check`, `_diagnosis` and `_randomness`: layers at any depth.
-  `tests/test_models.py`, `tests/test_check.py`.
-* `Layer._call_has_training_arg`, in `_look_ahead`, `_recorder`, `_diagnosis` and `_randomness`.
-  `tests/test_check.py`.
-* `R2Score._built`, `FBetaScore._built`, in `_split_call`: whether they have their variables.
-  `tests/test_nonfinite.py`.
-* `Optimizer._trainable_variables`, in `_recorder`: `optimizer.apply(gradients)` without variables.
-  `tests/test_steps.py`.
-* `Trainer._distribute_strategy`, `Optimizer._distribution_strategy`, here: the scope in which they
-  were made. `Trainer._maybe_symbolic_build`, `Trainer._make_function`, `reduce_per_replica` and
-  `scale_loss_for_distribution`, here and in `_model`: what Keras does with several replicas.
-  `tests/test_strategy.py`, `tests/test_workers.py`.
-* `Layer._get_call_context`, `Layer._remat_mode` and `in_symbolic_scope`, in `_calls`: whether a
-  call trains, and which calls there is nothing to split of. `tests/test_split_calls.py`.
-* `Layer._trainable_variables`, `Layer._non_trainable_variables`, `Layer._seed_generators`,
-  `Variable._value`, `Variable._direct_assign`, `StatelessScope.add_update`, `get_stateless_scope`,
-  here and in `_split_call`, `_calls` and `_writes`: the state that calls read and write.
-  `tests/test_split_calls.py`, `tests/test_writes.py`.
-* `Loss._fn_kwargs`, in `_loss_reading`: the axis of a loss. `tests/test_loss_reading.py`.
-* Of TensorFlow `eager.record`, `eager.forwardprop_util`, `auto_control_deps_utils` and
-  `Graph._get_function`, in `_split_call`, `_writes` and `_loss_reading`. The same tests.
-* `KerasSaveable._unpickle_model`, in `_wrap`: pickling a wrapped model as the plain model.
-  `tests/test_saving.py`.
-"""
+"""Replicas: what each has of its own, how they communicate, and conditional updates."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.tensorflow.trainer import reduce_per_replica
-from keras.src.losses.loss import scale_loss_for_distribution
 
 from ga_model import _messages
+from ga_model._internals import (
+    raw,
+    scaled_for_replicas,
+    strategy_of_model,
+    strategy_of_optimizer,
+)
 
 _MIRRORED = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
 _TRIED = (tf.distribute.OneDeviceStrategy, *_MIRRORED)
@@ -59,7 +27,7 @@ def check(model: Any, optimizers: Sequence[Any]) -> None:
         NotImplementedError: a strategy that accumulation was not tried with.
         ValueError: the model, one of its variables or an optimizer was made in another scope.
     """
-    made_in, strategy = model._distribute_strategy, model.distribute_strategy
+    made_in, strategy = strategy_of_model(model), model.distribute_strategy
     has_none = made_in is None and not tf.distribute.has_strategy()
     if not has_none:
         check_is_tried(strategy)
@@ -70,7 +38,7 @@ def check(model: Any, optimizers: Sequence[Any]) -> None:
         elsewhere += [f"the variable {variable.path!r}" for variable in plain]
     for optimizer in optimizers:
         inner = getattr(optimizer, "inner_optimizer", optimizer)
-        if inner._distribution_strategy is not strategy:
+        if strategy_of_optimizer(inner) is not strategy:
             elsewhere.append(f"the optimizer {inner.name!r}")
     if elsewhere:
         elsewhere = list(dict.fromkeys(elsewhere))  # optimizers are in several attributes
@@ -108,6 +76,37 @@ def most_on_a_replica(strategy: Any, values: Any, count: Callable[[Any], int]) -
     return max((count(list(parts)) for parts in zip(*leaves)), default=0)
 
 
+def is_on_replica() -> bool:
+    """Return whether this is the code of a replica, as it is without a strategy."""
+    return not tf.distribute.in_cross_replica_context()
+
+
+def run_on_replicas(strategy: tf.distribute.Strategy, function: Callable[[], Any]) -> None:
+    """Run `function` on every replica, or here, if this is a replica."""
+    if tf.distribute.get_strategy() is strategy and is_on_replica():
+        function()
+    else:
+        strategy.run(function)
+
+
+def trace(model: Any, data: Any) -> list[tf.Variable]:
+    """Trace the model's `train_step`, which makes all variables that it uses, without running it.
+
+    Returns the variables.
+
+    Args:
+        model: a `keras.Model`.
+        data: what a replica gets, as Keras passes it.
+    """
+    strategy = model.distribute_strategy
+
+    def step(data: Any) -> Any:
+        return strategy.run(model.train_step, args=(data,))
+
+    concrete = tf.function(step, autograph=False).get_concrete_function(data)
+    return list(concrete.graph.variables)
+
+
 def make_variables(initial: Callable[[], Any]) -> Any:
     """Make variables, one copy per replica, outside of the graph that is being traced.
 
@@ -141,11 +140,6 @@ def _is_distributed(variable: tf.Variable) -> bool:
     return isinstance(variable, tf.distribute.DistributedValues)
 
 
-def raw(variable: Any) -> Any:
-    """Return the variable of TensorFlow that a variable of Keras keeps its value in."""
-    return variable._value if isinstance(variable, keras.Variable) else variable
-
-
 def copies(variable: tf.Variable) -> list[tf.Variable]:
     """Return the copies of a variable on this machine's replicas."""
     return list(variable.values) if _is_distributed(variable) else [variable]
@@ -154,59 +148,6 @@ def copies(variable: tf.Variable) -> list[tf.Variable]:
 def copies_of_all(variables: Iterable[Any]) -> list[tf.Variable]:
     """Return the copies of variables of Keras or TensorFlow on this machine's replicas."""
     return [copy for variable in variables for copy in copies(raw(variable))]
-
-
-def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Create the optimizer's variables, as its first `apply` would.
-
-    Done ahead of `update_if`, because variables made inside of a branch belong to that branch, and
-    out of sight of `tf.function`, as in `make_variables`. A LossScaleOptimizer has to be seen: this
-    trace has its initial scale in it, and only the second one its variable.
-
-    Raises:
-        ValueError: it begins with the values of the variables, and they have none yet: a step that
-            is traced for the first time is making them.
-    """
-    is_seen = hasattr(optimizer, "inner_optimizer")
-
-    def create(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
-        if not is_seen:
-            kwargs["experimental_enable_variable_lifting"] = False
-        return next_creator(**kwargs)
-
-    if not optimizer.built:
-        if not _have_values(variables) and begins_with_values(optimizer):
-            raise ValueError(_messages.unbuilt_weights_message(optimizer.name))
-        with (
-            tf.init_scope(),
-            tf.variable_creator_scope(create),
-            keras.name_scope(optimizer.name, caller=optimizer),
-        ):
-            optimizer.build(list(variables))
-
-
-def _have_values(variables: Sequence[Any]) -> bool:
-    """Return whether variables have their first values."""
-    with tf.init_scope():
-        handles = [copy.handle for copy in copies_of_all(variables)]
-        return all(bool(tf.raw_ops.VarIsInitializedOp(resource=handle)) for handle in handles)
-
-
-def begins_with_values(optimizer: Any) -> bool:
-    """Return whether a variable of the optimizer begins with what a variable of the model has.
-
-    That of ScheduleFreeAdamW does. One that is built, or that cannot be copied, does not.
-    """
-    if optimizer.built:
-        return False
-    value = 0.7182818
-    with tf.init_scope():
-        try:
-            copy = type(optimizer).from_config(optimizer.get_config())
-            copy.build([keras.Variable([value])])
-        except Exception:  # of a class of the user's
-            return False
-        return any(v.shape == (1,) and abs(float(v[0]) - value) < 1e-3 for v in copy.variables)
 
 
 def mean_over_replicas(values: Any) -> Any:
@@ -221,6 +162,14 @@ def sum_over_replicas(values: list[Any]) -> list[Any]:
     if num_replicas() == 1 or not values:
         return values
     return tf.distribute.get_replica_context().all_reduce("SUM", values)  # type: ignore[no-any-return]
+
+
+def max_over_replicas(value: tf.Tensor) -> tf.Tensor:
+    """Return the maximum of the replicas' tensors by entry. Every replica has to call it."""
+    if num_replicas() == 1:
+        return value
+    gathered = tf.distribute.get_replica_context().all_gather(value[tf.newaxis], axis=0)
+    return tf.reduce_max(gathered, axis=0)
 
 
 def exactly_scaled(loss: tf.Tensor, is_sum: bool = False) -> tf.Tensor:
@@ -238,175 +187,8 @@ def exactly_scaled(loss: tf.Tensor, is_sum: bool = False) -> tf.Tensor:
     if replicas == 1:
         return loss
     with tf.init_scope():
-        scale = float(scale_loss_for_distribution(tf.ones((), tf.float64)))
+        scale = float(scaled_for_replicas(tf.ones((), tf.float64)))
     return loss if scale * replicas == 1.0 else loss * tf.constant(1 / replicas / scale, loss.dtype)
-
-
-def max_over_replicas(value: tf.Tensor) -> tf.Tensor:
-    """Return the maximum of the replicas' tensors by entry. Every replica has to call it."""
-    if num_replicas() == 1:
-        return value
-    gathered = tf.distribute.get_replica_context().all_gather(value[tf.newaxis], axis=0)
-    return tf.reduce_max(gathered, axis=0)
-
-
-def apply(optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
-    """Apply an optimizer on every replica to the sum over replicas of their gradients.
-
-    An optimizer makes that sum itself, after it has clipped each replica's gradients, and a
-    LossScaleOptimizer has looked for overflows in those of each machine's first replica. What they
-    have to see is the sum. So for them it is made here. The first replica passes it on, the others
-    zeros; with loss scaling NaN where it is not finite, or machines would decide differently, and
-    wait for one another for ever.
-    """
-    is_scaled = hasattr(optimizer, "inner_optimizer")
-    if num_replicas() > 1 and (is_scaled or clips(optimizer)):
-        gradients = _sum_on_first_replica(gradients, shows_overflow=is_scaled)
-    optimizer.apply(gradients, variables)
-
-
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that applies an optimizer so that XLA compiles it, where it can.
-
-    Not under a strategy: replicas can not communicate from inside of another `tf.function`.
-    """
-    if tf.distribute.has_strategy() or tf.executing_eagerly():
-        return function
-    return tf.function(function, autograph=False, jit_compile=True)  # type: ignore[no-any-return]
-
-
-def clips(optimizer: Any) -> bool:
-    """Return whether an optimizer clips gradients."""
-    clipping = (optimizer.clipnorm, optimizer.global_clipnorm, optimizer.clipvalue)
-    parts = getattr(optimizer, "optimizers", ())  # of a MultiOptimizer
-    return any(c is not None for c in clipping) or any(map(clips, parts))
-
-
-def _sum_on_first_replica(tensors: list[Any], shows_overflow: bool) -> list[Any]:
-    """Return the sums over replicas on the first replica, and zeros on the others.
-
-    Args:
-        tensors: tensors, `tf.IndexedSlices` and None.
-        shows_overflow: whether the others get NaN where a sum is not finite.
-    """
-    context = tf.distribute.get_replica_context()
-    present = [tensor for tensor in tensors if tensor is not None]
-    is_first = tf.equal(context.replica_id_in_sync_group, 0)
-
-    def here(tensor: Any) -> Any:
-        if isinstance(tensor, tf.IndexedSlices):
-            return tf.IndexedSlices(here(tensor.values), tensor.indices, tensor.dense_shape)
-        rest = tf.zeros_like(tensor)
-        if shows_overflow:
-            rest = tf.where(tf.math.is_finite(tensor), rest, float("nan"))
-        return tf.where(is_first, tensor, rest)
-
-    sums = iter([here(tensor) for tensor in context.all_reduce("SUM", present)])
-    return [None if tensor is None else next(sums) for tensor in tensors]
-
-
-def is_on_replica() -> bool:
-    """Return whether this is the code of a replica, as it is without a strategy."""
-    return not tf.distribute.in_cross_replica_context()
-
-
-def run_on_replicas(strategy: tf.distribute.Strategy, function: Callable[[], Any]) -> None:
-    """Run `function` on every replica, or here, if this is a replica."""
-    if tf.distribute.get_strategy() is strategy and is_on_replica():
-        function()
-    else:
-        strategy.run(function)
-
-
-def build(keras_builds: Callable[..., None], strategy: Any, iterator: Any, batch: Any) -> None:
-    """Build a model under a strategy from its first batch.
-
-    Keras takes the mean of the replicas' parts of the batch, of which it needs no more than the
-    shape. That fails with several workers, and where the parts have different numbers of rows
-    (keras#20585, seen in 3.14.0 to 3.15.1). So with several replicas it is given one part, which
-    will do as well in a Keras that is mended.
-
-    Args:
-        keras_builds: the model's own `_maybe_symbolic_build`.
-        strategy: the model's strategy.
-        iterator, batch: what it takes, one of them None.
-    """
-    if iterator is None or strategy.num_replicas_in_sync == 1:
-        keras_builds(iterator, batch)
-        return
-    for _, _, batches in iterator:
-        part = tf.nest.map_structure(
-            lambda value: strategy.experimental_local_results(value)[0], next(batches)
-        )
-        keras_builds(data_batch=part)
-        break
-
-
-def with_logs_that_reduce(step: Callable[[Any], Any], strategy: Any) -> Callable[[Any], Any]:
-    """Return a `train_step` or `test_step` whose logs Keras can average over several workers.
-
-    It averages over axis 0, which scalars do not have (keras#20585, seen in 3.14.0 to 3.15.1).
-    Where Keras can not reduce a scalar, the step's logs get that axis.
-    """
-    if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
-        return step
-
-    def reduce() -> Any:
-        logs = strategy.run(lambda: tf.zeros(()))
-        return reduce_per_replica(logs, strategy, "auto")
-
-    try:
-        tf.function(reduce, autograph=False).get_concrete_function()
-        return step
-    except ValueError:
-
-        @functools.wraps(step)
-        def with_axis(data: Any) -> Any:
-            return tf.nest.map_structure(_with_axis, step(data))
-
-        return with_axis
-
-
-def _with_axis(log: Any) -> Any:
-    if log is None or len(getattr(log, "shape", ())) > 0:
-        return log
-    return tf.convert_to_tensor(log)[tf.newaxis]
-
-
-def trace(model: Any, data: Any) -> list[tf.Variable]:
-    """Trace the model's `train_step`, which makes all variables that it uses, without running it.
-
-    Returns the variables.
-
-    Args:
-        model: a `keras.Model`.
-        data: what a replica gets, as Keras passes it.
-    """
-    strategy = model.distribute_strategy
-
-    def step(data: Any) -> Any:
-        return strategy.run(model.train_step, args=(data,))
-
-    concrete = tf.function(step, autograph=False).get_concrete_function(data)
-    return list(concrete.graph.variables)
-
-
-def check_same_epoch(strategy: Any, epoch: int) -> None:
-    """Raise RuntimeError on every worker if they are not about to train the same epoch."""
-    if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
-        return
-    here = tf.constant([epoch, epoch**2], tf.int64)
-    total, total_of_squares = strategy.reduce("SUM", here, axis=None).numpy()
-    if total**2 != total_of_squares * strategy.num_replicas_in_sync:
-        raise RuntimeError(_messages.epochs_message(epoch))
-
-
-def explain(error: BaseException, strategy: Any) -> None:
-    """Add a note to an error that means that another worker is gone."""
-    if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy) and (
-        isinstance(error, tf.errors.UnavailableError) or "ollective ops is aborted" in str(error)
-    ):
-        error.add_note(_messages.worker_message())
 
 
 def run_if(condition: Any, function: Callable[[], Any]) -> None:

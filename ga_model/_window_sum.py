@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ga_model import _messages, _strategy, _sums, _validate
+from ga_model import _messages, _optimizers, _strategy, _sums, _validate
 from ga_model._gradient_noise import GradientNoise, Squares
 from ga_model._places import Parts
 from ga_model._rows import Rows, sum_dtype
@@ -135,7 +135,7 @@ class WindowSum:
         variables = self.variables
 
         def on_replica() -> None:
-            _strategy.build_optimizer(optimizer, variables)
+            _optimizers.build(optimizer, variables)
             weight = self._total * self.unit  # units differ between replicas
             estimate = None if noise is None else noise.of(optimizer)
             update = functools.partial(self._update, optimizer, estimate)
@@ -148,7 +148,7 @@ class WindowSum:
 
         def apply(share: GradientSum) -> None:
             gradients = share.mean(self.variables, bool(self._is_sum))
-            _strategy.apply(optimizer, gradients, self.variables)
+            _optimizers.apply(optimizer, gradients, self.variables)
 
         whole = self._sum()
         share = whole.of_replica(self.variables)
@@ -157,7 +157,7 @@ class WindowSum:
         # For each number of rows XLA would compile again: a window's are sums of many numbers.
         has_rows = any(isinstance(buffer, Rows) for buffer in self._buffers)
         if self._jit_compile and not has_rows and not tf.executing_eagerly():
-            self._compiled = self._compiled or _strategy.compiled(apply)
+            self._compiled = self._compiled or _optimizers.compiled(apply)
         (self._compiled or apply)(share)
 
     def summed_variables(self) -> list[Any]:
@@ -218,7 +218,7 @@ def _adds_up_rows(optimizer: Any) -> bool:
     """Return whether equal rows of a sparse gradient may be summed before an update."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     linear = (keras.optimizers.SGD.update_step, keras.optimizers.Lion.update_step)
-    return getattr(type(inner), "update_step", None) in linear and not _strategy.clips(inner)
+    return getattr(type(inner), "update_step", None) in linear and not _optimizers.clips(inner)
 
 
 def _check_shapes(pairs: Sequence[tuple[Any, Any]]) -> None:

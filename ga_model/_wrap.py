@@ -9,6 +9,7 @@ from typing import Any, cast
 import keras
 
 from ga_model import _messages
+from ga_model._internals import unpickling
 from ga_model._model import AccumulatingModel
 from ga_model._recorder import optimizers_in
 from ga_model._settings import UNCHANGED, Settings, passed
@@ -93,7 +94,7 @@ class _Wrapped(AccumulatingModel):
 
     def __reduce__(self) -> Any:
         _, arguments = super().__reduce__()
-        return self.__class__._unpickle_model, arguments
+        return unpickling(self.__class__), arguments
 
 
 @functools.cache

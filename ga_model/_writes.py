@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
-from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
 
 from ga_model import _strategy
 from ga_model._context import ThreadValue, graph_being_made
-from ga_model._strategy import raw
+from ga_model._internals import layers_in, own_weights, raw, written_handles
 
 # Variables that may be written to once per microbatch, by the last part of their names: where
 # random numbers begin.
@@ -99,7 +98,7 @@ class Writes:
             return found
 
         normalization, names = [], []
-        for layer in self._model._flatten_layers():
+        for layer in layers_in(self._model):
             found = found_in(_of_layer(layer))
             found = [v for v in found if id(v) in self._present or self._assigned & _handles(v)]
             if isinstance(layer, keras.layers.BatchNormalization) and found:
@@ -134,7 +133,7 @@ class Writes:
         assigned: set[int] = set()
         for number, op in enumerate(graph.get_operations()):
             if number >= self._number and not any(number in span for span in unseen):
-                handles = {id(handle) for handle in get_read_write_resource_inputs(op)[1]}
+                handles = {id(handle) for handle in written_handles(op)}
                 written |= handles
                 assigned |= handles if op.type.startswith("Assign") else set()
         self._assigned = _captured(graph, assigned)
@@ -176,11 +175,11 @@ def _captured(graph: Any, inner: set[int]) -> set[int]:
 
 
 def _of_layer(layer: Any) -> list[Any]:
-    return [*layer._trainable_variables, *layer._non_trainable_variables]
+    return own_weights(layer)
 
 
 def _of_layers(model: Any) -> list[Any]:
-    return [variable for layer in model._flatten_layers() for variable in _of_layer(layer)]
+    return [variable for layer in layers_in(model) for variable in _of_layer(layer)]
 
 
 def _of_optimizers(optimizers: Iterable[Any]) -> list[Any]:

@@ -1,0 +1,235 @@
+"""Names that Keras and TensorFlow keep private, each behind a function that says what it is for.
+
+A release that renames one of them breaks this module and no other. Read in Keras 3.14.0 to 3.15.1
+and TensorFlow 2.18 to 2.21. `tests/test_internals.py` finds private names anywhere else.
+
+These stand where they are overridden, in `_model`:
+
+* `Trainer._compile_loss` and `Trainer._loss_tracker` are descriptors of the model class, which
+  answer with stand-ins while a step is recorded. `tests/test_weights.py`.
+* `Trainer._aggregate_additional_loss` is the one place where the losses that layers add meet.
+  `tests/test_weights.py`.
+* `Trainer._maybe_symbolic_build` and `Trainer._make_function` are what Keras does with several
+  replicas before and after a step. `tests/test_strategy.py`, `tests/test_workers.py`.
+
+`_call_state.NotingScope` overrides `StatelessScope.add_update`, which has a public name and no
+public documentation. `tests/test_split_calls.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.common.stateless_scope import get_stateless_scope
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+from keras.src.backend.tensorflow.trainer import reduce_per_replica
+from keras.src.losses.loss import scale_loss_for_distribution
+from tensorflow.python.eager import forwardprop_util, record
+from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
+
+# The `experimental_attributes` of a `tf.function` that is called and not inlined.
+NOT_INLINED = {"_noinline": True}
+
+# Layers.
+
+
+def layers_in(layer: Any, include_self: bool = True) -> list[Any]:
+    """Return the layers in a layer, at any depth. The layers of a layer follow it."""
+    return list(layer._flatten_layers(include_self=include_self))
+
+
+def takes_training(layer: Any) -> bool:
+    """Return whether a layer's `call` has an argument `training`."""
+    return bool(layer._call_has_training_arg)
+
+
+def training_of_call(layer: Any) -> Any:
+    """Return whether the call that runs here is in training, or None where nothing says so."""
+    return layer._get_call_context().get_value("training")
+
+
+def is_rematerialized(layer: Any) -> bool:
+    """Return whether a layer keeps no activations, by `keras.RematScope`."""
+    return bool(getattr(layer, "_remat_mode", None))
+
+
+def is_built(layer: Any, others: Iterable[Any] = ()) -> bool:
+    """Return whether a layer, those in it, and others have their variables.
+
+    Args:
+        layer: the layer.
+        others: metrics and optimizers. Some metrics say so in `_built`.
+    """
+    states = [*layers_in(layer), *others]
+    return all(getattr(s, "built", True) and getattr(s, "_built", True) for s in states)
+
+
+def own_weights(layer: Any) -> list[Any]:
+    """Return the variables of a layer itself, frozen or not, and not of those in it."""
+    return [*layer._trainable_variables, *layer._non_trainable_variables]
+
+
+def own_state(layer: Any) -> list[Any]:
+    """Return the variables of a layer itself that are not to be trained."""
+    return list(layer._non_trainable_variables)
+
+
+def seeds(layer: Any) -> list[Any]:
+    """Return the states of the `keras.random.SeedGenerator` of a layer itself."""
+    return [generator.state for generator in layer._seed_generators]
+
+
+# Models and optimizers.
+
+
+def compiled_loss(model: Any) -> Any:
+    """Return a model's compiled loss, with no stand-in, or None."""
+    return vars(model).get("_compile_loss")
+
+
+def loss_tracker(model: Any) -> Any:
+    """Return Keras's own metric for a model's loss, with no stand-in, or None."""
+    return vars(model).get("_loss_tracker")
+
+
+def unpickling(model_class: Any) -> Callable[..., Any]:
+    """Return the function with which pickled models of a class are read."""
+    return model_class._unpickle_model  # type: ignore[no-any-return]
+
+
+def strategy_of_model(model: Any) -> Any:
+    """Return the strategy in whose scope a model was made, or None."""
+    return model._distribute_strategy
+
+
+def strategy_of_optimizer(optimizer: Any) -> Any:
+    """Return the strategy in whose scope an optimizer was made."""
+    return optimizer._distribution_strategy
+
+
+def variables_to_train(optimizer: Any) -> Any:
+    """Return the variables that an optimizer was built for."""
+    return optimizer._trainable_variables
+
+
+def logs_over_replicas(logs: Any, strategy: Any) -> Any:
+    """Return logs as Keras makes one of those of all replicas."""
+    return reduce_per_replica(logs, strategy, "auto")
+
+
+# Losses.
+
+
+def arguments_of_loss(loss: Any) -> dict[str, Any]:
+    """Return the arguments with which one of Keras's losses calls its function."""
+    return getattr(loss, "_fn_kwargs", {})
+
+
+def losses_in(compiled: Any) -> list[Any]:
+    """Return the losses in a compiled loss that is built, named tuples with a field `loss`."""
+    return list(compiled._flat_losses)
+
+
+def set_losses(compiled: Any, losses: list[Any]) -> None:
+    """Let a compiled loss have other losses."""
+    vars(compiled)["_flat_losses"] = losses
+
+
+def set_metrics(compiled: Any, metrics: list[Any]) -> None:
+    """Let a compiled loss have other metrics, that track the losses in it."""
+    vars(compiled)["_metrics"] = metrics
+
+
+def scaled_for_replicas(loss: Any) -> Any:
+    """Return a loss divided by the number of replicas, as Keras does it."""
+    return scale_loss_for_distribution(loss)
+
+
+# Variables, and scopes in which they have other values.
+
+
+def raw(variable: Any) -> Any:
+    """Return the variable of TensorFlow that a variable of Keras keeps its value in."""
+    return variable._value if isinstance(variable, keras.Variable) else variable
+
+
+def assign(variable: Any, value: Any) -> None:
+    """Write to a variable of Keras, whatever a scope says."""
+    variable._direct_assign(value)
+
+
+def stateless_scope() -> Any:
+    """Return the innermost `keras.StatelessScope` that the code here runs in, or None."""
+    return get_stateless_scope()
+
+
+def is_symbolic() -> bool:
+    """Return whether calls here are those in which Keras infers shapes."""
+    return bool(in_symbolic_scope())
+
+
+# Tensors. Keras keeps in attributes what its losses find at an output.
+
+
+def mask_of(tensor: Any) -> Any:
+    """Return the mask of a tensor, or None."""
+    return getattr(tensor, "_keras_mask", None)
+
+
+def set_mask(tensor: Any, mask: Any) -> None:
+    """Let a tensor have a mask."""
+    tensor._keras_mask = mask
+
+
+def logits_of(tensor: Any) -> Any:
+    """Return what went into the softmax or the sigmoid that gave a tensor, or None."""
+    return getattr(tensor, "_keras_logits", None)
+
+
+def set_logits(tensor: Any, logits: Any) -> None:
+    """Let a tensor have logits."""
+    tensor._keras_logits = logits
+
+
+# Tapes and graphs.
+
+
+def is_followed(tensor: Any) -> bool:
+    """Return whether a tape follows a tensor."""
+    return bool(record.should_record_backprop([tensor]))
+
+
+def unseen_by_tapes() -> Any:
+    """Return the context in which no tape of this thread sees what is computed."""
+    return record.stop_recording()
+
+
+def record_on_tapes(
+    name: str, outputs: list[Any], sources: list[Any], gradient: Callable[..., Any]
+) -> None:
+    """Let tapes take the gradient of outputs with respect to sources by a function.
+
+    Args:
+        name: of the operation.
+        outputs, sources: tensors.
+        gradient: takes gradients with respect to the outputs, and returns those of the sources.
+    """
+    record.record_operation(name, outputs, sources, gradient)
+
+
+def has_forward_derivatives(tensors: list[Any]) -> bool:
+    """Return whether a `tf.autodiff.ForwardAccumulator` follows one of several tensors."""
+    return bool(forwardprop_util.pack_tangents(tensors).tangents)
+
+
+def written_handles(op: tf.Operation) -> list[Any]:
+    """Return the handles of the variables that an operation writes to."""
+    return list(get_read_write_resource_inputs(op)[1])
+
+
+def graph_of_function(graph: Any, name: str) -> Any:
+    """Return the graph of a function that a graph calls by its name, or None."""
+    return getattr(graph._get_function(name), "graph", None)

@@ -1,0 +1,103 @@
+"""Names that Keras and TensorFlow keep private are used in `_internals.py`, and nowhere else."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import ga_model
+
+FILES = sorted(Path(ga_model.__file__).parent.glob("*.py"))
+INTERNALS = "_internals.py"
+# What the model class overrides, and only there.
+OVERRIDDEN = {
+    "_compile_loss",
+    "_loss_tracker",
+    "_aggregate_additional_loss",
+    "_maybe_symbolic_build",
+    "_make_function",
+}
+# Of named tuples and of Python; and what the copy of a compiled loss has in its `__dict__`.
+OTHERS = {"_replace", "_asdict", "_fields", "_getframe"} | {"_terms", "_calls"}
+
+
+def is_private(name):
+    return name.startswith("_") and name.isidentifier() and name.strip("_") and name[:2] != "__"
+
+
+def defined_in(tree):
+    """Yield the private names that classes define: in their bodies, and as attributes of `self`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            for part in node.body:
+                targets = getattr(part, "targets", [getattr(part, "target", None)])
+                yield from (target.id for target in targets if isinstance(target, ast.Name))
+                if isinstance(part, ast.FunctionDef):
+                    yield part.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield from [node.attr] if ast.unparse(node.value) == "self" else []
+
+
+def used_in(tree):
+    """Yield line and name of attributes, of texts that may be names of such, and of imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.value
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+
+
+def foreign_names(sources):
+    """Return places and private names in sources, by their names, that are not their own."""
+    trees = {name: ast.parse(source) for name, source in sources.items()}
+    own = {name for tree in trees.values() for name in defined_in(tree)} - OVERRIDDEN | OTHERS
+    return [
+        f"{file}:{line} {name}"
+        for file, tree in trees.items()
+        for line, name in used_in(tree)
+        if name.startswith(("keras.src", "tensorflow.python"))
+        or (is_private(name) and name not in own | (OVERRIDDEN if file == "_model.py" else set()))
+    ]
+
+
+def test_private_names_of_keras_are_used_in_one_module():
+    found = foreign_names({path.name: path.read_text() for path in FILES})
+    assert [name for name in found if not name.startswith(INTERNALS)] == []
+    assert len([name for name in found if name.startswith(INTERNALS)]) > 20
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    "source",
+    [
+        "layers = model._flatten_layers()",
+        "loss = self._compile_loss",
+        "mask = getattr(tensor, '_keras_mask', None)",
+        "loss = vars(model)['_compile_loss']",
+        "from keras.src.backend.tensorflow.trainer import reduce_per_replica",
+        "from tensorflow.python.eager import record",
+        "import tensorflow.python.eager.record",
+    ],
+)
+def test_a_private_name_is_found(source):
+    assert foreign_names({"_step.py": source})
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    "source",
+    [
+        "class A:\n    def _f(self): ...\nA()._f()",
+        "class A:\n    _size = 1\nA()._size",
+        "class A:\n    def __init__(self): self._size = 1\nA()._size",
+        "entry._replace(loss=None)",
+        "name.__dict__, '__module__', '_'",
+        "from ga_model._step import run",
+    ],
+)
+def test_own_names_are_not_found(source):
+    assert not foreign_names({"_step.py": source})
