@@ -259,9 +259,7 @@ class StepReading(Reading):
                 return None
             left = blocks // number
         else:
-            masks = [
-                op.get_attr(f"{name}_mask") for name in ("ellipsis", "new_axis", "shrink_axis")
-            ]
+            masks = map(op.get_attr, ("ellipsis_mask", "new_axis_mask", "shrink_axis_mask"))
             begin = 0 if op.get_attr("begin_mask") & 1 else self._number_of_blocks(op, 1)
             end = blocks if op.get_attr("end_mask") & 1 else self._number_of_blocks(op, 2)
             stride = value_of(op.inputs[3])
