@@ -18,10 +18,10 @@ from importlib.metadata import version as _version
 
 from ga_model._accumulator import GradientAccumulator
 from ga_model._callbacks import AccumulationScheduler
-from ga_model._check import check_equivalence
 from ga_model._model import AccumulatingModel
 from ga_model._noise_scale import GradientNoiseScale
 from ga_model._wrap import accumulate
+from ga_model.check._check import check_equivalence
 
 __all__ = [
     "AccumulatingModel",

@@ -8,14 +8,16 @@ from typing import Any
 
 import tensorflow as tf
 
-from ga_model import _messages, _step, _strategy
-from ga_model._attributes import watch_attributes
-from ga_model._auto import AutomaticSize
-from ga_model._gradient_noise import GradientNoise
-from ga_model._loss_reading import DoesNotAddUpError
-from ga_model._recorder import computes_loss_as_keras, optimizers_in
 from ga_model._settings import Settings
-from ga_model._window import Counter, Window
+from ga_model.automatic._auto import AutomaticSize
+from ga_model.base import _messages
+from ga_model.batch import _step
+from ga_model.batch._window import Counter, Window
+from ga_model.hearing._attributes import watch_attributes
+from ga_model.hearing._recorder import computes_loss_as_keras, optimizers_in
+from ga_model.reading._loss_reading import DoesNotAddUpError
+from ga_model.replicas import _strategy
+from ga_model.sums._gradient_noise import GradientNoise
 
 
 class Accumulation:

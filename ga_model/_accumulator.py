@@ -7,9 +7,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from ga_model import _messages, _sums, _validate
-from ga_model._sums import GradientSum
-from ga_model._window_sum import WindowSum
+from ga_model.base import _messages, _validate
+from ga_model.sums import _sums
+from ga_model.sums._sums import GradientSum
+from ga_model.sums._window_sum import WindowSum
 
 
 class GradientAccumulator:

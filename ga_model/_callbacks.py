@@ -9,8 +9,9 @@ from typing import Any
 
 import keras
 
-from ga_model import _messages, _validate, _workers
-from ga_model._recorder import optimizers_in
+from ga_model.base import _messages, _validate
+from ga_model.hearing._recorder import optimizers_in
+from ga_model.replicas import _workers
 
 
 class CloseWindow(keras.callbacks.Callback):

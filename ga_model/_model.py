@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from ga_model import _messages, _strategy, _validate, _workers
 from ga_model._accumulation import Accumulation
-from ga_model._attributes import CompiledLossAttribute, RecordedAttribute
 from ga_model._callbacks import run_fit
-from ga_model._internals import layers_in
-from ga_model._recorder import current_recording, optimizers_in
 from ga_model._settings import NAMES, UNCHANGED, Settings, passed
 from ga_model._subclasses import Trainer, accumulated, prepare
 from ga_model._train_function import switching
+from ga_model.base import _messages, _validate
+from ga_model.base._internals import layers_in
+from ga_model.hearing._attributes import CompiledLossAttribute, RecordedAttribute
+from ga_model.hearing._recorder import current_recording, optimizers_in
+from ga_model.replicas import _strategy, _workers
 
 if TYPE_CHECKING:  # what the mixin's `super()` finds
     from keras import Model as _Base

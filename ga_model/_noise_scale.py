@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import keras
 
-from ga_model import _messages, _validate
-from ga_model._gradient_noise import Averages, GradientNoise
+from ga_model.base import _messages, _validate
+from ga_model.sums._gradient_noise import Averages, GradientNoise
 
 _LOG = "gradient_noise_scale"
 _FEW_UPDATES = 10

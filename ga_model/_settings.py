@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from ga_model import _validate
+from ga_model.base import _validate
 
 
 class _Unchanged:

@@ -9,9 +9,9 @@ from typing import Any
 
 import keras
 
-from ga_model import _messages, _validate
-from ga_model._context import ThreadValue
 from ga_model._settings import NAMES
+from ga_model.base import _messages, _validate
+from ga_model.base._context import ThreadValue
 
 _validate.check_backend(keras.backend.backend())
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ga_model import _messages
+from ga_model.base import _messages
 
 
 def switching(model: Any, make: Callable[[], Any]) -> Callable[[Any], Any]:

@@ -8,11 +8,11 @@ from typing import Any, cast
 
 import keras
 
-from ga_model import _messages
-from ga_model._internals import unpickling
 from ga_model._model import AccumulatingModel
-from ga_model._recorder import optimizers_in
 from ga_model._settings import UNCHANGED, Settings, passed
+from ga_model.base import _messages
+from ga_model.base._internals import unpickling
+from ga_model.hearing._recorder import optimizers_in
 
 
 def accumulate(

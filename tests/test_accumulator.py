@@ -10,7 +10,7 @@ from helpers import TOLERANCE, assert_changed, dense_data, dense_model, relative
 from zoo import WithUnusedVariable, embedding, embedding_data
 
 from ga_model import GradientAccumulator
-from ga_model._sums import in_unit
+from ga_model.sums._sums import in_unit
 
 PARTS = [range(4), range(4, 5), range(5, 12)]
 

@@ -25,7 +25,10 @@ from helpers import (
     seeded,
 )
 
-from ga_model import AccumulatingModel, _budget, _memory, _strategy, accumulate
+from ga_model import AccumulatingModel, accumulate
+from ga_model.automatic import _budget
+from ga_model.replicas import _strategy
+from ga_model.tools import _memory
 
 EXHAUSTED = tf.errors.ResourceExhaustedError
 

@@ -36,7 +36,7 @@ from ga_model import (
     accumulate,
     check_equivalence,
 )
-from ga_model._cli import main
+from ga_model.cli._cli import main
 
 layers, optimizers = keras.layers, keras.optimizers
 load_model = keras.saving.load_model

@@ -12,11 +12,12 @@ import psutil
 import pytest
 from keras import layers
 
-from ga_model import AccumulatingModel, _bench, _bench_report
-from ga_model._bench import FLOOR, KERAS, RECOMPUTING, REFERENCE, SIZE, STEPS, WAYS, WHOLE
-from ga_model._bench_cases import CASES, Case, random_numbers
-from ga_model._memory import peak_memory
-from ga_model._process import ProcessError, in_own_process
+from ga_model import AccumulatingModel
+from ga_model.bench import _bench, _bench_report
+from ga_model.bench._bench import FLOOR, KERAS, RECOMPUTING, REFERENCE, SIZE, STEPS, WAYS, WHOLE
+from ga_model.bench._bench_cases import CASES, Case, random_numbers
+from ga_model.tools._memory import peak_memory
+from ga_model.tools._process import ProcessError, in_own_process
 
 OPTIONS = ["--models", "embedding", "--microbatches", "2", "1", "--jit", "off", "--minutes", "0.01"]
 

@@ -17,7 +17,7 @@ from helpers import dense_data, scope, seeded
 from keras import layers, ops
 
 from ga_model import AccumulatingModel, accumulate, check_equivalence
-from ga_model._cli import main
+from ga_model.cli._cli import main
 
 ROWS = 58  # of which the third window is partial, and its last batch or microbatch ragged
 

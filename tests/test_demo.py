@@ -13,8 +13,9 @@ import numpy as np
 import psutil
 import pytest
 
-from ga_model import _demo, _memory, _report
-from ga_model._cli import main
+from ga_model.cli._cli import main
+from ga_model.demo import _demo, _report
+from ga_model.tools import _memory
 
 SETTINGS = _demo.Settings()
 RUNS = _demo.make_runs(SETTINGS)
@@ -102,7 +103,7 @@ def test_plot_is_a_png(full_run):
 
 
 def test_plot_leaves_out_memory_that_is_not_known():
-    from ga_model import _plot
+    from ga_model.demo import _plot
 
     results = [replace(r, base_memory=None, peak_memory=None) for r in made_up_results()]
     assert len(_plot.draw(made_up_results()).axes) == 2

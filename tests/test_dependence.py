@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 from keras import ops
 
-from ga_model._dependence import dependence_of, is_made_for_rows
+from ga_model.reading._dependence import dependence_of, is_made_for_rows
 
 STEP = tf.constant([3, 1, 2])
 TABLE = tf.Variable([[0, 1, 2], [2, 1, 0]])

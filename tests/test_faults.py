@@ -17,7 +17,7 @@ from conftest import set_dtype
 from helpers import TOLERANCE, assert_changed, dense_data, relative_difference, seeded
 
 from ga_model import accumulate
-from ga_model._process import ProcessError, in_own_process
+from ga_model.tools._process import ProcessError, in_own_process
 
 BIG = 12  # rows of a window
 WAYS = {  # the settings, and the rows per batch

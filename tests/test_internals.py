@@ -7,7 +7,7 @@ import pytest
 
 import ga_model
 
-FILES = sorted(Path(ga_model.__file__).parent.glob("*.py"))
+FILES = sorted(Path(ga_model.__file__).parent.rglob("*.py"))
 INTERNALS = "_internals.py"
 # What the model class overrides, and only there.
 OVERRIDDEN = {
@@ -96,7 +96,7 @@ def test_a_private_name_is_found(source):
         "class A:\n    def __init__(self): self._size = 1\nA()._size",
         "entry._replace(loss=None)",
         "name.__dict__, '__module__', '_'",
-        "from ga_model._step import run",
+        "from ga_model.batch._step import run",
     ],
 )
 def test_own_names_are_not_found(source):

@@ -33,9 +33,10 @@ from helpers import (
 from keras import layers, ops
 from zoo import ZOO
 
-from ga_model import AccumulatingModel, _bench, accumulate, check_equivalence
-from ga_model._bench_cases import CASES, random_numbers
-from ga_model._process import in_own_process
+from ga_model import AccumulatingModel, accumulate, check_equivalence
+from ga_model.bench import _bench
+from ga_model.bench._bench_cases import CASES, random_numbers
+from ga_model.tools._process import in_own_process
 
 # What compares rows.
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras import ops
 
 from ga_model import accumulate
-from ga_model._loss_reading import (
+from ga_model.reading._loss_reading import (
     DoesNotAddUpError,
     adds_up,
     check_adds_up,

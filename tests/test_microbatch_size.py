@@ -40,9 +40,10 @@ from test_weights import (
 )
 from zoo import OPTIMIZERS, ZOO, embedding, embedding_data, masked_data, masked_recurrent
 
-from ga_model import AccumulatingModel, _bench, accumulate
-from ga_model._bench_cases import CASES, random_numbers
-from ga_model._process import in_own_process
+from ga_model import AccumulatingModel, accumulate
+from ga_model.bench import _bench
+from ga_model.bench._bench_cases import CASES, random_numbers
+from ga_model.tools._process import in_own_process
 
 LOGS = 1e-6  # relative, as in the README
 

@@ -23,8 +23,8 @@ from ga_model import (
     accumulate,
     check_equivalence,
 )
-from ga_model._gradient_noise import Averages, squared_norm
 from ga_model._noise_scale import NoiseScale
+from ga_model.sums._gradient_noise import Averages, squared_norm
 
 DECAY = 0.9
 FEATURES = 20
@@ -345,8 +345,8 @@ def test_the_graph_without_it_is_what_it_was(name, monkeypatch):
     with_it = operations(measured)
     noise.on_train_end()
     never.fit(*dense_data(8), verbose=0)
-    monkeypatch.setattr("ga_model._gradient_noise.squared_norm", None)
-    monkeypatch.setattr("ga_model._strategy.sum_over_replicas", None)
+    monkeypatch.setattr("ga_model.sums._gradient_noise.squared_norm", None)
+    monkeypatch.setattr("ga_model.replicas._strategy.sum_over_replicas", None)
     without = operations(never)
     assert operations(measured) == without
     assert "L2Loss" in with_it[0]

@@ -45,9 +45,10 @@ from own_steps import (
 )
 from own_training import assert_same, compiled, difference, train, values_of
 
-from ga_model import AccumulatingModel, _bench, accumulate, check_equivalence
-from ga_model._memory import peak_memory, reset_peak_memory
-from ga_model._process import in_own_process
+from ga_model import AccumulatingModel, accumulate, check_equivalence
+from ga_model.bench import _bench
+from ga_model.tools._memory import peak_memory, reset_peak_memory
+from ga_model.tools._process import in_own_process
 
 XLA, EAGER = {"jit_compile": True}, {"run_eagerly": True}
 

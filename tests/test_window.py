@@ -295,7 +295,7 @@ def test_a_microbatch_that_is_interrupted_leaves_nothing_behind(float64, monkeyp
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("ga_model._window.Window.end_batch", interrupt)
+        patch.setattr("ga_model.batch._window.Window.end_batch", interrupt)
         with pytest.raises(KeyboardInterrupt):
             model.fit(x * 100, y, batch_size=ROWS, verbose=0)
     for m, rows in ((model, ROWS), (reference, FULL)):

@@ -1,0 +1,161 @@
+"""Trials of a microbatch size: steps without their update, after which all is as it was.
+
+Two microbatches of the size in question go forward and backward, and the sums of their gradients
+are held as in training. In the end everything is put back.
+
+Where a failed allocation would end the process, on a CPU, memory is measured: see `_budget`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ga_model.automatic._budget import Budget
+from ga_model.base._context import ThreadValue
+from ga_model.base._internals import is_built
+from ga_model.batch._passes import Passes
+from ga_model.batch._randomness import same_random_state
+from ga_model.batch._window import Window
+from ga_model.graphs._microbatch import Batch
+from ga_model.hearing._recorder import optimizers_in
+from ga_model.replicas import _strategy
+
+# What a step of this thread runs instead of itself, or None.
+trial_that_runs = ThreadValue()
+
+
+class Trials:
+    """Runs steps without an update, of any size in one trace.
+
+    Args:
+        model: the model.
+        batch: the batch, as Keras passes it. Of it two microbatches of each size are used.
+
+    Attributes:
+        error: the last failure, if any was not predicted.
+        changed: after `undone`, the variables that a step may change before its update: all but
+            trained weights and optimizers' variables, and of these what trials have changed.
+    """
+
+    def __init__(self, model: Any, batch: Any) -> None:
+        self.error: Exception | None = None
+        self._model = model
+        self._batch = keras.tree.map_structure(
+            lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, batch
+        )
+        self._is_built = is_built(model, [*model.metrics, *optimizers_in(vars(model))])
+        if not self._is_built:
+            self._trace()
+            self._is_built = True
+        self._step: Any = self._steps
+        used: list[Any] = []
+        with same_random_state():
+            if not model.run_eagerly:
+                self._step, concrete = self._trace()
+                used += concrete.graph.variables
+        trained = [v for o in optimizers_in(vars(model)) for v in o.variables]
+        self._trained = _strategy.copies_of_all([*model.trainable_variables, *trained])
+        state = [*model.non_trainable_variables, *model.metrics_variables]
+        copies = {id(copy): copy for copy in [*_strategy.copies_of_all(state), *used]}
+        for copy in self._trained:
+            copies.pop(id(copy), None)
+        self.changed = list(copies.values())
+        self._budget = Budget(model)
+        self._runs = 2 if model.jit_compile else 1  # the first one compiles
+
+    def _trace(self) -> Any:
+        """Make what the first call of a step creates, without running it."""
+        function = tf.function(self._steps, autograph=False)
+        return function, function.get_concrete_function(self._batch, tf.ones((), tf.int64))
+
+    @contextlib.contextmanager
+    def undone(self) -> Iterator[None]:
+        """Put back what trials change: variables, and the random state of Python and NumPy."""
+        variables = [*self._trained, *self.changed]
+        values = [tf.identity(variable) for variable in variables]  # not copied before it changes
+        try:
+            with same_random_state():
+                yield
+        finally:
+            for variable, value in zip(self._trained, values):  # that the step itself writes to
+                if not bool(tf.reduce_all(tf.equal(variable, value))):
+                    self.changed.append(variable)
+            for variable, value in zip(variables, values):
+                variable.assign(value)
+
+    def fits(self, size: int) -> bool:
+        """Return whether two microbatches of `size` rows go through."""
+        if not self._budget.allows(size):
+            self.error = None
+            return False
+        runs = self._runs if self._budget.has_begun else 2  # the first one of all sets up a lot
+        try:
+            for _ in range(runs):
+                with self._budget.measuring(size):
+                    self._step(self._batch, tf.constant(size, tf.int64))
+        except failures(self._model) as error:
+            self.error = error.with_traceback(None)
+            return False
+        is_allowed = self._budget.allowed(size)
+        if not is_allowed:
+            self.error = None
+        return is_allowed
+
+    def _steps(self, data: Any, size: Any) -> Any:
+        strategy = self._model.distribute_strategy
+        results = strategy.run(self._on_replica, args=(data, size))
+        return tf.add_n(strategy.experimental_local_results(results))
+
+    def _on_replica(self, data: Any, size: Any) -> Any:
+        with trial_that_runs.set(functools.partial(self._sums, size)):
+            return type(self._model).train_step(self._model, data)
+
+    def _sums(
+        self,
+        size: Any,
+        model: Any,
+        train_step: Callable[[Any], Any],
+        data: Any,
+        window: Window | None,
+    ) -> Any:
+        """Return a number that follows from all sums of the first microbatches."""
+        is_whole = model._accumulation.takes_full_batch()
+        adds_up = model._accumulation.must_add_up()
+        batch = Batch(data, size, is_whole, not is_whole, adds_up)
+        if not is_whole:
+            batch.num_microbatches = tf.minimum(batch.num_microbatches, 2)
+        if model.jit_compile and self._is_built:
+            train_step = functools.partial(_stateless, train_step)
+        passes = Passes(model, train_step, batch, window, trial_of=2)
+        part = passes.sum_over_microbatches()
+        if window is not None:
+            passes.make_buffers(part)
+        tensors = tf.nest.flatten([s.values() for s in part.sums], expand_composites=True)
+        numbers = [tf.reduce_sum(tf.cast(t, tf.float32)) for t in tensors if t is not None]
+        return tf.add_n([tf.zeros(()), *numbers])
+
+
+def _stateless(train_step: Callable[[Any], Any], data: Any) -> Any:
+    """Let a step write to no Keras variable.
+
+    Where an allocation fails in a function that XLA compiled, variables that it writes to are left
+    with memory that was freed (TensorFlow 2.21, on a CPU).
+    """
+    with keras.StatelessScope():
+        return train_step(data)
+
+
+def failures(model: Any) -> tuple[type[Exception], ...]:
+    """Return the errors that memory which is used up may show as.
+
+    With several replicas, what is seen may be that the others were cancelled.
+    """
+    if model.distribute_strategy.num_replicas_in_sync > 1:
+        return tf.errors.ResourceExhaustedError, tf.errors.CancelledError
+    return (tf.errors.ResourceExhaustedError,)

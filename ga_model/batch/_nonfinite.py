@@ -1,0 +1,44 @@
+"""Leave no trace of a microbatch that is left out, because its gradients are not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from ga_model.base._internals import is_built
+from ga_model.replicas import _strategy
+
+
+def undone_if_left_out(
+    model: Any, microbatch: Callable[..., Any], traced: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return `microbatch` so that one that is left out changes no metric and no statistics.
+
+    Args:
+        model: an `AccumulatingModel`.
+        microbatch: runs a microbatch, and returns what has a `num_counted`, zero if it is left out.
+        traced: the same, to be traced without being run.
+    """
+
+    def undone(*args: Any) -> Any:
+        if not tf.executing_eagerly() and not is_built(model, model.metrics):
+            # What the first call creates has to be there first, and is by tracing it.
+            tf.function(traced, autograph=False).get_concrete_function(*args)
+        variables = [*model.variables, *model.metrics_variables]
+        before = [tf.identity(variable.value) for variable in variables]
+        part = microbatch(*args)
+        known = {id(variable) for variable in variables}
+        created = [m for m in model.metrics if not {id(v) for v in m.variables} <= known]
+
+        def undo() -> None:
+            for variable, value in zip(variables, before):
+                variable.assign(value)
+            for metric in created:
+                metric.reset_state()
+
+        _strategy.run_if(tf.equal(part.num_counted, 0), undo)
+        return part
+
+    return undone

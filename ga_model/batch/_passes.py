@@ -1,0 +1,304 @@
+"""The forward and backward passes of one batch, and the sum of what its microbatches give.
+
+The first microbatch stands outside of the loop over the others: what a first call creates (layers,
+metrics, an optimizer's variables) can not be created inside of a loop, and the first sum tells what
+the loop carries. All go through one `tf.function`, so the user's step is traced once.
+
+Under XLA that function is compiled, and the loop is not: with it in the cluster, a batch takes many
+times as long. A batch that is not split is added to its window in the function, where XLA makes one
+pass over the buffers of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from ga_model.base import _messages
+from ga_model.base._internals import NOT_INLINED, is_built
+from ga_model.batch._look_ahead import look_ahead
+from ga_model.batch._nonfinite import undone_if_left_out
+from ga_model.batch._window import Window
+from ga_model.calls._calls import split_calls
+from ga_model.graphs._loop import loop
+from ga_model.graphs._microbatch import Batch
+from ga_model.hearing import _weights
+from ga_model.hearing._logs import BatchLogs
+from ga_model.hearing._recorder import (
+    Position,
+    Recording,
+    Target,
+    computes_loss_as_keras,
+    optimizers_in,
+    record,
+    unpack,
+    unrecorded,
+)
+from ga_model.reading._loss_reading import DoesNotAddUpError, is_known
+from ga_model.replicas import _optimizers, _strategy
+from ga_model.sums._sums import GradientSum, power_of_two
+
+
+class Part(NamedTuple):
+    """What one microbatch gave, or several together.
+
+    Attributes:
+        sums: one per optimizer.
+        logged: sums over the microbatches, as `BatchLogs.sums`.
+        last: the last microbatch's, as `BatchLogs.last`; or the logs, where none wait.
+        num_counted: int64 scalar tensor, microbatches that were not left out.
+        row_counts: as those of a `Recording`.
+    """
+
+    sums: list[GradientSum]
+    logged: list[Any]
+    last: Any
+    num_counted: Any
+    row_counts: list[Any]
+
+    def plus(self, other: Part, targets: list[Target]) -> Part:
+        return Part(
+            [a.plus(b, t.variables) for a, b, t in zip(self.sums, other.sums, targets)],
+            [a + b for a, b in zip(self.logged, other.logged)],
+            other.last,
+            self.num_counted + other.num_counted,
+            [a + b for a, b in zip(self.row_counts, other.row_counts)],
+        )
+
+    def if_finite(self, units: list[Any]) -> Part:
+        """Return the part, or one that counts for nothing if a gradient in it is not finite.
+
+        Args:
+            units: of each of the `sums`, before this microbatch.
+        """
+        is_finite = tf.reduce_all([gradients.is_finite() for gradients in self.sums])
+        return self._replace(
+            sums=[s.counted_if(is_finite, unit) for s, unit in zip(self.sums, units)],
+            logged=[tf.where(is_finite, value, 0.0) for value in self.logged],
+            num_counted=tf.cast(is_finite, tf.int64),
+            row_counts=[tf.where(is_finite, counts, 0) for counts in self.row_counts],
+        )
+
+
+def calls_by_microbatches(model: Any, batch: Batch, limit: int | None = None) -> Any:
+    """Return the context in which calls of layers go by microbatches, if there may be several."""
+    if not batch.is_long:
+        return contextlib.nullcontext()
+    return split_calls(model, batch.rows, batch.size, limit)
+
+
+class Passes:
+    """The forward and backward passes of one batch.
+
+    Args:
+        model, train_step, window: as `_step.run` takes them.
+        batch: the batch.
+        trial_of: None, or for a trial without an update, how many microbatches of a batch that is
+            whole run.
+
+    Attributes:
+        targets: what the step applies, known when a microbatch was recorded.
+        logs: how the logs of the batch are put together, if they wait; known then, too.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        train_step: Callable[[Any], Any],
+        batch: Batch,
+        window: Window | None,
+        trial_of: int | None = None,
+    ) -> None:
+        self.targets: list[Target] = []
+        self._present: list[list[bool]] = []  # which gradients of the targets are not None
+        self.logs: BatchLogs | None = None
+        self._model = model
+        self._train_step = train_step
+        self._batch = batch
+        self._optimizers = optimizers_in(vars(model))
+        self._units: list[Any] = [tf.zeros((), tf.float64) for _ in self._optimizers]
+        self._steps: Any = tf.ones((), tf.int64)
+        self._parts: Any = tf.ones((), tf.float64)
+        has_others = _strategy.num_replicas() > 1
+        # Replicas have to communicate alike, however many rows each has.
+        self._is_part = batch.is_split or (has_others and model._accumulation.size is not None)
+        self._is_window = window is None and not batch.is_split and not has_others
+        self._splits_calls = batch.is_whole and batch.is_long
+        self._trial_of = trial_of
+        self._window: Any = window
+        # With replicas, it would be a replica's function that writes a variable of all.
+        self._adds_in_cluster = (
+            window is not None
+            and model.jit_compile
+            and not (batch.is_split or has_others or tf.executing_eagerly())
+            and not self._splits_calls
+        )
+        if window is not None:
+            self._steps, self._parts = window.steps.read_value(), window.parts.read_value()
+            self._units = [window.unit(optimizer) for optimizer in self._optimizers]
+        self._num_microbatches = tf.cast(self._steps * batch.num_microbatches, tf.float64)
+        if batch.is_split:
+            self._parts *= power_of_two(batch.num_microbatches)
+        self._whole: _weights.Whole | None = None
+        if self._is_part:
+            self._whole = look_ahead(model, batch, window is None)
+
+    def sum_over_microbatches(self) -> Part:
+        """Return the sums of the batch."""
+        batch, microbatch = self._batch, self._in_graph()
+        if self._model.skip_nonfinite:
+            microbatch = undone_if_left_out(self._model, microbatch, self._microbatch)
+        zero = tf.zeros((), tf.int64)
+        self._build_if_needed()
+        if tf.executing_eagerly() and batch.is_split and self._model._accumulation.must_add_up():
+            self._read_loss()
+        part = microbatch(zero, self._units, batch.microbatch(zero))
+        if not batch.is_split:
+            return part  # type: ignore[no-any-return]
+        begun = [s.begin(target.variables) for s, target in zip(part.sums, self.targets)]
+        part = part._replace(sums=begun)
+
+        def add(index: Any, part: Part) -> Part:
+            units, leaves = self._units_of(part), batch.microbatch(index)
+            return part.plus(microbatch(part.num_counted, units, leaves), self.targets)
+
+        return loop(add, part, batch.num_microbatches)  # type: ignore[no-any-return]
+
+    def _build_if_needed(self) -> None:
+        """Create weights and metrics where something needs them before they are trained."""
+        if self._batch.is_split and self._model._accumulation.must_add_up():
+            if not is_built(self._model, self._model.metrics):
+                self._build()
+        elif not is_built(self._model) and any(
+            map(_optimizers.begins_with_values, self._optimizers)
+        ):
+            with contextlib.suppress(Exception):  # of a model that only its step knows how to call
+                self._build()
+
+    def _build(self) -> None:
+        """Create weights and metrics: in a graph that is given up they would get no values."""
+
+        def call(leaves: list[Any]) -> list[Any]:
+            x, y, sample_weight = unpack(self._batch.pack(leaves))
+            with unrecorded():
+                outputs = self._model(x)
+                if computes_loss_as_keras(self._model):
+                    self._model.compute_metrics(x, y, outputs, sample_weight)
+            return [leaf for leaf in tf.nest.flatten(outputs) if tf.is_tensor(leaf)]
+
+        tf.function(call, autograph=False).get_concrete_function(self._batch.signature_of(None))
+
+    def _read_loss(self) -> None:
+        """Raise DoesNotAddUpError if the loss is not known to add up, before anything runs."""
+        if self._model._accumulation.has_read_loss:
+            return
+        units = [tf.TensorSpec((), tf.float64)] * len(self._units)
+        leaves = self._batch.signature_of(None)
+        draw = tf.function(self._microbatch, autograph=False)
+        try:
+            draw.get_concrete_function(tf.TensorSpec((), tf.int64), units, leaves)
+        except DoesNotAddUpError:
+            raise
+        except Exception as error:  # of a step that runs eagerly only
+            if not all(map(is_known, keras.tree.flatten(self._model.loss))):
+                raise DoesNotAddUpError from error
+        self.targets = []
+        self._model._accumulation.has_read_loss = True
+
+    def _in_graph(self) -> Any:
+        """Return `_microbatch`, as a function that is traced once where a graph is made."""
+        is_split, jit_compile = self._batch.is_split, self._model.jit_compile
+        if tf.executing_eagerly() or not (is_split or jit_compile) or self._splits_calls:
+            return self._microbatch  # of which the calls of layers are compiled
+        function = self._added_microbatch if self._adds_in_cluster else self._microbatch
+        unit = tf.TensorSpec((), tf.float64)
+        signature = [tf.TensorSpec((), tf.int64), [unit] * len(self._units), self._batch.signature]
+        return tf.function(
+            function,
+            input_signature=signature if is_split else None,
+            autograph=False,
+            jit_compile=jit_compile or None,
+            # Inlined, it would be there twice, each with the scratch memory of its convolutions.
+            experimental_attributes=NOT_INLINED if is_split else None,
+        )
+
+    def add_to_window(self, part: Part) -> None:
+        """Add the sums of the batch to the window, where that is not done yet."""
+        for target, gradients in zip(self.targets, part.sums):
+            add = self._window.add_rest if self._adds_in_cluster else self._window.add
+            add(target, gradients)
+
+    def make_buffers(self, part: Part) -> None:
+        """Let the window have what `add_to_window` will add to."""
+        for target, gradients in zip(self.targets, part.sums):
+            self._window.make_buffers(target, gradients)
+
+    def _added_microbatch(self, num_counted: Any, units: list[Any], leaves: list[Any]) -> Part:
+        """Run a microbatch, and add it to the window but for what it then returns."""
+        part = self._microbatch(num_counted, units, leaves)
+        rest = [self._window.add_compiled(t, s) for t, s in zip(self.targets, part.sums)]
+        return part._replace(sums=rest)
+
+    def _microbatch(self, num_counted: Any, units: list[Any], leaves: list[Any]) -> Part:
+        """Run the model's step on one microbatch, and return what it applies and logs.
+
+        Args:
+            num_counted: int64 scalar tensor, microbatches of the batch that have counted so far.
+            units: of each optimizer's sum so far.
+            leaves: the data.
+        """
+        model = self._model
+        position = Position(
+            list(zip(self._optimizers, units)),
+            self._steps,
+            self._num_microbatches,
+            self._parts,
+            tf.equal(num_counted, 0),
+            self._whole,
+            self._is_window,
+            is_update=self._window is None and not self._batch.is_split,
+            defers_logs=self._is_part or model.skip_nonfinite,
+            can_be_whole=self._batch.is_split and model.loss_over == "auto",
+            must_add_up=self._batch.is_split and model._accumulation.must_add_up(),
+        )
+        data, calls = self._batch.pack(leaves), contextlib.nullcontext()
+        if self._splits_calls:
+            calls = calls_by_microbatches(model, self._batch, self._trial_of)
+        is_trial = self._trial_of is not None
+        with record(model, data, position, is_trial) as recording, calls:
+            logs = self._train_step(data)
+        self._note_targets(recording)
+        part = Part(recording.sums, [], logs, tf.ones((), tf.int64), recording.row_counts)
+        if position.defers_logs:
+            self.logs = BatchLogs(recording, logs)
+            part = part._replace(logged=self.logs.sums, last=self.logs.last)
+        if model.skip_nonfinite:
+            part = part.if_finite([recording.unit(target.optimizer) for target in self.targets])
+        return part
+
+    def _note_targets(self, recording: Recording) -> None:
+        """Keep what a microbatch applies. In eager mode the next one might apply something else."""
+        targets, sums = recording.targets, recording.sums
+        present = [[value is not None for value in s.values()] for s in sums]
+        if self.targets:
+            if [id(t.optimizer) for t in targets] != [id(t.optimizer) for t in self.targets]:
+                raise RuntimeError(_messages.changing_targets_message(self._model.name))
+            late = [
+                variable
+                for target, *flags in zip(targets, self._present, present)
+                for variable, before, now in zip(target.variables, *flags)
+                if now and not before
+            ]
+            if late:
+                raise RuntimeError(_messages.late_gradient_message(late))
+        else:
+            self._present = present
+        self.targets = targets
+
+    def _units_of(self, part: Part) -> list[Any]:
+        known = {id(target.optimizer): s.unit for target, s in zip(self.targets, part.sums)}
+        return [known.get(id(o), unit) for o, unit in zip(self._optimizers, self._units)]

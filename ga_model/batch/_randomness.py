@@ -1,0 +1,108 @@
+"""Let two trainings draw the same random numbers, however their rows are cut into microbatches."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+
+from ga_model.base._internals import layers_in, takes_training
+from ga_model.hearing._recorder import instances_in
+
+# What Keras calls the probability or the width of what a layer draws. All zero: it draws nothing.
+_RATES = ("rate", "stddev", "dropout", "recurrent_dropout")
+
+
+@contextlib.contextmanager
+def same_random_state() -> Iterator[None]:
+    """Leave the random state of Python and NumPy as it is."""
+    states = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+class Randomness(NamedTuple):
+    """What became of the layers that draw random numbers in training, by their names.
+
+    Attributes:
+        shared: dropout layers that dropped the same units of every row.
+        off: layers that ran as they do outside of training.
+        left: layers that drew numbers of their own.
+    """
+
+    shared: list[str]
+    off: list[str]
+    left: list[str]
+
+
+@contextlib.contextmanager
+def shared_randomness(model: Any) -> Iterator[Randomness]:
+    """Take from a model what is random in the rows of a batch, as far as that is possible.
+
+    Which random numbers a row gets depends on its place in its batch, and a microbatch is another
+    batch. So `Dropout` layers get one mask for all rows, the same in every batch. Keras's other
+    layers with a `SeedGenerator` are called with `training=False`. A layer of the user's own might
+    do more in training than draw numbers, and is left alone.
+    """
+    randomness = Randomness([], [], [])
+    with contextlib.ExitStack() as stack:
+        for number, layer in enumerate(layers_in(model)):
+            if not _is_random(layer):
+                continue
+            if _is_dropout(layer):
+                names, call = randomness.shared, _with_one_mask(layer, number)
+            elif type(layer).__module__.startswith("keras.") and takes_training(layer):
+                names, call = randomness.off, _without_training(layer.call)
+            else:
+                randomness.left.append(layer.name)
+                continue
+            names.append(layer.name)
+            stack.enter_context(_called_as(layer, call))
+        yield randomness
+
+
+@contextlib.contextmanager
+def _called_as(layer: Any, call: Callable[..., Any]) -> Iterator[None]:
+    """Put an attribute of the instance in front of its class's `call`."""
+    attributes = vars(layer)
+    before = {"call": attributes["call"]} if "call" in attributes else {}
+    attributes["call"] = call
+    try:
+        yield
+    finally:
+        del attributes["call"]
+        attributes.update(before)
+
+
+def _is_random(layer: Any) -> bool:
+    rates = [np.any(getattr(layer, name)) for name in _RATES if hasattr(layer, name)]
+    draws = bool(instances_in(list(vars(layer).values()), keras.random.SeedGenerator))
+    return draws and (not rates or any(rates))
+
+
+def _is_dropout(layer: Any) -> bool:
+    return type(layer).call is keras.layers.Dropout.call and "call" not in vars(layer)
+
+
+def _with_one_mask(layer: Any, seed: int) -> Callable[..., Any]:
+    def call(inputs: Any, training: bool = False) -> Any:
+        if not training:
+            return inputs
+        others = (layer.noise_shape or (None,) * len(inputs.shape))[1:]
+        return keras.random.dropout(inputs, layer.rate, noise_shape=(1, *others), seed=seed)
+
+    return call
+
+
+def _without_training(call: Callable[..., Any]) -> Callable[..., Any]:
+    def without_training(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **{**kwargs, "training": False})
+
+    return without_training

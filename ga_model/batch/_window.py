@@ -1,0 +1,171 @@
+"""The open window of a model: its counter, and a sum per optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from ga_model.base import _messages
+from ga_model.hearing._recorder import Target
+from ga_model.replicas import _strategy
+from ga_model.sums._gradient_noise import GradientNoise
+from ga_model.sums._sums import GradientSum, power_of_two
+from ga_model.sums._window_sum import WindowSum
+
+
+class Counter:
+    """A count in a variable that Keras and TensorFlow do not track as the model's."""
+
+    def __init__(self) -> None:
+        self._count = _strategy.make_variables(lambda: tf.zeros((), tf.int64))
+
+    def add(self, number: Any) -> None:
+        """Add an int64 scalar tensor."""
+        self._count.assign_add(number)
+
+    def __int__(self) -> int:
+        return sum(int(count.numpy()) for count in _strategy.copies(self._count))
+
+
+class Window:
+    """Collects batches and makes one update of each optimizer when it is full.
+
+    The state is in variables, so one traced function serves every position in the window and every
+    value of `accumulation_steps`.
+
+    Args:
+        model: the `AccumulatingModel`, as it is compiled.
+
+    Attributes:
+        steps: int64 scalar variable, the size of the open window, or of the next one.
+        parts: float64 scalar variable, the power of two at or above it.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._next_steps, self.steps, self._remaining = _strategy.make_variables(
+            lambda: [tf.constant(model.accumulation_steps, tf.int64) for _ in range(3)]
+        )
+        self.parts = _strategy.make_variables(lambda: power_of_two(model.accumulation_steps))
+        self._is_uneven = _strategy.make_variables(lambda: tf.constant(False))
+        self._rows: list[Any] = []  # of the first batch, the numbers of samples of its parts
+        self._sums: dict[int, tuple[Any, WindowSum]] = {}
+        self._run_eagerly = model.run_eagerly
+        self._jit_compile = bool(model.jit_compile)
+        self._on_update = model._on_update
+        self._update_if = self._make_update()
+
+    def set_steps(self, accumulation_steps: int) -> None:
+        """Let the next window have `accumulation_steps` batches."""
+        self._next_steps.assign(accumulation_steps)
+        if not self.is_open():
+            self._begin()
+
+    def _begin(self) -> None:
+        steps = self._next_steps.read_value()
+        self.steps.assign(steps)
+        self._remaining.assign(steps)
+        self.parts.assign(power_of_two(steps))
+
+    def _sum_of(self, optimizer: Any) -> WindowSum:
+        """Return the optimizer's sum, made on first use."""
+        if id(optimizer) not in self._sums:
+            self._sums[id(optimizer)] = (optimizer, WindowSum(self._jit_compile))
+            self._update_if = self._make_update()  # one traced before would leave it out
+        return self._sums[id(optimizer)][1]
+
+    def unit(self, optimizer: Any) -> tf.Tensor:
+        """Return the unit of the optimizer's sum so far (float64 scalar)."""
+        return self._sum_of(optimizer).unit.read_value()
+
+    def add(self, target: Target, part: GradientSum) -> None:
+        """Add what a batch had for one optimizer."""
+        whole = self._sum_of(target.optimizer)
+        if self._run_eagerly and not whole.is_for(target.variables) and not self.is_open():
+            # Layers were frozen or unfrozen since the last window. Graphs keep what they have.
+            del self._sums[id(target.optimizer)]
+            whole = self._sum_of(target.optimizer)
+        whole.add(part, target.variables, target.is_sum)
+
+    def make_buffers(self, target: Target, part: GradientSum) -> None:
+        """Make what `add` adds to, where it is not there yet."""
+        whole = self._sum_of(target.optimizer)
+        if not whole.variables:
+            whole.prepare(part, target.variables, target.is_sum)
+
+    def add_compiled(self, target: Target, part: GradientSum) -> GradientSum:
+        """Add what a batch had for one optimizer, in a function that XLA compiles.
+
+        Returns what is left for `add_rest`.
+        """
+        whole = self._sum_of(target.optimizer)
+        return whole.add_compiled(part, target.variables, target.is_sum)
+
+    def add_rest(self, target: Target, rest: GradientSum) -> None:
+        """Add what `add_compiled` returned."""
+        self._sum_of(target.optimizer).add_rest(rest)
+
+    def end_batch(self, noise: GradientNoise | None) -> None:
+        """Count the batch, and update if it fills the window.
+
+        Args:
+            noise: what measures the noise of the gradients, or None.
+        """
+        self._remaining.assign_sub(1)
+        self._update(tf.less_equal(self._remaining, 0), noise)
+
+    def _update(self, condition: Any, noise: GradientNoise | None) -> None:
+        for optimizer, whole in self._sums.values():
+            if whole.variables:
+                whole.update(optimizer, condition, noise)
+        _strategy.run_once_if(condition, self._on_update)
+        _strategy.run_if(condition, self._begin)
+
+    def _make_update(self) -> Any:
+        return self._update if self._run_eagerly else tf.function(self._update)
+
+    def is_open(self) -> bool:
+        """Return whether there are batches that no update has used yet."""
+        with tf.init_scope():  # read the values now, also while a graph is traced
+            return bool(self._remaining.numpy() != self.steps.numpy())
+
+    def close(self, noise: GradientNoise | None) -> None:
+        """Make the update of a partial window. An empty one changes nothing."""
+        if not tf.executing_eagerly():
+            self._update(tf.not_equal(self._remaining, self.steps), noise)
+        elif self.is_open():
+            self._update_if(True, noise)
+
+    def note_rows(self, counts: list[Any]) -> None:
+        """Note if the parts of batches have numbers of samples whose ratio changes.
+
+        Args:
+            counts: int64 vectors, each of the numbers of samples that losses average over.
+        """
+        if not self._rows:
+            self._rows = _strategy.make_variables(
+                lambda: [tf.zeros(c.shape, tf.int64) for c in counts]
+            )
+        for rows, kept in zip(counts, self._rows):
+            first = tf.where(tf.reduce_all(tf.equal(kept, 0)), rows, kept)
+            kept.assign(first)
+            is_other = tf.reduce_any(tf.not_equal(rows * first[0], first * rows[0]))
+            self._is_uneven.assign(self._is_uneven | is_other)
+
+    def messages(self, model: str) -> list[str]:
+        """Return what is to be told of the windows so far.
+
+        Args:
+            model: the name of the model.
+        """
+        pairs = self._sums.values()
+        found = [text for optimizer, whole in pairs for text in whole.messages(optimizer)]
+        if any(map(bool, _strategy.copies(self._is_uneven))):
+            found.append(_messages.uneven_parts_message(model))
+        return found
+
+    def discard(self) -> None:
+        """Forget a partial window, also one whose first batch was interrupted."""
+        for _, whole in self._sums.values():
+            whole.reset()
+        self._begin()

@@ -1,0 +1,172 @@
+"""Run a step on a full batch, and its calls of layers by microbatches.
+
+The step of a model runs once, as it is, on the full batch. What it does with the outputs of layers
+(losses, metrics, updates, in any order and number) is its own. Only the outermost calls of layers
+in it are another matter: while the step runs, an attribute of each layer stands in front of its
+class's `call`, and lets a call with the samples of the batch go by microbatches (`_split_call`).
+
+A call that can not be split runs whole, and the calls that it makes are then the outermost ones.
+That is always exact; what it costs is memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ga_model.base import _messages
+from ga_model.base._context import ThreadValue, graph_being_made
+from ga_model.base._internals import (
+    is_built,
+    is_rematerialized,
+    is_symbolic,
+    layers_in,
+    stateless_scope,
+    training_of_call,
+)
+from ga_model.calls._call_arguments import Arguments, NotByRowsError
+from ga_model.calls._microbatch_call import MicrobatchCall, inside_of_call
+from ga_model.calls._split_call import SplitCall, Turns
+from ga_model.hearing._recorder import note_call
+
+_splitting = ThreadValue()  # how calls are split in this thread, or None
+_lock = threading.Lock()
+_CALL = "call"
+
+
+class _Splitting:
+    """How the calls of one step are split.
+
+    Args:
+        model: the model whose step runs.
+        batch: the batch of the step.
+        limit: how many microbatches of a call really run, or None: outputs of the others are made
+            up.
+    """
+
+    def __init__(self, model: Any, rows: Any, size: Any, limit: int | None) -> None:
+        self._model = model
+        self._rows = rows
+        self._size = size
+        self._limit = limit
+        self._graph = graph_being_made()
+        self._scope = stateless_scope()
+        self._is_in_whole_call = ThreadValue(False)
+        self._turns = Turns()
+
+    def applies(self, layer: Any) -> bool:
+        """Return whether a call of a layer that runs here is to be split."""
+        if inside_of_call.get() or is_symbolic() or is_rematerialized(layer):
+            return False
+        if stateless_scope() is not self._scope:
+            return False  # weights are what the step says
+        # A layer without weights draws random numbers, or computes little.
+        return bool(layer.weights or not is_built(layer))
+
+    def is_outermost_graph(self) -> bool:
+        """Return whether this is the step's own graph, and no branch, loop or function in it."""
+        return graph_being_made() is self._graph
+
+    def run_in_inner_graph(
+        self, layer: Any, call: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Make a call whole, with all calls in it."""
+        if not self._is_in_whole_call.get():
+            self._model._warn_once(_messages.inner_call_message(layer.name))
+        with inside_of_call.set(True):
+            return call(*args, **kwargs)
+
+    def run(self, layer: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Make a call by microbatches, or whole where it can not be split."""
+        training = kwargs.get("training", training_of_call(layer))
+        try:
+            arguments = Arguments(args, kwargs, self._rows, self._size)
+            jit_compile = bool(self._model.jit_compile)
+            on_microbatch = MicrobatchCall(
+                layer, call, arguments, training, jit_compile, self._limit
+            )
+            split = SplitCall(on_microbatch, self._turns)
+            outputs = split.outputs()
+            note_call(outputs)
+            if split.normalizing:
+                message = _messages.batch_normalization_message(split.normalizing)
+                self._model._warn_once(message)
+            return outputs
+        except NotByRowsError as error:
+            reason = str(error)
+        with self._is_in_whole_call.set(True):
+            outputs = call(*args, **kwargs)
+        if reason and not self._is_in_whole_call.get():
+            self._model._warn_once(_messages.whole_call_message(layer.name, reason))
+        return outputs
+
+
+@contextlib.contextmanager
+def split_calls(model: Any, rows: Any, size: Any, limit: int | None = None) -> Iterator[None]:
+    """Let the outermost calls of layers that this thread makes go by microbatches.
+
+    Args:
+        model: the model whose step runs.
+        rows: samples of its batch: int64 scalar tensor.
+        size: samples per microbatch.
+        limit: how many microbatches of a call really run, or None: outputs of the others are made
+            up, for a trial of memory.
+    """
+    layers = layers_in(model)
+    for layer in layers:
+        _stand_in_front(layer)
+    try:
+        with _splitting.set(_Splitting(model, rows, size, limit)):
+            yield
+    finally:
+        for layer in layers:
+            _step_aside(layer)
+
+
+class _Stand:
+    """Stands in front of a layer's `call`.
+
+    Attributes:
+        count: steps that run, of several replicas perhaps.
+        before: what the instance had as `call`, if it had its own.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        self.count = 0
+        self.before = vars(layer).get(_CALL)
+        call = layer.call
+
+        @functools.wraps(call)
+        def split_call(*args: Any, **kwargs: Any) -> Any:
+            splitting = _splitting.get()
+            if splitting is None or not splitting.applies(layer):
+                return call(*args, **kwargs)
+            run = splitting.run if splitting.is_outermost_graph() else splitting.run_in_inner_graph
+            return run(layer, call, args, kwargs)
+
+        self.call = split_call
+
+
+_stands: dict[int, _Stand] = {}
+
+
+def _stand_in_front(layer: Any) -> None:
+    with _lock:
+        if id(layer) not in _stands:
+            _stands[id(layer)] = _Stand(layer)
+            vars(layer)[_CALL] = _stands[id(layer)].call
+        _stands[id(layer)].count += 1
+
+
+def _step_aside(layer: Any) -> None:
+    with _lock:
+        stand = _stands[id(layer)]
+        stand.count -= 1
+        if stand.count == 0:
+            del _stands[id(layer)]
+            vars(layer).pop(_CALL, None)
+            if stand.before is not None:
+                vars(layer)[_CALL] = stand.before

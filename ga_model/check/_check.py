@@ -1,0 +1,288 @@
+"""Show on a user's own model whether accumulation gives the updates of the whole batch."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import random
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from ga_model._settings import UNCHANGED, passed
+from ga_model._wrap import accumulate
+from ga_model.base import _messages
+from ga_model.base._internals import raw
+from ga_model.batch._randomness import Randomness, shared_randomness
+from ga_model.check import _diagnosis
+from ga_model.check._differences import (
+    add_rounding_errors,
+    change,
+    coarser,
+    compute_dtypes,
+    relative_differences,
+)
+from ga_model.check._equivalence_report import EquivalenceReport, VariableDifference
+from ga_model.check._plan import Plan, as_tensor, make_plan
+from ga_model.hearing._recorder import optimizers_in
+from ga_model.replicas import _optimizers, _strategy
+
+# What a model keeps of accumulation, and the function that was traced by its settings.
+_OF_TRAINING = ("_accumulation", "train_function")
+
+
+def check_equivalence(
+    model: keras.Model,
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    *,
+    batch_size: int,
+    accumulation_steps: int | None = UNCHANGED,
+    microbatch_size: int | None = UNCHANGED,
+    loss_over: str | None = UNCHANGED,
+    updates: int = 3,
+) -> EquivalenceReport:
+    """Compare accumulation with the whole batch, on a model of yours and a few of its rows.
+
+    Trains the model through `fit` from its present weights, first with plain Keras on whole
+    windows, then with accumulation on the same rows in the same order, and compares all weights and
+    the state of all optimizers. How much of a difference is rounding is measured, too: by a third
+    training, with plain Keras on whole windows again, that starts from weights to which a rounding
+    error was added.
+
+    Afterwards weights, optimizers, metrics, random state and settings are what they were, and so is
+    any other variable that the step uses. What was not built yet is built, as by a first batch. Not
+    put back are attributes of layers and other Python objects that training changes, and in eager
+    mode what TensorFlow's own random operations draw. The model need not be an `AccumulatingModel`,
+    and does not become one.
+
+    For the comparison `Dropout` layers drop the same units of every row in all three trainings, and
+    Keras's other random layers are switched off; the report says which.
+
+    Args:
+        model: a compiled `keras.Model`.
+        x, y, sample_weight: rows as `fit` takes them: arrays, tensors, pandas objects, or nests of
+            them, with rows along axis 0. No datasets or generators. The first
+            `batch_size * accumulation_steps * updates` rows are used. With fewer, the last window
+            is a partial one.
+        batch_size: rows per batch of `fit`.
+        accumulation_steps: batches per window, an integer >= 1. None is 1. By default, the model's
+            setting.
+        microbatch_size: rows that each batch is split into, an integer >= 1. None leaves batches
+            whole. By default, the model's setting.
+        loss_over: "auto", "microbatch" or "batch". None is "auto". By default, the model's setting.
+        updates: how many to make, an integer >= 1.
+
+    Returns:
+        An `EquivalenceReport`. Print it, or ask for its `equivalent`.
+
+    Raises:
+        TypeError, ValueError: an argument is not what it should be, there are too few rows for two
+            microbatches.
+        RuntimeError: the model is not compiled, or an optimizer that only the `train_step` of an
+            eager model knows is not built.
+        NotImplementedError: the model was made for several replicas.
+
+    Example:
+
+    ```python
+    model.compile("adam", "mse")
+    report = check_equivalence(model, x, y, batch_size=32, microbatch_size=8)
+    print(report)
+    assert report.equivalent
+    ```
+    """
+    data = (x, y, sample_weight)
+    plan = make_plan(
+        model,
+        data,
+        batch_size,
+        updates,
+        **passed(
+            accumulation_steps=accumulation_steps,
+            microbatch_size=microbatch_size,
+            loss_over=loss_over,
+        ),
+    )
+    return compare(model, plan)
+
+
+def compare(model: Any, plan: Plan) -> EquivalenceReport:
+    """Do what `check_equivalence` promises."""
+    said: list[str] = []  # what accumulation has to say about the model goes into the report
+    with (
+        _other_warnings_than(said),
+        _left_as_it_was(model, plan) as state,
+        shared_randomness(model) as randomness,
+    ):
+        return _compared(model, plan, state, randomness, said)
+
+
+@contextlib.contextmanager
+def _other_warnings_than(said: list[str]) -> Iterator[None]:
+    """Let warnings through, once each, but those that are listed in the end."""
+    caught: list[warnings.WarningMessage] = []
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield
+    finally:
+        for text, warning in {str(w.message): w for w in caught}.items():
+            if text not in said:
+                warnings.warn_explicit(
+                    warning.message, warning.category, warning.filename, warning.lineno
+                )
+
+
+def _compared(
+    model: Any, plan: Plan, state: _State, randomness: Randomness, said: list[str]
+) -> EquivalenceReport:
+    _fit(model, plan, plan.window_rows)
+    whole = state.read()
+    state.restore()
+    add_rounding_errors(model)
+    rounded = state.read()
+    _fit(model, plan, plan.window_rows)
+    rounding = relative_differences(state.read(), whole, state.values, rounded)
+    state.restore()
+    accumulate(model, **plan.settings.config())
+    _fit(model, plan, plan.batch_size)
+    differences = relative_differences(state.read(), whole, state.values, state.values)
+    said += sorted(model._accumulation.warnings)
+    found = "batch" if model._accumulation.takes_full_batch() else "microbatch"
+    state.restore()
+    weights = {id(v) for v in model.weights}
+    lowest = functools.reduce(coarser, compute_dtypes(model).values(), "float64")
+    report = EquivalenceReport(
+        batch_size=plan.batch_size,
+        accumulation_steps=plan.settings.accumulation_steps,
+        microbatch_size=plan.settings.microbatch_size,
+        loss_over=plan.settings.loss_over,
+        updates=plan.updates,
+        rows=plan.rows,
+        variables=[
+            VariableDifference(
+                path=path,
+                dtype=coarser(str(variable.dtype), lowest),
+                size=math.prod(variable.shape),
+                is_moved_weight=id(variable) in weights and bool(np.any(value != start)),
+                difference=difference,
+                rounding=by_rounding,
+            )
+            for path, variable, value, start, difference, by_rounding in zip(
+                state.paths, state.variables, whole, state.values, differences, rounding
+            )
+        ],
+        is_finite=all(
+            np.isfinite(change(value, start)).all() for value, start in zip(whole, state.values)
+        ),
+        random_layers=randomness,
+        reasons=list(said),
+    )
+    if not report.equivalent:
+        plan = plan._replace(settings=dataclasses.replace(plan.settings, loss_over=found))
+        found_reasons = _diagnosis.reasons(model, plan, report)
+        report = report._replace(reasons=found_reasons)
+    return report
+
+
+def _fit(model: Any, plan: Plan, batch_size: int) -> None:
+    x, y, sample_weight = plan.data
+    weights = {} if sample_weight is None else {"sample_weight": sample_weight}
+    model.fit(x, y, batch_size=batch_size, epochs=1, shuffle=False, verbose=0, **weights)
+
+
+class _State:
+    """The variables of a model and its optimizers, with the values they had at first.
+
+    Args:
+        model: the model.
+        traced: variables that its `train_step` uses, whoever has them.
+    """
+
+    def __init__(self, model: Any, traced: Sequence[Any]) -> None:
+        compared = {id(v): v for v in model.weights}
+        self.paths = [v.path for v in compared.values()]
+        for optimizer in optimizers_in(vars(model)):
+            for variable in optimizer.variables:
+                if id(variable) not in compared:
+                    compared[id(variable)] = variable
+                    self.paths.append(_path(optimizer, variable))
+        self.variables = list(compared.values())
+        known = {id(v.value) for v in self.variables}
+        others = {id(raw(v)): v for v in [*model.variables, *model.metrics_variables, *traced]}
+        self._others = [v for key, v in others.items() if key not in known]
+        self.values = self.read()
+        self._values_of_others = [v.numpy() for v in self._others]
+
+    def read(self) -> list[Any]:
+        return [v.numpy() for v in self.variables]
+
+    def restore(self) -> None:
+        for variable, value in zip(self.variables, self.values):
+            variable.assign(value)
+        for variable, value in zip(self._others, self._values_of_others):
+            variable.assign(value)
+
+
+def _path(optimizer: Any, variable: Any) -> str:
+    has_name = variable.path.startswith(f"{optimizer.name}/")
+    return str(variable.path) if has_name else f"{optimizer.name}/{variable.path}"
+
+
+@contextlib.contextmanager
+def _left_as_it_was(model: Any, plan: Plan) -> Iterator[_State]:
+    """Make a plain Keras model of `model`, with everything built. In the end undo all but that."""
+    attributes, model_class = vars(model), type(model)
+    kept = {name: attributes.pop(name) for name in _OF_TRAINING if name in attributes}
+    attributes["train_function"] = None
+    try:
+        random_states = random.getstate(), np.random.get_state()
+        is_new = not model.built
+        traced = _build(model, plan)
+        if is_new:  # layers may have drawn their seeds
+            random_states = random.getstate(), np.random.get_state()
+        before = {name: value for name, value in attributes.items() if name not in _OF_TRAINING}
+        with model.distribute_strategy.scope():
+            state = _State(model, traced)
+            try:
+                yield state
+            finally:
+                # `model.__class__` of a wrapped model is the class that it had before.
+                object.__dict__["__class__"].__set__(model, model_class)
+                state.restore()
+                random.setstate(random_states[0])
+                np.random.set_state(random_states[1])
+                for name in set(attributes) - set(before):
+                    del attributes[name]
+                attributes.update(before)
+    finally:
+        for name in _OF_TRAINING:
+            attributes.pop(name, None)
+        attributes.update(kept)
+
+
+def _build(model: Any, plan: Plan) -> Sequence[Any]:
+    """Make all variables, without a step of training, and return those that `train_step` uses.
+
+    Eagerly that is known of the model's own optimizer only, and none are returned.
+    """
+    data = keras.tree.map_structure(as_tensor, plan.slice(0, plan.microbatch_rows))
+    with model.distribute_strategy.scope():
+        if not model.run_eagerly:
+            return _strategy.trace(model, keras.utils.pack_x_y_sample_weight(*data))
+        if not model.built:
+            with contextlib.suppress(NotImplementedError):  # of a model that has no `call`
+                model(data[0])
+        if model.optimizer is not None and model.built:
+            _optimizers.build(model.optimizer, model.trainable_variables)
+    unbuilt = [o.name for o in optimizers_in(vars(model)) if not o.built]
+    if unbuilt:
+        raise RuntimeError(_messages.unbuilt_message(unbuilt))
+    return []

@@ -1,0 +1,173 @@
+"""Find out why accumulation differs from the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ga_model.base._internals import layers_in, mask_of, set_mask, takes_training
+from ga_model.check._equivalence_report import EquivalenceReport
+from ga_model.check._plan import Plan, as_tensor
+from ga_model.hearing._recorder import is_of_keras
+
+# A relative difference of outputs, or of gradients with respect to them, that is no rounding.
+_SIGNIFICANT = 1e-2
+
+
+def reasons(model: Any, plan: Plan, report: EquivalenceReport) -> list[str]:
+    """Return what can be said about why the trainings of `report` differ, in sentences.
+
+    What accumulation has warned of comes first. Where that is nothing, looks at the first window,
+    at the weights that the trainings started from: do the outputs of a row depend on the others,
+    and is the gradient of the loss with respect to the outputs, up to a factor, that of each
+    microbatch?
+    """
+    found = [*report.reasons, *_of_structure(model, report)]
+    if found or not report.is_finite:
+        return found
+    return _of_first_window(model, plan)
+
+
+def _of_structure(model: Any, report: EquivalenceReport) -> list[str]:
+    found = []
+    if report.random_layers.left:
+        found.append(
+            f"The layers {report.random_layers.left} draw random numbers that two trainings can "
+            "not share. For the check, set what they draw to zero, or let their `call` take "
+            "`training` and draw nothing without it."
+        )
+    if not any(variable.is_moved_weight for variable in report.variables):
+        found.append(
+            "The whole batch changes no weight, so there is nothing to compare. Take a larger "
+            "learning rate, unfreeze a layer, or make more updates."
+        )
+    elif report.is_finite and report.verdict == "undecided" and not report.random_layers.left:
+        found.append(
+            "A rounding error in each start weight leads plain Keras as far away. Check in "
+            "float64: `keras.config.set_floatx('float64')`, "
+            "`keras.config.set_dtype_policy('float64')`, and make the model anew. If that does not "
+            "help, random numbers are drawn that no `keras.random.SeedGenerator` of a layer gives."
+        )
+    differing = {variable.path for variable in report.variables if not variable.is_equal}
+    changing = [
+        layer.name
+        for layer in layers_in(model, include_self=False)
+        if any(variable.path in differing for variable in layer.non_trainable_weights)
+        and not isinstance(layer, keras.layers.BatchNormalization)
+    ]
+    if changing and report.verdict == "different":
+        found.append(
+            f"The layers {changing} change weights in every forward pass, and not by an optimizer: "
+            "once per microbatch, where the whole batch does it once."
+        )
+    return found
+
+
+def _of_first_window(model: Any, plan: Plan) -> list[str]:
+    rows = min(plan.rows, plan.window_rows)
+    whole = _Pass(model, plan.slice(0, rows))
+    parts = [_Pass(model, plan.slice(*p)) for p in _places(rows, plan.microbatch_rows)]
+    if whole.outputs is not None and _differs(whole.outputs, [part.outputs for part in parts]):
+        return [
+            "The outputs of a row depend on the other rows of its batch. A layer of the model "
+            "computes with statistics of the batch, or compares rows."
+        ]
+    if not is_of_keras(model, "train_step"):
+        return [
+            "The model has a `train_step` of its own, and what it does beside computing gradients "
+            "happens once per microbatch. `microbatch_size` alone, with `loss_over='auto'`, runs "
+            "the step once per update. Where `microbatch_weight` is overridden, it has to return "
+            "what the loss is divided by."
+        ]
+    if not whole.gradients:
+        return []
+    factors = []
+    places = _places(rows, plan.loss_rows)
+    if plan.loss_rows != plan.microbatch_rows:
+        parts = [_Pass(model, plan.slice(*place)) for place in places]
+    for part, (begin, end) in zip(parts, places):
+        for of_whole, of_part in zip(whole.gradients, part.gradients or []):
+            factor = _factor(of_whole[begin:end], of_part)
+            if factor is None:
+                return [
+                    "The loss compares rows of a batch with one another, or divides by a number "
+                    "that depends on all of them: for the whole batch its gradient with respect "
+                    "to a row's outputs is another one than for the microbatch. Such a loss needs "
+                    'the whole batch: use `microbatch_size` alone, with `loss_over="auto"`.'
+                ]
+            factors.append(factor)
+    shares = ", ".join(f"{factor:.3g}" for factor in factors[: len(parts)])
+    return [
+        f"In the whole batch the microbatches' gradients count {shares}, and accumulation took "
+        "other weights. What a loss averages over is read from its reduction, mask and sample "
+        "weights. Where a loss of your own averages over something else, override "
+        "`microbatch_weight`, or return the values of the rows."
+    ]
+
+
+def _places(rows: int, size: int) -> list[tuple[int, int]]:
+    """Return where the parts of so many rows begin and end."""
+    return [(begin, min(begin + size, rows)) for begin in range(0, rows, size)]
+
+
+class _Pass:
+    """A forward pass of some rows, and the gradient of the loss with respect to the outputs.
+
+    Attributes:
+        outputs: arrays, or None where the model can not be called on `x`.
+        gradients: arrays with the outputs' shapes, or None where they can not be taken.
+    """
+
+    outputs: list[Any] | None = None
+    gradients: list[Any] | None = None
+
+    def __init__(self, model: Any, data: tuple[Any, Any, Any]) -> None:
+        try:
+            x, y, sample_weight = keras.tree.map_structure(as_tensor, data)
+            with tf.GradientTape() as tape:
+                training = {"training": True} if takes_training(model) else {}
+                # A copy: Keras's losses go past the outputs of a softmax to what went into it.
+                y_pred = keras.tree.map_structure(_copy, model(x, **training))
+                tape.watch(y_pred)
+                self.outputs = [np.array(a) for a in keras.tree.flatten(y_pred)]
+                loss = model.compute_loss(x, y, y_pred, sample_weight, training=True)
+            gradients = tape.gradient(loss, keras.tree.flatten(y_pred))
+            self.gradients = [np.array(g) for g in gradients if g is not None]
+        except Exception:  # of the model's own code, called in a way that it may not know
+            return
+
+
+def _copy(output: Any) -> Any:
+    copy = tf.identity(output)
+    if (mask := mask_of(output)) is not None:
+        set_mask(copy, mask)
+    return copy
+
+
+def _differs(whole: Sequence[Any], parts: Sequence[Sequence[Any] | None]) -> bool:
+    """Return whether outputs are not those of the microbatches, one after the other."""
+    for i, value in enumerate(whole):
+        own = [part[i] for part in parts if part]
+        if value.ndim == 0 or any(part.shape[1:] != value.shape[1:] for part in own):
+            return True
+        joined = np.concatenate(own)
+        if joined.shape != value.shape or _relative(joined, value) > _SIGNIFICANT:
+            return True
+    return False
+
+
+def _factor(whole: Any, part: Any) -> float | None:
+    """Return c so that `whole` is c times `part`, or None if there is no such number."""
+    whole, part = whole.astype("float64"), part.astype("float64")
+    square = float(np.vdot(part, part))
+    factor = float(np.vdot(whole, part)) / square if square else 0.0
+    return None if _relative(factor * part, whole) > _SIGNIFICANT else factor
+
+
+def _relative(value: Any, reference: Any) -> float:
+    error = float(np.linalg.norm(value.astype("float64") - reference))
+    return error / (float(np.linalg.norm(reference)) or 1.0)

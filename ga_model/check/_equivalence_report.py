@@ -1,0 +1,224 @@
+"""What `check_equivalence` found."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from typing import Any, NamedTuple
+
+from ga_model.batch._randomness import Randomness
+from ga_model.tools._table import aligned
+
+# The relative difference that counts as equal where rounding does not make a larger one. Of the
+# models in tests/test_check.py those that decompose come to 2.9e-5 at most in float32.
+TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
+_TOLERANCE_OF_OTHERS = 1e-2  # float16, bfloat16
+
+# How many times the difference that a rounding error in each start weight makes.
+_MARGIN = 10.0
+
+# Of a variable with a larger tolerance nothing can be said: it moves by rounding alone.
+_MOST = {"float64": 1e-2, "float32": 1e-2}
+_MOST_OF_OTHERS = 0.1
+
+# The share of the weights that training moves, by entries, of which something must be said.
+_SHARE_TOLD = 0.9
+
+
+class VariableDifference(NamedTuple):
+    """How far one variable is from its value after training with the whole batch.
+
+    Attributes:
+        path: of the variable; of an optimizer's, behind the optimizer's name.
+        dtype: what it is computed in, that of its layer; of an optimizer's, its own.
+        size: number of its entries.
+        is_moved_weight: whether it is a weight of the model that the whole batch has changed.
+        difference: ||w - w_whole|| / ||w_whole - w_start||, with accumulation.
+        rounding: the same of a training on whole batches whose start weights have a rounding error.
+    """
+
+    path: str
+    dtype: str
+    size: int
+    is_moved_weight: bool
+    difference: float
+    rounding: float
+
+    @property
+    def tolerance(self) -> float:
+        """The largest difference that counts as equal, or infinity where nothing can be said."""
+        if "int" in self.dtype or self.dtype == "bool":
+            return 0.0
+        rounding = math.inf if math.isnan(self.rounding) else self.rounding
+        tolerance = max(TOLERANCE.get(self.dtype, _TOLERANCE_OF_OTHERS), _MARGIN * rounding)
+        return tolerance if tolerance <= _MOST.get(self.dtype, _MOST_OF_OTHERS) else math.inf
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether the difference is within the tolerance. NaN is not."""
+        return self.difference <= self.tolerance
+
+    @property
+    def is_told(self) -> bool:
+        """Whether the comparison says anything about the variable."""
+        return math.isfinite(self.tolerance)
+
+
+class EquivalenceReport(NamedTuple):
+    """Whether accumulation made the updates of plain Keras on the whole batch.
+
+    `str(report)` is a text with a table of the variables that differ most, `report.to_dict()` all
+    of it in plain Python values, and `report.assert_equivalent()` a test.
+
+    Attributes:
+        batch_size, accumulation_steps, microbatch_size, loss_over: what was compared.
+        updates: number of windows. Each makes an update, unless the optimizer skips it.
+        rows: rows that they used.
+        variables: a `VariableDifference` for each weight and each variable of an optimizer.
+        is_finite: whether the whole batch gave finite weights.
+        random_layers: what was done about layers that draw random numbers.
+        reasons: what was found out about why the trainings differ, in sentences. Where they do not,
+            what accumulation has warned of.
+    """
+
+    batch_size: int
+    accumulation_steps: int
+    microbatch_size: int | None
+    loss_over: str
+    updates: int
+    rows: int
+    variables: list[VariableDifference]
+    is_finite: bool
+    random_layers: Randomness
+    reasons: list[str]
+
+    @property
+    def verdict(self) -> str:
+        """One of "equivalent", "different" and "undecided".
+
+        Undecided where rounding alone, or random numbers that can not be shared, make trainings
+        differ: the check can then not tell. Of the weights that the whole batch changes, some may
+        be left open: half of the variables, if they have a tenth of the entries.
+        """
+        if not self.is_finite:
+            return "undecided"
+        if any(v.is_told and not v.is_equal for v in self.variables):
+            return "undecided" if self.random_layers.left else "different"
+        moved = [v for v in self.variables if v.is_moved_weight]
+        told = [v for v in moved if v.is_told]
+        is_told = 2 * len(told) >= len(moved) and (
+            sum(v.size for v in told) >= _SHARE_TOLD * sum(v.size for v in moved)
+        )
+        return "equivalent" if moved and is_told else "undecided"
+
+    @property
+    def equivalent(self) -> bool:
+        """Whether the verdict is "equivalent"."""
+        return self.verdict == "equivalent"
+
+    @property
+    def worst(self) -> list[VariableDifference]:
+        """The variables, those that exceed their tolerance most first."""
+
+        def excess(variable: VariableDifference) -> float:
+            if not variable.is_told or not variable.difference:
+                return 0.0
+            ratio = variable.difference / (variable.tolerance or math.ulp(0.0))
+            return math.inf if math.isnan(ratio) else ratio
+
+        return sorted(self.variables, key=excess, reverse=True)
+
+    def assert_equivalent(self) -> None:
+        """Raise AssertionError with the report as its message unless the verdict is equivalent."""
+        if not self.equivalent:
+            raise AssertionError(str(self))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report in plain Python values, the worst variables first.
+
+        `tolerance` and `is_equal` of a variable of which nothing can be said are None. What is not
+        finite is a string.
+        """
+        return {
+            "verdict": self.verdict,
+            "equivalent": self.equivalent,
+            **self._asdict(),
+            "random_layers": self.random_layers._asdict(),
+            "variables": [
+                {
+                    **v._asdict(),
+                    "difference": _finite(v.difference),
+                    "rounding": _finite(v.rounding),
+                    "tolerance": v.tolerance if v.is_told else None,
+                    "is_equal": v.is_equal if v.is_told else None,
+                }
+                for v in self.worst
+            ],
+        }
+
+    def __str__(self) -> str:
+        return "\n\n".join([_wrapped(self._heading()), self._table(), *self._remarks()])
+
+    def _heading(self) -> str:
+        settings = f"batch_size={self.batch_size}"
+        if self.accumulation_steps > 1:
+            settings += f", accumulation_steps={self.accumulation_steps}"
+        if self.microbatch_size is not None:
+            settings += f", microbatch_size={self.microbatch_size}"
+        if self.loss_over != "auto":
+            settings += f", loss_over={self.loss_over!r}"
+        number = "1 update" if self.updates == 1 else f"{self.updates} updates"
+        found = {
+            "equivalent": "they are those of plain Keras on the whole batch",
+            "different": "they are not those of plain Keras on the whole batch",
+            "undecided": "whether they are those of plain Keras on the whole batch is not shown",
+        }
+        return f"{self.verdict.capitalize()}: {number} with {settings}; {found[self.verdict]}."
+
+    def _table(self, most: int = 8) -> str:
+        rows = [["variable", "difference", "by rounding", "equal up to", ""]]
+        shown = [v for v in self.worst if v.difference][:most] or self.worst[:1]
+        for variable in shown:
+            tolerance = f"{variable.tolerance:.1e}" if variable.is_told else "-"
+            numbers = [f"{variable.difference:.1e}", f"{variable.rounding:.1e}", tolerance]
+            rows.append([variable.path, *numbers, "" if variable.is_equal else "differs"])
+        table = aligned(rows)
+        if others := len(self.variables) - len(shown):
+            table += "\n... and 1 variable more" if others == 1 else f"\n... and {others} more"
+        return table
+
+    def _remarks(self) -> list[str]:
+        shared, off = self.random_layers[:2]
+        label = "Warning" if self.equivalent else "Why"
+        remarks = [f"{label}: {reason}" for reason in self.reasons]
+        if not self.is_finite:
+            remarks.append(
+                "The whole batch gives weights that are not finite. "
+                "Check the data, or take a smaller learning rate."
+            )
+        if shared:
+            remarks.append(
+                f"All trainings dropped the same units of every row in: {_list(shared)}."
+            )
+        if off:
+            remarks.append(f"Switched off, as they draw other numbers each time: {_list(off)}.")
+        untold = [v for v in self.variables if not v.is_told]
+        if untold and self.is_finite:
+            remarks.append(
+                f"Not told: {len(untold)} of {len(self.variables)} variables. A rounding error in "
+                "the start weights changes as much what they become, as it does for instance where "
+                "a gradient is zero in exact arithmetic."
+            )
+        return [_wrapped(remark) for remark in remarks]
+
+
+def _finite(number: float) -> float | str:
+    return number if math.isfinite(number) else str(number)
+
+
+def _list(names: list[str]) -> str:
+    return ", ".join(dict.fromkeys(names))
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 100)

@@ -1,0 +1,102 @@
+"""What `check_equivalence` trains, and how. All of its arguments are checked here."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ga_model._settings import Settings
+from ga_model.base import _messages, _validate
+from ga_model.base._internals import compiled_loss
+from ga_model.hearing._recorder import optimizers_in
+from ga_model.replicas import _strategy
+
+
+class Plan(NamedTuple):
+    """What is trained, and how.
+
+    Attributes:
+        data: x, y and sample weight, the rows that are used.
+        rows: their number.
+        batch_size: rows per batch of `fit` with accumulation.
+        settings: those of the training with accumulation.
+        updates: windows that the rows make.
+    """
+
+    data: tuple[Any, Any, Any]
+    rows: int
+    batch_size: int
+    settings: Settings
+    updates: int
+
+    @property
+    def window_rows(self) -> int:
+        return self.batch_size * self.settings.accumulation_steps
+
+    @property
+    def microbatch_rows(self) -> int:
+        return min(self.batch_size, self.settings.microbatch_size or self.batch_size)
+
+    @property
+    def loss_rows(self) -> int:
+        """Rows that the loss sees at a time."""
+        return self.batch_size if self.settings.loss_over == "batch" else self.microbatch_rows
+
+    def slice(self, begin: int, end: int) -> tuple[Any, Any, Any]:
+        """Return the rows of `data` from `begin` up to `end`."""
+        part: tuple[Any, Any, Any] = keras.tree.map_structure(
+            lambda a: _slice(a, begin, end), self.data
+        )
+        return part
+
+
+def _slice(array: Any, begin: int, end: int) -> Any:
+    if isinstance(array, tf.SparseTensor):
+        rest = [0] * (array.shape.rank - 1)
+        return tf.sparse.slice(array, [begin, *rest], [end - begin, *array.shape[1:]])
+    return None if array is None else array[begin:end]
+
+
+def make_plan(model: Any, data: Any, batch_size: Any, updates: Any, **settings: Any) -> Plan:
+    """Check all arguments, and take the rows that are needed.
+
+    Args:
+        model, data, batch_size, updates: as `check_equivalence` takes them.
+        **settings: those of the settings that are not to be the model's.
+    """
+    if not isinstance(model, keras.Model):
+        raise TypeError(_messages.not_a_model_message(model, "check_equivalence"))
+    if not model.compiled:
+        raise RuntimeError(_messages.not_compiled_message(model.name))
+    with model.distribute_strategy.scope():
+        if _strategy.num_replicas() > 1:
+            raise NotImplementedError(_messages.one_device_message(model.name))
+    batch_size = _validate.check_integer("batch_size", batch_size)
+    updates = _validate.check_integer("updates", updates)
+    used = dataclasses.replace(Settings.of(model), **settings)
+    used.check_with(optimizers_in(vars(model)))
+    if used.microbatch_size == "auto":
+        raise ValueError(_messages.unknown_size_message(model.name))
+    rows = _validate.check_rows(data, keras.tree.flatten(data))
+    if data[1] is None and compiled_loss(model) is not None:
+        raise ValueError(_messages.no_targets_message(model.name))
+    plan = Plan(data, rows, batch_size, used, updates)
+    plan = plan._replace(rows=min(rows, plan.window_rows * updates))
+    if min(plan.rows, plan.window_rows) <= plan.microbatch_rows:
+        sizes = batch_size, used.accumulation_steps, used.microbatch_size
+        raise ValueError(_messages.one_microbatch_message(rows, *sizes))
+    plan = plan._replace(data=plan.slice(0, plan.rows))
+    return plan._replace(updates=-(-plan.rows // plan.window_rows))
+
+
+def as_tensor(array: Any) -> Any:
+    """Return what Keras makes of an array: floating-point numbers have its `floatx`."""
+    if array is None or isinstance(array, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)):
+        return array
+    array = np.asarray(array)
+    dtype = keras.config.floatx() if array.dtype.kind == "f" else array.dtype
+    return tf.convert_to_tensor(array.astype(dtype))

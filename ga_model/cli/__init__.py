@@ -1,0 +1,1 @@
+"""The command line. May import all of the package."""

@@ -1,0 +1,4 @@
+"""What runs inside of a TensorFlow graph: loops, lists of tensors, a batch cut into microbatches.
+
+May import `base`.
+"""

@@ -1,0 +1,227 @@
+"""What a batch logs that went through in microbatches.
+
+A metric that sees targets and predictions sees every row once, whatever the microbatches are. What
+a step tracks of the loss is another matter: there is one value per microbatch, where the whole
+batch has one, and microbatches count differently. So scalars that go into a `keras.metrics.Mean`
+wait, and the metric gets one value per batch, sum_i(w_i * value_i) / sum_i(w_i) with the weights of
+`_weights`, which for the loss is the loss of the whole batch. The logs that a step returns are read
+when all microbatches are through: what a metric gave is asked from the metric again, other numbers
+are combined with the same weights, and of anything else the last microbatch's stands.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from ga_model.base._context import graph_being_made
+from ga_model.base._internals import loss_tracker
+from ga_model.hearing._stand_in import StandIn
+from ga_model.replicas import _strategy
+
+
+class Mean(NamedTuple):
+    """A microbatch's part of a mean over the batch: both are summed over microbatches."""
+
+    numerator: Any
+    denominator: Any
+
+
+class _Call(NamedTuple):
+    metric: Any
+    value: Any
+    sample_weight: Any
+    term: Any
+
+
+class MetricCalls:
+    """What metrics got and gave while one microbatch was recorded.
+
+    Args:
+        tracker: Keras's own metric for the loss.
+
+    Attributes:
+        updates: updates that wait for the whole batch.
+        watched: metrics that the step used through stand-ins.
+        results: tensors that metrics gave, with the metric, and the key if it gave a dict.
+    """
+
+    def __init__(self, tracker: Any = None) -> None:
+        self._tracker = tracker
+        self._graph = graph_being_made()
+        self.updates: list[_Call] = []
+        self.watched: list[Any] = []
+        self.results: list[tuple[Any, Any, str | None]] = []
+
+    def waits_for(self, metric: Any, value: Any, sample_weight: Any) -> bool:
+        """Return whether an update of a `Mean` has to wait for the whole batch.
+
+        Rows do not, and neither does a scalar with a weight of its own, because they add up over
+        microbatches; Keras's loss tracker does, whose weight is the rows whatever the loss is. In
+        an inner graph, a branch of `tf.cond` say, there is no waiting.
+        """
+        if self._graph not in (None, graph_being_made()):
+            return False
+        if metric is not self._tracker and tf.is_tensor(sample_weight):
+            return False
+        return _is_scalar(value) and _is_scalar(sample_weight)
+
+    def update(self, metric: Any, value: Any, sample_weight: Any, term: Any = None) -> None:
+        """Let an update wait. `term` is the loss term that `value` is of, if it is one's."""
+        self.watched.append(metric)
+        self.updates.append(_Call(metric, value, sample_weight, term))
+
+    def result(self, metric: Any) -> Any:
+        """Return the metric's result, and remember that it is that."""
+        self.watched.append(metric)
+        result = metric.result()
+        by_key = result if isinstance(result, dict) else {None: result}
+        self.results += [(value, metric, key) for key, value in by_key.items()]
+        return result
+
+
+class MetricStandIn(StandIn):
+    """Stands in for a metric in an attribute of the model during one recorded step.
+
+    It tells the `MetricCalls`.
+    """
+
+    def update_state(self, *args: Any, **kwargs: Any) -> Any:
+        if type(self._original).update_state is keras.metrics.Mean.update_state:
+            value, sample_weight = _mean_arguments(*args, **kwargs)
+            if self._listener.waits_for(self._original, value, sample_weight):
+                self._listener.update(self._original, tf.convert_to_tensor(value), sample_weight)
+                return None
+        self._listener.watched.append(self._original)
+        return self._original.update_state(*args, **kwargs)
+
+    def result(self) -> Any:
+        return self._listener.result(self._original)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.update_state(*args, **kwargs)
+        return self.result()
+
+
+def _mean_arguments(values: Any, sample_weight: Any = None) -> tuple[Any, Any]:
+    return values, sample_weight
+
+
+def _is_scalar(value: Any) -> bool:
+    return value is None or bool(tf.convert_to_tensor(value).shape.rank == 0)
+
+
+class BatchLogs:
+    """The logs and metric updates of a batch, put together from those of its microbatches.
+
+    Args:
+        recording: the `Recording` of one of the microbatches.
+        logs: what the step returned for it.
+
+    Attributes:
+        sums: float64 tensors that are to be summed over the microbatches.
+        last: tensors of which the last microbatch's are to be kept.
+    """
+
+    def __init__(self, recording: Any, logs: Any) -> None:
+        self.sums: list[Any] = []
+        self.last: list[Any] = []
+        self._model = recording.model
+        self._logs = logs
+        self._updates = recording.metrics.updates
+        self._results = recording.metrics.results
+        self._watched = recording.metrics.watched
+        self._names = set(self._results_by_name()) if isinstance(logs, dict) else set()
+        for metric, value, sample_weight, term in self._updates:
+            self.sums += recording.mean_of(value, metric, term)
+            if tf.is_tensor(sample_weight) and term is None:
+                self.sums.append(tf.cast(sample_weight, tf.float64))
+        for leaf in self._leaves():
+            if self._source(leaf) is not None:
+                continue
+            if _is_number(leaf):
+                self.sums += recording.mean_of(leaf)
+            elif leaf is not None:
+                self.last.append(tf.convert_to_tensor(leaf))
+
+    def finish(self, sums: list[Any], last: list[Any], rows: int | None, num_counted: Any) -> Any:
+        """Update the metrics, and return the logs of the batch.
+
+        Args:
+            sums, last: what the attributes have come to.
+            rows: rows of the batch where they are known without running the graph.
+            num_counted: int64 scalar tensor, microbatches that were not left out. With none,
+                metrics stay as they are, and numbers are NaN.
+        """
+        num_counted = tf.cast(num_counted, tf.float64)
+        counts_here = tf.cast(tf.greater(num_counted, 0), tf.float64)
+        *sums, num_counted = _strategy.mean_over_replicas([*sums, num_counted])
+        counts, last = tf.cast(tf.greater(num_counted, 0), tf.float64), list(last)
+
+        def mean() -> tf.Tensor:
+            return tf.math.divide_no_nan(sums.pop(0), sums.pop(0))
+
+        for metric, value, sample_weight, term in self._updates:
+            value = tf.cast(mean(), value.dtype)
+            if term is not None:
+                sample_weight = rows  # as Keras counts the outputs' losses
+            elif tf.is_tensor(sample_weight):
+                sample_weight = sums.pop(0)
+            sample_weight = 1.0 if sample_weight is None else tf.cast(sample_weight, tf.float64)
+            metric.update_state(value, sample_weight=sample_weight * counts_here)
+
+        def of_batch(leaf: Any) -> Any:
+            if (source := self._source(leaf)) is not None:
+                metric, key = source
+                return metric.result() if key is None else metric.result()[key]
+            if _is_number(leaf):
+                return tf.cast(mean() / counts, getattr(leaf, "dtype", tf.float32))
+            return None if leaf is None else last.pop(0)
+
+        finished = iter([of_batch(leaf) for leaf in self._leaves()])
+        if not isinstance(self._logs, dict):
+            return tf.nest.map_structure(lambda leaf: next(finished), self._logs)
+        results = self._results_by_name()
+        others = {key: value for key, value in self._logs.items() if key not in self._names}
+        others = tf.nest.map_structure(lambda leaf: next(finished), others)
+        return {key: results[key] if key in self._names else others[key] for key in self._logs}
+
+    def _leaves(self) -> list[Any]:
+        """Return the logs but for those that go by a metric's name."""
+        logs = self._logs
+        if isinstance(logs, dict):
+            logs = {key: value for key, value in logs.items() if key not in self._names}
+        return tf.nest.flatten(logs)  # type: ignore[no-any-return]
+
+    def _source(self, leaf: Any) -> tuple[Any, str | None] | None:
+        """Return the metric that gave a log, and the key, if one that was watched did."""
+        for result, metric, key in self._results:
+            if result is leaf:
+                return metric, key
+        return None
+
+    def _results_by_name(self) -> dict[str, Any]:
+        """Return what metrics give that have no stand-in, by the names they have in Keras's logs.
+
+        They are those of layers, and others that the model keeps in no attribute.
+        """
+        watched = [*self._watched, loss_tracker(self._model)]
+        results = {}
+        for metric in self._model.metrics:
+            # Compiled metrics that a step of one's own leaves alone are not built.
+            if getattr(metric, "built", True) and not any(metric is other for other in watched):
+                result = metric.result()
+                results.update(result if isinstance(result, dict) else {metric.name: result})
+        return results
+
+
+def _is_number(leaf: Any) -> bool:
+    """Return whether a log can be averaged."""
+    if isinstance(leaf, float):
+        return True
+    if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
+        return False
+    shape = tf.TensorShape(leaf.shape)
+    return bool(tf.as_dtype(leaf.dtype).is_floating and shape.is_fully_defined())

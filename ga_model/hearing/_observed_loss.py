@@ -1,0 +1,199 @@
+"""Find out what each compiled loss averages over, while it is computed.
+
+Keras matches targets, outputs and sample weights with the user's losses in `CompileLoss.call`, in
+many ways, and a `compute_loss` of the user's own may change them before. So the losses are listened
+to where they are computed, through a copy of the compiled loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ga_model.base._internals import losses_in, mask_of, set_losses, set_metrics
+from ga_model.hearing._stand_in import StandIn
+from ga_model.hearing._weights import Term, num_rows
+from ga_model.replicas import _strategy
+
+
+def observed(
+    compiled: Any,
+    note: Callable[[Term], None],
+    calls: Any = None,
+    check: Callable[[Any, Any, Any], None] | None = None,
+    read: Callable[[str, Any], Any] | None = None,
+) -> Any:
+    """Return a copy of a compiled loss that notes the term of every loss it computes.
+
+    The copy computes the loss, as `CompileLoss` does, and its losses are observers that pass
+    everything on. What `build` makes is the original's own.
+
+    Args:
+        compiled: the `keras.src.trainers.compile_utils.CompileLoss` of a model.
+        note: called with each term.
+        calls: the `MetricCalls` that get the updates of metrics which track one of several losses,
+            in their place. None updates them.
+        check: called with every loss, its y_true and y_pred, before it is computed, or None.
+        read: called with the name of a loss and its values before they are reduced; returns the
+            `Denominator` of a single number, or None where that is the rows. Or None.
+    """
+
+    class Observed(type(compiled)):  # type: ignore[misc]
+        def build(self, y_true: Any, y_pred: Any) -> None:
+            compiled.build(y_true, y_pred)
+            adopt()
+
+        def call(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+            terms: list[Term] = []
+            self.__dict__["_terms"] = terms
+            loss = super().call(y_true, y_pred, sample_weight)
+            if not keras.tree.is_nested(y_true) and not keras.tree.is_nested(y_pred):
+                del terms[1:]  # of several losses of one output, Keras uses the first
+            for term in terms:
+                note(term)
+            return loss
+
+    copy = object.__new__(Observed)
+
+    def adopt() -> None:
+        copy.__dict__.update(compiled.__dict__)
+        if compiled.built:
+            losses = [
+                entry._replace(loss=_observer(entry, copy, check, read))
+                for entry in losses_in(compiled)
+            ]
+            set_losses(copy, losses)
+        if calls is not None:
+            copy.__dict__["_calls"] = calls
+            set_metrics(copy, [_Tracked(metric, copy) for metric in compiled.metrics])
+
+    adopt()
+    return copy
+
+
+class _Tracked(StandIn):
+    """Stands in for the metric that tracks one of several losses.
+
+    It tells the copy of the compiled loss that the metric belongs to.
+    """
+
+    def update_state(self, value: Any, sample_weight: Any = None) -> None:
+        # Keras updates it right after the loss.
+        compiled = self._listener
+        compiled._calls.update(self._original, value, sample_weight, compiled._terms[-1])
+
+    def result(self) -> Any:
+        return self._listener._calls.result(self._original)
+
+
+def _observer(entry: Any, compiled: Any, check: Any, read: Any) -> Any:
+    """Return a stand-in for one loss: it computes the loss and notes its term in `compiled`."""
+    loss, name = entry.loss, entry.name
+    reduction = getattr(loss, "reduction", None)
+
+    def in_total(value: Any) -> Any:
+        return value if entry.loss_weights is None else value * entry.loss_weights
+
+    def observe(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        if check is not None:
+            check(loss, y_true, y_pred)
+        seen: list[Any] = []
+        value = _seeing(loss, seen)(y_true, y_pred, sample_weight)
+        is_number = bool(seen) and seen[0].shape.rank == 0
+        is_product = is_number and sample_weight is not None
+        if reduction in ("sum", "none", None):
+            if reduction == "sum":
+                value = tf.reduce_sum(value)  # Keras leaves the values of no rows as they are
+            term = Term(name, None, reduction or "none", in_total(value), value, is_product)
+            compiled._terms.append(term)
+            return value
+        value = tf.reduce_sum(value)  # of no rows, as above
+        if not is_number:
+            value = _strategy.exactly_scaled(value)
+        elif (replicas := _strategy.num_replicas()) > 1:
+            # Keras leaves the division out there. A mean of no rows is NaN, and would be logged.
+            has_rows = tf.greater(num_rows(y_pred), 0)
+            value = tf.where(has_rows, value, tf.zeros_like(value)) / replicas
+        masks = [mask_of(t) for t in (y_pred, *seen)]
+        masks = [mask for mask in masks if mask is not None]
+        weight: Any = num_rows(y_pred)
+        kind: Hashable = "rows"  # for a `__call__` that does not come to `call`
+        if seen:
+            weight, kind = _denominator(reduction, seen[0], sample_weight, masks, weight)
+            found = None if read is None else read(name, seen[0])
+            if found is not None and sample_weight is None:
+                weight, kind = found.count, found.kind
+        is_product = is_product and reduction != "mean_with_sample_weight"
+        compiled._terms.append(Term(name, weight, kind, in_total(value), value, is_product))
+        return value
+
+    return observe
+
+
+def _seeing(loss: Any, seen: list[Any]) -> Any:
+    """Return a twin of a loss that appends its values to `seen` before they are reduced."""
+    if not isinstance(loss, keras.losses.Loss):
+        return loss
+
+    class Observed(type(loss)):  # type: ignore[misc]
+        def call(self, y_true: Any, y_pred: Any) -> Any:
+            values = super().call(y_true, y_pred)
+            # A number, perhaps. Ragged tensors would be refused.
+            seen.append(values if tf.is_tensor(values) else tf.convert_to_tensor(values))
+            return seen[-1]
+
+    twin = object.__new__(Observed)
+    object.__setattr__(twin, "__dict__", loss.__dict__)  # one state, whatever `call` does to it
+    return twin
+
+
+def _denominator(
+    reduction: str, values: Any, sample_weight: Any, masks: list[Any], rows: tf.Tensor
+) -> tuple[Any, Hashable]:
+    """Return the denominator of a mean over `values`, and its kind, as `keras.losses.Loss` has it.
+
+    Args:
+        reduction: "mean", "sum_over_batch_size" or "mean_with_sample_weight".
+        values: loss values of shape (rows, ...), or a scalar where the loss reduced by itself.
+        sample_weight: None, or a tensor of shape (rows,), (rows, 1) or (rows, positions).
+        masks: bool tensors of shape (rows, positions), to be combined with a logical and.
+        rows: scalar tensor, rows of the microbatch.
+    """
+    if values.shape.rank == 0:
+        return rows, "rows"
+    by_sample_weight = reduction == "mean_with_sample_weight" and sample_weight is not None
+    if not masks and not by_sample_weight:
+        is_rows = values.shape[1:].is_fully_defined()
+        return tf.size(values, tf.int64), "rows" if is_rows else values.ref()
+    mask = None
+    for part in masks:
+        mask = part if mask is None else tf.logical_and(mask, part)
+    kind: tuple[Hashable, ...] = (reduction, *(part.ref() for part in masks))
+    if reduction != "mean_with_sample_weight":
+        # Keras scales by prod(shape(mask)) / sum(mask) and divides by prod(shape(values)).
+        sizes = [tf.cast(tf.size(tensor, tf.int64), tf.float64) for tensor in (values, mask)]
+        per_entry = tf.math.divide_no_nan(*sizes)  # a replica may be left without rows
+        return tf.math.count_nonzero(mask, dtype=tf.float64) * per_entry, kind
+    weight = None if mask is None else tf.cast(mask, tf.float64)
+    if by_sample_weight:
+        sample_weight = tf.convert_to_tensor(sample_weight)
+        kind = (*kind, sample_weight.ref())
+        sample_weight = tf.cast(sample_weight, tf.float64)
+        if weight is None:
+            weight = sample_weight
+        else:
+            weight, sample_weight = _same_rank(weight, sample_weight)
+            weight = weight * sample_weight
+    return tf.reduce_sum(weight), kind
+
+
+def _same_rank(a: tf.Tensor, b: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Give the mask (rows, positions) and sample weights of rank one or two the same rank."""
+    if a.shape.rank == b.shape.rank + 1 and a.shape[-1] == 1:
+        return (a, b[:, tf.newaxis]) if b.shape.rank == 1 else (tf.squeeze(a, -1), b)
+    if b.shape.rank == a.shape.rank + 1 and b.shape[-1] == 1:
+        return (a[:, tf.newaxis], b) if a.shape.rank == 1 else (a, tf.squeeze(b, -1))
+    return a, b

@@ -1,0 +1,235 @@
+"""The gradients that the tapes of a step take, and what becomes of them before an optimizer.
+
+A window adds up what the microbatches give to an optimizer. That is the gradient of the full batch
+if the step hands gradients on as its tapes gave them, or has made something of them that is linear:
+scaled them, added them up, subtracted their mean. What else a step computes of gradients, such as a
+norm that it clips by, it would compute of the full batch's.
+"""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from ga_model.base._context import graph_being_made
+from ga_model.reading._loss_reading import SHARED, names, value_of
+from ga_model.reading._step_loss import Denominator, StepLoss, StepReading, by_kind
+
+# Linear in all gradients that go in.
+_SUMS = names("Add AddN AddV2 ConcatV2 Pack Sub")
+# Linear in one gradient, where all else is the same in every microbatch.
+_PRODUCTS = names("BatchMatMulV2 BatchMatMulV3 Div DivNoNan Einsum MatMul Mul RealDiv")
+_LINEAR = names(
+    "BroadcastTo Cast CheckNumerics Cumsum EnsureShape ExpandDims GatherV2 Identity IdentityN "
+    "MatrixBandPartV2 MatrixBandPart Mean Neg Pad PreventGradient Reshape ReverseV2 Roll Slice "
+    "Snapshot Split SplitV Squeeze StopGradient StridedSlice Sum Tile Transpose Unpack"
+)
+_CHOICES = names("Select SelectV2")
+# Linear in the first input, whatever entries the others put together.
+_SCATTERED = names("SegmentSum SegmentSumV2 UnsortedSegmentSum")
+_OF_SHAPE = names("OnesLike Rank Shape ShapeN Size ZerosLike")
+
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+
+
+class Work(NamedTuple):
+    """What a step has made of gradients that its tapes gave.
+
+    Attributes:
+        breaks: the operation that is not linear in them, or None.
+        shifts: the operation that adds something that is no gradient, or None.
+    """
+
+    breaks: Any = None
+    shifts: Any = None
+
+
+class HeardGradients:
+    """The gradients that the tapes of a step have taken, and of what.
+
+    Args:
+        graph: that the step is drawn in, or None: eagerly, nothing is read.
+        data: the microbatch.
+        model: whose BatchNormalization layers are another matter.
+    """
+
+    def __init__(self, graph: Any, data: Any, model: Any) -> None:
+        self._model = model
+        self._graph = graph
+        self._data = data
+        self._reading: StepReading | None = None
+        self._found: dict[int, StepLoss] = {}  # of a gradient's tensor
+        self._gradients: list[Any] = []  # which keeps their ids
+        self._first = 0  # operation behind the first of them
+
+    def _reader(self) -> StepReading:
+        if self._reading is None:
+            leaves = tf.nest.flatten(self._data)
+            lengths = {t.shape[0] for t in leaves if isinstance(t, tf.Tensor) and t.shape.rank}
+            known = next(iter(lengths)) if len(lengths) == 1 else None
+            normal = [layer.name for layer in self._model._batch_normalization_layers()]
+            self._reading = StepReading(self._graph, known, normal)
+        return self._reading
+
+    def note(self, tensor: Any, denominator: Denominator) -> None:
+        """Take it as known what a scalar is divided by."""
+        if self._is_here(tensor):
+            self._reader().note(tensor, denominator)
+
+    def note_samples(self, outputs: Any) -> None:
+        """Take it as known that outputs of a call have an entry of axis 0 for each sample."""
+        for tensor in tf.nest.flatten(outputs):
+            if self._is_here(tensor) and tensor.shape.rank:
+                self._reader().note_samples(tensor)
+
+    def _is_here(self, tensor: Any) -> bool:
+        """Return whether a tensor is of the step's graph, and what is drawn now is no other."""
+        is_symbolic = tf.is_symbolic_tensor(tensor)
+        return is_symbolic and tensor.graph is self._graph is graph_being_made()
+
+    def read(self, tensor: Any) -> StepLoss:
+        """Return what a tensor is divided by."""
+        leaves = tf.nest.flatten(self._data)
+        has_parts = any(isinstance(t, (tf.RaggedTensor, tf.SparseTensor)) for t in leaves)
+        if has_parts or not self._is_here(tensor):  # parts of such tensors have no samples
+            return StepLoss(None)
+        return self._reader().of(tensor)
+
+    def listen(self, target: Any) -> Any:
+        """Read what a tape takes the gradient of, and return what takes the gradients."""
+        tensors = [t for t in tf.nest.flatten(target) if tf.is_tensor(t)]
+        losses = [self.read(tensor) for tensor in tensors]
+
+        def tell(gradients: Any) -> None:
+            unlike = [loss for loss in losses if loss.denominators is None]
+            found = by_kind(d for loss in losses for d in loss.denominators or ())
+            whole = unlike[0] if unlike else StepLoss(list(found.values()))
+            if self._graph is not None:
+                self._first = self._first or len(self._graph.get_operations())
+            for gradient in tf.nest.flatten(gradients):
+                tensor = getattr(gradient, "values", gradient)
+                if self._is_here(tensor):
+                    self._found[id(tensor)] = whole
+                    self._gradients.append(tensor)
+
+        return tell
+
+    def losses_of(self, gradients: Any) -> list[StepLoss]:
+        """Return the losses that some gradients are of, as the tapes gave them or worked over."""
+        if self._graph is None:
+            return []
+        left = _tensors_of(gradients)
+        losses: dict[int, StepLoss] = {}
+        seen: set[int] = set()
+        while left:
+            tensor = left.pop()
+            if id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            loss = self._found.get(id(tensor))
+            if loss is not None:
+                losses[id(loss)] = loss
+            elif tf.is_symbolic_tensor(tensor) and tensor.graph is self._graph:
+                left += tensor.op.inputs
+        return list(losses.values())
+
+    def work_on(self, gradients: Any) -> Work:
+        """Return what the step has made of its tapes' gradients to get these."""
+        if not self._found:
+            return Work()
+        reading = self._reader()
+        reading.update()
+        known = dict.fromkeys(self._found, Work())  # of all that comes of gradients
+        fixed: set[int] = set()  # what follows from their shapes
+        for op in self._graph.get_operations()[self._first :]:
+            inputs = [id(tensor) for tensor in op.inputs]
+            if not any(i in known or i in fixed for i in inputs):
+                continue
+            outputs = [id(o) for o in op.outputs if id(o) not in self._found]
+            is_fixed = [
+                i in fixed or reading.kind_of(t) == SHARED for i, t in zip(inputs, op.inputs)
+            ]
+            if all(is_fixed) or op.type in _OF_SHAPE:
+                fixed.update(outputs)
+            else:
+                works = [known.get(i) for i in inputs]
+                known.update(dict.fromkeys(outputs, _work_of(op, works, is_fixed)))
+        return _of_all(known.get(id(tensor), Work()) for tensor in _tensors_of(gradients))
+
+
+def _tensors_of(gradients: Iterable[Any]) -> list[Any]:
+    """Return the tensors of gradients, or of their rows where they are sparse."""
+    tensors = [getattr(gradient, "values", gradient) for gradient in gradients]
+    return [tensor for tensor in tensors if tensor is not None]
+
+
+def _work_of(op: Any, works: list[Work | None], is_fixed: list[bool]) -> Work:
+    """Return what an operation makes of gradients.
+
+    Args:
+        op: the operation.
+        works: of its inputs, what has been made of those that come of gradients.
+        is_fixed: of its inputs, which are the same in every microbatch.
+    """
+    before = _of_all(work for work in works if work is not None)
+    if before.breaks is None and not _is_linear(op, works, is_fixed):
+        return before._replace(breaks=op)
+    if before.shifts is None and _adds_what_is_fixed(op, is_fixed):
+        return before._replace(shifts=op)
+    return before
+
+
+def _of_all(works: Iterable[Work]) -> Work:
+    """Return the first operation of each kind."""
+    works = list(works)
+    breaks = [work.breaks for work in works if work.breaks is not None]
+    shifts = [work.shifts for work in works if work.shifts is not None]
+    return Work(breaks[0] if breaks else None, shifts[0] if shifts else None)
+
+
+def _is_linear(op: Any, works: list[Work | None], is_fixed: list[bool]) -> bool:
+    """Return whether an operation is linear in gradients, but for a constant that it may add."""
+    if op.type in _SCATTERED:
+        return works[0] is not None
+    if not all(work is not None or fixed for work, fixed in zip(works, is_fixed)):
+        return False
+    if not all(output.dtype.is_floating or output.dtype.is_complex for output in op.outputs):
+        return False
+    if op.type in _PRODUCTS:
+        is_divided = "Div" not in op.type or works[1] is None
+        return is_divided and sum(work is not None for work in works) == 1
+    if op.type in _CHOICES:
+        return works[0] is None
+    return op.type in _SUMS or op.type in _LINEAR
+
+
+def _adds_what_is_fixed(op: Any, is_fixed: list[bool]) -> bool:
+    """Return whether an operation adds something to gradients that is no gradient, and not zero."""
+    if op.type in _CHOICES:
+        others = list(zip(op.inputs, is_fixed))[1:]
+    elif op.type in _SUMS:
+        others = list(zip(op.inputs, is_fixed))[: -1 if op.type == "ConcatV2" else None]
+    else:
+        return False
+    return any(fixed and not _is_zero(tensor) for tensor, fixed in others)
+
+
+def _is_zero(tensor: Any) -> bool:
+    value = value_of(tensor)
+    return tensor.op.type == "ZerosLike" or (value is not None and not np.any(value))
+
+
+def place_of(op: Any) -> str:
+    """Return an operation's type and the line of the user's that made it, for a message."""
+    frames = [
+        frame
+        for frame in op.traceback or ()
+        if not frame.filename.startswith(_LIBRARIES)
+        and f"{os.sep}ga_model{os.sep}" not in frame.filename
+    ]
+    return f"{op.type!r}" + (f" in {frames[-1].filename}:{frames[-1].lineno}" if frames else "")

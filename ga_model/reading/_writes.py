@@ -1,0 +1,203 @@
+"""Which variables a step writes to, beside those that it hands to its optimizers.
+
+A step of a window runs once per microbatch. What it writes by itself (a target network, a queue,
+the state of a layer) then moves more often than with the full batch; and an optimizer that is not
+listened to is applied to gradients of microbatches. Both is read from the graph, where one is
+made. Eagerly, values are compared before and after a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from ga_model.base._context import ThreadValue, graph_being_made
+from ga_model.base._internals import layers_in, own_weights, raw, written_handles
+from ga_model.replicas import _strategy
+
+# Variables that may be written to once per microbatch, by the last part of their names: where
+# random numbers begin.
+_HARMLESS = ("seed_generator_state", "StateVar")
+
+
+class Written(NamedTuple):
+    """What a step has written to.
+
+    Attributes:
+        normalization: BatchNormalization layers whose statistics have moved.
+        optimizers: optimizers that were applied.
+        others: names of other variables. Metrics and random state are none of them.
+    """
+
+    normalization: list[Any]
+    optimizers: list[Any]
+    others: list[str]
+
+
+NOTHING = Written([], [], [])
+
+# Of a graph, where operations begin and end that are left out: a list while a step is recorded.
+left_out = ThreadValue()
+
+
+@contextlib.contextmanager
+def unseen() -> Iterator[None]:
+    """Let what is written to here be left out: it is put back, or told of elsewhere."""
+    graph = graph_being_made()
+    first = 0 if graph is None else len(graph.get_operations())
+    try:
+        yield
+    finally:
+        if graph is not None:
+            last = len(graph.get_operations())
+            if left_out.get() is not None:
+                left_out.get().append((graph, first, last))
+
+
+class Writes:
+    """What is written to from now on, in the graph that is made or eagerly.
+
+    Args:
+        model: the model whose step runs.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._present = {id(variable) for variable in _of_layers(model)}
+        # Handles that an operation of the graph itself writes to, and no branch: a variable that
+        # is made while a graph is gets its first value in one.
+        self._assigned: set[int] = set()
+        self._unbuilt: list[Any] = []  # optimizers, eagerly
+        self._graph = graph_being_made()
+        if self._graph is not None:
+            self._number = len(self._graph.get_operations())
+        else:
+            optimizers = _living(keras.optimizers.Optimizer)
+            self._unbuilt = [optimizer for optimizer in optimizers if not optimizer.built]
+            variables = [*_of_layers(model), *_of_optimizers(optimizers)]
+            variables += [v for v in vars(model).values() if isinstance(v, tf.Variable)]
+            self._before = [(v, tf.identity(v)) for v in map(raw, variables)]
+
+    def read(self, known: Iterable[Any]) -> Written:
+        """Return what was written to.
+
+        Args:
+            known: optimizers of which it is known.
+        """
+        written = self._in_graph() if self._graph is not None else self._eagerly()
+
+        def found_in(variables: Iterable[Any]) -> list[Any]:
+            """Return those that were written to, and take them as found."""
+            found = [v for v in variables if written & _handles(v)]
+            written.difference_update(*map(_handles, found))
+            return found
+
+        normalization, names = [], []
+        for layer in layers_in(self._model):
+            found = found_in(_of_layer(layer))
+            found = [v for v in found if id(v) in self._present or self._assigned & _handles(v)]
+            if isinstance(layer, keras.layers.BatchNormalization) and found:
+                normalization.append(layer)
+            else:
+                names += [variable.path for variable in found]
+        found_in([*_of_optimizers(known), *self._model.metrics_variables])
+        built = [o for o in self._unbuilt if o.built and not any(o is other for other in known)]
+        if not written:
+            return Written(normalization, built, names)
+        living = _living((keras.optimizers.Optimizer, keras.metrics.Metric, tf.Variable))
+        optimizers = [v for v in living if isinstance(v, keras.optimizers.Optimizer)]
+        optimizers = [o for o in optimizers if o.built and found_in([o.iterations])] or built
+        metrics = [v for v in living if isinstance(v, keras.metrics.Metric)]
+        found_in([*_of_optimizers(optimizers), *(v for m in metrics for v in m.variables)])
+        if _strategy.num_replicas() == 1:  # or others might be those of a replica in between
+            others = map(_name, found_in(v for v in living if isinstance(v, tf.Variable)))
+            names += [name for name in others if name not in _HARMLESS]
+        return Written(normalization, optimizers, names)
+
+    def undo(self) -> None:
+        """Put back what was written to, as far as that has happened: eagerly."""
+        if self._graph is None:
+            for variable, value in self._before:
+                variable.assign(value)
+
+    def _in_graph(self) -> set[int]:
+        """Return the handles of variables that new operations of the graph write to, as ids."""
+        graph: Any = self._graph
+        unseen = [range(*span) for other, *span in left_out.get() or () if other is graph]
+        written: set[int] = set()
+        assigned: set[int] = set()
+        for number, op in enumerate(graph.get_operations()):
+            if number >= self._number and not any(number in span for span in unseen):
+                handles = {id(handle) for handle in written_handles(op)}
+                written |= handles
+                assigned |= handles if op.type.startswith("Assign") else set()
+        self._assigned = _captured(graph, assigned)
+        return _captured(graph, written)
+
+    def _eagerly(self) -> set[int]:
+        """Return the same of variables that have other values than before."""
+        changed = [v for v, value in self._before if not bool(tf.reduce_all(tf.equal(v, value)))]
+        return {handle for variable in changed for handle in _handles(variable)}
+
+
+def used_since(
+    graph: Any, first: int, variables: Iterable[Any], gradients: Iterable[Any]
+) -> list[str]:
+    """Return the names of variables that gradients follow from by late operations of a graph.
+
+    Args:
+        graph: the graph.
+        first: of the operations, the number of the first that is late.
+        variables: variables.
+        gradients: tensors, or None.
+    """
+    late = {op.name for op in graph.get_operations()[first:]}
+    left = [t for t in tf.nest.flatten(gradients, expand_composites=True) if t is not None]
+    seen: set[int] = set()
+    while left:
+        tensor = left.pop()
+        if id(tensor) not in seen and tf.is_symbolic_tensor(tensor) and tensor.graph is graph:
+            seen.add(id(tensor))
+            if tensor.op.name in late:
+                left += tensor.op.inputs
+    used = _captured(graph, seen)
+    return [variable.path for variable in variables if used & _handles(variable)]
+
+
+def _captured(graph: Any, inner: set[int]) -> set[int]:
+    """Return the tensors that a graph captures as some of its own, all by their ids."""
+    return {id(outer) for outer, own in graph.captures if id(own) in inner}
+
+
+def _of_layer(layer: Any) -> list[Any]:
+    return own_weights(layer)
+
+
+def _of_layers(model: Any) -> list[Any]:
+    return [variable for layer in layers_in(model) for variable in _of_layer(layer)]
+
+
+def _of_optimizers(optimizers: Iterable[Any]) -> list[Any]:
+    inner = [getattr(o, "inner_optimizer", o) for o in optimizers]
+    return [v for o in [*optimizers, *inner] if o.built for v in o.variables]
+
+
+def _living(classes: Any) -> list[Any]:
+    """Return all instances of classes that the process holds."""
+    return [value for value in gc.get_objects() if issubclass(type(value), classes)]
+
+
+def _handles(variable: Any) -> set[int]:
+    """Return the handles of a variable's copies, as ids."""
+    return {id(copy.handle) for copy in _strategy.copies(raw(variable))}
+
+
+def _name(variable: Any) -> str:
+    """Return the last part of a variable's name, but for that of a replica."""
+    parts = str(variable.name).split(":")[0].split("/")
+    return [part for part in parts if not part.startswith("replica_")][-1]

@@ -1,0 +1,85 @@
+"""Several workers: what Keras does not do with them, and what is said where they fail."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from ga_model.base import _messages
+from ga_model.base._internals import logs_over_replicas
+
+
+def build(keras_builds: Callable[..., None], strategy: Any, iterator: Any, batch: Any) -> None:
+    """Build a model under a strategy from its first batch.
+
+    Keras takes the mean of the replicas' parts of the batch, of which it needs no more than the
+    shape. That fails with several workers, and where the parts have different numbers of rows
+    (keras#20585, seen in 3.14.0 to 3.15.1). So with several replicas it is given one part, which
+    will do as well in a Keras that is mended.
+
+    Args:
+        keras_builds: the model's own `_maybe_symbolic_build`.
+        strategy: the model's strategy.
+        iterator, batch: what it takes, one of them None.
+    """
+    if iterator is None or strategy.num_replicas_in_sync == 1:
+        keras_builds(iterator, batch)
+        return
+    for _, _, batches in iterator:
+        part = tf.nest.map_structure(
+            lambda value: strategy.experimental_local_results(value)[0], next(batches)
+        )
+        keras_builds(data_batch=part)
+        break
+
+
+def with_logs_that_reduce(step: Callable[[Any], Any], strategy: Any) -> Callable[[Any], Any]:
+    """Return a `train_step` or `test_step` whose logs Keras can average over several workers.
+
+    It averages over axis 0, which scalars do not have (keras#20585, seen in 3.14.0 to 3.15.1).
+    Where Keras can not reduce a scalar, the step's logs get that axis.
+    """
+    if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+        return step
+
+    def reduce() -> Any:
+        logs = strategy.run(lambda: tf.zeros(()))
+        return logs_over_replicas(logs, strategy)
+
+    try:
+        tf.function(reduce, autograph=False).get_concrete_function()
+        return step
+    except ValueError:
+
+        @functools.wraps(step)
+        def with_axis(data: Any) -> Any:
+            return tf.nest.map_structure(_with_axis, step(data))
+
+        return with_axis
+
+
+def _with_axis(log: Any) -> Any:
+    if log is None or len(getattr(log, "shape", ())) > 0:
+        return log
+    return tf.convert_to_tensor(log)[tf.newaxis]
+
+
+def check_same_epoch(strategy: Any, epoch: int) -> None:
+    """Raise RuntimeError on every worker if they are not about to train the same epoch."""
+    if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+        return
+    here = tf.constant([epoch, epoch**2], tf.int64)
+    total, total_of_squares = strategy.reduce("SUM", here, axis=None).numpy()
+    if total**2 != total_of_squares * strategy.num_replicas_in_sync:
+        raise RuntimeError(_messages.epochs_message(epoch))
+
+
+def explain(error: BaseException, strategy: Any) -> None:
+    """Add a note to an error that means that another worker is gone."""
+    if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy) and (
+        isinstance(error, tf.errors.UnavailableError) or "ollective ops is aborted" in str(error)
+    ):
+        error.add_note(_messages.worker_message())

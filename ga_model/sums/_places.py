@@ -1,0 +1,141 @@
+"""Which rows of a sparse gradient are of samples, and which are of places that samples share.
+
+Where an Embedding looks up ids of the samples, each lookup has a row of the gradient, and the full
+batch has the rows of all microbatches. Where it looks up ids that do not come from the samples, as
+`position_embedding(ops.arange(length))` does, there is a row for each place in the ids: the full
+batch has no more of them than a microbatch, and adds up in each what it is for all samples. Which
+it is matters to clipping and to optimizers that are not linear, as each row is taken alone.
+
+The graph tells what ids come from (`_dependence`). Eagerly, all rows are taken for lookups, which
+is told where it looks wrong.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from ga_model.base import _validate
+from ga_model.reading._dependence import dependence_of, is_made_for_rows
+
+_NAME = "ids_of_places"  # of an operation: that is what stays with ids that go through a tape
+
+_told_of: set[int] = set()  # ids of variables
+
+
+class Parts(NamedTuple):
+    """The rows of one microbatch's gradient.
+
+    Attributes:
+        lookups: `tf.IndexedSlices`, a row for each lookup of the samples, or None.
+        places: `tf.IndexedSlices`, a row for each place that they share, or None.
+    """
+
+    lookups: Any
+    places: Any
+
+    @classmethod
+    def of(cls, slices: tf.IndexedSlices) -> Parts:
+        """Return the rows that a tape gave, where a table may have been looked up several times."""
+        if not tf.is_symbolic_tensor(slices.indices):
+            return cls(slices, None)
+        pieces = _pieces(slices.indices)
+        flags = [_is_of_places(piece) for piece in pieces]
+        if all(flags):
+            return cls(None, slices)
+        if not any(flags):
+            return cls(slices, None)
+        values = tf.split(slices.values, [tf.shape(piece)[0] for piece in pieces])
+
+        def part(of_places: bool) -> tf.IndexedSlices:
+            numbers = [i for i, flag in enumerate(flags) if flag == of_places]
+            return tf.IndexedSlices(
+                tf.concat([values[i] for i in numbers], 0),
+                tf.concat([pieces[i] for i in numbers], 0),
+                slices.dense_shape,
+            )
+
+        return cls(part(False), part(True))
+
+    @property
+    def shape(self) -> tf.TensorShape:
+        """That of the variable."""
+        return next(part.shape for part in self if part is not None)
+
+    def slices(self) -> tf.IndexedSlices:
+        """Return all rows as a gradient."""
+        if self.lookups is None or self.places is None:
+            return self.places if self.lookups is None else self.lookups
+        return tf.IndexedSlices(
+            tf.concat([part.values for part in self], 0),
+            tf.concat([part.indices for part in self], 0),
+            self.lookups.dense_shape,
+        )
+
+    def with_values(self, function: Callable[[Any], Any]) -> Parts:
+        """Return the rows with what a function of their values gives."""
+
+        def changed(part: Any) -> Any:
+            if part is None:
+                return None
+            return tf.IndexedSlices(function(part.values), part.indices, part.dense_shape)
+
+        return Parts(changed(self.lookups), changed(self.places))
+
+
+def marked(indices: Any) -> Any:
+    """Return ids of places so that `Parts.of` knows them, in the same graph."""
+    return tf.identity(indices, name=_NAME)
+
+
+def _pieces(indices: Any) -> list[Any]:
+    """Return the ids of each lookup. A tape puts them one behind the other."""
+    op = indices.op
+    if op.type != "ConcatV2" or indices.shape.rank != 1:
+        return [indices]
+    return [piece for part in op.inputs[:-1] for piece in _pieces(part)]
+
+
+def _is_of_places(ids: Any) -> bool:
+    """Return whether ids do not come from samples, or have one row each however often they do."""
+    if ids.op.name.split("/")[-1].startswith(_NAME):
+        return True
+    if ids.op.type == "Reshape":  # the ids of a lookup are of any shape
+        ids = ids.op.inputs[0]
+    if ids.op.type.startswith("Unique"):  # TensorFlow has added up lookups of equal ids
+        return True
+    return not (any(dependence_of(ids)) or is_made_for_rows(ids))
+
+
+def warn_of_positions(before: np.ndarray, ids: np.ndarray, variable: Any) -> None:
+    """Warn, once per variable, if two microbatches have looked up 0, 1, 2 and so on.
+
+    That is what positions are, and what samples are not, in one microbatch after the other.
+
+    Args:
+        before: the ids of the microbatches before.
+        ids: those of the next one.
+        variable: the table.
+    """
+    places = np.arange(len(ids))
+    if len(ids) < 2 or id(variable) in _told_of or not np.array_equal(ids, places):
+        return
+    if np.array_equal(before[-len(ids) :], places):
+        _told_of.add(id(variable))
+        weakref.finalize(variable, _told_of.discard, id(variable))
+        _validate.warn(positions_message(getattr(variable, "path", variable.name), len(ids)))
+
+
+def positions_message(path: str, number: int) -> str:
+    return (
+        "Eagerly, each row of a sparse gradient counts as a sample's own. The optimizer gets that "
+        "of a position once per microbatch, and from the full batch it gets it once: clipping, and "
+        "optimizers such as Adam, then make another update. "
+        f"Received: microbatches that all look up the ids 0 to {number - 1} in {path!r}. "
+        "If these are positions, train without `run_eagerly=True`; in a loop of your own, take the "
+        "gradients and call `GradientAccumulator.add` in one `tf.function`."
+    )

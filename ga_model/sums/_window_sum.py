@@ -1,0 +1,240 @@
+"""The sum of a window's weighted gradients over several calls, in variables, and its update.
+
+The algebra is that of `_sums`; here its sums live in variables.
+
+Why the buffers are not zeroed after an update: the first microbatch of a window takes the place of
+what is there, which saves one pass over the memory of all trainable variables per window.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ga_model.base import _messages, _validate
+from ga_model.replicas import _optimizers, _strategy
+from ga_model.sums import _sums
+from ga_model.sums._gradient_noise import GradientNoise, Squares
+from ga_model.sums._places import Parts
+from ga_model.sums._rows import Rows, sum_dtype
+from ga_model.sums._sums import GradientSum
+
+
+class WindowSum:
+    """The open window of one optimizer: sums that microbatches are added to, and their update.
+
+    Each replica has its own. The buffers are made by the first microbatch.
+
+    Args:
+        jit_compile: whether XLA may compile the updates. There is then one optimizer in all of
+            them.
+
+    Attributes:
+        num_microbatches: int64 scalar variable, microbatches added since the last reset.
+        unit: float64 scalar variable, what their weights are counted in.
+        variables: those whose gradients are summed; none before the first microbatch.
+    """
+
+    def __init__(self, jit_compile: bool = False) -> None:
+        self._strategy = _strategy.current()
+        self.num_microbatches, self._total, self.unit = _strategy.make_variables(
+            lambda: [tf.zeros((), dtype) for dtype in (tf.int64, tf.float64, tf.float64)]
+        )
+        self.variables: list[Any] = []
+        self._buffers: list[Any] = []  # of each variable a `tf.Variable`, `Rows` of them, or None
+        self._summed: list[Any] = []  # of each variable a bool `tf.Variable`, or None
+        self._squares: Squares | None = None  # of variables, once somebody asks for the noise
+        self._is_sum: bool | None = None
+        self._jit_compile = jit_compile
+        self._compiled: Callable[..., Any] | None = None  # what then makes the updates
+
+    def add(self, part: GradientSum, variables: Sequence[Any], is_sum: bool) -> None:
+        """Add weighted gradients, whose unit has grown from that of the window."""
+        self._check_is_on_replica()
+        self.prepare(part, variables, is_sum)
+        self._store(self._sum().plus(part, variables))
+        self._count(part)
+
+    def add_compiled(
+        self, part: GradientSum, variables: Sequence[Any], is_sum: bool
+    ) -> GradientSum:
+        """Add one microbatch to dense buffers, in a function that XLA compiles.
+
+        Returns the rest, for `add_rest`: what goes into lists of rows, which XLA can not keep.
+        """
+        self.prepare(part, variables, is_sum)
+        dense = [None if isinstance(b, Rows) else g for b, g in zip(self._buffers, part.gradients)]
+        rows = [g if isinstance(b, Rows) else None for b, g in zip(self._buffers, part.gradients)]
+        whole = self._sum(with_rows=False)
+        self._store(whole.plus(part._replace(gradients=dense), variables, in_one_pass=True))
+        return part._replace(gradients=rows, maxima=[None for _ in rows])
+
+    def add_rest(self, rest: GradientSum) -> None:
+        """Add what `add_compiled` returned, and count the microbatch."""
+        if any(value is not None for value in rest.gradients):
+            self._store(self._sum(with_dense=False).plus(rest, self.variables))
+        self._count(rest)
+
+    def _sum(self, with_dense: bool = True, with_rows: bool = True) -> GradientSum:
+        """Return the sum so far, that of all variables or without those of a kind."""
+
+        def read(buffer: Any) -> Any:
+            if buffer is None or not (with_rows if isinstance(buffer, Rows) else with_dense):
+                return None
+            return tf.nest.map_structure(lambda part: part.read_value(), buffer)
+
+        weight = _sums.Weight(self._total.read_value(), self.unit.read_value())
+        values = [read(buffer) for buffer in self._buffers]
+        whole = GradientSum.of(values, self.variables, weight, scale=False)
+        is_empty = tf.equal(self.num_microbatches, 0)
+        maxima = [None if m is None else tf.where(is_empty, m.dtype.min, m) for m in whole.maxima]
+        return whole._replace(maxima=maxima)
+
+    def _store(self, whole: GradientSum) -> None:
+        values = zip(self._buffers, whole.values(), self.variables, self._summed)
+        for buffer, value, variable, is_summed in values:
+            if isinstance(value, Rows):
+                is_summed.assign(is_summed | value.is_long(variable))
+                value = value.bounded(variable)
+            if value is not None:
+                tf.nest.map_structure(lambda b, v: b.assign(tf.cast(v, b.dtype)), buffer, value)
+
+    def _count(self, part: GradientSum) -> None:
+        shrink = tf.math.divide_no_nan(self.unit, part.unit)  # a power of two, mostly 1
+        if part.squares is not None:
+            self._squares = self._squares or _strategy.make_variables(Squares.of_nothing)
+            squares = self._read_squares().plus(part.squares, shrink)
+            tf.nest.map_structure(lambda s, value: s.assign(value), self._squares, squares)
+        self._total.assign(self._total * shrink + part.total)
+        self.unit.assign(part.unit)
+        self.num_microbatches.assign_add(1)
+
+    def _read_squares(self) -> Squares:
+        return tf.nest.map_structure(lambda s: s.read_value(), self._squares)  # type: ignore[no-any-return]
+
+    def mean(self) -> list[Any]:
+        """Return the replica's share of the mean: see `GradientAccumulator.mean`."""
+        self._check_is_on_replica()
+        share = self._sum().of_replica(self.variables)
+        return share.mean(self.variables, bool(self._is_sum))
+
+    def update(
+        self, optimizer: Any, condition: Any = True, noise: GradientNoise | None = None
+    ) -> None:
+        """Update the variables with the mean, and start the next window.
+
+        An empty window, and one whose weights sum to zero, changes nothing.
+
+        Args:
+            optimizer: a `keras.optimizers.Optimizer`.
+            condition: bool scalar tensor, where False does nothing.
+            noise: what measures the noise of the gradients, or None.
+        """
+        variables = self.variables
+
+        def on_replica() -> None:
+            _optimizers.build(optimizer, variables)
+            weight = self._total * self.unit  # units differ between replicas
+            estimate = None if noise is None else noise.of(optimizer)
+            update = functools.partial(self._update, optimizer, estimate)
+            _strategy.update_if(condition, weight, update, after=self.reset)
+
+        _strategy.run_on_replicas(self._strategy, on_replica)
+
+    def _update(self, optimizer: Any, estimate: Any) -> None:
+        """Apply the optimizer to the mean. Replicas communicate, and all have to call it."""
+
+        def apply(share: GradientSum) -> None:
+            gradients = share.mean(self.variables, bool(self._is_sum))
+            _optimizers.apply(optimizer, gradients, self.variables)
+
+        whole = self._sum()
+        share = whole.of_replica(self.variables)
+        if estimate is not None:
+            estimate.update(whole._replace(squares=self._read_squares()), share, optimizer)
+        # For each number of rows XLA would compile again: a window's are sums of many numbers.
+        has_rows = any(isinstance(buffer, Rows) for buffer in self._buffers)
+        if self._jit_compile and not has_rows and not tf.executing_eagerly():
+            self._compiled = self._compiled or _optimizers.compiled(apply)
+        (self._compiled or apply)(share)
+
+    def summed_variables(self) -> list[Any]:
+        """Return those of the variables whose rows were summed in a window so far."""
+        pairs = [(v, flag) for v, flag in zip(self.variables, self._summed) if flag is not None]
+        return [v for v, flag in pairs if any(map(bool, _strategy.copies(flag)))]
+
+    def messages(self, optimizer: Any) -> list[str]:
+        """Return what there is to tell of rows that were summed, one message or none."""
+        summed = [] if _adds_up_rows(optimizer) else self.summed_variables()
+        names = [getattr(variable, "path", variable.name) for variable in summed]
+        return [_messages.summed_rows_message(names, optimizer.name)] if names else []
+
+    def reset(self) -> None:
+        """Forget the open window. Dense buffers stay allocated."""
+        for state in (self.num_microbatches, self._total, self.unit):
+            state.assign(tf.zeros((), state.dtype))
+        for buffer, variable in zip(self._buffers, self.variables):
+            if isinstance(buffer, Rows):
+                tf.nest.map_structure(lambda b, v: b.assign(v), buffer, Rows.none(variable))
+
+    def _check_is_on_replica(self) -> None:
+        if _strategy.current() is not self._strategy or not _strategy.is_on_replica():
+            raise ValueError(_messages.accumulator_scope_message())
+
+    def is_for(self, variables: Sequence[Any]) -> bool:
+        """Return whether `variables` are those whose gradients are summed, in the same order."""
+        return [id(v) for v in variables] == [id(v) for v in self.variables]
+
+    def prepare(self, part: GradientSum, variables: Sequence[Any], is_sum: bool) -> None:
+        """Make what a microbatch is added to, if it is the first one, or check that it fits."""
+        if not self.variables:
+            pairs = list(zip(part.values(), variables))
+            _check_shapes(pairs)
+            self.variables = list(variables)
+            self._is_sum = is_sum
+            self._buffers = _strategy.make_variables(
+                lambda: [_nothing(value, variable) for value, variable in pairs]
+            )
+            self._summed = _strategy.make_variables(
+                lambda: [tf.constant(False) if isinstance(b, Rows) else None for b in self._buffers]
+            )
+            return
+        if not self.is_for(variables):
+            raise ValueError(_messages.unknown_variables_message())
+        if is_sum != self._is_sum:
+            raise ValueError(_messages.mixed_weights_message())
+        late = [
+            variable
+            for variable, value, buffer in zip(variables, part.values(), self._buffers)
+            if value is not None and buffer is None
+        ]
+        if late:
+            raise RuntimeError(_messages.late_gradient_message(late))
+
+
+def _adds_up_rows(optimizer: Any) -> bool:
+    """Return whether equal rows of a sparse gradient may be summed before an update."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    linear = (keras.optimizers.SGD.update_step, keras.optimizers.Lion.update_step)
+    return getattr(type(inner), "update_step", None) in linear and not _optimizers.clips(inner)
+
+
+def _check_shapes(pairs: Sequence[tuple[Any, Any]]) -> None:
+    """Check the gradients of a first microbatch against their variables."""
+    # As an argument of a `tf.function` a Keras variable arrives as a tensor.
+    _validate.check_variables([v for _, v in pairs if not tf.is_symbolic_tensor(v)])
+    for value, variable in pairs:
+        shape = getattr(value, "shape", None)
+        if shape is not None and not tf.TensorShape(variable.shape).is_compatible_with(shape):
+            raise ValueError(_messages.gradient_message(value, variable))
+
+
+def _nothing(value: Any, variable: Any) -> Any:
+    """Return what a sum of such gradients begins with: zeros, no rows, or None."""
+    if isinstance(value, (Rows, Parts)):
+        return Rows.none(variable)
+    return None if value is None else tf.zeros(variable.shape, sum_dtype(variable.dtype))
