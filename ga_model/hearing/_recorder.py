@@ -32,10 +32,10 @@ from ga_model.reading._heard_gradients import HeardGradients, place_of
 from ga_model.reading._loss_reading import (
     DoesNotAddUpError,
     check_adds_up,
-    has_fixed_seed,
     kind_of_scalar,
     mixes_samples,
 )
+from ga_model.reading._operations import has_fixed_seed
 from ga_model.reading._step_loss import (
     OF_WEIGHTS,
     Denominator,

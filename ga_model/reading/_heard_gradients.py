@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from ga_model.base._context import graph_being_made
-from ga_model.reading._loss_reading import SHARED, names, value_of
+from ga_model.reading._operations import SHARED, names, value_of
 from ga_model.reading._step_loss import Denominator, StepLoss, StepReading, by_kind
 
 # Linear in all gradients that go in.

@@ -7,7 +7,7 @@ no such quotient, and no sum of some with equal denominators, can not be put tog
 microbatches.
 
 Reading follows the operations from the samples to the loss, and takes what layers compute to keep
-samples apart (`_loss_reading`). What has been reduced over the samples may then be scaled and added
+samples apart (`_reading`). What has been reduced over the samples may then be scaled and added
 up. Everything else mixes samples.
 """
 
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from ga_model.reading._loss_reading import (
+from ga_model.reading._operations import (
     BY_SAMPLE,
     COUNT,
     MEAN,
@@ -27,12 +27,12 @@ from ga_model.reading._loss_reading import (
     SHAPE,
     SHARED,
     SUM,
-    Reading,
     axes_of,
     axis_of,
     names,
     value_of,
 )
+from ga_model.reading._reading import Reading
 
 _TERMS = "a sum of terms that are divided by different things"
 _BOUND = "a sum over samples, and at least some number"

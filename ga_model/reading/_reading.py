@@ -1,0 +1,344 @@
+"""Follow the samples of a batch through the operations of a graph.
+
+There are two readers. A proof takes nothing for granted: what is not known to treat samples one by
+one proves nothing. The other one trusts what it does not know, as in layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from ga_model.base._internals import graph_of_function
+from ga_model.reading._operations import (
+    ALONG_LAST_AXIS,
+    BY_SAMPLE,
+    COUNT,
+    ELEMENTWISE,
+    INSIDE,
+    KEEPS,
+    LINEAR,
+    MEAN,
+    MIXED,
+    OF_IMAGES,
+    OF_LABELS,
+    PLACES,
+    REDUCTIONS,
+    SHAPE,
+    SHARED,
+    SUM,
+    axes_of,
+    compares,
+    has_fixed_seed,
+    letters_of,
+    values_of,
+)
+
+
+class Reading:
+    """What the tensors of a graph are to samples.
+
+    Args:
+        graph: of a function whose arguments are tensors with samples.
+        trusts_layers: whether what is not known keeps samples apart, as layers do.
+        rows: the number of samples, if it is known while the graph is made.
+        normalizing: names of layers whose means over samples are another matter.
+        arguments: what the inputs of the graph are to samples, if it is one inside of another.
+    """
+
+    def __init__(
+        self,
+        graph: Any,
+        trusts_layers: bool = False,
+        rows: int | None = None,
+        normalizing: Sequence[str] = (),
+        arguments: Sequence[str | None] | None = None,
+    ) -> None:
+        self._graph = graph
+        self._trusts_layers = trusts_layers
+        self._rows = rows
+        self._normalizing = normalizing
+        self._axis: dict[int, int] = {}  # of the samples, where it is not the first and is known
+        self._number = 0  # of operations that were read
+        if arguments is not None:
+            known = zip(graph.inputs, arguments)
+            self._known = {id(tensor): kind for tensor, kind in known if kind is not None}
+            self.update()
+            return
+        inner = {id(inner) for _, inner in graph.captures}
+        own = [t for t in graph.inputs if id(t) not in inner]
+        self._known = {id(t): BY_SAMPLE if t.shape.rank else SHARED for t in own}
+        self.update()
+
+    def update(self) -> None:
+        """Read what has come to the graph."""
+        for outer, inner in self._graph.captures:
+            if outer.dtype == tf.resource or not tf.is_symbolic_tensor(outer):
+                self._known.setdefault(id(inner), SHARED)
+        operations = self._graph.get_operations()  # each behind those that it depends on
+        for op in operations[self._number :]:
+            self._read(op)
+        self._number = len(operations)
+
+    def proves(self, tensor: Any) -> bool:
+        """Return whether a tensor has a value for each sample, or is a mean of such values."""
+        return self.kind_of(tensor) == (BY_SAMPLE if tensor.shape.rank else MEAN)
+
+    def kind_of(self, tensor: Any) -> str | None:
+        """Return what a tensor is to samples, or None if it is not known."""
+        return self._known.get(id(tensor))
+
+    def of_output(self, number: int) -> list[str | None]:
+        """Return what an output of the graph is, or nothing where it has fewer."""
+        return [self.kind_of(tensor) for tensor in self._graph.outputs[number : number + 1]]
+
+    def _read(self, op: Any) -> None:
+        kinds = [self._known.get(id(tensor)) for tensor in op.inputs]
+        if op.type == "Placeholder":
+            return
+        is_readable = not {None, INSIDE, MIXED, PLACES} & set(kinds)
+        kind = self._kind(op, kinds) if is_readable else None
+        if op.type in REDUCTIONS and self._is_normalizing(op):
+            kind = SHARED
+        has_inner = self._trusts_layers and bool(kinds and op.outputs)
+        inner = self._inner(op, kinds) if has_inner else []
+        for output in op.outputs:
+            trusted = self._trusted(op, kinds, output, inner) if self._trusts_layers else None
+            if found := kind or trusted:
+                self._known[id(output)] = found
+
+    def _kind(self, op: Any, kinds: list[Any]) -> str | None:
+        """Return what the outputs of an operation are, or None if it is not known."""
+        if all(kind == SHARED for kind in kinds):
+            is_random = "Random" in op.type or (op.op_def is not None and op.op_def.is_stateful)
+            return SHARED if not is_random or op.type == "ReadVariableOp" else None
+        if op.type == "Shape" and kinds[0] == BY_SAMPLE:
+            return SHAPE
+        if SHAPE in kinds or COUNT in kinds:
+            return self._kind_of_shape(op, kinds)
+        if MEAN in kinds or SUM in kinds:
+            return self._kind_of_mean(op, kinds)
+        if self._keeps_samples(op, kinds):
+            return BY_SAMPLE
+        is_over_samples = op.type in REDUCTIONS and 0 in (axes_of(op) or ())
+        return {"Mean": MEAN, "Sum": SUM}.get(op.type) if is_over_samples else None
+
+    def _trusted(self, op: Any, kinds: list[Any], output: Any, inner: list[Reading]) -> str | None:
+        """Return what an output most probably is, of an operation that is not known."""
+        if op.type in ("Shape", "ShapeN", "Size", "Rank") or not kinds:
+            return None
+        if inner:
+            return _of_function(inner, output.value_index)
+        if op.type == "Range" and COUNT in kinds:
+            return PLACES
+        if kinds[0] == PLACES and op.type in ("Cast", "ExpandDims", "Reshape", "StridedSlice"):
+            return PLACES
+        if (
+            {MIXED, MEAN, SUM} & set(kinds)
+            or compares(op, kinds)
+            or self._compares_inside(op, kinds)
+        ):
+            return MIXED
+        if op.type.startswith("TensorList") and op.type != "TensorListLength":
+            return self._of_list(op, kinds, output)
+        if (axis := self._axis_after(op, kinds)) is not None:
+            if axis:
+                self._axis[id(output)] = axis
+            return INSIDE if axis else BY_SAMPLE
+        rank, is_known = output.shape.rank, {BY_SAMPLE, INSIDE} & set(kinds)
+        if not rank:
+            return MIXED if is_known and op.type in REDUCTIONS else None
+        if op.type == "Transpose" and is_known:
+            stays = values_of(op, 1)[:1] == [0]
+            return INSIDE if stays == (kinds[0] == INSIDE) else BY_SAMPLE
+        if INSIDE in kinds and op.type in ELEMENTWISE:
+            return INSIDE
+        is_random = "Random" in op.type and (SHAPE in kinds or self._rows is not None)
+        lengths = [t.shape[0] for t, k in zip(op.inputs, kinds) if k == BY_SAMPLE]
+        if is_random and self._are_rows(output.shape[0]):
+            return MIXED if has_fixed_seed(op) else BY_SAMPLE
+        if is_known and output.shape[0] in (self._rows, *lengths):  # of several views perhaps
+            return BY_SAMPLE
+        return INSIDE if is_known else None
+
+    def _of_list(self, op: Any, kinds: list[Any], output: Any) -> str | None:
+        """Return what a list of a loop is to samples, as each tensor in it, or such a tensor."""
+        if op.type == "TensorListFromTensor":
+            return {BY_SAMPLE: MIXED, INSIDE: BY_SAMPLE}.get(kinds[0])
+        if op.type in ("TensorListSetItem", "TensorListPushBack"):
+            return kinds[-1] if kinds[-1] == BY_SAMPLE else None
+        if kinds[0] != BY_SAMPLE:
+            return None
+        if op.type in ("TensorListStack", "TensorListConcatV2"):
+            self._axis[id(output)] = 1
+            return INSIDE
+        return BY_SAMPLE
+
+    def _are_rows(self, length: int | None) -> bool:
+        """Return whether a length of axis 0 may be that of samples, or of several for each."""
+        if self._rows is None:
+            return length is None
+        return length is not None and length % self._rows == 0
+
+    def _is_normalizing(self, op: Any) -> bool:
+        parts = op.name.split("/")
+        return any(
+            part == n or part.startswith(f"{n}_") for part in parts for n in self._normalizing
+        )
+
+    def _inner(self, op: Any, kinds: list[Any]) -> list[Reading]:
+        """Return readings of the function, the branches or the loop that an operation runs."""
+        is_branch = op.type in ("If", "StatelessIf", "Case", "StatelessCase")
+        arguments = kinds[int(is_branch) :]
+        return [
+            Reading(graph, True, self._rows, self._normalizing, arguments) for graph in _bodies(op)
+        ]
+
+    def _compares_inside(self, op: Any, kinds: list[Any]) -> bool:
+        """Return whether an operation computes along an axis that is known to be the samples'."""
+        axes = [self._axis_of_samples(t, kind) for t, kind in zip(op.inputs, kinds)]
+        if all(axis is None for axis in axes):
+            return False
+        rank = op.inputs[0].shape.rank
+        if op.type in (*REDUCTIONS, "Cumsum", "Cumprod", "CumulativeLogsumexp", "ReverseV2"):
+            return axes[0] is not None and axes[0] in (axes_of(op) or ())
+        if op.type in ALONG_LAST_AXIS:
+            return bool(axes[0] == rank - 1)
+        if op.type in OF_IMAGES or op.type == "Conv3D":
+            return bool(axes[0])
+        if op.type in ("BatchMatMulV2", "BatchMatMulV3"):
+            left = rank - (2 if op.get_attr("adj_x") else 1)
+            right = op.inputs[1].shape.rank - (1 if op.get_attr("adj_y") else 2)
+            if axes[0] == left or axes[1] == right:
+                return True
+            return None not in axes and axes[0] != axes[1]
+        if op.type == "Einsum":
+            letters, outputs = letters_of(op)
+            if letters is None:
+                return False
+            of_samples = {part[axis] for part, axis in zip(letters, axes) if axis is not None}
+            return len(of_samples) > 1 or not of_samples <= set(outputs)
+        return False
+
+    def _axis_of_samples(self, tensor: Any, kind: Any) -> int | None:
+        return 0 if kind == BY_SAMPLE else self._axis.get(id(tensor))
+
+    def _axis_after(self, op: Any, kinds: list[Any]) -> int | None:
+        """Return the axis on which an operation leaves the samples, where that is known."""
+        axes = [self._axis_of_samples(t, kind) for t, kind in zip(op.inputs, kinds)]
+        known = [axis for axis in axes if axis is not None]
+        if not known or not op.outputs or op.outputs[0].shape.rank is None:
+            return None
+        rank = op.inputs[0].shape.rank
+        if op.type == "Transpose" and axes[0] is not None:
+            order = values_of(op, 1)
+            return order.index(axes[0]) if order else None
+        if op.type == "ExpandDims" and axes[0] is not None and (new := axes_of(op)):
+            return axes[0] + (new[0] <= axes[0])
+        if op.type == "Squeeze" and axes[0] is not None and rank is not None:
+            gone = [axis % rank for axis in op.get_attr("squeeze_dims")]
+            return axes[0] - sum(axis < axes[0] for axis in gone) if gone else None
+        if op.type == "Einsum":
+            letters, outputs = letters_of(op)
+            if letters is None:
+                return None
+            of_samples = [part[axis] for part, axis in zip(letters, axes) if axis is not None]
+            return outputs.find(of_samples[0])
+        if op.type in ALONG_LAST_AXIS and len(op.outputs) == 1:
+            return axes[0]
+        if op.type in ("BatchMatMulV2", "BatchMatMulV3") and axes[0] is not None:
+            return axes[0]
+        if op.type in ELEMENTWISE and len(set(known)) == 1 and known[0]:
+            ranks = {t.shape.rank for t, axis in zip(op.inputs, axes) if axis is not None}
+            return known[0] if ranks == {op.outputs[0].shape.rank} else None
+        is_alike = axes[0] and rank == op.outputs[0].shape.rank
+        return axes[0] if is_alike and op.type != "Reshape" else None
+
+    def _kind_of_shape(self, op: Any, kinds: list[Any]) -> str | None:
+        if op.type in ("Identity", "Cast"):
+            return str(kinds[0])
+        if op.type in ("RealDiv", "DivNoNan") and kinds == [SUM, COUNT]:
+            return MEAN
+        if op.type == "StridedSlice" and kinds[0] == SHAPE:
+            begin, end = (tf.get_static_value(op.inputs[i]) for i in (1, 2))
+            stride = tf.get_static_value(op.inputs[3])
+            if begin is None or end is None or stride is None or begin[0] < 0 or stride[0] != 1:
+                return None
+            if begin[0] > 0:
+                return SHARED
+            return COUNT if op.get_attr("shrink_axis_mask") == 1 else None
+        if op.type in ("Pack", "ConcatV2") and kinds[0] == COUNT:
+            return SHAPE if set(kinds[1:]) <= {SHARED} else None
+        if op.type in ("Reshape", "BroadcastTo") and kinds == [BY_SAMPLE, SHAPE]:
+            if op.type == "BroadcastTo" and op.inputs[0].shape.rank != op.outputs[0].shape.rank:
+                return None
+            return BY_SAMPLE  # which has the samples in front, as it had
+        if op.type == "Fill" and kinds == [SHAPE, SHARED]:
+            return BY_SAMPLE
+        return None
+
+    def _kind_of_mean(self, op: Any, kinds: list[Any]) -> str | None:
+        kind = MEAN if MEAN in kinds else SUM
+        if op.type in REDUCTIONS:  # over other axes
+            return kind if op.type in ("Mean", "Sum") and kinds[0] == kind else None
+        if op.type not in LINEAR or not set(kinds) <= {kind, SHARED}:
+            return None
+        if op.type == "Mul":
+            return kind if kinds.count(kind) == 1 else None
+        if op.type in ("RealDiv", "DivNoNan"):
+            return kind if kinds[1] == SHARED else None
+        # A constant beside a sum counts once.
+        return kind if kind == MEAN or SHARED not in kinds else None
+
+    def _keeps_samples(self, op: Any, kinds: list[Any]) -> bool:
+        """Return whether an operation treats samples one by one, and leaves them on axis 0."""
+        ranks = [tensor.shape.rank for tensor in op.inputs]
+        if None in ranks or any(tensor.shape.rank is None for tensor in op.outputs):
+            return False
+        of_samples = [rank for rank, kind in zip(ranks, kinds) if kind == BY_SAMPLE]
+        shared = [t for t, kind in zip(op.inputs, kinds) if kind == SHARED]
+        if not of_samples:
+            return False
+        rank, is_first = of_samples[0], kinds[0] == BY_SAMPLE
+        if op.type in ELEMENTWISE:
+            fit = [
+                t.shape.rank < rank or (t.shape.rank == rank and t.shape[0] == 1) for t in shared
+            ]
+            return bool(set(of_samples) == {rank} and all(fit))
+        if op.type in ALONG_LAST_AXIS:
+            return bool(is_first and rank > 1)
+        if op.type in OF_LABELS:
+            return set(kinds) == {BY_SAMPLE} and ranks[0] == 2
+        if op.type in OF_IMAGES:
+            return is_first and kinds.count(BY_SAMPLE) == 1
+        if op.type in REDUCTIONS or op.type in ("ExpandDims", "Cumsum"):
+            axes = axes_of(op)
+            return is_first and axes is not None and 0 not in axes
+        reads = KEEPS.get(op.type)
+        return reads is not None and bool(reads(op, kinds, ranks))
+
+
+def _bodies(op: Any) -> list[Any]:
+    """Return the graphs of the functions that an operation runs, but for conditions of loops."""
+    if op.op_def is None:
+        return []
+    names_ = [a.name for a in op.op_def.attr if a.type == "func" and a.name != "cond"]
+    graphs = [graph_of_function(op.graph, op.get_attr(name).name) for name in names_]
+    return [graph for graph in graphs if graph is not None]
+
+
+def _of_function(inner: list[Reading], number: int) -> str | None:
+    """Return what an output is that a function, a branch or a loop has computed.
+
+    Args:
+        inner: readings of what may have computed it.
+        number: of the output.
+    """
+    found = [kind for reading in inner for kind in reading.of_output(number)]
+    if {MIXED, MEAN, SUM} & set(found):
+        return MIXED
+    if len(set(found)) == 1:
+        return found[0]
+    return BY_SAMPLE if BY_SAMPLE in found else None
