@@ -142,7 +142,7 @@ class Accumulation:
     def check_step(self) -> None:
         """Raise TypeError if a `train_step` of the instance would hide that of the class."""
         if "train_step" in vars(self._model) and not self.is_plain():
-            raise TypeError(_messages.instance_step_message(self._model.name))
+            raise TypeError(_instance_step_message(self._model.name))
 
     def check_strategy(self) -> None:
         """Raise if the model cannot accumulate under its `tf.distribute` strategy."""
@@ -155,7 +155,7 @@ class Accumulation:
             layers = model._batch_normalization_layers()
             names = [layer.name for layer in layers if getattr(layer, "synchronized", False)]
             if names:
-                raise ValueError(_messages.synchronized_message(names))
+                raise ValueError(_synchronized_message(names))
 
     # The window.
 
@@ -179,6 +179,31 @@ class Accumulation:
         """Warn of what graphs have done so far, and could not tell themselves."""
         model = self._model
         if model.num_skipped_microbatches:
-            model._warn_once(_messages.skipped_message(model.name))
+            model._warn_once(_skipped_message(model.name))
         for message in [] if self.window is None else self.window.messages(model.name):
             model._warn_once(message)
+
+
+def _skipped_message(model: str) -> str:
+    return (
+        f"Microbatches of {model!r} had NaN or Inf in their gradients and were left out, as "
+        "`skip_nonfinite=True` asks. `model.num_skipped_microbatches` tells how many."
+    )
+
+
+def _synchronized_message(layers: list[str]) -> str:
+    return (
+        "Replicas can not exchange statistics inside of a microbatch loop or of XLA. "
+        f"Received: BatchNormalization layers with `synchronized=True`: {layers}. "
+        "Set `synchronized=False`, or `microbatch_size=None` and `jit_compile=False`, "
+        "and call `compile()` again."
+    )
+
+
+def _instance_step_message(model: str) -> str:
+    return (
+        "`train_step` must be a method of the model's class. "
+        f"Received: {model!r} with `train_step` set on the instance, which would not accumulate. "
+        "Define it in a subclass, "
+        f"or {_messages.WITHOUT}."
+    )

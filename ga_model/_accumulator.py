@@ -96,7 +96,7 @@ class GradientAccumulator:
         gradients, variables = list(gradients), list(variables)
         is_sum = weight is None
         if not (is_sum or _is_scalar_number(weight)):
-            raise ValueError(_messages.weight_message(weight))
+            raise ValueError(_weight_message(weight))
         in_unit = _sums.in_unit(1.0 if is_sum else weight, self._sum.unit)
         part = GradientSum.of(gradients, variables, in_unit, scale=not is_sum)
         self._sum.add(part, variables, is_sum)
@@ -146,11 +146,11 @@ class GradientAccumulator:
             RuntimeError: traced in a `tf.function` before any gradient was added.
         """
         if isinstance(optimizer, type) or not hasattr(optimizer, "apply"):
-            raise TypeError(_messages.not_an_optimizer_message(optimizer))
+            raise TypeError(_not_an_optimizer_message(optimizer))
         _validate.check_single_accumulation([optimizer])
         if not self._sum.variables:
             if not tf.executing_eagerly():
-                raise RuntimeError(_messages.empty_apply_message())
+                raise RuntimeError(_empty_apply_message())
             return
         self._sum.update(optimizer)
         if self._tells and tf.executing_eagerly():
@@ -178,3 +178,28 @@ def _is_scalar_number(weight: Any) -> bool:
         return False
     dtype = tensor.dtype
     return not tensor.shape.rank and (dtype.is_floating or dtype.is_integer or dtype.is_bool)
+
+
+def _not_an_optimizer_message(value: Any) -> str:
+    hint = "Call the class first" if isinstance(value, type) else "Make one first"
+    return (
+        "`GradientAccumulator.apply` takes a Keras optimizer. "
+        f"Received: optimizer={value!r} (of type {type(value).__name__}). "
+        f"{hint}, such as `keras.optimizers.Adam()`."
+    )
+
+
+def _empty_apply_message() -> str:
+    return (
+        "`GradientAccumulator.apply()` must know its variables where a `tf.function` traces it. "
+        "Received: a call that was traced before any gradient was added. "
+        "Call `add()` before `apply()` is traced for the first time, "
+        "or put both into the same `tf.function`."
+    )
+
+
+def _weight_message(weight: Any) -> str:
+    return (
+        "`weight` must be a scalar number or tensor, or None where the loss is a sum. "
+        f"Received: weight={weight!r}. Pass what the microbatch's loss averages over, such as rows."
+    )

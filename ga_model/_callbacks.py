@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-from ga_model.base import _messages, _validate
+from ga_model.base import _validate
 from ga_model.hearing._recorder import optimizers_in
 from ga_model.replicas import _workers
 
@@ -56,7 +56,7 @@ def run_fit(model: Any, fit: Callable[..., Any], args: Any, kwargs: dict[str, An
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     if "callbacks" not in parameters and not takes_any:
         if model.accumulation_steps > 1:
-            raise TypeError(_messages.own_fit_message(model.name))
+            raise TypeError(_own_fit_message(model.name))
         return fit(*args, **kwargs)
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     positional = [name for name, p in parameters.items() if p.kind in kinds]
@@ -101,7 +101,7 @@ def closing_windows(model: Any, callbacks: Any) -> Iterator[Any]:
     try:
         yield callbacks
         if not (close_window.has_begun or model.has_updated):
-            model._warn_once(_messages.open_window_message(model.name))
+            model._warn_once(_open_window_message(model.name))
     except BaseException as error:  # KeyboardInterrupt, too, leaves nothing behind
         model._accumulation.discard_window()
         _workers.explain(error, model.distribute_strategy)
@@ -164,7 +164,7 @@ class AccumulationScheduler(keras.callbacks.Callback):
 
     def set_model(self, model: Any) -> None:
         if not hasattr(model, "close_window"):
-            raise TypeError(_messages.not_accumulating_message(model.name))
+            raise TypeError(_not_accumulating_message(model.name))
         _validate.check_single_accumulation(optimizers_in(vars(model)), self._most)
         super().set_model(model)
 
@@ -187,3 +187,26 @@ class AccumulationScheduler(keras.callbacks.Callback):
         """Return the updates of the model's optimizer, or of its busiest one."""
         optimizers = optimizers_in(vars(self.model))
         return max((int(optimizer.iterations.numpy()) for optimizer in optimizers), default=0)
+
+
+def _not_accumulating_message(model: str) -> str:
+    return (
+        "`AccumulationScheduler` sets the `accumulation_steps` of a model that has them. "
+        f"Received: {model!r}, which has not. Call `accumulate(model)` before `fit`."
+    )
+
+
+def _own_fit_message(model: str) -> str:
+    return (
+        "Windows are closed at an epoch's end by a callback. "
+        f"Received: {model!r} with a `fit` of its own that takes no `callbacks`. "
+        "Let it take `**kwargs` and pass them on to `super().fit`, or set `accumulation_steps=1`."
+    )
+
+
+def _open_window_message(model: str) -> str:
+    return (
+        "Windows are closed at an epoch's end by a callback. "
+        f"Received: {model!r} with a `fit` of its own that calls none and has left a window open. "
+        "Pass `callbacks` on to `super().fit`, or call `close_window()` where an epoch ends."
+    )

@@ -305,7 +305,7 @@ class AccumulatingModel(_Base):
         train_step: Any = super().train_step
         is_keras_own = getattr(train_step, "__func__", None) is keras.Model.train_step
         if is_keras_own and self.trainable_weights and self.optimizer is None:
-            raise RuntimeError(_messages.no_optimizer_message(self.name))
+            raise RuntimeError(_no_optimizer_message(self.name))
         return getattr(train_step, "python_function", train_step)(data)  # of a `tf.function`
 
     def _aggregate_additional_loss(self, loss: Any) -> Any:
@@ -394,3 +394,11 @@ class AccumulatingModel(_Base):
             for layer in layers_in(self)
             if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
         ]
+
+
+def _no_optimizer_message(model: str) -> str:
+    return (
+        "Keras's own `train_step` needs an optimizer. "
+        f"Received: {model!r} compiled with optimizer=None. "
+        "Pass one to `compile()`, or write a `train_step` with optimizers of its own."
+    )

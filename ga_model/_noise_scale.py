@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import keras
 
-from ga_model.base import _messages, _validate
+from ga_model.base import _validate
 from ga_model.sums._gradient_noise import Averages, GradientNoise
 
 _LOG = "gradient_noise_scale"
@@ -194,7 +194,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
 
     def set_model(self, model: Any) -> None:
         if not hasattr(model, "close_window"):
-            raise TypeError(_messages.no_microbatches_message(model.name))
+            raise TypeError(_no_microbatches_message(model.name))
         super().set_model(model)
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -202,10 +202,10 @@ class GradientNoiseScale(keras.callbacks.Callback):
         is_split = model.microbatch_size is not None and not model._accumulation.takes_full_batch()
         if not (model.accumulation_steps > 1 or is_split or model._accumulation.is_scheduled):
             settings = model.microbatch_size, model.loss_over
-            raise ValueError(_messages.no_second_microbatch_message(model.name, *settings))
+            raise ValueError(_no_second_microbatch_message(model.name, *settings))
         noise = model._accumulation.noise
         if noise.asked_by not in (None, self):
-            raise RuntimeError(_messages.measured_twice_message(model.name))
+            raise RuntimeError(_measured_twice_message(model.name))
         noise.start(self, self._decay)
         self._noise = noise
 
@@ -213,7 +213,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
         scales = self.noise_scales
         is_measured = any(scale.averages.num_windows for scale in scales.values())
         if not (is_measured or self.model._accumulation.is_scheduled):
-            self.model._warn_once(_messages.nothing_measured_message(self.model.name))
+            self.model._warn_once(_nothing_measured_message(self.model.name))
         if logs is None:
             return
         if len(scales) < 2:
@@ -263,7 +263,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
         """Return what was measured for the only optimizer, also if that is nothing yet."""
         scales = self.noise_scales
         if len(scales) > 1:
-            raise ValueError(_messages.several_noise_scales_message(list(scales)))
+            raise ValueError(_several_noise_scales_message(list(scales)))
         nothing = NoiseScale(Averages.of_nothing(), self._decay, self._unit)
         return next(iter(scales.values()), nothing)
 
@@ -272,3 +272,43 @@ def _name_of(optimizer: Any, model: Any) -> str:
     """Return the name of the model's attribute that holds an optimizer, or else its own."""
     names = (name for name, value in vars(model).items() if value is optimizer)
     return next(names, str(optimizer.name))
+
+
+def _no_microbatches_message(model: str) -> str:
+    return (
+        "`GradientNoiseScale` compares the microbatches of a model that has them. "
+        f"Received: {model!r}, which has none. Call `accumulate(model)` before `fit`."
+    )
+
+
+def _no_second_microbatch_message(model: str, microbatch_size: Any, loss_over: str) -> str:
+    return (
+        "`GradientNoiseScale` compares the microbatches of a window, and needs two or more that "
+        "have a loss each. "
+        f"Received: {model!r} with accumulation_steps=1, microbatch_size={microbatch_size}, "
+        f"loss_over={loss_over!r}. Set `accumulation_steps` above 1, or with "
+        "`loss_over='microbatch'` a `microbatch_size` of half of the batch or less."
+    )
+
+
+def _measured_twice_message(model: str) -> str:
+    return (
+        "One `GradientNoiseScale` measures a model at a time. "
+        f"Received: a second one for {model!r}. Keep one of them in `callbacks`."
+    )
+
+
+def _nothing_measured_message(model: str) -> str:
+    return (
+        "No gradient noise scale was measured: it takes windows of two microbatches or more. "
+        f"Received: {model!r}, of which no window had two that have weight and finite gradients. "
+        "Set `microbatch_size` to a half of the batch or less, or `accumulation_steps` above 1."
+    )
+
+
+def _several_noise_scales_message(names: list[str]) -> str:
+    return (
+        "Each optimizer has a noise scale of its own, and there must be one only for this "
+        f"attribute. Received: {len(names)} of them. "
+        f"Give its name to `noise_scales`, one of {names}."
+    )

@@ -53,10 +53,10 @@ def prepare(cls: Any, mixin: type) -> None:
     ):
         raise TypeError(_messages.no_keras_model_message(cls.__name__))
     if Trainer in mro and mro.index(Trainer) < mro.index(mixin):
-        raise TypeError(_messages.wrong_side_message(cls.__name__))
+        raise TypeError(_wrong_side_message(cls.__name__))
     for name in NAMES:
         if not hasattr(value := inspect.getattr_static(cls, name), "__set__"):
-            raise TypeError(_messages.class_attribute_message(cls.__name__, name, value))
+            raise TypeError(_class_attribute_message(cls.__name__, name, value))
     owner = next(c for c in mro if "train_step" in vars(c))
     if owner is cls or not issubclass(owner, mixin):
         cls.train_step = accumulated(vars(owner)["train_step"])
@@ -64,3 +64,19 @@ def prepare(cls: Any, mixin: type) -> None:
     for name in ("microbatch_weight", "on_update"):
         if owners := [c for c in mro if c is not mixin and name in vars(c)]:
             setattr(cls, name, vars(owners[0])[name])
+
+
+def _wrong_side_message(name: str) -> str:
+    return (
+        "`AccumulatingModel` must stand left of the Keras model class. "
+        f"Received: class {name} with a Keras model class on its left. "
+        f"Write `class {name}(AccumulatingModel, keras.Model)`."
+    )
+
+
+def _class_attribute_message(name: str, setting: str, value: Any) -> str:
+    return (
+        f"`{setting}` must be set on the model and not on its class, where it would hide the "
+        f"setting. Received: class {name} with {setting}={value!r}. "
+        f"Pass it to `compile()`, or set `self.{setting}` in `__init__`."
+    )

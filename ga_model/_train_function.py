@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
-
-from ga_model.base import _messages
 
 
 def switching(model: Any, make: Callable[[], Any]) -> Callable[[Any], Any]:
@@ -41,8 +40,21 @@ def switching(model: Any, make: Callable[[], Any]) -> Callable[[Any], Any]:
         except BaseException as error:
             # The window may have some of the step's gradients, or its weight.
             model._accumulation.discard_window()
-            if (message := _messages.found_in_graph(error)) is not None:
+            if (message := _found_in_graph(error)) is not None:
                 raise ValueError(message) from None
             raise
 
     return train_function
+
+
+def _found_in_graph(error: BaseException) -> str | None:
+    """Return what this package has to say of an error that a graph raised as it ran, or None.
+
+    In such an error it stands in between what TensorFlow tells of the graph.
+    """
+    starts = "`microbatch_size` splits|Where the calls of layers go"
+    found = re.search(rf"assertion failed: \[((?:{starts})[^\]]*)\]([^|\n]*)", str(error))
+    if found is None:
+        return None
+    numbers = [int(number) for number in re.findall(r"= \] \[(\d+)\]", found[2])]
+    return found[1].replace("other numbers of rows", f"{' and '.join(map(str, numbers))} rows")

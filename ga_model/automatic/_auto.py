@@ -15,8 +15,9 @@ from typing import Any, NoReturn
 
 import tensorflow as tf
 
+from ga_model.automatic import _messages
 from ga_model.automatic._trials import Trials, failures, trial_that_runs
-from ga_model.base import _messages, _validate
+from ga_model.base import _validate
 from ga_model.batch import _step
 from ga_model.batch._window import Window
 from ga_model.graphs._microbatch import count_rows

@@ -286,7 +286,7 @@ class Passes:
         present = [[value is not None for value in s.values()] for s in sums]
         if self.targets:
             if [id(t.optimizer) for t in targets] != [id(t.optimizer) for t in self.targets]:
-                raise RuntimeError(_messages.changing_targets_message(self._model.name))
+                raise RuntimeError(_changing_targets_message(self._model.name))
             late = [
                 variable
                 for target, *flags in zip(targets, self._present, present)
@@ -302,3 +302,11 @@ class Passes:
     def _units_of(self, part: Part) -> list[Any]:
         known = {id(target.optimizer): s.unit for target, s in zip(self.targets, part.sums)}
         return [known.get(id(o), unit) for o, unit in zip(self._optimizers, self._units)]
+
+
+def _changing_targets_message(model: str) -> str:
+    return (
+        "All microbatches of a batch must apply the same optimizers, in the same order. "
+        f"Received: `train_step` of {model!r} applies others than in the microbatch before. "
+        "Set `microbatch_size=None`, or let the step apply every optimizer every time."
+    )

@@ -161,7 +161,7 @@ class Window:
         pairs = self._sums.values()
         found = [text for optimizer, whole in pairs for text in whole.messages(optimizer)]
         if any(map(bool, _strategy.copies(self._is_uneven))):
-            found.append(_messages.uneven_parts_message(model))
+            found.append(_uneven_parts_message(model))
         return found
 
     def discard(self) -> None:
@@ -169,3 +169,12 @@ class Window:
         for _, whole in self._sums.values():
             whole.reset()
         self._begin()
+
+
+def _uneven_parts_message(model: str) -> str:
+    return (
+        "A window weights a batch by one number of samples, which serves parts of the batch (such "
+        "as labelled and unlabelled samples) whose numbers keep their ratio. Received: batches of "
+        f"{model!r} whose ratio changes. Where a loss averages over several parts, training "
+        f"differs from the full batch: keep the ratio, or {_messages.EXACT_WAY}."
+    )

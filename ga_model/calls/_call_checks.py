@@ -11,7 +11,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ga_model.base import _messages
 from ga_model.base._context import graph_being_made
 from ga_model.base._identity import is_in, unique
 from ga_model.base._internals import is_followed, layers_in, raw
@@ -188,11 +187,27 @@ def assertions(
     rows, name = rows_of(leaves[0]), call.layer.name
     checks = []
     for number, tensor in enumerate(outputs):
-        message = _messages.outputs_message(name, tensor.shape)
+        message = _outputs_message(name, tensor.shape)
         is_by_rows = tf.equal(rows_of(tensor), rows) | ~call.arguments.is_split
         checks.append(tf.debugging.Assert(is_by_rows, [message]))
         if shapes is not None and not tensor.shape[1:].is_fully_defined():
-            message = _messages.other_shape_message(name, tensor.shape)
+            message = _other_shape_message(name, tensor.shape)
             shape = tf.shape(tensor)[1:]
             checks.append(tf.debugging.assert_equal(shape, shapes[number], message))
     return [check for check in checks if check is not None]
+
+
+def _outputs_message(layer: str, shape: Any) -> str:
+    return (
+        "Where the calls of layers go by microbatches every output must have one row for each "
+        f"sample of the inputs. Received: {layer!r} with an output of shape {shape} that has not. "
+        "Set `microbatch_size=None`."
+    )
+
+
+def _other_shape_message(layer: str, shape: Any) -> str:
+    return (
+        "Where the calls of layers go by microbatches the outputs of all microbatches must have "
+        f"the same shape but for their rows. Received: {layer!r} with an output of shape {shape}, "
+        "which differs. Pad it to a fixed length, or set `microbatch_size=None`."
+    )

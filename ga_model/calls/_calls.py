@@ -75,7 +75,7 @@ class _Splitting:
     ) -> Any:
         """Make a call whole, with all calls in it."""
         if not self._is_in_whole_call.get():
-            self._model._warn_once(_messages.inner_call_message(layer.name))
+            self._model._warn_once(_inner_call_message(layer.name))
         with inside_of_call.set(True):
             return call(*args, **kwargs)
 
@@ -100,7 +100,7 @@ class _Splitting:
         with self._is_in_whole_call.set(True):
             outputs = call(*args, **kwargs)
         if reason and not self._is_in_whole_call.get():
-            self._model._warn_once(_messages.whole_call_message(layer.name, reason))
+            self._model._warn_once(_whole_call_message(layer.name, reason))
         return outputs
 
 
@@ -170,3 +170,21 @@ def _step_aside(layer: Any) -> None:
             vars(layer).pop(_CALL, None)
             if stand.before is not None:
                 vars(layer)[_CALL] = stand.before
+
+
+def _whole_call_message(layer: str, reason: str) -> str:
+    return (
+        f"A call of {layer!r} takes the memory of the full batch, but for the calls of layers in "
+        f"it, because it cannot be split: {reason}. Training is exact. To save the memory, let "
+        "every output have one row for each sample of the inputs and depend on no other sample, "
+        "draw random numbers with `keras.random` and a `keras.random.SeedGenerator`, or move the "
+        "part that needs all samples out of the layer, into `train_step` or the loss."
+    )
+
+
+def _inner_call_message(layer: str) -> str:
+    return (
+        f"A call of {layer!r} takes the memory of the full batch, because `train_step` makes it "
+        "inside of `tf.cond`, a loop, or a `tf.function` of its own. Training is exact. To save "
+        "the memory, move the call out of it."
+    )

@@ -31,7 +31,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ga_model.base import _messages
 from ga_model.base._context import graph_being_made
 from ga_model.base._identity import is_in, unique
 from ga_model.base._internals import (
@@ -160,7 +159,7 @@ class SplitCall:
 
         def gradients(*upstream: Any) -> Any:
             if "loop_body" in tf.get_current_name_scope().split("/"):
-                raise NotImplementedError(_messages.jacobian_message(self._call.layer.name))
+                raise NotImplementedError(_jacobian_message(self._call.layer.name))
             is_used, self._is_used = self._is_used, [False for _ in numbers]  # for the next tape
             results: list[Any] = []
             with self._turns.turn(results), self._call.state.kept(), unseen():
@@ -198,3 +197,12 @@ def _recorded(tensors: list[Any], sources: list[Any], gradient: Callable[..., An
         outputs = [tf.identity(tensor) for tensor in tensors]
     record_on_tapes("SplitCall", outputs, sources, gradient)
     return outputs
+
+
+def _jacobian_message(layer: str) -> str:
+    return (
+        "A Jacobian cannot be vectorized through a call that goes by microbatches. "
+        f"Received: the Jacobian of a call of {layer!r}. "
+        "Pass `experimental_use_pfor=False` to `tape.jacobian` or `tape.batch_jacobian`, "
+        "or set `microbatch_size=None`."
+    )

@@ -16,7 +16,6 @@ import numpy as np
 
 from ga_model._settings import UNCHANGED, passed
 from ga_model._wrap import accumulate
-from ga_model.base import _messages
 from ga_model.base._internals import raw
 from ga_model.batch._randomness import Randomness, shared_randomness
 from ga_model.check import _diagnosis
@@ -284,5 +283,13 @@ def _build(model: Any, plan: Plan) -> Sequence[Any]:
             _optimizers.build(model.optimizer, model.trainable_variables)
     unbuilt = [o.name for o in optimizers_in(vars(model)) if not o.built]
     if unbuilt:
-        raise RuntimeError(_messages.unbuilt_message(unbuilt))
+        raise RuntimeError(_unbuilt_message(unbuilt))
     return []
+
+
+def _unbuilt_message(optimizers: list[str]) -> str:
+    return (
+        "`check_equivalence` puts optimizers back into the state that they were in, so they must "
+        f"have one. Received: optimizers that are not built: {optimizers}. "
+        "Call `optimizer.build(variables)` first, or compile without `run_eagerly=True`."
+    )

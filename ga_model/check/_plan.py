@@ -71,24 +71,24 @@ def make_plan(model: Any, data: Any, batch_size: Any, updates: Any, **settings: 
     if not isinstance(model, keras.Model):
         raise TypeError(_messages.not_a_model_message(model, "check_equivalence"))
     if not model.compiled:
-        raise RuntimeError(_messages.not_compiled_message(model.name))
+        raise RuntimeError(_not_compiled_message(model.name))
     with model.distribute_strategy.scope():
         if _strategy.num_replicas() > 1:
-            raise NotImplementedError(_messages.one_device_message(model.name))
+            raise NotImplementedError(_one_device_message(model.name))
     batch_size = _validate.check_integer("batch_size", batch_size)
     updates = _validate.check_integer("updates", updates)
     used = dataclasses.replace(Settings.of(model), **settings)
     used.check_with(optimizers_in(vars(model)))
     if used.microbatch_size == "auto":
-        raise ValueError(_messages.unknown_size_message(model.name))
+        raise ValueError(_unknown_size_message(model.name))
     rows = _validate.check_rows(data, keras.tree.flatten(data))
     if data[1] is None and compiled_loss(model) is not None:
-        raise ValueError(_messages.no_targets_message(model.name))
+        raise ValueError(_no_targets_message(model.name))
     plan = Plan(data, rows, batch_size, used, updates)
     plan = plan._replace(rows=min(rows, plan.window_rows * updates))
     if min(plan.rows, plan.window_rows) <= plan.microbatch_rows:
         sizes = batch_size, used.accumulation_steps, used.microbatch_size
-        raise ValueError(_messages.one_microbatch_message(rows, *sizes))
+        raise ValueError(_one_microbatch_message(rows, *sizes))
     plan = plan._replace(data=plan.slice(0, plan.rows))
     return plan._replace(updates=-(-plan.rows // plan.window_rows))
 
@@ -100,3 +100,45 @@ def as_tensor(array: Any) -> Any:
     array = np.asarray(array)
     dtype = keras.config.floatx() if array.dtype.kind == "f" else array.dtype
     return tf.convert_to_tensor(array.astype(dtype))
+
+
+def _not_compiled_message(model: str) -> str:
+    return (
+        "`check_equivalence` trains a compiled model. "
+        f"Received: {model!r}, which is not compiled. "
+        "Call `model.compile()` with its optimizer and loss first."
+    )
+
+
+def _no_targets_message(model: str) -> str:
+    return (
+        "The compiled loss needs targets. "
+        f"Received: y=None for {model!r}. Pass x and y, or of a script return (model, x, y)."
+    )
+
+
+def _one_device_message(model: str) -> str:
+    return (
+        "`check_equivalence` compares with plain Keras on one device. "
+        f"Received: {model!r}, which was made under a strategy with several replicas. "
+        "Make it without the strategy for the check: replicas make the updates of one device."
+    )
+
+
+def _one_microbatch_message(
+    rows: int, batch_size: int, accumulation_steps: int, microbatch_size: int | None
+) -> str:
+    return (
+        "There must be at least two microbatches in a window, or there is nothing to compare. "
+        f"Received: {rows} rows, batch_size={batch_size}, "
+        f"accumulation_steps={accumulation_steps}, microbatch_size={microbatch_size}. "
+        "Pass accumulation_steps > 1 or a smaller microbatch_size, or more rows."
+    )
+
+
+def _unknown_size_message(model: str) -> str:
+    return (
+        "`check_equivalence` compares with microbatches of a known number of rows. "
+        f'Received: {model!r} with microbatch_size="auto", of which no size was found yet. '
+        "Pass `microbatch_size` as a number."
+    )

@@ -7,8 +7,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from ga_model.base import _messages
-
 
 class Batch:
     """A batch, and the microbatches that it is split into, in the order of its rows.
@@ -63,7 +61,7 @@ class Batch:
             return
         self.size = size
         if not split or (rows and is_checked):
-            raise ValueError(_messages.rows_message([tuple(leaf.shape) for leaf in split]))
+            raise ValueError(_rows_message([tuple(leaf.shape) for leaf in split]))
         is_known = not tf.is_tensor(size)
         self.is_long = not is_known or self.static_rows is None or self.static_rows > size
         self.is_split = self.is_long and not is_whole
@@ -76,7 +74,7 @@ class Batch:
         self._rows_of_parts: int | None = size if has_even_parts else None
         counts = [rows_of(leaf) for leaf in split]
         checks = [
-            tf.debugging.assert_equal(count, counts[0], _messages.rows_message(None))
+            tf.debugging.assert_equal(count, counts[0], _rows_message(None))
             for count in counts[1:]
             if any(leaf.shape.rank is None or leaf.shape[0] is None for leaf in split)
             and is_checked
@@ -169,3 +167,15 @@ def _spec(leaf: Any, rows: int | None) -> Any:
         shape = tf.TensorShape([rows, *shape[1:]])
     spec = tf.SparseTensorSpec if isinstance(leaf, tf.SparseTensor) else tf.TensorSpec
     return spec(shape, leaf.dtype)
+
+
+def _rows_message(shapes: list[tuple[int | None, ...]] | None) -> str:
+    received = "tensors of other numbers of rows" if shapes is None else f"shapes {shapes}"
+    return (
+        "`microbatch_size` splits the rows of a batch, axis 0 of its tensors, so all tensors must "
+        f"have the same number of them. Received: {received}. "
+        "A value that all rows share must be a scalar, or an attribute of the model. With parts "
+        'that differ, such as labelled and unlabelled samples, take `loss_over="auto"` and a '
+        "`train_step` of your own, which gets all of them; use `accumulation_steps`; or set "
+        "`microbatch_size=None`."
+    )

@@ -22,10 +22,11 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from ga_model.base import _messages, _validate
+from ga_model.base import _validate
 from ga_model.base._context import ThreadValue, graph_being_made
 from ga_model.base._internals import loss_tracker, takes_training, variables_to_train
-from ga_model.hearing import _logs, _weights
+from ga_model.base._messages import batch_normalization_message
+from ga_model.hearing import _logs, _messages, _weights
 from ga_model.hearing._observed_loss import observed
 from ga_model.hearing._stand_in import StandIn
 from ga_model.reading._heard_gradients import HeardGradients, place_of
@@ -384,7 +385,7 @@ class Recording:
             raise DoesNotAddUpError
         if written.normalization:
             layers = [layer.name for layer in written.normalization]
-            self.model._warn_once(_messages.batch_normalization_message(layers))
+            self.model._warn_once(batch_normalization_message(layers))
         if written.others:
             self._tell(_messages.written_message(self.model.name, written.others))
 

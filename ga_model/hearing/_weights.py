@@ -62,7 +62,6 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from ga_model.base import _messages
 from ga_model.graphs._microbatch import rows_of
 
 
@@ -180,7 +179,7 @@ def combine(
         weight, kind = (None, "sum") if is_sum else (rows, "rows")
         terms = [*terms, Term(name, weight, kind, value)]
     if len(terms) > 1 and any(term.kind == "none" for term in terms):
-        raise ValueError(_messages.unreduced_message([term.name for term in terms]))
+        raise ValueError(_unreduced_message([term.name for term in terms]))
     means = [term for term in terms if term.weight is not None]
     if terms and not means:
         return LossTerms(None, [], regularization, [term.name for term in terms], [])
@@ -218,7 +217,7 @@ def rule(weight: Any, regularization: list[Any]) -> LossTerms:
     """Return what a rule of the user's own asks for: a weight, or "sum"."""
     if isinstance(weight, str):
         if weight != "sum":
-            raise ValueError(_messages.bad_rule_message(weight))
+            raise ValueError(_bad_rule_message(weight))
         return LossTerms(None, [], regularization, [], [])
     return of_weight(weight)
 
@@ -226,3 +225,18 @@ def rule(weight: Any, regularization: list[Any]) -> LossTerms:
 def of_weight(weight: Any) -> LossTerms:
     """Return what a loss asks for that is one term: a mean with this weight, or with None a sum."""
     return LossTerms(weight, [], [], [], [])
+
+
+def _unreduced_message(terms: list[str]) -> str:
+    return (
+        "A loss without reduction can not stand beside other terms: Keras adds the others once per "
+        f"loss value. Received: terms {terms}, one of them with reduction None. "
+        "Give it the reduction 'sum' or 'sum_over_batch_size'."
+    )
+
+
+def _bad_rule_message(value: str) -> str:
+    return (
+        "`microbatch_weight` must return a number, a scalar tensor, 'sum' or None. "
+        f"Received: {value!r}. Return 'sum' where the loss is a sum over rows."
+    )

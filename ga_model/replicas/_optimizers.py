@@ -8,7 +8,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ga_model.base import _messages
 from ga_model.replicas import _strategy
 
 
@@ -33,7 +32,7 @@ def build(optimizer: Any, variables: Sequence[Any]) -> None:
 
     if not optimizer.built:
         if not _have_values(variables) and begins_with_values(optimizer):
-            raise ValueError(_messages.unbuilt_weights_message(optimizer.name))
+            raise ValueError(_unbuilt_weights_message(optimizer.name))
         with (
             tf.init_scope(),
             tf.variable_creator_scope(create),
@@ -119,3 +118,11 @@ def _sum_on_first_replica(tensors: list[Any], shows_overflow: bool) -> list[Any]
 
     sums = iter([here(tensor) for tensor in context.all_reduce("SUM", present)])
     return [None if tensor is None else next(sums) for tensor in tensors]
+
+
+def _unbuilt_weights_message(optimizer: str) -> str:
+    return (
+        "An optimizer that begins with the values of the weights needs weights that have some. "
+        f"Received: {optimizer!r}, and weights that its first `train_step` is making. Make "
+        "the model anew, and call it, or each of its parts, on a batch before `fit`."
+    )

@@ -42,19 +42,19 @@ def check(model: Any, optimizers: Sequence[Any]) -> None:
             elsewhere.append(f"the optimizer {inner.name!r}")
     if elsewhere:
         elsewhere = list(dict.fromkeys(elsewhere))  # optimizers are in several attributes
-        raise ValueError(_messages.scope_message(elsewhere, type(strategy).__name__))
+        raise ValueError(_scope_message(elsewhere, type(strategy).__name__))
 
 
 def check_is_tried(strategy: tf.distribute.Strategy) -> None:
     """Raise NotImplementedError for a strategy that accumulation was not tried with."""
     if not isinstance(strategy, _TRIED):
-        raise NotImplementedError(_messages.strategy_message(type(strategy).__name__))
+        raise NotImplementedError(_strategy_message(type(strategy).__name__))
 
 
 def check_can_search(strategy: Any) -> None:
     """Raise NotImplementedError where workers would have to agree on a size."""
     if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
-        raise NotImplementedError(_messages.workers_size_message())
+        raise NotImplementedError(_workers_size_message())
 
 
 def current() -> tf.distribute.Strategy:
@@ -261,3 +261,30 @@ def update_if(
 
     args = (tf.convert_to_tensor(condition), weight, *values)
     tf.distribute.get_replica_context().merge_call(branch, args)
+
+
+def _strategy_message(name: str) -> str:
+    return (
+        "Accumulation works with OneDeviceStrategy, MirroredStrategy and "
+        "MultiWorkerMirroredStrategy of `tf.distribute`. "
+        f"Received: {name}, which it was not tried with. "
+        "Make the model under one of those strategies or under none, "
+        f"or {_messages.WITHOUT}."
+    )
+
+
+def _scope_message(elsewhere: list[str], name: str) -> str:
+    return (
+        "A model trains under the `tf.distribute` strategy that it was made and compiled under. "
+        f"Received: {' and '.join(elsewhere)}, made outside of the scope of {name}. "
+        "Make and compile the model inside of one `with strategy.scope():`, "
+        "and call `fit` on it."
+    )
+
+
+def _workers_size_message() -> str:
+    return (
+        "All workers must have the same `microbatch_size`, and each would find its own. "
+        'Received: microbatch_size="auto" under MultiWorkerMirroredStrategy. '
+        "Set it to a number that fits on every worker."
+    )

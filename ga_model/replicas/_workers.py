@@ -8,7 +8,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from ga_model.base import _messages
 from ga_model.base._internals import logs_over_replicas
 
 
@@ -74,7 +73,7 @@ def check_same_epoch(strategy: Any, epoch: int) -> None:
     here = tf.constant([epoch, epoch**2], tf.int64)
     total, total_of_squares = strategy.reduce("SUM", here, axis=None).numpy()
     if total**2 != total_of_squares * strategy.num_replicas_in_sync:
-        raise RuntimeError(_messages.epochs_message(epoch))
+        raise RuntimeError(_epochs_message(epoch))
 
 
 def explain(error: BaseException, strategy: Any) -> None:
@@ -82,4 +81,22 @@ def explain(error: BaseException, strategy: Any) -> None:
     if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy) and (
         isinstance(error, tf.errors.UnavailableError) or "ollective ops is aborted" in str(error)
     ):
-        error.add_note(_messages.worker_message())
+        error.add_note(_worker_message())
+
+
+def _worker_message() -> str:
+    return (
+        "A worker of this cluster can not be reached any more: it was stopped, or it failed with "
+        "an error of its own, which stands in its output. The others can not go on alone. "
+        "Start all workers again; with `keras.callbacks.BackupAndRestore` they go on after the "
+        "last epoch that they finished."
+    )
+
+
+def _epochs_message(epoch: int) -> str:
+    return (
+        "All workers must begin with the same epoch. "
+        f"Received: epoch {epoch} here (counted from 0) and another one on another worker, as when "
+        "the last run ended while backups were written. "
+        "Copy the backup directory of the worker that is furthest to the other workers."
+    )

@@ -171,7 +171,7 @@ class WindowSum:
         """Return what there is to tell of rows that were summed, one message or none."""
         summed = [] if _adds_up_rows(optimizer) else self.summed_variables()
         names = [getattr(variable, "path", variable.name) for variable in summed]
-        return [_messages.summed_rows_message(names, optimizer.name)] if names else []
+        return [_summed_rows_message(names, optimizer.name)] if names else []
 
     def reset(self) -> None:
         """Forget the open window. Dense buffers stay allocated."""
@@ -183,7 +183,7 @@ class WindowSum:
 
     def _check_is_on_replica(self) -> None:
         if _strategy.current() is not self._strategy or not _strategy.is_on_replica():
-            raise ValueError(_messages.accumulator_scope_message())
+            raise ValueError(_accumulator_scope_message())
 
     def is_for(self, variables: Sequence[Any]) -> bool:
         """Return whether `variables` are those whose gradients are summed, in the same order."""
@@ -204,9 +204,9 @@ class WindowSum:
             )
             return
         if not self.is_for(variables):
-            raise ValueError(_messages.unknown_variables_message())
+            raise ValueError(_unknown_variables_message())
         if is_sum != self._is_sum:
-            raise ValueError(_messages.mixed_weights_message())
+            raise ValueError(_mixed_weights_message())
         late = [
             variable
             for variable, value, buffer in zip(variables, part.values(), self._buffers)
@@ -230,7 +230,7 @@ def _check_shapes(pairs: Sequence[tuple[Any, Any]]) -> None:
     for value, variable in pairs:
         shape = getattr(value, "shape", None)
         if shape is not None and not tf.TensorShape(variable.shape).is_compatible_with(shape):
-            raise ValueError(_messages.gradient_message(value, variable))
+            raise ValueError(_gradient_message(value, variable))
 
 
 def _nothing(value: Any, variable: Any) -> Any:
@@ -238,3 +238,45 @@ def _nothing(value: Any, variable: Any) -> Any:
     if isinstance(value, (Rows, Parts)):
         return Rows.none(variable)
     return None if value is None else tf.zeros(variable.shape, sum_dtype(variable.dtype))
+
+
+def _summed_rows_message(variables: list[str], optimizer: str) -> str:
+    return (
+        f"A window looked up more rows of {variables} than 1.25 times those of the table. To bound "
+        "the memory, rows of equal ids were summed before the update. Of the full batch, "
+        f"{optimizer!r} would get each lookup as a row of its own, and its update differs. Use "
+        "fewer `accumulation_steps`, or `microbatch_size`, which sums nothing."
+    )
+
+
+def _gradient_message(gradient: Any, variable: Any) -> str:
+    return (
+        "A gradient must have the shape of its variable. "
+        f"Received: shapes {tuple(gradient.shape)} and {tuple(variable.shape)}. "
+        "Pass what `tape.gradient(loss, variables)` returns, with the same `variables`."
+    )
+
+
+def _unknown_variables_message() -> str:
+    return (
+        "A window's gradients must all belong to the same variables, in the same order. "
+        "Received: other variables than in the first microbatch. "
+        "After freezing or unfreezing layers call `model.compile()` again; "
+        "in a loop of your own make a new `GradientAccumulator`."
+    )
+
+
+def _mixed_weights_message() -> str:
+    return (
+        "`weight` must be a number in every microbatch of a `GradientAccumulator`, or None in "
+        "every one. Received: both. Pass None only where the loss is a sum."
+    )
+
+
+def _accumulator_scope_message() -> str:
+    return (
+        "A `GradientAccumulator` belongs to the replicas of the `tf.distribute` strategy that it "
+        "was made under. Received: a call from elsewhere. "
+        "Make it inside of `with strategy.scope():`, as the model and the optimizer, and call it "
+        "in what `strategy.run` runs."
+    )

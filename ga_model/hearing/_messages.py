@@ -1,0 +1,153 @@
+"""What is said of steps that cannot be accumulated, or that train differently then."""
+
+from __future__ import annotations
+
+from ga_model.base._messages import ALONE, EXACT_WAY, WITHOUT
+
+
+def noise_of_sum_message(model: str) -> str:
+    return (
+        "`GradientNoiseScale` needs a loss that is a mean, of which microbatches have weights. "
+        f"Received: {model!r}, of which the loss is a sum. "
+        'Make its reduction "sum_over_batch_size" or "mean_with_sample_weight", '
+        "or train without the callback."
+    )
+
+
+def applied_twice_message(model: str, optimizer: str) -> str:
+    return (
+        "A `train_step` that applies one optimizer more than once can not be accumulated: "
+        "its second gradient would have to be taken after the first update. "
+        f"Received: `train_step` of {model!r} applies the optimizer {optimizer!r} twice. "
+        "Sum the losses and apply once, use one optimizer per update, "
+        f"or {WITHOUT}."
+    )
+
+
+def inner_graph_message(model: str) -> str:
+    return (
+        "A `train_step` that is accumulated must apply its optimizers in its own graph. "
+        f"Received: `train_step` of {model!r} applies one inside of `tf.cond`, a loop, or a "
+        "`tf.function` of its own. Move the call out of it (a window with a bad microbatch is best "
+        "skipped by a LossScaleOptimizer), "
+        f"or {WITHOUT}."
+    )
+
+
+def not_recorded_message(model: str, optimizers: list[str]) -> str:
+    received = "applies none"
+    if optimizers:
+        received = f"applies {optimizers} by a global name or by an attribute of something else"
+    return (
+        "A `train_step` that is accumulated must apply optimizers that are attributes of the "
+        "model, such as `self.optimizer`. "
+        f"Received: `train_step` of {model!r} {received}. "
+        "Keep each optimizer in an attribute of the model itself and call "
+        f"`self.<attribute>.apply(gradients, variables)`, {ALONE} with any optimizer, "
+        f"or {WITHOUT}."
+    )
+
+
+def not_scaled_message(model: str) -> str:
+    return (
+        "A loss that sums over rows, beside regularizers or means, is counted right only if "
+        "`train_step` passes it through `self.optimizer.scale_loss(loss)` before taking gradients. "
+        f"Received: `train_step` of {model!r} does not. Add that call, or make the loss a mean."
+    )
+
+
+def mixing_loss_message(subject: str, place: str) -> str:
+    return (
+        "The gradient of a window is put together from those of its microbatches, which takes a "
+        "loss that is a sum over samples, or one that is divided by a number of samples or a sum "
+        f"of weights. Received: {subject}: {place} computes with several samples. Training differs "
+        f"from the full batch: {EXACT_WAY}."
+    )
+
+
+def fixed_seed_message(subject: str, place: str) -> str:
+    return (
+        "Each microbatch draws random numbers of its own, which takes a seed that moves on. "
+        f"Received: {subject}: {place} draws by a fixed seed, which gives the same numbers to "
+        "every microbatch, and of the full batch to each sample others. Training differs from the "
+        "full batch: pass a `keras.random.SeedGenerator` as the seed, or "
+        f"{EXACT_WAY}."
+    )
+
+
+def product_message(loss: str, model: str) -> str:
+    return (
+        "Sample weights need a loss that returns a value for each sample, to be put together from "
+        f"microbatches. Received: the loss {loss!r} of {model!r}, which returns one number, with "
+        "sample weights: Keras multiplies it by their mean. Training differs from the full batch: "
+        f"return the values of the samples, or {EXACT_WAY}."
+    )
+
+
+def order_message(model: str, first: str, second: str, variables: list[str]) -> str:
+    return (
+        "The optimizers of a `train_step` are applied at the end of a window, one after the other. "
+        f"Received: `train_step` of {model!r}, which applies {first!r} and then computes with "
+        f"{variables} before it applies {second!r}: with the full batch they are updated by then, "
+        "and in a window they are not. Training differs from the full batch: take all gradients "
+        f"before the first update, or {ALONE} for any order."
+    )
+
+
+def worked_over_message(model: str, place: str) -> str:
+    return (
+        "A window adds up the gradients of its microbatches before its optimizer gets them. "
+        f"Received: `train_step` of {model!r}, which computes {place} of gradients: that is done "
+        "for each microbatch, and with the full batch once per update. Training differs from the "
+        "full batch: leave it to the optimizer (`global_clipnorm`, `clipnorm` and `clipvalue` "
+        f"clip), or {ALONE} for any step."
+    )
+
+
+def shifted_message(model: str, place: str) -> str:
+    return (
+        "A window adds up the gradients of its microbatches. "
+        f"Received: `train_step` of {model!r}, which adds something to gradients by {place} that "
+        "does not follow from the samples, where the loss is a sum or was passed through "
+        "`scale_loss`: it is added once for each microbatch, and with the full batch once per "
+        "update. Training differs from the full batch: leave it to the optimizer (`weight_decay`), "
+        f"or {ALONE} for any step."
+    )
+
+
+def unread_loss_message(model: str) -> str:
+    return (
+        "What the loss of a step averages over is read from its graph. "
+        f"Received: `train_step` of {model!r}, of which it cannot be read: it runs eagerly, takes "
+        "its gradients in a function of its own, or has ragged or sparse inputs. It is taken for a "
+        "mean over samples, of which the gradients are applied as the tapes give them. If it is "
+        f"something else, {EXACT_WAY}. If the step clips gradients, or takes some after an "
+        f"update, {ALONE} for any step."
+    )
+
+
+def unlike_terms_message(model: str, denominators: list[str]) -> str:
+    return (
+        "One weight per microbatch can not serve all terms of a loss that are divided by different "
+        f"things. Received: `train_step` of {model!r} with terms that are divided by "
+        f"{', and by '.join(denominators)}. The first is exact: {EXACT_WAY}."
+    )
+
+
+def written_message(model: str, variables: list[str]) -> str:
+    return (
+        f"`train_step` of {model!r}, or a layer that it calls, writes to {variables}. That happens "
+        "once per microbatch, and with the full batch it happens once per update. Write to them in "
+        "a method `on_update(self)` of the model, which runs after each update, or "
+        f"{ALONE}."
+    )
+
+
+def one_weight_message(exact: list[str], approximate: list[str]) -> str:
+    return (
+        "One weight per microbatch can not serve all terms of this loss: they average over "
+        "different things. "
+        f"Exact: {exact}. Exact only where microbatches count alike in each and windows are full: "
+        f"{approximate}. Give the terms the same reduction, mask and sample weights, or override "
+        "`AccumulatingModel.microbatch_weight`."
+    )
