@@ -14,7 +14,7 @@ from ga_model.base import _messages
 from ga_model.batch import _step
 from ga_model.batch._window import Counter, Window
 from ga_model.hearing._attributes import watch_attributes
-from ga_model.hearing._recorder import computes_loss_as_keras, optimizers_in
+from ga_model.hearing._models import computes_loss_as_keras, optimizers_in
 from ga_model.reading._loss_reading import DoesNotAddUpError
 from ga_model.replicas import _strategy
 from ga_model.sums._gradient_noise import GradientNoise

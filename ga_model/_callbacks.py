@@ -10,7 +10,7 @@ from typing import Any
 import keras
 
 from ga_model.base import _validate
-from ga_model.hearing._recorder import optimizers_in
+from ga_model.hearing._models import optimizers_in
 from ga_model.replicas import _workers
 
 

@@ -17,7 +17,8 @@ from ga_model._train_function import switching
 from ga_model.base import _messages, _validate
 from ga_model.base._internals import layers_in
 from ga_model.hearing._attributes import CompiledLossAttribute, RecordedAttribute
-from ga_model.hearing._recorder import current_recording, optimizers_in
+from ga_model.hearing._models import optimizers_in
+from ga_model.hearing._recorder import current_recording
 from ga_model.replicas import _strategy, _workers
 
 if TYPE_CHECKING:  # what the mixin's `super()` finds
@@ -313,7 +314,7 @@ class AccumulatingModel(_Base):
         if (recording := current_recording(self)) is not None:
             is_sum = len(loss.shape) > 0
             total = _strategy.exactly_scaled(total, is_sum)
-            recording.note_additional(total, is_sum)
+            recording.losses.note_additional(total, is_sum)
         return total
 
     def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:

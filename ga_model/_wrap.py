@@ -12,7 +12,7 @@ from ga_model._model import AccumulatingModel
 from ga_model._settings import UNCHANGED, Settings, passed
 from ga_model.base import _messages
 from ga_model.base._internals import unpickling
-from ga_model.hearing._recorder import optimizers_in
+from ga_model.hearing._models import optimizers_in
 
 
 def accumulate(

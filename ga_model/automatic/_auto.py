@@ -21,7 +21,7 @@ from ga_model.base import _validate
 from ga_model.batch import _step
 from ga_model.batch._window import Window
 from ga_model.graphs._microbatch import count_rows
-from ga_model.hearing._recorder import is_of_keras
+from ga_model.hearing._models import is_of_keras
 from ga_model.replicas import _strategy
 
 

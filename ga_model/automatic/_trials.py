@@ -23,7 +23,7 @@ from ga_model.batch._passes import Passes
 from ga_model.batch._randomness import same_random_state
 from ga_model.batch._window import Window
 from ga_model.graphs._microbatch import Batch
-from ga_model.hearing._recorder import optimizers_in
+from ga_model.hearing._models import optimizers_in
 from ga_model.replicas import _strategy
 
 # What a step of this thread runs instead of itself, or None.

@@ -28,16 +28,9 @@ from ga_model.graphs._loop import loop
 from ga_model.graphs._microbatch import Batch
 from ga_model.hearing import _weights
 from ga_model.hearing._logs import BatchLogs
-from ga_model.hearing._recorder import (
-    Position,
-    Recording,
-    Target,
-    computes_loss_as_keras,
-    optimizers_in,
-    record,
-    unpack,
-    unrecorded,
-)
+from ga_model.hearing._losses import Position
+from ga_model.hearing._models import computes_loss_as_keras, optimizers_in, unpack, unrecorded
+from ga_model.hearing._recorder import Recording, Target, record
 from ga_model.reading._loss_reading import DoesNotAddUpError, is_known
 from ga_model.replicas import _optimizers, _strategy
 from ga_model.sums._sums import GradientSum, power_of_two
@@ -272,7 +265,7 @@ class Passes:
         with record(model, data, position, is_trial) as recording, calls:
             logs = self._train_step(data)
         self._note_targets(recording)
-        part = Part(recording.sums, [], logs, tf.ones((), tf.int64), recording.row_counts)
+        part = Part(recording.sums, [], logs, tf.ones((), tf.int64), recording.losses.row_counts)
         if position.defers_logs:
             self.logs = BatchLogs(recording, logs)
             part = part._replace(logged=self.logs.sums, last=self.logs.last)

@@ -15,7 +15,8 @@ import tensorflow as tf
 from ga_model.batch._passes import Passes, calls_by_microbatches
 from ga_model.batch._window import Window
 from ga_model.graphs._microbatch import Batch
-from ga_model.hearing._recorder import Target, is_of_keras
+from ga_model.hearing._models import is_of_keras
+from ga_model.hearing._recorder import Target
 from ga_model.replicas import _optimizers, _strategy
 from ga_model.sums._sums import GradientSum
 

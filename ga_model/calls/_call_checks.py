@@ -18,7 +18,7 @@ from ga_model.calls._call_arguments import NotByRowsError
 from ga_model.calls._call_state import NotingScope, read, state_of, write
 from ga_model.calls._microbatch_call import MicrobatchCall, leaves_of
 from ga_model.graphs._microbatch import rows_of
-from ga_model.hearing._recorder import instances_in
+from ga_model.hearing._models import instances_in
 from ga_model.reading._loss_reading import kind_of_scalar, mixes_samples
 from ga_model.replicas import _strategy
 

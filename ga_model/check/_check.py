@@ -28,7 +28,7 @@ from ga_model.check._differences import (
 )
 from ga_model.check._equivalence_report import EquivalenceReport, VariableDifference
 from ga_model.check._plan import Plan, as_tensor, make_plan
-from ga_model.hearing._recorder import optimizers_in
+from ga_model.hearing._models import optimizers_in
 from ga_model.replicas import _optimizers, _strategy
 
 # What a model keeps of accumulation, and the function that was traced by its settings.

@@ -12,7 +12,7 @@ import tensorflow as tf
 from ga_model._settings import Settings
 from ga_model.base import _messages, _validate
 from ga_model.base._internals import compiled_loss
-from ga_model.hearing._recorder import optimizers_in
+from ga_model.hearing._models import optimizers_in
 from ga_model.replicas import _strategy
 
 

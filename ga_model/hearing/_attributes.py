@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from ga_model.hearing._recorder import Recording, current_recording, is_recorded
+from ga_model.hearing._models import is_recorded
+from ga_model.hearing._recorder import Recording, current_recording
 
 _MISSING = object()
 
