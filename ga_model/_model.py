@@ -179,7 +179,8 @@ class AccumulatingModel(_Base):
 
         With "auto", the default, it is "microbatch" where Keras's own `train_step` and
         `compute_loss` have losses that are known to add up, or where `microbatch_weight` is
-        overridden, and else "batch". Of a loss of your own the graph is read.
+        overridden and the step neither clips gradients nor computes with what it has updated; and
+        else "batch". Of a loss of your own the graph is read.
         """
         return self._accumulation.settings.loss_over
 
@@ -255,9 +256,10 @@ class AccumulatingModel(_Base):
         values for a mean, the valid entries with a mask, the sum of the sample weights for
         `mean_with_sample_weight`; a loss that is a sum is summed. Of a `train_step` of your own,
         what its loss is divided by is read from its graph: samples, entries, a sum of a mask; a
-        loss that cannot be added up is warned of. Override the method to say it yourself: then
-        nothing is read, and nothing is warned of. With `microbatch_size` alone there is no need to;
-        if you override it, microbatches are added up by it (see `loss_over`).
+        loss that cannot be added up is warned of. Override the method to say it yourself: then the
+        loss is not read, and not warned of. (What the step does to gradients, and in which order it
+        updates, still is.) With `microbatch_size` alone there is no need to; if you override it,
+        microbatches are added up by it (see `loss_over`).
 
         Args:
             x, y, sample_weight: the microbatch, as `train_step` gets it. `x` is all of it where it
