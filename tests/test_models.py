@@ -147,7 +147,7 @@ def test_another_backend_is_refused_at_import():
 def test_the_checks_import_neither_tensorflow_nor_keras():
     script = (
         "import importlib.util as u, pathlib, sys\n"
-        "path = pathlib.Path(u.find_spec('ga_model').origin).with_name('_validate.py')\n"
+        "path = pathlib.Path(u.find_spec('ga_model').origin).with_name('base') / '_validate.py'\n"
         "spec = u.spec_from_file_location('checks', path)\n"
         "checks = u.module_from_spec(spec); sys.modules['checks'] = checks\n"
         "spec.loader.exec_module(checks)\n"
