@@ -176,6 +176,20 @@ def test_a_jacobian_that_is_vectorized_is_refused_with_the_way_out():
         train(Jacobian, 5)
 
 
+def test_parts_that_keep_no_activations_match(float64):
+    class Hidden(layers.Dense):
+        def call(self, x):  # Keras passes no `training` on to what it rematerializes
+            return super().call(x)
+
+    class Rematerialized(Root):
+        def make(self):
+            with keras.RematScope("full"):
+                hidden = Hidden(8, activation="tanh")
+            self.net = keras.Sequential([keras.Input((6,)), hidden, layers.Dense(5)])
+
+    assert_same(train(Rematerialized, 5), train(Rematerialized), TOLERANCE[float64])
+
+
 def test_forward_derivatives_run_whole(float64):
     with pytest.warns(UserWarning, match="forward derivatives are taken of it"):
         training = train(ForwardMode, 5)
