@@ -384,6 +384,7 @@ class TwoOptimizers(Lazy):
         return {"loss": loss, "other": other}
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(
     ("make", "settings"),
     [
@@ -449,6 +450,7 @@ def test_any_kind_of_data_is_taken():
             np.testing.assert_array_equal(weight, w)
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("steps", [4, 9])
 def test_executions_of_several_steps_end_with_the_data(steps):
     data = dense_data(66)
@@ -513,6 +515,7 @@ def test_a_saved_model_searches_anew(tmp_path):
     assert loaded.microbatch_size == 12
 
 
+@pytest.mark.gate
 @pytest.mark.filterwarnings("ignore:.*writes to .*counting")
 def test_batch_normalization_is_told_of_only_where_batches_are_split():
     def make(limit):
@@ -865,6 +868,7 @@ def test_memory_that_the_process_still_holds_does_not_hide_what_rows_take(monkey
     assert not budget.allowed(65)
 
 
+@pytest.mark.gate
 def test_what_rows_take_is_measured(monkeypatch, capsys):
     """A row takes 4 MB and more, and of 256 rows 300 MB are to hold some."""
 

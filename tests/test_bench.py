@@ -34,6 +34,7 @@ def run(tmp_path_factory):
 
 
 @pytest.mark.gate
+@pytest.mark.gate
 def test_the_table_shows_the_ratios_of_what_was_measured(run):
     printed, measured, _ = run
     lines = [line.split() for line in printed.splitlines() if line.startswith("embedding")]
@@ -75,6 +76,7 @@ def test_the_table_shows_the_ratios_of_what_was_measured(run):
 
 
 @pytest.mark.gate
+@pytest.mark.gate
 def test_memory_is_that_of_the_training_alone(run):
     """The table takes 25.6 MB, and Keras's accumulation a copy of it."""
     _, measured, _ = run
@@ -85,6 +87,7 @@ def test_memory_is_that_of_the_training_alone(run):
     assert 0.5 * size < sizes[KERAS] - sizes[REFERENCE] < 3 * size
 
 
+@pytest.mark.gate
 def test_the_plot_is_written(run):
     assert run[2].read_bytes().startswith(b"\x89PNG")
 
@@ -208,6 +211,7 @@ def memory_of_100_megabytes():
     return os.getpid(), before, after
 
 
+@pytest.mark.gate
 def test_a_function_runs_in_a_process_of_its_own():
     pid, before, after = in_own_process("The job", memory_of_100_megabytes)
     assert pid != os.getpid()

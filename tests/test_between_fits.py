@@ -50,6 +50,7 @@ def compiled(model, optimizer=None, **arguments):
     model.compile(optimizer or keras.optimizers.Adam(0.01), "mse", **arguments)
 
 
+@pytest.mark.gate
 def test_layers_are_frozen_and_unfrozen_before_another_compile(pair):
     for model, rows in pair:
         for trainable in (True, False, True):
@@ -62,6 +63,7 @@ def test_layers_are_frozen_and_unfrozen_before_another_compile(pair):
     assert_same(pair)
 
 
+@pytest.mark.gate
 def test_layers_are_frozen_and_unfrozen_without_another_compile_in_eager_mode(pair):
     for model, rows in pair:
         compiled(model, run_eagerly=True)
@@ -81,6 +83,7 @@ def test_without_another_compile_a_graph_keeps_the_variables_it_has(pair):
     assert_same(pair)
 
 
+@pytest.mark.gate
 def test_another_optimizer_and_another_loss(pair):
     optimizers = [
         lambda: keras.optimizers.Adam(0.01),

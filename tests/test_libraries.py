@@ -82,6 +82,7 @@ def classification():
     return {"optimizer": keras.optimizers.Adam(0.01), "loss": loss, "metrics": ["accuracy"]}
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("settings", WAYS, ids=str)
 def test_a_frozen_application_matches_the_whole_batch(settings, float64):
     assert_equal_training(lambda: mobile_net(frozen=True), classification, images(34), settings)

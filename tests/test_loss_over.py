@@ -169,6 +169,7 @@ def test_losses_that_compare_rows_match_the_whole_batch(name, dtype):
     assert difference(name) < TOLERANCE[dtype]
 
 
+@pytest.mark.gate
 def test_parts_of_one_size_match_and_parts_of_one_row(float64):
     assert difference("in-batch InfoNCE", rows=36, size=4) < TOLERANCE[float64]
     assert difference("in-batch InfoNCE", size=1) < TOLERANCE[float64]
@@ -839,6 +840,7 @@ class SharedScale(Complex):
         self.scale = self.add_weight(shape=(), **settings)
 
 
+@pytest.mark.gate
 @pytest.mark.one_device("makes replicas itself")
 def test_a_variable_that_replicas_exchange_may_change_in_the_loss(float64):
     weights = []

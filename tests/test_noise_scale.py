@@ -531,6 +531,7 @@ def test_a_ready_callback_list_may_be_used_again():
     assert not model._accumulation.is_scheduled
 
 
+@pytest.mark.gate
 def test_a_check_in_the_middle_leaves_it_on():
     x, y = dense_data(24)
 

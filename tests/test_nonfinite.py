@@ -150,6 +150,7 @@ class OwnStep(keras.Sequential):
         return {"own": loss, "mean": self.mean.result(), "r2": self.r2.result()}
 
 
+@pytest.mark.gate
 @pytest.mark.filterwarnings("ignore:.*writes to .*own_step/variable")
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_a_bad_gradient_for_one_optimizer_leaves_the_microbatch_out_for_all(run_eagerly, float64):

@@ -113,6 +113,7 @@ def test_positions_of_a_transformer_match_the_full_batch(optimizer, settings, fl
     assert difference <= TOLERANCE[float64]
 
 
+@pytest.mark.gate
 @one_device
 @pytest.mark.parametrize("settings", [{"rows": 4, "steps": 3}, {"rows": 6, "steps": 2, "size": 5}])
 def test_positions_match_the_full_batch_under_xla(settings, float64):
@@ -149,6 +150,7 @@ def test_ids_match_the_full_batch_whatever_they_come_from(float64):
     assert difference <= TOLERANCE[float64]
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("size", [1, LENGTH])
 def test_a_number_of_samples_that_the_graph_knows_is_told_from_a_length(size, float64):
     x, y = token_data(2 * LENGTH)
@@ -196,6 +198,7 @@ def test_batches_of_a_window_may_have_different_lengths(float64):
     assert difference <= TOLERANCE[float64]
 
 
+@pytest.mark.gate
 def test_replicas_have_the_rows_of_plain_keras(float64):
     x, y = token_data(12)
     with scope(2):

@@ -81,6 +81,7 @@ def test_bfloat16_models_train_with_float32_sums(policy):
         assert difference <= 0.05 * change  # bfloat16 has 8 bits
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(
     ("rows", "settings"),
     [

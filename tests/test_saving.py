@@ -187,6 +187,7 @@ def test_optimizer_state_survives_between_plain_and_accumulating(how, then, floa
         np.testing.assert_allclose(variable, expected, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("style", ["wrapped", "subclass"])
 def test_an_exported_model_serves_where_the_package_is_not_installed(style, tmp_path):
     x, y = dense_data(24)

@@ -115,6 +115,7 @@ def test_a_schedule_traces_nothing_again():
     assert model.traces == 2
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(("by", "schedule"), [("epoch", BY_EPOCH), ("update", BY_UPDATE)])
 def test_a_resumed_run_ends_with_the_uninterrupted_runs_weights(by, schedule, tmp_path):
     data = dense_data(30)

@@ -69,6 +69,7 @@ def test_two_models_train_in_two_threads(jit_compile, float64):
     assert difference(models, references, starts) <= TOLERANCE[float64]
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_models_that_share_a_layer_train_in_turn(settings, float64):
     def make_two():
@@ -161,6 +162,7 @@ assert difference <= tests.TOLERANCE["float64"], difference
 """
 
 
+@pytest.mark.gate
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform can not fork")
 def test_a_model_trains_in_a_forked_process(request):
     """As long as TensorFlow has not run anything before the fork, which it does not survive."""

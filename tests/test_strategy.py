@@ -59,6 +59,7 @@ def test_every_setting_matches_the_whole_batch(name, settings, replicas, dtype):
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
 
 
+@pytest.mark.gate
 @several
 @pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight", "sum"])
 def test_masks_that_differ_between_replicas_match_the_whole_batch(
@@ -93,6 +94,7 @@ def test_control_plain_keras_weighs_replicas_alike(float64):
     assert difference > 1e-2
 
 
+@pytest.mark.gate
 def test_parts_larger_than_the_batch_are_the_way_out(float64):
     difference = difference_of_fits(
         masked_recurrent, adam(), masked_data(25), rows=8, steps=1, size=8, replicas=2
@@ -100,6 +102,7 @@ def test_parts_larger_than_the_batch_are_the_way_out(float64):
     assert difference <= TOLERANCE[float64]
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(
     ("clipping", "settings", "replicas"),
     [("clipnorm", STEPS, 3), ("global_clipnorm", SIZE, 2), ("clipvalue", BOTH, 2)],
@@ -148,6 +151,7 @@ def test_terms_of_unlike_weights_are_exact_in_a_batch(case, replicas, float64):
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
 
 
+@pytest.mark.gate
 @several
 def test_a_loss_that_reduces_by_itself_is_a_mean_over_replicas(settings, replicas, float64):
     def loss(y, y_pred):
@@ -178,6 +182,7 @@ def test_eagerly_and_under_xla(way, settings, replicas, float64):
     assert difference <= TOLERANCE[float64]
 
 
+@pytest.mark.gate
 @several
 def test_sparse_gradients_match_the_whole_batch(settings, replicas, float64):
     make, make_data = ZOO["embedding"]
@@ -235,6 +240,7 @@ class TwoNetworks(keras.Model):
         return {"loss": loss}
 
 
+@pytest.mark.gate
 @several
 def test_several_optimizers_match_the_whole_batch(settings, replicas, float64):
     def arguments():
@@ -275,6 +281,7 @@ def test_normalization_layers(settings, replicas, float64):
     assert np.any(model.layers[-1].moving_mean.numpy())
 
 
+@pytest.mark.gate
 def test_synchronized_normalization_runs_where_replicas_can_communicate(float64):
     def model(**settings):
         with mirrored(2).scope():
