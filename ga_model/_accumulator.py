@@ -70,7 +70,7 @@ class GradientAccumulator:
         self._tells = True  # whether `apply` warns
 
     def add(
-        self, gradients: Collection[Any], variables: Collection[Any], *, weight: Any | None = 1.0
+        self, gradients: Collection[Any], variables: Collection[Any], *, weight: Any | None
     ) -> None:
         """Add the gradients of one microbatch to the window.
 

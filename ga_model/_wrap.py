@@ -22,7 +22,7 @@ def accumulate(
     microbatch_size: int | str | None = UNCHANGED,
     skip_nonfinite: bool | None = UNCHANGED,
     loss_over: str | None = UNCHANGED,
-) -> keras.Model:
+) -> AccumulatingModel:
     """Make an existing Keras model accumulate gradients, and return the same object.
 
     For scripts that have a model already: Functional, Sequential or subclassed, built or not,
@@ -78,7 +78,7 @@ def accumulate(
         object.__setattr__(model, "__class__", wrapped)
         model.train_function = None
     model._accumulation.change(**given)
-    return model
+    return cast(AccumulatingModel, model)
 
 
 class _Wrapped(AccumulatingModel):
@@ -91,6 +91,9 @@ class _Wrapped(AccumulatingModel):
     def get_compile_config(self) -> dict[str, Any]:
         config: dict[str, Any] = super(AccumulatingModel, self).get_compile_config()
         return config
+
+    def __dir__(self) -> list[str]:
+        return sorted({*dir(type(self)), *vars(self)})  # of `__class__` it would be the plain one's
 
     def __reduce__(self) -> Any:
         _, arguments = super().__reduce__()

@@ -72,7 +72,7 @@ def test_a_whole_window_in_one_function_matches_the_whole_batch(float64):
         for i in tf.range(3):
             rows = slice(4 * i, 4 * i + 4)
             gradients = gradients_of(mean_loss, model, x[rows], y[rows])
-            accumulator.add(gradients, model.trainable_variables)
+            accumulator.add(gradients, model.trainable_variables, weight=1.0)
         accumulator.apply(optimizers[0])
 
     for _ in range(3):
@@ -222,7 +222,7 @@ def test_none_stays_none():
     accumulator = GradientAccumulator()
     gradients = gradients_of(mean_loss, model, x, y)
     assert gradients[2] is None
-    accumulator.add(gradients, model.trainable_variables)
+    accumulator.add(gradients, model.trainable_variables, weight=1.0)
     assert [g is None for g in accumulator.mean()] == [False, False, True, True]
     accumulator.apply(keras.optimizers.Adam())
 
@@ -253,7 +253,7 @@ def test_buffers_are_float32_or_better_and_only_where_there_are_gradients():
     variables = [keras.Variable(np.zeros(3), dtype=d) for d in ("bfloat16", "float32", "float64")]
     accumulator = GradientAccumulator()
     gradients = [None, *(tf.zeros(3, v.dtype) for v in variables[1:])]
-    accumulator.add(gradients, variables)
+    accumulator.add(gradients, variables, weight=1.0)
     assert [None if b is None else b.dtype.name for b in accumulator._sum._buffers] == [
         None,
         "float32",

@@ -451,7 +451,8 @@ def adds(gradients=None, variables=None, **kwargs):
     def call(subject):
         accumulator, right = subject
         wrong = [tf.ones(2), tf.ones(1)] if gradients is None else gradients
-        accumulator.add(wrong, right if variables is None else variables, **kwargs)
+        given = {"weight": 1.0, **kwargs}
+        accumulator.add(wrong, right if variables is None else variables, **given)
 
     return call
 
@@ -795,7 +796,12 @@ CASES = [
         ("a complex number", adds(weight=1j), ValueError, WEIGHT + "1j"),
         ("a dict", adds(weight={"rows": 3}), ValueError, WEIGHT + "{'rows'"),
         ("fewer gradients", adds([TWO]), ValueError, PER_VARIABLE + "1 gradients and 2 variables"),
-        ("no gradients", lambda s: s[0].add(None, s[1]), TypeError, PER_VARIABLE + "'NoneType'"),
+        (
+            "no gradients",
+            lambda s: s[0].add(None, s[1], weight=1),
+            TypeError,
+            PER_VARIABLE + "'NoneType'",
+        ),
         ("one variable", adds([TWO], V[0]), TypeError, PER_VARIABLE + "'list' and 'Resource"),
         ("a generator", adds(g for g in [TWO, ONE]), TypeError, PER_VARIABLE + "'generator'"),
         ("a dict of gradients", adds({0: TWO, 1: ONE}), TypeError, PER_VARIABLE + "'dict'"),

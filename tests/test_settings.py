@@ -2,10 +2,11 @@
 
 import inspect
 
+import keras
 import pytest
 from helpers import dense_data, dense_model
 
-from ga_model import AccumulatingModel, accumulate, check_equivalence
+from ga_model import AccumulatingModel, GradientAccumulator, accumulate, check_equivalence
 from ga_model._settings import Settings
 
 GIVEN = {
@@ -98,6 +99,23 @@ def test_a_signature_says_that_settings_are_unchanged(function):
     parameters = inspect.signature(function).parameters
     assert "object at 0x" not in str(inspect.signature(function))
     assert {repr(parameters[name].default) for name in GIVEN if name in parameters} == {"unchanged"}
+
+
+class Subclass(AccumulatingModel, keras.Model):
+    pass
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_completion_finds_what_a_model_can_do(is_wrapped):
+    model = accumulate(keras.Sequential()) if is_wrapped else Subclass()
+    names = {*GIVEN, "close_window", "has_updated", "on_update", "num_skipped_microbatches"}
+    assert names | {"fit", "layers"} <= set(dir(model))
+
+
+def test_an_accumulator_asks_for_the_weight_of_a_microbatch():
+    with pytest.raises(TypeError, match="'weight'"):
+        GradientAccumulator().add([], [])
 
 
 def test_settings_print_on_one_line():

@@ -531,7 +531,7 @@ def test_an_accumulator_made_outside_of_the_scope_is_refused():
     variables = model.trainable_variables
 
     def add():
-        accumulator.add([tf.ones(v.shape) for v in variables], variables)
+        accumulator.add([tf.ones(v.shape) for v in variables], variables, weight=1.0)
 
     with pytest.raises(ValueError, match=r"Make it inside of `with strategy\.scope"):
         mirrored(2).run(add)
