@@ -78,9 +78,10 @@ class GradientAccumulator:
             gradients: one per variable: a tensor of its shape, `tf.IndexedSlices` or None.
             variables: the variables, the same ones in the same order in every call.
             weight: scalar number or tensor, what the microbatch counts in the window's mean (rows,
-                or tokens, of a loss that is their mean). Zero changes nothing. None in every call
-                for a loss that is a sum: the gradients are then summed and not divided. (In a graph
-                `x.shape[0]` may be None, and `tf.shape(x)[0]` is not.)
+                or tokens, of a loss that is their mean). It has to be said: microbatches of unlike
+                sizes that count alike are not the mean of the window. Zero changes nothing. None in
+                every call for a loss that is a sum: the gradients are then summed and not divided.
+                (In a graph `x.shape[0]` may be None, and `tf.shape(x)[0]` is not.)
 
         Raises:
             TypeError: these are no lists or the like, or no variables.

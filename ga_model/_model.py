@@ -233,11 +233,12 @@ class AccumulatingModel(_Base):
             skip_nonfinite=skip_nonfinite,
             loss_over=loss_over,
         )
-        settings = dataclasses.replace(self._accumulation.settings, **given)
+        settings = Settings(**given)
         is_half = self.dtype_policy.name == "mixed_float16"
         adds_scaling = is_half and kwargs.get("auto_scale_loss", True)
         settings.check_with(optimizers_in([*args, *kwargs.values()]), adds_scaling)
-        super().compile(*args, **kwargs)
+        super().compile(*args, **kwargs)  # which may set some itself
+        settings = dataclasses.replace(self._accumulation.settings, **given)
         self._accumulation = Accumulation(self, settings)
 
     def close_window(self) -> None:

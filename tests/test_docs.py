@@ -72,6 +72,13 @@ def test_no_other_words_are_used_for_the_same_things():
         assert not re.search(r"mini-?step|virtual batch|mini-?batch|\baccum\b", text, re.IGNORECASE)
 
 
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def test_files_that_are_linked_are_there(name):
+    page = Path(__file__).parent.parent / name
+    for link in re.findall(r"\]\(([^)#]+)", page.read_text()):
+        assert ":" in link or (page.parent / link).exists(), link
+
+
 def test_the_package_says_what_it_offers():
     assert set(ga_model.__all__) == {
         "AccumulatingModel",

@@ -101,6 +101,19 @@ def test_a_signature_says_that_settings_are_unchanged(function):
     assert {repr(parameters[name].default) for name in GIVEN if name in parameters} == {"unchanged"}
 
 
+class SetsItself(keras.Model):
+    def compile(self, *args, **kwargs):
+        super().compile(*args, **kwargs)
+        self.accumulation_steps = 4
+
+
+@pytest.mark.parametrize("given", [{}, {"accumulation_steps": 2}])
+def test_a_setting_of_the_users_own_compile_stays_unless_another_is_passed(given):
+    model = accumulate(SetsItself())
+    model.compile("sgd", "mse", **given)
+    assert model.accumulation_steps == given.get("accumulation_steps", 4)
+
+
 class Subclass(AccumulatingModel, keras.Model):
     pass
 

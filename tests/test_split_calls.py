@@ -46,6 +46,7 @@ from own_steps import (
 from own_training import assert_same, compiled, difference, train, values_of
 
 from ga_model import AccumulatingModel, accumulate, check_equivalence
+from ga_model.base._internals import is_rematerialized
 from ga_model.bench import _bench
 from ga_model.tools._memory import peak_memory, reset_peak_memory
 from ga_model.tools._process import in_own_process
@@ -188,6 +189,22 @@ def test_parts_that_keep_no_activations_match(float64):
             self.net = keras.Sequential([keras.Input((6,)), hidden, layers.Dense(5)])
 
     assert_same(train(Rematerialized, 5), train(Rematerialized), TOLERANCE[float64])
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("scope", "is_kept"),
+    [
+        ({"mode": "full"}, False),
+        ({"mode": None}, True),
+        ({"mode": "list_of_layers", "layer_names": ["hidden"]}, False),
+        ({"mode": "list_of_layers", "layer_names": ["other"]}, True),
+    ],
+)
+def test_calls_that_keep_activations_are_told_from_others(scope, is_kept):
+    with keras.RematScope(**scope):
+        layer = layers.Dense(1, name="hidden")
+    assert is_rematerialized(layer) == (not is_kept)
 
 
 def test_forward_derivatives_run_whole(float64):

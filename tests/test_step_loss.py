@@ -4,6 +4,8 @@ What a loss averages over is read from the graph of the step. References are pla
 full batch.
 """
 
+import contextlib
+import itertools
 import re
 import warnings
 
@@ -11,7 +13,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import TOLERANCE, assert_changed, relative_difference, seeded
+from helpers import TOLERANCE, assert_changed, mirrored, relative_difference, seeded
 from keras import layers, losses, ops
 from own_steps import STEPS
 from own_training import difference as difference_of_trainings
@@ -431,6 +433,18 @@ def test_compiled_losses_that_compare_samples_are_told_of(name, way, float64):
     assert "computes with several samples" in said[0]
 
 
+def test_lengths_that_change_beside_another_term_are_told_of(float64):
+    """Of outputs, which the loss averages over, and of samples."""
+    regularized = layers.Dense(1, activity_regularizer="l2")
+    model = accumulate(keras.Sequential([keras.Input((None, 4)), regularized]))
+    model.compile("sgd", "mse", accumulation_steps=2)
+    batches = [(np.ones((4, n, 4)), np.ones((4, n, 1))) for n in (3, 5)]
+    signature = tuple(tf.TensorSpec((None, None, n), tf.float64) for n in (4, 1))
+    dataset = tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=signature)
+    with pytest.warns(UserWarning, match="can not serve all terms of this loss"):
+        model.fit(dataset, steps_per_epoch=2, shuffle=False, verbose=0)
+
+
 class Adds(layers.Layer):
     def __init__(self, loss):
         super().__init__()
@@ -554,6 +568,58 @@ def test_parts_of_batches_are_exact_in_one_ratio_and_told_of_otherwise(
     else:
         assert found > 1e-3
         assert ["whose ratio changes" in str(warning.message) for warning in caught] == [True]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_ratio_counts_within_a_window_and_on_all_replicas(replicas, float64):
+    x, y, _ = data()
+    batches = [((x[:4], y[:4]), x[:others]) for others in (4, 4, 8, 8)]
+    if replicas == 2:  # of which 8 and 7 samples are shared out as 4 and 4, and as 4 and 3
+        batches = [((x[:8], y[:8]), x[:7])] * 4
+    vectors, targets = (tf.TensorSpec((None, n), tf.float64) for n in (4, 2))
+    dataset = tf.data.Dataset.from_generator(
+        lambda: iter(batches), output_signature=((vectors, targets), vectors)
+    )
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    with contextlib.nullcontext() if replicas == 1 else mirrored(2).scope():
+        model = accumulate(seeded(SemiSupervised), accumulation_steps=2)
+        model.compile(keras.optimizers.SGD(0.01))
+        model.built = True  # Keras would call it, which only its step can
+        model.optimizer.build(model.trainable_variables)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.fit(dataset.with_options(options), steps_per_epoch=4, shuffle=False, verbose=0)
+    said = [str(warning.message) for warning in caught]
+    assert ["whose ratio changes" in text for text in said] == [True] * (replicas - 1)
+
+
+class SeveralMeans(OwnStep):
+    """Counts its samples by itself, and not."""
+
+    def __init__(self):
+        super().__init__(None)
+
+    def loss_of(self, x, y, mask):
+        values = errors(self.net(x, training=True), y)
+        count = tf.cast(tf.shape(x)[0], values.dtype)
+        return total(values) / count + total(values**2) / count + tf.reduce_mean(values)
+
+
+def test_a_step_that_is_traced_again_matches(float64):
+    """With a static number of samples, and then without."""
+    trained = []
+    for steps in (3, 1):
+        model = seeded(SeveralMeans)
+        start = model.get_weights()
+        model = accumulate(model, accumulation_steps=steps)
+        model.compile(keras.optimizers.SGD(0.01))
+        ends = [0, 8, 16, 22] if steps == 3 else [0, 22]
+        for begin, end in itertools.pairwise(ends):
+            model.train_on_batch(*(a[begin:end] for a in data()))
+        model.close_window()
+        trained.append(model.get_weights())
+    assert relative_difference(*trained, start) < TOLERANCE[float64]
 
 
 # Of the steps of the field, what a window of several batches says: nothing where it is exact.

@@ -53,7 +53,10 @@ def training_of_call(layer: Any) -> Any:
 
 def is_rematerialized(layer: Any) -> bool:
     """Return whether a layer keeps no activations, by `keras.RematScope`."""
-    return bool(getattr(layer, "_remat_mode", None))
+    scope = getattr(layer, "_remat_mode", None)
+    if scope is None or scope.mode is None:
+        return False
+    return scope.mode != "list_of_layers" or layer.name in (scope.layer_names or ())
 
 
 def is_built(layer: Any, others: Iterable[Any] = ()) -> bool:

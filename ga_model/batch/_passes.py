@@ -44,7 +44,7 @@ class Part(NamedTuple):
         logged: sums over the microbatches, as `BatchLogs.sums`.
         last: the last microbatch's, as `BatchLogs.last`; or the logs, where none wait.
         num_counted: int64 scalar tensor, microbatches that were not left out.
-        row_counts: as those of a `Recording`.
+        row_counts: as those of `StepLosses`, summed over the microbatches.
     """
 
     sums: list[GradientSum]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import tensorflow as tf
@@ -48,7 +49,8 @@ class Window:
         )
         self.parts = _strategy.make_variables(lambda: power_of_two(model.accumulation_steps))
         self._is_uneven = _strategy.make_variables(lambda: tf.constant(False))
-        self._rows: list[Any] = []  # of the first batch, the numbers of samples of its parts
+        # Of the window's first batch, the numbers of samples of its parts.
+        self._rows: dict[tuple[int, ...], list[Any]] = {}
         self._sums: dict[int, tuple[Any, WindowSum]] = {}
         self._run_eagerly = model.run_eagerly
         self._jit_compile = bool(model.jit_compile)
@@ -66,6 +68,8 @@ class Window:
         self.steps.assign(steps)
         self._remaining.assign(steps)
         self.parts.assign(power_of_two(steps))
+        for kept in itertools.chain(*self._rows.values()):
+            kept.assign(tf.zeros_like(kept))
 
     def _sum_of(self, optimizer: Any) -> WindowSum:
         """Return the optimizer's sum, made on first use."""
@@ -137,20 +141,25 @@ class Window:
             self._update_if(True, noise)
 
     def note_rows(self, counts: list[Any]) -> None:
-        """Note if the parts of batches have numbers of samples whose ratio changes.
+        """Note if the parts of a window's batches have numbers of samples whose ratio changes.
+
+        With several replicas, all have to call it.
 
         Args:
             counts: int64 vectors, each of the numbers of samples that losses average over.
         """
-        if not self._rows:
-            self._rows = _strategy.make_variables(
-                lambda: [tf.zeros(c.shape, tf.int64) for c in counts]
+        kind = tuple(rows.shape[0] for rows in counts)  # a trace may count a part more than once
+        if kind and kind not in self._rows:
+            self._rows[kind] = _strategy.make_variables(
+                lambda: [tf.zeros(rows.shape, tf.int64) for rows in counts]
             )
-        for rows, kept in zip(counts, self._rows):
+            self._update_if = self._make_update()  # one traced before would not begin with these
+        others = _strategy.sum_over_replicas(counts)
+        for rows, kept, total in zip(counts, self._rows.get(kind, []), others, strict=True):
             first = tf.where(tf.reduce_all(tf.equal(kept, 0)), rows, kept)
             kept.assign(first)
-            is_other = tf.reduce_any(tf.not_equal(rows * first[0], first * rows[0]))
-            self._is_uneven.assign(self._is_uneven | is_other)
+            differs = [tf.not_equal(rows * n[0], n * rows[0]) for n in (first, total)]
+            self._is_uneven.assign(self._is_uneven | tf.reduce_any(differs))
 
     def messages(self, model: str) -> list[str]:
         """Return what is to be told of the windows so far.

@@ -42,7 +42,8 @@ class _Splitting:
 
     Args:
         model: the model whose step runs.
-        batch: the batch of the step.
+        rows: int64 scalar tensor, the samples of the batch.
+        size: samples per microbatch.
         limit: how many microbatches of a call really run, or None: outputs of the others are made
             up.
     """

@@ -68,8 +68,8 @@ class StepLosses:
         graph: that the step is drawn in, or None: eagerly.
         reads_step: whether it is read what the losses of the step itself are divided by.
         heard: what is known of the step's losses, and the gradients of its tapes if it is read.
-        row_counts: numbers of samples that are to keep their ratio from microbatch to microbatch,
-            int64 vectors: of the parts of a batch that losses of one optimizer average over.
+        row_counts: numbers of samples that are to keep their ratio from microbatch to microbatch:
+            an int64 vector for each optimizer whose losses average over several parts of a batch.
     """
 
     def __init__(self, model: Any, data: Any, position: Position, is_trial: bool) -> None:

@@ -167,7 +167,7 @@ def _denominator(
     by_sample_weight = reduction == "mean_with_sample_weight" and sample_weight is not None
     if not masks and not by_sample_weight:
         is_rows = values.shape[1:].is_fully_defined()
-        return tf.size(values, tf.int64), "rows" if is_rows else values.ref()
+        return tf.size(values, tf.int64), "rows" if is_rows else ("entries", values.ref())
     mask = None
     for part in masks:
         mask = part if mask is None else tf.logical_and(mask, part)

@@ -128,6 +128,7 @@ class StepReading(Reading):
         self._mixing: dict[int, Any] = {}
         self._base: dict[int, tuple[Any, Any]] = {}  # of bounds: the sum, what is added to it
         self._of_weights: set[int] = set()
+        self._rows_tensor: Any = None
         self._noted: dict[int, tuple[str, dict[Hashable, Denominator]]] = {}
         super().__init__(graph, True, rows, normalizing)
 
@@ -368,7 +369,7 @@ class StepReading(Reading):
         output = op.outputs[0]
         if kinds[0] in _REDUCED and kinds[1] == SHARED:
             if kinds[0] == SUM and set(denominators) == {"sum"} and self._is_number(top, bottom):
-                return self._divided(output, Denominator("rows", tf.constant(self._rows, tf.int64)))
+                return self._divided(output, Denominator("rows", self._constant_rows()))
             return self._kept(op, denominators, kinds)
         if set(denominators) != {"sum"} and kinds != [MEAN, MEAN]:
             return MIXED
@@ -398,6 +399,12 @@ class StepReading(Reading):
         """Note what an output has been divided by, and return what it then is."""
         self._denominators[id(output)] = {denominator.kind: denominator}
         return denominator.of_loss
+
+    def _constant_rows(self) -> Any:
+        """Return the number of samples, where it is known, always as the same tensor."""
+        if self._rows_tensor is None:
+            self._rows_tensor = tf.constant(self._rows, tf.int64)
+        return self._rows_tensor
 
     def _is_number(self, total: Any, divisor: Any) -> bool:
         """Return whether a constant is the number of samples, or of what was summed."""
