@@ -520,23 +520,33 @@ def test_of_what_is_read_between_two_updates_only_what_the_second_uses_is_told_o
 class SemiSupervised(OwnStep):
     """Averages over samples with targets, and over others."""
 
-    def __init__(self, of_labelled=1.0):
+    def __init__(self, of_labelled=1.0, is_product=False):
         super().__init__(None)
         self.of_labelled = of_labelled
+        self.is_product = is_product
 
     def loss_of(self, labelled, others):
         x, y = labelled
         loss = tf.reduce_mean(tf.square(self.net(others, training=True)))
+        if self.is_product:
+            return loss * tf.cast(tf.shape(x)[0], loss.dtype)
         if self.of_labelled:
             loss += self.of_labelled * tf.reduce_mean(errors(self.net(x, training=True), y))
         return loss
 
 
 @pytest.mark.parametrize(
-    ("others", "of_labelled"), [((6, 6, 6), 1.0), ((6, 3, 6), 1.0), ((6, 3, 6), 0.0)]
+    ("others", "of_labelled", "is_product"),
+    [
+        ((6, 6, 6), 1.0, False),
+        ((6, 3, 6), 1.0, False),
+        ((6, 3, 6), 0.0, False),
+        ((6, 6, 6), 0.0, True),
+        ((6, 3, 6), 0.0, True),
+    ],
 )
 def test_parts_of_batches_are_exact_in_one_ratio_and_told_of_otherwise(
-    others, of_labelled, float64
+    others, of_labelled, is_product, float64
 ):
     x, y, _ = data()
     ends = np.cumsum(others)
@@ -550,7 +560,7 @@ def test_parts_of_batches_are_exact_in_one_ratio_and_told_of_otherwise(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for batches in ([full], parts):
-            model = seeded(lambda: SemiSupervised(of_labelled))
+            model = seeded(lambda: SemiSupervised(of_labelled, is_product))
             start = model.get_weights()
             if batches is parts:
                 model = accumulate(model, accumulation_steps=3)
@@ -562,7 +572,7 @@ def test_parts_of_batches_are_exact_in_one_ratio_and_told_of_otherwise(
             model.fit(dataset.repeat(2), steps_per_epoch=2 * len(batches), shuffle=False, verbose=0)
             trained.append(model.get_weights())
     found = relative_difference(trained[1], trained[0], start)
-    if len(set(others)) == 1 or not of_labelled:
+    if len(set(others)) == 1 or not (of_labelled or is_product):
         assert not caught
         assert found < TOLERANCE[float64]
     else:

@@ -247,9 +247,10 @@ class StepLosses:
         known = {term.kind for term in self._terms}
         known |= {"sum" if is_sum else "rows" for _, is_sum in self._additional}
         has_regularizers = found.pop(OF_WEIGHTS.kind, None) is not None
-        if (rows := found.get("rows")) is not None and rows.others:
-            counts = [tf.cast(count, tf.int64) for count in (rows.count, *rows.others)]
-            self.row_counts.append(tf.stack(counts))
+        rows = found.get("rows")
+        for part in filter(None, (rows, found.get("sum"))):
+            if len(counts := part.counts()) > 1:
+                self.row_counts.append(tf.stack([tf.cast(count, tf.int64) for count in counts]))
         if rows is not None and len(found) == 1 and not known:
             return _weights.of_weight(tf.cast(rows.count, tf.float64)), None
         if set(found) <= known:

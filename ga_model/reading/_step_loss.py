@@ -70,6 +70,10 @@ class Denominator(NamedTuple):
         """What a term with this denominator is to the samples: a mean or a sum."""
         return SUM if self.count is None else MEAN
 
+    def counts(self) -> list[Any]:
+        """Return the counts of all terms of this kind."""
+        return [count for count in (self.count, *self.others) if count is not None]
+
     def words(self) -> str:
         """Return what it is, for a message."""
         name = self.kind[0] if isinstance(self.kind, tuple) else self.kind
@@ -93,10 +97,9 @@ def by_kind(denominators: Iterable[Denominator]) -> dict[Hashable, Denominator]:
     found: dict[Hashable, Denominator] = {}
     for denominator in denominators:
         first = found.setdefault(denominator.kind, denominator)
-        if first.count is not None:
-            counts = {id(count): count for count in (first.count, *first.others)}
-            counts.update((id(c), c) for c in (denominator.count, *denominator.others))
-            found[first.kind] = first._replace(others=tuple(counts.values())[1:])
+        counts = {id(c): c for d in (first, denominator) for c in d.counts()}
+        others = tuple(counts.values())[first.count is not None :]
+        found[first.kind] = first._replace(others=others)
     return found
 
 
@@ -358,8 +361,11 @@ class StepReading(Reading):
         if COUNT not in kinds:
             return self._kept(op, denominators, kinds)
         count = op.inputs[kinds.index(COUNT)]
-        if set(denominators) == {self._length.get(id(count), "rows")}:  # the sum again
-            return self._divided(op.outputs[0], _OF_SUM)
+        kind = self._length.get(id(count), "rows")
+        if set(denominators) == {kind}:  # the sum again, if it is a count of the same part
+            return self._divided(
+                op.outputs[0], _OF_SUM._replace(others=(*denominators[kind].counts(), count))
+            )
         return MIXED
 
     def _quotient(
