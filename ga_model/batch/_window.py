@@ -148,14 +148,16 @@ class Window:
         Args:
             counts: int64 vectors, each of the numbers of samples that losses average over.
         """
+        if not counts:
+            return
         kind = tuple(rows.shape[0] for rows in counts)  # a trace may count a part more than once
-        if kind and kind not in self._rows:
+        if kind not in self._rows:
             self._rows[kind] = _strategy.make_variables(
                 lambda: [tf.zeros(rows.shape, tf.int64) for rows in counts]
             )
             self._update_if = self._make_update()  # one traced before would not begin with these
         others = _strategy.sum_over_replicas(counts)
-        for rows, kept, total in zip(counts, self._rows.get(kind, []), others, strict=True):
+        for rows, kept, total in zip(counts, self._rows[kind], others, strict=True):
             first = tf.where(tf.reduce_all(tf.equal(kept, 0)), rows, kept)
             kept.assign(first)
             differs = [tf.not_equal(rows * n[0], n * rows[0]) for n in (first, total)]
