@@ -233,7 +233,7 @@ class AccumulatingModel(_Base):
             skip_nonfinite=skip_nonfinite,
             loss_over=loss_over,
         )
-        settings = Settings(**given)
+        settings = dataclasses.replace(self._accumulation.settings, **given)
         is_half = self.dtype_policy.name == "mixed_float16"
         adds_scaling = is_half and kwargs.get("auto_scale_loss", True)
         settings.check_with(optimizers_in([*args, *kwargs.values()]), adds_scaling)

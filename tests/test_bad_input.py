@@ -268,10 +268,10 @@ def accumulator(case, tmp_path):
 def open_window(case, tmp_path):
     """A `GradientAccumulator` that has a microbatch already, whose second gradient was None."""
     misused, variables = GradientAccumulator(), [tf.Variable([1.0, 2.0]), tf.Variable([3.0])]
-    misused.add([tf.ones(2), None], variables)
+    misused.add([tf.ones(2), None], variables, weight=1.0)
     yield misused, variables
     assert misused.num_microbatches == 1
-    misused.add([3 * tf.ones(2), None], variables)
+    misused.add([3 * tf.ones(2), None], variables, weight=1.0)
     gradient, nothing = misused.mean()
     assert (gradient.numpy().tolist(), nothing) == ([2.0, 2.0], None)
 
@@ -776,7 +776,12 @@ CASES = [
     *cases(
         open_window,
         ("other variables", adds([TWO, None], V), ValueError, OTHER_VARIABLES),
-        ("fewer variables", lambda s: s[0].add([TWO], s[1][:1]), ValueError, OTHER_VARIABLES),
+        (
+            "fewer variables",
+            lambda s: s[0].add([TWO], s[1][:1], weight=1.0),
+            ValueError,
+            OTHER_VARIABLES,
+        ),
         ("a sum after a mean", adds([TWO, None], weight=None), ValueError, "Received: both"),
         ("a late gradient", adds([TWO, ONE]), RuntimeError, "Received: a gradient for .'Variable"),
         ("an optimizer that accumulates", applies(of_two()), ValueError, BY_CLASS),

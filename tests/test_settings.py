@@ -5,6 +5,7 @@ import inspect
 import keras
 import pytest
 from helpers import dense_data, dense_model
+from keras.optimizers import SGD, LossScaleOptimizer
 
 from ga_model import AccumulatingModel, GradientAccumulator, accumulate, check_equivalence
 from ga_model._settings import Settings
@@ -99,6 +100,21 @@ def test_a_signature_says_that_settings_are_unchanged(function):
     parameters = inspect.signature(function).parameters
     assert "object at 0x" not in str(inspect.signature(function))
     assert {repr(parameters[name].default) for name in GIVEN if name in parameters} == {"unchanged"}
+
+
+@pytest.mark.parametrize(
+    ("present", "optimizer"),
+    [
+        ({"accumulation_steps": 3}, lambda: SGD(gradient_accumulation_steps=2)),
+        ({"skip_nonfinite": True}, lambda: LossScaleOptimizer(SGD())),
+    ],
+)
+@pytest.mark.every_case
+def test_present_settings_are_checked_with_another_optimizer(present, optimizer):
+    model = accumulate(dense_model(), **present)
+    with pytest.raises(ValueError, match="Received"):
+        model.compile(optimizer(), "mse")
+    assert not model.compiled
 
 
 class SetsItself(keras.Model):
