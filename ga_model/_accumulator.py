@@ -16,7 +16,7 @@ from ga_model.sums._window_sum import WindowSum
 class GradientAccumulator:
     """Sums weighted gradients over microbatches and applies their mean to an optimizer.
 
-    Use it in a training loop of your own; `AccumulatingModel` uses it too. Everything works inside
+    Use it in a training loop of your own: the windows of `fit` sum in the same way. It works inside
     and outside of `tf.function`, but `add` not with sparse gradients in one that XLA compiles. The
     update equals that of the optimizer on the whole window when each weight says how much its
     microbatch counts in the loss's mean: the number of rows for a mean over rows, the number of

@@ -60,10 +60,12 @@ class _Splitting:
 
     def applies(self, layer: Any) -> bool:
         """Return whether a call of a layer that runs here is to be split."""
-        if inside_of_call.get() or is_symbolic() or any(map(is_rematerialized, layers_in(layer))):
+        if inside_of_call.get() or is_symbolic():
             return False
         if stateless_scope() is not self._scope:
             return False  # weights are what the step says
+        if any(map(is_rematerialized, layers_in(layer))):
+            return False
         # A layer without weights draws random numbers, or computes little.
         return bool(layer.weights or not is_built(layer))
 

@@ -180,12 +180,15 @@ def _run_demo(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
     return _demo.run_demo(settings, plot=options.plot)
 
 
-def _check_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="ga_model check",
-        description=_CHECK_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def _parser_of(command: str, description: str) -> argparse.ArgumentParser:
+    formatter = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(
+        prog=f"ga_model {command}", description=description, formatter_class=formatter
     )
+
+
+def _check_parser() -> argparse.ArgumentParser:
+    parser = _parser_of("check", _CHECK_DESCRIPTION)
     add = parser.add_argument
     add("script", metavar="FILE.py:function", help="what returns the model and the data")
     add(
@@ -234,11 +237,7 @@ def _run_check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
 
 
 def _bench_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="ga_model bench",
-        description=_BENCH_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = _parser_of("bench", _BENCH_DESCRIPTION)
     add = parser.add_argument
     add(
         "--models",

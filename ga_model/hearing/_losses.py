@@ -51,8 +51,8 @@ class Position(NamedTuple):
     is_window: bool
     is_update: bool
     defers_logs: bool
-    can_be_whole: bool = False
-    must_add_up: bool = False
+    can_be_whole: bool
+    must_add_up: bool
 
 
 class StepLosses:

@@ -31,9 +31,7 @@ from ga_model.hearing._losses import Position, StepLosses
 from ga_model.hearing._models import is_recorded, optimizers_in, recording_of_thread
 from ga_model.hearing._stand_in import StandIn
 from ga_model.reading._heard_gradients import place_of
-from ga_model.reading._loss_reading import (
-    DoesNotAddUpError,
-)
+from ga_model.reading._loss_reading import DoesNotAddUpError
 from ga_model.reading._tapes import heard
 from ga_model.reading._writes import NOTHING, Writes, left_out, used_since
 from ga_model.replicas import _optimizers

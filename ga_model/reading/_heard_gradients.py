@@ -17,17 +17,17 @@ import numpy as np
 import tensorflow as tf
 
 from ga_model.base._context import graph_being_made
-from ga_model.reading._operations import SHARED, names, value_of
+from ga_model.reading._dependence import walk_back
+from ga_model.reading._operations import SHARED, STRUCTURAL, names, value_of
 from ga_model.reading._step_loss import Denominator, StepLoss, StepReading, by_kind
 
 # Linear in all gradients that go in.
 _SUMS = names("Add AddN AddV2 ConcatV2 Pack Sub")
 # Linear in one gradient, where all else is the same in every microbatch.
 _PRODUCTS = names("BatchMatMulV2 BatchMatMulV3 Div DivNoNan Einsum MatMul Mul RealDiv")
-_LINEAR = names(
-    "BroadcastTo Cast CheckNumerics Cumsum EnsureShape ExpandDims GatherV2 Identity IdentityN "
-    "MatrixBandPartV2 MatrixBandPart Mean Neg Pad PreventGradient Reshape ReverseV2 Roll Slice "
-    "Snapshot Split SplitV Squeeze StopGradient StridedSlice Sum Tile Transpose Unpack"
+_LINEAR = STRUCTURAL | names(
+    "Cast Cumsum GatherV2 MatrixBandPart MatrixBandPartV2 Mean Neg Pad ReverseV2 Roll Slice Split "
+    "SplitV Sum Transpose"
 )
 _CHOICES = names("Select SelectV2")
 # Linear in the first input, whatever entries the others put together.
@@ -123,20 +123,11 @@ class HeardGradients:
         """Return the losses that some gradients are of, as the tapes gave them or worked over."""
         if self._graph is None:
             return []
-        left = _tensors_of(gradients)
-        losses: dict[int, StepLoss] = {}
-        seen: set[int] = set()
-        while left:
-            tensor = left.pop()
-            if id(tensor) in seen:
-                continue
-            seen.add(id(tensor))
-            loss = self._found.get(id(tensor))
-            if loss is not None:
-                losses[id(loss)] = loss
-            elif tf.is_symbolic_tensor(tensor) and tensor.graph is self._graph:
-                left += tensor.op.inputs
-        return list(losses.values())
+        tensors = walk_back(
+            _tensors_of(gradients), self._graph, lambda tensor: id(tensor) not in self._found
+        )
+        losses = [self._found[id(tensor)] for tensor in tensors if id(tensor) in self._found]
+        return list({id(loss): loss for loss in losses}.values())
 
     def work_on(self, gradients: Any) -> Work:
         """Return what the step has made of its tapes' gradients to get these."""

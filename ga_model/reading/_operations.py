@@ -33,6 +33,11 @@ ELEMENTWISE = names(
     "Round Rsqrt Select SelectV2 Selu Sigmoid Sign Sin Sinh Snapshot Softplus Softsign Sqrt "
     "Square SquaredDifference StopGradient Sub Tan Tanh TruncateDiv Xdivy Xlog1py Xlogy ZerosLike "
 )
+# These keep all entries of a tensor.
+STRUCTURAL = names(
+    "BroadcastTo CheckNumerics ConcatV2 EnsureShape ExpandDims Identity IdentityN Pack "
+    "PreventGradient Reshape Snapshot Squeeze StopGradient StridedSlice Tile Unpack"
+)
 ALONG_LAST_AXIS = names("Softmax LogSoftmax TopKV2 ")
 REDUCTIONS = names("All Any ArgMax ArgMin EuclideanNorm Max Mean Min Prod Sum ")
 # These put several entries of axis 0 together.

@@ -26,6 +26,7 @@ from ga_model.reading._operations import (
     MIXED,
     SHAPE,
     SHARED,
+    STRUCTURAL,
     SUM,
     axes_of,
     axis_of,
@@ -39,11 +40,6 @@ _BOUND = "a sum over samples, and at least some number"
 _CHOSEN = "the places of some of the samples"
 
 _REDUCED = (MEAN, SUM, _TERMS)
-# Of what is reduced, these keep all of it.
-_STRUCTURAL = names(
-    "BroadcastTo CheckNumerics ConcatV2 EnsureShape ExpandDims Identity IdentityN Pack "
-    "PreventGradient Reshape Snapshot Squeeze StopGradient StridedSlice Tile Unpack"
-)
 _SUMS = names("Add AddN AddV2 Cast Mean Neg Sub Sum")
 _READS_WEIGHTS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
 
@@ -321,7 +317,7 @@ class StepReading(Reading):
     def _of_reduced(self, op: Any, kinds: list[Any]) -> str:
         output = op.outputs[0] if op.outputs else None
         denominators = self._inherited(op)
-        if op.type in _STRUCTURAL:
+        if op.type in STRUCTURAL:
             if set(kinds) & {BY_SAMPLE, _BOUND}:
                 return MIXED
             if op.type == "StopGradient":

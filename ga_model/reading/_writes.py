@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from ga_model.base._context import ThreadValue, graph_being_made
 from ga_model.base._internals import layers_in, own_weights, raw, written_handles
+from ga_model.reading._dependence import walk_back
 from ga_model.replicas import _strategy
 
 # Variables that may be written to once per microbatch, by the last part of their names: where
@@ -99,7 +100,7 @@ class Writes:
 
         normalization, names = [], []
         for layer in layers_in(self._model):
-            found = found_in(_of_layer(layer))
+            found = found_in(own_weights(layer))
             found = [v for v in found if id(v) in self._present or self._assigned & _handles(v)]
             if isinstance(layer, keras.layers.BatchNormalization) and found:
                 normalization.append(layer)
@@ -157,15 +158,9 @@ def used_since(
         gradients: tensors, or None.
     """
     late = {op.name for op in graph.get_operations()[first:]}
-    left = [t for t in tf.nest.flatten(gradients, expand_composites=True) if t is not None]
-    seen: set[int] = set()
-    while left:
-        tensor = left.pop()
-        if id(tensor) not in seen and tf.is_symbolic_tensor(tensor) and tensor.graph is graph:
-            seen.add(id(tensor))
-            if tensor.op.name in late:
-                left += tensor.op.inputs
-    used = _captured(graph, seen)
+    parts = tf.nest.flatten(gradients, expand_composites=True)
+    tensors = walk_back(parts, graph, lambda tensor: tensor.op.name in late)
+    used = _captured(graph, {id(tensor) for tensor in tensors})
     return [variable.path for variable in variables if used & _handles(variable)]
 
 
@@ -174,12 +169,8 @@ def _captured(graph: Any, inner: set[int]) -> set[int]:
     return {id(outer) for outer, own in graph.captures if id(own) in inner}
 
 
-def _of_layer(layer: Any) -> list[Any]:
-    return own_weights(layer)
-
-
 def _of_layers(model: Any) -> list[Any]:
-    return [variable for layer in layers_in(model) for variable in _of_layer(layer)]
+    return [variable for layer in layers_in(model) for variable in own_weights(layer)]
 
 
 def _of_optimizers(optimizers: Iterable[Any]) -> list[Any]:
