@@ -100,7 +100,7 @@ class GradientAccumulator:
             raise ValueError(_weight_message(weight))
         in_unit = _sums.in_unit(1.0 if is_sum else weight, self._sum.unit)
         part = GradientSum.of(gradients, variables, in_unit, scale=not is_sum)
-        self._sum.add(part, variables, is_sum)
+        self._sum.add(part, variables, None if is_sum else 0.0)
 
     @property
     def variables(self) -> list[Any]:

@@ -508,7 +508,7 @@ CASES = [
     (step(OwnSum), STEPS, "equivalent", None),
     (positions, STEPS, "equivalent", None),
     (positions, SIZE, "equivalent", None),
-    (step(OwnRoot), STEPS, "different", "'Sqrt' in .* computes with several samples"),
+    (step(OwnRoot), STEPS, "different", "'Sqrt' in .* is not linear"),
     (step(OwnRoot), SIZE, "equivalent", None),
     (step(OwnClipping), STEPS, "different", "leave it to the optimizer"),
     (step(OwnAverage), STEPS, "different", r"writes to \['own_average/average'\].*on_update"),

@@ -715,3 +715,25 @@ def test_memory_is_that_of_a_microbatch():
     """Peak memory in processes of their own."""
     split, whole = (in_own_process(str(size), memory_of, size) for size in (16, None))
     assert 0 < split < 0.25 * whole
+
+
+class CallsPython(layers.Layer):
+    """Computes with all samples that it gets, in Python."""
+
+    def call(self, inputs):
+        def minus_mean(x):
+            return x - x.mean(0)
+
+        shifted = tf.numpy_function(minus_mean, [inputs], inputs.dtype)
+        return inputs + tf.stop_gradient(tf.ensure_shape(shifted, inputs.shape))
+
+
+def test_a_layer_that_calls_python_gets_the_full_batch(float64):
+    class Model(STEPS["root of a mean"]):
+        def make(self):
+            self.net = keras.Sequential([CallsPython(), layers.Dense(5)])
+            self.net.build((None, 6))
+
+    with pytest.warns(UserWarning, match="follow from Python code"):
+        found = train(Model, 5)
+    assert_same(found, train(Model), TOLERANCE[float64])

@@ -34,6 +34,20 @@ def total(values):
     return tf.reduce_sum(values)
 
 
+def number(z):
+    return tf.cast(tf.shape(z)[0], z.dtype)
+
+
+def python(z):
+    values = tf.numpy_function(lambda z: np.abs(z).mean() + 0 * z[:, 0], [z], z.dtype)
+    return tf.ensure_shape(values, z.shape[:1])
+
+
+def python_of_tf(z):
+    values = tf.py_function(lambda z: tf.reduce_mean(tf.abs(z)) + 0 * z[:, 0], [z], z.dtype)
+    return tf.stop_gradient(tf.ensure_shape(values, z.shape[:1]))
+
+
 def cosines(z, y):
     return z @ tf.transpose(y)
 
@@ -72,9 +86,45 @@ EXACT = {
         tf.reduce_mean(tf.nn.softplus(tf.concat([z, y, -z], 0)[: tf.shape(z)[0]]))
         + tf.reduce_mean(tf.square(tf.concat([y, z + y, z], 0)[tf.shape(z)[0] :]))
     ),
+    "parts of given sizes": lambda z, y, m: (
+        tf.reduce_mean(errors(*tf.split(tf.concat([z, y], 0), [tf.shape(z)[0], tf.shape(z)[0]])))
+        + tf.reduce_mean(tf.split(tf.concat([z, z * y, y], 0), [-1, 2 * tf.shape(z)[0]])[1] ** 2)
+    ),
+    "slices from the end": lambda z, y, m: tf.reduce_mean(
+        errors(tf.concat([z, y], 0)[: -tf.shape(z)[0]], tf.concat([z, y], 0)[-tf.shape(z)[0] :])
+    ),
+    "halves by their number": lambda z, y, m: tf.reduce_mean(
+        errors(tf.concat([z, y], 0)[: tf.shape(joined(z))[0] // 2], y)
+    ),
+    "halves of the size": lambda z, y, m: total(errors(z, y)) / (0.5 * number(z)),
+    "times a number": lambda z, y, m: 100.0 / number(z) * total(errors(z, y)),
+    "each by the number": lambda z, y, m: total(errors(z, y) / number(z)),
+    "a mean of the number": lambda z, y, m: tf.reduce_mean(errors(z, y) * number(z)),
+    "number and epsilon": lambda z, y, m: total(errors(z, y)) / (number(z) + 1e-2),
+    "one sample less": lambda z, y, m: total(errors(z, y)) / (number(z) - 1.0),
+    "masked, one less": lambda z, y, m: total(errors(z, y) * m) / (total(m) - 0.5),
+    "masked, at least ten": lambda z, y, m: total(errors(z, y) * m) / tf.maximum(total(m), 10.0),
+    "at least a hundred": lambda z, y, m: total(errors(z, y)) / tf.maximum(number(z), 100.0),
+    "small weights": lambda z, y, m: (
+        total(0.02 * tf.abs(y[:, 0]) * errors(z, y))
+        / tf.maximum(total(0.02 * tf.abs(y[:, 0])), 1.0)
+    ),
+    "squares": lambda z, y, m: tf.nn.l2_loss(z - y) / number(z),
+    "einsum": lambda z, y, m: tf.einsum("ij,ij->", z - y, z) + tf.reduce_sum(z**2),
+    "sum and a constant": lambda z, y, m: total(errors(z, y)) + 3.0,
     "stopped": lambda z, y, m: tf.reduce_mean(errors(z, y)) + tf.stop_gradient(total(z) ** 2),
 }
 TOLD = {
+    "times the square of the number": lambda z, y, m: total(errors(z, y)) / number(z) / number(z),
+    "means by the number": lambda z, y, m: tf.reduce_mean(errors(z, y) / number(z)),
+    "a part by the number": lambda z, y, m: tf.reduce_mean(
+        errors(z, y) + tf.abs(z[:, 0]) / number(z)
+    ),
+    "at most ten": lambda z, y, m: total(errors(z, y)) / tf.minimum(number(z), 10.0),
+    "odd halves": lambda z, y, m: tf.reduce_mean(errors(z, y)[: tf.shape(z)[0] // 2 * 2][1:]),
+    "Python": lambda z, y, m: tf.reduce_mean(errors(z, y) * python(z)),
+    "Python of TensorFlow": lambda z, y, m: tf.reduce_mean(errors(z, y) * python_of_tf(z)),
+    "a Gram matrix": lambda z, y, m: total(tf.matmul(z, y, transpose_a=True) ** 2),
     "a part of both": lambda z, y, m: tf.reduce_mean(
         tf.square(tf.split(tf.concat([z, y], 0)[tf.shape(z)[0] // 2 :][: tf.shape(z)[0]], 2)[0])
     ),
@@ -170,6 +220,60 @@ NOT_LINEAR = {
 }
 
 
+# Of a model, inputs, targets, and the gradient of a loss with respect to the inputs.
+def moved(net, x, y, step):
+    return tf.reduce_mean((net(x + tf.stop_gradient(step)) - y) ** 2)
+
+
+def norms(gradient):
+    return tf.norm(gradient, axis=1, keepdims=True)
+
+
+OF_INPUTS_EXACT = {
+    "a sum, as it is": (tf.reduce_sum, lambda net, x, y, g: moved(net, x, y, 0.5 * g)),
+    "a sum, its norms": (
+        tf.reduce_sum,
+        lambda net, x, y, g: moved(net, x, y, 0.0 * x) + tf.reduce_mean((norms(g) - 1) ** 2),
+    ),
+    "its sign": (tf.reduce_mean, lambda net, x, y, g: moved(net, x, y, 0.5 * tf.sign(g))),
+    "its direction": (tf.reduce_mean, lambda net, x, y, g: moved(net, x, y, g / norms(g))),
+    "normalized": (
+        tf.reduce_mean,
+        lambda net, x, y, g: moved(net, x, y, tf.math.l2_normalize(g, 1)),
+    ),
+    "times the number": (
+        tf.reduce_mean,
+        lambda net, x, y, g: moved(net, x, y, number(x) * 0.5 * g),
+    ),
+}
+OF_INPUTS_TOLD = {
+    "as it is": (tf.reduce_mean, lambda net, x, y, g: moved(net, x, y, 5.0 * g)),
+    "its norms": (
+        tf.reduce_mean,
+        lambda net, x, y, g: moved(net, x, y, 0.0 * x) + tf.reduce_mean((norms(g) - 1) ** 2),
+    ),
+    "its squares": (tf.reduce_mean, lambda net, x, y, g: moved(net, x, y, x) + total(g**2)),
+    "of a root": (
+        lambda errors: tf.sqrt(tf.reduce_mean(errors)),
+        lambda net, x, y, g: moved(net, x, y, g),
+    ),
+}
+
+
+class UsesGradientsOfInputs(OwnStep):
+    """Moves its inputs along a gradient (1412.6572), or has one in its loss."""
+
+    def __init__(self, reduction, use):
+        super().__init__(None)
+        self.reduction, self.use = reduction, use
+
+    def loss_of(self, x, y, mask):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = self.reduction(errors(self.net(x), y))
+        return self.use(self.net, x, y, tape.gradient(loss, x))
+
+
 class OwnStepThatClips(OwnStep):
     work_over = staticmethod(NOT_LINEAR["norm"])
 
@@ -243,6 +347,20 @@ def test_losses_that_are_quotients_of_sums_match_without_a_word(name, way, float
     found, said = difference(lambda: OwnStep(EXACT[name]), **way)
     assert not said
     assert found < TOLERANCE[float64]
+
+
+@in_all_ways(OF_INPUTS_EXACT, [{}, {"is_static": True}])
+def test_gradients_of_inputs_whose_length_does_not_matter_match(name, way, float64):
+    found, said = difference(lambda: UsesGradientsOfInputs(*OF_INPUTS_EXACT[name]), **way)
+    assert found < TOLERANCE["float64"]
+    assert said == []
+
+
+@in_all_ways(OF_INPUTS_TOLD, [{}, {"is_static": True}])
+def test_gradients_of_inputs_of_means_are_told_of(name, way, float64):
+    found, said = difference(lambda: UsesGradientsOfInputs(*OF_INPUTS_TOLD[name]), **way)
+    assert found > 1e-3
+    assert len(said) == 1
 
 
 @pytest.mark.parametrize("name", ["sum", "masked", "masked, epsilon"])
@@ -430,7 +548,7 @@ def test_compiled_losses_that_compare_samples_are_told_of(name, way, float64):
     found, said = compiled_difference(COMPILED_TOLD[name], **way)
     assert found > 1e-5
     assert len(said) == 1
-    assert "computes with several samples" in said[0]
+    assert re.search(MIXES, said[0])
 
 
 def test_lengths_that_change_beside_another_term_are_told_of(float64):
@@ -633,7 +751,7 @@ def test_a_step_that_is_traced_again_matches(float64):
 
 
 # Of the steps of the field, what a window of several batches says: nothing where it is exact.
-MIXES = "computes with several samples"
+MIXES = "computes with several samples|is not linear"
 SAID = {
     "SimCLR": MIXES,
     "Barlow twins": MIXES,
@@ -644,7 +762,7 @@ SAID = {
     "adversarial": MIXES,
     "BYOL": r"writes to \[.*on_update",
     "GAN": "before it applies",
-    "VAE that adds a mean": "divided by nothing, as it is a sum, and by the samples",
+    "VAE that adds a mean": "divided by nothing .a sum., and by the number of samples",
     "adaptive weights": "leave it to the optimizer",
     "distillation": MIXES,
     **dict.fromkeys(["mean", "masked mean", "sum over samples", "vector", "masked language model"]),

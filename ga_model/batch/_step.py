@@ -107,7 +107,7 @@ def _apply(target: Target, part: GradientSum, num_counted: Any | None, model: An
     estimate = None if noise is None else noise.of(target.optimizer)
 
     def apply(share: GradientSum) -> None:
-        gradients = share.mean(target.variables, target.is_sum)
+        gradients = share.mean(target.variables, target.least)
         _optimizers.apply(target.optimizer, gradients, target.variables)
 
     def update(part: GradientSum) -> None:

@@ -89,13 +89,13 @@ class Window:
             # Layers were frozen or unfrozen since the last window. Graphs keep what they have.
             del self._sums[id(target.optimizer)]
             whole = self._sum_of(target.optimizer)
-        whole.add(part, target.variables, target.is_sum)
+        whole.add(part, target.variables, target.least)
 
     def make_buffers(self, target: Target, part: GradientSum) -> None:
         """Make what `add` adds to, where it is not there yet."""
         whole = self._sum_of(target.optimizer)
         if not whole.variables:
-            whole.prepare(part, target.variables, target.is_sum)
+            whole.prepare(part, target.variables, target.least)
 
     def add_compiled(self, target: Target, part: GradientSum) -> GradientSum:
         """Add what a batch had for one optimizer, in a function that XLA compiles.
@@ -103,7 +103,7 @@ class Window:
         Returns what is left for `add_rest`.
         """
         whole = self._sum_of(target.optimizer)
-        return whole.add_compiled(part, target.variables, target.is_sum)
+        return whole.add_compiled(part, target.variables, target.least)
 
     def add_rest(self, target: Target, rest: GradientSum) -> None:
         """Add what `add_compiled` returned."""

@@ -28,6 +28,11 @@ _UNSEEDED = re.compile(
     "|ParameterizedTruncatedNormal|RngReadAndSkip|SampleDistorted"
 )
 
+_OTHER_SAMPLES = (
+    "its outputs for a sample depend on other samples, or follow from Python code "
+    "(`tf.numpy_function`, `tf.py_function`) that may use them"
+)
+
 
 def check_outputs(outputs: list[Any], layer: Any) -> None:
     """Check that a layer can be called twice on each microbatch, and its outputs put together.
@@ -44,7 +49,7 @@ def check_outputs(outputs: list[Any], layer: Any) -> None:
         if not isinstance(output, tf.Tensor) or output.shape.rank == 0:
             raise NotByRowsError(f"an output has the shape {output.shape}")
     if mixes_samples(outputs, layer):
-        raise NotByRowsError("its outputs for a sample depend on other samples")
+        raise NotByRowsError(_OTHER_SAMPLES)
     if (graph := graph_being_made()) is not None:
         nodes = [op.node_def for op in graph.get_operations()]
         nodes += [n for f in graph.as_graph_def().library.function for n in f.node_def]

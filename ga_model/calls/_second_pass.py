@@ -91,7 +91,7 @@ class SecondPass:
         rows = [call.batch.leaves[i] for i in self._places]
         in_order, others = iter(of_rows), iter(of_shared)
         of_inputs = [next(in_order if is_in(t, rows) else others) for t in self._inputs]
-        of_weights = total.with_slices(self._variables).mean(self._variables, is_sum=True)
+        of_weights = total.with_slices(self._variables).mean(self._variables, least=None)
         return [*of_inputs, *of_weights]
 
     def _summed(

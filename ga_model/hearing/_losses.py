@@ -13,6 +13,15 @@ from ga_model.base._internals import loss_tracker, takes_training
 from ga_model.hearing import _logs, _messages, _weights
 from ga_model.hearing._models import computes_loss_as_keras, unpack, unrecorded
 from ga_model.hearing._observed_loss import observed
+from ga_model.reading._denominators import (
+    DRAWN,
+    OF_WEIGHTS,
+    UNKNOWN,
+    Denominator,
+    Obstacle,
+    StepLoss,
+    by_kind,
+)
 from ga_model.reading._heard_gradients import HeardGradients, place_of
 from ga_model.reading._loss_reading import (
     DoesNotAddUpError,
@@ -20,8 +29,6 @@ from ga_model.reading._loss_reading import (
     kind_of_scalar,
     mixes_samples,
 )
-from ga_model.reading._operations import has_fixed_seed
-from ga_model.reading._step_loss import OF_WEIGHTS, Denominator, StepLoss, by_kind
 from ga_model.replicas import _strategy
 
 
@@ -136,8 +143,8 @@ class StepLosses:
         """
         loss = self.heard.read(values)
         denominators = loss.denominators
-        if denominators is None and loss.mixing is not None:
-            self._warn_of_mixing(f"the loss {name!r} of {self._model.name!r}", loss.mixing)
+        if denominators is None and loss.obstacle is not None:
+            self._warn_of(f"the loss {name!r} of {self._model.name!r}", loss.obstacle)
         is_one = values.shape.rank == 0 and denominators is not None and len(denominators) == 1
         if not is_one or _strategy.num_replicas() > 1:
             return None
@@ -178,11 +185,13 @@ class StepLosses:
         """Return what a loss that a layer added is divided by."""
         return Denominator("sum") if is_sum else Denominator("rows", self.num_rows())
 
-    def _warn_of_mixing(self, subject: str, op: Any) -> None:
-        """Warn that a loss computes with several samples, by the operation `op`."""
-        is_drawn = has_fixed_seed(op)
-        message = _messages.fixed_seed_message if is_drawn else _messages.mixing_loss_message
-        self._model._warn_once(message(subject, place_of(op)))
+    def _warn_of(self, subject: str, obstacle: Obstacle) -> None:
+        """Warn of a loss that cannot be put together from microbatches."""
+        place = place_of(obstacle.op)
+        if obstacle.why == DRAWN:
+            self._model._warn_once(_messages.fixed_seed_message(subject, place))
+        else:
+            self._model._warn_once(_messages.obstacle_message(subject, place, obstacle.why))
 
     def mean_of(self, value: Any, metric: Any, term: Any, is_loss: bool) -> _logs.Mean:
         """Return what a scalar counts in the mean over the microbatches of a batch.
@@ -238,8 +247,8 @@ class StepLosses:
         name = self._model.name
         mixing = [loss for loss in losses if loss.denominators is None]
         if mixing or not losses:
-            if mixing and mixing[0].mixing is not None:
-                self._warn_of_mixing(f"`train_step` of {name!r}", mixing[0].mixing)
+            if mixing and mixing[0].obstacle is not None:
+                self._warn_of(f"`train_step` of {name!r}", mixing[0].obstacle)
             else:
                 self._model._warn_once(_messages.unread_loss_message(name))
             return self.terms(), None
@@ -274,7 +283,8 @@ class StepLosses:
                 self._model._warn_once(_messages.unlike_terms_message(name, kinds))
             once = tf.cast(first.once, tf.float64)
             count += tf.where(is_first, once, tf.zeros_like(once))
-        return _weights.of_weight(count), tf.math.divide_no_nan(divisor, count)
+        terms = _weights.of_weight(count)._replace(least=first.least)
+        return terms, tf.math.divide_no_nan(divisor, count)
 
     def _combine(self) -> _weights.LossTerms:
         x, y, sample_weight = unpack(self._data)
@@ -312,8 +322,8 @@ class StepLosses:
         if not self._reads_losses or self.reads_step:
             return value, False
         loss = self.heard.read(value)
-        if loss.mixing is not None:
-            self._warn_of_mixing(f"a layer of {self._model.name!r}", loss.mixing)
+        if loss.obstacle is not None and loss.obstacle.why != UNKNOWN:
+            self._warn_of(f"a layer of {self._model.name!r}", loss.obstacle)
         return value, [d.kind for d in loss.denominators or ()] == ["sum"]
 
     def num_rows(self) -> Any:

@@ -56,12 +56,12 @@ def not_scaled_message(model: str) -> str:
     )
 
 
-def mixing_loss_message(subject: str, place: str) -> str:
+def obstacle_message(subject: str, place: str, why: str) -> str:
     return (
-        "The gradient of a window is put together from those of its microbatches, which takes a "
-        "loss that is a sum over samples, or one that is divided by a number of samples or a sum "
-        f"of weights. Received: {subject}: {place} computes with several samples. Training differs "
-        f"from the full batch: {EXACT_WAY}."
+        "The gradients of microbatches add up to that of the full batch if the loss is a sum over "
+        "samples, or a sum divided by a number of samples or by a sum of weights. "
+        f"Received: {subject}, in which {place} {why}. Training differs from the full batch; "
+        f"`check_equivalence` measures by how much. To train as on the full batch, {EXACT_WAY}."
     )
 
 

@@ -45,12 +45,13 @@ class Target(NamedTuple):
     Attributes:
         optimizer: the optimizer.
         variables: the variables.
-        is_sum: whether the loss is a sum, so that its gradients are not divided.
+        least: what the sum of weights counts as at least, or None where the loss is a sum, so that
+            its gradients are not divided.
     """
 
     optimizer: Any
     variables: list[Any]
-    is_sum: bool
+    least: float | None
 
 
 class Recording:
@@ -174,7 +175,7 @@ class Recording:
         noise_of = None if self.model._accumulation.measured_noise is None else optimizer
         if noise_of is not None and is_sum:
             raise ValueError(_messages.noise_of_sum_message(self.model.name))
-        self.targets.append(Target(optimizer, list(variables), is_sum))
+        self.targets.append(Target(optimizer, list(variables), None if is_sum else terms.least))
         self._applied_at.append(0 if self._graph is None else len(self._graph.get_operations()))
         scale = not (is_folded or is_sum)
         self.sums.append(GradientSum.of(list(gradients), variables, weight, scale, noise_of))

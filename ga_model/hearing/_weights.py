@@ -111,6 +111,7 @@ class LossTerms(NamedTuple):
         regularization: values of the weight regularizers where the window is a plain sum.
         exact: names of the terms that `weight` serves.
         mismatch: names of the terms that it does not.
+        least: what the sum of a window's weights counts as at least.
     """
 
     weight: Any | None
@@ -118,6 +119,7 @@ class LossTerms(NamedTuple):
     regularization: list[Any]
     exact: list[str]
     mismatch: list[str]
+    least: float = 0.0
 
     def fold(self, loss: Any, relative_weight: Any, is_first: Any) -> Any:
         """Return `loss` as it enters a sum over microbatches.

@@ -17,9 +17,10 @@ import numpy as np
 import tensorflow as tf
 
 from ga_model.base._context import graph_being_made
+from ga_model.reading._denominators import Denominator, StepLoss, by_kind
 from ga_model.reading._dependence import walk_back
 from ga_model.reading._operations import SHARED, STRUCTURAL, names, value_of
-from ga_model.reading._step_loss import Denominator, StepLoss, StepReading, by_kind
+from ga_model.reading._step_loss import StepReading
 
 # Linear in all gradients that go in.
 _SUMS = names("Add AddN AddV2 ConcatV2 Pack Sub")
@@ -100,7 +101,7 @@ class HeardGradients:
             return StepLoss(None)
         return self._reader().of(tensor)
 
-    def listen(self, target: Any) -> Any:
+    def listen(self, target: Any, sources: Any) -> Any:
         """Read what a tape takes the gradient of, and return what takes the gradients."""
         tensors = [t for t in tf.nest.flatten(target) if tf.is_tensor(t)]
         losses = [self.read(tensor) for tensor in tensors]
@@ -109,13 +110,17 @@ class HeardGradients:
             unlike = [loss for loss in losses if loss.denominators is None]
             found = by_kind(d for loss in losses for d in loss.denominators or ())
             whole = unlike[0] if unlike else StepLoss(list(found.values()))
+            taken = list(zip(tf.nest.flatten(sources), tf.nest.flatten(gradients)))
             if self._graph is not None:
                 self._first = self._first or len(self._graph.get_operations())
-            for gradient in tf.nest.flatten(gradients):
+            for _, gradient in taken:
                 tensor = getattr(gradient, "values", gradient)
                 if self._is_here(tensor):
                     self._found[id(tensor)] = whole
                     self._gradients.append(tensor)
+            for source, gradient in taken:
+                if tf.is_tensor(source) and self._is_here(source) and self._is_here(gradient):
+                    self._reader().note_gradient(gradient, source, whole)
 
         return tell
 

@@ -40,8 +40,10 @@ STRUCTURAL = names(
 )
 ALONG_LAST_AXIS = names("Softmax LogSoftmax TopKV2 ")
 REDUCTIONS = names("All Any ArgMax ArgMin EuclideanNorm Max Mean Min Prod Sum ")
+# These run Python, which may do anything with samples.
+OPAQUE = names("EagerPyFunc PyFunc PyFuncStateless")
 # These put several entries of axis 0 together.
-MIXING = names(
+MIXING = OPAQUE | names(
     "Bincount DenseBincount GatherNd HistogramFixedWidth ScatterNd SegmentMax SegmentMean "
     "SegmentMin SegmentProd SegmentSum SparseSegmentMean SparseSegmentSum TensorScatterAdd "
     "TensorScatterMax TensorScatterMin TensorScatterSub TensorScatterUpdate Unique UniqueV2 "

@@ -13,105 +13,54 @@ up. Everything else mixes samples.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Hashable
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from ga_model.reading._denominators import (
+    DRAWN,
+    NOT_LINEAR,
+    OF_GRADIENT,
+    OF_SUM,
+    OF_WEIGHTS,
+    SEVERAL,
+    UNKNOWN,
+    Denominator,
+    Obstacle,
+    StepLoss,
+    by_kind,
+)
 from ga_model.reading._operations import (
     BY_SAMPLE,
     COUNT,
     MEAN,
     MIXED,
-    SHAPE,
+    OPAQUE,
     SHARED,
     STRUCTURAL,
     SUM,
     axes_of,
-    axis_of,
+    has_fixed_seed,
+    letters_of,
     names,
     value_of,
 )
-from ga_model.reading._reading import Reading
+from ga_model.reading._parts import PartsReading
+from ga_model.reading._powers import DIVISIONS, is_product, power_after
 
 _TERMS = "a sum of terms that are divided by different things"
-_BOUND = "a sum over samples, and at least some number"
-_CHOSEN = "the places of some of the samples"
+_BOUND = "a sum over samples, and something beside it"
+_SCALE = "a number that follows from the number of samples"
 
 _REDUCED = (MEAN, SUM, _TERMS)
 _SUMS = names("Add AddN AddV2 Cast Mean Neg Sub Sum")
+_WITHOUT_GRADIENT = names("OnesLike Rank Shape ShapeN Size StopGradient ZerosLike")
 _READS_WEIGHTS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
 
 
-class Denominator(NamedTuple):
-    """What a term of a loss is divided by.
-
-    Attributes:
-        kind: denominators of equal kind are proportional to one another, in all microbatches.
-        count: scalar tensor, what the term counts, or None: it is a sum.
-        divisor: scalar tensor, what it was divided by, where that is more than the count.
-        once: scalar tensor, what the full batch adds to the count once.
-        others: counts of other terms of this kind, which may be those of another part of the batch.
-    """
-
-    kind: Hashable
-    count: Any = None
-    divisor: Any = None
-    once: Any = None
-    others: tuple[Any, ...] = ()
-
-    @property
-    def of_loss(self) -> str:
-        """What a term with this denominator is to the samples: a mean or a sum."""
-        return SUM if self.count is None else MEAN
-
-    def counts(self) -> list[Any]:
-        """Return the counts of all terms of this kind."""
-        return [count for count in (self.count, *self.others) if count is not None]
-
-    def words(self) -> str:
-        """Return what it is, for a message."""
-        name = self.kind[0] if isinstance(self.kind, tuple) else self.kind
-        words = {
-            "rows": "the samples",
-            "chosen": "the entries that a mask chooses",
-            "entries": "the entries of the samples",
-            "sum of weights": "a sum of weights",
-            "mean of weights": "a mean of weights",
-            "sum": "nothing, as it is a sum",
-        }
-        return words.get(str(name), "what a compiled loss averages over")
-
-
-_OF_SUM = Denominator("sum")
-OF_WEIGHTS = Denominator("weights alone")
-
-
-def by_kind(denominators: Iterable[Denominator]) -> dict[Hashable, Denominator]:
-    """Return the first denominator of each kind, with the counts of the others."""
-    found: dict[Hashable, Denominator] = {}
-    for denominator in denominators:
-        first = found.setdefault(denominator.kind, denominator)
-        counts = {id(c): c for d in (first, denominator) for c in d.counts()}
-        others = tuple(counts.values())[first.count is not None :]
-        found[first.kind] = first._replace(others=others)
-    return found
-
-
-class StepLoss(NamedTuple):
-    """What is known of a tensor of which a step takes the gradient.
-
-    Attributes:
-        denominators: those of its terms, each once; or None, if it is not known.
-        mixing: the operation that mixes samples, if there is one.
-    """
-
-    denominators: list[Denominator] | None
-    mixing: Any = None
-
-
-class StepReading(Reading):
+class StepReading(PartsReading):
     """What the tensors of a step are to its samples.
 
     Args:
@@ -122,10 +71,10 @@ class StepReading(Reading):
 
     def __init__(self, graph: Any, rows: int | None, normalizing: list[str]) -> None:
         self._denominators: dict[int, dict[Hashable, Denominator]] = {}
-        self._length: dict[int, Hashable] = {}  # of axis 0, where it is not that of the samples
-        self._blocks: dict[int, int] = {}  # of samples behind one another, where it is not one
-        self._mixing: dict[int, Any] = {}
-        self._base: dict[int, tuple[Any, Any]] = {}  # of bounds: the sum, what is added to it
+        self._obstacles: dict[int, Obstacle] = {}
+        self._base: dict[int, tuple[Any, Any, float]] = {}  # of `_BOUND`: see `_bound`
+        # Of values that were divided by a number of samples, or by a power of it.
+        self._powers: dict[int, tuple[float, Denominator]] = {}
         self._of_weights: set[int] = set()
         self._rows_tensor: Any = None
         self._noted: dict[int, tuple[str, dict[Hashable, Denominator]]] = {}
@@ -139,53 +88,142 @@ class StepReading(Reading):
         """Take it as known that a tensor has an entry of axis 0 for each sample."""
         self._take(tensor, BY_SAMPLE, {})
 
+    def note_gradient(self, gradient: Any, source: Any, loss: StepLoss) -> None:
+        """Note what a tape gave, where that has an entry for each sample.
+
+        Args:
+            gradient: tensor.
+            source: tensor, with respect to what the gradient is taken.
+            loss: of what.
+        """
+        self.update()
+        if self.kind_of(source) != BY_SAMPLE:
+            return
+        found = loss.denominators
+        divisors = [d for d in found or () if d.kind != OF_WEIGHTS.kind]
+        if found is None or len(divisors) > 1:
+            self._take(gradient, MIXED, {})
+            self._obstacles[id(gradient)] = loss.obstacle or Obstacle(gradient.op, OF_GRADIENT)
+            return
+        self._take(gradient, BY_SAMPLE, {})
+        self._length.pop(id(gradient), None)
+        if id(source) in self._length:
+            self._length[id(gradient)] = self._length[id(source)]
+        if id(source) in self._blocks:
+            self._blocks[id(gradient)] = self._blocks[id(source)]
+        self._powers.pop(id(gradient), None)
+        if divisors and divisors[0].count is not None:
+            self._powers[id(gradient)] = (1.0, divisors[0])
+
     def _take(self, tensor: Any, kind: str, denominators: dict[Hashable, Denominator]) -> None:
         self._noted[id(tensor)] = (kind, denominators)
         self._known[id(tensor)], self._denominators[id(tensor)] = kind, denominators
-        self._mixing.pop(id(tensor), None)
+        self._obstacles.pop(id(tensor), None)
 
     def of(self, tensor: Any) -> StepLoss:
         """Return what a tensor of which the gradient is taken is divided by."""
         self.update()
         kind = self.kind_of(tensor)
-        if kind == BY_SAMPLE:
-            return StepLoss([_OF_SUM])  # a tape sums what is no scalar
+        if kind == BY_SAMPLE and id(tensor) not in self._powers:
+            return StepLoss([OF_SUM])  # a tape sums what is no scalar
         if kind in _REDUCED:
             return StepLoss(list(self._denominators[id(tensor)].values()))
+        if kind == _BOUND and not self._base[id(tensor)][2]:
+            return self.of(self._base[id(tensor)][0])
         if kind == SHARED:
             return StepLoss([])
-        return StepLoss(None, self._mixing.get(id(tensor)) if kind == MIXED else None)
+        return StepLoss(None, self._obstacles.get(id(tensor)) or self._unknown(tensor))
+
+    def _unknown(self, tensor: Any) -> Obstacle | None:
+        """Return the first operation that is not known on the way to a tensor."""
+        while True:
+            unknown = [t for t in tensor.op.inputs if self.kind_of(t) is None]
+            if not unknown:
+                return Obstacle(tensor.op, UNKNOWN) if tensor.op.inputs else None
+            tensor = unknown[0]
 
     # What is read, operation by operation.
 
     def _read(self, op: Any) -> None:
         if op.type in _READS_WEIGHTS:
             self._of_weights.update(id(o) for o in op.outputs if o.dtype.is_floating)
-        elif op.type != "StopGradient" and any(id(t) in self._of_weights for t in op.inputs):
+        elif op.type not in _WITHOUT_GRADIENT and any(id(t) in self._of_weights for t in op.inputs):
             self._of_weights.update(id(output) for output in op.outputs)
         if op.type == "IteratorGetNext":
             self._known.update((id(o), BY_SAMPLE if o.shape.rank else SHARED) for o in op.outputs)
         super()._read(op)
         if op.type == "StopGradient" and self._known.get(id(op.inputs[0])) == MIXED:
             self._take(op.outputs[0], _TERMS, {})  # whatever it is, no gradient goes there
+            self._obstacles[id(op.outputs[0])] = self._obstacles[id(op.inputs[0])]
         for output in op.outputs:
             if id(output) in self._noted:
                 self._known[id(output)], self._denominators[id(output)] = self._noted[id(output)]
+                self._follow_length(op, output)
             kind = self._known.get(id(output))
             if kind in _REDUCED and id(output) not in self._denominators:
                 self._denominators[id(output)] = self._inherited(op)
-            if kind == MIXED:
-                inherited = [self._mixing[id(t)] for t in op.inputs if id(t) in self._mixing]
-                self._mixing[id(output)] = (inherited or [op])[0]
-            if kind in (BY_SAMPLE, SHAPE, COUNT):
-                lengths = [self._length[id(t)] for t in op.inputs if id(t) in self._length]
-                if lengths:
-                    self._length.setdefault(id(output), lengths[0])
-                length = self._length.get(id(output))
-                alike = [t for t in op.inputs if self._length.get(id(t)) == length]
-                blocks = [self._blocks[id(t)] for t in alike if id(t) in self._blocks]
-                if blocks and op.type != "Reshape":
-                    self._blocks.setdefault(id(output), blocks[0])
+        self._follow_powers(op)
+        for output in op.outputs:
+            if self._known.get(id(output)) == MIXED and id(output) not in self._obstacles:
+                inherited = [t for t in op.inputs if id(t) in self._obstacles]
+                self._obstacles[id(output)] = (
+                    self._obstacles[id(inherited[0])] if inherited else self._obstacle(op)
+                )
+
+    def _obstacle(self, op: Any) -> Obstacle:
+        """Return why what an operation gives is no sum over samples, where its inputs are."""
+        kinds = {self._known.get(id(tensor)) for tensor in op.inputs}
+        if has_fixed_seed(op):
+            return Obstacle(op, DRAWN)
+        if op.type in OPAQUE:
+            return Obstacle(op, UNKNOWN)
+        return Obstacle(op, NOT_LINEAR if kinds & {*_REDUCED, _BOUND} else SEVERAL)
+
+    def _follow_powers(self, op: Any) -> None:
+        """Note which outputs are divided by a power of the number of samples."""
+        kinds = [self._known.get(id(tensor)) for tensor in op.inputs]
+        has_counts = is_product(op) and COUNT in kinds
+        has_powers = any(id(tensor) in self._powers for tensor in op.inputs)
+        if not (has_counts or has_powers) or set(kinds) & {*_REDUCED, _BOUND}:
+            return
+        known = [self._power_of(tensor, is_product(op)) for tensor in op.inputs]
+        divisors = {divisor.kind: divisor for _, divisor in known if divisor is not None}
+        power = power_after(op, [power for power, _ in known]) if len(divisors) == 1 else None
+        if power == 1 and op.type == "Mul" and any(map(self._is_rows, op.inputs)):
+            power = 0.0
+        for output in op.outputs:
+            if id(output) not in self._noted:
+                self._take_power(op, output, power, next(iter(divisors.values())))
+
+    def _power_of(self, tensor: Any, is_factor: bool) -> tuple[float, Denominator | None]:
+        """Return by which power of a number of samples a tensor is divided, and by which number."""
+        if is_factor and self.kind_of(tensor) == COUNT:
+            return -1.0, Denominator(self.kind_of_length(tensor), tensor)
+        return self._powers.get(id(tensor), (0.0, None))
+
+    def _take_power(self, op: Any, output: Any, power: float | None, divisor: Denominator) -> None:
+        """Take it as known by which power of a number an output is divided, None if by none."""
+        kind = self._known.get(id(output))
+        if kind in (None, COUNT, MIXED) or power == 0.0:
+            if kind == _SCALE:
+                self._known[id(output)] = SHARED
+            return
+        is_mean_again = kind == MEAN and set(self._denominators[id(output)]) == {divisor.kind}
+        if kind == SUM and power == 1.0:
+            self._known[id(output)] = self._divided(output, divisor)
+        elif is_mean_again and power == -1.0:
+            self._known[id(output)] = self._divided(output, OF_SUM)
+        elif power is None or kind in _REDUCED:
+            self._known[id(output)] = MIXED
+            self._obstacles[id(output)] = Obstacle(op, OF_GRADIENT)
+        else:
+            self._powers[id(output)] = (power, divisor)
+
+    def _is_rows(self, tensor: Any) -> bool:
+        """Return whether a constant is the number of samples."""
+        value = value_of(tensor)
+        is_number = self._rows is not None and value is not None and np.size(value) == 1
+        return is_number and float(np.reshape(value, ())) == self._rows
 
     def _inherited(self, op: Any) -> dict[Hashable, Denominator]:
         return by_kind(
@@ -201,103 +239,71 @@ class StepReading(Reading):
     def _reduced(self, op: Any, kinds: list[Any]) -> str | None:
         """Return what an operation makes of something that is reduced over samples, or None.
 
-        Also of the numbers of samples, and of places.
+        Also of the number of samples, and what reduces.
         """
         if not op.outputs:
             return None
-        output = op.outputs[0]
-        if op.type == "Where" and kinds == [BY_SAMPLE]:
-            self._length[id(output)] = ("chosen", id(op))
-            return _CHOSEN
-        if kinds[:1] == [_CHOSEN]:
-            is_moved = op.type in ("Squeeze", "Reshape", "Cast", "Identity", "StridedSlice")
-            self._length[id(output)] = self._length.get(id(op.inputs[0]))
-            return _CHOSEN if is_moved else None
-        if kinds[:2] == [BY_SAMPLE, _CHOSEN] and op.type in ("GatherV2", "GatherNd"):
-            self._length[id(output)] = self._length.get(id(op.inputs[1]))
-            return BY_SAMPLE
-        if op.type == "Size" and kinds == [BY_SAMPLE]:
-            return COUNT
-        if op.type == "Prod" and kinds[0] == SHAPE:
-            return COUNT
-        if COUNT in kinds and set(kinds) <= {COUNT, SHARED}:
-            return COUNT if op.type in ("Mul", "Maximum", "Cast", "Identity", "Prod") else None
-        if op.type == "Reshape" and kinds[0] == BY_SAMPLE and output.shape.rank:
-            return self._reshaped(op)
-        if op.type == "ConcatV2" and self._joins_samples(op, kinds):
-            lengths = {self._length.get(id(tensor)) for tensor in op.inputs[:-1]}
-            if len(lengths) > 1:
-                self._length[id(output)] = ("joined", id(op))
-            else:
-                self._blocks[id(output)] = sum(self._blocks.get(id(t), 1) for t in op.inputs[:-1])
-            return BY_SAMPLE
-        if op.type in ("Split", "StridedSlice") and BY_SAMPLE in kinds[:2]:
-            return self._parted(op, kinds)
         if op.type in ("Mean", "Sum") and kinds[0] == BY_SAMPLE:
             return self._reduction(op)
-        if not set(kinds) & {*_REDUCED, _BOUND}:
-            return None
-        return self._of_reduced(op, kinds)
+        if self._sums_products(op, kinds):
+            return self._divided(op.outputs[0], OF_SUM)
+        if set(kinds) & {*_REDUCED, _BOUND}:
+            return self._of_reduced(op, kinds)
+        if set(kinds) == {COUNT, SHARED} and (bound := self._bound(op, kinds)) is not None:
+            return bound
+        if {COUNT, _SCALE} & set(kinds) and set(kinds) <= {BY_SAMPLE, COUNT, SHARED, _SCALE}:
+            return self._of_scale(op, kinds)
+        return None
 
-    def _joins_samples(self, op: Any, kinds: list[Any]) -> bool:
-        """Return whether an operation puts samples behind others, such as fake behind real ones."""
-        if axis_of(op, len(kinds) - 1, op.inputs[0].shape.rank) != 0 or BY_SAMPLE not in kinds:
+    def _sums_products(self, op: Any, kinds: list[Any]) -> bool:
+        """Return whether an operation multiplies the entries of samples, and sums over these."""
+        if op.type == "L2Loss":
+            return kinds == [BY_SAMPLE]
+        if op.type == "MatMul" and kinds == [BY_SAMPLE, BY_SAMPLE]:
+            return bool(op.get_attr("transpose_a") and not op.get_attr("transpose_b"))
+        if op.type != "Einsum" or not set(kinds) <= {BY_SAMPLE, SHARED}:
             return False
-        # Where the number of samples is known, zeros for each of them are a constant.
-        return all(
-            kind == BY_SAMPLE or (kind == SHARED and self._are_rows(tensor.shape[0]))
-            for tensor, kind in zip(op.inputs[:-1], kinds)
-        )
+        letters, output = letters_of(op)
+        if letters is None or BY_SAMPLE not in kinds:
+            return False
+        of_samples = {part[:1] for part, kind in zip(letters, kinds) if kind == BY_SAMPLE}
+        others = "".join(p if k == SHARED else p[1:] for p, k in zip(letters, kinds)) + output
+        return len(of_samples) == 1 and of_samples.pop() not in others
 
-    def _parted(self, op: Any, kinds: list[Any]) -> str | None:
-        """Return what samples are that stood behind others, such as real ones before fake ones."""
-        value = op.inputs[op.type == "Split"]
-        blocks = self._blocks.get(id(value), 1)
-        if op.type == "Split":
-            number = op.get_attr("num_split")
-            if kinds[1] != BY_SAMPLE or axis_of(op, 0, value.shape.rank) or blocks % number:
-                return None
-            left = blocks // number
-        else:
-            masks = map(op.get_attr, ("ellipsis_mask", "new_axis_mask", "shrink_axis_mask"))
-            begin = 0 if op.get_attr("begin_mask") & 1 else self._number_of_blocks(op, 1)
-            end = blocks if op.get_attr("end_mask") & 1 else self._number_of_blocks(op, 2)
-            stride = value_of(op.inputs[3])
-            if any(mask & 1 for mask in masks) or stride is None or stride[0] != 1:
-                return None
-            if begin is None or end is None or not 0 <= begin < end <= blocks > end - begin:
-                return None
-            left = end - begin
-        self._blocks.update((id(output), left) for output in op.outputs)
-        return BY_SAMPLE
+    def _of_scale(self, op: Any, kinds: list[Any]) -> str | None:
+        """Return what an operation makes of numbers that follow from that of the samples."""
+        if BY_SAMPLE in kinds:
+            scalars = [t for t, kind in zip(op.inputs, kinds) if kind in (COUNT, _SCALE)]
+            is_scaled = op.type == "Mul" or (op.type in DIVISIONS and kinds[0] == BY_SAMPLE)
+            return BY_SAMPLE if is_scaled and all(t.shape.rank == 0 for t in scalars) else None
+        if _SCALE in kinds or (op.type in DIVISIONS and SHARED in kinds):
+            return _SCALE
+        return None
 
-    def _number_of_blocks(self, op: Any, number: int) -> int | None:
-        """Return how many times all samples a bound of a slice counts, if that is known."""
-        bound = op.inputs[number]
-        value = value_of(bound)
-        if value is not None:
-            if value[0] and (self._rows is None or value[0] % self._rows):
-                return None
-            return int(value[0]) // (self._rows or 1)
-        if self._length.get(id(bound)) != self._length.get(id(op.inputs[0])):
+    def _bound(self, op: Any, kinds: list[Any]) -> str | None:
+        """Return what a sum over samples is with something beside it that is the same for all.
+
+        Of such an output, the sum, what is added to it, and what it is at least.
+        """
+        if op.type not in ("Add", "AddV2", "Maximum", "Sub"):
             return None
-        while bound.op.type in ("Cast", "Identity", "Pack"):
-            bound = bound.op.inputs[0]
-        is_length = bound.op.type == "StridedSlice" and self.kind_of(bound) == COUNT
-        return self._blocks.get(id(bound), 1) if is_length else None
-
-    def _reshaped(self, op: Any) -> str | None:
-        """Return what samples are whose entries have another shape, in the same order."""
-        before, after = op.inputs[0].shape, op.outputs[0].shape
-        shape = tf.get_static_value(op.inputs[1])
-        if self._rows is not None:
-            return BY_SAMPLE if after[0] is not None and after[0] % self._rows == 0 else None
-        if after[0] is not None:
+        is_first = kinds[0] != SHARED
+        total, other = op.inputs if is_first else reversed(op.inputs)
+        if id(other) in self._of_weights:
             return None
-        is_known = before[1:].is_fully_defined() and shape is not None and (shape[1:] > 0).all()
-        if not is_known:  # entries of samples, the same number of each
-            self._length[id(op.outputs[0])] = ("entries", id(op))
-        return BY_SAMPLE
+        if op.type == "Maximum":
+            value = value_of(other)
+            if value is None or np.size(value) != 1:
+                return MIXED
+            if self.kind_of(total) == COUNT and np.all(value <= 1):
+                return None
+            self._base[id(op.outputs[0])] = (total, None, max(0.0, float(np.reshape(value, ()))))
+            return _BOUND
+        if (op.type == "Sub" and not is_first) or not total.dtype.is_floating:
+            return None
+        once = -other if op.type == "Sub" else other
+        self._base[id(op.outputs[0])] = (total, once, 0.0)
+        return _BOUND
 
     def _reduction(self, op: Any) -> str | None:
         """Return what a mean or a sum of what samples have is, if it is one over samples."""
@@ -306,8 +312,8 @@ class StepReading(Reading):
         if axes is None or 0 not in axes:
             return None
         if op.type == "Sum":
-            return self._divided(output, _OF_SUM)
-        kind: Hashable = self._length.get(id(source), "rows")
+            return self._divided(output, OF_SUM)
+        kind = self.kind_of_length(source)
         sizes = tf.shape(source, out_type=tf.int64)
         count = sizes[0]
         if None in [source.shape[axis] for axis in axes if axis]:
@@ -323,11 +329,8 @@ class StepReading(Reading):
             if op.type == "StopGradient":
                 denominators = {}
             return self._kept(op, denominators, kinds)
-        if op.type in ("Add", "AddV2", "Maximum") and set(kinds) == {SUM, SHARED}:
-            total, other = op.inputs if kinds[0] == SUM else reversed(op.inputs)
-            if id(other) not in self._of_weights:
-                self._base[id(output)] = (total, other if op.type != "Maximum" else None)
-                return _BOUND
+        if set(kinds) == {SUM, SHARED} and (bound := self._bound(op, kinds)) is not None:
+            return bound
         if op.type in ("Cast", "Identity") and kinds == [_BOUND]:
             self._base[id(output)] = self._base[id(op.inputs[0])]
             return _BOUND
@@ -338,7 +341,7 @@ class StepReading(Reading):
             if op.type not in ("Mean", "Sum") and any(id(t) in self._of_weights for t in shared):
                 denominators = {**denominators, OF_WEIGHTS.kind: OF_WEIGHTS}
             return self._kept(op, denominators, kinds)
-        if op.type == "Mul" and set(kinds) <= {*_REDUCED, SHARED, COUNT}:
+        if op.type == "Mul" and set(kinds) <= {*_REDUCED, SHARED, COUNT, _SCALE}:
             return self._product(op, kinds, denominators)
         if op.type in ("RealDiv", "DivNoNan", "Div"):
             return self._quotient(op, kinds, denominators)
@@ -354,13 +357,17 @@ class StepReading(Reading):
     def _product(self, op: Any, kinds: list[Any], denominators: dict[Hashable, Denominator]) -> str:
         if sum(kind in _REDUCED for kind in kinds) != 1:
             return MIXED
+        if _SCALE in kinds:
+            power, divisor = self._powers[id(op.inputs[kinds.index(_SCALE)])]
+            is_mean = power == 1.0 and SUM in kinds and set(denominators) == {"sum"}
+            return self._divided(op.outputs[0], divisor) if is_mean else MIXED
         if COUNT not in kinds:
             return self._kept(op, denominators, kinds)
         count = op.inputs[kinds.index(COUNT)]
-        kind = self._length.get(id(count), "rows")
+        kind = self.kind_of_length(count)
         if set(denominators) == {kind}:  # the sum again, if it is a count of the same part
             return self._divided(
-                op.outputs[0], _OF_SUM._replace(others=(*denominators[kind].counts(), count))
+                op.outputs[0], OF_SUM._replace(others=(*denominators[kind].counts(), count))
             )
         return MIXED
 
@@ -378,15 +385,16 @@ class StepReading(Reading):
         found: Denominator | None = None
         of_top = self._denominators.get(id(top), {})
         if kinds == [SUM, COUNT]:
-            kind = self._length.get(id(bottom), "rows")
+            kind = self.kind_of_length(bottom)
             found = Denominator(kind, bottom)
         elif id(bottom) in self._of_weights:
             return MIXED
         elif kinds == [SUM, SUM] and set(of_top) == {"sum"}:
             found = Denominator(("sum of weights", id(bottom)), bottom)
         elif kinds == [SUM, _BOUND] and set(of_top) == {"sum"}:
-            total, once = self._base[id(bottom)]
-            found = Denominator(("sum of weights", id(bottom)), total, bottom, once)
+            total, once, least = self._base[id(bottom)]
+            name = "rows" if self.kind_of(total) == COUNT else "sum of weights"
+            found = Denominator((name, id(bottom)), total, bottom, once, least)
         elif kinds == [MEAN, MEAN] and len(of_top) == 1:
             of_bottom = self._denominators[id(bottom)]
             if set(of_top) == set(of_bottom):

@@ -23,12 +23,12 @@ _listeners = 0
 
 
 @contextlib.contextmanager
-def heard(listener: Callable[[Any], Callable[[Any], None]]) -> Iterator[None]:
+def heard(listener: Callable[[Any, Any], Callable[[Any], None]]) -> Iterator[None]:
     """Tell a listener of the gradients that tapes take in this thread.
 
     Args:
-        listener: called with the targets of each, before it is taken, and returns what is called
-            with the gradients.
+        listener: called with the targets and the sources of each, before it is taken, and returns
+            what is called with the gradients.
     """
     _count(1)
     try:
@@ -42,13 +42,13 @@ _gradient: Any = None  # what the function stands in front of
 
 
 @functools.wraps(tf.GradientTape.gradient)
-def _told(tape: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+def _told(tape: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
     listener = _listener.get()
     if listener is None:
-        return _gradient(tape, target, *args, **kwargs)
+        return _gradient(tape, target, sources, *args, **kwargs)
     with _listener.set(None):  # of what taking a gradient does
-        tell = listener(target)
-        gradients = _gradient(tape, target, *args, **kwargs)
+        tell = listener(target, sources)
+        gradients = _gradient(tape, target, sources, *args, **kwargs)
     tell(gradients)
     return gradients
 

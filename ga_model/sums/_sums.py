@@ -230,14 +230,17 @@ class GradientSum(NamedTuple):
         ]
         return self._replace(gradients=gradients, maxima=_maxima(self, other))
 
-    def mean(self, variables: Sequence[Any], is_sum: bool) -> list[Any]:
+    def mean(self, variables: Sequence[Any], least: float | None = 0.0) -> list[Any]:
         """Return what an optimizer is to be given, in the variables' dtypes.
 
         Args:
             variables: the variables.
-            is_sum: whether the gradients are summed and not averaged.
+            least: what the sum of weights counts as at least, or None where gradients are summed
+                and not averaged.
         """
-        total = None if is_sum else self.total
+        total = None if least is None else self.total
+        if least:
+            total = tf.maximum(total, tf.math.divide_no_nan(least, self.unit))
         means = [_mean(g, total, v.dtype) for g, v in zip(self.gradients, variables)]
         maxima = [_mean(m, None, v.dtype) for m, v in zip(self.maxima, variables)]
         return self._replace(gradients=means, maxima=maxima).values()

@@ -48,25 +48,32 @@ class WindowSum:
         self._buffers: list[Any] = []  # of each variable a `tf.Variable`, `Rows` of them, or None
         self._summed: list[Any] = []  # of each variable a bool `tf.Variable`, or None
         self._squares: Squares | None = None  # of variables, once somebody asks for the noise
-        self._is_sum: bool | None = None
+        self._least: float | None = None  # see `add`
         self._jit_compile = jit_compile
         self._compiled: Callable[..., Any] | None = None  # what then makes the updates
 
-    def add(self, part: GradientSum, variables: Sequence[Any], is_sum: bool) -> None:
-        """Add weighted gradients, whose unit has grown from that of the window."""
+    def add(self, part: GradientSum, variables: Sequence[Any], least: float | None) -> None:
+        """Add weighted gradients, whose unit has grown from that of the window.
+
+        Args:
+            part: the gradients.
+            variables: the variables.
+            least: what the sum of the window's weights counts as at least, or None where gradients
+                are summed and not averaged.
+        """
         self._check_is_on_replica()
-        self.prepare(part, variables, is_sum)
+        self.prepare(part, variables, least)
         self._store(self._sum().plus(part, variables))
         self._count(part)
 
     def add_compiled(
-        self, part: GradientSum, variables: Sequence[Any], is_sum: bool
+        self, part: GradientSum, variables: Sequence[Any], least: float | None
     ) -> GradientSum:
         """Add one microbatch to dense buffers, in a function that XLA compiles.
 
         Returns the rest, for `add_rest`: what goes into lists of rows, which XLA can not keep.
         """
-        self.prepare(part, variables, is_sum)
+        self.prepare(part, variables, least)
         dense = [None if isinstance(b, Rows) else g for b, g in zip(self._buffers, part.gradients)]
         rows = [g if isinstance(b, Rows) else None for b, g in zip(self._buffers, part.gradients)]
         whole = self._sum(with_rows=False)
@@ -120,7 +127,7 @@ class WindowSum:
         """Return the replica's share of the mean: see `GradientAccumulator.mean`."""
         self._check_is_on_replica()
         share = self._sum().of_replica(self.variables)
-        return share.mean(self.variables, bool(self._is_sum))
+        return share.mean(self.variables, self._least)
 
     def update(
         self, optimizer: Any, condition: Any = True, noise: GradientNoise | None = None
@@ -149,7 +156,7 @@ class WindowSum:
         """Apply the optimizer to the mean. Replicas communicate, and all have to call it."""
 
         def apply(share: GradientSum) -> None:
-            gradients = share.mean(self.variables, bool(self._is_sum))
+            gradients = share.mean(self.variables, self._least)
             _optimizers.apply(optimizer, gradients, self.variables)
 
         whole = self._sum()
@@ -189,13 +196,13 @@ class WindowSum:
         """Return whether `variables` are those whose gradients are summed, in the same order."""
         return [id(v) for v in variables] == [id(v) for v in self.variables]
 
-    def prepare(self, part: GradientSum, variables: Sequence[Any], is_sum: bool) -> None:
+    def prepare(self, part: GradientSum, variables: Sequence[Any], least: float | None) -> None:
         """Make what a microbatch is added to, if it is the first one, or check that it fits."""
         if not self.variables:
             pairs = list(zip(part.values(), variables))
             _check_shapes(pairs)
             self.variables = list(variables)
-            self._is_sum = is_sum
+            self._least = least
             self._buffers = _strategy.make_variables(
                 lambda: [_nothing(value, variable) for value, variable in pairs]
             )
@@ -205,7 +212,7 @@ class WindowSum:
             return
         if not self.is_for(variables):
             raise ValueError(_unknown_variables_message())
-        if is_sum != self._is_sum:
+        if (least is None) != (self._least is None):
             raise ValueError(_mixed_weights_message())
         late = [
             variable

@@ -1,0 +1,98 @@
+"""What the terms of a loss are divided by, and what keeps microbatches from being added up."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import Any, NamedTuple
+
+from ga_model.reading._operations import MEAN, SUM
+
+# Why gradients of microbatches do not add up to that of the full batch.
+SEVERAL = "computes with several samples"
+NOT_LINEAR = "is not linear in the sum or mean over samples that it is computed from"
+OF_GRADIENT = "computes with a gradient with respect to samples, which is divided by their number"
+DRAWN = "draws by a fixed seed"
+UNKNOWN = "is not known to compute with one sample at a time"
+
+
+class Obstacle(NamedTuple):
+    """An operation that keeps a loss from being put together from microbatches.
+
+    Attributes:
+        op: the operation.
+        why: one of the sentences of this module.
+    """
+
+    op: Any
+    why: str
+
+
+class Denominator(NamedTuple):
+    """What a term of a loss is divided by.
+
+    Attributes:
+        kind: denominators of equal kind are proportional to one another, in all microbatches.
+        count: scalar tensor, what the term counts, or None: it is a sum.
+        divisor: scalar tensor, what it was divided by, where that is more than the count.
+        once: scalar tensor, what the full batch adds to the count once.
+        least: what the count of the full batch counts as at least.
+        others: counts of other terms of this kind, which may be those of another part of the batch.
+    """
+
+    kind: Hashable
+    count: Any = None
+    divisor: Any = None
+    once: Any = None
+    least: float = 0.0
+    others: tuple[Any, ...] = ()
+
+    @property
+    def of_loss(self) -> str:
+        """What a term with this denominator is to the samples: a mean or a sum."""
+        return SUM if self.count is None else MEAN
+
+    def counts(self) -> list[Any]:
+        """Return the counts of all terms of this kind."""
+        return [count for count in (self.count, *self.others) if count is not None]
+
+    def words(self) -> str:
+        """Return what it is, for a message."""
+        name = self.kind[0] if isinstance(self.kind, tuple) else self.kind
+        words = {
+            "rows": "the number of samples",
+            "chosen": "the number of entries that a mask chooses",
+            "entries": "the number of entries of the samples",
+            "sum of weights": "a sum of weights",
+            "mean of weights": "a mean of weights",
+            "sum": "nothing (a sum)",
+        }
+        text = words.get(str(name), "what a compiled loss averages over")
+        is_computed = name in ("sum of weights", "mean of weights")
+        return f"{text} ({self.count.op.name!r})" if is_computed else text
+
+
+OF_SUM = Denominator("sum")
+OF_WEIGHTS = Denominator("weights alone")
+
+
+def by_kind(denominators: Iterable[Denominator]) -> dict[Hashable, Denominator]:
+    """Return the first denominator of each kind, with the counts of the others."""
+    found: dict[Hashable, Denominator] = {}
+    for denominator in denominators:
+        first = found.setdefault(denominator.kind, denominator)
+        counts = {id(c): c for d in (first, denominator) for c in d.counts()}
+        others = tuple(counts.values())[first.count is not None :]
+        found[first.kind] = first._replace(others=others)
+    return found
+
+
+class StepLoss(NamedTuple):
+    """What is known of a tensor of which a step takes the gradient.
+
+    Attributes:
+        denominators: those of its terms, each once; or None, if it is not known.
+        obstacle: what then keeps it from being put together from microbatches, where that is known.
+    """
+
+    denominators: list[Denominator] | None
+    obstacle: Obstacle | None = None

@@ -1,0 +1,241 @@
+"""Follow parts of the samples, and samples behind one another, through the graph of a step.
+
+A step joins samples (generated ones behind real ones, two views), takes them apart again, and
+chooses some by a mask. What a loss then averages over is the number of samples, a multiple of it,
+or another number, such as that of the samples that a mask has chosen.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ga_model.reading._operations import (
+    BY_SAMPLE,
+    COUNT,
+    SHAPE,
+    SHARED,
+    axis_of,
+    names,
+    value_of,
+)
+from ga_model.reading._reading import Reading
+
+_CHOSEN = "the places of some of the samples"
+_LENGTH = "a length that follows from the number of samples"
+
+_OF_SHAPE = re.compile(r"(^|/)Shape(_\d+)?$")
+_SHAPING = names("BroadcastTo Fill Reshape")
+_KEEPS_COUNTS = names("Cast Identity Maximum Mul Prod")
+_OF_LENGTHS = names("AddV2 Cast FloorDiv Identity Maximum Mul Neg Pack Sub")
+
+
+class PartsReading(Reading):
+    """What the tensors of a step are to its samples, and to how many of them."""
+
+    def __init__(self, *args: Any) -> None:
+        self._length: dict[int, Any] = {}  # of axis 0, where it is not that of the samples
+        self._blocks: dict[int, int] = {}  # of samples behind one another, where it is not one
+        super().__init__(*args)
+
+    def kind_of_length(self, tensor: Any) -> Any:
+        """Return a name of the number of entries on axis 0, or of what such a number counts."""
+        return self._length.get(id(tensor), "rows")
+
+    def _read(self, op: Any) -> None:
+        super()._read(op)
+        for output in op.outputs:
+            self._follow_length(op, output)
+
+    def _follow_length(self, op: Any, output: Any) -> None:
+        """Note how many samples an output has, as the inputs tell."""
+        if self._known.get(id(output)) not in (BY_SAMPLE, SHAPE, COUNT):
+            return
+        lengths = [self._length[id(t)] for t in op.inputs if id(t) in self._length]
+        if lengths:
+            self._length.setdefault(id(output), lengths[0])
+        length = self._length.get(id(output))
+        alike = [t for t in op.inputs if self._length.get(id(t)) == length]
+        blocks = [self._blocks[id(t)] for t in alike if id(t) in self._blocks]
+        if blocks and op.type != "Reshape":
+            self._blocks.setdefault(id(output), blocks[0])
+
+    def _kind(self, op: Any, kinds: list[Any]) -> str | None:
+        part = self._part(op, kinds) if op.outputs else None
+        return part if part is not None else super()._kind(op, kinds)
+
+    def _part(self, op: Any, kinds: list[Any]) -> str | None:
+        """Return what an operation makes of numbers, places or parts of samples, or None."""
+        output = op.outputs[0]
+        if op.type == "Const":
+            return self._shape(op)
+        if self._rows is not None and set(kinds) == {SHARED, SHAPE} and op.type in _SHAPING:
+            return SHARED  # the shape is perhaps that of weights, see `_shape`
+        if op.type == "Where" and kinds == [BY_SAMPLE]:
+            self._length[id(output)] = ("chosen", id(op))
+            return _CHOSEN
+        if kinds[:1] == [_CHOSEN]:
+            is_moved = op.type in ("Squeeze", "Reshape", "Cast", "Identity", "StridedSlice")
+            self._length[id(output)] = self._length.get(id(op.inputs[0]))
+            return _CHOSEN if is_moved else None
+        if kinds[:2] == [BY_SAMPLE, _CHOSEN] and op.type in ("GatherV2", "GatherNd"):
+            self._length[id(output)] = self._length.get(id(op.inputs[1]))
+            return BY_SAMPLE
+        if op.type == "Size" and kinds == [BY_SAMPLE]:
+            return COUNT
+        if op.type == "Prod" and kinds[0] == SHAPE:
+            return COUNT
+        if {COUNT, _LENGTH} & set(kinds) and set(kinds) <= {COUNT, _LENGTH, SHARED}:
+            return self._length_after(op, kinds)
+        if op.type == "Reshape" and kinds[0] == BY_SAMPLE and output.shape.rank:
+            return self._reshaped(op)
+        if op.type == "ConcatV2" and self._joins_samples(op, kinds):
+            lengths = {self._length.get(id(tensor)) for tensor in op.inputs[:-1]}
+            if len(lengths) > 1:
+                self._length[id(output)] = ("joined", id(op))
+            else:
+                self._blocks[id(output)] = sum(self._blocks.get(id(t), 1) for t in op.inputs[:-1])
+            return BY_SAMPLE
+        if op.type in ("Split", "SplitV", "StridedSlice") and BY_SAMPLE in kinds[:2]:
+            return self._parted(op, kinds)
+        return None
+
+    def _shape(self, op: Any) -> str | None:
+        """Return whether a constant is what `tf.shape` makes of a known number of samples."""
+        if self._rows is None or not _OF_SHAPE.search(op.name):
+            return None
+        value = value_of(op.outputs[0])
+        if np.ndim(value) != 1 or not len(value) or not value[0] or value[0] % self._rows:
+            return None
+        self._blocks[id(op.outputs[0])] = int(value[0]) // self._rows
+        return SHAPE
+
+    def _length_after(self, op: Any, kinds: list[Any]) -> str | None:
+        """Return what an operation makes of numbers of samples."""
+        if op.type in _KEEPS_COUNTS and _LENGTH not in kinds:
+            is_bound = op.type == "Maximum" and not self._is_at_most_one(op, kinds)
+            return None if is_bound else COUNT
+        if op.outputs[0].dtype.is_floating or op.type not in _OF_LENGTHS:
+            return None
+        is_shape = op.type == "Pack" and _LENGTH not in kinds and set(kinds[1:]) <= {SHARED}
+        return None if is_shape else _LENGTH
+
+    def _is_at_most_one(self, op: Any, kinds: list[Any]) -> bool:
+        """Return whether a number of samples is compared with no more than one."""
+        values = [value_of(t) for t, kind in zip(op.inputs, kinds) if kind == SHARED]
+        return all(value is not None and np.all(value <= 1) for value in values)
+
+    def _joins_samples(self, op: Any, kinds: list[Any]) -> bool:
+        """Return whether an operation puts samples behind others, such as fake behind real ones."""
+        if axis_of(op, len(kinds) - 1, op.inputs[0].shape.rank) != 0 or BY_SAMPLE not in kinds:
+            return False
+        # Where the number of samples is known, zeros for each of them are a constant.
+        return all(
+            kind == BY_SAMPLE or (kind == SHARED and self._are_rows(tensor.shape[0]))
+            for tensor, kind in zip(op.inputs[:-1], kinds)
+        )
+
+    def _parted(self, op: Any, kinds: list[Any]) -> str | None:
+        """Return what samples are that stood behind others, such as real ones before fake ones."""
+        value = op.inputs[op.type == "Split"]
+        blocks = self._blocks.get(id(value), 1)
+        if op.type == "StridedSlice":
+            parts = self._sliced(op, blocks)
+        elif op.type == "SplitV":
+            is_along_samples = axis_of(op, 2, value.shape.rank) == 0
+            parts = self._sizes(op, value, blocks) if is_along_samples else None
+        else:
+            number = op.get_attr("num_split")
+            is_along_samples = kinds[1] == BY_SAMPLE and axis_of(op, 0, value.shape.rank) == 0
+            parts = [blocks / number] * number if is_along_samples else None
+        if parts is None or any(part < 1 or part % 1 for part in parts):
+            return None
+        self._blocks.update((id(o), int(part)) for o, part in zip(op.outputs, parts))
+        return BY_SAMPLE
+
+    def _sliced(self, op: Any, blocks: int) -> list[float] | None:
+        """Return how many times all samples a slice takes of them, if that is known."""
+        value = op.inputs[0]
+        masks = map(op.get_attr, ("ellipsis_mask", "new_axis_mask", "shrink_axis_mask"))
+        stride = value_of(op.inputs[3])
+        if any(mask & 1 for mask in masks) or stride is None or stride[0] != 1:
+            return None
+        begin = 0 if op.get_attr("begin_mask") & 1 else self._multiple(op.inputs[1], value)
+        end = blocks if op.get_attr("end_mask") & 1 else self._multiple(op.inputs[2], value)
+        if begin is None or end is None:
+            return None
+        begin, end = (bound + blocks if bound < 0 else bound for bound in (begin, end))
+        # All of them would be those of a slice that stays within.
+        return [end - begin] if 0 <= begin < end <= blocks > end - begin else None
+
+    def _sizes(self, op: Any, value: Any, blocks: int) -> list[float] | None:
+        """Return how many times all samples the parts of a split have, if that is known."""
+        sizes = value_of(op.inputs[1])
+        if sizes is None and op.inputs[1].op.type != "Pack":
+            return None
+        given = op.inputs[1].op.inputs if sizes is None else sizes
+        rest = [(value_of(s) if tf.is_tensor(s) else s) == -1 for s in given]
+        known = [0 if last else self._multiple(s, value) for s, last in zip(given, rest)]
+        if None in known:
+            return None
+        left = blocks - sum(part for part in known if part is not None)
+        return [left if last else part or 0 for part, last in zip(known, rest)]
+
+    def _multiple(self, bound: Any, value: Any) -> float | None:
+        """Return how many times all samples a number of entries of `value` is, if it is known.
+
+        Args:
+            bound: a number, or a tensor of which the first entry counts.
+            value: tensor with samples.
+        """
+        number = value_of(bound) if tf.is_tensor(bound) else bound
+        if number is not None:
+            entries = int(np.ravel(number)[0])
+            if entries and (self._rows is None or entries % self._rows):
+                return None
+            return entries // (self._rows or 1)
+        op = bound.op
+        if op.type == "StridedSlice" and self.kind_of(bound) == COUNT:
+            is_alike = self._length.get(id(bound)) == self._length.get(id(value))
+            return float(self._blocks.get(id(bound), 1)) if is_alike else None
+        if op.type in ("Mul", "FloorDiv"):
+            return self._scaled_multiple(op, value)
+        if op.type not in ("Cast", "Identity", "Pack", "Neg", "Sub", "AddV2"):
+            return None
+        first = self._multiple(op.inputs[0], value)
+        if first is None or op.type not in ("Neg", "Sub", "AddV2"):
+            return first
+        second = 0 if op.type == "Neg" else self._multiple(op.inputs[1], value)
+        if second is None:
+            return None
+        sign = {"Sub": -1, "AddV2": 1}.get(op.type, 0)
+        return float((-first if op.type == "Neg" else first) + sign * second)
+
+    def _scaled_multiple(self, op: Any, value: Any) -> float | None:
+        """Return what a product or a quotient of such a number and a constant is."""
+        scaled, factor = op.inputs
+        if op.type == "Mul" and value_of(factor) is None:
+            scaled, factor = factor, scaled
+        factor = value_of(factor)
+        multiple = self._multiple(scaled, value) if factor is not None else None
+        if multiple is None or not factor:
+            return None
+        if op.type == "Mul":
+            return multiple * int(factor)
+        return multiple // int(factor) if multiple % int(factor) == 0 else None
+
+    def _reshaped(self, op: Any) -> str | None:
+        """Return what samples are whose entries have another shape, in the same order."""
+        before, after = op.inputs[0].shape, op.outputs[0].shape
+        shape = tf.get_static_value(op.inputs[1])
+        if self._rows is not None:
+            return BY_SAMPLE if after[0] is not None and after[0] % self._rows == 0 else None
+        if after[0] is not None:
+            return None
+        is_known = before[1:].is_fully_defined() and shape is not None and (shape[1:] > 0).all()
+        if not is_known:  # entries of samples, the same number of each
+            self._length[id(op.outputs[0])] = ("entries", id(op))
+        return BY_SAMPLE
