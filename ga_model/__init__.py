@@ -7,28 +7,58 @@ from ga_model import accumulate
 
 model = accumulate(model, microbatch_size=16)  # one added line
 model.compile("adam", "mse")
-model.fit(x, y, batch_size=128)  # updates of 128 rows, 16 in memory at a time
+model.fit(x, y, batch_size=128)  # updates of 128 samples, 16 in memory at a time
 ```
 
 `AccumulatingModel` is the same as a mixin for model classes, `GradientAccumulator` the part for
 training loops of your own.
+
+Nothing is imported before a name is used, so that `python -m ga_model --help` answers at once.
 """
 
+import importlib as _importlib
 from importlib.metadata import version as _version
+from typing import TYPE_CHECKING
+from typing import Any as _Any
 
-from ga_model._accumulator import GradientAccumulator
-from ga_model._callbacks import AccumulationScheduler
-from ga_model._model import AccumulatingModel
-from ga_model._noise_scale import GradientNoiseScale
-from ga_model._wrap import accumulate
-from ga_model.check._check import check_equivalence
+if TYPE_CHECKING:
+    from ga_model._accumulator import GradientAccumulator
+    from ga_model._callbacks import AccumulationScheduler
+    from ga_model._model import AccumulatingModel
+    from ga_model._noise_scale import GradientNoiseScale
+    from ga_model._wrap import accumulate
+    from ga_model.check._check import check_equivalence
+    from ga_model.check._equivalence_report import EquivalenceReport
+
+_MODULES = {
+    "AccumulatingModel": "_model",
+    "AccumulationScheduler": "_callbacks",
+    "EquivalenceReport": "check._equivalence_report",
+    "GradientAccumulator": "_accumulator",
+    "GradientNoiseScale": "_noise_scale",
+    "accumulate": "_wrap",
+    "check_equivalence": "check._check",
+}
 
 __all__ = [
     "AccumulatingModel",
     "AccumulationScheduler",
+    "EquivalenceReport",
     "GradientAccumulator",
     "GradientNoiseScale",
     "accumulate",
     "check_equivalence",
 ]
 __version__ = _version("ga_model")
+
+
+def __getattr__(name: str) -> _Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(_importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -8,11 +8,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from ga_model._settings import Settings
+from ga_model._settings import Settings, passed
 from ga_model.automatic._auto import AutomaticSize
-from ga_model.base import _messages
+from ga_model.base import _messages, _validate
 from ga_model.batch import _step
 from ga_model.batch._window import Counter, Window
+from ga_model.graphs._microbatch import Batch
 from ga_model.hearing._attributes import watch_attributes
 from ga_model.hearing._models import computes_loss_as_keras, optimizers_in
 from ga_model.reading._loss_reading import DoesNotAddUpError
@@ -39,6 +40,7 @@ class Accumulation:
         adds_up: whether the loss does over microbatches, as far as it was read.
         has_read_loss: whether the loss of an eager model was read.
         is_scheduled: whether a callback of the present `fit` sets `accumulation_steps`.
+        is_verbose: whether the present `fit` shows its progress.
         warnings: those that were given.
     """
 
@@ -52,13 +54,16 @@ class Accumulation:
         self.adds_up = True
         self.has_read_loss = False
         self._has_read_writes = False  # of an eager model
-        self.is_scheduled = False
+        self.is_scheduled = self.is_verbose = False
+        self._has_ended_epoch = False
+        self._most_rows: Any = None  # variable, of a batch that may be more than a microbatch
         self.warnings: set[str] = set()
 
     # What is set.
 
     def change(self, **given: Any) -> None:
-        """Give settings new values, after checking these."""
+        """Give settings new values, after checking these. None switches a setting off."""
+        given = passed(**given)
         Settings(**given).check_with(optimizers_in(vars(self._model)))
         self.settings = dataclasses.replace(self.settings, **given)
         if "accumulation_steps" in given and self.window is not None:
@@ -123,6 +128,9 @@ class Accumulation:
             _strategy.run_once_if(True, model._on_update)
             return logs
         self.check_strategy()
+        if self.settings.microbatch_size is not None:
+            for name, steps in _validate.accumulating_optimizers(optimizers_in(vars(model))):
+                model._warn_once(_accumulates_itself_message(name, steps))
         window = None
         if self.accumulates():
             window = self.window = self.window or Window(model)
@@ -170,6 +178,33 @@ class Accumulation:
         if tf.executing_eagerly():
             self.warn_of_what_was_done()
 
+    def note_rows(self, batch: Batch) -> None:
+        """Note in the graph if a batch is more than a microbatch."""
+        if batch.is_long and not self._has_ended_epoch:
+            if self._most_rows is None:
+                self._most_rows = _strategy.make_variables(lambda: tf.zeros((), tf.int64))
+            rows = tf.maximum(self._most_rows, batch.rows)
+            self._most_rows.assign(rows)
+
+    def warn_of_no_effect(self, has_updated: bool) -> None:
+        """Warn at the end of the first epoch of settings that have no effect.
+
+        Args:
+            has_updated: whether there was an update in it.
+        """
+        has_ended, self._has_ended_epoch = self._has_ended_epoch, True
+        if has_ended or self.is_scheduled:
+            return
+        model, size, steps = self._model, self.size, self.settings.accumulation_steps
+        is_known = not self.is_automatic and model.distribute_strategy.num_replicas_in_sync == 1
+        if size is not None and is_known and steps == 1:
+            most = 0 if self._most_rows is None else int(self._most_rows.numpy())
+            if most <= size:
+                model._warn_once(_nothing_split_message(model.name, size))
+        if self.has_open_window() and not has_updated:
+            number = 0 if self.window is None else self.window.num_batches()
+            model._warn_once(_one_update_message(model.name, steps, number))
+
     def discard_window(self) -> None:
         """Forget a partial window."""
         if self.window is not None:
@@ -182,6 +217,32 @@ class Accumulation:
             model._warn_once(_skipped_message(model.name))
         for message in [] if self.window is None else self.window.messages(model.name):
             model._warn_once(message)
+
+
+def _accumulates_itself_message(optimizer: str, steps: int) -> str:
+    return (
+        f"The optimizer {optimizer!r} accumulates gradients itself, with "
+        f"`gradient_accumulation_steps={steps}`: `microbatch_size` splits batches, and what the "
+        f"optimizer does with the gradients of {steps} batches is Keras's own, which is not the "
+        "update of all their samples at once where batches differ in size or masks. Remove "
+        f"`gradient_accumulation_steps` and pass `accumulation_steps={steps}` for that."
+    )
+
+
+def _nothing_split_message(model: str, size: int) -> str:
+    return (
+        f"`microbatch_size={size}` has no effect on {model!r}: no batch of the first epoch has "
+        "more samples. Pass `fit` the full batch, of more samples, as `batch_size`; it is what an "
+        "update is made of. Or set `microbatch_size` below the samples of a batch."
+    )
+
+
+def _one_update_message(model: str, steps: int, number: int) -> str:
+    return (
+        f"`accumulation_steps={steps}` is more than the batches of an epoch. The first epoch of "
+        f"{model!r} has {number}, which make 1 update together: windows do not go on into the "
+        "next epoch. If you want more updates per epoch, set a smaller `accumulation_steps`."
+    )
 
 
 def _skipped_message(model: str) -> str:

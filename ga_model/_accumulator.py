@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from ga_model.base import _messages, _validate
+from ga_model.base._names import answering
 from ga_model.sums import _sums
 from ga_model.sums._sums import GradientSum
 from ga_model.sums._window_sum import WindowSum
@@ -64,6 +65,7 @@ class GradientAccumulator:
     ```
     """
 
+    @answering
     def __init__(self) -> None:
         self._sum = WindowSum()
         self.num_microbatches = self._sum.num_microbatches
@@ -158,6 +160,10 @@ class GradientAccumulator:
             for message in self._sum.messages(optimizer):
                 self._tells = False
                 _validate.warn(message)
+
+    def __repr__(self) -> str:
+        number, variables = int(self.num_microbatches), len(self._sum.variables)
+        return f"<GradientAccumulator: {number} microbatches, {variables} variables>"
 
     def reset(self) -> None:
         """Forget the open window. Dense buffers stay allocated."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -19,11 +19,17 @@ class CloseWindow(keras.callbacks.Callback):
 
     `AccumulatingModel.fit` puts it before all other callbacks, so that validation, checkpoints and
     whatever else looks at the weights at the end of an epoch sees the epoch's last update.
+
+    Args:
+        model: the model.
+        listeners: callbacks that are told of updates, by their `on_update_end`.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, listeners: Sequence[Any] = ()) -> None:
         super().__init__()
         self._accumulating = model
+        self._listeners = listeners
+        self._num_updates = self._at_begin = 0  # that listeners know; that an epoch begins with
         self.has_begun = False
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -33,12 +39,37 @@ class CloseWindow(keras.callbacks.Callback):
         if not self.has_begun:  # `BackupAndRestore` may have set the first epoch
             _workers.check_same_epoch(self._accumulating.distribute_strategy, epoch)
         self.has_begun = True
+        self._num_updates = self._at_begin = count_updates(self._accumulating)
 
     def on_test_begin(self, logs: Any = None) -> None:
         self._accumulating.close_window()
+        self.tell_of_updates(logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        has_updated = count_updates(self._accumulating) != self._at_begin
+        self._accumulating._accumulation.warn_of_no_effect(has_updated)
         self._accumulating.close_window()
+        self.tell_of_updates(logs)
+
+    def tell_of_updates(self, logs: Any) -> None:
+        """Call the `on_update_end` of listeners, if there was an update since the last time."""
+        if self._listeners and (number := count_updates(self._accumulating)) != self._num_updates:
+            self._num_updates = number
+            for listener in self._listeners:
+                listener.on_update_end(number, logs)
+
+
+class _TellUpdates(CloseWindow):
+    """The same, with listeners: Keras waits for the result of a batch only if somebody asks."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.tell_of_updates(logs)
+
+
+def count_updates(model: Any) -> int:
+    """Return the updates of a model's optimizer so far, of several those of the busiest."""
+    optimizers = optimizers_in(vars(model))
+    return max((int(optimizer.iterations.numpy()) for optimizer in optimizers), default=0)
 
 
 def run_fit(model: Any, fit: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -62,6 +93,10 @@ def run_fit(model: Any, fit: Callable[..., Any], args: Any, kwargs: dict[str, An
     positional = [name for name, p in parameters.items() if p.kind in kinds]
     position = positional.index("callbacks") if "callbacks" in positional else len(args)
     is_keras_own = getattr(fit, "__func__", None) is keras.Model.fit
+    verbose = kwargs.get("verbose", parameters["verbose"].default if "verbose" in parameters else 1)
+    if "verbose" in positional and positional.index("verbose") < len(args):
+        verbose = args[positional.index("verbose")]
+    model._accumulation.is_verbose = verbose not in (0, False)
     has_none = position >= len(args) and "callbacks" not in kwargs
     if has_none and model._accumulation.is_plain() and not is_keras_own:
         return fit(*args, **kwargs)  # which may have callbacks where none are given
@@ -88,15 +123,16 @@ def closing_windows(model: Any, callbacks: Any) -> Iterator[Any]:
     Warns:
         UserWarning: nothing has called the callbacks, and a window is open in the end.
     """
-    close_window = CloseWindow(model)
     is_list = isinstance(callbacks, keras.callbacks.CallbackList)
+    listed = callbacks.callbacks if is_list else keras.tree.flatten(callbacks)
+    listeners = [c for c in listed if callable(getattr(c, "on_update_end", None))]
+    close_window = _TellUpdates(model, listeners) if listeners else CloseWindow(model)
     if is_list:
         callbacks.callbacks.insert(0, close_window)
     elif isinstance(callbacks, (list, tuple)):
         callbacks = [close_window, *callbacks]
     else:
         callbacks = [close_window] if callbacks is None else [close_window, callbacks]
-    listed = callbacks.callbacks if is_list else callbacks
     model._accumulation.is_scheduled = any(isinstance(c, AccumulationScheduler) for c in listed)
     try:
         yield callbacks
@@ -107,7 +143,7 @@ def closing_windows(model: Any, callbacks: Any) -> Iterator[Any]:
         _workers.explain(error, model.distribute_strategy)
         raise
     finally:
-        model._accumulation.is_scheduled = False
+        model._accumulation.is_scheduled = model._accumulation.is_verbose = False
         model._accumulation.noise.stop()
         if is_list:
             callbacks.callbacks.remove(close_window)
@@ -156,11 +192,16 @@ class AccumulationScheduler(keras.callbacks.Callback):
         log: bool = False,
     ) -> None:
         super().__init__()
+        self._schedule = schedule
         self._steps_at = _validate.check_schedule(schedule)
         self._most = max(schedule.values()) if isinstance(schedule, Mapping) else 1  # as yet known
         self._by_update = _validate.check_choice("by", by, ["epoch", "update"]) == "update"
         self._log = _validate.check_bool("log", log)
         self._num_updates: int | None = None  # those at which the schedule was asked last
+
+    def __repr__(self) -> str:
+        by = "update" if self._by_update else "epoch"
+        return f"AccumulationScheduler({self._schedule!r}, by={by!r}, log={self._log})"
 
     def set_model(self, model: Any) -> None:
         if not hasattr(model, "close_window"):
@@ -174,19 +215,14 @@ class AccumulationScheduler(keras.callbacks.Callback):
             self.model.accumulation_steps = self._steps_at(epoch)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if self._by_update and (number := self._count_updates()) != self._num_updates:
+        if self._by_update and (number := count_updates(self.model)) != self._num_updates:
             self._num_updates = number
             self.model.accumulation_steps = self._steps_at(number)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if self._log and logs is not None:
             logs["accumulation_steps"] = self.model.accumulation_steps
-            logs["num_updates"] = self._count_updates()
-
-    def _count_updates(self) -> int:
-        """Return the updates of the model's optimizer, or of its busiest one."""
-        optimizers = optimizers_in(vars(self.model))
-        return max((int(optimizer.iterations.numpy()) for optimizer in optimizers), default=0)
+            logs["num_updates"] = count_updates(self.model)
 
 
 def _not_accumulating_message(model: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from ga_model._subclasses import Trainer, accumulated, prepare
 from ga_model._train_function import switching
 from ga_model.base import _messages, _validate
 from ga_model.base._internals import layers_in
+from ga_model.base._names import check_names, showing
 from ga_model.hearing._attributes import CompiledLossAttribute, RecordedAttribute
 from ga_model.hearing._models import optimizers_in
 from ga_model.hearing._recorder import current_recording
@@ -193,6 +195,7 @@ class AccumulatingModel(_Base):
         """Microbatches that `skip_nonfinite` has left out since `compile`."""
         return int(self._accumulation.num_skipped or 0)
 
+    @showing(keras.Model.compile)
     def compile(
         self,
         *args: Any,
@@ -234,12 +237,32 @@ class AccumulatingModel(_Base):
             loss_over=loss_over,
         )
         settings = dataclasses.replace(self._accumulation.settings, **given)
+        self._check_names_of_compile(super().compile, kwargs)
         is_half = self.dtype_policy.name == "mixed_float16"
         adds_scaling = is_half and kwargs.get("auto_scale_loss", True)
         settings.check_with(optimizers_in([*args, *kwargs.values()]), adds_scaling)
         super().compile(*args, **kwargs)  # which may set some itself
         settings = dataclasses.replace(self._accumulation.settings, **given)
         self._accumulation = Accumulation(self, settings)
+
+    def describe_accumulation(self, batch_size: int | None = None) -> str:
+        """Return one line that says what the settings do.
+
+        Args:
+            batch_size: samples per batch of `fit`, or None.
+
+        Example:
+
+        ```python
+        model = accumulate(model, microbatch_size=16)
+        print(model.describe_accumulation(batch_size=128))
+        # 128 samples per batch in 8 microbatches of 16; 1 update per batch
+        ```
+        """
+        settings = self._accumulation.settings
+        if isinstance(size := self.microbatch_size, int):  # one that was found, too
+            settings = dataclasses.replace(settings, microbatch_size=size)
+        return settings.describe(batch_size)
 
     def close_window(self) -> None:
         """Make the update of a partial window from the microbatches it has.
@@ -293,10 +316,12 @@ class AccumulatingModel(_Base):
 
     # What Keras calls.
 
+    @showing(keras.Model.fit)
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """Train as `keras.Model.fit` does. Each epoch closes its last window, full or not."""
         return run_fit(self, super().fit, args, kwargs)
 
+    @showing(keras.Model.train_on_batch)
     def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Train on one batch as `keras.Model.train_on_batch` does."""
         logs = super().train_on_batch(*args, **kwargs)
@@ -380,6 +405,12 @@ class AccumulatingModel(_Base):
     def _on_update(self) -> Callable[[], Any] | None:
         """What the user does once per update, or None."""
         return None if type(self).on_update is AccumulatingModel.on_update else self.on_update
+
+    def _check_names_of_compile(self, function: Any, kwargs: dict[str, Any]) -> None:
+        """Raise TypeError if an argument is neither a setting nor one of the class's `compile`."""
+        parameters = inspect.signature(function).parameters
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            check_names("compile", kwargs, [*parameters, *NAMES])
 
     def _has_rule(self) -> bool:
         """Return whether the user says what microbatches count."""

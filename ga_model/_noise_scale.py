@@ -253,6 +253,11 @@ class GradientNoiseScale(keras.callbacks.Callback):
     def batch_size(self) -> float:
         return self._only().averages.batch_size
 
+    def __repr__(self) -> str:
+        scales = {name: scale.noise_scale for name, scale in self.noise_scales.items()}
+        found = ", ".join(f"{name}: {value:.3g} {self._unit}" for name, value in scales.items())
+        return f"<GradientNoiseScale: {found or 'nothing measured'}>"
+
     def __str__(self) -> str:
         scales = self.noise_scales
         if len(scales) < 2:

@@ -12,9 +12,11 @@ from ga_model._model import AccumulatingModel
 from ga_model._settings import UNCHANGED, Settings, passed
 from ga_model.base import _messages
 from ga_model.base._internals import unpickling
+from ga_model.base._names import answering
 from ga_model.hearing._models import optimizers_in
 
 
+@answering
 def accumulate(
     model: keras.Model,
     *,

@@ -9,6 +9,7 @@ in the sweep.
 import functools
 import random
 import re
+import sys
 import warnings
 
 import keras
@@ -27,6 +28,7 @@ from helpers import (
 
 from ga_model import AccumulatingModel, accumulate
 from ga_model.automatic import _budget
+from ga_model.automatic._auto import AutomaticSize
 from ga_model.replicas import _strategy
 from ga_model.tools import _memory
 
@@ -163,7 +165,8 @@ def fit(model, data, rows=12, **kwargs):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "BatchNormalization layers in training mode")
         warnings.filterwarnings("ignore", "`train_step` of .* writes to .*(counting|Variable)")
-        return model.fit(*data, batch_size=rows, shuffle=False, verbose=0, **kwargs).history
+        kwargs = {"verbose": 0, **kwargs}
+        return model.fit(*data, batch_size=rows, shuffle=False, **kwargs).history
 
 
 # The search.
@@ -173,16 +176,36 @@ def fit(model, data, rows=12, **kwargs):
 def test_the_largest_size_that_fits_is_found(limit, capsys):
     model = compiled(smooth_model, memory := Memory(limit))
     assert model.microbatch_size == "auto"
-    fit(model, dense_data(256), rows=128, epochs=2)
+    fit(model, dense_data(256), rows=128, epochs=2, verbose=2)
     size = min(limit, 128)
     assert model.microbatch_size == size
     assert max(memory.taken) <= 2 * limit
     tells = f"({limit + 1} did not fit)"
     said = {
-        1: f"1 row goes through the model at a time {tells}",
-        1000: "the whole batch of 128 rows fits",
-    }.get(limit, f"{size} rows go through the model at a time {tells}")
-    assert capsys.readouterr().out == f'microbatch_size="auto": {said}\n'
+        1: f"1 sample per microbatch {tells}",
+        1000: "the full batch of 128 samples fits",
+    }.get(limit, f"{size} samples per microbatch {tells}")
+    assert f'microbatch_size="auto": {said}\n' in capsys.readouterr().out
+
+
+def test_the_search_shows_what_it_tries_where_keras_shows_its_progress(capsys, monkeypatch):
+    data = dense_data(16)
+    fit(compiled(smooth_model, Memory(3)), data, rows=16)
+    assert capsys.readouterr().out == ""
+    fit(compiled(smooth_model, Memory(3)), data, rows=16, verbose=2)
+    assert [line for line in capsys.readouterr().out.splitlines() if "auto" in line] == [
+        'microbatch_size="auto": 3 samples per microbatch (4 did not fit)'
+    ]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    fit(compiled(smooth_model, Memory(3)), data, rows=16, verbose=2)
+    lines = capsys.readouterr().out.split("\n")[0].split("\r")
+    assert [re.findall(r"\d+", line)[:1] for line in lines if "trying" in line] == [
+        ["1"],
+        ["2"],
+        ["4"],
+        ["3"],
+    ]
+    assert "3 samples per microbatch" in lines[-1]
 
 
 @pytest.mark.parametrize(
@@ -480,13 +503,16 @@ def test_a_search_is_one_trace():
 
 
 @pytest.mark.gate
-def test_a_larger_batch_is_searched_again_only_where_the_batch_was_the_limit(capsys):
-    x, y = dense_data(60)
+def test_a_larger_batch_is_searched_again_only_where_the_batch_was_the_limit(monkeypatch):
+    x, y, searched, search = *dense_data(60), [], AutomaticSize._search
+    monkeypatch.setattr(
+        AutomaticSize, "_search", lambda *args: (searched.append(1), search(*args))[1]
+    )
     model = compiled(smooth_model, memory := Memory(20))
     for rows, size in [(6, 6), (4, 6), (12, 12), (40, 20), (60, 20)]:
         model.train_on_batch(x[:rows], y[:rows])
         assert model.microbatch_size == size
-    assert capsys.readouterr().out.count("auto") == 3
+    assert len(searched) == 3
     memory.limit = 30
     model.microbatch_size = "auto"
     assert model.microbatch_size == "auto"
@@ -497,7 +523,7 @@ def test_a_larger_batch_is_searched_again_only_where_the_batch_was_the_limit(cap
     model.microbatch_size = None
     model.train_on_batch(x[:30], y[:30])
     assert model.microbatch_size is None
-    assert capsys.readouterr().out.count("auto") == 1
+    assert len(searched) == 4
 
 
 def test_a_saved_model_searches_anew(tmp_path):
@@ -835,7 +861,7 @@ def test_a_size_that_would_take_too_much_is_not_tried(size, monkeypatch, capsys)
     available = (176 + 10 * size + 5) / (1 - _budget._MARGIN)
     monkeypatch.setattr(_memory, "available_memory", lambda: available)
     model = compiled(smooth_model, memory)
-    fit(model, dense_data(256), rows=256)
+    fit(model, dense_data(256), rows=256, verbose=2)
     assert model.microbatch_size == size
     assert max(memory.taken) == size
     assert f"({size + 1} would take more memory than there is)" in capsys.readouterr().out
@@ -887,7 +913,7 @@ def test_what_rows_take_is_measured(monkeypatch, capsys):
     left = lambda: start + 600 * 10**6 - _memory.resident_memory()  # noqa: E731
     monkeypatch.setattr(_memory, "available_memory", left)
     model = compiled(make, memory := Memory())
-    fit(model, dense_data(256), rows=256)
+    fit(model, dense_data(256), rows=256, verbose=2)
     assert 8 <= model.microbatch_size <= 128
     assert max(memory.taken) <= 2 * model.microbatch_size
     assert "would take more memory than there is" in capsys.readouterr().out

@@ -289,6 +289,10 @@ def of_other_rows():
     model, x, y = make()
     return model, x, y[:3]
 
+def of_float32():
+    keras.config.set_dtype_policy("float32")
+    return make()
+
 def not_compiled():
     return keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), np.ones((8, 4))
 
@@ -419,10 +423,10 @@ NO_BOOLS = [1, 0.0, "yes", np.True_, tf.constant(True)]
 def settings_cases():
     """Yield a case for each bad value of each setting, in every way to set it."""
     bad = {
-        "accumulation_steps": [*BAD_INTEGERS, (None, TypeError)],
+        "accumulation_steps": BAD_INTEGERS,
         "microbatch_size": [*BAD_INTEGERS, *[(value, TypeError) for value in NO_AUTO]],
-        "skip_nonfinite": [(value, TypeError) for value in [*NO_BOOLS, None]],
-        "loss_over": [(value, ValueError) for value in ["Batch", "", 1, True, ["batch"], None]],
+        "skip_nonfinite": [(value, TypeError) for value in NO_BOOLS],
+        "loss_over": [(value, ValueError) for value in ["Batch", "", 1, True, ["batch"]]],
     }
     ways = {
         "accumulate": (plain, lambda setting: lambda model: accumulate(model, **setting)),
@@ -434,8 +438,6 @@ def settings_cases():
     }
     for setting, values in bad.items():
         for (value, error), (way, (make, call)) in itertools.product(values, ways.items()):
-            if value is None and way != "attribute":
-                continue  # as an argument it switches the setting off
             choices = r"one of \['auto', 'microbatch', 'batch'\]"
             kinds = {"skip_nonfinite": "a bool", "loss_over": choices}
             kind = kinds.get(setting, "an integer >= 1")
@@ -692,8 +694,16 @@ CASES = [
     *cases(
         on(accumulating),
         ("an unknown optimizer", compiles("nope", "mse"), ValueError, "optimizer.*nope"),
-        ("an unknown setting", compiles("sgd", "mse", accum_steps=2), TypeError, "accum_steps"),
         whose=KERAS,
+    ),
+    *cases(
+        on(accumulating),
+        (
+            "an unknown setting",
+            compiles("sgd", "mse", accum_steps=2),
+            TypeError,
+            "Received: accum_steps=2. Pass `accumulation_steps=2`",
+        ),
     ),
     # Data.
     *cases(
@@ -967,6 +977,19 @@ CASES = [
             "Received: 'no/a.json'",
         ),
         ("--json a folder", checks(more="--json folder.py"), CommandError, "which is a folder"),
+        (
+            "no command",
+            runs("chekc", batch=None),
+            CommandError,
+            "'chekc'. Write ga_model check",
+        ),
+        ("an option first", runs("--epochs 3", batch=None), CommandError, "'--epochs' without one"),
+        (
+            "another dtype",
+            checks("of_float32", more="--dtype float64"),
+            CommandError,
+            "Received: --dtype float64, and a model in float32",
+        ),
         ("--microbatches 0", runs("bench --microbatches 0"), CommandError, INTEGER + "'0'"),
         ("--minutes nan", runs("bench --minutes nan"), CommandError, "number. Received: 'nan'"),
         ("--plot a.xyz", runs("bench --plot a.xyz"), CommandError, r"png.* Received: 'a\.xyz'"),
@@ -976,7 +999,6 @@ CASES = [
         ("no batch size", runs("check a.py:make", batch=None), CommandError, "required: --batch-s"),
         ("--models deep", runs("bench --models deep"), CommandError, "'deep' .choose from"),
         ("--jit maybe", runs("bench --jit maybe"), CommandError, "'maybe' .choose from"),
-        ("no command", runs("chekc"), CommandError, "ga_model check --help(?s:.*)arguments: chekc"),
         whose=ARGPARSE,
     ),
     *cases(

@@ -499,7 +499,7 @@ CASES = [
     (contrastive, OVER_A_MICROBATCH, "different", "computes with several samples"),
     (contrastive, SIZE, "equivalent", None),
     (dice, SIZE, "equivalent", None),
-    (dice, OVER_A_MICROBATCH, "different", "computes with several samples"),
+    (dice, OVER_A_MICROBATCH, "different", "'RealDiv' in .* is not linear"),
     (hard_mining, STEPS, "different", "computes with several samples"),
     (hard_mining_of_sparse_rows, STEPS, "different", "Different"),
     (sum_as_one_number, STEPS, "equivalent", None),
@@ -777,6 +777,11 @@ def make(normalization=False):
 
 def make_normalized():
     return make(normalization=True)
+
+def make_still():
+    model, x, y = make()
+    model.compile(keras.optimizers.SGD(0.0), "mse")
+    return model, x, y
 """
 
 
@@ -794,7 +799,23 @@ def test_the_command_checks_a_script(script, tmp_path, capsys):
     settings = ["--batch-size", "8", "--accumulation-steps", "2", "--updates", "2"]
     file = tmp_path / "report.json"
     assert main(["check", f"{script}:make", *settings, "--json", str(file)]) == 0
-    assert capsys.readouterr().out.startswith("Equivalent: 2 updates with batch_size=8, acc")
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first.startswith("Equivalent: 2 updates with batch_size=8, acc")
+    assert not any("by rounding" in line for line in others)
+    assert main(["check", f"{script}:make", *settings, "--table"]) == 0
+    assert "by rounding" in capsys.readouterr().out
     assert json.loads(file.read_text())["equivalent"] is True
     assert main(["check", f"{script}:make_normalized", *settings]) == 1
-    assert "Why: BatchNormalization" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "Why: BatchNormalization" in said
+    assert "by rounding" in said
+    assert main(["check", f"{script}:make_still", *settings]) == 3
+    assert capsys.readouterr().out.startswith("Undecided")
+
+
+def test_the_command_checks_in_float64(script, capsys):
+    settings = ["--batch-size", "8", "--microbatch-size", "4", "--dtype", "float64"]
+    assert main(["check", f"{script}:make", *settings, "--table"]) == 0
+    tolerances = re.findall(r"(\S+e-\d+) *$", capsys.readouterr().out, re.M)
+    assert tolerances
+    assert set(tolerances) == {"1.0e-09"}

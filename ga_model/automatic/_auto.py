@@ -10,6 +10,8 @@ has changed nothing else, and is repeated.
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -141,14 +143,20 @@ class AutomaticSize:
             if self._has_sums is None:
                 self._has_sums = _strategy.make_variables(lambda: tf.zeros((), tf.bool))
             trials = Trials(model, batch)
+            show = functools.partial(_show, model._accumulation.is_verbose)
+
+            def fits(size: int) -> bool:
+                show(_messages.trying_message(size), is_last=False)
+                return trials.fits(size)
+
             with trials.undone():
-                size, failed = _largest(trials.fits, rows)
+                size, failed = _largest(fits, rows)
         self._before, self._variables = None, trials.changed
         if size == 0:
             _raise_from(trials.error, _messages.no_row_message(model.name))
         self.is_whole, self._rows = failed is None, rows
         self.size = size
-        print(_messages.found_message(size, failed, trials.error is not None), flush=True)
+        show(_messages.found_message(size, failed, trials.error is not None), is_last=True)
 
 
 def _largest(fits: Callable[[int], bool], most: int) -> tuple[int, int | None]:
@@ -166,6 +174,14 @@ def _largest(fits: Callable[[int], bool], most: int) -> tuple[int, int | None]:
         else:
             size = middle
     return fitting, size
+
+
+def _show(is_verbose: bool, text: str, is_last: bool) -> None:
+    """Show how the search goes on, in one line where a terminal or a notebook can write it anew."""
+    if is_verbose and (sys.stdout.isatty() or "ipykernel" in sys.modules):
+        print(f"\r{text:<78}", end="\n" if is_last else "", flush=True)
+    elif is_verbose and is_last:
+        print(text, flush=True)
 
 
 def _raise_from(error: Exception | None, message: str) -> NoReturn:

@@ -8,6 +8,11 @@ _LESS = (
 )
 
 
+def trying_message(size: int) -> str:
+    samples = "sample" if size == 1 else "samples"
+    return f'microbatch_size="auto": trying {size} {samples} per microbatch ...'
+
+
 def found_message(size: int, failed: int | None, was_tried: bool) -> str:
     """Word what `microbatch_size="auto"` has found.
 
@@ -17,11 +22,11 @@ def found_message(size: int, failed: int | None, was_tried: bool) -> str:
         was_tried: whether that one was tried, and not only predicted.
     """
     if failed is None:
-        return f'microbatch_size="auto": the whole batch of {size} rows fits'
+        return f'microbatch_size="auto": the full batch of {size} samples fits'
     why = "did not fit" if was_tried else "would take more memory than there is"
     return (
-        f'microbatch_size="auto": {size} {"row goes" if size == 1 else "rows go"} through the '
-        f"model at a time ({failed} {why})"
+        f'microbatch_size="auto": {size} {"sample" if size == 1 else "samples"} per '
+        f"microbatch ({failed} {why})"
     )
 
 

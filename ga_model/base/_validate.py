@@ -90,18 +90,24 @@ def check_single_accumulation(
     received, way_out = f"accumulation_steps={accumulation_steps}", "set `accumulation_steps=1`"
     if accumulation_steps is None:
         received, way_out = "a `GradientAccumulator`", "apply it to the gradients themselves"
-    for optimizer in optimizers:
-        # Those inside of a LossScaleOptimizer and of a MultiOptimizer, too.
-        inner = getattr(optimizer, "inner_optimizer", None) or optimizer
-        for part in (inner, *(getattr(inner, "optimizers", None) or ())):
-            steps = getattr(part, "gradient_accumulation_steps", None)
-            if steps:
-                raise ValueError(
-                    "Gradients would be accumulated twice. "
-                    f"Received: {received} and the optimizer {part.name!r} with "
-                    f"gradient_accumulation_steps={steps}. "
-                    f"Remove `gradient_accumulation_steps` from the optimizer, or {way_out}."
-                )
+    for name, steps in accumulating_optimizers(optimizers):
+        raise ValueError(
+            "Gradients would be accumulated twice. "
+            f"Received: {received} and the optimizer {name!r} with "
+            f"gradient_accumulation_steps={steps}. "
+            f"Remove `gradient_accumulation_steps` from the optimizer, or {way_out}."
+        )
+
+
+def accumulating_optimizers(optimizers: Iterable[Any]) -> list[tuple[str, int]]:
+    """Return the name and the `gradient_accumulation_steps` of optimizers that have some.
+
+    Those inside of a LossScaleOptimizer and of a MultiOptimizer, too.
+    """
+    inner = [getattr(optimizer, "inner_optimizer", None) or optimizer for optimizer in optimizers]
+    parts = [part for o in inner for part in (o, *(getattr(o, "optimizers", None) or ()))]
+    pairs = [(part, getattr(part, "gradient_accumulation_steps", None)) for part in parts]
+    return [(part.name, steps) for part, steps in pairs if steps]
 
 
 def check_skip_nonfinite(value: Any) -> bool:

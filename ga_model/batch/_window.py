@@ -133,6 +133,10 @@ class Window:
         with tf.init_scope():  # read the values now, also while a graph is traced
             return bool(self._remaining.numpy() != self.steps.numpy())
 
+    def num_batches(self) -> int:
+        """Return how many batches there are that no update has used yet."""
+        return int(self.steps.numpy() - self._remaining.numpy())
+
     def close(self, noise: GradientNoise | None) -> None:
         """Make the update of a partial window. An empty one changes nothing."""
         if not tf.executing_eagerly():

@@ -10,6 +10,8 @@ import keras
 import numpy as np
 from keras import layers
 
+from ga_model.bench._names import NAMES
+
 
 @dataclass(frozen=True)
 class Case:
@@ -100,19 +102,12 @@ def _random_ids(most: int, length: int, targets: tuple[int, ...], classes: int) 
     return make
 
 
-CASES = {
-    "dense": Case(_dense, keras.optimizers.Adam, random_numbers(1024), 16),
-    "convolutional": Case(_convolutional, keras.optimizers.Adam, random_numbers(32, 32, 3), 8),
-    "transformer": Case(
-        _transformer, keras.optimizers.AdamW, _random_ids(1000, 64, (64,), 1000), 4
-    ),
-    "embedding": Case(
-        _embedding(200_000, 32), keras.optimizers.SGD, _random_ids(200_000, 32, (), 10), 64
-    ),
-    "large embedding": Case(
-        _embedding(1_000_000, 64), keras.optimizers.SGD, _random_ids(1_000_000, 32, (), 10), 32
-    ),
-    "tiny": Case(_tiny, keras.optimizers.Adam, random_numbers(8), 8),
-}
-# Without those of a single question: what a large table costs, and the work around a model.
-USUAL_CASES = ("dense", "convolutional", "transformer", "embedding")
+_MADE = (
+    Case(_dense, keras.optimizers.Adam, random_numbers(1024), 16),
+    Case(_convolutional, keras.optimizers.Adam, random_numbers(32, 32, 3), 8),
+    Case(_transformer, keras.optimizers.AdamW, _random_ids(1000, 64, (64,), 1000), 4),
+    Case(_embedding(200_000, 32), keras.optimizers.SGD, _random_ids(200_000, 32, (), 10), 64),
+    Case(_embedding(1_000_000, 64), keras.optimizers.SGD, _random_ids(1_000_000, 32, (), 10), 32),
+    Case(_tiny, keras.optimizers.Adam, random_numbers(8), 8),
+)
+CASES = dict(zip(NAMES, _MADE, strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import math
 import textwrap
 from typing import Any, NamedTuple
@@ -65,10 +66,11 @@ class VariableDifference(NamedTuple):
 
 
 class EquivalenceReport(NamedTuple):
-    """Whether accumulation made the updates of plain Keras on the whole batch.
+    """Whether accumulation made the updates of plain Keras on the full batch.
 
-    `str(report)` is a text with a table of the variables that differ most, `report.to_dict()` all
-    of it in plain Python values, and `report.assert_equivalent()` a test.
+    `str(report)` is a text with a table of the variables that differ most, which notebooks show as
+    HTML; `report.to_dict()` has all of it in plain Python values, and `report.assert_equivalent()`
+    is for tests.
 
     Attributes:
         batch_size, accumulation_steps, microbatch_size, loss_over: what was compared.
@@ -157,7 +159,28 @@ class EquivalenceReport(NamedTuple):
         }
 
     def __str__(self) -> str:
-        return "\n\n".join([_wrapped(self._heading()), self._table(), *self._remarks()])
+        return self.text()
+
+    def __repr__(self) -> str:
+        return f"<EquivalenceReport: {self._heading()}>"
+
+    def _repr_html_(self) -> str:
+        """Return the report as a notebook shows it."""
+        header, *rows = self._rows()
+        cells = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
+        table = "".join(f"<tr>{row}</tr>" for row in cells)
+        head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
+        remarks = "".join(f"<p>{html.escape(remark)}</p>" for remark in self._remarks())
+        heading = html.escape(self._heading())
+        return f"<p><b>{heading}</b></p><table><tr>{head}</tr>{table}</table>{remarks}"
+
+    def text(self, has_table: bool = True) -> str:
+        """Return what `str(report)` is, or the same without its table."""
+        parts = [self._heading(), *self._remarks()]
+        parts = [textwrap.fill(part, 100) for part in parts]
+        if has_table:
+            parts.insert(1, self._table())
+        return "\n\n".join(parts)
 
     def _heading(self) -> str:
         settings = f"batch_size={self.batch_size}"
@@ -168,22 +191,29 @@ class EquivalenceReport(NamedTuple):
         if self.loss_over != "auto":
             settings += f", loss_over={self.loss_over!r}"
         number = "1 update" if self.updates == 1 else f"{self.updates} updates"
-        found = {
-            "equivalent": "they are those of plain Keras on the whole batch",
-            "different": "they are not those of plain Keras on the whole batch",
-            "undecided": "whether they are those of plain Keras on the whole batch is not shown",
-        }
-        return f"{self.verdict.capitalize()}: {number} with {settings}; {found[self.verdict]}."
+        worst = next((v for v in self.worst if v.is_told), None)
+        found = "it is not shown whether they are those of plain Keras on the full batch"
+        if self.verdict != "undecided" and worst is not None:
+            is_not = "" if self.equivalent else "not "
+            found = (
+                f"they are {is_not}those of plain Keras on the full batch. Largest difference "
+                f"{worst.difference:.1e}, equal up to {worst.tolerance:.1e} ({worst.path})"
+            )
+        return f"{self.verdict.capitalize()}: {number} with {settings}; {found}."
 
-    def _table(self, most: int = 8) -> str:
+    def _rows(self, most: int = 8) -> list[list[str]]:
         rows = [["variable", "difference", "by rounding", "equal up to", ""]]
         shown = [v for v in self.worst if v.difference][:most] or self.worst[:1]
         for variable in shown:
             tolerance = f"{variable.tolerance:.1e}" if variable.is_told else "-"
             numbers = [f"{variable.difference:.1e}", f"{variable.rounding:.1e}", tolerance]
             rows.append([variable.path, *numbers, "" if variable.is_equal else "differs"])
+        return rows
+
+    def _table(self) -> str:
+        rows = self._rows()
         table = aligned(rows)
-        if others := len(self.variables) - len(shown):
+        if others := len(self.variables) - len(rows) + 1:
             table += "\n... and 1 variable more" if others == 1 else f"\n... and {others} more"
         return table
 
@@ -193,12 +223,12 @@ class EquivalenceReport(NamedTuple):
         remarks = [f"{label}: {reason}" for reason in self.reasons]
         if not self.is_finite:
             remarks.append(
-                "The whole batch gives weights that are not finite. "
+                "The full batch gives weights that are not finite. "
                 "Check the data, or take a smaller learning rate."
             )
         if shared:
             remarks.append(
-                f"All trainings dropped the same units of every row in: {_list(shared)}."
+                f"All trainings dropped the same units of every sample in: {_list(shared)}."
             )
         if off:
             remarks.append(f"Switched off, as they draw other numbers each time: {_list(off)}.")
@@ -209,7 +239,7 @@ class EquivalenceReport(NamedTuple):
                 "the start weights changes as much what they become, as it does for instance where "
                 "a gradient is zero in exact arithmetic."
             )
-        return [_wrapped(remark) for remark in remarks]
+        return remarks
 
 
 def _finite(number: float) -> float | str:
@@ -218,7 +248,3 @@ def _finite(number: float) -> float | str:
 
 def _list(names: list[str]) -> str:
     return ", ".join(dict.fromkeys(names))
-
-
-def _wrapped(text: str) -> str:
-    return textwrap.fill(text, 100)

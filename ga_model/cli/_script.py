@@ -10,8 +10,10 @@ from typing import Any
 
 import keras
 
+from ga_model.tools._errors import ToldError
 
-class ScriptError(Exception):
+
+class ScriptError(ToldError):
     """The script does not give what it should. The message says what, and what to do."""
 
 

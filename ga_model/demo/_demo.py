@@ -21,35 +21,23 @@ import tensorflow as tf
 
 from ga_model._wrap import accumulate
 from ga_model.demo import _plot, _report
+from ga_model.demo._options import Settings
 from ga_model.demo._report import Result, Run
+from ga_model.tools._errors import ToldError
 from ga_model.tools._memory import peak_memory
 from ga_model.tools._process import ProcessError, in_own_process
 
 
-class DemoError(Exception):
+class DemoError(ToldError):
     """There is no result. The message says why, and what to do."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What all trainings have in common. `learning_rate` None is the optimizer's default."""
-
-    dataset: str = "digits"
-    batch_size: int = 128
-    accumulation_steps: int = 4
-    epochs: int = 5
-    optimizer: str = "adam"
-    learning_rate: float | None = None
-    dtype: str = "float32"
-    seed: int = 0
 
 
 def make_runs(settings: Settings) -> list[Run]:
     """Return what is trained, the reference first."""
     rows, steps = settings.batch_size, settings.accumulation_steps
     return [
-        Run("big batch", rows),
-        Run("big batch, split", rows, {"microbatch_size": rows // steps}),
+        Run("full batch", rows),
+        Run("full batch, split", rows, {"microbatch_size": rows // steps}),
         Run("accumulation", rows // steps, {"accumulation_steps": steps}),
         Run("no accumulation", rows // steps, is_control=True),
     ]
@@ -73,7 +61,7 @@ def run_demo(settings: Settings, *, plot: Path | None = None) -> int:
         plot: file for the figure, or None.
 
     Raises:
-        DemoError: the data can not be loaded, a training failed, or the plot can not be written.
+        DemoError: the data cannot be loaded, a training failed, or the plot cannot be written.
     """
     data = load_dataset(settings)  # before any training, so that it is there or the job ends here
     runs = make_runs(settings)
@@ -88,7 +76,7 @@ def run_demo(settings: Settings, *, plot: Path | None = None) -> int:
         try:
             _plot.draw(results).savefig(plot)
         except OSError as error:
-            raise DemoError(f"The plot can not be written to {str(plot)!r}: {error}.") from None
+            raise DemoError(f"The plot cannot be written to {str(plot)!r}: {error}.") from None
         print(f"\nPlot: {plot}")
     return 0 if verdict.is_reproduced else 1
 
@@ -98,7 +86,7 @@ def _heading(settings: Settings, data: Dataset) -> str:
     rate = "" if settings.learning_rate is None else f" (learning rate {settings.learning_rate:g})"
     epochs = "1 epoch" if settings.epochs == 1 else f"{settings.epochs} epochs"
     return (
-        f"{settings.dataset}: {len(data.x):,} rows for training, {len(data.x_validation):,} for "
+        f"{settings.dataset}: {len(data.x):,} samples for training, {len(data.x_validation):,} for "
         f"validation. {epochs} of {settings.optimizer}{rate} in {settings.dtype}, "
         f"seed {settings.seed}."
     )
@@ -126,13 +114,13 @@ def load_mnist(seed: int) -> tuple[Any, Any, Any, Any]:
         (x, y), (x_validation, y_validation) = keras.datasets.mnist.load_data()
     except Exception as error:  # Keras raises bare `Exception` when a download fails
         raise DemoError(
-            f"The dataset `mnist` can not be downloaded: {error}. "
+            f"The dataset `mnist` cannot be downloaded: {error}. "
             "Check the network, or pass --dataset digits, which needs none."
         ) from None
     return x / 255, y, x_validation / 255, y_validation
 
 
-DATASETS: dict[str, Callable[[int], tuple[Any, Any, Any, Any]]] = {
+_LOADERS: dict[str, Callable[[int], tuple[Any, Any, Any, Any]]] = {
     "digits": load_digits,
     "mnist": load_mnist,
 }
@@ -144,7 +132,7 @@ def load_dataset(settings: Settings) -> Dataset:
     Raises:
         DemoError: a package or a file that it needs is not there.
     """
-    x, y, x_validation, y_validation = DATASETS[settings.dataset](settings.seed)
+    x, y, x_validation, y_validation = _LOADERS[settings.dataset](settings.seed)
     images = [a[..., np.newaxis].astype(settings.dtype) for a in (x, x_validation)]
     return Dataset(images[0], y, images[1], y_validation)
 

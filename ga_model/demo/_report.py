@@ -9,19 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ga_model.demo._options import TOLERANCE
 from ga_model.tools._table import aligned, megabytes
-
-# The largest relative difference that counts as equal, between what rounding does and what the
-# smallest mistake does. Measured with the defaults of the command line but for what is named:
-#
-#   float32   1.5e-6 to 3.3e-5   every optimizer of Keras but Lion, whose signs flip: 1.9e-2
-#             3.4e-6 to 1.1e-4   Adam, seeds 0 to 9 (the largest: `python -m ga_model --seed 6`)
-#   float64   0 to 4.4e-14       sgd, adam, rmsprop, muon, lion
-#             5.4e-10            Adam at a learning rate of 0.01, so high that float32 gives 2.3e-1
-#   mistakes  4.1e-3             a last batch of 28 rows that counts like one of 32
-#             5.0e-2             a partial window carried into the next epoch
-#             0.9 and more       small batches without accumulation
-TOLERANCE = {"float32": 1e-3, "float64": 1e-8}
 
 
 @dataclass(frozen=True)

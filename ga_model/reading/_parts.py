@@ -27,7 +27,7 @@ from ga_model.reading._reading import Reading
 _CHOSEN = "the places of some of the samples"
 _LENGTH = "a length that follows from the number of samples"
 
-_OF_SHAPE = re.compile(r"(^|/)Shape(_\d+)?$")
+_OF_SHAPE = re.compile(r"Shape(_\d+)?")  # in no scope: those of layers may be of tables
 _SHAPING = names("BroadcastTo Fill Reshape")
 _KEEPS_COUNTS = names("Cast Identity Maximum Mul Prod")
 _OF_LENGTHS = names("AddV2 Cast FloorDiv Identity Maximum Mul Neg Pack Sub")
@@ -105,7 +105,7 @@ class PartsReading(Reading):
 
     def _shape(self, op: Any) -> str | None:
         """Return whether a constant is what `tf.shape` makes of a known number of samples."""
-        if self._rows is None or not _OF_SHAPE.search(op.name):
+        if self._rows is None or not _OF_SHAPE.fullmatch(op.name):
             return None
         value = value_of(op.outputs[0])
         if np.ndim(value) != 1 or not len(value) or not value[0] or value[0] % self._rows:

@@ -177,7 +177,8 @@ class StepReading(PartsReading):
             return Obstacle(op, DRAWN)
         if op.type in OPAQUE:
             return Obstacle(op, UNKNOWN)
-        return Obstacle(op, NOT_LINEAR if kinds & {*_REDUCED, _BOUND} else SEVERAL)
+        is_reduced = bool(kinds & {*_REDUCED, _BOUND}) and BY_SAMPLE not in kinds
+        return Obstacle(op, NOT_LINEAR if is_reduced else SEVERAL)
 
     def _follow_powers(self, op: Any) -> None:
         """Note which outputs are divided by a power of the number of samples."""

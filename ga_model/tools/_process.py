@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import multiprocessing
 import os
@@ -11,15 +10,18 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from ga_model.tools._errors import ToldError
+from ga_model.tools._quiet import errors_to
+
 _starting = threading.Lock()
 
 
-class ProcessError(Exception):
+class ProcessError(ToldError):
     """The process ended without a result.
 
     Attributes:
@@ -80,8 +82,8 @@ def _context() -> Any:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ga_model"])
-    with _errors_to(Path(os.devnull)):
+    context.set_forkserver_preload(["ga_model._wrap"])
+    with open(os.devnull, "ab") as nowhere, errors_to(nowhere):
         process = context.Process(target=_do_nothing)
         process.start()
         process.join()
@@ -93,24 +95,9 @@ def _do_nothing() -> None:
 
 
 def _work(sender: Connection, messages: Path, function: Callable[..., Any], args: Any) -> None:
-    with _errors_to(messages):
+    with messages.open("ab") as stream, errors_to(stream):
         try:
             sender.send(function(*args))
         except BaseException:
             traceback.print_exc()
             raise SystemExit(1) from None
-
-
-@contextlib.contextmanager
-def _errors_to(file: Path) -> Iterator[None]:
-    """Append the standard error of this process, and of processes it starts, to a file."""
-    sys.stderr.flush()
-    before = os.dup(2)
-    with file.open("ab") as stream:
-        os.dup2(stream.fileno(), 2)
-    try:
-        yield
-    finally:
-        sys.stderr.flush()
-        os.dup2(before, 2)
-        os.close(before)

@@ -1,0 +1,115 @@
+"""Answer wrong argument names with the right ones. Imports neither TensorFlow nor Keras."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+# What other tools call the settings.
+_OTHER_NAMES = {
+    "accumulation_steps": (
+        "accum_freq accum_steps accumulate_grad_batches accumulate_steps accumulation_step "
+        "every_k_schedule grad_accum grad_accum_steps grad_accumulation_steps "
+        "gradient_accumulation gradient_accumulation_step gradient_accumulation_steps "
+        "n_accumulate n_gradients "
+        "num_accumulation_steps steps update_freq"
+    ),
+    "microbatch_size": (
+        "batch_size device_train_microbatch_size micro_batch micro_batch_size microbatch "
+        "microbatch_rows microbatches mini_batch_size minibatch_size "
+        "per_device_train_batch_size sub_batch_size"
+    ),
+    "skip_nonfinite": "skip_inf skip_nan skip_nans skip_non_finite",
+    "loss_over": "loss_on",
+}
+_RIGHT_NAMES = {name: right for right, names in _OTHER_NAMES.items() for name in names.split()}
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def answering(function: _Function) -> _Function:
+    """Let a function answer arguments that it does not take with those that it takes.
+
+    It has one positional argument at most, and the others are keywords.
+    """
+    parameters = inspect.signature(function).parameters
+    keywords = [name for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY]
+    most = len(parameters) - len(keywords)
+    name = function.__qualname__.removesuffix(".__init__")
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        check_names(name, kwargs, parameters)
+        if len(args) > most:
+            raise TypeError(_positional_message(name, args[most], keywords))
+        return function(*args, **kwargs)
+
+    return checked  # type: ignore[return-value]
+
+
+def showing(shown: Callable[..., Any]) -> Callable[[_Function], _Function]:
+    """Let a method that passes everything on show the arguments of what it stands in front of.
+
+    They are followed by keyword arguments of its own.
+    """
+
+    def decorated(function: _Function) -> _Function:
+        own = inspect.signature(function).parameters.values()
+        keywords = [parameter for parameter in own if parameter.kind is parameter.KEYWORD_ONLY]
+        signature = inspect.signature(shown)
+        parameters = [*signature.parameters.values(), *keywords]
+        function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return function
+
+    return decorated
+
+
+def check_names(function: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Raise TypeError if a name is that of no argument.
+
+    Args:
+        function: what was called.
+        given: the keyword arguments that it was called with.
+        known: the names of those that it takes.
+    """
+    known = [name for name in known if name not in ("self", "model")]
+    for name, value in given.items():
+        if name not in (*known, "model"):
+            raise TypeError(_unknown_message(function, name, value, known))
+
+
+def _right_name(name: str, known: list[str]) -> str | None:
+    """Return the name of the argument that a wrong one most probably stands for, or None."""
+    if (right := _RIGHT_NAMES.get(name)) in known:
+        return right
+    close = difflib.get_close_matches(name, known, 1)
+    return close[0] if close else None
+
+
+def _unknown_message(function: str, name: str, value: Any, known: list[str]) -> str:
+    if not known:
+        return _no_arguments_message(function, f"{name}={value!r}")
+    right = _right_name(name, known)
+    names = ", ".join(f"`{argument}`" for argument in known)
+    way_out = f"Pass `{right}={value!r}`." if right else f"Pass some of {names}."
+    return f"`{function}` has no argument `{name}`. Received: {name}={value!r}. {way_out}"
+
+
+def _positional_message(function: str, value: Any, keywords: list[str]) -> str:
+    if not keywords:
+        return _no_arguments_message(function, repr(value))
+    names = " or ".join(f"`{name}={value!r}`" for name in keywords[:2])
+    return (
+        f"The settings of `{function}` are keyword arguments. Received: {value!r} by position. "
+        f"Pass {names}."
+    )
+
+
+def _no_arguments_message(function: str, received: str) -> str:
+    return (
+        f"`{function}` takes no arguments: a window is as long as you make it. "
+        f"Received: {received}. Make it without, and call `apply(optimizer)` after every window."
+    )

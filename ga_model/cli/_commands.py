@@ -1,0 +1,106 @@
+"""What the commands do, once their arguments are read."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from ga_model.tools._quiet import start_tensorflow
+
+start_tensorflow()  # before anything imports it
+
+import keras  # noqa: E402
+
+from ga_model._settings import NAMES  # noqa: E402
+from ga_model.bench import _bench, _bench_report  # noqa: E402
+from ga_model.check import _check  # noqa: E402
+from ga_model.check._plan import make_plan  # noqa: E402
+from ga_model.cli import _script  # noqa: E402
+from ga_model.demo import _demo  # noqa: E402
+from ga_model.demo._options import Settings  # noqa: E402
+
+_STATUS = {"equivalent": 0, "different": 1, "undecided": 3}
+
+
+def demo(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """Run the demonstration."""
+    samples, steps = options.batch_size, options.accumulation_steps
+    if samples % steps:
+        parser.error(
+            "--batch-size must be divisible by --accumulation-steps, so that small batches line up "
+            f"with full ones. Received: --batch-size {samples} --accumulation-steps {steps}. "
+            f"Pass --batch-size {samples + steps - samples % steps}."
+        )
+    if options.optimizer not in _demo.OPTIMIZERS:
+        parser.error(
+            f"--optimizer must be one of {', '.join(_demo.OPTIMIZERS)}. "
+            f"Received: {options.optimizer!r}. Pass --optimizer adam, for example."
+        )
+    settings = Settings(
+        dataset=options.dataset,
+        batch_size=samples,
+        accumulation_steps=steps,
+        epochs=options.epochs,
+        optimizer=options.optimizer,
+        learning_rate=options.learning_rate,
+        dtype=options.dtype,
+        seed=options.seed,
+    )
+    return _demo.run_demo(settings, plot=options.plot)
+
+
+def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """Check a model of the user's."""
+    if options.dtype is not None:
+        keras.config.set_floatx(options.dtype)
+        keras.config.set_dtype_policy(options.dtype)
+    model, data = _script.load(options.script)
+    if options.dtype not in (None, model.variable_dtype):
+        parser.error(
+            f"--dtype sets Keras's default, and the script must not set another one. Received: "
+            f"--dtype {options.dtype}, and a model in {model.variable_dtype}. Let the script leave "
+            "the dtype to Keras, or leave the option out."
+        )
+    settings = {name: getattr(options, name, None) for name in NAMES}
+    given = {name: value for name, value in settings.items() if value is not None}
+    try:
+        plan = make_plan(model, data, options.batch_size, options.updates, **given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        parser.error(str(error))
+    report = _check.compare(model, plan)
+    print(report.text(has_table=options.table or not report.equivalent))
+    if options.json is not None:
+        _write_json(options.json, report.to_dict())
+    return _STATUS[report.verdict]
+
+
+def bench(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """Run the benchmark."""
+    try:
+        from rich.console import Console
+        from rich.progress import Progress
+    except ImportError:
+        parser.error('rich is not installed. Run: pip install "ga_model[demo]"')
+    jit_compile = {"off": [False], "on": [True], "both": [False, True]}[options.jit]
+    models, numbers = (list(dict.fromkeys(v)) for v in (options.models, options.microbatches))
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=1.0)
+        measured = _bench.measure(
+            models,
+            sorted(numbers),
+            jit_compile,
+            60 * options.minutes,
+            lambda text, share: bar.update(task, description=text, completed=min(share, 1.0)),
+        )
+    print(_bench_report.tables(measured))
+    if options.json is not None:
+        _write_json(options.json, _bench_report.to_dict(measured))
+    if options.plot is not None:
+        _bench_report.draw(measured).savefig(options.plot)
+    return 0
+
+
+def _write_json(file: Path, value: dict[str, Any]) -> None:
+    file.write_text(json.dumps(value, indent=2) + "\n")

@@ -1,0 +1,213 @@
+"""The arguments of each command, and their help. Imports nothing that takes long."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+from ga_model.bench._names import NAMES, USUAL_NAMES
+from ga_model.cli._arguments import integer_from, path, plot_path, positive_number
+from ga_model.demo._options import DATASETS, TOLERANCE, Settings
+
+_DEMO = """\
+Train one small convolutional network four times, from the same weights and on the
+same samples in the same order: with full batches; with the same batches that
+`ga_model.accumulate` splits into microbatches; with small batches that it
+accumulates to the same updates; and with small batches alone. Then compare their
+weights, peak memory and time.
+
+Each training has a process of its own, on the CPU, so that its peak memory is its
+own. What this needs is installed by: pip install "ga_model[demo]"
+"""
+
+_AFTER_DEMO = """\
+Exit status: 0 if both ways gave the full batch's weights within the tolerance,
+1 if one did not, 2 if there is no result (a bad argument, a training that failed).
+
+Tolerance, on ||w - w_full|| / ||w_full - w_start|| of the worst variable:
+{tolerances}.
+Rounding differs with the order of a sum, and training amplifies it: in float32 to
+1e-4 at most with the defaults. The smallest mistake, one ragged batch that counts
+like a full one, gives 4e-3. With lion, whose signs flip, and at learning rates that
+are nearly too high, float32 cannot tell the two apart and --dtype float64 does.
+"""
+
+_CHECK = """\
+Check that accumulation makes the updates of the full batch, on a model of yours.
+
+FILE.py:function names a function without arguments in a script of yours that returns
+a compiled model and some of its data: (model, x, y), or also sample weights. The
+file is imported and the function is called; see `ga_model.check_equivalence` for
+what is done with the model.
+"""
+
+_AFTER_CHECK = """\
+Exit status: 0 if the updates are shown to be equal, 1 if they are shown to differ,
+3 if neither can be shown, 2 if there is no result (a bad argument, a script that
+failed).
+"""
+
+_BENCH = """\
+Time and peak memory of accumulation, side by side with plain Keras.
+
+Every model is trained in every way; the tables show ratios to plain Keras with
+batches of the microbatch's size: below 1 is faster, or takes less memory. What this
+needs is installed by: pip install "ga_model[demo]"
+"""
+
+_AFTER_BENCH = """\
+Times are taken in alternation, round after round, in one process for each model; what
+is shown is the median of the rounds' ratios, +- half of the distance between their
+quartiles. Memory is the peak that making and training the model add in a process of
+its own.
+"""
+
+
+def _parser_of(command: str, description: str, epilog: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        prog=f"ga_model {command}",
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def _demo_parser() -> argparse.ArgumentParser:
+    tolerances = ", ".join(f"{value:.0e} in {dtype}" for dtype, value in TOLERANCE.items())
+    parser = _parser_of("demo", _DEMO, _AFTER_DEMO.format(tolerances=tolerances))
+    default = Settings()
+    add = parser.add_argument
+    add(
+        "--dataset",
+        choices=DATASETS,
+        default=default.dataset,
+        help="handwritten digits: `digits` comes with scikit-learn; `mnist` is downloaded, and has "
+        "40 times as many samples, so it takes 40 times as long (default: %(default)s)",
+    )
+    add(
+        "--batch-size",
+        type=integer_from(1),
+        default=default.batch_size,
+        metavar="B",
+        help="samples of the full batch (default: %(default)s)",
+    )
+    add(
+        "--accumulation-steps",
+        type=integer_from(2),
+        default=default.accumulation_steps,
+        metavar="K",
+        help="small batches per update; they have B/K samples (default: %(default)s)",
+    )
+    add("--epochs", type=integer_from(1), default=default.epochs, help="default: %(default)s")
+    add(
+        "--optimizer",
+        type=str.lower,
+        default=default.optimizer,
+        metavar="NAME",
+        help="an optimizer of Keras, such as sgd, adamw, rmsprop (default: %(default)s)",
+    )
+    add(
+        "--learning-rate",
+        type=positive_number,
+        metavar="RATE",
+        help="default: that of the optimizer",
+    )
+    add(
+        "--dtype",
+        choices=list(TOLERANCE),
+        default=default.dtype,
+        help="of weights and activations (default: %(default)s)",
+    )
+    add(
+        "--seed",
+        type=integer_from(0, 2**32 - 1),
+        default=default.seed,
+        help="of the split, the start weights and the order of samples (default: %(default)s)",
+    )
+    add(
+        "--plot",
+        type=plot_path,
+        metavar="FILE",
+        help="draw loss and memory into a file, such as demo.png (needs matplotlib)",
+    )
+    return parser
+
+
+def _check_parser() -> argparse.ArgumentParser:
+    parser = _parser_of("check", _CHECK, _AFTER_CHECK)
+    add = parser.add_argument
+    add("script", metavar="FILE.py:function", help="what returns the model and the data")
+    add(
+        "--batch-size",
+        type=integer_from(1),
+        required=True,
+        metavar="B",
+        help="samples per batch of `fit`",
+    )
+    add("--accumulation-steps", type=integer_from(1), metavar="K", help="batches per update")
+    add(
+        "--microbatch-size",
+        type=integer_from(1),
+        metavar="M",
+        help="samples per microbatch (default of both: what the model is set to)",
+    )
+    add(
+        "--loss-over",
+        choices=["auto", "microbatch", "batch"],
+        help="what the loss sees at a time (default: what the model is set to)",
+    )
+    add(
+        "--updates",
+        type=integer_from(1),
+        default=3,
+        metavar="N",
+        help="updates to compare (default: %(default)s)",
+    )
+    add(
+        "--dtype",
+        choices=["float32", "float64"],
+        help="Keras's default dtype while the script makes its model; rounding hides least in "
+        "float64 (default: what Keras is set to)",
+    )
+    add("--table", action="store_true", help="show the variables that differ most in any case")
+    add("--json", type=path, metavar="FILE", help="write the report into a file, too")
+    return parser
+
+
+def _bench_parser() -> argparse.ArgumentParser:
+    parser = _parser_of("bench", _BENCH, _AFTER_BENCH)
+    add = parser.add_argument
+    add(
+        "--models",
+        nargs="+",
+        choices=NAMES,
+        default=list(USUAL_NAMES),
+        help=f"(default: {' '.join(USUAL_NAMES)})",
+    )
+    add(
+        "--microbatches",
+        nargs="+",
+        type=integer_from(1),
+        default=[1, 4, 16],
+        metavar="K",
+        help="microbatches per window (default: 1 4 16)",
+    )
+    add("--jit", choices=["off", "on", "both"], default="both", help="XLA (default: %(default)s)")
+    add(
+        "--minutes",
+        type=positive_number,
+        default=4.5,
+        metavar="M",
+        help="about how long to measure; every way is timed three times at least "
+        "(default: %(default)g)",
+    )
+    add("--json", type=path, metavar="FILE", help="write every measurement into a file, too")
+    add("--plot", type=plot_path, metavar="FILE", help="draw the ratios into a file")
+    return parser
+
+
+COMMANDS: dict[str, Callable[[], argparse.ArgumentParser]] = {
+    "demo": _demo_parser,
+    "check": _check_parser,
+    "bench": _bench_parser,
+}
