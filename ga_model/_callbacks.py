@@ -10,6 +10,7 @@ from typing import Any
 import keras
 
 from ga_model.base import _validate
+from ga_model.base._internals import num_updates
 from ga_model.hearing._models import optimizers_in
 from ga_model.replicas import _workers
 
@@ -186,7 +187,7 @@ class AccumulationScheduler(keras.callbacks.Callback):
     def _count_updates(self) -> int:
         """Return the updates of the model's optimizer, or of its busiest one."""
         optimizers = optimizers_in(vars(self.model))
-        return max((int(optimizer.iterations.numpy()) for optimizer in optimizers), default=0)
+        return max((int(num_updates(optimizer).numpy()) for optimizer in optimizers), default=0)
 
 
 def _not_accumulating_message(model: str) -> str:

@@ -1,7 +1,10 @@
 """Names that Keras and TensorFlow keep private, each behind a function that says what it is for.
 
-A release that renames one of them breaks this module and no other. Read in Keras 3.14.0 to 3.15.1
+A release that renames one of them breaks this module and no other. Read in Keras 3.8.0 to 3.15.1
 and TensorFlow 2.18 to 2.21. `tests/test_internals.py` finds private names anywhere else.
+
+What releases do differently stands here, too: one function for each difference, which names the
+last release that has it.
 
 These stand where they are overridden, in `_model`:
 
@@ -47,12 +50,21 @@ def takes_training(layer: Any) -> bool:
 
 
 def training_of_call(layer: Any) -> Any:
-    """Return whether the call that runs here is in training, or None where nothing says so."""
-    return layer._get_call_context().get_value("training")
+    """Return whether the call that runs here is in training, or None where nothing says so.
+
+    Up to Keras 3.9 it is an attribute of the call's context.
+    """
+    context = layer._get_call_context()
+    if hasattr(context, "get_value"):
+        return context.get_value("training")
+    return context.training
 
 
 def is_rematerialized(layer: Any) -> bool:
-    """Return whether a layer keeps no activations, by `keras.RematScope`."""
+    """Return whether a layer keeps no activations, by `keras.RematScope`.
+
+    Up to Keras 3.8 there is none.
+    """
     scope = getattr(layer, "_remat_mode", None)
     if scope is None or scope.mode is None:
         return False
@@ -118,6 +130,14 @@ def variables_to_train(optimizer: Any) -> Any:
     return optimizer._trainable_variables
 
 
+def num_updates(optimizer: Any) -> Any:
+    """Return the variable in which an optimizer counts its updates.
+
+    Up to Keras 3.8 that of a LossScaleOptimizer stands still, and the one inside of it counts.
+    """
+    return getattr(optimizer, "inner_optimizer", optimizer).iterations
+
+
 def logs_over_replicas(logs: Any, strategy: Any) -> Any:
     """Return logs as Keras makes one of those of all replicas."""
     return reduce_per_replica(logs, strategy, "auto")
@@ -162,6 +182,19 @@ def raw(variable: Any) -> Any:
 def assign(variable: Any, value: Any) -> None:
     """Write to a variable of Keras, whatever a scope says."""
     variable._direct_assign(value)
+
+
+def losses_of_scope(scope: Any) -> list[Any]:
+    """Return the losses that layers added in a `keras.StatelessScope`, in their order.
+
+    Up to Keras 3.9 a list of losses that is added stands there as often as it has entries.
+    """
+    added, found = list(scope.losses), []
+    while added:
+        losses = added[0] if isinstance(added[0], list) else added[:1]
+        found += losses
+        del added[: len(losses)]
+    return found
 
 
 def stateless_scope() -> Any:
@@ -236,3 +269,19 @@ def written_handles(op: tf.Operation) -> list[Any]:
 def graph_of_function(graph: Any, name: str) -> Any:
     """Return the graph of a function that a graph calls by its name, or None."""
     return getattr(graph._get_function(name), "graph", None)
+
+
+# Python.
+
+
+def add_note(error: BaseException, text: str) -> None:
+    """Add a line to what is shown of an error.
+
+    Up to Python 3.10 errors have no notes, and it becomes a part of the message.
+    """
+    if hasattr(error, "add_note"):
+        error.add_note(text)
+    elif isinstance(error, tf.errors.OpError):
+        error._message = f"{error.message}\n{text}"
+    else:
+        error.args = (f"{error}\n{text}",)
