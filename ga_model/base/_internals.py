@@ -33,6 +33,10 @@ from keras.src.losses.loss import scale_loss_for_distribution
 from tensorflow.python.eager import forwardprop_util, record
 from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
 
+from ga_model.base._identity import is_in
+
+_RELEASE = tuple(int(part) for part in keras.__version__.split(".")[:2])
+
 # The `experimental_attributes` of a `tf.function` that is called and not inlined.
 NOT_INLINED = {"_noinline": True}
 
@@ -149,6 +153,29 @@ def logs_over_replicas(logs: Any, strategy: Any) -> Any:
 def arguments_of_loss(loss: Any) -> dict[str, Any]:
     """Return the arguments with which one of Keras's losses calls its function."""
     return getattr(loss, "_fn_kwargs", {})
+
+
+def is_sum_of_activities(model: Any, loss: Any) -> bool:
+    """Return whether a loss is what an activity regularizer of Keras added as a sum over samples.
+
+    Up to Keras 3.13 they are sums, and since then means. Keras's own layers add no other losses,
+    and of a layer of the user's own the regularizer's stands last.
+
+    Args:
+        model: the model.
+        loss: one of its `losses`.
+    """
+    if _RELEASE > (3, 13):
+        return False
+    for layer in layers_in(model):
+        if isinstance(layer.activity_regularizer, _SUMS_OF_ACTIVITIES):
+            is_of_keras = type(layer).__module__.startswith("keras.")
+            if is_in(loss, layer._losses if is_of_keras else layer._losses[-1:]):
+                return True
+    return False
+
+
+_SUMS_OF_ACTIVITIES = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
 
 
 def losses_in(compiled: Any) -> list[Any]:
