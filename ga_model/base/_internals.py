@@ -178,6 +178,14 @@ def is_sum_of_activities(model: Any, loss: Any) -> bool:
 _SUMS_OF_ACTIVITIES = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
 
 
+def added_to_valid_entries() -> float:
+    """Return what the mean of a masked loss adds to the valid entries that it is divided by.
+
+    Up to Keras 3.12 that is `keras.config.epsilon()`, and since then nothing.
+    """
+    return 0.0 if _RELEASE > (3, 12) else float(keras.config.epsilon())
+
+
 def losses_in(compiled: Any) -> list[Any]:
     """Return the losses in a compiled loss that is built, named tuples with a field `loss`."""
     return list(compiled._flat_losses)
