@@ -21,6 +21,7 @@ public documentation. `tests/test_split_calls.py`.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -145,6 +146,14 @@ def num_updates(optimizer: Any) -> Any:
 def logs_over_replicas(logs: Any, strategy: Any) -> Any:
     """Return logs as Keras makes one of those of all replicas."""
     return reduce_per_replica(logs, strategy, "auto")
+
+
+def metrics_exchange() -> bool:
+    """Return whether replicas exchange the update of a metric, which a loop cannot contain.
+
+    Up to Keras 3.9 they do. Since then it is the reading of a metric that is an exchange.
+    """
+    return "synchronization" not in inspect.signature(keras.Variable.__init__).parameters
 
 
 # Losses.
