@@ -6,11 +6,14 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from ga_model._settings import Settings, passed
 from ga_model.automatic._auto import AutomaticSize
 from ga_model.base import _messages, _validate
+from ga_model.base._identity import is_in
+from ga_model.base._internals import compiled_loss, loss_tracker, metrics_exchange
 from ga_model.batch import _step
 from ga_model.batch._window import Counter, Window
 from ga_model.graphs._microbatch import Batch
@@ -164,6 +167,17 @@ class Accumulation:
             names = [layer.name for layer in layers if getattr(layer, "synchronized", False)]
             if names:
                 raise ValueError(_synchronized_message(names))
+        if _strategy.num_replicas() > 1 and metrics_exchange() and not model.run_eagerly:
+            self._check_metrics()
+
+    def _check_metrics(self) -> None:
+        """Raise if metrics are to be updated or put back where replicas cannot exchange."""
+        known = [loss_tracker(self._model), *getattr(compiled_loss(self._model), "metrics", ())]
+        others = [m for m in self._model.metrics if not is_in(m, known)]
+        names = [m.name for m in others if type(m) is not keras.metrics.Mean]  # which waits
+        is_in_loop = self.settings.microbatch_size is not None and not self.splits_calls()
+        if self.settings.skip_nonfinite or (is_in_loop and names):
+            raise ValueError(_metrics_message(names, self.settings.skip_nonfinite))
 
     # The window.
 
@@ -258,6 +272,16 @@ def _synchronized_message(layers: list[str]) -> str:
         f"Received: BatchNormalization layers with `synchronized=True`: {layers}. "
         "Set `synchronized=False`, or `microbatch_size=None` and `jit_compile=False`, "
         "and call `compile()` again."
+    )
+
+
+def _metrics_message(names: list[str], skips: bool) -> str:
+    received = "skip_nonfinite=True" if skips else f"a `microbatch_size` and the metrics {names}"
+    way_out = "skip_nonfinite=False" if skips else 'loss_over="batch"'
+    return (
+        "With several replicas, metrics cannot be updated microbatch by microbatch before Keras "
+        f"3.10. Received: {received}, with Keras {keras.__version__}. "
+        f"Install keras>=3.10, or set `{way_out}`."
     )
 
 

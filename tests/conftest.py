@@ -60,7 +60,7 @@ def set_dtype(dtype):
 def fresh_keras():
     keras.utils.clear_session()
     gc.freeze()  # what is alive now is not looked through at every collection of garbage to come
-    keras.utils.set_random_seed(0)
+    helpers.set_random_seed(0)
     set_dtype("float32")
     yield
     set_dtype("float32")

@@ -14,6 +14,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras.src.backend.common import global_state
 
 from ga_model import accumulate
 
@@ -42,6 +43,57 @@ def mirrored(replicas):
     operations = None if replicas == 2 else tf.distribute.ReductionToOneDevice()
     devices = [f"CPU:{i}" for i in range(replicas)]
     return tf.distribute.MirroredStrategy(devices, cross_device_ops=operations)
+
+
+@functools.cache
+def metrics_of_replicas_add_up():
+    """Return whether plain Keras's metrics are right with several replicas: asked of Keras.
+
+    Up to 3.9 they count the updates before once more for each replica.
+    """
+    with mirrored(2).scope():
+        metric = keras.metrics.Mean()
+    for value in (0.0, 1.0):
+        mirrored(2).run(metric.update_state, (value,))
+    return float(metric.result()) == 0.5
+
+
+@functools.cache
+def averages_activities():
+    """Return whether activity regularizers are means over samples: asked of Keras.
+
+    Up to 3.13 they are sums.
+    """
+    layer = keras.layers.ActivityRegularization(l2=1.0, name="asked")
+    layer(np.ones((2, 1)))
+    return float(layer.losses[0]) == 1.0
+
+
+class MeanOfSquares(keras.regularizers.Regularizer):
+    """An activity regularizer that is a mean over samples, whatever Keras makes of it."""
+
+    def __init__(self, factor):
+        self.factor = factor
+        self.is_averaged = averages_activities()
+
+    def __call__(self, x):
+        total = self.factor * keras.ops.sum(keras.ops.square(x))
+        if self.is_averaged:
+            return total
+        return total / keras.ops.cast(keras.ops.shape(x)[0], total.dtype)
+
+    def get_config(self):
+        return {"factor": self.factor}
+
+
+def num_updates(optimizer):
+    """Return the updates that an optimizer has made, of which a LossScaleOptimizer may not know."""
+    return int(getattr(optimizer, "inner_optimizer", optimizer).iterations.numpy())
+
+
+def text_of(error):
+    """Return what is shown of an error, with its notes."""
+    return "\n".join([str(error), *getattr(error, "__notes__", [])])
 
 
 def scope(replicas=None):
@@ -106,7 +158,7 @@ def fit_pair(
         for m in (reference, model):
             with m.distribute_strategy.scope():
                 m(keras.tree.map_structure(lambda x: x[:1], data[0]))
-            keras.utils.set_random_seed(2)
+            set_random_seed(2)
             m.set_weights([keras.random.normal(w.shape) * 0.5 for w in m.get_weights()])
     for m in (reference, model):
         if m.optimizer:  # built by the first update, it would make Keras trace the step twice
@@ -128,8 +180,14 @@ def difference_of_fits(*args, **kwargs):
     return relative_difference(model.get_weights(), reference.get_weights(), start)
 
 
+def set_random_seed(seed):
+    """Set all seeds, also that of `keras.random`, which Keras leaves as it is up to 3.12."""
+    keras.utils.set_random_seed(seed)
+    global_state.set_global_attribute("global_seed_generator", None)
+
+
 def seeded(make):
-    keras.utils.set_random_seed(1)
+    set_random_seed(1)
     return make()
 
 

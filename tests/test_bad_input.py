@@ -26,7 +26,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import dense_data, dense_model, seeded
+from helpers import dense_data, dense_model, seeded, text_of
 
 from ga_model import (
     AccumulatingModel,
@@ -377,7 +377,8 @@ def files(case, tmp_path):
                     content = json.dumps(config).encode()
                 target.writestr(part, content)
     code = lambda *values: (__import__("os").environ.update(GA_MODEL_TEST="1"), values[0])[1]  # noqa: E731
-    with warnings.catch_warnings(action="ignore"):  # Keras warns of what the cases are about
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Keras warns of what the cases are about
         if "layer" in case.name:
             model = Net([keras.Input((4,)), layers.Lambda(code)])
             model.compile("sgd", "mse")
@@ -1018,7 +1019,7 @@ def test_a_wrong_use_is_refused_and_changes_nothing(case, tmp_path):
     with case.subject(case, tmp_path) as subject:
         with pytest.raises(case.error) as caught:
             case.call(subject)
-        message = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+        message = text_of(caught.value)
         assert re.search(case.words, message), message
         assert bool(HOUSE.search(message)) is (case.whose == "ours"), message
 

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import dense_data, scope, seeded
+from helpers import dense_data, scope, seeded, set_random_seed
 from keras import layers, ops
 
 from ga_model import AccumulatingModel, accumulate, check_equivalence
@@ -659,10 +659,10 @@ def test_variables_and_random_numbers_that_keras_does_not_know_are_put_back():
     model = compiled(seeded(lambda: stack(Counts())))
     model.fit(*data(), verbose=0)
     count = model.layers[1].count.numpy()
-    keras.utils.set_random_seed(3)
+    set_random_seed(3)
     keras.random.normal((1,))
     expected = np.array(keras.random.normal((3,)))
-    keras.utils.set_random_seed(3)
+    set_random_seed(3)
     keras.random.normal((1,))
     drawn = random.getstate(), np.random.get_state()[1].copy()
     check_equivalence(model, *data(), batch_size=32, accumulation_steps=2)
@@ -756,7 +756,8 @@ def test_an_eager_model_that_has_trained_is_read_again():
         model.fit(x, y, batch_size=4, verbose=0)
     report = check_equivalence(model, x, y, batch_size=4, updates=1)
     assert "count" in report.reasons[0]
-    with warnings.catch_warnings(action="error"):  # what was said is not said again
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # what was said is not said again
         model.fit(x, y, batch_size=4, verbose=0)
 
 

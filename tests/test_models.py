@@ -17,6 +17,7 @@ from helpers import (
 )
 
 from ga_model import AccumulatingModel, accumulate
+from ga_model.base._validate import check_releases
 
 
 class Net(keras.Model):
@@ -142,6 +143,30 @@ def test_another_backend_is_refused_at_import():
     ).stdout
     assert "Received: keras.backend.backend()='jax'" in out
     assert "KERAS_BACKEND=tensorflow" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "version"), [("keras", "3.7.0"), ("tensorflow", "2.17.1"), ("keras", "2.15.0")]
+)
+def test_a_release_that_is_too_old_is_refused_at_import(name, version, tmp_path):
+    metadata = tmp_path / f"{name}-{version}.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    script = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "try:\n    import ga_model\n"
+        "except ImportError as e:\n    print(e)\n"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=60
+    ).stdout
+    needed = {"keras": "keras>=3.8", "tensorflow": "tensorflow>=2.18"}[name]
+    assert out == f"`ga_model` needs {needed} and found {version}: run `pip install '{needed}'`.\n"
+
+
+def test_newer_releases_than_those_that_were_tried_are_let_through(monkeypatch):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "3.99.0.dev2")
+    check_releases()
 
 
 def test_the_checks_import_neither_tensorflow_nor_keras():

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import pytest
 import tensorflow as tf
-from helpers import TOLERANCE
+from helpers import TOLERANCE, MeanOfSquares
 from hypothesis import event, given
 from hypothesis import strategies as st
 from keras import layers
@@ -25,7 +25,7 @@ LAYERS = {
     "residual": lambda x: x + layers.Dense(x.shape[-1], "softplus")(x),
     "normalization": lambda x: layers.LayerNormalization()(x),
     "regularized": lambda x: layers.Dense(4, "tanh", kernel_regularizer="l2")(x),
-    "activity": lambda x: layers.Dense(4, "tanh", activity_regularizer="l2")(x),
+    "activity": lambda x: layers.Dense(4, "tanh", activity_regularizer=MeanOfSquares(0.01))(x),
     "recurrent": lambda x: layers.GRU(4)(layers.Reshape((-1, 1))(x)),
 }
 

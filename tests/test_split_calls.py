@@ -22,7 +22,15 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from conftest import set_dtype
-from helpers import TOLERANCE, assert_changed, in_the_sweep, mirrored, relative_difference, seeded
+from helpers import (
+    TOLERANCE,
+    assert_changed,
+    in_the_sweep,
+    mirrored,
+    relative_difference,
+    seeded,
+    set_random_seed,
+)
 from keras import layers
 from own_calls import CALLS, WHOLE, Calls, ForwardMode, Jacobian, ScoresInside, TokensAsRows
 from own_steps import (
@@ -179,6 +187,12 @@ def test_a_jacobian_that_is_vectorized_is_refused_with_the_way_out():
         train(Jacobian, 5)
 
 
+rematerializes = pytest.mark.skipif(
+    not hasattr(keras, "RematScope"), reason="Keras has no RematScope before 3.9"
+)
+
+
+@rematerializes
 def test_parts_that_keep_no_activations_match(float64):
     class Hidden(layers.Dense):
         def call(self, x):  # Keras passes no `training` on to what it rematerializes
@@ -193,6 +207,7 @@ def test_parts_that_keep_no_activations_match(float64):
     assert_same(train(Rematerialized, 5), train(Rematerialized), TOLERANCE[float64])
 
 
+@rematerializes
 @pytest.mark.every_case
 @pytest.mark.parametrize(
     ("scope", "is_kept"),
@@ -358,7 +373,7 @@ def test_layers_in_single_precision_keep_theirs_in_a_model_of_half():
                 inputs, layers.Dense(5, dtype="float32")(hidden)
             )
         )
-        keras.utils.set_random_seed(2)
+        set_random_seed(2)
         model.set_weights([0.3 * keras.random.normal(w.shape) for w in model.get_weights()])
         start = model.get_weights()
         model = accumulate(model, **settings)

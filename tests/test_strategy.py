@@ -16,11 +16,14 @@ from helpers import (
     difference_of_fits,
     fit_pair,
     float32_in_the_sweep,
+    metrics_of_replicas_add_up,
     mirrored,
+    num_updates,
     relative_difference,
     seeded,
 )
-from test_microbatch_size import UNLIKE, assert_equal_logs
+from test_microbatch_size import UNLIKE
+from test_microbatch_size import assert_equal_logs as assert_logs_match
 from test_traces import Counting
 from test_variables import float8
 from zoo import ZOO, masked_data, masked_recurrent
@@ -34,6 +37,12 @@ several = pytest.mark.parametrize(
     [(STEPS, 2), (SIZE, 3), pytest.param(BOTH, 2, marks=pytest.mark.sweep)],
     ids=["accumulation_steps-2", "microbatch_size-3", "both-2"],
 )
+
+
+def assert_equal_logs(model, reference):
+    """Compare logs with those of one device, where plain Keras's own are the same on several."""
+    if metrics_of_replicas_add_up():
+        assert_logs_match(model, reference)
 
 
 def adam(**kwargs):
@@ -55,8 +64,7 @@ def test_every_setting_matches_the_whole_batch(name, settings, replicas, dtype):
     assert model.optimizer.iterations.numpy() == reference.optimizer.iterations.numpy()
     difference = relative_difference(model.get_weights(), reference.get_weights(), start)
     assert difference <= TOLERANCE[dtype]
-    loss, expected = (m.history.history["loss"] for m in (model, reference))
-    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    assert_equal_logs(model, reference)
 
 
 @pytest.mark.gate
@@ -131,7 +139,7 @@ def test_a_loss_scale_optimizer_sees_an_overflow_on_any_replica(settings, replic
         dense_model, arguments, (x, y), rows=8, replicas=replicas, **settings
     )
     updates = 2 * 48 // (8 * settings["steps"])  # without the two that overflow
-    iterations = [m.optimizer.iterations.numpy() for m in (model, reference)]
+    iterations = [num_updates(m.optimizer) for m in (model, reference)]
     assert iterations == [updates - 2, updates - 2]
     scales = [m.optimizer.dynamic_scale.numpy() for m in (model, reference)]
     assert scales[0] == scales[1]
@@ -147,8 +155,7 @@ def test_terms_of_unlike_weights_are_exact_in_a_batch(case, replicas, float64):
     )
     difference = relative_difference(model.get_weights(), reference.get_weights(), start)
     assert difference <= TOLERANCE[float64]
-    loss, expected = (m.history.history["loss"] for m in (model, reference))
-    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    assert_equal_logs(model, reference)
 
 
 @pytest.mark.gate
@@ -421,6 +428,25 @@ def test_a_first_batch_that_replicas_share_unevenly_builds_the_model(float64):
     assert model.optimizer.iterations.numpy() == 1
 
 
+def test_metrics_are_updated_on_any_replica_or_refused(float64):
+    x, y = dense_data(24)
+    arguments = {**adam()(), "metrics": ["mae"]}
+    with mirrored(2).scope():
+        model = accumulate(seeded(dense_model), microbatch_size=3)
+        model.compile(**arguments)
+    if not metrics_of_replicas_add_up():
+        with pytest.raises(ValueError, match=r'Install keras>=3\.10, or set `loss_over="batch"`'):
+            model.fit(x, y, batch_size=24, verbose=0)
+        model.loss_over = "batch"
+    model.fit(x, y, batch_size=24, shuffle=False, verbose=0)
+    reference = seeded(dense_model)
+    reference.compile(**arguments)
+    reference.fit(x, y, batch_size=24, shuffle=False, verbose=0)
+    for weight, expected in zip(model.get_weights(), reference.get_weights(), strict=True):
+        np.testing.assert_allclose(weight, expected, rtol=1e-12)
+    assert_logs_match(model, reference)  # of one update, whatever Keras makes of several
+
+
 def test_bad_microbatches_are_left_out_on_any_replica(float64):
     x, y = dense_data(24)
     bad = [3, 14]  # of a first and of a second replica
@@ -429,6 +455,10 @@ def test_bad_microbatches_are_left_out_on_any_replica(float64):
     with mirrored(2).scope():
         model = accumulate(seeded(dense_model), microbatch_size=1, skip_nonfinite=True)
         model.compile(**adam()())
+    if not metrics_of_replicas_add_up():
+        with pytest.raises(ValueError, match=r"keras>=3\.10, or set `skip_nonfinite=False`"):
+            model.fit(x, y, batch_size=24, verbose=0)
+        return
     with pytest.warns(UserWarning, match="left out"):
         model.fit(x, y, batch_size=24, shuffle=False, verbose=0)
     assert model.num_skipped_microbatches == 2

@@ -1,5 +1,6 @@
 """Every reduction, masked or weighted, equals the whole batch; the mean of means does not."""
 
+import contextlib
 import warnings
 
 import keras
@@ -8,6 +9,7 @@ import pytest
 import tensorflow as tf
 from helpers import (
     TOLERANCE,
+    averages_activities,
     dense_data,
     dense_model,
     difference_of_fits,
@@ -175,6 +177,31 @@ def test_regularizers_are_counted_once_per_window(reduction, steps_per_execution
     arguments = compile_with(reduction, steps_per_execution=steps_per_execution)
     difference = difference_of_fits(regularized_sequence_model, arguments, data, rows=4, steps=3)
     assert difference <= TOLERANCE[dtype]
+
+
+def with_activity_regularizer():
+    l2 = keras.regularizers.L2(0.1)
+    hidden = keras.layers.Dense(6, activation="tanh", activity_regularizer=l2)
+    return keras.Sequential([keras.Input((4,)), hidden, keras.layers.Dense(2)])
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("way", [{}, {"run_eagerly": True}], ids=["graph", "eager"])
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum"])
+def test_activity_regularizers_match_as_keras_adds_them(reduction, way, float64):
+    """Also beside a loss of another kind, in full windows of equal batches, where that is told."""
+    is_alike = averages_activities() == (reduction != "sum")
+    told = pytest.warns(UserWarning, match="can not serve all terms of this loss")
+    loss = keras.losses.MeanSquaredError(reduction)
+    with contextlib.nullcontext() if is_alike else told:
+        difference = difference_of_fits(
+            with_activity_regularizer,
+            lambda: {"optimizer": keras.optimizers.SGD(0.01), "loss": loss, **way},
+            dense_data(24),
+            rows=4,
+            steps=3,
+        )
+    assert difference <= TOLERANCE[float64]
 
 
 class AddsLoss(keras.layers.Layer):

@@ -2,7 +2,7 @@
 
 import keras
 import numpy as np
-from helpers import dense_data, dense_model
+from helpers import MeanOfSquares, dense_data, dense_model
 from keras import layers
 
 
@@ -111,7 +111,7 @@ def regularized():
                 6,
                 activation="tanh",
                 kernel_regularizer=keras.regularizers.L2(0.05),
-                activity_regularizer=keras.regularizers.L2(0.02),
+                activity_regularizer=MeanOfSquares(0.02),
             ),
             layers.Dense(2, bias_regularizer=keras.regularizers.L2(0.1)),
         ]

@@ -20,6 +20,7 @@ import tensorflow as tf
 from ga_model.automatic import _messages
 from ga_model.automatic._trials import Trials, failures, trial_that_runs
 from ga_model.base import _validate
+from ga_model.base._internals import add_note
 from ga_model.batch import _step
 from ga_model.batch._window import Window
 from ga_model.graphs._microbatch import count_rows
@@ -189,5 +190,5 @@ def _raise_from(error: Exception | None, message: str) -> NoReturn:
     if isinstance(error, tf.errors.CancelledError):
         raise error  # whose cause may be another one than memory
     raised = RuntimeError(message)
-    raised.add_note(f"The error was: {error}")  # of `fit`, Keras takes the cause away
+    add_note(raised, f"The error was: {error}")  # of `fit`, Keras takes the cause away
     raise raised from error

@@ -1,7 +1,10 @@
 """Names that Keras and TensorFlow keep private, each behind a function that says what it is for.
 
-A release that renames one of them breaks this module and no other. Read in Keras 3.14.0 to 3.15.1
+A release that renames one of them breaks this module and no other. Read in Keras 3.8.0 to 3.15.1
 and TensorFlow 2.18 to 2.21. `tests/test_internals.py` finds private names anywhere else.
+
+What releases do differently stands here, too: one function for each difference, which names the
+last release that has it.
 
 These stand where they are overridden, in `_model`:
 
@@ -18,6 +21,7 @@ public documentation. `tests/test_split_calls.py`.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -29,6 +33,10 @@ from keras.src.backend.tensorflow.trainer import reduce_per_replica
 from keras.src.losses.loss import scale_loss_for_distribution
 from tensorflow.python.eager import forwardprop_util, record
 from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
+
+from ga_model.base._identity import is_in
+
+_RELEASE = tuple(int(part) for part in keras.__version__.split(".")[:2])
 
 # The `experimental_attributes` of a `tf.function` that is called and not inlined.
 NOT_INLINED = {"_noinline": True}
@@ -47,12 +55,21 @@ def takes_training(layer: Any) -> bool:
 
 
 def training_of_call(layer: Any) -> Any:
-    """Return whether the call that runs here is in training, or None where nothing says so."""
-    return layer._get_call_context().get_value("training")
+    """Return whether the call that runs here is in training, or None where nothing says so.
+
+    Up to Keras 3.9 it is an attribute of the call's context.
+    """
+    context = layer._get_call_context()
+    if hasattr(context, "get_value"):
+        return context.get_value("training")
+    return context.training
 
 
 def is_rematerialized(layer: Any) -> bool:
-    """Return whether a layer keeps no activations, by `keras.RematScope`."""
+    """Return whether a layer keeps no activations, by `keras.RematScope`.
+
+    Up to Keras 3.8 there is none.
+    """
     scope = getattr(layer, "_remat_mode", None)
     if scope is None or scope.mode is None:
         return False
@@ -118,9 +135,25 @@ def variables_to_train(optimizer: Any) -> Any:
     return optimizer._trainable_variables
 
 
+def num_updates(optimizer: Any) -> Any:
+    """Return the variable in which an optimizer counts its updates.
+
+    Up to Keras 3.8 that of a LossScaleOptimizer stands still, and the one inside of it counts.
+    """
+    return getattr(optimizer, "inner_optimizer", optimizer).iterations
+
+
 def logs_over_replicas(logs: Any, strategy: Any) -> Any:
     """Return logs as Keras makes one of those of all replicas."""
     return reduce_per_replica(logs, strategy, "auto")
+
+
+def metrics_exchange() -> bool:
+    """Return whether replicas exchange the update of a metric, which a loop cannot contain.
+
+    Up to Keras 3.9 they do. Since then it is the reading of a metric that is an exchange.
+    """
+    return "synchronization" not in inspect.signature(keras.Variable.__init__).parameters
 
 
 # Losses.
@@ -129,6 +162,37 @@ def logs_over_replicas(logs: Any, strategy: Any) -> Any:
 def arguments_of_loss(loss: Any) -> dict[str, Any]:
     """Return the arguments with which one of Keras's losses calls its function."""
     return getattr(loss, "_fn_kwargs", {})
+
+
+def is_sum_of_activities(model: Any, loss: Any) -> bool:
+    """Return whether a loss is what an activity regularizer of Keras added as a sum over samples.
+
+    Up to Keras 3.13 they are sums, and since then means. Keras's own layers add no other losses,
+    and of a layer of the user's own the regularizer's stands last.
+
+    Args:
+        model: the model.
+        loss: one of its `losses`.
+    """
+    if _RELEASE > (3, 13):
+        return False
+    for layer in layers_in(model):
+        if isinstance(layer.activity_regularizer, _SUMS_OF_ACTIVITIES):
+            is_of_keras = type(layer).__module__.startswith("keras.")
+            if is_in(loss, layer._losses if is_of_keras else layer._losses[-1:]):
+                return True
+    return False
+
+
+_SUMS_OF_ACTIVITIES = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
+
+
+def added_to_valid_entries() -> float:
+    """Return what the mean of a masked loss adds to the valid entries that it is divided by.
+
+    Up to Keras 3.12 that is `keras.config.epsilon()`, and since then nothing.
+    """
+    return 0.0 if _RELEASE > (3, 12) else float(keras.config.epsilon())
 
 
 def losses_in(compiled: Any) -> list[Any]:
@@ -162,6 +226,19 @@ def raw(variable: Any) -> Any:
 def assign(variable: Any, value: Any) -> None:
     """Write to a variable of Keras, whatever a scope says."""
     variable._direct_assign(value)
+
+
+def losses_of_scope(scope: Any) -> list[Any]:
+    """Return the losses that layers added in a `keras.StatelessScope`, in their order.
+
+    Up to Keras 3.9 a list of losses that is added stands there as often as it has entries.
+    """
+    added, found = list(scope.losses), []
+    while added:
+        losses = added[0] if isinstance(added[0], list) else added[:1]
+        found += losses
+        del added[: len(losses)]
+    return found
 
 
 def stateless_scope() -> Any:
@@ -236,3 +313,19 @@ def written_handles(op: tf.Operation) -> list[Any]:
 def graph_of_function(graph: Any, name: str) -> Any:
     """Return the graph of a function that a graph calls by its name, or None."""
     return getattr(graph._get_function(name), "graph", None)
+
+
+# Python.
+
+
+def add_note(error: BaseException, text: str) -> None:
+    """Add a line to what is shown of an error.
+
+    Up to Python 3.10 errors have no notes, and it becomes a part of the message.
+    """
+    if hasattr(error, "add_note"):
+        error.add_note(text)
+    elif isinstance(error, tf.errors.OpError):
+        error._message = f"{error.message}\n{text}"
+    else:
+        error.args = (f"{error}\n{text}",)

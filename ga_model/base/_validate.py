@@ -5,6 +5,7 @@ Every message says what was expected, what was received, and the way out.
 
 from __future__ import annotations
 
+import importlib.metadata
 import operator
 import sys
 import warnings
@@ -20,6 +21,24 @@ def warn(message: str) -> None:
     while sys._getframe(level).f_globals.get("__name__", "").split(".")[0] in _NOT_THE_USERS:
         level += 1
     warnings.warn(message, UserWarning, stacklevel=level + 1)
+
+
+# The oldest releases that the tests pass on.
+_OLDEST = {"keras": (3, 8), "tensorflow": (2, 18)}
+
+
+def check_releases() -> None:
+    """Raise ImportError if Keras or TensorFlow is too old. What has another name is let through."""
+    for name, oldest in _OLDEST.items():
+        try:
+            installed = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if tuple(int(part) for part in installed.split(".")[:2]) < oldest:
+            needed = f"{name}>={'.'.join(map(str, oldest))}"
+            raise ImportError(
+                f"`ga_model` needs {needed} and found {installed}: run `pip install '{needed}'`."
+            )
 
 
 def check_backend(backend: str) -> None:

@@ -37,10 +37,12 @@ def look_ahead(model: Any, batch: Batch, is_window: bool) -> _weights.Whole:
 
         return functools.cache(result)
 
-    def of_microbatch(leaves: list[Any]) -> list[Any]:
+    def of_microbatch(leaves: list[Any], is_first: Any) -> list[Any]:
         x, y, sample_weight = unpack(batch.pack(leaves))
         terms: list[_weights.Term] = []
-        compiled = observed(compiled_loss(model), terms.append, MetricCalls())
+        compiled = observed(
+            compiled_loss(model), terms.append, MetricCalls(), is_first=lambda: is_first
+        )
         with keras.StatelessScope():  # what layers would change, metrics and statistics, stays
             y_pred = model(x, training=False) if takes_training(model) else model(x)
             compiled(y, y_pred, sample_weight)
@@ -50,14 +52,14 @@ def look_ahead(model: Any, batch: Batch, is_window: bool) -> _weights.Whole:
     def weights() -> list[Any]:
         function: Any = of_microbatch
         if graph is not None:
-            function = tf.function(
-                of_microbatch, input_signature=[batch.signature], autograph=False
-            )
+            signature = [batch.signature, tf.TensorSpec((), tf.bool)]
+            function = tf.function(of_microbatch, input_signature=signature, autograph=False)
 
         def add(index: Any, total: list[Any]) -> list[Any]:
-            return [a + b for a, b in zip(total, function(batch.microbatch(index)))]
+            part = function(batch.microbatch(index), tf.constant(False))
+            return [a + b for a, b in zip(total, part)]
 
-        first = function(batch.microbatch(tf.zeros((), tf.int64)))
+        first = function(batch.microbatch(tf.zeros((), tf.int64)), tf.constant(True))
         return loop(add, first, batch.num_microbatches)  # type: ignore[no-any-return]
 
     def weights_if_known() -> list[Any] | None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from ga_model.base._internals import losses_of_scope
 from ga_model.calls._call_arguments import NotByRowsError
 from ga_model.calls._call_checks import (
     assertions,
@@ -163,7 +164,7 @@ class FirstPass:
         check_outputs(tensors, call.layer)
         self.normalizing = check_state(call.layer, scope.written)
         attached = attached_to(tensors)
-        losses = call.added_losses(scope.losses, outputs)
+        losses = call.added_losses(losses_of_scope(scope), outputs)
         form = Form(
             outputs,
             [(number, name) for number, name, _ in attached],

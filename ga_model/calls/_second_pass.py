@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from ga_model.base._identity import is_in
-from ga_model.base._internals import raw
+from ga_model.base._internals import losses_of_scope, raw
 from ga_model.calls._call_state import NotingScope, read, write
 from ga_model.calls._first_pass import FirstPass
 from ga_model.calls._microbatch_call import (
@@ -194,7 +194,7 @@ class SecondPass:
             outputs = call.run(leaves, inputs)
         tensors = leaves_of(outputs)
         tensors += [tensor for _, _, tensor in attached_to(tensors)]
-        losses = call.added_losses(scope.losses, outputs)
+        losses = call.added_losses(losses_of_scope(scope), outputs)
         tensors += call.shares(losses, self._first.form.is_sum, leaves)
         return [tensor for tensor in tensors if is_differentiable(tensor)]
 

@@ -107,8 +107,14 @@ class StepLosses:
             calls = metrics if self._position.defers_logs else None
             check = self._check_adds_up if self._position.must_add_up else None
             read = self._read_values if self._reads_losses and self.graph is not None else None
-            self._observed = observed(compiled, self.note_term, calls, check, read)
+            self._observed = observed(
+                compiled, self.note_term, calls, check, read, self._is_first_of_window
+            )
         return self._observed
+
+    def _is_first_of_window(self) -> Any:
+        units = [unit for _, unit in self._position.units]
+        return tf.reduce_all(tf.equal(tf.stack([tf.zeros((), tf.float64), *units]), 0.0))
 
     def _check_adds_up(self, loss: Any, y_true: Any, y_pred: Any) -> None:
         """Raise DoesNotAddUpError if a compiled loss is not known to add up."""

@@ -13,7 +13,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ga_model.base._internals import losses_in, mask_of, set_losses, set_metrics
+from ga_model.base._internals import (
+    added_to_valid_entries,
+    losses_in,
+    mask_of,
+    set_losses,
+    set_metrics,
+)
 from ga_model.hearing._stand_in import StandIn
 from ga_model.hearing._weights import Term, num_rows
 from ga_model.replicas import _strategy
@@ -25,6 +31,7 @@ def observed(
     calls: Any = None,
     check: Callable[[Any, Any, Any], None] | None = None,
     read: Callable[[str, Any], Any] | None = None,
+    is_first: Callable[[], Any] = lambda: True,
 ) -> Any:
     """Return a copy of a compiled loss that notes the term of every loss it computes.
 
@@ -39,6 +46,8 @@ def observed(
         check: called with every loss, its y_true and y_pred, before it is computed, or None.
         read: called with the name of a loss and its values before they are reduced; returns the
             `Denominator` of a single number, or None where that is the rows. Or None.
+        is_first: returns whether nothing stands before in the whole that a mean goes over: a bool
+            scalar.
     """
 
     class Observed(type(compiled)):  # type: ignore[misc]
@@ -62,7 +71,7 @@ def observed(
         copy.__dict__.update(compiled.__dict__)
         if compiled.built:
             losses = [
-                entry._replace(loss=_observer(entry, copy, check, read))
+                entry._replace(loss=_observer(entry, copy, check, read, is_first))
                 for entry in losses_in(compiled)
             ]
             set_losses(copy, losses)
@@ -89,7 +98,7 @@ class _Tracked(StandIn):
         return self._listener._calls.result(self._original)
 
 
-def _observer(entry: Any, compiled: Any, check: Any, read: Any) -> Any:
+def _observer(entry: Any, compiled: Any, check: Any, read: Any, is_first: Any) -> Any:
     """Return a stand-in for one loss: it computes the loss and notes its term in `compiled`."""
     loss, name = entry.loss, entry.name
     reduction = getattr(loss, "reduction", None)
@@ -122,7 +131,9 @@ def _observer(entry: Any, compiled: Any, check: Any, read: Any) -> Any:
         weight: Any = num_rows(y_pred)
         kind: Hashable = "rows"  # for a `__call__` that does not come to `call`
         if seen:
-            weight, kind = _denominator(reduction, seen[0], sample_weight, masks, weight)
+            weight, kind, once = _denominator(reduction, seen[0], sample_weight, masks, weight)
+            if once is not None:
+                value, weight = _with_once(value, weight, once, is_first())
             found = None if read is None else read(name, seen[0])
             if found is not None and sample_weight is None:
                 weight, kind = found.count, found.kind
@@ -152,8 +163,10 @@ def _seeing(loss: Any, seen: list[Any]) -> Any:
 
 def _denominator(
     reduction: str, values: Any, sample_weight: Any, masks: list[Any], rows: tf.Tensor
-) -> tuple[Any, Hashable]:
+) -> tuple[Any, Hashable, Any]:
     """Return the denominator of a mean over `values`, and its kind, as `keras.losses.Loss` has it.
+
+    And what it has beside that, however many values there are, or None.
 
     Args:
         reduction: "mean", "sum_over_batch_size" or "mean_with_sample_weight".
@@ -163,11 +176,11 @@ def _denominator(
         rows: scalar tensor, rows of the microbatch.
     """
     if values.shape.rank == 0:
-        return rows, "rows"
+        return rows, "rows", None
     by_sample_weight = reduction == "mean_with_sample_weight" and sample_weight is not None
     if not masks and not by_sample_weight:
         is_rows = values.shape[1:].is_fully_defined()
-        return tf.size(values, tf.int64), "rows" if is_rows else ("entries", values.ref())
+        return tf.size(values, tf.int64), "rows" if is_rows else ("entries", values.ref()), None
     mask = None
     for part in masks:
         mask = part if mask is None else tf.logical_and(mask, part)
@@ -176,7 +189,8 @@ def _denominator(
         # Keras scales by prod(shape(mask)) / sum(mask) and divides by prod(shape(values)).
         sizes = [tf.cast(tf.size(tensor, tf.int64), tf.float64) for tensor in (values, mask)]
         per_entry = tf.math.divide_no_nan(*sizes)  # a replica may be left without rows
-        return tf.math.count_nonzero(mask, dtype=tf.float64) * per_entry, kind
+        valid, added = tf.math.count_nonzero(mask, dtype=tf.float64), added_to_valid_entries()
+        return valid * per_entry, kind, added * per_entry if added else None
     weight = None if mask is None else tf.cast(mask, tf.float64)
     if by_sample_weight:
         sample_weight = tf.convert_to_tensor(sample_weight)
@@ -187,7 +201,23 @@ def _denominator(
         else:
             weight, sample_weight = _same_rank(weight, sample_weight)
             weight = weight * sample_weight
-    return tf.reduce_sum(weight), kind
+    return tf.reduce_sum(weight), kind, None
+
+
+def _with_once(value: Any, weight: Any, once: Any, is_first: Any) -> tuple[Any, Any]:
+    """Return a mean and its weight so that the weights have what the whole adds to them once.
+
+    Args:
+        value: the mean, a sum divided by `weight + once`.
+        weight: what it counts: float64 scalar tensor.
+        once: what is added to that: float64 scalar tensor.
+        is_first: whether it is added here: a bool scalar.
+    """
+    counts_once = tf.logical_and(is_first, tf.greater(weight, 0.0))
+    share = once / _strategy.num_replicas()
+    heavier = tf.where(counts_once, weight + share, weight)
+    factor = tf.math.divide_no_nan(weight + once, heavier)
+    return value * tf.cast(factor, value.dtype), heavier
 
 
 def _same_rank(a: tf.Tensor, b: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 
 from ga_model.base._context import ThreadValue, graph_being_made
-from ga_model.base._internals import layers_in, own_weights, raw, written_handles
+from ga_model.base._internals import layers_in, num_updates, own_weights, raw, written_handles
 from ga_model.reading._dependence import walk_back
 from ga_model.replicas import _strategy
 
@@ -112,7 +112,7 @@ class Writes:
             return Written(normalization, built, names)
         living = _living((keras.optimizers.Optimizer, keras.metrics.Metric, tf.Variable))
         optimizers = [v for v in living if isinstance(v, keras.optimizers.Optimizer)]
-        optimizers = [o for o in optimizers if o.built and found_in([o.iterations])] or built
+        optimizers = [o for o in optimizers if o.built and found_in([num_updates(o)])] or built
         metrics = [v for v in living if isinstance(v, keras.metrics.Metric)]
         found_in([*_of_optimizers(optimizers), *(v for m in metrics for v in m.variables)])
         if _strategy.num_replicas() == 1:  # or others might be those of a replica in between

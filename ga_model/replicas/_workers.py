@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ga_model.base._internals import logs_over_replicas
+from ga_model.base._internals import add_note, logs_over_replicas
 
 
 def build(keras_builds: Callable[..., None], strategy: Any, iterator: Any, batch: Any) -> None:
@@ -27,7 +27,7 @@ def build(keras_builds: Callable[..., None], strategy: Any, iterator: Any, batch
     if iterator is None or strategy.num_replicas_in_sync == 1:
         keras_builds(iterator, batch)
         return
-    for _, _, batches in iterator:
+    for *_, batches in iterator:  # behind one number of a step, since Keras 3.11 behind two
         part = tf.nest.map_structure(
             lambda value: strategy.experimental_local_results(value)[0], next(batches)
         )
@@ -81,7 +81,7 @@ def explain(error: BaseException, strategy: Any) -> None:
     if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy) and (
         isinstance(error, tf.errors.UnavailableError) or "ollective ops is aborted" in str(error)
     ):
-        error.add_note(_worker_message())
+        add_note(error, _worker_message())
 
 
 def _worker_message() -> str:
