@@ -194,7 +194,7 @@ class Accumulation:
 
     def note_rows(self, batch: Batch) -> None:
         """Note in the graph if a batch is more than a microbatch."""
-        if batch.is_long and not self._has_ended_epoch:
+        if batch.is_long:
             if self._most_rows is None:
                 self._most_rows = _strategy.make_variables(lambda: tf.zeros((), tf.int64))
             rows = tf.maximum(self._most_rows, batch.rows)

@@ -67,9 +67,12 @@ def test_every_line_of_what_keeps_working_names_tests_that_are_there():
 
 def test_no_other_words_are_used_for_the_same_things():
     """One word for one thing: the names of the README's table, and none of the usual others."""
-    sources = [README, *(p.read_text() for p in Path(ga_model.__file__).parent.rglob("*.py"))]
+    files = Path(ga_model.__file__).parent.rglob("*.py")
+    sources = [README, *(p.read_text() for p in files if p.name != "_names.py")]
     for text in sources:
-        assert not re.search(r"mini-?step|virtual batch|mini-?batch|\baccum\b", text, re.IGNORECASE)
+        assert not re.search(
+            r"mini-?step|virtual batch|\bmini-?batch\b|\baccum\b", text, re.IGNORECASE
+        )
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
@@ -83,6 +86,7 @@ def test_the_package_says_what_it_offers():
     assert set(ga_model.__all__) == {
         "AccumulatingModel",
         "AccumulationScheduler",
+        "EquivalenceReport",
         "GradientAccumulator",
         "GradientNoiseScale",
         "accumulate",

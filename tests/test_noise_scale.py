@@ -492,7 +492,7 @@ def test_an_epoch_without_a_measurement_is_warned_of_once():
     model, noise = linear_model(settings={"microbatch_size": 8}), GradientNoiseScale()
     with pytest.warns(UserWarning, match="No gradient noise scale was measured") as caught:
         history = fit(model, x, noise, epochs=3)
-    assert len(caught) == 1
+    assert len([w for w in caught if "No gradient noise" in str(w.message)]) == 1
     assert np.isnan(history["gradient_noise_scale"]).all()
     assert len(history["gradient_noise_scale"]) == 3
     assert math.isnan(noise.noise_scale)

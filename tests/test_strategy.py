@@ -64,7 +64,9 @@ def test_every_setting_matches_the_whole_batch(name, settings, replicas, dtype):
     assert model.optimizer.iterations.numpy() == reference.optimizer.iterations.numpy()
     difference = relative_difference(model.get_weights(), reference.get_weights(), start)
     assert difference <= TOLERANCE[dtype]
-    assert_equal_logs(model, reference)
+    if metrics_of_replicas_add_up():
+        loss, expected = (m.history.history["loss"] for m in (model, reference))
+        np.testing.assert_allclose(loss, expected, rtol=1e-6)
 
 
 @pytest.mark.gate
@@ -430,17 +432,16 @@ def test_a_first_batch_that_replicas_share_unevenly_builds_the_model(float64):
 
 def test_metrics_are_updated_on_any_replica_or_refused(float64):
     x, y = dense_data(24)
-    arguments = {**adam()(), "metrics": ["mae"]}
     with mirrored(2).scope():
         model = accumulate(seeded(dense_model), microbatch_size=3)
-        model.compile(**arguments)
+        model.compile(**adam()(), metrics=["mae"])
     if not metrics_of_replicas_add_up():
         with pytest.raises(ValueError, match=r'Install keras>=3\.10, or set `loss_over="batch"`'):
             model.fit(x, y, batch_size=24, verbose=0)
         model.loss_over = "batch"
     model.fit(x, y, batch_size=24, shuffle=False, verbose=0)
     reference = seeded(dense_model)
-    reference.compile(**arguments)
+    reference.compile(**adam()(), metrics=["mae"])
     reference.fit(x, y, batch_size=24, shuffle=False, verbose=0)
     for weight, expected in zip(model.get_weights(), reference.get_weights(), strict=True):
         np.testing.assert_allclose(weight, expected, rtol=1e-12)

@@ -215,7 +215,7 @@ def test_layers_that_change_by_their_calls_match_the_full_batch(name, way, float
 def test_added_up_they_are_told_of(settings, name, way):
     model = compiled(STATES[name], SETTINGS[settings], **way)
     with pytest.warns(UserWarning, match="or a layer that it calls, writes to") as caught:
-        model.fit(*dense_data(24), batch_size=12, verbose=0)
+        model.fit(*dense_data(24), batch_size=6, verbose=0)
     assert len(caught) == 1
 
 
@@ -236,9 +236,9 @@ def training():
 @pytest.mark.parametrize("settings", [n for n in SETTINGS if n != "skipping"])
 def test_batch_normalization_is_told_of_where_it_trains(settings, way):
     settings = SETTINGS[settings]
-    compiled(FrozenByItsCall, settings, **way).fit(*dense_data(24), batch_size=12, verbose=0)
+    compiled(FrozenByItsCall, settings, **way).fit(*dense_data(24), batch_size=6, verbose=0)
     with pytest.warns(UserWarning, match=r"BatchNormalization layers .*: \['bn'\]") as caught:
-        compiled(training, settings, **way).fit(*dense_data(24), batch_size=12, verbose=0)
+        compiled(training, settings, **way).fit(*dense_data(24), batch_size=6, verbose=0)
     assert len(caught) == 1
 
 
