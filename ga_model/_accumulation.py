@@ -81,7 +81,7 @@ class Accumulation:
 
     @property
     def size(self) -> Any:
-        """Rows per microbatch, or None: for the whole batch, and for a size still to be found."""
+        """Rows per microbatch, or None: for the full batch, and for a size still to be found."""
         return self.automatic_size.size if self.is_automatic else self.settings.microbatch_size
 
     # What follows for the next batch.
@@ -268,7 +268,7 @@ def _skipped_message(model: str) -> str:
 
 def _synchronized_message(layers: list[str]) -> str:
     return (
-        "Replicas can not exchange statistics inside of a microbatch loop or of XLA. "
+        "Replicas cannot exchange statistics inside of a microbatch loop or of XLA. "
         f"Received: BatchNormalization layers with `synchronized=True`: {layers}. "
         "Set `synchronized=False`, or `microbatch_size=None` and `jit_compile=False`, "
         "and call `compile()` again."

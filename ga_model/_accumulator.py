@@ -208,5 +208,6 @@ def _empty_apply_message() -> str:
 def _weight_message(weight: Any) -> str:
     return (
         "`weight` must be a scalar number or tensor, or None where the loss is a sum. "
-        f"Received: weight={weight!r}. Pass what the microbatch's loss averages over, such as rows."
+        f"Received: weight={weight!r}. "
+        "Pass what the microbatch's loss averages over, such as the number of samples."
     )

@@ -30,7 +30,7 @@ else:
 
 
 class AccumulatingModel(_Base):
-    """Mixin for Keras models: the updates of a big batch with the memory of a small one.
+    """Mixin for Keras models: the updates of a full batch with the memory of a small one.
 
     Stand it left of the model class. Its settings are arguments of `compile`; everything else
     stays as it is. With `microbatch_size=rows` every batch of `fit` goes through the model that
@@ -41,15 +41,15 @@ class AccumulatingModel(_Base):
     constraints and moving averages count updates. With both settings a window is K batches, each
     of them split.
 
-    With `microbatch_size` logs and metrics are those of the whole batch, too. A `train_step` of
-    your own then runs once, on the whole batch, and its calls of layers go by microbatches: exact
+    With `microbatch_size` logs and metrics are those of the full batch, too. A `train_step` of
+    your own then runs once, on the full batch, and its calls of layers go by microbatches: exact
     for any loss and any order of updates, at the cost of one more forward pass. See `loss_over`.
 
     A window of several batches also ends with the epoch, before validation and before any
     callback's `on_epoch_end`, and takes what it has. `fit` begins with an empty window. In a loop
     over `train_on_batch` call `close_window` where an epoch ends.
 
-    Not equal to the whole batch: BatchNormalization in training mode, which sees a microbatch at a
+    Not equal to the full batch: BatchNormalization in training mode, which sees a microbatch at a
     time; dropout, which draws other masks. With `accumulation_steps`, losses that compare rows of
     several batches; and of a `train_step` with several optimizers all
     gradients are those at the window's starting weights, and what it does to gradients itself, such
@@ -130,7 +130,7 @@ class AccumulatingModel(_Base):
 
     @property
     def microbatch_size(self) -> int | str | None:
-        """Rows that go through the model at a time, an integer >= 1, or None for the whole batch.
+        """Rows that go through the model at a time, an integer >= 1, or None for the full batch.
 
         A new value counts from the next batch on, and is traced when it is first used. Set to
         "auto", it reads so until `fit` or `train_on_batch` has found the largest size that fits,
@@ -149,7 +149,7 @@ class AccumulatingModel(_Base):
 
         It then changes no weight, no optimizer state, no metric, no running statistics and no
         random state of layers, and the window's mean is that of the other microbatches. Where the
-        step runs on the whole batch (see `loss_over`), the batch is left out as one. A window of
+        step runs on the full batch (see `loss_over`), the batch is left out as one. A window of
         which nothing is left makes no update; a number that a `train_step` logs by itself is NaN
         for a batch of which nothing is left. Terms of the loss that average over different things
         are not exact, as in windows of several batches, and a warning names them. By default it is
@@ -168,7 +168,7 @@ class AccumulatingModel(_Base):
         With "microbatch" the step runs on each microbatch, and weighted gradients are added up:
         exact for losses that are means or sums over rows, with one forward and backward pass.
 
-        With "batch" the step runs once, on the whole batch, and each outermost call of a layer or
+        With "batch" the step runs once, on the full batch, and each outermost call of a layer or
         model in it goes by microbatches. So a loss may compare rows (contrastive, triplet) or
         divide over all of them (Dice), and a `train_step` may do whatever it does. Each microbatch
         of a call goes forward twice: first for the outputs, without a gradient; then, when the step
@@ -219,7 +219,7 @@ class AccumulatingModel(_Base):
             skip_nonfinite: whether microbatches with NaN or Inf in a gradient are left out. None is
                 False.
             loss_over: "auto", "microbatch" or "batch": whether the loss of a batch that is split is
-                put together from its microbatches, or sees the whole batch at the cost of a second
+                put together from its microbatches, or sees the full batch at the cost of a second
                 forward pass. None is "auto".
             **kwargs: keyword arguments of the model class's own `compile`.
 

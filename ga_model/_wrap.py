@@ -42,7 +42,7 @@ def accumulate(
         skip_nonfinite: whether microbatches with NaN or Inf in a gradient are left out. None is
             False.
         loss_over: "auto", "microbatch" or "batch": whether the loss of a batch that is split is put
-            together from its microbatches, or sees the whole batch at the cost of a second forward
+            together from its microbatches, or sees the full batch at the cost of a second forward
             pass. See `AccumulatingModel.loss_over`. None is "auto".
 
     Returns:

@@ -26,7 +26,7 @@ def pytest_addoption(parser):
         "--replicas",
         type=int,
         default=1,
-        help="train what is compared with the whole batch on so many logical CPUs",
+        help="train what is compared with the full batch on so many logical CPUs",
     )
 
 

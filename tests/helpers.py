@@ -31,7 +31,7 @@ float32_in_the_sweep = pytest.mark.parametrize(
     "dtype", [in_the_sweep("float32"), "float64"], indirect=True
 )
 
-num_replicas = 1  # of the models that are compared with the whole batch; `--replicas` sets it
+num_replicas = 1  # of the models that are compared with the full batch; `--replicas` sets it
 
 
 @functools.cache

@@ -66,7 +66,7 @@ def mend(backup, updates_per_epoch=None):
 
     Args:
         updates_per_epoch: of backups at epochs' ends, whose epoch the optimizer's iterations tell.
-            None for other backups, of which an epoch that can not be read is the first one.
+            None for other backups, of which an epoch that cannot be read is the first one.
     """
     weights, metadata = backup / "latest.weights.h5", backup / "training_metadata.json"
     try:

@@ -708,7 +708,7 @@ def test_the_last_row_that_does_not_fit_is_an_error():
     data = dense_data(24)
     model = compiled(smooth_model, memory := Memory(0))
     before = state(model)
-    with pytest.raises(RuntimeError, match=r"at least one row must fit.* Received: ") as caught:
+    with pytest.raises(RuntimeError, match=r"at least one sample must fit.* Received: ") as caught:
         fit(model, data)
     assert "no memory for so many rows" in text_of(caught.value)
     assert model.microbatch_size == "auto"
@@ -721,7 +721,7 @@ def test_the_last_row_that_does_not_fit_is_an_error():
     with pytest.warns(UserWarning, match="any more") as said, pytest.raises(RuntimeError) as caught:
         model.train_on_batch(*data)
     assert [str(w.message).count("at a time") for w in said] == [1]  # from 2 rows to 1
-    assert "at least one row must fit" in str(caught.value)
+    assert "at least one sample must fit" in str(caught.value)
     assert isinstance(caught.value.__cause__, EXHAUSTED)
     for weight, w in zip(model.get_weights(), weights, strict=True):
         np.testing.assert_array_equal(weight, w)

@@ -44,7 +44,7 @@ X, Y = dense_data(12)
 
 ADVICE = (
     "Pass|Call|Set|Remove|Make|Let|Add|Keep|Define|Write|Return|Give|Count|Create|Rename|Put|After|"
-    "Leave|Of a dataset|A value that all rows share must be|Freeze|Override|Draw"
+    "Leave|Of a dataset|A value that all samples share must be|Freeze|Override|Draw"
 )
 HOUSE = re.compile(rf"\w[^\n]+\. Received: [\s\S]+[.)] ({ADVICE})\b[^\n]+[.`)]")
 
@@ -230,7 +230,7 @@ def on(make, twin=None):
 
     Args:
         make: function that returns a model.
-        twin: function that returns one that trains as this one when it is fixed, if it can not
+        twin: function that returns one that trains as this one when it is fixed, if it cannot
             before. Each case then has a model of its own.
     """
 
@@ -584,7 +584,7 @@ NO_MODEL = "takes a Keras model. Received: model="
 TWICE = "accumulated twice. Received: {} and the optimizer '.*' with gradient_accumulation_steps=2"
 BY_2, BY_CLASS = TWICE.format("accumulation_steps=2"), TWICE.format("a `GradientAccumulator`")
 SCALING = "Received: skip_nonfinite=True with a LossScaleOptimizer"
-ROWS = "`microbatch_size` splits the rows of a batch.* Received: "
+ROWS = "`microbatch_size` splits the samples of a batch.* Received: "
 DECAY = "`decay` must be a number that is at least 0 and below 1. Received: decay="
 UNKNOWN_SIZE = "microbatches of a known number of rows. Received: .* of which no size was found"
 SCHEDULE = "`schedule` must be a dict or a function. Received: schedule="

@@ -1,6 +1,6 @@
 """What users change between two trainings: the next one knows nothing stale.
 
-The reference is plain Keras with the big batch that goes through the same changes.
+The reference is plain Keras with the full batch that goes through the same changes.
 """
 
 import keras

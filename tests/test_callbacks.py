@@ -1,6 +1,6 @@
 """Keras's callbacks, each used as its users do: they see and do what they do with plain Keras.
 
-The reference is plain Keras with the big batch and a callback of its own.
+The reference is plain Keras with the full batch and a callback of its own.
 """
 
 import csv

@@ -408,7 +408,7 @@ def spectral_normalization():
     return compiled(stack(layers.SpectralNormalization(layers.Dense(3)))), *of_rows()
 
 
-# Models of which it can not be told.
+# Models of which it cannot be told.
 
 
 class Sampling(layers.Layer):

@@ -459,7 +459,7 @@ def begin_again(model, folder, double_checkpoint):
 def test_a_kill_leaves_of_a_backup_what_it_leaves_with_plain_keras(double, way, models, tmp_path):
     """Keras's backup is not safe against a kill while it is written; `mend` makes it so.
 
-    Torn weights can not be read, and a second backup helps if there was one. The weights are
+    Torn weights cannot be read, and a second backup helps if there was one. The weights are
     written before their epoch: between the two, an epoch is trained twice, without a word.
     """
     model, rows = models[way], WAYS.get(way, ({}, BIG))[1]

@@ -1,6 +1,6 @@
 """Losses that compare rows, with the activations of one microbatch.
 
-References are plain Keras on the whole batch. Where a model draws random numbers or has statistics,
+References are plain Keras on the full batch. Where a model draws random numbers or has statistics,
 the reference calls it on the rows of one microbatch after the other within its one pass, so that it
 draws the same numbers: `OneAfterTheOther`.
 

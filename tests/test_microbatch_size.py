@@ -172,7 +172,7 @@ def test_a_batch_without_weight_makes_the_update_that_plain_keras_makes(way, flo
     assert_equal_logs(model, reference)
 
 
-# Terms that one weight per microbatch can not serve.
+# Terms that one weight per microbatch cannot serve.
 
 
 def two_masked_outputs():
@@ -277,7 +277,7 @@ def test_terms_of_unlike_weights_warn_where_they_can_not_be_exact(make, steps, f
         seeded(make), accumulation_steps=steps, microbatch_size=5, loss_over="microbatch"
     )
     model.compile("sgd", [keras.losses.MeanSquaredError(), keras.losses.MeanSquaredError()])
-    with pytest.warns(UserWarning, match="One weight per microbatch can not serve all terms"):
+    with pytest.warns(UserWarning, match="One weight per microbatch cannot serve all terms"):
         model.fit(x, y, batch_size=12, shuffle=False, verbose=0)
 
 
@@ -753,7 +753,7 @@ def test_one_finite_check_per_batch_in_float16(power):
     whole, split = (
         (num_updates(m.optimizer), float(m.optimizer.dynamic_scale.numpy())) for m in trained
     )
-    # The whole batch adds its rows up in float16, and may overflow where float32 sums do not.
+    # The full batch adds its rows up in float16, and may overflow where float32 sums do not.
     assert split[0] in (whole[0], whole[0] + 1)
     assert split[1] == 2.0 ** (power - (8 - split[0]))
 

@@ -1,4 +1,4 @@
-"""Half precision: float32 sums, one finite check per window, and the big batch's range."""
+"""Half precision: float32 sums, one finite check per window, and the full batch's range."""
 
 import keras
 import numpy as np
@@ -27,9 +27,9 @@ def train_pair(make, optimizer, rows=64, steps=8, epochs=4):
 
 @pytest.mark.parametrize("power", [14, 17, 20, 24])
 def test_an_overflow_skips_one_window_whole_and_halves_the_scale_once(power):
-    """And there are no more overflows than with the whole batch, whose rows count as much.
+    """And there are no more overflows than with the full batch, whose rows count as much.
 
-    There may be one less: the whole batch adds its rows up in float16, windows in float32.
+    There may be one less: the full batch adds its rows up in float16, windows in float32.
     """
     set_dtype("mixed_float16")
 

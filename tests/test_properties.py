@@ -1,4 +1,4 @@
-"""Whatever is drawn (model, loss, optimizer, data, windows): the updates are the big batch's.
+"""Whatever is drawn (model, loss, optimizer, data, windows): the updates are the full batch's.
 
 Or a warning says that they are not: in windows of several batches, of loss terms that average over
 different things.
@@ -185,7 +185,7 @@ def trainings(draw):
 def check(training, **compile_args):
     keras.utils.clear_session()
     with warnings.catch_warnings(record=True) as caught:
-        warnings.filterwarnings("always", "One weight per microbatch can not serve all terms")
+        warnings.filterwarnings("always", "One weight per microbatch cannot serve all terms")
         difference = difference_of_fits(
             training.make_model,
             lambda: {**training.compile_args(), **compile_args},

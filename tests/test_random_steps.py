@@ -1,4 +1,4 @@
-"""Whatever step of the user's own is drawn: `microbatch_size` trains as the big batch does.
+"""Whatever step of the user's own is drawn: `microbatch_size` trains as the full batch does.
 
 And `accumulation_steps` does, or tells that it does not.
 """

@@ -153,7 +153,7 @@ def train(model, x, y, rows):
 @pytest.mark.parametrize("then", ["plain", "accumulating"])
 @pytest.mark.parametrize("how", ["save", "save_weights"])
 def test_optimizer_state_survives_between_plain_and_accumulating(how, then, float64, tmp_path):
-    """Trained one way, saved, and trained the other way: the big batch's weights in the end."""
+    """Trained one way, saved, and trained the other way: the full batch's weights in the end."""
     x, y = dense_data(34)
     ways = [lambda model: accumulate(model, accumulation_steps=3), lambda model: model]
     rows = [4, 12]

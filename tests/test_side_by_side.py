@@ -163,7 +163,7 @@ assert difference <= tests.TOLERANCE["float64"], difference
 
 
 @pytest.mark.gate
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform can not fork")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform cannot fork")
 def test_a_model_trains_in_a_forked_process(request):
     """As long as TensorFlow has not run anything before the fork, which it does not survive."""
     command = [sys.executable, "-c", FORK]

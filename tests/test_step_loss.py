@@ -566,7 +566,7 @@ def test_lengths_that_change_beside_another_term_are_told_of(float64):
     batches = [(np.ones((4, n, 4)), np.ones((4, n, 1))) for n in (3, 5)]
     signature = tuple(tf.TensorSpec((None, None, n), tf.float64) for n in (4, 1))
     dataset = tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=signature)
-    with pytest.warns(UserWarning, match="can not serve all terms of this loss"):
+    with pytest.warns(UserWarning, match="cannot serve all terms of this loss"):
         model.fit(dataset, steps_per_epoch=2, shuffle=False, verbose=0)
 
 

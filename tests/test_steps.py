@@ -251,7 +251,7 @@ def told_of_order(is_told):
 
 
 # The steps that the field writes. All data that would be drawn at random comes with the batch, so
-# that the big batch draws the same.
+# that the full batch draws the same.
 
 SETTINGS = [{"accumulation_steps": 3}, {"microbatch_size": 4}]
 
@@ -478,7 +478,7 @@ def test_compute_metrics_and_training_are_honoured(settings, float64):
         np.testing.assert_allclose(history[name], values, rtol=1e-12, err_msg=name)
 
 
-# What can not be accumulated.
+# What cannot be accumulated.
 
 
 class AppliesTwice(OwnLoss):

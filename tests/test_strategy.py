@@ -2,7 +2,7 @@
 
 The references are trained by plain Keras on one device. Batches are shared out so that replicas
 have unlike numbers of rows, some of them none. With `--replicas 2` or 3 the tests of the other
-files that compare with the whole batch train on so many devices, too.
+files that compare with the full batch train on so many devices, too.
 """
 
 import keras

@@ -1,4 +1,4 @@
-"""Every reduction, masked or weighted, equals the whole batch; the mean of means does not."""
+"""Every reduction, masked or weighted, equals the full batch; the mean of means does not."""
 
 import contextlib
 import warnings
@@ -191,7 +191,7 @@ def with_activity_regularizer():
 def test_activity_regularizers_match_as_keras_adds_them(reduction, way, float64):
     """Also beside a loss of another kind, in full windows of equal batches, where that is told."""
     is_alike = averages_activities() == (reduction != "sum")
-    told = pytest.warns(UserWarning, match="can not serve all terms of this loss")
+    told = pytest.warns(UserWarning, match="cannot serve all terms of this loss")
     loss = keras.losses.MeanSquaredError(reduction)
     with contextlib.nullcontext() if is_alike else told:
         difference = difference_of_fits(

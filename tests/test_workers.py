@@ -154,7 +154,7 @@ def test_a_worker_that_dies_is_reported_and_a_restart_goes_on(data, tmp_path):
     for status, output, ended in others:
         assert status == 1
         assert ended - dead[2] < 60
-        assert "A worker of this cluster can not be reached any more" in output
+        assert "A worker of this cluster cannot be reached any more" in output
         assert "epoch 3" not in output
 
     # One that lost its backup: nobody trains, everybody is told.

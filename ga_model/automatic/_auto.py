@@ -60,7 +60,7 @@ class AutomaticSize:
             iterator: what Keras would pass.
 
         Raises:
-            RuntimeError: not even one row fits, or memory was exhausted where the batch can not be
+            RuntimeError: not even one row fits, or memory was exhausted where the batch cannot be
                 repeated.
 
         Warns:

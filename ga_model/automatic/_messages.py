@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _LESS = (
-    "Make the model or its rows smaller, compute in `mixed_float16`, or end what else takes the "
+    "Make the model or its samples smaller, compute in `mixed_float16`, or end what else takes the "
     "device's memory"
 )
 
@@ -32,8 +32,8 @@ def found_message(size: int, failed: int | None, was_tried: bool) -> str:
 
 def no_row_message(model: str) -> str:
     return (
-        'With `microbatch_size="auto"` at least one row must fit in memory. '
-        f"Received: {model!r}, whose forward and backward pass of 1 row does not fit. {_LESS}."
+        'With `microbatch_size="auto"` at least one sample must fit in memory. '
+        f"Received: {model!r}, whose forward and backward pass of 1 sample does not fit. {_LESS}."
     )
 
 
@@ -41,15 +41,15 @@ def damaged_message(model: str, size: int) -> str:
     return (
         "A batch is not repeated where memory ran out in a function that XLA compiled, because "
         "TensorFlow may leave variables that it writes to damaged. "
-        f"Received: {model!r} with jit_compile=True, which ran out of memory with {size} rows at a "
-        "time. Start again from a backup or a saved model, and "
+        f"Received: {model!r} with jit_compile=True, which ran out of memory with {size} samples "
+        "at a time. Start again from a backup or a saved model, and "
         f"set `microbatch_size` to a number such as {(size + 1) // 2}."
     )
 
 
 def halved_message(model: str, size: int, half: int) -> str:
     return (
-        f"A batch of {model!r} did not fit in memory any more with {size} rows at a time. It is "
+        f"A batch of {model!r} did not fit in memory any more with {size} samples at a time. It is "
         f"repeated with {half}, which is `model.microbatch_size` from now on. To look for a larger "
         'one again, set `model.microbatch_size = "auto"`.'
     )
@@ -59,7 +59,7 @@ def torn_message(model: str, size: int, is_own_step: bool) -> str:
     where = "in a `train_step` of its own" if is_own_step else "in the update"
     return (
         "A batch that does not fit is repeated only if its update has not begun. "
-        f"Received: {model!r}, which ran out of memory {where}, with {size} rows at a time; "
+        f"Received: {model!r}, which ran out of memory {where}, with {size} samples at a time; "
         "some of its weights may have been updated and others not. Load the weights from before, "
         "from a backup say, and set `microbatch_size` to a smaller number, such as "
         f"{max(1, size // 2)}."

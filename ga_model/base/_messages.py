@@ -1,4 +1,4 @@
-"""What several modules say where something can not be done, or is done in another way.
+"""What several modules say where something cannot be done, or is done in another way.
 
 Every message says what was expected, what was received, and the way out. What one module says
 stands at its end, or in a module beside it.
@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-ALONE = "use `microbatch_size` without `accumulation_steps` and `loss_over`, which is exact"
+ALONE = (
+    "pass `fit` the full batch and set `microbatch_size` in place of `accumulation_steps` (with "
+    '`loss_over="auto"`, the default), which is exact'
+)
 EXACT_WAY = f"{ALONE} for any loss, or override `microbatch_weight`"
 WITHOUT = (
     "train without accumulation: "
-    "`accumulation_steps=1`, `microbatch_size=None`, `skip_nonfinite=False`, "
+    "`accumulation_steps=None`, `microbatch_size=None`, `skip_nonfinite=None`, "
     "and call `compile()` again"
 )
 
@@ -44,7 +47,7 @@ def lengths_message(gradients: str, variables: str) -> str:
 def late_gradient_message(variables: list[Any]) -> str:
     names = [getattr(variable, "path", variable.name) for variable in variables]
     return (
-        "A variable without a gradient in the first microbatch can not get one later. "
+        "A variable without a gradient in the first microbatch cannot get one later. "
         f"Received: a gradient for {names}. "
         "Let every microbatch use the same layers, or start with one that uses all of them."
     )
@@ -54,6 +57,6 @@ def batch_normalization_message(layers: list[str]) -> str:
     return (
         f"BatchNormalization layers in training mode: {layers}. They normalize each microbatch by "
         "its own statistics and move their running averages once per microbatch, so training "
-        "differs from the whole batch. Freeze them (`layer.trainable = False` before `compile`), "
+        "differs from the full batch. Freeze them (`layer.trainable = False` before `compile`), "
         "use LayerNormalization or GroupNormalization, or accept the difference."
     )

@@ -258,15 +258,15 @@ def check_rows(data: Any, leaves: Iterable[Any]) -> int:
     if not shapes or any(len(shape) == 0 for shape in shapes):
         types = [type(part).__name__ for part in data]
         raise TypeError(
-            "`check_equivalence` takes arrays, tensors, or nests of them, with rows along axis 0. "
+            "`check_equivalence` takes arrays, tensors, or nests of them, with samples on axis 0. "
             f"Received: x, y, sample_weight of types {', '.join(types)}. "
-            "Of a dataset take some rows first: "
+            "Of a dataset take some samples first: "
             "`x, y = next(iter(dataset.unbatch().batch(rows)))`."
         )
     rows = [int(shape[0]) for shape in shapes]
     if min(rows) != max(rows):
         raise ValueError(
-            "x, y and sample_weight must have the same number of rows. "
+            "x, y and sample_weight must have the same number of samples. "
             f"Received: shapes {[tuple(shape) for shape in shapes]}. Pass as many of each."
         )
     return rows[0]

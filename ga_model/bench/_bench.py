@@ -29,7 +29,7 @@ _LEAST_ROUNDS = 3
 
 REFERENCE = "plain Keras"
 FLOOR = "gradients only"
-WHOLE = "whole batch"
+WHOLE = "full batch"
 KERAS = "Keras's own"
 STEPS = "accumulation_steps"
 SIZE = "microbatch_size"

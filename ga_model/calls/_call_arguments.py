@@ -12,7 +12,7 @@ from ga_model.reading._dependence import dependence_of
 
 
 class NotByRowsError(Exception):
-    """A call can not be made on some samples at a time. The text says why."""
+    """A call cannot be made on some samples at a time. The text says why."""
 
 
 class Arguments:

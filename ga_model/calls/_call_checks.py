@@ -1,4 +1,4 @@
-"""Whether a call can be made by microbatches: the reasons why it can not.
+"""Whether a call can be made by microbatches: the reasons why it cannot.
 
 All of them are found before anything of the call has run.
 """
@@ -43,7 +43,7 @@ def check_outputs(outputs: list[Any], layer: Any) -> None:
 
     Raises:
         NotByRowsError: an output has no rows, or follows from several; or the call draws random
-            numbers that the second pass can not draw again.
+            numbers that the second pass cannot draw again.
     """
     for output in outputs:
         if not isinstance(output, tf.Tensor) or output.shape.rank == 0:

@@ -5,7 +5,7 @@ The step of a model runs once, as it is, on the full batch. What it does with th
 in it are another matter: while the step runs, an attribute of each layer stands in front of its
 class's `call`, and lets a call with the samples of the batch go by microbatches (`_split_call`).
 
-A call that can not be split runs whole, and the calls that it makes are then the outermost ones.
+A call that cannot be split runs whole, and the calls that it makes are then the outermost ones.
 That is always exact; what it costs is memory.
 """
 
@@ -83,7 +83,7 @@ class _Splitting:
             return call(*args, **kwargs)
 
     def run(self, layer: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Make a call by microbatches, or whole where it can not be split."""
+        """Make a call by microbatches, or whole where it cannot be split."""
         training = kwargs.get("training", training_of_call(layer))
         try:
             arguments = Arguments(args, kwargs, self._rows, self._size)

@@ -95,7 +95,7 @@ class FirstPass:
 
         Raises:
             NotByRowsError: an output has no row for each sample, or its other axes depend on their
-                number; or the call draws random numbers that a second pass can not draw again.
+                number; or the call draws random numbers that a second pass cannot draw again.
         """
         check = self._check_eagerly if tf.executing_eagerly() else self._check_in_graph
         try:

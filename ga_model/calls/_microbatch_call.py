@@ -64,7 +64,7 @@ class MicrobatchCall:
         self.state = PythonState(layer)
 
     def _build(self, call: Callable[..., Any]) -> None:
-        """Create the variables of layers, which can not be created in a `StatelessScope`."""
+        """Create the variables of layers, which cannot be created in a `StatelessScope`."""
         if is_built(self.layer):
             return
 

@@ -1,4 +1,4 @@
-"""Show on a user's own model whether accumulation gives the updates of the whole batch."""
+"""Show on a user's own model whether accumulation gives the updates of the full batch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def check_equivalence(
     loss_over: str | None = UNCHANGED,
     updates: int = 3,
 ) -> EquivalenceReport:
-    """Compare accumulation with the whole batch, on a model of yours and a few of its rows.
+    """Compare accumulation with the full batch, on a model of yours and a few of its rows.
 
     Trains the model through `fit` from its present weights, first with plain Keras on whole
     windows, then with accumulation on the same rows in the same order, and compares all weights and

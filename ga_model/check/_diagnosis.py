@@ -1,4 +1,4 @@
-"""Find out why accumulation differs from the whole batch."""
+"""Find out why accumulation differs from the full batch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _of_structure(model: Any, report: EquivalenceReport) -> list[str]:
         )
     if not any(variable.is_moved_weight for variable in report.variables):
         found.append(
-            "The whole batch changes no weight, so there is nothing to compare. Take a larger "
+            "The full batch changes no weight, so there is nothing to compare. Take a larger "
             "learning rate, unfreeze a layer, or make more updates."
         )
     elif report.is_finite and report.verdict == "undecided" and not report.random_layers.left:
@@ -62,7 +62,7 @@ def _of_structure(model: Any, report: EquivalenceReport) -> list[str]:
     if changing and report.verdict == "different":
         found.append(
             f"The layers {changing} change weights in every forward pass, and not by an optimizer: "
-            "once per microbatch, where the whole batch does it once."
+            "once per microbatch, where the full batch does it once."
         )
     return found
 
@@ -95,14 +95,14 @@ def _of_first_window(model: Any, plan: Plan) -> list[str]:
             if factor is None:
                 return [
                     "The loss compares rows of a batch with one another, or divides by a number "
-                    "that depends on all of them: for the whole batch its gradient with respect "
+                    "that depends on all of them: for the full batch its gradient with respect "
                     "to a row's outputs is another one than for the microbatch. Such a loss needs "
-                    'the whole batch: use `microbatch_size` alone, with `loss_over="auto"`.'
+                    'the full batch: use `microbatch_size` alone, with `loss_over="auto"`.'
                 ]
             factors.append(factor)
     shares = ", ".join(f"{factor:.3g}" for factor in factors[: len(parts)])
     return [
-        f"In the whole batch the microbatches' gradients count {shares}, and accumulation took "
+        f"In the full batch the microbatches' gradients count {shares}, and accumulation took "
         "other weights. What a loss averages over is read from its reduction, mask and sample "
         "weights. Where a loss of your own averages over something else, override "
         "`microbatch_weight`, or return the values of the rows."
@@ -118,8 +118,8 @@ class _Pass:
     """A forward pass of some rows, and the gradient of the loss with respect to the outputs.
 
     Attributes:
-        outputs: arrays, or None where the model can not be called on `x`.
-        gradients: arrays with the outputs' shapes, or None where they can not be taken.
+        outputs: arrays, or None where the model cannot be called on `x`.
+        gradients: arrays with the outputs' shapes, or None where they cannot be taken.
     """
 
     outputs: list[Any] | None = None

@@ -27,15 +27,15 @@ _SHARE_TOLD = 0.9
 
 
 class VariableDifference(NamedTuple):
-    """How far one variable is from its value after training with the whole batch.
+    """How far one variable is from its value after training with the full batch.
 
     Attributes:
         path: of the variable; of an optimizer's, behind the optimizer's name.
         dtype: what it is computed in, that of its layer; of an optimizer's, its own.
         size: number of its entries.
-        is_moved_weight: whether it is a weight of the model that the whole batch has changed.
+        is_moved_weight: whether it is a weight of the model that the full batch has changed.
         difference: ||w - w_whole|| / ||w_whole - w_start||, with accumulation.
-        rounding: the same of a training on whole batches whose start weights have a rounding error.
+        rounding: the same of a training on full batches whose start weights have a rounding error.
     """
 
     path: str
@@ -77,7 +77,7 @@ class EquivalenceReport(NamedTuple):
         updates: number of windows. Each makes an update, unless the optimizer skips it.
         rows: rows that they used.
         variables: a `VariableDifference` for each weight and each variable of an optimizer.
-        is_finite: whether the whole batch gave finite weights.
+        is_finite: whether the full batch gave finite weights.
         random_layers: what was done about layers that draw random numbers.
         reasons: what was found out about why the trainings differ, in sentences. Where they do not,
             what accumulation has warned of.
@@ -98,8 +98,8 @@ class EquivalenceReport(NamedTuple):
     def verdict(self) -> str:
         """One of "equivalent", "different" and "undecided".
 
-        Undecided where rounding alone, or random numbers that can not be shared, make trainings
-        differ: the check can then not tell. Of the weights that the whole batch changes, some may
+        Undecided where rounding alone, or random numbers that cannot be shared, make trainings
+        differ: the check can then not tell. Of the weights that the full batch changes, some may
         be left open: half of the variables, if they have a tenth of the entries.
         """
         if not self.is_finite:

@@ -119,7 +119,7 @@ def judge(results: Sequence[Result], dtype: str) -> Verdict:
     if any(equal for equal, r in zip(is_equal, others) if r.run.is_control):
         return Verdict(
             False,
-            f"No verdict: {finding} These settings can not tell the runs apart. "
+            f"No verdict: {finding} These settings cannot tell the runs apart. "
             "Pass more --epochs or a larger --learning-rate.",
         )
     return Verdict(True, f"Reproduced: {finding}")

@@ -172,9 +172,9 @@ def _spec(leaf: Any, rows: int | None) -> Any:
 def _rows_message(shapes: list[tuple[int | None, ...]] | None) -> str:
     received = "tensors of other numbers of rows" if shapes is None else f"shapes {shapes}"
     return (
-        "`microbatch_size` splits the rows of a batch, axis 0 of its tensors, so all tensors must "
-        f"have the same number of them. Received: {received}. "
-        "A value that all rows share must be a scalar, or an attribute of the model. With parts "
+        "`microbatch_size` splits the samples of a batch, axis 0 of its tensors, so all tensors "
+        f"must have the same number of them. Received: {received}. "
+        "A value that all samples share must be a scalar, or an attribute of the model. With parts "
         'that differ, such as labelled and unlabelled samples, take `loss_over="auto"` and a '
         "`train_step` of your own, which gets all of them; use `accumulation_steps`; or set "
         "`microbatch_size=None`."

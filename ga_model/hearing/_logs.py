@@ -4,7 +4,7 @@ A metric that sees targets and predictions sees every row once, whatever the mic
 a step tracks of the loss is another matter: there is one value per microbatch, where the whole
 batch has one, and microbatches count differently. So scalars that go into a `keras.metrics.Mean`
 wait, and the metric gets one value per batch, sum_i(w_i * value_i) / sum_i(w_i) with the weights of
-`_weights`, which for the loss is the loss of the whole batch. The logs that a step returns are read
+`_weights`, which for the loss is the loss of the full batch. The logs that a step returns are read
 when all microbatches are through: what a metric gave is asked from the metric again, other numbers
 are combined with the same weights, and of anything else the last microbatch's stands.
 """
@@ -43,7 +43,7 @@ class MetricCalls:
         tracker: Keras's own metric for the loss.
 
     Attributes:
-        updates: updates that wait for the whole batch.
+        updates: updates that wait for the full batch.
         watched: metrics that the step used through stand-ins.
         results: tensors that metrics gave, with the metric, and the key if it gave a dict.
     """
@@ -56,7 +56,7 @@ class MetricCalls:
         self.results: list[tuple[Any, Any, str | None]] = []
 
     def waits_for(self, metric: Any, value: Any, sample_weight: Any) -> bool:
-        """Return whether an update of a `Mean` has to wait for the whole batch.
+        """Return whether an update of a `Mean` has to wait for the full batch.
 
         Rows do not, and neither does a scalar with a weight of its own, because they add up over
         microbatches; Keras's loss tracker does, whose weight is the rows whatever the loss is. In

@@ -44,8 +44,8 @@ class Position(NamedTuple):
         whole: the batch, if it is split.
         is_window: whether the microbatch is all of its window.
         is_update: whether the step runs once per update, whatever replicas there are.
-        defers_logs: whether metrics and logs wait for the whole batch.
-        can_be_whole: whether the step may run on the whole batch instead.
+        defers_logs: whether metrics and logs wait for the full batch.
+        can_be_whole: whether the step may run on the full batch instead.
         must_add_up: whether the loss has to be known to add up over microbatches.
     """
 
@@ -302,7 +302,7 @@ class StepLosses:
         weight = self._model.microbatch_weight(x, y, sample_weight)
         if weight is not None:
             return _weights.rule(weight, regularization)
-        # What the terms weigh in the whole batch is of no use where a part of it may be left out.
+        # What the terms weigh in the full batch is of no use where a part of it may be left out.
         whole = None if self._model.skip_nonfinite else self._position.whole
         terms = _weights.combine(
             self._terms,

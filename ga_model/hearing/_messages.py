@@ -16,10 +16,10 @@ def noise_of_sum_message(model: str) -> str:
 
 def applied_twice_message(model: str, optimizer: str) -> str:
     return (
-        "A `train_step` that applies one optimizer more than once can not be accumulated: "
+        "A `train_step` that applies one optimizer more than once cannot be accumulated: "
         "its second gradient would have to be taken after the first update. "
         f"Received: `train_step` of {model!r} applies the optimizer {optimizer!r} twice. "
-        "Sum the losses and apply once, use one optimizer per update, "
+        f"Sum the losses and apply once, use one optimizer per update, {ALONE} for any step, "
         f"or {WITHOUT}."
     )
 
@@ -28,9 +28,8 @@ def inner_graph_message(model: str) -> str:
     return (
         "A `train_step` that is accumulated must apply its optimizers in its own graph. "
         f"Received: `train_step` of {model!r} applies one inside of `tf.cond`, a loop, or a "
-        "`tf.function` of its own. Move the call out of it (a window with a bad microbatch is best "
-        "skipped by a LossScaleOptimizer), "
-        f"or {WITHOUT}."
+        "`tf.function` of its own. Move the call out of it (`skip_nonfinite=True` leaves out what "
+        f"has NaN or Inf), {ALONE} for any step, or {WITHOUT}."
     )
 
 
@@ -50,7 +49,7 @@ def not_recorded_message(model: str, optimizers: list[str]) -> str:
 
 def not_scaled_message(model: str) -> str:
     return (
-        "A loss that sums over rows, beside regularizers or means, is counted right only if "
+        "A loss that sums over samples, beside regularizers or means, is counted right only if "
         "`train_step` passes it through `self.optimizer.scale_loss(loss)` before taking gradients. "
         f"Received: `train_step` of {model!r} does not. Add that call, or make the loss a mean."
     )
@@ -100,7 +99,7 @@ def worked_over_message(model: str, place: str) -> str:
         f"Received: `train_step` of {model!r}, which computes {place} of gradients: that is done "
         "for each microbatch, and with the full batch once per update. Training differs from the "
         "full batch: leave it to the optimizer (`global_clipnorm`, `clipnorm` and `clipvalue` "
-        f"clip), or {ALONE} for any step."
+        f"clip), set `skip_nonfinite=True` against NaN and Inf, or {ALONE} for any step."
     )
 
 
@@ -128,9 +127,10 @@ def unread_loss_message(model: str) -> str:
 
 def unlike_terms_message(model: str, denominators: list[str]) -> str:
     return (
-        "One weight per microbatch can not serve all terms of a loss that are divided by different "
+        "One weight per microbatch cannot serve all terms of a loss that are divided by different "
         f"things. Received: `train_step` of {model!r} with terms that are divided by "
-        f"{', and by '.join(denominators)}. The first is exact: {EXACT_WAY}."
+        f"{', and by '.join(denominators)}. The first is exact, and of the others training differs "
+        f"from the full batch: {EXACT_WAY}."
     )
 
 
@@ -145,7 +145,7 @@ def written_message(model: str, variables: list[str]) -> str:
 
 def one_weight_message(exact: list[str], approximate: list[str]) -> str:
     return (
-        "One weight per microbatch can not serve all terms of this loss: they average over "
+        "One weight per microbatch cannot serve all terms of this loss: they average over "
         "different things. "
         f"Exact: {exact}. Exact only where microbatches count alike in each and windows are full: "
         f"{approximate}. Give the terms the same reduction, mask and sample weights, or override "

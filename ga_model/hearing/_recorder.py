@@ -6,7 +6,7 @@ calls. `scale_loss` folds the microbatch's weight into the loss; `apply` and `ap
 the gradients to the recording instead of updating. The compiled loss answers with a copy that notes
 what each loss averages over. And the losses that layers add are noted where they are summed up. So
 Keras's own `train_step` runs as it is, in every release, and so does a user's own, with several
-optimizers too. Where logs wait for the whole batch, metrics in attributes have stand-ins as well:
+optimizers too. Where logs wait for the full batch, metrics in attributes have stand-ins as well:
 see `_logs`.
 
 The recording is kept per thread: replicas of a strategy are traced in threads of their own, and a
@@ -65,7 +65,7 @@ class Recording:
 
     Attributes:
         targets, sums: an entry per optimizer, in the order in which they were applied.
-        metrics: what metrics got that waits for the whole batch.
+        metrics: what metrics got that waits for the full batch.
         losses: what is known of the step's losses.
     """
 
@@ -87,7 +87,7 @@ class Recording:
     def stand_in(self, value: Any) -> Any:
         """Return what stands in for an attribute's value: optimizers, also in lists and dicts.
 
-        Where logs wait for the whole batch, metrics have a stand-in too.
+        Where logs wait for the full batch, metrics have a stand-in too.
         """
         if isinstance(value, keras.optimizers.Optimizer):
             return _OptimizerStandIn(value, self)

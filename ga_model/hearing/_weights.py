@@ -231,7 +231,7 @@ def of_weight(weight: Any) -> LossTerms:
 
 def _unreduced_message(terms: list[str]) -> str:
     return (
-        "A loss without reduction can not stand beside other terms: Keras adds the others once per "
+        "A loss without reduction cannot stand beside other terms: Keras adds the others once per "
         f"loss value. Received: terms {terms}, one of them with reduction None. "
         "Give it the reduction 'sum' or 'sum_over_batch_size'."
     )
@@ -240,5 +240,5 @@ def _unreduced_message(terms: list[str]) -> str:
 def _bad_rule_message(value: str) -> str:
     return (
         "`microbatch_weight` must return a number, a scalar tensor, 'sum' or None. "
-        f"Received: {value!r}. Return 'sum' where the loss is a sum over rows."
+        f"Received: {value!r}. Return 'sum' where the loss is a sum over samples."
     )

@@ -3,7 +3,7 @@
 A step of the user's own takes gradients of a tensor of its own. A microbatch of it has to be
 weighted by what that tensor averages over, and here is found out what it is: a mean over samples is
 divided by their number, a masked mean by a sum of the mask, and a sum by nothing. Anything that is
-no such quotient, and no sum of some with equal denominators, can not be put together from
+no such quotient, and no sum of some with equal denominators, cannot be put together from
 microbatches.
 
 Reading follows the operations from the samples to the loss, and takes what layers compute to keep

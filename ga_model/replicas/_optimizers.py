@@ -68,7 +68,7 @@ def begins_with_values(optimizer: Any) -> bool:
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that applies an optimizer so that XLA compiles it, where it can.
 
-    Not under a strategy: replicas can not communicate from inside of another `tf.function`.
+    Not under a strategy: replicas cannot communicate from inside of another `tf.function`.
     """
     if tf.distribute.has_strategy() or tf.executing_eagerly():
         return function

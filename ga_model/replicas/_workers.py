@@ -39,7 +39,7 @@ def with_logs_that_reduce(step: Callable[[Any], Any], strategy: Any) -> Callable
     """Return a `train_step` or `test_step` whose logs Keras can average over several workers.
 
     It averages over axis 0, which scalars do not have (keras#20585, seen in 3.14.0 to 3.15.1).
-    Where Keras can not reduce a scalar, the step's logs get that axis.
+    Where Keras cannot reduce a scalar, the step's logs get that axis.
     """
     if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
         return step
@@ -86,8 +86,8 @@ def explain(error: BaseException, strategy: Any) -> None:
 
 def _worker_message() -> str:
     return (
-        "A worker of this cluster can not be reached any more: it was stopped, or it failed with "
-        "an error of its own, which stands in its output. The others can not go on alone. "
+        "A worker of this cluster cannot be reached any more: it was stopped, or it failed with "
+        "an error of its own, which stands in its output. The others cannot go on alone. "
         "Start all workers again; with `keras.callbacks.BackupAndRestore` they go on after the "
         "last epoch that they finished."
     )

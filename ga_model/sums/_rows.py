@@ -3,7 +3,7 @@
 The gradient of an Embedding has a row for each id that was looked up, and none for the rest of the
 table. Plain Keras hands such rows to the optimizer as they are, equal ids several times, and
 adaptive optimizers treat these in a way of their own. So the sum of two such gradients is the one
-behind the other: that is what the whole batch has, and it costs what the rows cost and not what the
+behind the other: that is what the full batch has, and it costs what the rows cost and not what the
 table does. Only rows of places that samples share (`_places`) are added one by one. The rows are
 kept as lists of tensors (`_lists`).
 """

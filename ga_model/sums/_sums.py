@@ -9,7 +9,7 @@ window's own, sum_i((w_i / u) * g_i) and sum_i(w_i / u), which cancels in the me
 weight that is not zero, times the power of two at or above the number of microbatches to come. So
 a window of one microbatch gives back its gradient bit for bit, a window of equal weights adds its
 gradients as they are but for a power of two, and float16 gradients stay about in the range that
-they have in the whole batch, where a row counts that much less. Where a heavier microbatch comes,
+they have in the full batch, where a row counts that much less. Where a heavier microbatch comes,
 the unit grows by a power of two, and the sums so far shrink by it, which is exact: no gradient is
 scaled up, out of the range of float16.
 
@@ -17,7 +17,7 @@ Variables with `overwrite_with_gradient`, such as the scales of float8 layers, t
 as their new value. Of these the maximum over the microbatches counts, as in Keras's own
 accumulation: what is tracked there is the largest absolute value among all rows. Such layers
 remember how large gradients are, so with them the unit takes the number of microbatches as it is,
-and in a full window of equal weights a row's gradient is that of the whole batch.
+and in a full window of equal weights a row's gradient is that of the full batch.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class WindowSum:
     ) -> GradientSum:
         """Add one microbatch to dense buffers, in a function that XLA compiles.
 
-        Returns the rest, for `add_rest`: what goes into lists of rows, which XLA can not keep.
+        Returns the rest, for `add_rest`: what goes into lists of rows, which XLA cannot keep.
         """
         self.prepare(part, variables, least)
         dense = [None if isinstance(b, Rows) else g for b, g in zip(self._buffers, part.gradients)]
