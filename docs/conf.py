@@ -8,7 +8,8 @@ from pathlib import Path
 
 os.environ["KERAS_BACKEND"] = "tensorflow"
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
-os.environ["COLUMNS"] = "88"  # of the command line's help
+os.environ["COLUMNS"] = "88"  # of the command line's help, which this Python prints
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -73,7 +74,8 @@ def docstring_from_markdown(app, what, name, obj, options, lines):
 
 
 def _spans(prose):
-    return re.sub(r"(?<!`)`([^`]+)`(?!`)", r"``\1``", prose).replace("*args", r"\*args")
+    prose = re.sub(r"(?<!`)`([^`]+)`(?!`)", r"``\1``", prose)
+    return re.sub(r"(?<!`)(\*args|\*\*kwargs|\|)(?!`)", r"\\\1", prose)
 
 
 def setup(app):
