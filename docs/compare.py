@@ -1,4 +1,4 @@
-"""Compare ways to accumulate gradients with plain Keras on the full batch: `python docs/compare.py`.
+"""Compare ways to accumulate with plain Keras on the full batch: `python docs/compare.py`.
 
 Each case trains a small model in float64 for two epochs, on batches of 64 samples with plain Keras,
 and on batches of 16 in each way. Printed is the relative difference of the weight change, the

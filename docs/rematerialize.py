@@ -58,5 +58,7 @@ if __name__ == "__main__":
         os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
         for name, arguments in WAYS.items():
             command = [sys.executable, __file__, *arguments.split()]
-            run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+            run = subprocess.run(
+                command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            )
             print(f"{name:20} {run.stdout.strip()}")

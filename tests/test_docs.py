@@ -144,7 +144,9 @@ def test_every_message_that_is_explained_is_one_of_the_packages():
     lines = (DOCS / "questions.md").read_text().split("## Messages")[1].splitlines()
     quoted = [match[1] for line in lines if (match := re.match(r"\| `([^`]+)` +\|", line))]
     assert len(quoted) > 10
-    said = [text for path in Path(ga_model.__file__).parent.rglob("*.py") for text in strings_in(path)]
+    said = [
+        text for path in Path(ga_model.__file__).parent.rglob("*.py") for text in strings_in(path)
+    ]
     for message in quoted:
         assert any(message in text for text in said), message
 
