@@ -122,7 +122,7 @@ class AccumulatingModel(_Base):
 
     @property
     def has_updated(self) -> bool:
-        """Whether no batch waits for an update: the last one made one, or there was none yet.
+        """Whether no batch waits for an update, as the last one made one or there was none yet.
 
         For callbacks, to do after an update what is to be done once per update.
         """

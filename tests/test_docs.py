@@ -1,8 +1,11 @@
-"""The examples of the README and of the docstrings run as they stand."""
+"""The examples of the README, the documentation and the docstrings run as they stand."""
 
+import ast
 import inspect
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import keras
@@ -12,7 +15,14 @@ from helpers import dense_data
 
 import ga_model
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+README = (ROOT / "README.md").read_text()
+PAGES = sorted(
+    page.relative_to(ROOT).as_posix()
+    for page in DOCS.rglob("*.md")
+    if not {"_build", "notebooks"} & set(page.parts)
+)
 
 
 def python_blocks(text):
@@ -25,21 +35,67 @@ def run(tmp_path, blocks, names=None):
     return runpy.run_path(str(path), init_globals=names)
 
 
-def test_the_readmes_examples_run_in_their_order(tmp_path, capsys):
+def run_page(name, tmp_path):
     # One needs devices: `test_workers.py`.
-    blocks = [block for block in python_blocks(README) if "Strategy" not in block]
-    assert len(blocks) == 9
-    names = run(tmp_path, blocks)
-    # 1,000 rows in windows of 128, once and 10 times.
-    assert names["model"].optimizer.iterations == 8 + 10 * 8
-    # 8 of its own, and of 32 batches an epoch in windows of 1, 4 and 8.
-    assert names["net"].optimizer.iterations == 8 + 2 * (32 + 8 + 4)
-    assert names["history"]["accumulation_steps"] == [1, 1, 4, 4, 8, 8]
+    text = (ROOT / name).read_text()
+    blocks = [block for block in python_blocks(text) if "Strategy" not in block]
+    return run(tmp_path, blocks) if blocks else {}
+
+
+def test_the_readmes_examples_run(tmp_path, capsys):
+    names = run_page("README.md", tmp_path)
+    assert names["model"].optimizer.iterations == 8  # 1,000 samples by 128
     assert names["report"].equivalent
-    assert names["optimizer"].iterations == 8
-    assert names["noise"].batch_size == pytest.approx(125, abs=1)
-    assert names["found"].microbatch_size == 128
-    assert names["two_towers"].optimizer.iterations == 8
+    assert len(README.splitlines()) <= 150
+
+
+def test_the_start_pages_examples_run(tmp_path, capsys):
+    names = run_page("docs/start.md", tmp_path)
+    assert names["model"].optimizer.iterations == 8
+    assert names["small"].optimizer.iterations == 8
+    assert names["net"].optimizer.iterations == 8
+
+
+# What the examples of a page come to: an expression, and its value.
+RESULTS = {
+    "docs/guides/batch_size.md": ("round(noise.batch_size)", 125),
+    "docs/guides/contrastive_losses.md": ("int(two_towers.optimizer.iterations)", 4),
+    "docs/guides/custom_loops.md": ("int(optimizer.iterations)", 8),
+    "docs/guides/custom_train_steps.md": ("int(distilled.optimizer.iterations)", 4),
+    "docs/guides/equivalence.md": ("report.equivalent", True),
+    "docs/guides/memory.md": ("found.microbatch_size", 128),
+    "docs/guides/precision.md": ("model.num_skipped_microbatches", 1),
+    "docs/guides/saving.md": ("int(resumed.optimizer.iterations)", 8),
+    "docs/guides/schedules.md": ("history['accumulation_steps']", [1, 1, 4, 4, 8, 8]),
+    "docs/howto/batch_normalization.md": ("type(model).__name__", "Sequential"),
+    "docs/howto/gan.md": ("int(gan.generator_optimizer.iterations)", 2),
+    "docs/howto/language_model.md": ("report.equivalent", True),
+    "docs/howto/other_memory.md": ("int(model.optimizer.iterations)", 2),
+    "docs/howto/segmentation.md": ("report.equivalent", False),
+    "docs/index.md": ("int(model.optimizer.iterations)", 8),
+    "docs/migrating.md": ("int(model.optimizer.iterations)", 2),
+}
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_pages_examples_run(name, tmp_path, capsys):
+    expression, value = RESULTS[name]
+    names = run_page(name, tmp_path)
+    assert eval(expression, names) == value
+    # A comment behind `print` says what it prints.
+    said = re.findall(r"print\(.*\)  # (True|False)$", (ROOT / name).read_text(), re.MULTILINE)
+    printed = re.findall(r"^(True|False)$", capsys.readouterr().out, re.MULTILINE)
+    assert printed[: len(said)] == said
+
+
+def test_every_page_with_examples_is_run():
+    with_examples = {
+        name
+        for name in PAGES
+        if any("Strategy" not in b for b in python_blocks((ROOT / name).read_text()))
+    }
+    assert with_examples == {*RESULTS, "docs/start.md"}
 
 
 @pytest.mark.parametrize("name", ga_model.__all__)
@@ -55,7 +111,7 @@ def test_the_docstrings_examples_run(name, tmp_path, capsys):
 
 
 def test_every_line_of_what_keeps_working_names_tests_that_are_there():
-    section = README.split("## What keeps working")[1].split("\n## ")[0]
+    section = (DOCS / "reference/tested.md").read_text().split("## What keeps working")[1]
     lines = [line for line in section.splitlines() if line.startswith("| ")][1:]
     assert len(lines) > 15
     for line in lines:
@@ -65,21 +121,54 @@ def test_every_line_of_what_keeps_working_names_tests_that_are_there():
             assert f"\ndef {name}(" in (Path(__file__).parent / file).read_text(), name
 
 
-def test_no_other_words_are_used_for_the_same_things():
-    """One word for one thing: the names of the README's table, and none of the usual others."""
-    files = Path(ga_model.__file__).parent.rglob("*.py")
-    sources = [README, *(p.read_text() for p in files if p.name != "_names.py")]
-    for text in sources:
-        assert not re.search(
-            r"mini-?step|virtual batch|\bmini-?batch\b|\baccum\b", text, re.IGNORECASE
-        )
+def test_every_limit_says_what_to_do():
+    lines = (DOCS / "reference/limits.md").read_text().splitlines()
+    limits = [line for line in lines if re.match(r"\| [AM]", line)]
+    assert len(limits) > 25
+    for line in limits:
+        *_, what_to_do, _ = line.split("|")
+        assert what_to_do.strip(), line
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def strings_in(path):
+    """Return the texts in a module, of which f-strings have `{}` for what is put in."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+        elif isinstance(node, ast.JoinedStr):
+            parts = (p.value if isinstance(p, ast.Constant) else "{}" for p in node.values)
+            yield "".join(parts)
+
+
+def test_every_message_that_is_explained_is_one_of_the_packages():
+    lines = (DOCS / "questions.md").read_text().split("## Messages")[1].splitlines()
+    quoted = [match[1] for line in lines if (match := re.match(r"\| `([^`]+)` +\|", line))]
+    assert len(quoted) > 10
+    said = [
+        text for path in Path(ga_model.__file__).parent.rglob("*.py") for text in strings_in(path)
+    ]
+    for message in quoted:
+        assert any(message in text for text in said), message
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", *PAGES])
 def test_files_that_are_linked_are_there(name):
-    page = Path(__file__).parent.parent / name
+    page = ROOT / name
     for link in re.findall(r"\]\(([^)#]+)", page.read_text()):
-        assert ":" in link or (page.parent / link).exists(), link
+        file = (page.parent / link).as_posix().replace("/docs/notebooks/", "/notebooks/")
+        file = re.sub(r"/docs/(guides|howto|reference)/\.\./notebooks/", "/notebooks/", file)
+        assert ":" in link or Path(file).exists(), link
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("script", sorted((DOCS / "maintainers/reports").glob("*.py")), ids=str)
+def test_the_scripts_of_reports_to_keras_print_what_stands_there(script):
+    assert len(script.read_text().splitlines()) <= 20
+    result = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=200)
+    page = (DOCS / "maintainers/keras_reports.md").read_text()
+    section = page.split(f"reports/{script.name}")[1].split("\n## ")[0]
+    (expected,) = re.findall(r"```text\n(.*?)```", section, flags=re.DOTALL)
+    assert expected.strip() in result.stdout + result.stderr
 
 
 def test_the_package_says_what_it_offers():

@@ -19,7 +19,7 @@ import pytest
 import tensorflow as tf
 import worker
 from helpers import dense_data, dense_model, relative_difference, seeded
-from test_docs import README, python_blocks
+from test_docs import DOCS, python_blocks
 
 SECONDS = 240  # within which a cluster has to end
 
@@ -173,10 +173,10 @@ def test_a_worker_that_dies_is_reported_and_a_restart_goes_on(data, tmp_path):
         assert relative_difference(weights, expected, start) <= 1e-12
 
 
-def test_the_readmes_script_runs_on_two_devices_and_as_two_processes(tmp_path):
-    section = README.split("## Several devices, several machines")[1].split("\n## ")[0]
-    (script,) = python_blocks(section)
-    (commands,) = re.findall(r"```sh\n(.*?)```", section, flags=re.DOTALL)
+def test_the_documents_script_runs_on_two_devices_and_as_two_processes(tmp_path):
+    page = (DOCS / "guides/distributed.md").read_text()
+    (script,) = python_blocks(page)
+    (commands,) = re.findall(r"```sh\n(.*?)```", page, flags=re.DOTALL)
     (tmp_path / "several.py").write_text(script)
     for port in free_ports(2):
         commands = re.sub(r"localhost:2020\d", f"127.0.0.1:{port}", commands, count=1)

@@ -81,6 +81,18 @@ class EquivalenceReport(NamedTuple):
         random_layers: what was done about layers that draw random numbers.
         reasons: what was found out about why the trainings differ, in sentences. Where they do not,
             what accumulation has warned of.
+
+    Example:
+
+    ```python
+    from ga_model import check_equivalence
+
+    model = keras.Sequential([keras.layers.Dense(16, activation="relu"), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    report = check_equivalence(model, x, y, batch_size=32, microbatch_size=8)
+    print(report.verdict, report.worst[0].difference)
+    report.assert_equivalent()
+    ```
     """
 
     batch_size: int
