@@ -112,6 +112,10 @@ EXACT = {
     "masked, one less": lambda z, y, m: total(errors(z, y) * m) / (total(m) - 0.5),
     "masked, at least ten": lambda z, y, m: total(errors(z, y) * m) / tf.maximum(total(m), 10.0),
     "at least a hundred": lambda z, y, m: total(errors(z, y)) / tf.maximum(number(z), 100.0),
+    "chosen, at least one": lambda z, y, m: (
+        total(tf.boolean_mask(errors(z, y), m > 0))
+        / tf.maximum(number(tf.boolean_mask(z, m > 0)), 1.0)
+    ),
     "small weights": lambda z, y, m: (
         total(0.02 * tf.abs(y[:, 0]) * errors(z, y))
         / tf.maximum(total(0.02 * tf.abs(y[:, 0])), 1.0)

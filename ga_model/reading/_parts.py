@@ -116,17 +116,21 @@ class PartsReading(Reading):
     def _length_after(self, op: Any, kinds: list[Any]) -> str | None:
         """Return what an operation makes of numbers of samples."""
         if op.type in _KEEPS_COUNTS and _LENGTH not in kinds:
-            is_bound = op.type == "Maximum" and not self._is_at_most_one(op, kinds)
-            return None if is_bound else COUNT
+            return None if op.type == "Maximum" and self.binds(op) else COUNT
         if op.outputs[0].dtype.is_floating or op.type not in _OF_LENGTHS:
             return None
         is_shape = op.type == "Pack" and _LENGTH not in kinds and set(kinds[1:]) <= {SHARED}
         return None if is_shape else _LENGTH
 
-    def _is_at_most_one(self, op: Any, kinds: list[Any]) -> bool:
-        """Return whether a number of samples is compared with no more than one."""
-        values = [value_of(t) for t, kind in zip(op.inputs, kinds) if kind == SHARED]
-        return all(value is not None and np.all(value <= 1) for value in values)
+    def binds(self, op: Any) -> bool:
+        """Return whether the maximum of a number of samples and another one may be the other one.
+
+        There is one sample at least, but a mask may choose none.
+        """
+        counts = [tensor for tensor in op.inputs if self.kind_of(tensor) == COUNT]
+        values = [value_of(tensor) for tensor in op.inputs if self.kind_of(tensor) == SHARED]
+        is_of_all = all(self.kind_of_length(count) == "rows" for count in counts)
+        return not (is_of_all and all(v is not None and np.all(v <= 1) for v in values))
 
     def _joins_samples(self, op: Any, kinds: list[Any]) -> bool:
         """Return whether an operation puts samples behind others, such as fake behind real ones."""

@@ -296,7 +296,7 @@ class StepReading(PartsReading):
             value = value_of(other)
             if value is None or np.size(value) != 1:
                 return MIXED
-            if self.kind_of(total) == COUNT and np.all(value <= 1):
+            if self.kind_of(total) == COUNT and not self.binds(op):
                 return None
             self._base[id(op.outputs[0])] = (total, None, max(0.0, float(np.reshape(value, ()))))
             return _BOUND
