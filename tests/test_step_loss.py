@@ -120,6 +120,8 @@ EXACT = {
         total(0.02 * tf.abs(y[:, 0]) * errors(z, y))
         / tf.maximum(total(0.02 * tf.abs(y[:, 0])), 1.0)
     ),
+    "by their size": lambda z, y, m: total(errors(z, y)) / tf.cast(tf.size(z), z.dtype),
+    "a constant less": lambda z, y, m: total(errors(z, y)) - 3.0 - (2.0 - total(z**2)),
     "squares": lambda z, y, m: tf.nn.l2_loss(z - y) / number(z),
     "einsum": lambda z, y, m: tf.einsum("ij,ij->", z - y, z) + tf.reduce_sum(z**2),
     "sum and a constant": lambda z, y, m: total(errors(z, y)) + 3.0,
@@ -131,6 +133,7 @@ TOLD = {
     "a part by the number": lambda z, y, m: tf.reduce_mean(
         errors(z, y) + tf.abs(z[:, 0]) / number(z)
     ),
+    "by what is left": lambda z, y, m: total(errors(z, y) * m) / (30.0 - total(m)),
     "at most ten": lambda z, y, m: total(errors(z, y)) / tf.minimum(number(z), 10.0),
     "odd halves": lambda z, y, m: tf.reduce_mean(errors(z, y)[: tf.shape(z)[0] // 2 * 2][1:]),
     "Python": lambda z, y, m: tf.reduce_mean(errors(z, y) * python(z)),
@@ -467,7 +470,7 @@ def test_other_losses_are_told_of_once(name, way, float64):
     found, said = difference(lambda: OwnStep(TOLD[name]), **way)
     assert found > 1e-4
     assert len(said) == 1
-    assert "use `microbatch_size` without `accumulation_steps`" in said[0]
+    assert "set `microbatch_size` in place of `accumulation_steps`" in said[0]
 
 
 def test_the_message_names_the_operation_and_the_line(float64):

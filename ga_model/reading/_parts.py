@@ -27,7 +27,7 @@ from ga_model.reading._reading import Reading
 _CHOSEN = "the places of some of the samples"
 _LENGTH = "a length that follows from the number of samples"
 
-_OF_SHAPE = re.compile(r"Shape(_\d+)?")  # in no scope: those of layers may be of tables
+_OF_SHAPE = re.compile(r"(Shape|Size)(_\d+)?")  # in no scope: those of layers may be of tables
 _SHAPING = names("BroadcastTo Fill Reshape")
 _KEEPS_COUNTS = names("Cast Identity Maximum Mul Prod")
 _OF_LENGTHS = names("AddV2 Cast FloorDiv Identity Maximum Mul Neg Pack Sub")
@@ -104,10 +104,12 @@ class PartsReading(Reading):
         return None
 
     def _shape(self, op: Any) -> str | None:
-        """Return whether a constant is what `tf.shape` makes of a known number of samples."""
+        """Return what `tf.shape` or `tf.size` makes of a known number of samples: a constant."""
         if self._rows is None or not _OF_SHAPE.fullmatch(op.name):
             return None
         value = value_of(op.outputs[0])
+        if op.name.startswith("Size"):
+            return COUNT if np.ndim(value) == 0 and value and value % self._rows == 0 else None
         if np.ndim(value) != 1 or not len(value) or not value[0] or value[0] % self._rows:
             return None
         self._blocks[id(op.outputs[0])] = int(value[0]) // self._rows

@@ -72,7 +72,7 @@ class StepReading(PartsReading):
     def __init__(self, graph: Any, rows: int | None, normalizing: list[str]) -> None:
         self._denominators: dict[int, dict[Hashable, Denominator]] = {}
         self._obstacles: dict[int, Obstacle] = {}
-        self._base: dict[int, tuple[Any, Any, float]] = {}  # of `_BOUND`: see `_bound`
+        self._base: dict[int, tuple[Any, Any, float | None]] = {}  # of `_BOUND`: see `_bound`
         # Of values that were divided by a number of samples, or by a power of it.
         self._powers: dict[int, tuple[float, Denominator]] = {}
         self._of_weights: set[int] = set()
@@ -284,7 +284,8 @@ class StepReading(PartsReading):
     def _bound(self, op: Any, kinds: list[Any]) -> str | None:
         """Return what a sum over samples is with something beside it that is the same for all.
 
-        Of such an output, the sum, what is added to it, and what it is at least.
+        Of such an output, the sum, what is added to it, and what it is at least: None if the sum is
+        subtracted, which nothing can be divided by.
         """
         if op.type not in ("Add", "AddV2", "Maximum", "Sub"):
             return None
@@ -300,8 +301,11 @@ class StepReading(PartsReading):
                 return None
             self._base[id(op.outputs[0])] = (total, None, max(0.0, float(np.reshape(value, ()))))
             return _BOUND
-        if (op.type == "Sub" and not is_first) or not total.dtype.is_floating:
+        if not total.dtype.is_floating:
             return None
+        if op.type == "Sub" and not is_first:
+            self._base[id(op.outputs[0])] = (total, other, None)
+            return _BOUND
         once = -other if op.type == "Sub" else other
         self._base[id(op.outputs[0])] = (total, once, 0.0)
         return _BOUND
@@ -335,6 +339,14 @@ class StepReading(PartsReading):
         if op.type in ("Cast", "Identity") and kinds == [_BOUND]:
             self._base[id(output)] = self._base[id(op.inputs[0])]
             return _BOUND
+        if _BOUND in kinds and op.type in _SUMS and set(kinds) <= {*_REDUCED, SHARED, _BOUND}:
+            bases = [self._base[id(t)] for t, kind in zip(op.inputs, kinds) if kind == _BOUND]
+            if any(least for _, _, least in bases):
+                return MIXED
+            totals = [self._denominators[id(total)] for total, _, _ in bases]
+            found = by_kind(d for part in (denominators, *totals) for d in part.values())
+            self._denominators[id(output)] = found
+            return _TERMS
         if op.type in _SUMS and set(kinds) <= {*_REDUCED, SHARED}:
             if op.type in ("Mean", "Sum") and kinds[0] == SHARED:
                 return MIXED
@@ -394,6 +406,8 @@ class StepReading(PartsReading):
             found = Denominator(("sum of weights", id(bottom)), bottom)
         elif kinds == [SUM, _BOUND] and set(of_top) == {"sum"}:
             total, once, least = self._base[id(bottom)]
+            if least is None:
+                return MIXED
             name = "rows" if self.kind_of(total) == COUNT else "sum of weights"
             found = Denominator((name, id(bottom)), total, bottom, once, least)
         elif kinds == [MEAN, MEAN] and len(of_top) == 1:
