@@ -175,9 +175,14 @@ class Accumulation:
         known = [loss_tracker(self._model), *getattr(compiled_loss(self._model), "metrics", ())]
         others = [m for m in self._model.metrics if not is_in(m, known)]
         names = [m.name for m in others if type(m) is not keras.metrics.Mean]  # which waits
-        is_in_loop = self.settings.microbatch_size is not None and not self.splits_calls()
-        if self.settings.skip_nonfinite or (is_in_loop and names):
-            raise ValueError(_metrics_message(names, self.settings.skip_nonfinite))
+        is_split = self.settings.microbatch_size is not None
+        if self.settings.skip_nonfinite:
+            raise ValueError(_metrics_message("skip_nonfinite=True", "skip_nonfinite=False"))
+        if is_split and names and not self.splits_calls():
+            received = f"a `microbatch_size` and the metrics {names}"
+            raise ValueError(_metrics_message(received, 'loss_over="batch"'))
+        if self._model.jit_compile and not is_split:
+            raise ValueError(_metrics_message("jit_compile=True", "jit_compile=False"))
 
     # The window.
 
@@ -275,12 +280,10 @@ def _synchronized_message(layers: list[str]) -> str:
     )
 
 
-def _metrics_message(names: list[str], skips: bool) -> str:
-    received = "skip_nonfinite=True" if skips else f"a `microbatch_size` and the metrics {names}"
-    way_out = "skip_nonfinite=False" if skips else 'loss_over="batch"'
+def _metrics_message(received: str, way_out: str) -> str:
     return (
-        "With several replicas, metrics cannot be updated microbatch by microbatch before Keras "
-        f"3.10. Received: {received}, with Keras {keras.__version__}. "
+        "With several replicas, metrics cannot be updated in a loop, a branch or by XLA before "
+        f"Keras 3.10. Received: {received}, with Keras {keras.__version__}. "
         f"Install keras>=3.10, or set `{way_out}`."
     )
 

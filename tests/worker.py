@@ -3,6 +3,7 @@
 It reads `start.npz`, weights and data, from the directory, and writes what came out to it.
 """
 
+import inspect
 import json
 import os
 import signal
@@ -21,6 +22,8 @@ SETTINGS = {
     "size": {"microbatch_size": 3},
     "both": {"accumulation_steps": 2, "microbatch_size": 2},
 }
+# Before Keras 3.10, those of replicas cannot be updated microbatch by microbatch.
+METRICS = ["mae"] if "synchronization" in inspect.signature(keras.Variable).parameters else None
 ROWS = 8  # per batch
 EPOCHS = 4  # of the run that is interrupted, in the third
 # Of this worker, or None in a process of its own.
@@ -31,7 +34,7 @@ def compiled(start, strategy, rate=0.01, **settings):
     with strategy.scope():
         model = accumulate(dense_model(), **settings)
         optimizer = keras.optimizers.Adam(rate, clipnorm=0.05)
-        model.compile(optimizer, "mse", metrics=["mae"])
+        model.compile(optimizer, "mse", metrics=METRICS)
     model.set_weights(start)
     return model
 

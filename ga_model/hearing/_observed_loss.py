@@ -187,8 +187,9 @@ def _denominator(
     kind: tuple[Hashable, ...] = (reduction, *(part.ref() for part in masks))
     if reduction != "mean_with_sample_weight":
         # Keras scales by prod(shape(mask)) / sum(mask) and divides by prod(shape(values)).
-        sizes = [tf.cast(tf.size(tensor, tf.int64), tf.float64) for tensor in (values, mask)]
-        per_entry = tf.math.divide_no_nan(*sizes)  # a replica may be left without rows
+        # Of one row, as a replica may be left without any.
+        shapes = [tf.cast(tf.shape(tensor)[1:], tf.float64) for tensor in (values, mask)]
+        per_entry = tf.math.divide_no_nan(*map(tf.reduce_prod, shapes))
         valid, added = tf.math.count_nonzero(mask, dtype=tf.float64), added_to_valid_entries()
         return valid * per_entry, kind, added * per_entry if added else None
     weight = None if mask is None else tf.cast(mask, tf.float64)
@@ -213,9 +214,8 @@ def _with_once(value: Any, weight: Any, once: Any, is_first: Any) -> tuple[Any, 
         once: what is added to that: float64 scalar tensor.
         is_first: whether it is added here: a bool scalar.
     """
-    counts_once = tf.logical_and(is_first, tf.greater(weight, 0.0))
     share = once / _strategy.num_replicas()
-    heavier = tf.where(counts_once, weight + share, weight)
+    heavier = tf.where(is_first, weight + share, weight)
     factor = tf.math.divide_no_nan(weight + once, heavier)
     return value * tf.cast(factor, value.dtype), heavier
 
