@@ -21,6 +21,7 @@ from helpers import (
 from zoo import masked_data, masked_recurrent, regularized, two_outputs, two_outputs_data
 
 from ga_model import AccumulatingModel, accumulate
+from ga_model.base._internals import added_to_valid_entries
 
 REDUCTIONS = ["sum_over_batch_size", "mean", "mean_with_sample_weight", "sum"]
 DIFFERENT_REDUCTIONS = [name for name in REDUCTIONS if name != "mean"]  # the first one's other name
@@ -322,7 +323,8 @@ def test_a_window_of_weight_zero_makes_no_update_and_no_nan(float64):
     model.compile("adam", "mse")
     start = model.get_weights()
     model.fit(x, y, batch_size=4, verbose=0)
-    assert model.optimizer.iterations == 0
+    # Where Keras adds an epsilon to the count of a mask, there is something to divide by.
+    assert model.optimizer.iterations == int(added_to_valid_entries() > 0)
     for w, s in zip(model.get_weights(), start, strict=True):
         np.testing.assert_array_equal(w, s)
 
