@@ -1031,7 +1031,7 @@ def test_check_equivalence_tells_and_proves(float64):
     x, y = pairs(36)
     report = check_equivalence(model, x, y, **settings, loss_over="microbatch")
     assert report.verdict == "different"
-    assert any("use `microbatch_size` without" in reason for reason in report.reasons)
+    assert any("set `microbatch_size` in place of" in reason for reason in report.reasons)
     assert "loss_over='microbatch'" in str(report)
     assert report.to_dict()["loss_over"] == "microbatch"
     check_equivalence(model, x, y, **settings).assert_equivalent()
