@@ -198,12 +198,16 @@ class Accumulation:
             self.warn_of_what_was_done()
 
     def note_rows(self, batch: Batch) -> None:
-        """Note in the graph if a batch is more than a microbatch."""
-        if batch.is_long:
+        """Note in the graph if a batch is more than a microbatch, where that is to be told."""
+        if batch.is_long and self._tells_of_size():
             if self._most_rows is None:
                 self._most_rows = _strategy.make_variables(lambda: tf.zeros((), tf.int64))
             rows = tf.maximum(self._most_rows, batch.rows)
             self._most_rows.assign(rows)
+
+    def _tells_of_size(self) -> bool:
+        """Return whether a `microbatch_size` above all batches has no effect, and was chosen."""
+        return not self.is_automatic and self._model.distribute_strategy.num_replicas_in_sync == 1
 
     def warn_of_no_effect(self, has_updated: bool) -> None:
         """Warn at the end of the first epoch of settings that have no effect.
@@ -215,13 +219,12 @@ class Accumulation:
         if has_ended or self.is_scheduled:
             return
         model, size, steps = self._model, self.size, self.settings.accumulation_steps
-        is_known = not self.is_automatic and model.distribute_strategy.num_replicas_in_sync == 1
-        if size is not None and is_known and steps == 1:
+        if size is not None and self._tells_of_size() and steps == 1:
             most = 0 if self._most_rows is None else int(self._most_rows.numpy())
             if most <= size:
                 model._warn_once(_nothing_split_message(model.name, size))
-        if self.has_open_window() and not has_updated:
-            number = 0 if self.window is None else self.window.num_batches()
+        number = 0 if self.window is None else self.window.num_batches()
+        if number and not has_updated:
             model._warn_once(_one_update_message(model.name, steps, number))
 
     def discard_window(self) -> None:

@@ -94,15 +94,13 @@ def run_fit(model: Any, fit: Callable[..., Any], args: Any, kwargs: dict[str, An
     positional = [name for name, p in parameters.items() if p.kind in kinds]
     position = positional.index("callbacks") if "callbacks" in positional else len(args)
     is_keras_own = getattr(fit, "__func__", None) is keras.Model.fit
-    verbose = kwargs.get("verbose", parameters["verbose"].default if "verbose" in parameters else 1)
-    if "verbose" in positional and positional.index("verbose") < len(args):
-        verbose = args[positional.index("verbose")]
-    model._accumulation.is_verbose = verbose not in (0, False)
     has_none = position >= len(args) and "callbacks" not in kwargs
     if has_none and model._accumulation.is_plain() and not is_keras_own:
         return fit(*args, **kwargs)  # which may have callbacks where none are given
     given = args[position] if position < len(args) else kwargs.pop("callbacks", None)
-    with closing_windows(model, given) as callbacks:
+    default = parameters["verbose"].default if "verbose" in parameters else 1
+    verbose = {"verbose": default, **dict(zip(positional, args)), **kwargs}["verbose"]
+    with closing_windows(model, given, verbose not in (0, False)) as callbacks:
         if position < len(args):
             args = (*args[:position], callbacks, *args[position + 1 :])
         else:
@@ -111,7 +109,7 @@ def run_fit(model: Any, fit: Callable[..., Any], args: Any, kwargs: dict[str, An
 
 
 @contextlib.contextmanager
-def closing_windows(model: Any, callbacks: Any) -> Iterator[Any]:
+def closing_windows(model: Any, callbacks: Any, is_verbose: bool) -> Iterator[Any]:
     """Give the `callbacks` argument of `fit` with a `CloseWindow` in front.
 
     Where `fit` fails or is interrupted, the open window is forgotten.
@@ -120,6 +118,7 @@ def closing_windows(model: Any, callbacks: Any) -> Iterator[Any]:
         model: an `AccumulatingModel`.
         callbacks: None, a callback, a list or tuple of them, or a `keras.callbacks.CallbackList`,
             which is left as it was in the end.
+        is_verbose: whether `fit` shows its progress.
 
     Warns:
         UserWarning: nothing has called the callbacks, and a window is open in the end.
@@ -134,6 +133,7 @@ def closing_windows(model: Any, callbacks: Any) -> Iterator[Any]:
         callbacks = [close_window, *callbacks]
     else:
         callbacks = [close_window] if callbacks is None else [close_window, callbacks]
+    model._accumulation.is_verbose = is_verbose
     model._accumulation.is_scheduled = any(isinstance(c, AccumulationScheduler) for c in listed)
     try:
         yield callbacks

@@ -259,9 +259,8 @@ class AccumulatingModel(_Base):
         # 128 samples per batch in 8 microbatches of 16; 1 update per batch
         ```
         """
-        settings = self._accumulation.settings
-        if isinstance(size := self.microbatch_size, int):  # one that was found, too
-            settings = dataclasses.replace(settings, microbatch_size=size)
+        size = self.microbatch_size  # one that was found, too
+        settings = dataclasses.replace(self._accumulation.settings, microbatch_size=size)
         return settings.describe(batch_size)
 
     def close_window(self) -> None:

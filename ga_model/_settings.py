@@ -60,34 +60,31 @@ class Settings:
 
     def describe(self, batch_size: int | None = None) -> str:
         """Return one line that says what they do to batches of so many samples, or of any."""
-        size, steps = self.microbatch_size, self.accumulation_steps
-        samples = (
-            "each batch" if batch_size is None else f"{_count(batch_size, 'sample')} per batch"
-        )
-        if size == "auto":
-            samples += ", in the largest microbatches that fit in memory"
-        elif size is not None and batch_size is None:
-            samples += f" in microbatches of {size}"
-        elif size is not None and size < (batch_size or 0):
-            number = -(-(batch_size or 0) // size)
-            ragged = "up to " if (batch_size or 0) % size else ""
-            samples += f" in {number} microbatches of {ragged}{size}"
-        else:
-            samples += ", not split"
+        steps = self.accumulation_steps
+        samples = "each batch"
+        if batch_size is not None:
+            samples = f"{batch_size} sample{'' if batch_size == 1 else 's'} per batch"
         updates = "1 update per batch"
         if steps > 1:
             effective = f" ({steps * batch_size} samples)" if batch_size else ""
             updates = f"1 update per {steps} batches{effective}"
         skips = "; microbatches with NaN or Inf are left out" if self.skip_nonfinite else ""
-        return f"{samples}; {updates}{skips}"
+        return f"{samples}{self._describe_split(batch_size)}; {updates}{skips}"
+
+    def _describe_split(self, batch_size: int | None) -> str:
+        size = self.microbatch_size
+        if size == "auto":
+            return ", in the largest microbatches that fit in memory"
+        if size is None or (batch_size is not None and batch_size <= size):
+            return ", not split"
+        if batch_size is None:
+            return f" in microbatches of {size}"
+        ragged = "up to " if batch_size % size else ""
+        return f" in {-(-batch_size // size)} microbatches of {ragged}{size}"
 
     def config(self) -> dict[str, Any]:
         """Return what belongs into a file."""
         return dataclasses.asdict(self)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 _CHECKS = {

@@ -75,10 +75,11 @@ def check_names(function: str, given: Mapping[str, Any], known: Iterable[str]) -
         given: the keyword arguments that it was called with.
         known: the names of those that it takes.
     """
-    known = [name for name in known if name not in ("self", "model")]
+    known = list(known)
     for name, value in given.items():
-        if name not in (*known, "model"):
-            raise TypeError(_unknown_message(function, name, value, known))
+        if name not in known:
+            named = [argument for argument in known if argument not in ("self", "model")]
+            raise TypeError(_unknown_message(function, name, value, named))
 
 
 def _right_name(name: str, known: list[str]) -> str | None:

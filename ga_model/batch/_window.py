@@ -130,12 +130,12 @@ class Window:
 
     def is_open(self) -> bool:
         """Return whether there are batches that no update has used yet."""
-        with tf.init_scope():  # read the values now, also while a graph is traced
-            return bool(self._remaining.numpy() != self.steps.numpy())
+        return self.num_batches() != 0
 
     def num_batches(self) -> int:
         """Return how many batches there are that no update has used yet."""
-        return int(self.steps.numpy() - self._remaining.numpy())
+        with tf.init_scope():  # read the values now, also while a graph is traced
+            return int(self.steps.numpy() - self._remaining.numpy())
 
     def close(self, noise: GradientNoise | None) -> None:
         """Make the update of a partial window. An empty one changes nothing."""

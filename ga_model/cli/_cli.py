@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from ga_model import __version__
 from ga_model.cli._parsers import COMMANDS
 from ga_model.tools._errors import ToldError
+from ga_model.tools._quiet import start_tensorflow
 
 _DESCRIPTION = """\
 Exact gradient accumulation for Keras: train with the updates of a batch that
@@ -44,11 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     if words[0] not in COMMANDS:
-        parser.parse_args(words[:1] if words[0] in ("-h", "--help", "--version") else [])
+        parser.parse_known_args(words[:1])  # which ends with the help or the version
         parser.error(_no_command_message(words[0]))
     parser = COMMANDS[words[0]]()
     options = parser.parse_args(words[1:])
     try:
+        start_tensorflow()  # before anything else imports it
         from ga_model.cli import _commands
 
         return getattr(_commands, words[0])(parser, options)  # type: ignore[no-any-return]
@@ -70,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"ga_model {__version__}")
     return parser

@@ -1,4 +1,4 @@
-"""What the commands do, once their arguments are read."""
+"""What the commands do, once their arguments are read. Importing it takes long."""
 
 from __future__ import annotations
 
@@ -7,19 +7,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ga_model.tools._quiet import start_tensorflow
+import keras
 
-start_tensorflow()  # before anything imports it
-
-import keras  # noqa: E402
-
-from ga_model._settings import NAMES  # noqa: E402
-from ga_model.bench import _bench, _bench_report  # noqa: E402
-from ga_model.check import _check  # noqa: E402
-from ga_model.check._plan import make_plan  # noqa: E402
-from ga_model.cli import _script  # noqa: E402
-from ga_model.demo import _demo  # noqa: E402
-from ga_model.demo._options import Settings  # noqa: E402
+from ga_model._settings import NAMES
+from ga_model.bench import _bench, _bench_report
+from ga_model.check import _check
+from ga_model.check._plan import make_plan
+from ga_model.cli import _script
+from ga_model.demo import _demo
+from ga_model.demo._options import Settings
 
 _STATUS = {"equivalent": 0, "different": 1, "undecided": 3}
 

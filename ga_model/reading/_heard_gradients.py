@@ -19,17 +19,14 @@ import tensorflow as tf
 from ga_model.base._context import graph_being_made
 from ga_model.reading._denominators import Denominator, StepLoss, by_kind
 from ga_model.reading._dependence import walk_back
-from ga_model.reading._operations import SHARED, STRUCTURAL, names, value_of
+from ga_model.reading._operations import DIVISIONS, MOVES, PRODUCTS, SHARED, names, value_of
 from ga_model.reading._step_loss import StepReading
 
 # Linear in all gradients that go in.
 _SUMS = names("Add AddN AddV2 ConcatV2 Pack Sub")
 # Linear in one gradient, where all else is the same in every microbatch.
-_PRODUCTS = names("BatchMatMulV2 BatchMatMulV3 Div DivNoNan Einsum MatMul Mul RealDiv")
-_LINEAR = STRUCTURAL | names(
-    "Cast Cumsum GatherV2 MatrixBandPart MatrixBandPartV2 Mean Neg Pad ReverseV2 Roll Slice Split "
-    "SplitV Sum Transpose"
-)
+_PRODUCTS = PRODUCTS | DIVISIONS
+_LINEAR = MOVES | names("MatrixBandPart MatrixBandPartV2")
 _CHOICES = names("Select SelectV2")
 # Linear in the first input, whatever entries the others put together.
 _SCATTERED = names("SegmentSum SegmentSumV2 UnsortedSegmentSum")
@@ -113,12 +110,11 @@ class HeardGradients:
             taken = list(zip(tf.nest.flatten(sources), tf.nest.flatten(gradients)))
             if self._graph is not None:
                 self._first = self._first or len(self._graph.get_operations())
-            for _, gradient in taken:
+            for source, gradient in taken:
                 tensor = getattr(gradient, "values", gradient)
                 if self._is_here(tensor):
                     self._found[id(tensor)] = whole
                     self._gradients.append(tensor)
-            for source, gradient in taken:
                 if tf.is_tensor(source) and self._is_here(source) and self._is_here(gradient):
                     self._reader().note_gradient(gradient, source, whole)
 
@@ -197,7 +193,7 @@ def _is_linear(op: Any, works: list[Work | None], is_fixed: list[bool]) -> bool:
     if not all(output.dtype.is_floating or output.dtype.is_complex for output in op.outputs):
         return False
     if op.type in _PRODUCTS:
-        is_divided = "Div" not in op.type or works[1] is None
+        is_divided = op.type not in DIVISIONS or works[1] is None
         return is_divided and sum(work is not None for work in works) == 1
     if op.type in _CHOICES:
         return works[0] is None

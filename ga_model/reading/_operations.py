@@ -53,6 +53,12 @@ OF_IMAGES = names(
     "AvgPool Conv2D DepthwiseConv2dNative MaxPool ResizeBilinear ResizeNearestNeighbor "
 )
 OF_LABELS = names("SoftmaxCrossEntropyWithLogits SparseSoftmaxCrossEntropyWithLogits ")
+DIVISIONS = names("Div DivNoNan RealDiv")
+PRODUCTS = names("BatchMatMulV2 BatchMatMulV3 Einsum MatMul Mul")
+# These move, repeat, negate or add up the entries of one tensor.
+MOVES = STRUCTURAL | names(
+    "Cast Cumsum GatherV2 Mean Neg Pad ReverseV2 Roll Slice Split SplitV Sum Transpose"
+)
 LINEAR = names("Add AddN AddV2 Cast DivNoNan Identity Mul Neg RealDiv Snapshot Sub ")
 
 
@@ -163,6 +169,13 @@ def value_of(tensor: Any) -> Any:
         "Range": np.arange,
     }
     return functions[op.type](*values) if op.type in functions else None
+
+
+def number_of(tensor: Any) -> float | None:
+    """Return the value of a tensor as one number, or None if it is not known or no number."""
+    value = value_of(tensor)
+    is_number = value is not None and np.size(value) == 1
+    return float(np.reshape(value, ())) if is_number else None
 
 
 def axis_of(op: Any, number: int, rank: int) -> int:

@@ -63,6 +63,13 @@ class PartsReading(Reading):
         if blocks and op.type != "Reshape":
             self._blocks.setdefault(id(output), blocks[0])
 
+    def _take_length(self, tensor: Any, other: Any) -> None:
+        """Take it as known that a tensor has as many samples as another one."""
+        for kept in (self._length, self._blocks):
+            kept.pop(id(tensor), None)
+            if id(other) in kept:
+                kept[id(tensor)] = kept[id(other)]
+
     def _kind(self, op: Any, kinds: list[Any]) -> str | None:
         part = self._part(op, kinds) if op.outputs else None
         return part if part is not None else super()._kind(op, kinds)

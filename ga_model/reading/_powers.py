@@ -12,14 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from ga_model.reading._operations import STRUCTURAL, names, value_of
+from ga_model.reading._operations import DIVISIONS, MOVES, PRODUCTS, names, number_of, value_of
 
-DIVISIONS = names("Div DivNoNan RealDiv")
-_PRODUCTS = names("BatchMatMulV2 BatchMatMulV3 Einsum MatMul Mul MulNoNan")
-_KEEPS = STRUCTURAL | names(
-    "Abs Cast Cumsum EuclideanNorm GatherV2 LeakyRelu Max Mean Min Neg Pad Relu ReverseV2 Roll "
-    "Slice Split SplitV Sum Transpose"
-)
+_PRODUCTS = PRODUCTS | names("MulNoNan")
+_KEEPS = MOVES | names("Abs EuclideanNorm LeakyRelu Max Min Relu")
 _FORGETS = names("IsFinite IsInf IsNan OnesLike Rank Shape ShapeN Sign Size ZerosLike")
 _POWERS = {"Square": 2.0, "Sqrt": 0.5, "Rsqrt": -0.5, "Reciprocal": -1.0, "Inv": -1.0}
 _ALIKE = names("Add AddN AddV2 ConcatV2 Maximum Minimum Pack SelectV2 Select Sub")
@@ -44,15 +40,12 @@ def power_after(op: Any, powers: Sequence[float]) -> float | None:
     if op.type in _POWERS:
         return powers[0] * _POWERS[op.type]
     if op.type == "Pow":
-        exponent = value_of(op.inputs[1])
-        is_number = exponent is not None and np.size(exponent) == 1
-        return powers[0] * float(np.reshape(exponent, ())) if is_number else None
+        exponent = number_of(op.inputs[1])
+        return None if exponent is None else powers[0] * exponent
     if op.type in DIVISIONS:
         return powers[0] - powers[1]
     if op.type in _PRODUCTS:
         return sum(powers)
-    if op.type in _KEEPS and op.type != "ConcatV2" and op.type != "Pack":
-        return max(powers, key=abs)
     if op.type in _ALIKE or op.type in _COMPARISONS or op.type == "SquaredDifference":
         first = int(op.type in ("Select", "SelectV2"))
         counted = {
@@ -65,7 +58,7 @@ def power_after(op: Any, powers: Sequence[float]) -> float | None:
         power = counted.pop()
         factor = {"SquaredDifference": 2.0}.get(op.type, float(op.type in _ALIKE))
         return power * factor
-    return None
+    return max(powers, key=abs) if op.type in _KEEPS else None
 
 
 def _is_negligible(tensor: Any) -> bool:

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from ga_model.reading._denominators import (
@@ -35,6 +34,7 @@ from ga_model.reading._denominators import (
 from ga_model.reading._operations import (
     BY_SAMPLE,
     COUNT,
+    DIVISIONS,
     MEAN,
     MIXED,
     OPAQUE,
@@ -45,10 +45,10 @@ from ga_model.reading._operations import (
     has_fixed_seed,
     letters_of,
     names,
-    value_of,
+    number_of,
 )
 from ga_model.reading._parts import PartsReading
-from ga_model.reading._powers import DIVISIONS, is_product, power_after
+from ga_model.reading._powers import is_product, power_after
 
 _TERMS = "a sum of terms that are divided by different things"
 _BOUND = "a sum over samples, and something beside it"
@@ -106,11 +106,7 @@ class StepReading(PartsReading):
             self._obstacles[id(gradient)] = loss.obstacle or Obstacle(gradient.op, OF_GRADIENT)
             return
         self._take(gradient, BY_SAMPLE, {})
-        self._length.pop(id(gradient), None)
-        if id(source) in self._length:
-            self._length[id(gradient)] = self._length[id(source)]
-        if id(source) in self._blocks:
-            self._blocks[id(gradient)] = self._blocks[id(source)]
+        self._take_length(gradient, source)
         self._powers.pop(id(gradient), None)
         if divisors and divisors[0].count is not None:
             self._powers[id(gradient)] = (1.0, divisors[0])
@@ -183,15 +179,16 @@ class StepReading(PartsReading):
     def _follow_powers(self, op: Any) -> None:
         """Note which outputs are divided by a power of the number of samples."""
         kinds = [self._known.get(id(tensor)) for tensor in op.inputs]
-        has_counts = is_product(op) and COUNT in kinds
+        is_scaling = is_product(op)
+        has_counts = is_scaling and COUNT in kinds
         has_powers = any(id(tensor) in self._powers for tensor in op.inputs)
         if not (has_counts or has_powers) or set(kinds) & {*_REDUCED, _BOUND}:
             return
-        known = [self._power_of(tensor, is_product(op)) for tensor in op.inputs]
+        known = [self._power_of(tensor, is_scaling) for tensor in op.inputs]
         divisors = {divisor.kind: divisor for _, divisor in known if divisor is not None}
         power = power_after(op, [power for power, _ in known]) if len(divisors) == 1 else None
-        if power == 1 and op.type == "Mul" and any(map(self._is_rows, op.inputs)):
-            power = 0.0
+        if power == 1 and op.type == "Mul" and self._rows is not None:
+            power = 0.0 if self._rows in map(number_of, op.inputs) else power
         for output in op.outputs:
             if id(output) not in self._noted:
                 self._take_power(op, output, power, next(iter(divisors.values())))
@@ -219,12 +216,6 @@ class StepReading(PartsReading):
             self._obstacles[id(output)] = Obstacle(op, OF_GRADIENT)
         else:
             self._powers[id(output)] = (power, divisor)
-
-    def _is_rows(self, tensor: Any) -> bool:
-        """Return whether a constant is the number of samples."""
-        value = value_of(tensor)
-        is_number = self._rows is not None and value is not None and np.size(value) == 1
-        return is_number and float(np.reshape(value, ())) == self._rows
 
     def _inherited(self, op: Any) -> dict[Hashable, Denominator]:
         return by_kind(
@@ -294,12 +285,12 @@ class StepReading(PartsReading):
         if id(other) in self._of_weights:
             return None
         if op.type == "Maximum":
-            value = value_of(other)
-            if value is None or np.size(value) != 1:
+            least = number_of(other)
+            if least is None:
                 return MIXED
             if self.kind_of(total) == COUNT and not self.binds(op):
                 return None
-            self._base[id(op.outputs[0])] = (total, None, max(0.0, float(np.reshape(value, ()))))
+            self._base[id(op.outputs[0])] = (total, None, max(0.0, least))
             return _BOUND
         if not total.dtype.is_floating:
             return None
@@ -356,7 +347,7 @@ class StepReading(PartsReading):
             return self._kept(op, denominators, kinds)
         if op.type == "Mul" and set(kinds) <= {*_REDUCED, SHARED, COUNT, _SCALE}:
             return self._product(op, kinds, denominators)
-        if op.type in ("RealDiv", "DivNoNan", "Div"):
+        if op.type in DIVISIONS:
             return self._quotient(op, kinds, denominators)
         return MIXED
 
@@ -433,12 +424,11 @@ class StepReading(PartsReading):
 
     def _is_number(self, total: Any, divisor: Any) -> bool:
         """Return whether a constant is the number of samples, or of what was summed."""
-        value = value_of(divisor)
-        if self._rows is None or value is None or np.size(value) != 1:
+        if self._rows is None:
             return False
         numbers = [self._rows]
         while total.op.type != "Sum" and SUM in map(self.kind_of, total.op.inputs):
             total = next(t for t in total.op.inputs if self.kind_of(t) == SUM)
         if total.op.type == "Sum":
             numbers.append(total.op.inputs[0].shape.num_elements() or self._rows)
-        return float(np.reshape(value, ())) in numbers
+        return number_of(divisor) in numbers
