@@ -21,12 +21,14 @@ public documentation. `tests/test_split_calls.py`.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.common import global_state
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from keras.src.backend.tensorflow.trainer import reduce_per_replica
@@ -63,6 +65,23 @@ def training_of_call(layer: Any) -> Any:
     if hasattr(context, "get_value"):
         return context.get_value("training")
     return context.training
+
+
+@contextlib.contextmanager
+def keeping_call_context() -> Iterator[None]:
+    """Let the context of the call that runs here outlast another call of the same layer.
+
+    With the call that has begun it, Keras ends the context. Every layer that is called without one
+    begins its own, and forgets the losses that it has added.
+    """
+    context = global_state.get_global_attribute(_CALL_CONTEXT)
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute(_CALL_CONTEXT, context)
+
+
+_CALL_CONTEXT = "current_call_ctx"
 
 
 def is_rematerialized(layer: Any) -> bool:
