@@ -150,8 +150,11 @@ def strategy_of_optimizer(optimizer: Any) -> Any:
 
 
 def variables_to_train(optimizer: Any) -> Any:
-    """Return the variables that an optimizer was built for."""
-    return optimizer._trainable_variables
+    """Return the variables that an optimizer was built for.
+
+    Up to Keras 3.11 a LossScaleOptimizer does not know them, and the one inside of it does.
+    """
+    return getattr(optimizer, "inner_optimizer", optimizer)._trainable_variables
 
 
 def num_updates(optimizer: Any) -> Any:
