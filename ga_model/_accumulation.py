@@ -19,7 +19,7 @@ from ga_model.batch._window import Counter, Window
 from ga_model.graphs._microbatch import Batch
 from ga_model.hearing._attributes import watch_attributes
 from ga_model.hearing._models import computes_loss_as_keras, optimizers_in
-from ga_model.reading._loss_reading import DoesNotAddUpError
+from ga_model.reading._loss_reading import DoesNotAddUpError, kind_of_function
 from ga_model.replicas import _strategy
 from ga_model.sums._gradient_noise import GradientNoise
 
@@ -61,6 +61,7 @@ class Accumulation:
         self._has_ended_epoch = False
         self._most_rows: Any = None  # variable, of a batch that may be more than a microbatch
         self.warnings: set[str] = set()
+        self._kinds: dict[int, tuple[Any, str | None]] = {}  # of activity regularizers
 
     # What is set.
 
@@ -114,6 +115,17 @@ class Accumulation:
     def measured_noise(self) -> GradientNoise | None:
         """What measures the noise of gradients in the present `fit`, or None."""
         return None if self.noise.asked_by is None else self.noise
+
+    def kind_of_activities(self, regularizer: Any, output: Any) -> str | None:
+        """Return whether a regularizer gives a "sum" or a "mean" over samples, read once, or None.
+
+        Args:
+            regularizer: what a layer has as its `activity_regularizer`.
+            output: what it is called with.
+        """
+        if id(regularizer) not in self._kinds:
+            self._kinds[id(regularizer)] = regularizer, kind_of_function(regularizer, output)
+        return self._kinds[id(regularizer)][1]
 
     def is_to_read_writes(self) -> bool:
         """Return whether it is to be found out what a step writes to: eagerly, of the first one."""

@@ -16,7 +16,7 @@ from ga_model._settings import NAMES, UNCHANGED, Settings, passed
 from ga_model._subclasses import Trainer, accumulated, prepare
 from ga_model._train_function import switching
 from ga_model.base import _messages, _validate
-from ga_model.base._internals import is_sum_of_activities, layers_in
+from ga_model.base._internals import layers_in
 from ga_model.base._names import check_names, showing
 from ga_model.hearing._attributes import CompiledLossAttribute, RecordedAttribute
 from ga_model.hearing._models import optimizers_in
@@ -339,7 +339,7 @@ class AccumulatingModel(_Base):
     def _aggregate_additional_loss(self, loss: Any) -> Any:
         total = super()._aggregate_additional_loss(loss)
         if (recording := current_recording(self)) is not None:
-            is_sum = len(loss.shape) > 0 or is_sum_of_activities(self, loss)
+            is_sum = recording.losses.is_sum(loss)
             total = _strategy.exactly_scaled(total, is_sum)
             recording.losses.note_additional(total, is_sum)
         return total

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras import layers
+from keras import layers, ops
 from own_steps import OwnStep, VAEThatAddsARoot, mlp, normal, variables_of
 
 
@@ -749,11 +749,33 @@ class InALoop(InABranch):
         return tf.map_fn(lambda row: self.net(row[None])[0], x)
 
 
+class AddsItsSquares(layers.Layer):
+    def build(self, shape):
+        self.dense = built(layers.Dense(4, "tanh"), shape)
+
+    def call(self, x):
+        x = self.dense(x)
+        self.add_loss(0.3 * ops.mean(ops.square(x)))
+        return x
+
+
+class LossesOfTwoCalls(layers.Layer):
+    """Calls a layer twice that adds a loss, and compares samples."""
+
+    def build(self, shape):
+        self.part = built(AddsItsSquares(), shape)
+
+    def call(self, x):
+        x = self.part(self.part(x))
+        return x - ops.mean(x, 0)
+
+
 # name: (model, what the warning says)
 TokensAsRows = with_layer(layer_of(lambda x: tf.reshape(x, (-1, 2))))
 
 WHOLE = {
     "scores in a model": (ScoresInside, "depend on other samples"),
+    "losses of two calls": (with_layer(LossesOfTwoCalls), "depend on other samples"),
     "scalar": (with_layer(layer_of(tf.reduce_mean)), r"shape \(\)"),
     "every other row": (with_layer(layer_of(lambda x: x[::2])), "depend on"),
     "twice the rows": (with_layer(layer_of(lambda x: tf.concat([x, -x], 0))), "depend on"),

@@ -5,7 +5,16 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from conftest import set_dtype
-from helpers import dense_data, dense_model, in_the_sweep, num_updates, relative_difference, seeded
+from helpers import (
+    TOLERANCE,
+    dense_data,
+    dense_model,
+    difference_of_fits,
+    in_the_sweep,
+    num_updates,
+    relative_difference,
+    seeded,
+)
 from zoo import ZOO
 
 from ga_model import accumulate
@@ -115,3 +124,30 @@ def test_float32_rounds_as_plain_keras_with_the_rows_in_another_order(
     found = relative_difference(trained(in_order, rows, **settings)[0], expected, start)
     record_property("over_that_of_another_order", float(found / max(permuted)))
     assert found <= 2 * max(permuted)
+
+
+class AppliesGradientsAlone(keras.Sequential):
+    """Leaves it to the optimizer which variables the gradients are of."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
+            scaled = self.optimizer.scale_loss(loss)
+        self.optimizer.apply(tape.gradient(scaled, self.trainable_variables))
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("settings", [{"steps": 2}, {"steps": 1, "size": 3}], ids=str)
+def test_a_loss_scale_optimizer_knows_its_variables(settings):
+    def optimizer():
+        return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=8.0)
+
+    difference = difference_of_fits(
+        lambda: AppliesGradientsAlone([keras.Input((4,)), *dense_model().layers]),
+        lambda: {"optimizer": optimizer(), "loss": None},
+        dense_data(24),
+        rows=6,
+        **settings,
+    )
+    assert difference <= TOLERANCE["float32"]

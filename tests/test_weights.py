@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 from helpers import (
     TOLERANCE,
+    MeanOfSquares,
     averages_activities,
     dense_data,
     dense_model,
@@ -198,6 +199,67 @@ def test_activity_regularizers_match_as_keras_adds_them(reduction, way, float64)
         difference = difference_of_fits(
             with_activity_regularizer,
             lambda: {"optimizer": keras.optimizers.SGD(0.01), "loss": loss, **way},
+            dense_data(24),
+            rows=4,
+            steps=3,
+        )
+    assert difference <= TOLERANCE[float64]
+
+
+class Regularized(keras.layers.Layer):
+    """Has a regularizer, and gives as many outputs as are asked for."""
+
+    def __init__(self, regularizer, outputs=1):
+        super().__init__(activity_regularizer=regularizer)
+        self.parts = [keras.layers.Dense(4, "tanh") for _ in range(outputs)]
+
+    def build(self, shape):
+        for part in self.parts:
+            part.build(shape)
+
+    def call(self, x):
+        outputs = [part(x) for part in self.parts]
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    def compute_output_shape(self, shape):
+        shapes = [part.compute_output_shape(shape) for part in self.parts]
+        return shapes[0] if len(shapes) == 1 else shapes
+
+
+def called_twice(inputs):
+    layer = Regularized("l2")
+    return layer(layer(inputs))
+
+
+def of_a_function(inputs):
+    def regularizer(x):
+        return 0.1 * keras.ops.sum(keras.ops.power(x, 4))
+
+    return Regularized(regularizer)(inputs)
+
+
+ACTIVITIES = {
+    "two calls": called_twice,
+    "two outputs": lambda x: keras.layers.multiply(Regularized("l2", outputs=2)(x)),
+    "a function": of_a_function,
+    "a mean": lambda x: Regularized(MeanOfSquares(0.1))(x),
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("way", [{}, {"run_eagerly": True}], ids=["graph", "eager"])
+@pytest.mark.parametrize("name", ACTIVITIES)
+def test_activities_of_layers_of_ones_own_match_as_keras_adds_them(name, way, float64):
+    def make():
+        inputs = keras.Input((4,))
+        return keras.Model(inputs, keras.layers.Dense(2)(ACTIVITIES[name](inputs)))
+
+    is_alike = averages_activities() or name == "a mean"
+    told = pytest.warns(UserWarning, match="cannot serve all terms of this loss")
+    with contextlib.nullcontext() if is_alike else told:
+        difference = difference_of_fits(
+            make,
+            lambda: {"optimizer": keras.optimizers.SGD(0.01), "loss": "mse", **way},
             dense_data(24),
             rows=4,
             steps=3,

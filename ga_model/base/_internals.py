@@ -21,12 +21,14 @@ public documentation. `tests/test_split_calls.py`.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.common import global_state
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from keras.src.backend.tensorflow.trainer import reduce_per_replica
@@ -63,6 +65,23 @@ def training_of_call(layer: Any) -> Any:
     if hasattr(context, "get_value"):
         return context.get_value("training")
     return context.training
+
+
+@contextlib.contextmanager
+def keeping_call_context() -> Iterator[None]:
+    """Let the context of the call that runs here outlast another call of the same layer.
+
+    With the call that has begun it, Keras ends the context. Every layer that is called without one
+    begins its own, and forgets the losses that it has added.
+    """
+    context = global_state.get_global_attribute(_CALL_CONTEXT)
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute(_CALL_CONTEXT, context)
+
+
+_CALL_CONTEXT = "current_call_ctx"
 
 
 def is_rematerialized(layer: Any) -> bool:
@@ -131,8 +150,11 @@ def strategy_of_optimizer(optimizer: Any) -> Any:
 
 
 def variables_to_train(optimizer: Any) -> Any:
-    """Return the variables that an optimizer was built for."""
-    return optimizer._trainable_variables
+    """Return the variables that an optimizer was built for.
+
+    Up to Keras 3.11 a LossScaleOptimizer does not know them, and the one inside of it does.
+    """
+    return getattr(optimizer, "inner_optimizer", optimizer)._trainable_variables
 
 
 def num_updates(optimizer: Any) -> Any:
@@ -177,11 +199,47 @@ def is_sum_of_activities(model: Any, loss: Any) -> bool:
     if _RELEASE > (3, 13):
         return False
     for layer in layers_in(model):
-        if isinstance(layer.activity_regularizer, _SUMS_OF_ACTIVITIES):
+        if adds_up_activities(layer.activity_regularizer):
             is_of_keras = type(layer).__module__.startswith("keras.")
             if is_in(loss, layer._losses if is_of_keras else layer._losses[-1:]):
                 return True
     return False
+
+
+def adds_up_activities(regularizer: Any) -> bool:
+    """Return whether an activity regularizer is one of Keras's that are sums over samples."""
+    return isinstance(regularizer, _SUMS_OF_ACTIVITIES)
+
+
+@contextlib.contextmanager
+def noting_activities(model: Any) -> Iterator[list[tuple[Any, Any, Any]]]:
+    """Note in a block what activity regularizers give that Keras adds to the loss as it is.
+
+    It does so up to Keras 3.13. Of a layer's losses, nothing else tells which are its regularizer's
+    where there is no graph. The block must be the only one that notes.
+
+    Yields:
+        A list that gets each regularizer, what it was called with, and what it gave.
+    """
+    noted: list[tuple[Any, Any, Any]] = []
+
+    def noting(regularizer: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def regularize(output: Any) -> Any:
+            noted.append((regularizer, output, regularizer(output)))
+            return noted[-1][-1]
+
+        return regularize
+
+    layers = [] if _RELEASE > (3, 13) else layers_in(model)
+    before = [(layer, layer.activity_regularizer) for layer in layers]
+    before = [(layer, regularizer) for layer, regularizer in before if regularizer is not None]
+    for layer, regularizer in before:
+        vars(layer)["activity_regularizer"] = noting(regularizer)
+    try:
+        yield noted
+    finally:
+        for layer, regularizer in before:
+            vars(layer)["activity_regularizer"] = regularizer
 
 
 _SUMS_OF_ACTIVITIES = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)

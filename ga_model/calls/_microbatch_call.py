@@ -10,7 +10,15 @@ import keras
 import tensorflow as tf
 
 from ga_model.base._context import ThreadValue
-from ga_model.base._internals import NOT_INLINED, is_built, logits_of, mask_of, set_logits, set_mask
+from ga_model.base._internals import (
+    NOT_INLINED,
+    is_built,
+    keeping_call_context,
+    logits_of,
+    mask_of,
+    set_logits,
+    set_mask,
+)
 from ga_model.calls._call_arguments import Arguments
 from ga_model.calls._call_state import PythonState
 from ga_model.graphs import _lists
@@ -82,7 +90,7 @@ class MicrobatchCall:
         shared = self.arguments.shared if shared is None else shared
         args, kwargs = self.arguments.packed(inputs, shared)
         self.state.put_back()
-        with unrecorded(), inside_of_call.set(True):
+        with unrecorded(), inside_of_call.set(True), keeping_call_context():
             # Keras's own, where `__call__` is the user's: that one runs once, around all samples.
             call = functools.partial(keras.layers.Layer.__call__, self.layer, *args, **kwargs)
             return _Context()(function=call, training=self.training)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from ga_model.base._context import graph_being_made
-from ga_model.base._internals import loss_tracker, takes_training
+from ga_model.base._internals import (
+    adds_up_activities,
+    is_sum_of_activities,
+    loss_tracker,
+    noting_activities,
+    takes_training,
+)
 from ga_model.hearing import _logs, _messages, _weights
 from ga_model.hearing._models import computes_loss_as_keras, unpack, unrecorded
 from ga_model.hearing._observed_loss import observed
@@ -88,6 +95,7 @@ class StepLosses:
         self._observed: Any = None
         self._compares_samples: bool | None = None
         self._additional: list[tuple[Any, bool]] = []
+        self._activities: list[tuple[Any, Any, Any]] | None = None  # if they are noted
         self._known_terms: tuple[tuple[int, int], _weights.LossTerms] | None = None
         self.row_counts: list[Any] = []
         # Whether this may be one of several microbatches, and it is not proved that they add up.
@@ -173,6 +181,33 @@ class StepLosses:
         self._terms.append(term)
         if self.reads_step:
             self.heard.note(term.raw, Denominator(term.kind, term.weight))
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Note in a block what activity regularizers give, where no graph tells and it is needed.
+
+        Threads of replicas would take one another's regularizers for those of the layers.
+        """
+        if self.graph is not None or self._position.is_update or _strategy.num_replicas() > 1:
+            yield
+            return
+        with noting_activities(self._model) as self._activities:
+            yield
+
+    def is_sum(self, loss: Any) -> bool:
+        """Return whether a loss that a layer added is a sum over samples, as far as is known now.
+
+        A scalar in a graph is read when all are known.
+        """
+        if len(loss.shape) > 0:
+            return True
+        if self._activities is None:
+            return is_sum_of_activities(self._model, loss)
+        for regularizer, output, value in self._activities:
+            if value is loss:
+                kind = self._model._accumulation.kind_of_activities
+                return adds_up_activities(regularizer) or kind(regularizer, output) == "sum"
+        return False
 
     def note_additional(self, value: Any, is_sum: bool) -> None:
         """Note a loss that a layer or a regularizer added to the total."""

@@ -282,9 +282,10 @@ def record(
     recording = Recording(model, data, position, is_trial)
     with recording_of_thread.set(recording), left_out.set([]):
         with (
+            recording.losses.listening(),
             heard(recording.losses.heard.listen)
             if recording.losses.reads_step
-            else contextlib.nullcontext()
+            else contextlib.nullcontext(),
         ):
             yield recording
         recording.check_complete()

@@ -122,6 +122,22 @@ def kind_of_scalar(tensor: Any) -> str | None:
     return {MEAN: "mean", SUM: "sum"}.get(kind or "")
 
 
+def kind_of_function(function: Callable[[Any], Any], values: Any) -> str | None:
+    """Return what `kind_of_scalar` does of what a function gives for values.
+
+    Args:
+        function: takes a tensor with an entry of axis 0 for each sample, and returns a scalar.
+        values: such a tensor.
+    """
+    spec = tf.TensorSpec([None, *values.shape[1:]], values.dtype)
+    try:
+        with keras.StatelessScope():
+            graph = tf.function(function, autograph=False).get_concrete_function(spec).graph
+        return kind_of_scalar(graph.outputs[0])
+    except Exception:  # of the user's code, called in a way that it may not know
+        return None
+
+
 def mixes_samples(tensors: list[Any], layer: Any) -> bool:
     """Return whether one of the tensors is known to have entries that follow from several samples.
 
