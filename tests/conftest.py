@@ -36,7 +36,8 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by markers
 def pytest_collection_modifyitems(config, items):
-    """Leave to the gate all but the first case of each test that is for every run."""
+    """Leave to the gate all but the first case of each test for every run. The heart comes first."""
+    items.sort(key=lambda item: "equivalence" not in item.path.parts)
     seen = set()
     for item in items:
         if not any(item.get_closest_marker(name) for name in ("gate", "sweep", "deep")):

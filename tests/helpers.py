@@ -9,14 +9,19 @@ References are trained by plain Keras in the same process on the same rows in th
 
 import contextlib
 import functools
+import re
+from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from hypothesis import HealthCheck, settings
 from keras.src.backend.common import global_state
 
 from ga_model import accumulate
+
+ROOT = Path(__file__).parent.parent
 
 # The promise: see "What is exact" in the README.
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
@@ -208,3 +213,31 @@ def dense_data(rows, features=4, outputs=2, seed=3):
     x = generator.normal(size=(rows, features)).astype(dtype)
     y = generator.normal(size=(rows, outputs)).astype(dtype)
     return x, y
+
+
+LOGS = 1e-6  # relative, as in the README
+
+
+def assert_equal_logs(model, reference, rtol=LOGS):
+    """Compare what the last `fit` of each has logged."""
+    logs, expected = model.history.history, reference.history.history
+    assert logs.keys() == expected.keys()
+    for name, values in logs.items():
+        np.testing.assert_allclose(values, expected[name], rtol=rtol, err_msg=name)
+
+
+def examples(number, is_deep=False):
+    """Let hypothesis draw so many examples, and others every time if it is to search deeply."""
+    return settings(
+        max_examples=number,
+        derandomize=not is_deep,
+        print_blob=is_deep,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+def python_blocks(text):
+    """Return the fenced blocks of Python in a page."""
+    return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)

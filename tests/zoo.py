@@ -151,3 +151,17 @@ OPTIMIZERS = {
     "rmsprop": lambda: keras.optimizers.RMSprop(0.01),
     "lion": lambda: keras.optimizers.Lion(0.01),
 }
+
+
+def float8():
+    # Without biases, whose gradients Keras sums up in bfloat16.
+    model = keras.Sequential(
+        [
+            keras.Input((4,)),
+            keras.layers.Dense(6, activation="tanh", use_bias=False),
+            keras.layers.Dense(2, use_bias=False),
+        ]
+    )
+    for layer in model.layers:
+        layer.quantize("float8")
+    return model

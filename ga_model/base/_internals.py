@@ -1,7 +1,7 @@
 """Names that Keras and TensorFlow keep private, each behind a function that says what it is for.
 
 A release that renames one of them breaks this module and no other. Read in Keras 3.8.0 to 3.15.1
-and TensorFlow 2.18 to 2.21. `tests/test_internals.py` finds private names anywhere else.
+and TensorFlow 2.18 to 2.21. `tests/base/test_internals.py` finds private names anywhere else.
 
 What releases do differently stands here, too: one function for each difference, which names the
 last release that has it.
@@ -9,14 +9,14 @@ last release that has it.
 These stand where they are overridden, in `_model`:
 
 * `Trainer._compile_loss` and `Trainer._loss_tracker` are descriptors of the model class, which
-  answer with stand-ins while a step is recorded. `tests/test_weights.py`.
+  answer with stand-ins while a step is recorded. `tests/equivalence/test_weights.py`.
 * `Trainer._aggregate_additional_loss` is the one place where the losses that layers add meet.
-  `tests/test_weights.py`.
+  `tests/equivalence/test_weights.py`.
 * `Trainer._maybe_symbolic_build` and `Trainer._make_function` are what Keras does with several
-  replicas before and after a step. `tests/test_strategy.py`, `tests/test_workers.py`.
+  replicas before and after a step. `tests/replicas/test_strategy.py`, `tests/replicas/test_workers.py`.
 
 `_call_state.NotingScope` overrides `StatelessScope.add_update`, which has a public name and no
-public documentation. `tests/test_split_calls.py`.
+public documentation. `tests/calls/test_split_calls.py`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from ga_model.batch._randomness import Randomness
 from ga_model.tools._table import aligned
 
 # The relative difference that counts as equal where rounding does not make a larger one. Of the
-# models in tests/test_check.py those that decompose come to 2.9e-5 at most in float32.
+# models in tests/check/test_check.py those that decompose come to 2.9e-5 at most in float32.
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
 _TOLERANCE_OF_OTHERS = 1e-2  # float16, bfloat16
 

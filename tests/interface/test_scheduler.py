@@ -8,8 +8,8 @@ import csv
 import keras
 import pytest
 import tensorflow as tf
+from counting import make
 from helpers import TOLERANCE, assert_changed, dense_data, dense_model, relative_difference, seeded
-from test_traces import make
 
 from ga_model import AccumulationScheduler, accumulate
 

@@ -1,6 +1,6 @@
 """The notebooks run without error, and are committed as they ran.
 
-`python tests/test_notebooks.py notebooks/NAME.ipynb` runs one again and writes it.
+`python tests/documents/test_notebooks.py notebooks/NAME.ipynb` runs one again and writes it.
 """
 
 import sys
@@ -11,7 +11,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 assert NOTEBOOKS
 
 pytestmark = pytest.mark.gate

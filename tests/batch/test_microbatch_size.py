@@ -20,8 +20,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from conftest import set_dtype
+from counting import Counting
 from helpers import (
     TOLERANCE,
+    assert_equal_logs,
     dense_data,
     dense_model,
     fit_pair,
@@ -30,14 +32,16 @@ from helpers import (
     relative_difference,
     seeded,
 )
-from test_traces import Counting
-from test_weights import (
+from reductions import (
     DIFFERENT_REDUCTIONS,
     REDUCTIONS,
+    UNLIKE,
     compile_with,
     masked_sequence_model,
     sample_weights,
     sequence_model,
+    two_masked_data,
+    two_masked_outputs,
 )
 from zoo import OPTIMIZERS, ZOO, embedding, embedding_data, masked_data, masked_recurrent
 
@@ -45,15 +49,6 @@ from ga_model import AccumulatingModel, accumulate
 from ga_model.bench import _bench
 from ga_model.bench._bench_cases import CASES, random_numbers
 from ga_model.tools._process import in_own_process
-
-LOGS = 1e-6  # relative, as in the README
-
-
-def assert_equal_logs(model, reference, rtol=LOGS):
-    logs, expected = model.history.history, reference.history.history
-    assert logs.keys() == expected.keys()
-    for name, values in logs.items():
-        np.testing.assert_allclose(values, expected[name], rtol=rtol, err_msg=name)
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning:keras")
@@ -173,72 +168,6 @@ def test_a_batch_without_weight_makes_the_update_that_plain_keras_makes(way, flo
 
 
 # Terms that one weight per microbatch cannot serve.
-
-
-def two_masked_outputs():
-    """Each output has the mask of its own input."""
-    a, b = keras.Input((5, 3)), keras.Input((5, 3))
-    masking = keras.layers.Masking()
-    hidden = keras.layers.Dense(4, activation="tanh")
-    outputs = [keras.layers.Dense(2, name=n)(hidden(masking(i))) for n, i in (("a", a), ("b", b))]
-    return keras.Model([a, b], outputs)
-
-
-def two_masked_data(rows):
-    (a, y), (b, _) = masked_data(rows), masked_data(rows)
-    return [a, b[::-1].copy()], [y, y[::-1].copy()]
-
-
-def masked_with_activity_regularizer():
-    layers = keras.layers
-    return keras.Sequential(
-        [
-            keras.Input((5, 3)),
-            layers.Masking(),
-            layers.Dense(4, activation="tanh", activity_regularizer=keras.regularizers.L2(0.3)),
-            layers.Dense(2, kernel_regularizer=keras.regularizers.L2(0.1)),
-        ]
-    )
-
-
-def two_sequences():
-    inputs = keras.Input((5, 3))
-    hidden = keras.layers.Dense(4, activation="tanh")(inputs)
-    return keras.Model(inputs, [keras.layers.Dense(2, name=name)(hidden) for name in "ab"])
-
-
-def mixed(*reductions):
-    return lambda: {
-        "optimizer": keras.optimizers.SGD(0.005, momentum=0.9),
-        "loss": [keras.losses.MeanSquaredError(reduction=reduction) for reduction in reductions],
-        "loss_weights": [0.7, 1.9],
-    }
-
-
-def weighted_data(rows, kinds):
-    x, y = masked_data(rows)
-    generator = np.random.default_rng(9)
-    weights = [generator.uniform(0.1, 3.0, size=(rows, kind)) for kind in kinds]
-    return x, [y, -y], weights
-
-
-def nothing_in_the_first_part(rows):
-    x, y, weights = weighted_data(rows, (1, 5))
-    weights[0][::12], weights[0][1::12] = 0.0, 0.0
-    for start in range(0, rows, 12):
-        weights[0][start : start + 5] = 0.0
-    return x, y, weights
-
-
-mean = "mean_with_sample_weight"
-UNLIKE = {
-    "two masks": (two_masked_outputs, mixed("mean", "mean"), two_masked_data),
-    "two masks, sum": (two_masked_outputs, mixed("mean", "sum"), two_masked_data),
-    "mask and activity": (masked_with_activity_regularizer, compile_with("mean"), masked_data),
-    "mean and sum": (two_sequences, mixed("mean", "sum"), lambda n: weighted_data(n, (1, 1))),
-    "two sample weights": (two_sequences, mixed(mean, mean), lambda n: weighted_data(n, (1, 5))),
-    "a part that one leaves out": (two_sequences, mixed(mean, mean), nothing_in_the_first_part),
-}
 
 
 @pytest.mark.parametrize("way", ["graph", "jit", "eager"])

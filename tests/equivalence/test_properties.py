@@ -12,8 +12,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import TOLERANCE, MeanOfSquares, difference_of_fits
-from hypothesis import HealthCheck, event, given, settings
+from helpers import TOLERANCE, MeanOfSquares, difference_of_fits, examples
+from hypothesis import event, given
 from hypothesis import strategies as st
 from keras import layers, losses, optimizers
 
@@ -200,17 +200,6 @@ def check(training, **compile_args):
     event(f"{'several batches' if training.steps > 1 else 'one batch'}, exact: {is_exact}")
     assert is_exact or not training.is_sure_to_be_exact()
     assert difference <= TOLERANCE["float64"] or not is_exact
-
-
-def examples(number, is_deep=False):
-    return settings(
-        max_examples=number,
-        derandomize=not is_deep,
-        print_blob=is_deep,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
 
 
 @pytest.mark.parametrize(

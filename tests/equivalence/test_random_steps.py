@@ -10,13 +10,12 @@ from typing import Any
 import keras
 import pytest
 import tensorflow as tf
-from helpers import TOLERANCE, MeanOfSquares
+from helpers import TOLERANCE, MeanOfSquares, examples
 from hypothesis import event, given
 from hypothesis import strategies as st
 from keras import layers
 from own_steps import OwnStep, contrastive, mlp, normal, variables_of
 from own_training import assert_same, difference, train
-from test_properties import examples
 
 FEATURES, OUTPUTS = 6, 3
 

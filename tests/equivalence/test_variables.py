@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 from helpers import TOLERANCE, dense_data, dense_model, fit_pair, relative_difference, seeded
+from zoo import float8
 
 from ga_model import accumulate
 
@@ -72,20 +73,6 @@ def test_low_rank_and_int8_layers_match_the_whole_batch(make, make_data):
     model, reference, start = fit_pair(make, arguments, make_data(34), **WAYS["both"])
     difference = relative_difference(model.get_weights(), reference.get_weights(), start)
     assert difference <= TOLERANCE["float32"]
-
-
-def float8():
-    # Without biases, whose gradients Keras sums up in bfloat16.
-    model = keras.Sequential(
-        [
-            keras.Input((4,)),
-            keras.layers.Dense(6, activation="tanh", use_bias=False),
-            keras.layers.Dense(2, use_bias=False),
-        ]
-    )
-    for layer in model.layers:
-        layer.quantize("float8")
-    return model
 
 
 def test_float8_layers_remember_a_batch_without_weight_as_plain_keras_does():

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from counting import Counting
 from helpers import (
     TOLERANCE,
     dense_data,
@@ -22,11 +23,9 @@ from helpers import (
     relative_difference,
     seeded,
 )
-from test_microbatch_size import UNLIKE
-from test_microbatch_size import assert_equal_logs as assert_logs_match
-from test_traces import Counting
-from test_variables import float8
-from zoo import ZOO, masked_data, masked_recurrent
+from helpers import assert_equal_logs as assert_logs_match
+from reductions import UNLIKE
+from zoo import ZOO, float8, masked_data, masked_recurrent
 
 from ga_model import GradientAccumulator, accumulate
 

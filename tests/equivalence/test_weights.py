@@ -19,49 +19,18 @@ from helpers import (
     relative_difference,
     seeded,
 )
+from reductions import (
+    DIFFERENT_REDUCTIONS,
+    REDUCTIONS,
+    compile_with,
+    masked_sequence_model,
+    sample_weights,
+    sequence_model,
+)
 from zoo import masked_data, masked_recurrent, regularized, two_outputs, two_outputs_data
 
 from ga_model import AccumulatingModel, accumulate
 from ga_model.base._internals import added_to_valid_entries
-
-REDUCTIONS = ["sum_over_batch_size", "mean", "mean_with_sample_weight", "sum"]
-DIFFERENT_REDUCTIONS = [name for name in REDUCTIONS if name != "mean"]  # the first one's other name
-
-
-def sequence_model():
-    return keras.Sequential(
-        [
-            keras.Input((5, 3)),
-            keras.layers.Dense(4, activation="tanh"),
-            keras.layers.Dense(2),
-        ]
-    )
-
-
-def masked_sequence_model():
-    return keras.Sequential([keras.Input((5, 3)), keras.layers.Masking(), *sequence_model().layers])
-
-
-def sample_weights(kind, rows):
-    generator = np.random.default_rng(5)
-    if kind == "none":
-        return ()
-    shape = {"rows": (rows, 1), "positions": (rows, 5), "zeros": (rows, 1)}[kind]
-    weights = generator.uniform(0.1, 3.0, size=shape).astype(keras.config.floatx())
-    if kind == "zeros":
-        weights[: rows // 3] = 0.0  # a whole microbatch that counts nothing, and more
-    return (weights,)
-
-
-def compile_with(reduction, **kwargs):
-    def arguments():
-        return {
-            "optimizer": keras.optimizers.SGD(0.001 if reduction == "sum" else 0.05, momentum=0.9),
-            "loss": keras.losses.MeanSquaredError(reduction=reduction),
-            **kwargs,
-        }
-
-    return arguments
 
 
 @pytest.mark.parametrize("kind", ["none", "rows", "positions", "zeros"])

@@ -11,11 +11,10 @@ from pathlib import Path
 import keras
 import pytest
 import tensorflow as tf
-from helpers import dense_data
+from helpers import ROOT, dense_data, python_blocks
 
 import ga_model
 
-ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text()
 PAGES = sorted(
@@ -23,10 +22,6 @@ PAGES = sorted(
     for page in DOCS.rglob("*.md")
     if not {"_build", "notebooks"} & set(page.parts)
 )
-
-
-def python_blocks(text):
-    return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
 
 
 def run(tmp_path, blocks, names=None):
@@ -111,6 +106,7 @@ def test_the_docstrings_examples_run(name, tmp_path, capsys):
 
 
 def test_every_line_of_what_keeps_working_names_tests_that_are_there():
+    files = {path.name: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
     section = (DOCS / "reference/tested.md").read_text().split("## What keeps working")[1]
     lines = [line for line in section.splitlines() if line.startswith("| ")][1:]
     assert len(lines) > 15
@@ -118,7 +114,7 @@ def test_every_line_of_what_keeps_working_names_tests_that_are_there():
         named = re.findall(r"`(\w+\.py)::(\w+)`", line)
         assert named, line
         for file, name in named:
-            assert f"\ndef {name}(" in (Path(__file__).parent / file).read_text(), name
+            assert f"\ndef {name}(" in files[file], name
 
 
 def test_every_limit_says_what_to_do():

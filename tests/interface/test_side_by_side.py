@@ -155,7 +155,7 @@ def test_a_model_trains_in_a_spawned_process(float64):
 
 FORK = """
 import sys
-sys.path.insert(0, "tests")
+sys.path[:0] = "tests", "tests/interface"
 import test_side_by_side as tests
 difference = tests.difference_in_a_process("fork", {"accumulation_steps": 3})
 assert difference <= tests.TOLERANCE["float64"], difference

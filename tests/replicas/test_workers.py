@@ -19,13 +19,14 @@ import pytest
 import tensorflow as tf
 import worker
 from helpers import (
+    ROOT,
     dense_data,
     dense_model,
     metrics_of_replicas_add_up,
+    python_blocks,
     relative_difference,
     seeded,
 )
-from test_docs import DOCS, python_blocks
 
 SECONDS = 240  # within which a cluster has to end
 
@@ -182,7 +183,7 @@ def test_a_worker_that_dies_is_reported_and_a_restart_goes_on(data, tmp_path):
 
 
 def test_the_documents_script_runs_on_two_devices_and_as_two_processes(tmp_path):
-    page = (DOCS / "guides/distributed.md").read_text()
+    page = (ROOT / "docs/guides/distributed.md").read_text()
     (script,) = python_blocks(page)
     (commands,) = re.findall(r"```sh\n(.*?)```", page, flags=re.DOTALL)
     (tmp_path / "several.py").write_text(script)

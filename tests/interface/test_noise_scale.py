@@ -13,8 +13,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from counting import make as make_counting
 from helpers import assert_changed, dense_data, dense_model, scope, seeded
-from test_traces import make as make_counting
 
 from ga_model import (
     AccumulatingModel,
