@@ -36,7 +36,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by markers
 def pytest_collection_modifyitems(config, items):
-    """Leave to the gate all but the first case of each test for every run. The heart comes first."""
+    """Leave to the gate all cases but the first of each test. The heart comes first."""
     items.sort(key=lambda item: "equivalence" not in item.path.parts)
     seen = set()
     for item in items:
