@@ -82,7 +82,7 @@ class Accumulation:
 
     @property
     def size(self) -> Any:
-        """Rows per microbatch, or None: for the full batch, and for a size still to be found."""
+        """Samples per microbatch, or None: for the full batch, and for a size still to be found."""
         return self.automatic_size.size if self.is_automatic else self.settings.microbatch_size
 
     # What follows for the next batch.

@@ -33,8 +33,8 @@ class AccumulatingModel(_Base):
     """Mixin for Keras models: the updates of a full batch with the memory of a small one.
 
     Stand it left of the model class. Its settings are arguments of `compile`; everything else
-    stays as it is. With `microbatch_size=rows` every batch of `fit` goes through the model that
-    many rows at a time. With `accumulation_steps=K` K batches make one update. Either way the
+    stays as it is. With `microbatch_size=N` every batch of `fit` goes through the model N
+    samples at a time. With `accumulation_steps=K` K batches make one update. Either way the
     gradients of a *window* of microbatches are summed with the weights that the compiled loss gives
     them, and the optimizer is applied once to their mean. Weights and optimizer state are then
     those of plain Keras on the whole window: learning-rate schedules, weight decay, clipping,
@@ -50,14 +50,13 @@ class AccumulatingModel(_Base):
     over `train_on_batch` call `close_window` where an epoch ends.
 
     Not equal to the full batch: BatchNormalization in training mode, which sees a microbatch at a
-    time; dropout, which draws other masks. With `accumulation_steps`, losses that compare rows of
-    several batches; and of a `train_step` with several optimizers all
-    gradients are those at the window's starting weights, and what it does to gradients itself, such
-    as clipping, it does to those of a batch. What is to happen once per update belongs into
-    `on_update`.
+    time; dropout, which draws other masks. With `accumulation_steps`, losses that compare samples
+    of several batches; and of a `train_step` with several optimizers all gradients are those at the
+    window's starting weights, and what it does to gradients itself, such as clipping, it does to
+    those of a batch. What is to happen once per update belongs into `on_update`.
 
     A third setting, `loss_over`, says whether the loss of a batch that is split is put together
-    from those of its microbatches, or sees all rows at once.
+    from those of its microbatches, or sees all samples at once.
 
     A fourth, `skip_nonfinite=True`, leaves out microbatches with NaN or Inf in a gradient;
     `num_skipped_microbatches` counts them.
@@ -81,7 +80,7 @@ class AccumulatingModel(_Base):
 
     model = Net()
     model.compile("adam", "mse", microbatch_size=16)
-    model.fit(x, y, batch_size=128)  # updates of 128 rows, 16 at a time
+    model.fit(x, y, batch_size=128)  # updates of 128 samples, 16 at a time
     ```
     """
 
@@ -130,7 +129,7 @@ class AccumulatingModel(_Base):
 
     @property
     def microbatch_size(self) -> int | str | None:
-        """Rows that go through the model at a time, an integer >= 1, or None for the full batch.
+        """Samples that go through the model at a time, an integer >= 1, or None for the full batch.
 
         A new value counts from the next batch on, and is traced when it is first used. Set to
         "auto", it reads so until `fit` or `train_on_batch` has found the largest size that fits,
@@ -166,18 +165,18 @@ class AccumulatingModel(_Base):
         """What the loss sees at a time with a `microbatch_size`: "auto", "microbatch" or "batch".
 
         With "microbatch" the step runs on each microbatch, and weighted gradients are added up:
-        exact for losses that are means or sums over rows, with one forward and backward pass.
+        exact for losses that are means or sums over samples, with one forward and backward pass.
 
         With "batch" the step runs once, on the full batch, and each outermost call of a layer or
-        model in it goes by microbatches. So a loss may compare rows (contrastive, triplet) or
+        model in it goes by microbatches. So a loss may compare samples (contrastive, triplet) or
         divide over all of them (Dice), and a `train_step` may do whatever it does. Each microbatch
         of a call goes forward twice: first for the outputs, without a gradient; then, when the step
         takes gradients, with the gradient with respect to its outputs. Dropout draws the same
         numbers both times, and statistics move once. It costs the second forward pass, and the
-        memory of what the step itself holds, such as outputs, for all rows. A call that cannot be
-        split, because its outputs have no row for each row of its inputs or depend on other rows,
-        runs on all rows, with one warning, and the calls inside of it are split. With several
-        replicas the step sees the rows of one at a time, as it does in plain Keras.
+        memory of what the step itself holds, such as outputs, for all samples. A call that cannot
+        be split, because its outputs have no row for each sample or depend on other
+        samples, runs on all samples, with one warning, and the calls inside of it are split. With
+        several replicas the step sees the samples of one at a time, as it does in plain Keras.
 
         With "auto", the default, it is "microbatch" where Keras's own `train_step` and
         `compute_loss` have losses that are known to add up, or where `microbatch_weight` is
@@ -212,8 +211,8 @@ class AccumulatingModel(_Base):
         Args:
             *args: positional arguments of the model class's own `compile`.
             accumulation_steps: batches per window, an integer >= 1. None is 1.
-            microbatch_size: rows per microbatch that each batch is split into, an integer >= 1; the
-                last one of a batch has what is left. Or "auto": the largest size that fits in
+            microbatch_size: samples per microbatch that each batch is split into, an integer >= 1;
+                the last one of a batch has what is left. Or "auto": the largest size that fits in
                 memory is found before the first batch, and halved where it does not fit any more.
                 None leaves batches whole.
             skip_nonfinite: whether microbatches with NaN or Inf in a gradient are left out. None is
@@ -290,7 +289,7 @@ class AccumulatingModel(_Base):
 
         Returns:
             A scalar tensor or number, the denominator of the microbatch's loss; or "sum" where the
-            loss is a sum over rows; or None to go by the compiled loss.
+            loss is a sum over samples; or None to go by the compiled loss.
         """
 
     def on_update(self) -> None:

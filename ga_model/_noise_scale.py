@@ -72,7 +72,7 @@ class NoiseScale(NamedTuple):
 
 
 def _needed(batch_size: float, noise_scale: float) -> tuple[float, float]:
-    """Return how many times the least of updates, and of rows, training takes (equation 2.11)."""
+    """Return how many times the least of updates and samples training takes (equation 2.11)."""
     return 1.0 + noise_scale / batch_size, 1.0 + batch_size / noise_scale
 
 
@@ -80,18 +80,18 @@ def _verdict(batch_size: float, noise_scale: float) -> str:
     """Say which change saves a larger share of the one than it costs of the other.
 
     Twice the batch saves a share of noise_scale / 2 / (batch_size + noise_scale) of the updates,
-    and costs one of batch_size / (batch_size + noise_scale) in rows. For half of it, the two change
-    places.
+    and costs one of batch_size / (batch_size + noise_scale) in samples. For half of it, the two
+    change places.
     """
     if batch_size < noise_scale / 2:
         return "A larger batch pays."
     if batch_size > noise_scale * 2:
-        return "A smaller batch pays: this one has many rows for few updates saved."
+        return "A smaller batch pays: this one has many samples for few updates saved."
     return "The batch is about right: a larger or smaller one costs more than it saves."
 
 
 def _count(value: float) -> str:
-    """Return a mean number of rows, whole where it is not small."""
+    """Return a mean number of samples, whole where it is not small."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
@@ -112,11 +112,11 @@ def _change(new: float, old: float) -> str:
 class GradientNoiseScale(keras.callbacks.Callback):
     """Measure the gradient noise scale of a model while it trains: whether a larger batch pays.
 
-    The noise scale is tr(Sigma) / |G|^2, with Sigma the covariance of the gradients of single rows
-    and G their mean. With batches of B rows and a noise scale of B_noise, training takes
-    1 + B_noise / B times the fewest updates possible, and 1 + B / B_noise times the fewest rows. So
-    far below the noise scale twice the batch halves the updates, and far above it doubles the rows
-    for nothing.
+    The noise scale is tr(Sigma) / |G|^2, with Sigma the covariance of the gradients of single
+    samples and G their mean. With batches of B samples and a noise scale of B_noise, training takes
+    1 + B_noise / B times the fewest updates possible, and 1 + B / B_noise times the fewest samples.
+    So far below the noise scale twice the batch halves the updates, and far above it doubles the
+    samples for nothing.
 
     How much the gradients of a window's microbatches differ gives an unbiased estimate of both
     numbers, from gradients that are there anyway. They are averaged over updates in the training
@@ -132,10 +132,10 @@ class GradientNoiseScale(keras.callbacks.Callback):
     What to bear in mind:
 
     * It is the paper's B_simple, which takes the Hessian for a multiple of the identity. It tells
-      the order of magnitude, and the numbers of updates and rows are those with a learning rate
+      the order of magnitude, and the numbers of updates and samples are those with a learning rate
       that is chosen for each batch size.
     * It changes while a model trains, mostly it grows. Look at it over the epochs.
-    * It counts what the loss averages over: rows, tokens, or the sum of sample weights. The
+    * It counts what the loss averages over: samples, tokens, or the sum of sample weights. The
       estimate takes these for alike and drawn at random. Tokens of one text are neither, and what
       comes out holds for texts of about the length that they have.
     * Microbatches must be drawn at random: shuffle the data.
@@ -175,7 +175,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
     model.compile("adam", "mse")
     noise = GradientNoiseScale()
     history = model.fit(x, y, batch_size=32, epochs=2, callbacks=[noise]).history
-    print(noise)  # what it means for windows of 32 rows
+    print(noise)  # what it means for windows of 32 samples
     print(noise.noise_scale, history["gradient_noise_scale"])
     ```
 
@@ -184,10 +184,12 @@ class GradientNoiseScale(keras.callbacks.Callback):
         estimates, and what they become for microbatches of unlike weights: `_gradient_noise.py`.
     """
 
-    def __init__(self, decay: float = 0.99, *, unit: str = "rows", verbose: bool = False) -> None:
+    def __init__(
+        self, decay: float = 0.99, *, unit: str = "samples", verbose: bool = False
+    ) -> None:
         super().__init__()
         self._decay = _validate.check_decay(decay)
-        self._unit = _validate.check_text("unit", unit, "rows")
+        self._unit = _validate.check_text("unit", unit, "samples")
         self._verbose = _validate.check_bool("verbose", verbose)
         self._noise: GradientNoise | None = None
         self._noise_scales: dict[str, NoiseScale] = {}

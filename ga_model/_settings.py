@@ -25,7 +25,8 @@ class Settings:
 
     Attributes:
         accumulation_steps: batches per window, an integer >= 1.
-        microbatch_size: rows per microbatch, an integer >= 1; None for the full batch; or "auto".
+        microbatch_size: samples per microbatch, an integer >= 1; None for the full batch; or
+        "auto".
         skip_nonfinite: whether microbatches with NaN or Inf in a gradient are left out.
         loss_over: "auto", "microbatch" or "batch".
 

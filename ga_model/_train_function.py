@@ -57,4 +57,6 @@ def _found_in_graph(error: BaseException) -> str | None:
     if found is None:
         return None
     numbers = [int(number) for number in re.findall(r"= \] \[(\d+)\]", found[2])]
-    return found[1].replace("other numbers of rows", f"{' and '.join(map(str, numbers))} rows")
+    return found[1].replace(
+        "other numbers of samples", f"{' and '.join(map(str, numbers))} samples"
+    )

@@ -36,8 +36,8 @@ def accumulate(
         model: a `keras.Model`. One that is an `AccumulatingModel` already only gets the settings.
             What is not passed stays as it is; None switches a setting off.
         accumulation_steps: batches of `fit` per update, an integer >= 1. None is 1.
-        microbatch_size: rows that go through the model at a time, an integer >= 1: each batch of
-            `fit` is split into microbatches of so many rows. Or "auto": the largest that fits in
+        microbatch_size: samples that go through the model at a time, an integer >= 1: each batch of
+            `fit` is split into microbatches of so many samples. Or "auto": the largest that fits in
             memory is found. None leaves batches whole.
         skip_nonfinite: whether microbatches with NaN or Inf in a gradient are left out. None is
             False.
@@ -63,7 +63,7 @@ def accumulate(
     model = keras.Sequential([keras.layers.Dense(16, activation="relu"), keras.layers.Dense(1)])
     model = accumulate(model, microbatch_size=16)
     model.compile("adam", "mse")
-    model.fit(x, y, batch_size=128)  # updates of 128 rows, 16 at a time
+    model.fit(x, y, batch_size=128)  # updates of 128 samples, 16 at a time
     ```
     """
     if not isinstance(model, keras.Model):

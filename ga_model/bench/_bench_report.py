@@ -53,7 +53,7 @@ class Ratio(NamedTuple):
 
 
 def time_ratio(times: Times, way: str, num_microbatches: int) -> Ratio | None:
-    """Return time per row over that of plain Keras, or None where it was not measured."""
+    """Return time per sample over that of plain Keras, or None where it was not measured."""
     key = (way, 1 if way == FLOOR else num_microbatches)
     if key not in times.seconds:
         return None
@@ -99,7 +99,8 @@ def tables(measured: Measured) -> str:
     notes = _NOTES.format(floor=FLOOR, keras=KERAS, steps=STEPS, size=SIZE, recomputing=RECOMPUTING)
     return "\n\n".join(
         [
-            f"Time per row, over plain Keras with batches of a microbatch's size\n{aligned(rows)}",
+            "Time per sample, over plain Keras with batches of a microbatch's size\n"
+            + aligned(rows),
             f"Peak memory with {most} microbatches, over plain Keras\n{aligned(memory_rows)}",
             f"First call, over plain Keras\n{aligned(first_rows)}",
             notes,
@@ -120,7 +121,7 @@ def _memory_cell(memory: Memory | None, reference: Memory) -> str:
 
 
 def to_dict(measured: Measured) -> dict[str, Any]:
-    """Return all measurements in plain Python values: seconds per row in each round, and bytes."""
+    """Return all measurements in plain values: seconds per sample in each round, and bytes."""
     times = [
         {
             "model": t.case,
@@ -171,7 +172,7 @@ def draw(measured: Measured) -> Any:
         _draw_memory(axis, memory_of(measured, case))
         axis.set_title(f"{case}, XLA {_on(measured.memory[0].jit_compile)}")
     for row in axes[:-1]:
-        row[0].set_ylabel("time per row,\nover plain Keras")
+        row[0].set_ylabel("time per sample,\nover plain Keras")
     axes[-1][0].set_ylabel("peak memory,\nover plain Keras")
     for axis in axes.flat:
         axis.set_xlabel("microbatches per window")

@@ -42,8 +42,8 @@ def check_outputs(outputs: list[Any], layer: Any) -> None:
         layer: the layer.
 
     Raises:
-        NotByRowsError: an output has no rows, or follows from several; or the call draws random
-            numbers that the second pass cannot draw again.
+        NotByRowsError: an output has no axis of samples, or follows from several; or the call draws
+            random numbers that the second pass cannot draw again.
     """
     for output in outputs:
         if not isinstance(output, tf.Tensor) or output.shape.rank == 0:
@@ -59,9 +59,9 @@ def check_outputs(outputs: list[Any], layer: Any) -> None:
 
 
 def check_axes(call: MicrobatchCall) -> None:
-    """Raise NotByRowsError if outputs are not by rows, as far as graphs for 3 and 5 rows tell.
+    """Raise NotByRowsError if outputs are not by rows, as far as graphs for 3 and 5 samples tell.
 
-    Outputs of shape (rows, rows) would be put together to (rows of the batch, rows of a
+    Outputs of shape (samples, samples) would be put together to (samples of the batch, samples of a
     microbatch), and what has the same rows for every batch would be repeated.
     """
 
@@ -187,7 +187,7 @@ def assertions(
         call: the call.
         outputs: of the microbatch.
         leaves: its inputs.
-        shapes: of a row of each output of the first microbatch, or None if it is that one.
+        shapes: of a sample of each output of the first microbatch, or None if it is that one.
     """
     rows, name = rows_of(leaves[0]), call.layer.name
     checks = []

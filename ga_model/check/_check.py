@@ -47,13 +47,13 @@ def check_equivalence(
     loss_over: str | None = UNCHANGED,
     updates: int = 3,
 ) -> EquivalenceReport:
-    """Compare accumulation with the full batch, on a model of yours and a few of its rows.
+    """Compare accumulation with the full batch, on a model of yours and a few of its samples.
 
     Trains the model through `fit` from its present weights, first with plain Keras on whole
-    windows, then with accumulation on the same rows in the same order, and compares all weights and
-    the state of all optimizers. How much of a difference is rounding is measured, too: by a third
-    training, with plain Keras on whole windows again, that starts from weights to which a rounding
-    error was added.
+    windows, then with accumulation on the same samples in the same order, and compares all weights
+    and the state of all optimizers. How much of a difference is rounding is measured, too: by a
+    third training, with plain Keras on whole windows again, that starts from weights to which a
+    rounding error was added.
 
     Afterwards weights, optimizers, metrics, random state and settings are what they were, and so is
     any other variable that the step uses. What was not built yet is built, as by a first batch. Not
@@ -61,19 +61,19 @@ def check_equivalence(
     mode what TensorFlow's own random operations draw. The model need not be an `AccumulatingModel`,
     and does not become one.
 
-    For the comparison `Dropout` layers drop the same units of every row in all three trainings, and
-    Keras's other random layers are switched off; the report says which.
+    For the comparison `Dropout` layers drop the same units of every sample in all three trainings,
+    and Keras's other random layers are switched off; the report says which.
 
     Args:
         model: a compiled `keras.Model`.
-        x, y, sample_weight: rows as `fit` takes them: arrays, tensors, pandas objects, or nests of
-            them, with rows along axis 0. No datasets or generators. The first
-            `batch_size * accumulation_steps * updates` rows are used. With fewer, the last window
-            is a partial one.
-        batch_size: rows per batch of `fit`.
+        x, y, sample_weight: samples as `fit` takes them: arrays, tensors, pandas objects, or nests
+            of them, with samples along axis 0. No datasets or generators. The first `batch_size *
+            accumulation_steps * updates` samples are used. With fewer, the last window is a partial
+            one.
+        batch_size: samples per batch of `fit`.
         accumulation_steps: batches per window, an integer >= 1. None is 1. By default, the model's
             setting.
-        microbatch_size: rows that each batch is split into, an integer >= 1. None leaves batches
+        microbatch_size: samples that each batch is split into, an integer >= 1. None leaves batches
             whole. By default, the model's setting.
         loss_over: "auto", "microbatch" or "batch". None is "auto". By default, the model's setting.
         updates: how many to make, an integer >= 1.
@@ -82,8 +82,8 @@ def check_equivalence(
         An `EquivalenceReport`. Print it, or ask for its `equivalent`.
 
     Raises:
-        TypeError, ValueError: an argument is not what it should be, there are too few rows for two
-            microbatches.
+        TypeError, ValueError: an argument is not what it should be, there are too few samples for
+            two microbatches.
         RuntimeError: the model is not compiled, or an optimizer that only the `train_step` of an
             eager model knows is not built.
         NotImplementedError: the model was made for several replicas.
@@ -164,7 +164,7 @@ def _compared(
         microbatch_size=plan.settings.microbatch_size,
         loss_over=plan.settings.loss_over,
         updates=plan.updates,
-        rows=plan.rows,
+        samples=plan.rows,
         variables=[
             VariableDifference(
                 path=path,

@@ -22,7 +22,7 @@ def reasons(model: Any, plan: Plan, report: EquivalenceReport) -> list[str]:
     """Return what can be said about why the trainings of `report` differ, in sentences.
 
     What accumulation has warned of comes first. Where that is nothing, looks at the first window,
-    at the weights that the trainings started from: do the outputs of a row depend on the others,
+    at the weights that the trainings started from: do the outputs of a sample depend on the others,
     and is the gradient of the loss with respect to the outputs, up to a factor, that of each
     microbatch?
     """
@@ -73,8 +73,8 @@ def _of_first_window(model: Any, plan: Plan) -> list[str]:
     parts = [_Pass(model, plan.slice(*p)) for p in _places(rows, plan.microbatch_rows)]
     if whole.outputs is not None and _differs(whole.outputs, [part.outputs for part in parts]):
         return [
-            "The outputs of a row depend on the other rows of its batch. A layer of the model "
-            "computes with statistics of the batch, or compares rows."
+            "The outputs of a sample depend on the other samples of its batch. A layer of the "
+            "model computes with statistics of the batch, or compares samples."
         ]
     if not is_of_keras(model, "train_step"):
         return [
@@ -94,10 +94,10 @@ def _of_first_window(model: Any, plan: Plan) -> list[str]:
             factor = _factor(of_whole[begin:end], of_part)
             if factor is None:
                 return [
-                    "The loss compares rows of a batch with one another, or divides by a number "
+                    "The loss compares samples of a batch with one another, or divides by a number "
                     "that depends on all of them: for the full batch its gradient with respect "
-                    "to a row's outputs is another one than for the microbatch. Such a loss needs "
-                    'the full batch: use `microbatch_size` alone, with `loss_over="auto"`.'
+                    "to a sample's outputs is another one than for the microbatch. Such a loss "
+                    'needs the full batch: use `microbatch_size` alone, with `loss_over="auto"`.'
                 ]
             factors.append(factor)
     shares = ", ".join(f"{factor:.3g}" for factor in factors[: len(parts)])
@@ -105,17 +105,17 @@ def _of_first_window(model: Any, plan: Plan) -> list[str]:
         f"In the full batch the microbatches' gradients count {shares}, and accumulation took "
         "other weights. What a loss averages over is read from its reduction, mask and sample "
         "weights. Where a loss of your own averages over something else, override "
-        "`microbatch_weight`, or return the values of the rows."
+        "`microbatch_weight`, or return the values of the samples."
     ]
 
 
 def _places(rows: int, size: int) -> list[tuple[int, int]]:
-    """Return where the parts of so many rows begin and end."""
+    """Return where the parts of so many samples begin and end."""
     return [(begin, min(begin + size, rows)) for begin in range(0, rows, size)]
 
 
 class _Pass:
-    """A forward pass of some rows, and the gradient of the loss with respect to the outputs.
+    """A forward pass of some samples, and the gradient of the loss with respect to the outputs.
 
     Attributes:
         outputs: arrays, or None where the model cannot be called on `x`.

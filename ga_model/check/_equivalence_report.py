@@ -75,7 +75,7 @@ class EquivalenceReport(NamedTuple):
     Attributes:
         batch_size, accumulation_steps, microbatch_size, loss_over: what was compared.
         updates: number of windows. Each makes an update, unless the optimizer skips it.
-        rows: rows that they used.
+        samples: how many they used.
         variables: a `VariableDifference` for each weight and each variable of an optimizer.
         is_finite: whether the full batch gave finite weights.
         random_layers: what was done about layers that draw random numbers.
@@ -100,7 +100,7 @@ class EquivalenceReport(NamedTuple):
     microbatch_size: int | None
     loss_over: str
     updates: int
-    rows: int
+    samples: int
     variables: list[VariableDifference]
     is_finite: bool
     random_layers: Randomness

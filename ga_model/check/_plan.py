@@ -20,11 +20,11 @@ class Plan(NamedTuple):
     """What is trained, and how.
 
     Attributes:
-        data: x, y and sample weight, the rows that are used.
+        data: x, y and sample weight, the samples that are used.
         rows: their number.
-        batch_size: rows per batch of `fit` with accumulation.
+        batch_size: samples per batch of `fit` with accumulation.
         settings: those of the training with accumulation.
-        updates: windows that the rows make.
+        updates: windows that the samples make.
     """
 
     data: tuple[Any, Any, Any]
@@ -43,11 +43,11 @@ class Plan(NamedTuple):
 
     @property
     def loss_rows(self) -> int:
-        """Rows that the loss sees at a time."""
+        """Samples that the loss sees at a time."""
         return self.batch_size if self.settings.loss_over == "batch" else self.microbatch_rows
 
     def slice(self, begin: int, end: int) -> tuple[Any, Any, Any]:
-        """Return the rows of `data` from `begin` up to `end`."""
+        """Return the samples of `data` from `begin` up to `end`."""
         part: tuple[Any, Any, Any] = keras.tree.map_structure(
             lambda a: _slice(a, begin, end), self.data
         )
@@ -62,7 +62,7 @@ def _slice(array: Any, begin: int, end: int) -> Any:
 
 
 def make_plan(model: Any, data: Any, batch_size: Any, updates: Any, **settings: Any) -> Plan:
-    """Check all arguments, and take the rows that are needed.
+    """Check all arguments, and take the samples that are needed.
 
     Args:
         model, data, batch_size, updates: as `check_equivalence` takes them.
@@ -130,15 +130,15 @@ def _one_microbatch_message(
 ) -> str:
     return (
         "There must be at least two microbatches in a window, or there is nothing to compare. "
-        f"Received: {rows} rows, batch_size={batch_size}, "
+        f"Received: {rows} samples, batch_size={batch_size}, "
         f"accumulation_steps={accumulation_steps}, microbatch_size={microbatch_size}. "
-        "Pass accumulation_steps > 1 or a smaller microbatch_size, or more rows."
+        "Pass accumulation_steps > 1 or a smaller microbatch_size, or more samples."
     )
 
 
 def _unknown_size_message(model: str) -> str:
     return (
-        "`check_equivalence` compares with microbatches of a known number of rows. "
+        "`check_equivalence` compares with microbatches of a known number of samples. "
         f'Received: {model!r} with microbatch_size="auto", of which no size was found yet. '
         "Pass `microbatch_size` as a number."
     )

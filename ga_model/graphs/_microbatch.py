@@ -9,21 +9,21 @@ import tensorflow as tf
 
 
 class Batch:
-    """A batch, and the microbatches that it is split into, in the order of its rows.
+    """A batch, and the microbatches that it is split into, in the order of its samples.
 
     Args:
-        data: what `train_step` gets: a nest of tensors of shape (rows, ...), ragged and sparse ones
-            too, and None. A scalar has no rows and is part of every microbatch.
-        size: rows per microbatch, an integer or int64 scalar tensor; the last one has what is left.
-            None leaves the batch whole.
+        data: what `train_step` gets: a nest of tensors of shape (samples, ...), ragged and sparse
+            ones too, and None. A scalar has no samples and is part of every microbatch.
+        size: samples per microbatch, an integer or int64 scalar tensor; the last one has what is
+            left. None leaves the batch whole.
         is_whole: whether it is to be left whole with a size, too.
-        is_checked: whether all tensors must have the same number of rows. Otherwise the most of
+        is_checked: whether all tensors must have the same number of samples. Otherwise the most of
             them count.
         is_read: whether graphs of microbatches are read, where numbers of samples that are known
             would be constants like any others.
 
     Raises:
-        ValueError: it is to be split, and there are no rows, or their number differs between the
+        ValueError: it is to be split, and there are no samples, or their number differs between the
             tensors.
         tf.errors.InvalidArgumentError: the numbers differ, as is found when the graph runs.
 
@@ -31,11 +31,11 @@ class Batch:
         data: the nest.
         leaves: the tensors in it, without None.
         is_split: whether there may be more than one microbatch.
-        is_long: whether there may be more rows than a size that is given.
+        is_long: whether there may be more samples than a size that is given.
         is_whole: whether it is left whole in spite of one.
-        rows: int64 scalar tensor, rows of the batch. Only where a size is given.
+        rows: int64 scalar tensor, samples of the batch. Only where a size is given.
         static_rows: the same as an int where it is known without running the graph, else None.
-        size: rows per microbatch. Only where it is given.
+        size: samples per microbatch. Only where it is given.
         num_microbatches: int64 scalar tensor.
     """
 
@@ -103,7 +103,7 @@ class Batch:
         return self.signature_of(rows)
 
     def signature_of(self, rows: int | None) -> list[Any]:
-        """Return type specs of so many rows, or of any number."""
+        """Return type specs of so many samples, or of any number."""
         return [_spec(leaf, rows) for leaf in self.leaves]
 
     def pack(self, leaves: Sequence[Any]) -> Any:
@@ -127,7 +127,7 @@ def as_tensor(leaf: Any) -> Any:
 
 
 def rows_of(leaf: Any) -> tf.Tensor:
-    """Return the rows of a dense, ragged or sparse tensor: int64 scalar."""
+    """Return the samples of a dense, ragged or sparse tensor: int64 scalar."""
     if isinstance(leaf, tf.RaggedTensor):
         return tf.cast(leaf.nrows(), tf.int64)
     if isinstance(leaf, tf.SparseTensor):
@@ -136,7 +136,7 @@ def rows_of(leaf: Any) -> tf.Tensor:
 
 
 def count_rows(data: Any) -> int:
-    """Return the rows of a batch that is there: the most that one of its tensors has."""
+    """Return the samples of a batch that is there: the most that one of its tensors has."""
     counts = [0]
     for leaf in tf.nest.flatten(data):
         shape: Any = getattr(leaf, "shape", ())  # an array's, too, which is not copied for that
@@ -146,7 +146,7 @@ def count_rows(data: Any) -> int:
 
 
 def _part(leaf: Any, start: Any, stop: Any) -> Any:
-    """Return the rows from `start` up to `stop`."""
+    """Return the samples from `start` up to `stop`."""
     if not isinstance(leaf, tf.SparseTensor):
         return leaf[start:stop]
     other_axes = leaf.dense_shape[1:]
@@ -170,7 +170,7 @@ def _spec(leaf: Any, rows: int | None) -> Any:
 
 
 def _rows_message(shapes: list[tuple[int | None, ...]] | None) -> str:
-    received = "tensors of other numbers of rows" if shapes is None else f"shapes {shapes}"
+    received = "tensors of other numbers of samples" if shapes is None else f"shapes {shapes}"
     return (
         "`microbatch_size` splits the samples of a batch, axis 0 of its tensors, so all tensors "
         f"must have the same number of them. Received: {received}. "

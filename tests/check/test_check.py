@@ -710,7 +710,7 @@ def test_the_report_in_numbers():
     report = check_equivalence(model, *data(), batch_size=32, microbatch_size=8, updates=2)
     table = report.to_dict()
     assert json.loads(json.dumps(table, allow_nan=False)) == table
-    assert (table["updates"], table["rows"]) == (2, 64)
+    assert (table["updates"], table["samples"]) == (2, 64)
     assert not table["equivalent"]
     assert table["variables"][0]["path"] == report.worst[0].path
     worst = max(v.difference / v.tolerance for v in report.variables if v.difference)

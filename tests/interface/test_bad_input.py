@@ -552,7 +552,7 @@ def applies(optimizer):
     return lambda subject: subject[0].apply(optimizer)
 
 
-FOUND = "tensors of 10 and 12 rows.* use `accumulation_steps`"
+FOUND = "tensors of 10 and 12 samples.* use `accumulation_steps`"
 
 
 def on_dataset(make):
@@ -586,7 +586,7 @@ BY_2, BY_CLASS = TWICE.format("accumulation_steps=2"), TWICE.format("a `Gradient
 SCALING = "Received: skip_nonfinite=True with a LossScaleOptimizer"
 ROWS = "`microbatch_size` splits the samples of a batch.* Received: "
 DECAY = "`decay` must be a number that is at least 0 and below 1. Received: decay="
-UNKNOWN_SIZE = "microbatches of a known number of rows. Received: .* of which no size was found"
+UNKNOWN_SIZE = "microbatches of a known number of samples. Received: .* of which no size was found"
 SCHEDULE = "`schedule` must be a dict or a function. Received: schedule="
 WEIGHT = "`weight` must be a scalar number or tensor, or None .* Received: weight="
 PER_VARIABLE = "one gradient per variable, in two lists. Received: "
@@ -891,9 +891,9 @@ CASES = [
             r"of a model that has them. Received: .*Call `accumulate\(model\)`",
         ),
         # `check_equivalence`.
-        ("one microbatch", equals(microbatch_size=4), ValueError, TWO_MICROBATCHES + "12 rows"),
+        ("one microbatch", equals(microbatch_size=4), ValueError, TWO_MICROBATCHES + "12 samples"),
         ("a check of a size to find", equals(microbatch_size="auto"), ValueError, UNKNOWN_SIZE),
-        ("no rows", equals(X[:0], Y[:0]), ValueError, TWO_MICROBATCHES + "0 rows"),
+        ("no rows", equals(X[:0], Y[:0]), ValueError, TWO_MICROBATCHES + "0 samples"),
         ("batches of 0", equals(batch_size=0), ValueError, INTEGER + "batch_size=0"),
         ("no batches", equals(batch_size=None), TypeError, INTEGER + "batch_size=None"),
         ("half an update", equals(updates=2.5), TypeError, INTEGER + r"updates=2\.5"),
@@ -969,7 +969,7 @@ CASES = [
         ("one that leaves", checks("leaves"), CommandError, "Received: .*:leaves', .*__main__"),
         ("--batch-size 0", checks(batch="0"), CommandError, "--batch-size: " + INTEGER + "'0'"),
         ("--batch-size 4.5", checks(batch="4.5"), CommandError, INTEGER + r"'4\.5'"),
-        ("--batch-size 2", checks(batch="2"), CommandError, TWO_MICROBATCHES + "8 rows"),
+        ("--batch-size 2", checks(batch="2"), CommandError, TWO_MICROBATCHES + "8 samples"),
         ("--updates -1", checks(more="--updates -1"), CommandError, INTEGER + "'-1'"),
         (
             "--json in nowhere",
