@@ -403,7 +403,7 @@ class PartsOfTheBatch(Calls):
 class OtherOutputs(Calls):
     """Integers and booleans beside numbers, and outputs that no loss depends on."""
 
-    optimizer_class = functools.partial(keras.optimizers.AdamW, 0.01, weight_decay=0.1)
+    optimizer_class = staticmethod(functools.partial(keras.optimizers.AdamW, 0.01, weight_decay=0.1))
 
     def make(self):
         inputs = keras.Input((6,))
@@ -458,7 +458,7 @@ class RaggedInputs(Calls):
 class SparseInputs(Calls):
     """Whose gradient is a list of rows."""
 
-    optimizer_class = functools.partial(keras.optimizers.SGD, 0.1)
+    optimizer_class = staticmethod(functools.partial(keras.optimizers.SGD, 0.1))
 
     @staticmethod
     def data(rows):
@@ -600,7 +600,7 @@ class WithVariable(layers.Layer):
 
 
 class TrainsItsVariable(Between):
-    make_layer = functools.partial(WithVariable, name="whole")
+    make_layer = staticmethod(functools.partial(WithVariable, name="whole"))
 
     def state(self):
         return [*self.variables, self.layer.variable]
@@ -677,7 +677,7 @@ class Remembers(layers.Layer):
 
 
 class RemembersFeatures(Between):
-    make_layer = functools.partial(Remembers, name="whole")
+    make_layer = staticmethod(functools.partial(Remembers, name="whole"))
 
     def outputs(self, x):
         return self.layer(self.first(x)), self.layer.features

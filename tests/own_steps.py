@@ -52,7 +52,7 @@ class OwnStep(keras.Model):
     """
 
     data = staticmethod(vectors)
-    optimizer_class = functools.partial(keras.optimizers.Adam, 0.01)
+    optimizer_class = staticmethod(functools.partial(keras.optimizers.Adam, 0.01))
 
     def __init__(self):
         super().__init__()
@@ -459,7 +459,7 @@ class TokensAndPositions(keras.Model):
 class MaskedLanguageModel(OwnStep):
     """Of the hidden tokens alone, with output weights that are the embeddings."""
 
-    optimizer_class = functools.partial(keras.optimizers.SGD, 0.1, momentum=0.9)
+    optimizer_class = staticmethod(functools.partial(keras.optimizers.SGD, 0.1, momentum=0.9))
 
     @staticmethod
     def data(rows):
