@@ -403,7 +403,9 @@ class PartsOfTheBatch(Calls):
 class OtherOutputs(Calls):
     """Integers and booleans beside numbers, and outputs that no loss depends on."""
 
-    optimizer_class = staticmethod(functools.partial(keras.optimizers.AdamW, 0.01, weight_decay=0.1))
+    optimizer_class = staticmethod(
+        functools.partial(keras.optimizers.AdamW, 0.01, weight_decay=0.1)
+    )
 
     def make(self):
         inputs = keras.Input((6,))

@@ -564,7 +564,7 @@ def test_a_batch_that_is_not_finite_is_left_out_whole(float64):
 class HalfPrecision(MaskedMean):
     """Scales its loss, and has fewer targets in the first samples of a batch than in the last."""
 
-    optimizer_class = functools.partial(keras.optimizers.SGD, 0.1)
+    optimizer_class = staticmethod(functools.partial(keras.optimizers.SGD, 0.1))
 
     @staticmethod
     def data(rows):
