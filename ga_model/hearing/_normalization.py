@@ -31,6 +31,7 @@ from ga_model.base._internals import (
     stateless_scope,
     unseen_by_tapes,
 )
+from ga_model.reading._writes import handles_of, written_by_functions
 from ga_model.replicas import _strategy
 from ga_model.sums._moments import Moments
 
@@ -87,6 +88,8 @@ class Listener:
         self._heard: list[tuple[Call, Moments]] = []
         self._before: list[tuple[Any, Any, Any]] = []  # layer, variable, value
         self._lost: list[Any] = []
+        self._written: set[int] | None = None
+        self._first = 0 if self._graph is None else len(self._graph.get_operations())
 
     def hear(self, layer: Any, inputs: Any, mask: Any, mean: Any, variance: Any) -> None:
         """Note what a layer has computed of its inputs, before it moves its averages."""
@@ -111,7 +114,16 @@ class Listener:
 
     def is_pooled(self, layer: Any) -> bool:
         """Return whether all calls of a layer were heard."""
-        return not is_in(layer, self._lost) and is_in(layer, [c.layer for c, _ in self._heard])
+        is_heard = is_in(layer, [call.layer for call, _ in self._heard])
+        return is_heard and not (is_in(layer, self._lost) or self._is_called_unheard(layer))
+
+    def _is_called_unheard(self, layer: Any) -> bool:
+        """Return whether a function that was traced before moves the averages of a layer, too."""
+        if self._graph is None:
+            return False
+        if self._written is None:  # all has been called when this is first asked
+            self._written = written_by_functions(self._graph, self._first)
+        return any(self._written & handles_of(variable) for variable in _statistics(layer))
 
     def heard(self) -> tuple[list[Call], list[Moments]]:
         """Return the calls of layers of which all were heard, and their moments."""

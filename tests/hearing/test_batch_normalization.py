@@ -267,7 +267,7 @@ class Sometimes(keras.Model):
     def call(self, x, training=None):
         y = self.a(x, training=training)
         if x[0, 0] > 0:
-            y = self.b(x, training=training)
+            y += self.b(x, training=training)
         return self.dense(y)
 
 
@@ -308,6 +308,41 @@ def test_a_call_in_a_branch_moves_them_itself_and_is_told(settings):
     with pytest.warns(UserWarning, match=r"\['bn'\].*once per microbatch"):
         model.fit(*dense_data(24), batch_size=rows, verbose=0)
     assert np.any(model.normal.moving_mean.numpy())
+
+
+class InATracedFunction(keras.Model):
+    """Calls a layer, and a function that has traced another call of it before."""
+
+    def __init__(self):
+        super().__init__()
+        self.normal, self.dense = layers.BatchNormalization(name="bn"), layers.Dense(2)
+        self.traced = tf.function(lambda x: self.normal(2 * x, training=True))
+
+    def call(self, x, training=None):
+        return self.dense(self.normal(x, training=training) + self.traced(x))
+
+
+@pytest.mark.parametrize("settings", ["split", "windows", "recomputed"])
+def test_a_call_in_a_function_that_was_traced_before_moves_them_itself_and_is_told(settings):
+    own, rows = SETTINGS[settings]
+    model = InATracedFunction()
+    x, y = dense_data(24)
+    model.traced(tf.constant(x[:rows]))
+    model(x)
+    model.normal.moving_mean.assign(tf.zeros(4))
+    moves = []
+    accumulate(model, **own).compile("sgd", "mse")
+    with pytest.warns(UserWarning, match=r"\['bn'\].*once per microbatch"):
+        model.fit(x, y, batch_size=rows, shuffle=False, verbose=0)
+    size = own.get("microbatch_size", rows)
+    for start in range(0, 24, rows):
+        batch = x[start : start + rows]
+        moves += [batch[begin : begin + size].mean(0) for begin in range(0, rows, size)]
+    expected = np.zeros(4)
+    for move in moves:
+        for factor in (1.0, 2.0):
+            expected = 0.99 * expected + 0.01 * factor * move
+    np.testing.assert_allclose(model.normal.moving_mean, expected, rtol=1e-4)
 
 
 def test_layers_are_left_as_they_were():
