@@ -24,7 +24,6 @@ from ga_model.base._identity import is_in, unique
 from ga_model.base._in_front import InFront
 from ga_model.base._internals import (
     MOMENTS,
-    layers_in,
     move_renormalization,
     raw,
     reduction_axes,
@@ -155,7 +154,8 @@ def listening(is_heard: bool = True) -> Iterator[Listener | None]:
 
 def heard_layers(model: Any) -> Any:
     """Return the context in which BatchNormalization layers tell what they compute."""
-    return _in_front.of(layer for layer in layers_in(model) if _is_known(layer))
+    layers = model._accumulation.layers_before()
+    return _in_front.of(layer for layer in layers if _is_known(layer))
 
 
 def names_by_fate(layers: Iterable[Any]) -> tuple[list[str], list[str]]:

@@ -1,7 +1,7 @@
 """The notebooks run without error, and are committed as they ran.
 
-`python tests/documents/test_notebooks.py notebooks/NAME.ipynb` runs one again and writes it. What must
-hold of its results is in `CHECKS` here, and not in the notebook.
+`python tests/documents/test_notebooks.py notebooks/NAME.ipynb` runs one again and writes it. What
+must hold of its results is in `CHECKS` here, and not in the notebook.
 """
 
 import os
