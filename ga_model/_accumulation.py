@@ -13,7 +13,7 @@ from ga_model._settings import Settings, passed
 from ga_model.automatic._auto import AutomaticSize
 from ga_model.base import _messages, _validate
 from ga_model.base._identity import is_in
-from ga_model.base._internals import compiled_loss, loss_tracker, metrics_exchange
+from ga_model.base._internals import compiled_loss, layers_in, loss_tracker, metrics_exchange
 from ga_model.batch import _step
 from ga_model.batch._window import Counter, Window
 from ga_model.graphs._microbatch import Batch
@@ -62,6 +62,7 @@ class Accumulation:
         self._most_rows: Any = None  # variable, of a batch that may be more than a microbatch
         self.warnings: set[str] = set()
         self._kinds: dict[int, tuple[Any, str | None]] = {}  # of activity regularizers
+        self._layers: list[Any] | None = None
 
     # What is set.
 
@@ -115,6 +116,16 @@ class Accumulation:
     def measured_noise(self) -> GradientNoise | None:
         """What measures the noise of gradients in the present `fit`, or None."""
         return None if self.noise.asked_by is None else self.noise
+
+    def layers_before(self) -> list[Any]:
+        """Return the layers that the model had before its first batch.
+
+        What a batch makes is there when TensorFlow draws its graph once more, where no variable may
+        be made. So that both graphs are alike, it is none of these.
+        """
+        if self._layers is None:
+            self._layers = list(layers_in(self._model))
+        return self._layers
 
     def kind_of_activities(self, regularizer: Any, output: Any) -> str | None:
         """Return whether a regularizer gives a "sum" or a "mean" over samples, read once, or None.

@@ -50,10 +50,11 @@ class AccumulatingModel(_Base):
     over `train_on_batch` call `close_window` where an epoch ends.
 
     Not equal to the full batch: BatchNormalization in training mode, which sees a microbatch at a
-    time; dropout, which draws other masks. With `accumulation_steps`, losses that compare samples
-    of several batches; and of a `train_step` with several optimizers all gradients are those at the
-    window's starting weights, and what it does to gradients itself, such as clipping, it does to
-    those of a batch. What is to happen once per update belongs into `on_update`.
+    time, though its running averages are those of the full batch; dropout, which draws other masks.
+    With `accumulation_steps`, losses that compare samples of several batches; and of a `train_step`
+    with several optimizers all gradients are those at the window's starting weights, and what it
+    does to gradients itself, such as clipping, it does to those of a batch. What is to happen once
+    per update belongs into `on_update`.
 
     A third setting, `loss_over`, says whether the loss of a batch that is split is put together
     from those of its microbatches, or sees all samples at once.

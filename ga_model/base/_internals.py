@@ -121,6 +121,20 @@ def seeds(layer: Any) -> list[Any]:
     return [generator.state for generator in layer._seed_generators]
 
 
+# The method with which BatchNormalization computes mean and variance of `inputs` with a `mask`.
+MOMENTS = "_moments"
+
+
+def reduction_axes(layer: Any) -> list[int]:
+    """Return the axes that a BatchNormalization layer averages over."""
+    return list(layer._reduction_axes)
+
+
+def move_renormalization(layer: Any, mean: Any, variance: Any) -> None:
+    """Let a BatchNormalization layer with `renorm=True` move all its averages."""
+    layer._update_renorm_statistics(mean, variance)
+
+
 # Models and optimizers.
 
 

@@ -53,10 +53,31 @@ def late_gradient_message(variables: list[Any]) -> str:
     )
 
 
-def batch_normalization_message(layers: list[str]) -> str:
-    return (
-        f"BatchNormalization layers in training mode: {layers}. They normalize each microbatch by "
-        "its own statistics and move their running averages once per microbatch, so training "
-        "differs from the full batch. Freeze them (`layer.trainable = False` before `compile`), "
+def batch_normalization_messages(pooled: list[str], others: list[str]) -> list[str]:
+    """Return what there is to tell of BatchNormalization layers that have trained.
+
+    Args:
+        pooled: names of layers whose running averages move by the statistics of all samples.
+        others: names of layers that move them themselves.
+    """
+    ways = (
+        "Freeze them (`layer.trainable = False` before `compile`), "
         "use LayerNormalization or GroupNormalization, or accept the difference."
     )
+    begin = "BatchNormalization layers in training mode:"
+    found = []
+    if pooled:
+        found.append(
+            f"{begin} {pooled}. They normalize each microbatch by its own statistics (ghost batch "
+            "normalization, https://arxiv.org/abs/1705.08741), so training differs from the full "
+            "batch. Their running averages move once per update, by mean and variance of all its "
+            f"samples. {ways}"
+        )
+    if others:
+        found.append(
+            f"{begin} {others}. They normalize each microbatch by its own statistics and move "
+            "their running averages once per microbatch, so training differs from the full batch: "
+            "their `call` is not Keras's own, or runs inside of a branch, a loop or a function, or "
+            f"they were made by the first batch. {ways}"
+        )
+    return found

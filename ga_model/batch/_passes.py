@@ -19,7 +19,7 @@ import keras
 import tensorflow as tf
 
 from ga_model.base import _messages
-from ga_model.base._internals import NOT_INLINED, is_built
+from ga_model.base._internals import NOT_INLINED, is_built, stateless_scope
 from ga_model.batch._look_ahead import look_ahead
 from ga_model.batch._nonfinite import undone_if_left_out
 from ga_model.batch._window import Window
@@ -30,9 +30,11 @@ from ga_model.hearing import _weights
 from ga_model.hearing._logs import BatchLogs
 from ga_model.hearing._losses import Position
 from ga_model.hearing._models import computes_loss_as_keras, optimizers_in, unpack, unrecorded
+from ga_model.hearing._normalization import Call, heard_layers, in_order, listening, pass_on
 from ga_model.hearing._recorder import Recording, Target, record
 from ga_model.reading._loss_reading import DoesNotAddUpError, is_known
 from ga_model.replicas import _optimizers, _strategy
+from ga_model.sums._moments import Moments
 from ga_model.sums._sums import GradientSum, power_of_two
 
 
@@ -45,6 +47,7 @@ class Part(NamedTuple):
         last: the last microbatch's, as `BatchLogs.last`; or the logs, where none wait.
         num_counted: int64 scalar tensor, microbatches that were not left out.
         row_counts: as those of `StepLosses`, summed over the microbatches.
+        moments: what BatchNormalization layers have computed, one per call.
     """
 
     sums: list[GradientSum]
@@ -52,6 +55,7 @@ class Part(NamedTuple):
     last: Any
     num_counted: Any
     row_counts: list[Any]
+    moments: list[Moments]
 
     def plus(self, other: Part, targets: list[Target]) -> Part:
         return Part(
@@ -60,6 +64,7 @@ class Part(NamedTuple):
             other.last,
             self.num_counted + other.num_counted,
             [a + b for a, b in zip(self.row_counts, other.row_counts)],
+            [a.plus(b) for a, b in zip(self.moments, other.moments)],
         )
 
     def if_finite(self, units: list[Any]) -> Part:
@@ -74,6 +79,7 @@ class Part(NamedTuple):
             logged=[tf.where(is_finite, value, 0.0) for value in self.logged],
             num_counted=tf.cast(is_finite, tf.int64),
             row_counts=[tf.where(is_finite, counts, 0) for counts in self.row_counts],
+            moments=[moments.counted_if(is_finite) for moments in self.moments],
         )
 
 
@@ -96,6 +102,7 @@ class Passes:
     Attributes:
         targets: what the step applies, known when a microbatch was recorded.
         logs: how the logs of the batch are put together, if they wait; known then, too.
+        statistics: calls of BatchNormalization layers, those of the parts' `moments`; also then.
     """
 
     def __init__(
@@ -109,6 +116,7 @@ class Passes:
         self.targets: list[Target] = []
         self._present: list[list[bool]] = []  # which gradients of the targets are not None
         self.logs: BatchLogs | None = None
+        self.statistics: list[Call] = []
         self._model = model
         self._train_step = train_step
         self._batch = batch
@@ -262,16 +270,42 @@ class Passes:
         if self._splits_calls:
             calls = calls_by_microbatches(model, self._batch, self._trial_of)
         is_trial = self._trial_of is not None
-        with record(model, data, position, is_trial) as recording, calls:
-            logs = self._train_step(data)
+        # A batch that is an update by itself moves running averages as plain Keras does; a scope
+        # that keeps variables from being written keeps these, too.
+        is_heard = not position.is_update and stateless_scope() is None
+        with heard_layers(model), listening(is_heard) as hears:
+            with record(model, data, position, is_trial) as recording, calls:
+                logs = self._train_step(data)
+            found = ([], []) if hears is None else hears.heard()
+        moments = self._in_order(*found)
         self._note_targets(recording)
-        part = Part(recording.sums, [], logs, tf.ones((), tf.int64), recording.losses.row_counts)
+        part = Part(
+            recording.sums,
+            [],
+            logs,
+            tf.ones((), tf.int64),
+            recording.losses.row_counts,
+            moments,
+        )
         if position.defers_logs:
             self.logs = BatchLogs(recording, logs)
             part = part._replace(logged=self.logs.sums, last=self.logs.last)
         if model.skip_nonfinite:
             part = part.if_finite([recording.unit(target.optimizer) for target in self.targets])
         return part
+
+    def move_statistics(self, part: Part) -> None:
+        """Move the running averages of BatchNormalization by the statistics of the batch."""
+        pass_on(self.statistics, part.moments)
+
+    def _in_order(self, calls: list[Call], moments: list[Moments]) -> list[Moments]:
+        """Return the moments of a microbatch, one for each of the `statistics`."""
+        if not self.targets:  # of the first microbatch
+            self.statistics = calls
+        ordered = in_order(self.statistics, calls, moments)
+        if ordered is None:
+            raise RuntimeError(_changing_calls_message(self._model.name))
+        return ordered
 
     def _note_targets(self, recording: Recording) -> None:
         """Keep what a microbatch applies. In eager mode the next one might apply something else."""
@@ -302,4 +336,12 @@ def _changing_targets_message(model: str) -> str:
         "All microbatches of a batch must apply the same optimizers, in the same order. "
         f"Received: `train_step` of {model!r} applies others than in the microbatch before. "
         "Set `microbatch_size=None`, or let the step apply every optimizer every time."
+    )
+
+
+def _changing_calls_message(model: str) -> str:
+    return (
+        "All microbatches of a batch must call the same BatchNormalization layers in training. "
+        f"Received: {model!r} calls others than in the first microbatch. "
+        "Set `microbatch_size=None`, or call every layer every time."
     )

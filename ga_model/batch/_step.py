@@ -64,10 +64,12 @@ def run(
             num_counted = part.num_counted if model.skip_nonfinite else None
             for target, gradients in zip(passes.targets, part.sums):
                 _apply(target, gradients, num_counted, model)
+            passes.move_statistics(part)
             is_update = True if num_counted is None else tf.greater(num_counted, 0)
             _strategy.run_once_if(is_update, model._on_update)
         else:
             window.note_rows(part.row_counts)
+            window.add_statistics(passes.statistics, part.moments)
             passes.add_to_window(part)
             window.end_batch(accumulation.measured_noise)
         if model.skip_nonfinite:

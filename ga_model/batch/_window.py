@@ -8,9 +8,12 @@ from typing import Any
 import tensorflow as tf
 
 from ga_model.base import _messages
+from ga_model.batch._window_statistics import WindowStatistics
+from ga_model.hearing._normalization import Call
 from ga_model.hearing._recorder import Target
 from ga_model.replicas import _strategy
 from ga_model.sums._gradient_noise import GradientNoise
+from ga_model.sums._moments import Moments
 from ga_model.sums._sums import GradientSum, power_of_two
 from ga_model.sums._window_sum import WindowSum
 
@@ -52,6 +55,7 @@ class Window:
         # Of the window's first batch, the numbers of samples of its parts.
         self._rows: dict[tuple[int, ...], list[Any]] = {}
         self._sums: dict[int, tuple[Any, WindowSum]] = {}
+        self._statistics = WindowStatistics()
         self._run_eagerly = model.run_eagerly
         self._jit_compile = bool(model.jit_compile)
         self._on_update = model._on_update
@@ -122,6 +126,7 @@ class Window:
         for optimizer, whole in self._sums.values():
             if whole.variables:
                 whole.update(optimizer, condition, noise)
+        self._statistics.update(condition)
         _strategy.run_once_if(condition, self._on_update)
         _strategy.run_if(condition, self._begin)
 
@@ -167,6 +172,11 @@ class Window:
             differs = [tf.not_equal(rows * n[0], n * rows[0]) for n in (first, total)]
             self._is_uneven.assign(self._is_uneven | tf.reduce_any(differs))
 
+    def add_statistics(self, calls: list[Call], moments: list[Moments]) -> None:
+        """Add what BatchNormalization layers have computed of a batch."""
+        if self._statistics.add(calls, moments):
+            self._update_if = self._make_update()  # one traced before would leave it out
+
     def messages(self, model: str) -> list[str]:
         """Return what is to be told of the windows so far.
 
@@ -183,6 +193,7 @@ class Window:
         """Forget a partial window, also one whose first batch was interrupted."""
         for _, whole in self._sums.values():
             whole.reset()
+        self._statistics.reset()
         self._begin()
 
 

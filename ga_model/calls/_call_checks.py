@@ -127,7 +127,7 @@ def check_followed(call: MicrobatchCall) -> None:
         raise NotByRowsError("it uses a tensor or a variable that is no input or weight of it")
 
 
-def check_state(layer: Any, written: list[Any]) -> list[str]:
+def check_state(layer: Any, written: list[Any]) -> list[Any]:
     """Check that a call leaves nothing that follows from all samples at once.
 
     Args:
@@ -135,7 +135,7 @@ def check_state(layer: Any, written: list[Any]) -> list[str]:
         written: variables that it has written to.
 
     Returns:
-        Names of BatchNormalization layers that have written their statistics.
+        BatchNormalization layers that have written their statistics.
 
     Raises:
         NotByRowsError: it writes to other state than seeds and the statistics of
@@ -156,7 +156,7 @@ def check_state(layer: Any, written: list[Any]) -> list[str]:
             left = instances_in(value, tf.Tensor)
             if any(tf.is_symbolic_tensor(tensor) and tensor.graph is graph for tensor in left):
                 raise NotByRowsError(f"it keeps a tensor in its attribute `{name}`")
-    return [part.name for part in normal if any(is_in(v, written) for v in part.variables)]
+    return [part for part in normal if any(is_in(v, written) for v in part.variables)]
 
 
 def _is_seed(variable: Any) -> bool:

@@ -57,6 +57,7 @@ class NotingScope(keras.StatelessScope):
     Attributes:
         found: pairs of a variable and the value that it had before it was written to.
         written: variables that were written to, as far as that shows.
+        is_inner: whether an outer scope keeps everything from being written.
     """
 
     def __init__(self, values: Iterable[tuple[Any, Any]] = (), noted: Iterable[Any] = ()) -> None:
@@ -65,6 +66,10 @@ class NotingScope(keras.StatelessScope):
         self.written: list[Any] = []
         self._graph = graph_being_made()
 
+    @property
+    def is_inner(self) -> bool:
+        return self.original_scope is not None
+
     def add_update(self, update: tuple[Any, Any]) -> None:
         variable, value = update
         self.written.append(variable)
@@ -72,7 +77,7 @@ class NotingScope(keras.StatelessScope):
             # In the graph of the call, also where a loop or a branch in it writes.
             with tf.init_scope() if self._graph is None else self._graph.as_default():
                 self.found += read([variable])
-        if self.original_scope is not None:  # which keeps everything from being written
+        if self.is_inner:
             super().add_update(update)
         else:
             assign(variable, value)

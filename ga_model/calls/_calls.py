@@ -12,13 +12,12 @@ That is always exact; what it costs is memory.
 from __future__ import annotations
 
 import contextlib
-import functools
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from ga_model.base import _messages
 from ga_model.base._context import ThreadValue, graph_being_made
+from ga_model.base._in_front import InFront
 from ga_model.base._internals import (
     is_built,
     is_rematerialized,
@@ -30,11 +29,10 @@ from ga_model.base._internals import (
 from ga_model.calls._call_arguments import Arguments, NotByRowsError
 from ga_model.calls._microbatch_call import MicrobatchCall, inside_of_call
 from ga_model.calls._split_call import SplitCall, Turns
+from ga_model.hearing._normalization import heard_layers
 from ga_model.hearing._recorder import note_call
 
 _splitting = ThreadValue()  # how calls are split in this thread, or None
-_lock = threading.Lock()
-_CALL = "call"
 
 
 class _Splitting:
@@ -94,8 +92,7 @@ class _Splitting:
             split = SplitCall(on_microbatch, self._turns)
             outputs = split.outputs()
             note_call(outputs)
-            if split.normalizing:
-                message = _messages.batch_normalization_message(split.normalizing)
+            for message in _messages.batch_normalization_messages(*split.normalizing):
                 self._model._warn_once(message)
             return outputs
         except NotByRowsError as error:
@@ -119,60 +116,23 @@ def split_calls(model: Any, rows: Any, size: Any, limit: int | None = None) -> I
             up, for a trial of memory.
     """
     layers = layers_in(model)
-    for layer in layers:
-        _stand_in_front(layer)
-    try:
-        with _splitting.set(_Splitting(model, rows, size, limit)):
-            yield
-    finally:
-        for layer in layers:
-            _step_aside(layer)
+    splitting = _Splitting(model, rows, size, limit)
+    with _in_front.of(layers), heard_layers(model), _splitting.set(splitting):
+        yield
 
 
-class _Stand:
-    """Stands in front of a layer's `call`.
+def _splitting_calls(layer: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+    def split_call(*args: Any, **kwargs: Any) -> Any:
+        splitting = _splitting.get()
+        if splitting is None or not splitting.applies(layer):
+            return call(*args, **kwargs)
+        run = splitting.run if splitting.is_outermost_graph() else splitting.run_in_inner_graph
+        return run(layer, call, args, kwargs)
 
-    Attributes:
-        count: steps that run, of several replicas perhaps.
-        before: what the instance had as `call`, if it had its own.
-    """
-
-    def __init__(self, layer: Any) -> None:
-        self.count = 0
-        self.before = vars(layer).get(_CALL)
-        call = layer.call
-
-        @functools.wraps(call)
-        def split_call(*args: Any, **kwargs: Any) -> Any:
-            splitting = _splitting.get()
-            if splitting is None or not splitting.applies(layer):
-                return call(*args, **kwargs)
-            run = splitting.run if splitting.is_outermost_graph() else splitting.run_in_inner_graph
-            return run(layer, call, args, kwargs)
-
-        self.call = split_call
+    return split_call
 
 
-_stands: dict[int, _Stand] = {}
-
-
-def _stand_in_front(layer: Any) -> None:
-    with _lock:
-        if id(layer) not in _stands:
-            _stands[id(layer)] = _Stand(layer)
-            vars(layer)[_CALL] = _stands[id(layer)].call
-        _stands[id(layer)].count += 1
-
-
-def _step_aside(layer: Any) -> None:
-    with _lock:
-        stand = _stands[id(layer)]
-        stand.count -= 1
-        if stand.count == 0:
-            del _stands[id(layer)]
-            vars(layer).pop(_CALL, None)
-            if stand.before is not None:
-                vars(layer)[_CALL] = stand.before
+_in_front = InFront("call", _splitting_calls)
 
 
 def _whole_call_message(layer: str, reason: str) -> str:

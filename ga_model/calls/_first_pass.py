@@ -27,6 +27,8 @@ from ga_model.calls._call_state import NotingScope, state_of
 from ga_model.calls._microbatch_call import MicrobatchCall, attached_to, leaves_of
 from ga_model.graphs import _lists
 from ga_model.graphs._loop import loop
+from ga_model.hearing._normalization import Call, listening, names_by_fate, pass_on
+from ga_model.sums._moments import Moments
 
 # Of layers that ran eagerly, the kinds of calls that were checked.
 _checked_before: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
@@ -57,11 +59,13 @@ class _Part(NamedTuple):
         outputs: tensors of shape (rows, ...), the call's outputs and what is attached to them.
         found: the values that the variables had which the call has changed.
         losses: what layers added, as scalars that are summed over microbatches.
+        moments: of the `statistics` of the pass.
     """
 
     outputs: list[Any]
     found: list[Any]
     losses: list[Any]
+    moments: list[Moments]
 
 
 class FirstPass:
@@ -72,7 +76,8 @@ class FirstPass:
 
     Attributes:
         form: what the call gives, known after `check`, as is
-        normalizing: names of BatchNormalization layers that have normalized microbatches.
+        normalizing: names of BatchNormalization layers that have normalized microbatches: those
+            whose running averages move by the statistics of all samples, and others.
         outputs: of all samples, with what is attached to them; known after `run`, as are
         losses: that layers added, of all samples: scalars, and
         found: of each variable that was changed, a list of the values that microbatches found.
@@ -84,7 +89,8 @@ class FirstPass:
     found: list[Any]
 
     def __init__(self, call: MicrobatchCall) -> None:
-        self.normalizing: list[str] = []
+        self.normalizing: tuple[list[str], list[str]] = ([], [])
+        self._statistics: list[Call] = []  # calls of BatchNormalization layers
         self._call = call
         self._is_eager = tf.executing_eagerly()
         self._foreign: list[Any] = []  # variables that the call uses and that are not the layer's
@@ -145,24 +151,29 @@ class FirstPass:
         lists += [_lists.empty(v.dtype, v.shape) for v in part.found]
 
         def add(index: Any, so_far: Any) -> Any:
-            lists, losses = so_far
+            lists, losses, moments = so_far
             part = part_of(index, shapes)
             lists = _lists.all_pushed(lists, [*part.outputs, *part.found])
-            return lists, [a + b for a, b in zip(losses, part.losses)]
+            moments = [a.plus(b) for a, b in zip(moments, part.moments)]
+            return lists, [a + b for a, b in zip(losses, part.losses)], moments
 
-        so_far = (_lists.all_pushed(lists, [*part.outputs, *part.found]), part.losses)
-        lists, self.losses = loop(add, so_far, call.num_microbatches)
+        lists = _lists.all_pushed(lists, [*part.outputs, *part.found])
+        so_far = (lists, part.losses, part.moments)
+        lists, self.losses, moments = loop(add, so_far, call.num_microbatches)
+        pass_on(self._statistics, moments)
         self.outputs = call.joined(lists, tensors)
         self.found = lists[len(tensors) :]
 
     def _microbatch(self, leaves: list[Any]) -> _Part:
         """Call the layer on one microbatch, and note what it changes."""
         call = self._call
-        with NotingScope(noted=[*state_of(call.layer), *self._foreign]) as scope:
-            outputs = call.run(leaves)
-        tensors = leaves_of(outputs)
-        check_outputs(tensors, call.layer)
-        self.normalizing = check_state(call.layer, scope.written)
+        noted = [*state_of(call.layer), *self._foreign]
+        with NotingScope(noted=noted) as scope, listening(not scope.is_inner) as hears:
+            outputs = call.run(leaves, hears=hears)
+            tensors = leaves_of(outputs)
+            check_outputs(tensors, call.layer)
+            self.normalizing = names_by_fate(check_state(call.layer, scope.written))
+            self._statistics, moments = ([], []) if hears is None else hears.heard()
         attached = attached_to(tensors)
         losses = call.added_losses(losses_of_scope(scope), outputs)
         form = Form(
@@ -179,4 +190,5 @@ class FirstPass:
             [*tensors, *(tensor for _, _, tensor in attached)],
             [value for _, value in scope.found],
             call.shares(losses, form.is_sum, leaves),
+            moments,
         )

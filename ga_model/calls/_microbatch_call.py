@@ -24,6 +24,7 @@ from ga_model.calls._call_state import PythonState
 from ga_model.graphs import _lists
 from ga_model.graphs._microbatch import rows_of
 from ga_model.hearing._models import unrecorded
+from ga_model.hearing._normalization import Listener, listener
 
 # Keras's losses take the input of these operations, if an output is one's result.
 _ACTIVATIONS = {"Softmax": tf.nn.softmax, "Sigmoid": tf.sigmoid}
@@ -78,19 +79,32 @@ class MicrobatchCall:
 
         def built(leaves: list[Any]) -> list[Any]:
             args, kwargs = self.arguments.packed(leaves, self.arguments.shared)
-            with unrecorded(), inside_of_call.set(True):
+            with unrecorded(), inside_of_call.set(True), listener.set(None):
                 return leaves_of(call(*args, **kwargs))
 
         trace = tf.function(built, autograph=False)
         trace.get_concrete_function(self.batch.signature_of(None))
 
-    def run(self, leaves: list[Any], shared: list[Any] | None = None) -> Any:
-        """Return what the layer gives for a microbatch, and for other shared inputs if any."""
+    def run(
+        self, leaves: list[Any], shared: list[Any] | None = None, hears: Listener | None = None
+    ) -> Any:
+        """Return what the layer gives for a microbatch.
+
+        Args:
+            leaves: the arguments with samples.
+            shared: the others, if they are not those of the call.
+            hears: what listens to BatchNormalization layers, or None.
+        """
         inputs = leaves[: len(self.batch.leaves)]
         shared = self.arguments.shared if shared is None else shared
         args, kwargs = self.arguments.packed(inputs, shared)
         self.state.put_back()
-        with unrecorded(), inside_of_call.set(True), keeping_call_context():
+        with (
+            unrecorded(),
+            inside_of_call.set(True),
+            listener.set(hears),
+            keeping_call_context(),
+        ):
             # Keras's own, where `__call__` is the user's: that one runs once, around all samples.
             call = functools.partial(keras.layers.Layer.__call__, self.layer, *args, **kwargs)
             return _Context()(function=call, training=self.training)

@@ -79,12 +79,11 @@ class SplitCall:
         turns: of all calls of the step.
 
     Attributes:
-        normalizing: names of BatchNormalization layers that have normalized microbatches, known
-            when the outputs are.
+        normalizing: as that of `FirstPass`, known when the outputs are.
     """
 
     def __init__(self, call: MicrobatchCall, turns: Turns) -> None:
-        self.normalizing: list[str] = []
+        self.normalizing: tuple[list[str], list[str]] = ([], [])
         self._call = call
         self._turns = turns
         self._first = FirstPass(call)

@@ -25,10 +25,11 @@ import tensorflow as tf
 from ga_model.base import _validate
 from ga_model.base._context import graph_being_made
 from ga_model.base._internals import loss_tracker, variables_to_train
-from ga_model.base._messages import batch_normalization_message
+from ga_model.base._messages import batch_normalization_messages
 from ga_model.hearing import _logs, _messages, _weights
 from ga_model.hearing._losses import Position, StepLosses
 from ga_model.hearing._models import is_recorded, optimizers_in, recording_of_thread
+from ga_model.hearing._normalization import names_by_fate
 from ga_model.hearing._stand_in import StandIn
 from ga_model.reading._heard_gradients import place_of
 from ga_model.reading._loss_reading import DoesNotAddUpError
@@ -228,9 +229,8 @@ class Recording:
             return
         if written.others and self._position.must_add_up:
             raise DoesNotAddUpError
-        if written.normalization:
-            layers = [layer.name for layer in written.normalization]
-            self.model._warn_once(batch_normalization_message(layers))
+        for message in batch_normalization_messages(*names_by_fate(written.normalization)):
+            self.model._warn_once(message)
         if written.others:
             self.losses.tell(_messages.written_message(self.model.name, written.others))
 

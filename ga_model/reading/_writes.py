@@ -94,14 +94,14 @@ class Writes:
 
         def found_in(variables: Iterable[Any]) -> list[Any]:
             """Return those that were written to, and take them as found."""
-            found = [v for v in variables if written & _handles(v)]
-            written.difference_update(*map(_handles, found))
+            found = [v for v in variables if written & handles_of(v)]
+            written.difference_update(*map(handles_of, found))
             return found
 
         normalization, names = [], []
         for layer in layers_in(self._model):
             found = found_in(own_weights(layer))
-            found = [v for v in found if id(v) in self._present or self._assigned & _handles(v)]
+            found = [v for v in found if id(v) in self._present or self._assigned & handles_of(v)]
             if isinstance(layer, keras.layers.BatchNormalization) and found:
                 normalization.append(layer)
             else:
@@ -143,7 +143,19 @@ class Writes:
     def _eagerly(self) -> set[int]:
         """Return the same of variables that have other values than before."""
         changed = [v for v, value in self._before if not bool(tf.reduce_all(tf.equal(v, value)))]
-        return {handle for variable in changed for handle in _handles(variable)}
+        return {handle for variable in changed for handle in handles_of(variable)}
+
+
+def written_by_functions(graph: Any, first: int) -> set[int]:
+    """Return the handles of variables that calls of functions write to, as ids.
+
+    Args:
+        graph: the graph.
+        first: of the operations, the number of the first that counts.
+    """
+    operations = graph.get_operations()[first:]
+    calls = [op for op in operations if not op.type.startswith("Assign")]
+    return _captured(graph, {id(handle) for op in calls for handle in written_handles(op)})
 
 
 def used_since(
@@ -161,7 +173,7 @@ def used_since(
     parts = tf.nest.flatten(gradients, expand_composites=True)
     tensors = walk_back(parts, graph, lambda tensor: tensor.op.name in late)
     used = _captured(graph, {id(tensor) for tensor in tensors})
-    return [variable.path for variable in variables if used & _handles(variable)]
+    return [variable.path for variable in variables if used & handles_of(variable)]
 
 
 def _captured(graph: Any, inner: set[int]) -> set[int]:
@@ -183,7 +195,7 @@ def _living(classes: Any) -> list[Any]:
     return [value for value in gc.get_objects() if issubclass(type(value), classes)]
 
 
-def _handles(variable: Any) -> set[int]:
+def handles_of(variable: Any) -> set[int]:
     """Return the handles of a variable's copies, as ids."""
     return {id(copy.handle) for copy in _strategy.copies(raw(variable))}
 

@@ -1,0 +1,393 @@
+"""Running averages of BatchNormalization are those of the full batch.
+
+Where the inputs of a layer do not depend on what another one has normalized, they equal those of
+plain Keras on the full batch.
+"""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import TOLERANCE, dense_data, mirrored, relative_difference, seeded
+
+from ga_model import AccumulatingModel, accumulate
+from ga_model.sums._moments import Moments
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:BatchNormalization layers in training mode"),
+    pytest.mark.filterwarnings("ignore:Layer 'flatten:UserWarning"),  # ends what is masked
+]
+
+layers = keras.layers
+WAYS = {"graph": {}, "eager": {"run_eagerly": True}, "xla": {"jit_compile": True}}
+# Settings, and samples per batch where an update takes 12.
+SETTINGS = {
+    "both": ({"accumulation_steps": 3, "microbatch_size": 3}, 4),
+    "split": ({"microbatch_size": 5}, 12),
+    "windows": ({"accumulation_steps": 3}, 4),
+    "recomputed": ({"microbatch_size": 5, "loss_over": "batch"}, 12),
+    "recomputed windows": (
+        {"accumulation_steps": 3, "microbatch_size": 3, "loss_over": "batch"},
+        4,
+    ),
+}
+every_setting = pytest.mark.parametrize("settings", SETTINGS)
+
+
+def averages(model):
+    """Return the running averages of all BatchNormalization layers."""
+    normal = [m for m in model._flatten_layers() if isinstance(m, layers.BatchNormalization)]
+    return [v.numpy() for layer in normal for v in layer.non_trainable_variables]
+
+
+def fit(make, settings, data, rows, epochs=2, start=None, **arguments):
+    model = accumulate(seeded(make), **settings)
+    model.compile(keras.optimizers.SGD(0.1), "mse", **arguments)
+    before = averages(model)
+    model.fit(*data, batch_size=rows, epochs=epochs, shuffle=False, verbose=0)
+    return model, before
+
+
+def difference(make, settings, data, **arguments):
+    """Return the relative difference of the change of running averages to plain Keras's."""
+    settings, rows = SETTINGS[settings]
+    model, start = fit(make, settings, data, rows, **arguments)
+    reference, _ = fit(make, {}, data, 12, **arguments)
+    return relative_difference(averages(model), averages(reference), start)
+
+
+def first(**arguments):
+    """A model that normalizes its inputs, and what frozen layers make of them."""
+    frozen = layers.Dense(3, activation="tanh", trainable=False)
+    inputs = keras.Input((4,))
+    parts = [
+        layers.BatchNormalization(**arguments)(inputs),
+        layers.BatchNormalization(momentum=0.7, **arguments)(frozen(inputs)),
+    ]
+    return keras.Model(inputs, layers.Dense(2)(layers.Concatenate()(parts)))
+
+
+def convolutional():
+    """Channels first, in one layer, and of images."""
+    inputs = keras.Input((4, 3, 2))
+    parts = [layers.BatchNormalization(axis=a, momentum=0.8)(inputs) for a in (1, -1, 2)]
+    parts = [layers.GlobalAveragePooling2D()(layers.Conv2D(2, 2)(part)) for part in parts]
+    return keras.Model(inputs, layers.Dense(2)(layers.Concatenate()(parts)))
+
+
+def masked(features=3, axis=-1):
+    inputs = keras.Input((5, features))
+    normal = layers.BatchNormalization(momentum=0.8, axis=axis)(layers.Masking()(inputs))
+    return keras.Model(inputs, layers.Dense(2)(layers.Flatten()(normal)))
+
+
+def called_twice():
+    a, b = keras.Input((4,)), keras.Input((4,))
+    normal = layers.BatchNormalization(momentum=0.5)
+    return keras.Model([a, b], layers.Dense(2)(normal(a) + normal(b)))
+
+
+def masked_data(rows, features=3):
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(rows, 5, features)).astype(keras.config.floatx())
+    x[generator.random((rows, 5)) < 0.4] = 0.0
+    x[:3] = 0.0  # a microbatch of nothing
+    return x, dense_data(rows)[1]
+
+
+def image_data(rows):
+    x, y = dense_data(rows, 24)
+    return x.reshape(rows, 4, 3, 2), y
+
+
+def two_inputs(rows):
+    x, y = dense_data(rows, 8)
+    return (x[:, :4], 3 * x[:, 4:] + 1), y
+
+
+@pytest.mark.parametrize("way", WAYS)
+@every_setting
+def test_they_are_those_of_the_full_batch(settings, way, float64):
+    """The last window has a part of its batches, and the last batch a part of its samples."""
+    arguments = {} if way == "graph" else WAYS[way]
+    assert difference(first, settings, dense_data(41), **arguments) <= TOLERANCE["float64"]
+
+
+CASES = {
+    "masked": (masked, masked_data),
+    "called twice": (called_twice, two_inputs),
+    "images": (convolutional, image_data),
+    "one masked channel": (lambda: masked(1), lambda rows: masked_data(rows, 1)),
+    "a mask for each channel": (lambda: masked(axis=1), masked_data),
+    "renorm": (lambda: first(renorm=True), lambda rows: dense_data(rows)),
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("case", CASES)
+def test_of_other_layers_and_data(case, settings, float64):
+    make, data = CASES[case]
+    assert difference(make, settings, data(41)) <= TOLERANCE["float64"]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_in_float32_also_where_means_are_large(settings):
+    x, y = dense_data(36)
+    data = x + np.float32(1000), y * np.float32(1e-3)
+    model, _ = fit(first, SETTINGS[settings][0], data, SETTINGS[settings][1])
+    reference, _ = fit(first, {}, data, 12)
+    for a, b in zip(averages(model), averages(reference), strict=True):
+        np.testing.assert_allclose(a, b, rtol=TOLERANCE["float32"])
+
+
+def test_steps_per_execution(float64):
+    arguments = {"steps_per_execution": 2}
+    assert difference(first, "both", dense_data(41), **arguments) <= TOLERANCE["float64"]
+
+
+class Subclass(layers.BatchNormalization):
+    pass
+
+
+class MovesItself(layers.BatchNormalization):
+    def call(self, inputs, training=None, mask=None):
+        return super().call(inputs, training=training, mask=mask)
+
+
+def with_layer(layer):
+    return lambda: keras.Sequential([keras.Input((4,)), layer(name="bn"), layers.Dense(2)])
+
+
+def test_a_subclass_without_a_call_of_its_own(float64):
+    assert difference(with_layer(Subclass), "both", dense_data(41)) <= TOLERANCE["float64"]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_moving_them_per_microbatch_differs_and_is_told(settings, float64):
+    """The control: a layer that is not heard."""
+    own, rows = SETTINGS[settings]
+    model = accumulate(seeded(with_layer(MovesItself)), **own)
+    model.compile("sgd", "mse")
+    start = averages(model)
+    with pytest.warns(UserWarning, match=r"\['bn'\].*once per microbatch") as caught:
+        model.fit(*dense_data(36), batch_size=rows, shuffle=False, verbose=0)
+    assert len(caught) == 1
+    reference, _ = fit(with_layer(layers.BatchNormalization), {}, dense_data(36), 12, epochs=1)
+    assert relative_difference(averages(model), averages(reference), start) > 1e-2
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_the_warning_says_what_is_true(settings, way):
+    own, rows = SETTINGS[settings]
+    model = accumulate(seeded(with_layer(layers.BatchNormalization)), **own)
+    model.compile("sgd", "mse", **WAYS[way])
+    with pytest.warns(UserWarning, match=r"\['bn'\].*ghost.*once per update") as caught:
+        model.fit(*dense_data(36), batch_size=rows, verbose=0)
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("settings", ["windows", "both"])
+def test_nothing_moves_before_the_update_or_in_an_interrupted_window(settings, float64):
+    own, rows = SETTINGS[settings]
+    x, y = dense_data(16)
+    model, _ = fit(first, own, (x[:12], y[:12]), rows)
+    start = averages(model)
+    for _ in range(2):
+        model.train_on_batch(x[:rows] + 5, y[:rows])
+        for a, b in zip(averages(model), start, strict=True):
+            np.testing.assert_array_equal(a, b)
+    model.fit(x[:12], y[:12], batch_size=rows, shuffle=False, verbose=0)
+    reference, _ = fit(first, {}, (x[:12], y[:12]), 12, epochs=3)
+    for a, b in zip(averages(model), averages(reference), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:Microbatches of:UserWarning")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_what_is_left_out_moves_nothing(settings, way, float64):
+    own, rows = SETTINGS[settings]
+    size = rows if "recomputed" in settings else own.get("microbatch_size", rows)
+    x, y = dense_data(24)
+    bad = x.copy()
+    bad[0] = np.nan
+    # The whole first microbatch is left out, or the whole first batch where a batch is one.
+    model, start = fit(first, {**own, "skip_nonfinite": True}, (bad, y), rows, 1, **WAYS[way])
+    reference = seeded(first)
+    reference.compile(keras.optimizers.SGD(0.1), "mse")
+    for part in (slice(size, 12), slice(12, 24)):
+        if part.start < part.stop:
+            reference.train_on_batch(x[part], y[part])
+    difference = relative_difference(averages(model), averages(reference), start)
+    assert difference <= TOLERANCE["float64"]
+
+
+class OwnStep(AccumulatingModel, keras.Model):
+    """Calls a layer, updates by its outputs, and calls it again."""
+
+    def __init__(self):
+        super().__init__()
+        self.normal, self.dense = layers.BatchNormalization(momentum=0.5), layers.Dense(2)
+
+    def call(self, x, training=None):
+        return self.dense(self.normal(x, training=training))
+
+    def train_step(self, data):
+        x, y = data
+        for inputs in (x, 2 * x + 1):
+            with tf.GradientTape() as tape:
+                loss = tf.sqrt(tf.reduce_mean(tf.square(self(inputs, training=True) - y)))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_of_ones_own_that_calls_a_layer_twice(way, float64):
+    trained = []
+    for size in (5, None):
+        model = seeded(OwnStep)
+        model(np.zeros((1, 4)))
+        model.compile("sgd", microbatch_size=size, **WAYS[way])
+        start = averages(model)
+        model.fit(*dense_data(24), batch_size=12, shuffle=False, verbose=0)
+        trained.append(averages(model))
+    assert relative_difference(*trained, start) <= TOLERANCE["float64"]
+
+
+class Sometimes(keras.Model):
+    """Calls one of two layers, by what a microbatch begins with."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = layers.BatchNormalization(), layers.BatchNormalization()
+        self.dense = layers.Dense(2)
+
+    def call(self, x, training=None):
+        y = self.a(x, training=training)
+        if x[0, 0] > 0:
+            y += self.b(x, training=training)
+        return self.dense(y)
+
+
+@pytest.mark.parametrize("begins", [1, -1])
+def test_eagerly_a_layer_may_be_called_less_often_but_not_later(begins, float64):
+    x, y = dense_data(12)
+    x[::4, 0] = [begins, -begins, -begins]
+    model = accumulate(seeded(Sometimes), microbatch_size=4, loss_over="microbatch")
+    model(x)
+    model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=True)
+    if begins < 0:
+        with pytest.raises(RuntimeError, match="the same BatchNormalization layers"):
+            model.fit(x, y, batch_size=12, shuffle=False, verbose=0)
+        assert not np.any(model.a.moving_mean.numpy())
+        return
+    model.fit(x, y, batch_size=12, shuffle=False, verbose=0)
+    for layer, rows in ((model.a, x), (model.b, x[:4])):
+        np.testing.assert_allclose(layer.moving_mean, 0.01 * rows.mean(0), rtol=1e-12)
+        np.testing.assert_allclose(layer.moving_variance, 0.99 + 0.01 * rows.var(0), rtol=1e-12)
+
+
+class InABranch(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.normal, self.dense = layers.BatchNormalization(name="bn"), layers.Dense(2)
+
+    def call(self, x, training=None):
+        normal = lambda: self.normal(x, training=training)  # noqa: E731
+        return self.dense(tf.cond(tf.reduce_sum(x) > -1e9, normal, lambda: x))
+
+
+@pytest.mark.parametrize("settings", ["split", "windows"])
+def test_a_call_in_a_branch_moves_them_itself_and_is_told(settings):
+    own, rows = SETTINGS[settings]
+    model = InABranch()
+    model(np.zeros((1, 4)))
+    accumulate(model, **own).compile("sgd", "mse")
+    with pytest.warns(UserWarning, match=r"\['bn'\].*once per microbatch"):
+        model.fit(*dense_data(24), batch_size=rows, verbose=0)
+    assert np.any(model.normal.moving_mean.numpy())
+
+
+class InATracedFunction(keras.Model):
+    """Calls a layer, and a function that has traced another call of it before."""
+
+    def __init__(self):
+        super().__init__()
+        self.normal, self.dense = layers.BatchNormalization(name="bn"), layers.Dense(2)
+        self.traced = tf.function(lambda x: self.normal(2 * x, training=True))
+
+    def call(self, x, training=None):
+        return self.dense(self.normal(x, training=training) + self.traced(x))
+
+
+@pytest.mark.parametrize("settings", ["split", "windows", "recomputed"])
+def test_a_call_in_a_function_that_was_traced_before_moves_them_itself_and_is_told(settings):
+    own, rows = SETTINGS[settings]
+    model = InATracedFunction()
+    x, y = dense_data(24)
+    model.traced(tf.constant(x[:rows]))
+    model(x)
+    model.normal.moving_mean.assign(tf.zeros(4))
+    moves = []
+    accumulate(model, **own).compile("sgd", "mse")
+    with pytest.warns(UserWarning, match=r"\['bn'\].*once per microbatch"):
+        model.fit(x, y, batch_size=rows, shuffle=False, verbose=0)
+    size = own.get("microbatch_size", rows)
+    for start in range(0, 24, rows):
+        batch = x[start : start + rows]
+        moves += [batch[begin : begin + size].mean(0) for begin in range(0, rows, size)]
+    expected = np.zeros(4)
+    for move in moves:
+        for factor in (1.0, 2.0):
+            expected = 0.99 * expected + 0.01 * factor * move
+    np.testing.assert_allclose(model.normal.moving_mean, expected, rtol=1e-4)
+
+
+def test_layers_are_left_as_they_were():
+    for settings in SETTINGS.values():
+        model, _ = fit(first, settings[0], dense_data(24), settings[1])
+        for layer in model.layers:
+            assert not {"_moments", "call"} & set(vars(layer))
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("synchronized", [False, True])
+@pytest.mark.parametrize("settings", ["split", "windows", "both", "recomputed"])
+def test_of_replicas_as_plain_keras_has_them(settings, synchronized, float64):
+    """Each has the averages of its own samples; synchronized, all have those of all samples."""
+    own, rows = SETTINGS[settings]
+    if synchronized and "microbatch_size" in own:
+        pytest.skip("refused: replicas cannot exchange statistics inside of a loop")
+    x, y = dense_data(24)
+    # Of each batch the first replica takes the first half.
+    order = np.arange(24).reshape(2, 12 // rows, 2, rows // 2)
+    order = order.transpose(0, 2, 1, 3).ravel()
+    trained = []
+    for given, batch, data in ((own, rows, (x, y)), ({}, 12, (x[order], y[order]))):
+        with mirrored(2).scope():
+            model = accumulate(seeded(lambda: first(synchronized=synchronized)), **given)
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+        start = averages(model)
+        model.fit(*data, batch_size=batch, epochs=2, shuffle=False, verbose=0)
+        normal = [m for m in model.layers if isinstance(m, layers.BatchNormalization)]
+        variables = [v.value for layer in normal for v in layer.non_trainable_variables]
+        trained.append([copy.numpy() for v in variables for copy in v.values])
+    start = [value for value in start for _ in range(2)]
+    assert relative_difference(*trained, start) <= TOLERANCE["float64"]
+
+
+def test_moments_of_parts_are_those_of_all(float64):
+    values = np.random.default_rng(1).normal(1e3, 1.0, size=(17, 3)).astype("float32")
+    total = None
+    for part in np.split(values, [1, 1, 6, 16]):
+        part = tf.constant(part)
+        mean, variance = tf.nn.moments(part, [0])
+        count = tf.constant(float(len(part)), tf.float64)
+        moments = Moments.of(count, mean, variance, 0.0)
+        total = moments if total is None else total.plus(moments)
+    exact = values.astype("float64")
+    assert float(total.parts) == 4  # one has no values
+    np.testing.assert_allclose(total.mean, exact.mean(0), rtol=1e-6)
+    np.testing.assert_allclose(total.variance, exact.var(0), rtol=1e-4)
