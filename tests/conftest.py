@@ -1,5 +1,6 @@
 """Settings for all tests: quiet TensorFlow, few threads, fixed seeds, float32 by default."""
 
+import collections
 import gc
 import os
 
@@ -36,15 +37,16 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by markers
 def pytest_collection_modifyitems(config, items):
-    """Leave to the gate all cases but the first of each test. The heart comes first."""
+    """Leave to the gate, or to the sweep, all cases but the first of a test. The heart is first."""
     items.sort(key=lambda item: "equivalence" not in item.path.parts)
-    seen = set()
+    seen = collections.Counter()
     for item in items:
         if not any(item.get_closest_marker(name) for name in ("gate", "sweep", "deep")):
             test = (item.path, item.originalname)
-            if test in seen and not item.get_closest_marker("every_case"):
-                item.add_marker("gate")
-            seen.add(test)
+            if seen[test] and not item.get_closest_marker("every_case"):
+                sample = item.get_closest_marker("one_in")
+                item.add_marker("sweep" if sample and seen[test] % sample.args[0] else "gate")
+            seen[test] += 1
     if helpers.num_replicas > 1:
         out = [item for item in items if item.get_closest_marker("one_device")]
         config.hook.pytest_deselected(items=out)

@@ -206,8 +206,8 @@ def check(training, **compile_args):
     ("compile_args", "number", "is_deep"),
     [
         ({"jit_compile": True}, 2, False),
-        ({}, 25, False),
-        ({"run_eagerly": True}, 80, False),
+        ({}, 10, False),
+        ({"run_eagerly": True}, 30, False),
         pytest.param({}, 1_000, True, marks=pytest.mark.deep),
         pytest.param({"run_eagerly": True}, 2_000, True, marks=pytest.mark.deep),
         pytest.param({"jit_compile": True}, 100, True, marks=pytest.mark.deep),
