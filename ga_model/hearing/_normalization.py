@@ -30,7 +30,7 @@ from ga_model.base._internals import (
     stateless_scope,
     unseen_by_tapes,
 )
-from ga_model.reading._writes import handles_of, written_by_functions
+from ga_model.reading._writes import handles_of, left_out, written_by_functions
 from ga_model.replicas import _strategy
 from ga_model.sums._moments import Moments
 
@@ -88,6 +88,7 @@ class Listener:
         self._before: list[tuple[Any, Any, Any]] = []  # layer, variable, value
         self._lost: list[Any] = []
         self._written: set[int] | None = None
+        self._unseen: Any = None  # operations whose writes are put back
         self._first = 0 if self._graph is None else len(self._graph.get_operations())
 
     def hear(self, layer: Any, inputs: Any, mask: Any, mean: Any, variance: Any) -> None:
@@ -97,6 +98,7 @@ class Listener:
         if graph_being_made() is not self._graph:
             self._lost.append(layer)
             return
+        self._unseen = left_out.get()
         with unseen_by_tapes():
             if not is_in(layer, [other for other, _, _ in self._before]):
                 self._before += [(layer, v, tf.identity(raw(v))) for v in _statistics(layer)]
@@ -118,10 +120,10 @@ class Listener:
 
     def _is_called_unheard(self, layer: Any) -> bool:
         """Return whether a function that was traced before moves the averages of a layer, too."""
-        if self._graph is None:
+        if self._graph is None or not is_in(layer, [other for other, _, _ in self._before]):
             return False
         if self._written is None:  # all has been called when this is first asked
-            self._written = written_by_functions(self._graph, self._first)
+            self._written = written_by_functions(self._graph, self._first, self._unseen)
         return any(self._written & handles_of(variable) for variable in _statistics(layer))
 
     def heard(self) -> tuple[list[Call], list[Moments]]:

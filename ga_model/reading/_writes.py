@@ -129,7 +129,7 @@ class Writes:
     def _in_graph(self) -> set[int]:
         """Return the handles of variables that new operations of the graph write to, as ids."""
         graph: Any = self._graph
-        unseen = [range(*span) for other, *span in left_out.get() or () if other is graph]
+        unseen = _spans(graph, left_out.get())
         written: set[int] = set()
         assigned: set[int] = set()
         for number, op in enumerate(graph.get_operations()):
@@ -146,16 +146,28 @@ class Writes:
         return {handle for variable in changed for handle in handles_of(variable)}
 
 
-def written_by_functions(graph: Any, first: int) -> set[int]:
+def written_by_functions(graph: Any, first: int, unseen: Any) -> set[int]:
     """Return the handles of variables that calls of functions write to, as ids.
 
     Args:
         graph: the graph.
         first: of the operations, the number of the first that counts.
+        unseen: what `left_out` holds, or None.
     """
-    operations = graph.get_operations()[first:]
-    calls = [op for op in operations if not op.type.startswith("Assign")]
+    spans = _spans(graph, unseen)
+    calls = [
+        op
+        for number, op in enumerate(graph.get_operations())
+        if number >= first
+        and not op.type.startswith("Assign")
+        and not any(number in span for span in spans)
+    ]
     return _captured(graph, {id(handle) for op in calls for handle in written_handles(op)})
+
+
+def _spans(graph: Any, unseen: Any) -> list[range]:
+    """Return the numbers of a graph's operations that are left out."""
+    return [range(*span) for other, *span in unseen or () if other is graph]
 
 
 def used_since(
