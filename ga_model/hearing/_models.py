@@ -17,6 +17,12 @@ def unrecorded() -> contextlib.AbstractContextManager[None]:
     return recording_of_thread.set(None)
 
 
+def current_recording(model: Any) -> Any:
+    """Return the recording of `model` that is running in this thread, or None."""
+    recording = recording_of_thread.get()
+    return recording if recording is not None and recording.model is model else None
+
+
 def optimizers_in(value: Any) -> list[Any]:
     """Return the optimizers that a value is, or that a list or dict in it holds."""
     return instances_in(value, keras.optimizers.Optimizer)
