@@ -39,7 +39,7 @@ if keras.backend.backend() == "tensorflow":
     from keras.src.backend.tensorflow.trainer import reduce_per_replica
     from tensorflow.python.eager import forwardprop_util, record
     from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
-else:
+elif keras.backend.backend() == "torch":
     import torch
 
 _RELEASE = tuple(int(part) for part in keras.__version__.split(".")[:2])

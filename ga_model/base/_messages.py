@@ -66,3 +66,20 @@ def batch_normalization_message(layers: list[str]) -> str:
         "differs from the full batch. Freeze them (`layer.trainable = False` before `compile`), "
         "use LayerNormalization or GroupNormalization, or accept the difference."
     )
+
+
+def not_an_optimizer_message(value: Any) -> str:
+    hint = "Call the class first" if isinstance(value, type) else "Make one first"
+    return (
+        "`GradientAccumulator.apply` takes a Keras optimizer. "
+        f"Received: optimizer={value!r} (of type {type(value).__name__}). "
+        f"{hint}, such as `keras.optimizers.Adam()`."
+    )
+
+
+def weight_message(weight: Any) -> str:
+    return (
+        "`weight` must be a scalar number or tensor, or None where the loss is a sum. "
+        f"Received: weight={weight!r}. "
+        "Pass what the microbatch's loss averages over, such as the number of samples."
+    )

@@ -9,7 +9,7 @@ import importlib.metadata
 import operator
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 _NOT_THE_USERS = {"contextlib", "ga_model", "keras", "tensorflow", "torch"}
@@ -286,6 +286,11 @@ def check_rows(data: Any, leaves: Iterable[Any]) -> int:
             f"Received: shapes {[tuple(shape) for shape in shapes]}. Pass as many of each."
         )
     return rows[0]
+
+
+def is_list(values: Any) -> bool:
+    """Return whether there is one value after the other: a list, a tuple, a dict's values."""
+    return isinstance(values, Collection) and not isinstance(values, (str, Mapping))
 
 
 def check_variables(variables: Iterable[Any]) -> None:

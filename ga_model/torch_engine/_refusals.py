@@ -95,6 +95,15 @@ def foreign_loss_message(model: str) -> str:
     )
 
 
+def several_losses_message(model: str) -> str:
+    return (
+        "Where Keras runs on PyTorch, one call of `compute_loss` says what a microbatch counts. "
+        f"Received: `train_step` of {model!r}, which calls it several times. Override "
+        "`microbatch_weight` to say what a microbatch counts: return the number of samples where "
+        f'the loss is their mean, or "sum". Or {_TENSORFLOW}, or {WITHOUT}.'
+    )
+
+
 def worked_over_message(model: str) -> str:
     return (
         "A window adds up the gradients of its microbatches before its optimizer gets them. "

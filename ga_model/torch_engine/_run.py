@@ -148,7 +148,7 @@ class _Run:
                 part.widen()
         is_left_out = self._skips and not all(part.is_finite() for part in recording.parts)
         if not is_left_out:
-            window.add(recording.parts, recording.relative_weight)
+            window.add(recording.parts, recording.relative_weight, keeps_gradients)
             self._num_counted += 1
         if logs is not None:
             logs.add(recording, result, not is_left_out)

@@ -227,11 +227,10 @@ class Probes:
         is_settled = known in ("rows", "other") or (times > 8 and times & (times - 1) != 0)
         if known is not None and is_settled:
             return known
-        if num_rows(y_pred) == 1:  # of which two tell what one does not
-            before = self._waiting.pop(name, None)
-            if before is None:
-                self._waiting[name] = _probes.detached(y_true), _probes.detached(y_pred)
-                return known
+        if num_rows(y_pred) == 1:
+            # Two alike tell a mean from a sum, and two that differ whether samples are compared.
+            before = self._waiting.pop(name, (y_true, y_pred))
+            self._waiting[name] = _probes.detached(y_true), _probes.detached(y_pred)
             y_true, y_pred = (_probes.joined(*pair) for pair in zip(before, (y_true, y_pred)))
         found = _probes.kind_of_loss(loss, y_true, y_pred)
         if found is not None:

@@ -112,6 +112,8 @@ class Recording:
         has_rule = self.model._has_rule()
         if not has_rule and not any(loss is total for total in self.losses.totals):
             raise RuntimeError(_refusals.foreign_loss_message(self.model.name))
+        if not has_rule and len(self.losses.totals) > 1:
+            raise RuntimeError(_refusals.several_losses_message(self.model.name))
         terms, window = self.losses.terms(), self._position.window
         relative = window.relative_weight(terms.weight, self._position.parts)
         self.relative_weight = None if terms.weight is None else relative

@@ -36,7 +36,7 @@ class Part:
             present = self._gradients.get(key)
             if present is None:
                 self._gradients[key] = gradient
-            elif present is not gradient:
+            else:
                 present += gradient
         self.variables = other.variables  # those that are trained now
 
@@ -51,6 +51,20 @@ class Part:
         for key, gradient in self._gradients.items():
             if gradient.dtype in halves:
                 self._gradients[key] = gradient.float()
+
+    def times(self, factor: float) -> Part:
+        """Return a copy of the part that is multiplied with a number."""
+        gradients = [self._gradients.get(id(v)) for v in self.variables]
+        gradients = [None if g is None else g * factor for g in gradients]
+        return Part(self.optimizer, self.variables, gradients)
+
+    def mean(self, total: float) -> list[Any]:
+        """Return the sum divided by a number, in the dtypes of the variables."""
+        if not total:
+            total = float("nan")
+        gradients = [self._gradients.get(id(v)) for v in self.variables]
+        pairs = zip(gradients, self.variables)
+        return [None if g is None else (g / total).to(raw(v).dtype) for g, v in pairs]
 
     def put_back(self) -> None:
         """Let the gradients of the variables be the sum."""
@@ -86,20 +100,22 @@ class Window:
         unit: what weights are counted in: the first one times a power of two near the number of
             microbatches. It grows by powers of two where a heavier one comes. 0.0 before the first.
         has_counted: whether a microbatch of the window has counted.
+        parts: the sums, one for each optimizer.
+        total: the sum of the weights, in `unit`.
     """
 
     def __init__(self, model: Any, steps: int) -> None:
         self._model = model
         self._next_steps = self.steps = steps
-        self._parts: list[Part] = []
+        self.parts: list[Part] = []
         self._begin()
 
     def _begin(self) -> None:
         self.steps = self._next_steps
         self._num_batches = 0
-        self._total = self.unit = 0.0
+        self.total = self.unit = 0.0
         self.has_counted = False
-        self._parts = []
+        self.parts = []
 
     def set_steps(self, accumulation_steps: int) -> None:
         """Let the next window have `accumulation_steps` batches."""
@@ -122,31 +138,35 @@ class Window:
         elif abs(least) > abs(self.unit):
             growth = 2.0 ** math.ceil(math.log2(abs(least / self.unit)))
             self.unit *= growth
-            self._total /= growth
-            for part in self._parts:
+            self.total /= growth
+            for part in self.parts:
                 part.scale(1.0 / growth)
         return weight / self.unit if self.unit else 0.0
 
     def put_back(self) -> None:
         """Let the gradients of variables be the sums, for a microbatch that adds to them."""
-        for part in self._parts:
+        for part in self.parts:
             part.put_back()
 
-    def add(self, parts: list[Part], relative_weight: float | None) -> None:
+    def add(self, parts: list[Part], relative_weight: float | None, is_added: bool = False) -> None:
         """Add what a microbatch gave.
 
         Args:
             parts: one for each optimizer.
             relative_weight: its weight in the window's unit, or None where the loss is a sum.
+            is_added: whether the parts have what was put back, and are the sums therefore.
         """
         self.has_counted = True
-        self._total += relative_weight or 0.0
+        self.total += relative_weight or 0.0
+        if is_added:
+            self.parts = list(parts)
+            return
         for part in parts:
-            same = [p for p in self._parts if p.optimizer is part.optimizer]
+            same = [p for p in self.parts if p.optimizer is part.optimizer]
             if same:
                 same[0].add(part)
             else:
-                self._parts.append(part)
+                self.parts.append(part)
 
     def end_batch(self) -> None:
         """Count the batch, and update if it fills the window."""
@@ -164,7 +184,7 @@ class Window:
 
     def close(self) -> None:
         """Make the update of a full or partial window. An empty one changes nothing."""
-        parts, total, has_counted = self._parts, self._total, self.has_counted
+        parts, total, has_counted = self.parts, self.total, self.has_counted
         self._begin()
         if not has_counted:
             return

@@ -74,3 +74,11 @@ def difference_of_orders(make, compile_args, data, *, rows, **kwargs):
     reference, start = train(make, compile_args, data, rows=rows, **kwargs)
     other, _ = train(make, compile_args, reordered(data, rows), rows=rows, **kwargs)
     return relative_difference(other.get_weights(), reference.get_weights(), start)
+
+
+def assert_same_logs(model, reference, rtol=1e-5):
+    """Compare what the last `fit` of each has logged."""
+    logs, expected = model.history.history, reference.history.history
+    assert list(logs) == list(expected)
+    for name, values in logs.items():
+        np.testing.assert_allclose(values, expected[name], rtol=rtol, atol=1e-7, err_msg=name)
