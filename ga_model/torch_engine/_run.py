@@ -18,7 +18,7 @@ from ga_model.torch_engine import _refusals
 from ga_model.torch_engine._batch_logs import BatchLogs, MetricCalls
 from ga_model.torch_engine._observer import observer_of
 from ga_model.torch_engine._split import Batch
-from ga_model.torch_engine._state import Snapshot, Writes, unchanged
+from ga_model.torch_engine._state import Snapshot, Writes, clear_gradients, unchanged
 from ga_model.torch_engine._terms import Position
 from ga_model.torch_engine._torch_recorder import record
 from ga_model.torch_engine._torch_window import Window, power_of_two
@@ -46,7 +46,7 @@ def run(
         return _Run(model, train_step, batch, window).logs()
     except BaseException:  # KeyboardInterrupt, too
         window.discard()
-        model.zero_grad()
+        clear_gradients(model)
         raise
 
 
@@ -138,6 +138,7 @@ class _Run:
         if not self._accumulation.has_read_writes and not self._is_update:
             writes = Writes(model)
         if keeps_gradients:
+            clear_gradients(model)  # of what the user has left there
             window.put_back()
         with record(model, data, position, keeps_gradients) as recording:
             result = self._train_step(data)

@@ -43,6 +43,12 @@ def unchanged(model: Any) -> Iterator[None]:
         snapshot.restore()
 
 
+def clear_gradients(model: Any) -> None:
+    """Leave no gradient at the weights of a model."""
+    for variable in model.trainable_weights:
+        raw(variable).grad = None
+
+
 class Writes:
     """What a step writes to: variables are compared before and after it.
 
