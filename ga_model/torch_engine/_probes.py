@@ -129,12 +129,11 @@ class ModelProbe:
         with unchanged(model):
             outputs, losses = self._call(model, x)
             parts = [self._call(model, part_of(x, *s)) for s in ((0, half), (half, rows))]
-        leaves = [keras.tree.flatten(o) for o, _ in parts]
-        whole = [v for v in keras.tree.flatten(outputs) if v.ndim and v.shape[0] == rows]
-        pairs = [
-            torch.cat([a, b]) for a, b in zip(*leaves) if a.ndim and a.shape[1:] == b.shape[1:]
-        ]
-        self.mixes_samples = len(whole) != len(pairs) or not _equal(whole, pairs)
+            self.mixes_samples = not _is_whole_of(outputs, [o for o, _ in parts], rows)
+            if self.mixes_samples:  # or draws numbers that nobody can tell of
+                again, _ = self._call(model, x)
+                pairs = zip(*(keras.tree.flatten(o) for o in (outputs, again)))
+                self.mixes_samples = all(_is_close(one, other) for one, other in pairs)
         self.kinds = [
             _kind(value, a, b, half / rows) for value, a, b in zip(losses, parts[0][1], parts[1][1])
         ]
@@ -143,6 +142,18 @@ class ModelProbe:
         with torch.no_grad(), unrecorded():
             outputs = model(x, training=self._training) if takes_training(model) else model(x)
             return outputs, [float(keras.ops.sum(loss)) for loss in model.losses]
+
+
+def _is_whole_of(outputs: Any, parts: list[Any], rows: int) -> bool:
+    """Return whether outputs for all samples are those for the parts, one behind the other."""
+    for whole, *ones in zip(keras.tree.flatten(outputs), *map(keras.tree.flatten, parts)):
+        if not whole.ndim or whole.shape[0] != rows:
+            return False
+        if any(not one.ndim or one.shape[1:] != whole.shape[1:] for one in ones):
+            return False
+        if not _is_close(whole, torch.cat(ones)):
+            return False
+    return True
 
 
 def _kind(whole: float, first: float, second: float, share: float) -> str:

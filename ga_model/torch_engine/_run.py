@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -107,9 +108,12 @@ class _Run:
         layers = [layer.name for layer in model._batch_normalization_layers()]
         if layers:
             model._warn_once(batch_normalization_message(layers))
-        if not is_of_keras(model, "train_step") or model._has_rule():
+        if model._has_rule():
             return
-        accumulation.probes.call(unpack(self._batch.microbatch(0))[0])
+        # A step of the user's own may call the model in another way.
+        is_own = not is_of_keras(model, "train_step")
+        with contextlib.suppress(Exception) if is_own else contextlib.nullcontext():
+            accumulation.probes.call(unpack(self._batch.two_or_more())[0])
         if accumulation.probes.mixes_samples:
             message = _refusals.mixing_message(model.name)
             if self._must_add_up():

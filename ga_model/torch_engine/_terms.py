@@ -56,7 +56,7 @@ class StepLosses:
         self._data = data
         self._position = position
         self._terms: list[_weights.Term] = []
-        self._additional: list[tuple[Any, bool]] = []
+        self._additional: list[tuple[Any, bool | None]] = []
         self._known_terms: tuple[tuple[int, int], _weights.LossTerms] | None = None
         self.totals: list[Any] = []
 
@@ -86,18 +86,26 @@ class StepLosses:
             loss: as it was added.
             total: the number that Keras made of it.
         """
-        is_sum = loss.ndim > 0 or is_sum_of_activities(self._model, loss)
-        if not is_sum and not self._position.is_update and not self._model._has_rule():
-            is_sum = self._kind_of_additional(len(self._additional)) == "sum"
+        is_sum = True if loss.ndim > 0 or is_sum_of_activities(self._model, loss) else None
         self._additional.append((total, is_sum))
 
-    def _kind_of_additional(self, index: int) -> str:
-        kinds: list[str] = self._model._accumulation.probes.kinds_of_additional
-        kind = kinds[index] if index < len(kinds) else "mean"
-        is_regularizer = index >= len(kinds) - len(self._regularized())
-        if kind == "other" and not is_regularizer:
+    def _is_sum(self, index: int) -> bool:
+        """Return whether a scalar that a layer added is a sum over samples, and no mean.
+
+        Raises:
+            ValueError: it is neither, or that is not known, and it has to be one of them.
+
+        Warns:
+            UserWarning: it is neither, or that is not known.
+        """
+        if self._position.is_update or self._model._has_rule():
+            return False
+        probes: Probes = self._model._accumulation.probes
+        kinds = probes.kinds_of_additional
+        kind = kinds[index] if index < len(kinds) else "other"
+        if kind == "other":
             self._tell(_refusals.unreadable_addition_message(self._model.name))
-        return kind
+        return kind == "sum"
 
     def _regularized(self) -> list[Any]:
         return [v for v in self._model.trainable_weights if getattr(v, "regularizer", None)]
@@ -162,6 +170,10 @@ class StepLosses:
         # Keras adds the losses of layers first, and those of weight regularizers after them.
         first = max(0, len(self._additional) - len(self._regularized()))
         regularization = [value for value, _ in self._additional[first:]]
+        additional = [
+            (value, self._is_sum(index) if is_sum is None else is_sum)
+            for index, (value, is_sum) in enumerate(self._additional[:first])
+        ]
         weight = self._model.microbatch_weight(x, y, sample_weight)
         if weight is not None:
             if not isinstance(weight, str):
@@ -172,7 +184,7 @@ class StepLosses:
         whole = None if self._model.skip_nonfinite else position.whole
         terms = _weights.combine(
             self._terms,
-            self._additional[:first],
+            additional,
             regularization,
             self.num_rows(),
             position.num_microbatches if whole is None else position.steps,

@@ -204,8 +204,9 @@ def test_a_model_that_mixes_samples_is_refused():
     def make():
         return keras.Sequential([dense_model(), Centers(), layers.Dense(2)])
 
-    with pytest.raises(ValueError, match="depend on the others of its microbatch"):
-        train(make, sgd("mse"), dense_data(12), rows=12, microbatch_size=4)
+    for size in (4, 1):
+        with pytest.raises(ValueError, match="depend on the others of its microbatch"):
+            train(make, sgd("mse"), dense_data(12), rows=12, microbatch_size=size)
     with pytest.warns(UserWarning, match="depend on the others of its microbatch"):
         train(make, sgd("mse"), dense_data(12), rows=4, accumulation_steps=3)
 
@@ -224,3 +225,26 @@ def test_dividing_by_the_number_of_microbatches_would_be_seen():
             zoo.masked_recurrent, sgd("mse"), zoo.masked_data(31), **WAYS["both"]
         )
     assert found > 1e-2
+
+
+class Draws(layers.Layer):
+    def call(self, x):
+        return x + 0.1 * keras.random.normal(ops.shape(x))
+
+
+def test_a_model_that_draws_without_a_seed_is_not_taken_for_one_that_mixes():
+    def make():
+        return keras.Sequential([dense_model(), Draws(), layers.Dense(2)])
+
+    train(make, sgd("mse"), dense_data(12), rows=12, microbatch_size=4)
+
+
+def test_what_a_layer_adds_is_told_apart_in_steps_of_ones_own():
+    class Own(keras.Sequential):
+        def train_step(self, data):
+            return keras.Sequential.train_step(self, data)
+
+    def make():
+        return Own([keras.Input((4,)), *adding().layers])
+
+    assert_matches(make, sgd("mse"), dense_data(31), "size")
