@@ -135,7 +135,7 @@ class BatchLogs:
         self._names: set[str] | None = None  # of metrics that have no stand-in
 
     def add(self, recording: Any, logs: Any, counts: bool) -> None:
-        """Add what one microbatch logged, before its recording is released.
+        """Add what one microbatch logged, while its recording is there.
 
         Args:
             recording: the recording.

@@ -159,7 +159,6 @@ class _Run:
             logs.add(recording, result, not is_left_out)
         if is_left_out and snapshot is not None:
             snapshot.restore()
-        recording.release()
         self._accumulation.release()
         return result
 

@@ -60,11 +60,6 @@ class StepLosses:
         self._known_terms: tuple[tuple[int, int], _weights.LossTerms] | None = None
         self.totals: list[Any] = []
 
-    def release(self) -> None:
-        """Let go of all tensors, and with them of what they were computed from."""
-        self._terms, self._additional, self.totals = [], [], []
-        self._known_terms = self._data = None
-
     @property
     def is_first_of_window(self) -> bool:
         return not self._position.window.has_counted

@@ -63,12 +63,6 @@ class Recording:
         self._folded: list[Any] = []  # losses as they enter the sum
         self._given: dict[int, tuple[Any, int]] = {}  # gradients as PyTorch gave them
 
-    def release(self) -> None:
-        """Let go of all tensors."""
-        self.losses.release()
-        self.metrics = _batch_logs.MetricCalls(None)
-        self._folded, self._given, self.parts = [], {}, []
-
     def stand_in(self, value: Any) -> Any:
         """Return what stands in for an attribute's value: optimizers, also in lists and dicts.
 

@@ -135,6 +135,16 @@ class ByHand(Own):
             v.value.sub_(0.1 * v.value.grad)
 
 
+class ByGlobalName(Own):
+    def update(self):
+        first, *others = self.trainable_weights
+        self.optimizer.apply([first.value.grad], [first])
+        elsewhere["optimizer"].apply([v.value.grad for v in others], others)
+
+
+elsewhere = {"optimizer": None}
+
+
 class TwoLosses(Own):
     def take(self, loss):
         x, y = dense_data(4)
@@ -160,6 +170,7 @@ REFUSED = {
     Clipping: (RuntimeError, "such as clipped ones"),
     Changing: (RuntimeError, "such as clipped ones"),
     Twice: (RuntimeError, "applies the optimizer 'SGD' twice"),
+    ByGlobalName: (RuntimeError, "must apply optimizers that are attributes of the model"),
     Never: (RuntimeError, "applies none"),
     ByHand: (RuntimeError, "applies none"),
     ComputesLoss: (ValueError, "which overrides it"),
@@ -171,6 +182,7 @@ REFUSED = {
 @pytest.mark.parametrize("kind", REFUSED)
 def test_steps_that_cannot_be_accumulated_are_refused(kind, settings):
     error, words = REFUSED[kind]
+    elsewhere["optimizer"] = keras.optimizers.SGD(0.1)
     model = accumulate(make_of(kind)(), **settings)
     model.compile(keras.optimizers.SGD(0.1, name="SGD"), "mse")
     with pytest.raises(error, match=words) as caught:
