@@ -1,4 +1,4 @@
-"""Exact gradient accumulation for Keras 3 models on TensorFlow.
+"""Exact gradient accumulation for Keras 3 models on TensorFlow and PyTorch.
 
 Train with the updates of a batch that does not fit in memory:
 
@@ -40,6 +40,14 @@ _MODULES = {
     "check_equivalence": "check._check",
 }
 
+# Where Keras runs on PyTorch; names that are not here are in the same module as on TensorFlow.
+_MODULES_ON_TORCH = {
+    "EquivalenceReport": "torch_engine._unsupported",
+    "GradientAccumulator": "torch_engine._torch_accumulator",
+    "GradientNoiseScale": "torch_engine._unsupported",
+    "check_equivalence": "torch_engine._unsupported",
+}
+
 __all__ = [
     "AccumulatingModel",
     "AccumulationScheduler",
@@ -55,7 +63,11 @@ __version__ = _version("ga_model")
 def __getattr__(name: str) -> _Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(_importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    from keras import backend as _backend
+
+    others = _MODULES_ON_TORCH if _backend.backend() == "torch" else {}
+    module = others.get(name, _MODULES[name])
+    value = getattr(_importlib.import_module(f"{__name__}.{module}"), name)
     globals()[name] = value
     return value
 

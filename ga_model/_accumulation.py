@@ -1,17 +1,17 @@
-"""What is kept for one compiled model, and how its next batch is trained."""
+"""What is kept for one compiled model on TensorFlow, and how its next batch is trained."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from ga_model._settings import Settings, passed
+from ga_model._kept import Kept, accumulates_itself_message
+from ga_model._settings import UNCHANGED, Settings
 from ga_model.automatic._auto import AutomaticSize
-from ga_model.base import _messages, _validate
+from ga_model.base import _validate
 from ga_model.base._identity import is_in
 from ga_model.base._internals import compiled_loss, layers_in, loss_tracker, metrics_exchange
 from ga_model.batch import _step
@@ -24,78 +24,45 @@ from ga_model.replicas import _strategy
 from ga_model.sums._gradient_noise import GradientNoise
 
 
-class Accumulation:
-    """All that the package keeps for a model. `compile` begins a new one.
-
-    It is the model's only attribute that is the package's. Keras and TensorFlow do not look into
-    it for layers and variables, and no file has it.
+class Accumulation(Kept):
+    """All that is kept for a model where Keras runs on TensorFlow.
 
     Args:
-        model: the `AccumulatingModel`.
-        settings: its settings.
+        model, settings: as `Kept` takes them.
 
     Attributes:
-        settings: as they are asked for. See `size` for the one that may have to be found.
         automatic_size: what `microbatch_size="auto"` has found.
-        window: the open window, or the next one; None before the first batch of one.
         noise: the noise of the gradients, as far as it was measured.
-        num_skipped: microbatches that were left out, once there is training that may do so.
         adds_up: whether the loss does over microbatches, as far as it was read.
         has_read_loss: whether the loss of an eager model was read.
-        is_scheduled: whether a callback of the present `fit` sets `accumulation_steps`.
-        is_verbose: whether the present `fit` shows its progress.
-        warnings: those that were given.
     """
 
+    window: Window | None
+    num_skipped: Counter | None
+
     def __init__(self, model: Any, settings: Settings) -> None:
-        self._model = model
-        self.settings = settings
+        super().__init__(model, settings)
         self.automatic_size = AutomaticSize()
-        self.window: Window | None = None
         self.noise = GradientNoise()
-        self.num_skipped: Counter | None = None
         self.adds_up = True
         self.has_read_loss = False
         self._has_read_writes = False  # of an eager model
-        self.is_scheduled = self.is_verbose = False
-        self._has_ended_epoch = False
         self._most_rows: Any = None  # variable, of a batch that may be more than a microbatch
-        self.warnings: set[str] = set()
         self._kinds: dict[int, tuple[Any, str | None]] = {}  # of activity regularizers
         self._layers: list[Any] | None = None
 
     # What is set.
 
     def change(self, **given: Any) -> None:
-        """Give settings new values, after checking these. None switches a setting off."""
-        given = passed(**given)
-        Settings(**given).check_with(optimizers_in(vars(self._model)))
-        self.settings = dataclasses.replace(self.settings, **given)
-        if "accumulation_steps" in given and self.window is not None:
-            self.window.set_steps(self.settings.accumulation_steps)
-        if "microbatch_size" in given:
+        super().change(**given)
+        if given.get("microbatch_size", UNCHANGED) is not UNCHANGED:
             self.automatic_size.restart()
 
     @property
-    def is_automatic(self) -> bool:
-        """Whether the size is asked for as "auto"."""
-        return bool(self.settings.microbatch_size == "auto")
-
-    @property
     def size(self) -> Any:
-        """Samples per microbatch, or None: for the full batch, and for a size still to be found."""
         return self.automatic_size.size if self.is_automatic else self.settings.microbatch_size
 
     # What follows for the next batch.
-
-    def accumulates(self) -> bool:
-        """Return whether it is a part of a window of several."""
-        return self.settings.accumulation_steps > 1 or self.has_open_window()
-
-    def is_plain(self) -> bool:
-        """Return whether it is trained as plain Keras does."""
-        is_whole = self.settings.microbatch_size is None
-        return is_whole and not self.accumulates() and not self.settings.skip_nonfinite
 
     def splits_calls(self) -> bool:
         """Return whether the step runs on full batches, and calls of layers by microbatches."""
@@ -156,7 +123,7 @@ class Accumulation:
         self.check_strategy()
         if self.settings.microbatch_size is not None:
             for name, steps in _validate.accumulating_optimizers(optimizers_in(vars(model))):
-                model._warn_once(_accumulates_itself_message(name, steps))
+                model._warn_once(accumulates_itself_message(name, steps))
         window = None
         if self.accumulates():
             window = self.window = self.window or Window(model)
@@ -172,11 +139,6 @@ class Accumulation:
         """Count microbatches that were left out: an int64 scalar tensor of them."""
         self.num_skipped = self.num_skipped or Counter()
         self.num_skipped.add(number)
-
-    def check_step(self) -> None:
-        """Raise TypeError if a `train_step` of the instance would hide that of the class."""
-        if "train_step" in vars(self._model) and not self.is_plain():
-            raise TypeError(_instance_step_message(self._model.name))
 
     def check_strategy(self) -> None:
         """Raise if the model cannot accumulate under its `tf.distribute` strategy."""
@@ -209,10 +171,6 @@ class Accumulation:
 
     # The window.
 
-    def has_open_window(self) -> bool:
-        """Return whether batches wait for an update."""
-        return self.window is not None and self.window.is_open()
-
     def close_window(self) -> None:
         """Make the update of a partial window, and warn of what graphs have done so far."""
         if self.window is not None:
@@ -228,73 +186,16 @@ class Accumulation:
             rows = tf.maximum(self._most_rows, batch.rows)
             self._most_rows.assign(rows)
 
+    def _most_samples(self) -> int:
+        return 0 if self._most_rows is None else int(self._most_rows.numpy())
+
     def _tells_of_size(self) -> bool:
-        """Return whether a `microbatch_size` above all batches has no effect, and was chosen."""
-        return not self.is_automatic and self._model.distribute_strategy.num_replicas_in_sync == 1
+        is_one = self._model.distribute_strategy.num_replicas_in_sync == 1
+        return super()._tells_of_size() and is_one
 
-    def warn_of_no_effect(self, has_updated: bool) -> None:
-        """Warn at the end of the first epoch of settings that have no effect.
-
-        Args:
-            has_updated: whether there was an update in it.
-        """
-        has_ended, self._has_ended_epoch = self._has_ended_epoch, True
-        if has_ended or self.is_scheduled:
-            return
-        model, size, steps = self._model, self.size, self.settings.accumulation_steps
-        if size is not None and self._tells_of_size() and steps == 1:
-            most = 0 if self._most_rows is None else int(self._most_rows.numpy())
-            if most <= size:
-                model._warn_once(_nothing_split_message(model.name, size))
-        number = 0 if self.window is None else self.window.num_batches()
-        if number and not has_updated:
-            model._warn_once(_one_update_message(model.name, steps, number))
-
-    def discard_window(self) -> None:
-        """Forget a partial window."""
-        if self.window is not None:
-            self.window.discard()
-
-    def warn_of_what_was_done(self) -> None:
-        """Warn of what graphs have done so far, and could not tell themselves."""
-        model = self._model
-        if model.num_skipped_microbatches:
-            model._warn_once(_skipped_message(model.name))
-        for message in [] if self.window is None else self.window.messages(model.name):
-            model._warn_once(message)
-
-
-def _accumulates_itself_message(optimizer: str, steps: int) -> str:
-    return (
-        f"The optimizer {optimizer!r} accumulates gradients itself, with "
-        f"`gradient_accumulation_steps={steps}`: `microbatch_size` splits batches, and what the "
-        f"optimizer does with the gradients of {steps} batches is Keras's own, which is not the "
-        "update of all their samples at once where batches differ in size or masks. Remove "
-        f"`gradient_accumulation_steps` and pass `accumulation_steps={steps}` for that."
-    )
-
-
-def _nothing_split_message(model: str, size: int) -> str:
-    return (
-        f"`microbatch_size={size}` has no effect on {model!r}: no batch of the first epoch has "
-        "more samples. Pass `fit` the full batch, of more samples, as `batch_size`; it is what an "
-        "update is made of. Or set `microbatch_size` below the samples of a batch."
-    )
-
-
-def _one_update_message(model: str, steps: int, number: int) -> str:
-    return (
-        f"`accumulation_steps={steps}` is more than the batches of an epoch. The first epoch of "
-        f"{model!r} has {number}, which make 1 update together: windows do not go on into the "
-        "next epoch. If you want more updates per epoch, set a smaller `accumulation_steps`."
-    )
-
-
-def _skipped_message(model: str) -> str:
-    return (
-        f"Microbatches of {model!r} had NaN or Inf in their gradients and were left out, as "
-        "`skip_nonfinite=True` asks. `model.num_skipped_microbatches` tells how many."
-    )
+    def end_fit(self) -> None:
+        super().end_fit()
+        self.noise.stop()
 
 
 def _synchronized_message(layers: list[str]) -> str:
@@ -311,13 +212,4 @@ def _metrics_message(received: str, way_out: str) -> str:
         "With several replicas, metrics cannot be updated in a loop, a branch or by XLA before "
         f"Keras 3.10. Received: {received}, with Keras {keras.__version__}. "
         f"Install keras>=3.10, or set `{way_out}`."
-    )
-
-
-def _instance_step_message(model: str) -> str:
-    return (
-        "`train_step` must be a method of the model's class. "
-        f"Received: {model!r} with `train_step` set on the instance, which would not accumulate. "
-        "Define it in a subclass, "
-        f"or {_messages.WITHOUT}."
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import tensorflow as tf
@@ -93,13 +93,13 @@ class GradientAccumulator:
                 called outside of `strategy.run`.
             RuntimeError: a variable whose gradient was None at first has one now.
         """
-        if not (_is_list(gradients) and _is_list(variables)):
+        if not (_validate.is_list(gradients) and _validate.is_list(variables)):
             types = [f"{type(value).__name__!r}" for value in (gradients, variables)]
             raise TypeError(_messages.lengths_message(*types))
         gradients, variables = list(gradients), list(variables)
         is_sum = weight is None
         if not (is_sum or _is_scalar_number(weight)):
-            raise ValueError(_weight_message(weight))
+            raise ValueError(_messages.weight_message(weight))
         in_unit = _sums.in_unit(1.0 if is_sum else weight, self._sum.unit)
         part = GradientSum.of(gradients, variables, in_unit, scale=not is_sum)
         self._sum.add(part, variables, None if is_sum else 0.0)
@@ -149,7 +149,7 @@ class GradientAccumulator:
             RuntimeError: traced in a `tf.function` before any gradient was added.
         """
         if isinstance(optimizer, type) or not hasattr(optimizer, "apply"):
-            raise TypeError(_not_an_optimizer_message(optimizer))
+            raise TypeError(_messages.not_an_optimizer_message(optimizer))
         _validate.check_single_accumulation([optimizer])
         if not self._sum.variables:
             if not tf.executing_eagerly():
@@ -170,11 +170,6 @@ class GradientAccumulator:
         self._sum.reset()
 
 
-def _is_list(values: Any) -> bool:
-    """Return whether there is one value after the other: a list, a tuple, a dict's values."""
-    return isinstance(values, Collection) and not isinstance(values, (str, Mapping))
-
-
 def _is_scalar_number(weight: Any) -> bool:
     """Return whether a weight is one, as far as that is known without its value."""
     if isinstance(weight, (int, float)):
@@ -187,27 +182,10 @@ def _is_scalar_number(weight: Any) -> bool:
     return not tensor.shape.rank and (dtype.is_floating or dtype.is_integer or dtype.is_bool)
 
 
-def _not_an_optimizer_message(value: Any) -> str:
-    hint = "Call the class first" if isinstance(value, type) else "Make one first"
-    return (
-        "`GradientAccumulator.apply` takes a Keras optimizer. "
-        f"Received: optimizer={value!r} (of type {type(value).__name__}). "
-        f"{hint}, such as `keras.optimizers.Adam()`."
-    )
-
-
 def _empty_apply_message() -> str:
     return (
         "`GradientAccumulator.apply()` must know its variables where a `tf.function` traces it. "
         "Received: a call that was traced before any gradient was added. "
         "Call `add()` before `apply()` is traced for the first time, "
         "or put both into the same `tf.function`."
-    )
-
-
-def _weight_message(weight: Any) -> str:
-    return (
-        "`weight` must be a scalar number or tensor, or None where the loss is a sum. "
-        f"Received: weight={weight!r}. "
-        "Pass what the microbatch's loss averages over, such as the number of samples."
     )

@@ -9,10 +9,10 @@ from typing import Any
 
 import keras
 
+from ga_model import _engine
 from ga_model.base import _validate
 from ga_model.base._internals import num_updates
 from ga_model.hearing._models import optimizers_in
-from ga_model.replicas import _workers
 
 
 class CloseWindow(keras.callbacks.Callback):
@@ -38,7 +38,7 @@ class CloseWindow(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         if not self.has_begun:  # `BackupAndRestore` may have set the first epoch
-            _workers.check_same_epoch(self._accumulating.distribute_strategy, epoch)
+            _engine.check_same_epoch(self._accumulating, epoch)
         self.has_begun = True
         self._num_updates = self._at_begin = count_updates(self._accumulating)
 
@@ -70,7 +70,7 @@ class _TellUpdates(CloseWindow):
 def count_updates(model: Any) -> int:
     """Return the updates of a model's optimizer so far, of several those of the busiest."""
     optimizers = optimizers_in(vars(model))
-    return max((int(num_updates(optimizer).numpy()) for optimizer in optimizers), default=0)
+    return max((int(num_updates(optimizer)) for optimizer in optimizers), default=0)
 
 
 def run_fit(model: Any, fit: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -141,11 +141,10 @@ def closing_windows(model: Any, callbacks: Any, is_verbose: bool) -> Iterator[An
             model._warn_once(_open_window_message(model.name))
     except BaseException as error:  # KeyboardInterrupt, too, leaves nothing behind
         model._accumulation.discard_window()
-        _workers.explain(error, model.distribute_strategy)
+        _engine.explain(error, model)
         raise
     finally:
-        model._accumulation.is_scheduled = model._accumulation.is_verbose = False
-        model._accumulation.noise.stop()
+        model._accumulation.end_fit()
         if is_list:
             callbacks.callbacks.remove(close_window)
 

@@ -10,23 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from ga_model._accumulation import Accumulation
 from ga_model._callbacks import run_fit
+from ga_model._engine import Accumulation, Hooks
 from ga_model._settings import NAMES, UNCHANGED, Settings, passed
 from ga_model._subclasses import Trainer, accumulated, prepare
-from ga_model._train_function import switching
 from ga_model.base import _messages, _validate
 from ga_model.base._internals import layers_in
 from ga_model.base._names import check_names, showing
 from ga_model.hearing._attributes import CompiledLossAttribute, RecordedAttribute
 from ga_model.hearing._models import optimizers_in
-from ga_model.hearing._recorder import current_recording
-from ga_model.replicas import _strategy, _workers
 
 if TYPE_CHECKING:  # what the mixin's `super()` finds
-    from keras import Model as _Base
+
+    class _Base(Hooks, keras.Model): ...
+
 else:
-    _Base = object
+    _Base = Hooks
 
 
 class AccumulatingModel(_Base):
@@ -86,7 +85,6 @@ class AccumulatingModel(_Base):
     """
 
     train_function: Any
-    jit_compile: Any
     optimizer = RecordedAttribute("optimizer")
     _compile_loss = CompiledLossAttribute("_compile_loss")
     _loss_tracker = RecordedAttribute("_loss_tracker")
@@ -335,47 +333,6 @@ class AccumulatingModel(_Base):
         if is_keras_own and self.trainable_weights and self.optimizer is None:
             raise RuntimeError(_no_optimizer_message(self.name))
         return getattr(train_step, "python_function", train_step)(data)  # of a `tf.function`
-
-    def _aggregate_additional_loss(self, loss: Any) -> Any:
-        total = super()._aggregate_additional_loss(loss)
-        if (recording := current_recording(self)) is not None:
-            is_sum = recording.losses.is_sum(loss)
-            total = _strategy.exactly_scaled(total, is_sum)
-            recording.losses.note_additional(total, is_sum)
-        return total
-
-    def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
-        if not self._accumulation.is_plain():
-            self._accumulation.check_strategy()
-        keras_builds = super()._maybe_symbolic_build
-        _workers.build(keras_builds, self.distribute_strategy, iterator, data_batch)
-
-    def _make_function(self, step_function: Any) -> Any:
-        step = _workers.with_logs_that_reduce(step_function, self.distribute_strategy)
-        return super()._make_function(step)
-
-    def make_train_function(self, force: bool = False) -> Any:
-        """Make the function that `fit` calls once per execution.
-
-        There is one for every way to train that comes up, traced when it is used for the first
-        time: Keras's own for plain training, and one for each combination of settings.
-        Of all but the first XLA compiles parts only (see `_step`), so the outer function is made
-        without.
-        """
-        if self.train_function is None or force:
-            self.train_function = switching(self, self._make_function_of_keras)
-        return self.train_function
-
-    def _make_function_of_keras(self) -> Any:
-        self._accumulation.check_step()
-        train_function, jit_compile = self.train_function, self.jit_compile
-        if not self._accumulation.is_plain():
-            self.jit_compile = False
-        try:
-            super().make_train_function(force=True)
-            return self.train_function
-        finally:
-            self.train_function, self.jit_compile = train_function, jit_compile
 
     def get_compile_config(self) -> dict[str, Any]:
         """Return the model class's own compile configuration, with the settings."""

@@ -10,10 +10,8 @@ from typing import Any
 import keras
 
 from ga_model._settings import NAMES
-from ga_model.base import _messages, _validate
+from ga_model.base import _messages
 from ga_model.base._context import ThreadValue
-
-_validate.check_backend(keras.backend.backend())
 
 # What makes a layer a model: `keras.Model` has its `train_step` from there. Keras's own tests mix
 # it with layers.

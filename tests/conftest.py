@@ -1,25 +1,43 @@
-"""Settings for all tests: quiet TensorFlow, few threads, fixed seeds, float32 by default."""
+"""Settings for all tests: quiet TensorFlow, few threads, fixed seeds, float32 by default.
+
+With the environment variable KERAS_BACKEND=torch the tests in `torch_engine` run, and no others.
+"""
 
 import collections
 import gc
 import os
 
-os.environ["KERAS_BACKEND"] = "tensorflow"
+if os.environ.get("KERAS_BACKEND") != "torch":
+    os.environ["KERAS_BACKEND"] = "tensorflow"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 
 import helpers
 import keras
 import pytest
-import tensorflow as tf
 
-# The suite runs in several processes, and its models are small.
-tf.config.threading.set_intra_op_parallelism_threads(1)
-tf.config.threading.set_inter_op_parallelism_threads(1)
-# Devices for `tf.distribute`.
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 3
-)
+IS_ON_TORCH = keras.backend.backend() == "torch"
+
+if IS_ON_TORCH:
+    import torch
+
+    torch.set_num_threads(1)
+else:
+    import tensorflow as tf
+
+    # The suite runs in several processes, and its models are small.
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(1)
+    # Devices for `tf.distribute`.
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 3
+    )
+
+
+def pytest_ignore_collect(collection_path):
+    """Leave out the tests of the other backend where they would fail as they are imported."""
+    is_file = collection_path.suffix == ".py"
+    return True if IS_ON_TORCH and is_file and "torch_engine" not in collection_path.parts else None
 
 
 def pytest_addoption(parser):

@@ -15,11 +15,13 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 from hypothesis import HealthCheck, settings
 from keras.src.backend.common import global_state
 
 from ga_model import accumulate
+
+if keras.backend.backend() == "tensorflow":
+    import tensorflow as tf
 
 ROOT = Path(__file__).parent.parent
 

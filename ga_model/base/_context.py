@@ -7,8 +7,6 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import tensorflow as tf
-
 
 class ThreadValue:
     """A value that a thread sets for the duration of a block, and that other threads do not see.
@@ -40,4 +38,6 @@ class ThreadValue:
 
 def graph_being_made() -> Any:
     """Return the graph that this thread adds operations to, or None where they run at once."""
+    import tensorflow as tf
+
     return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()

@@ -1,7 +1,8 @@
-"""Names that Keras and TensorFlow keep private, each behind a function that says what it is for.
+"""Names that Keras and its backends keep private, each behind a function that says what it is for.
 
-A release that renames one of them breaks this module and no other. Read in Keras 3.8.0 to 3.15.1
-and TensorFlow 2.18 to 2.21. `tests/base/test_internals.py` finds private names anywhere else.
+A release that renames one of them breaks this module and no other. Read in Keras 3.8.0 to 3.15.1,
+TensorFlow 2.18 to 2.21 and PyTorch 2.13. `tests/base/test_internals.py` finds private
+names elsewhere.
 
 What releases do differently stands here, too: one function for each difference, which names the
 last release that has it.
@@ -27,16 +28,20 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
-import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
-from keras.src.backend.tensorflow.trainer import reduce_per_replica
 from keras.src.losses.loss import scale_loss_for_distribution
-from tensorflow.python.eager import forwardprop_util, record
-from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
 
 from ga_model.base._identity import is_in
+
+if keras.backend.backend() == "tensorflow":
+    import tensorflow as tf
+    from keras.src.backend.tensorflow.trainer import reduce_per_replica
+    from tensorflow.python.eager import forwardprop_util, record
+    from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
+elif keras.backend.backend() == "torch":
+    import torch
 
 _RELEASE = tuple(int(part) for part in keras.__version__.split(".")[:2])
 
@@ -385,6 +390,24 @@ def written_handles(op: tf.Operation) -> list[Any]:
 def graph_of_function(graph: Any, name: str) -> Any:
     """Return the graph of a function that a graph calls by its name, or None."""
     return getattr(graph._get_function(name), "graph", None)
+
+
+# PyTorch's tensors.
+
+
+def times_written(tensor: Any) -> int:
+    """Return a number that grows whenever a tensor of PyTorch is written to in place."""
+    return int(getattr(tensor, "_version", 0))
+
+
+def multiply(tensors: list[Any], factor: float) -> None:
+    """Multiply tensors of PyTorch in place, all of them at once."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def divide(tensors: list[Any], divisor: float) -> None:
+    """Divide tensors of PyTorch in place, all of them at once."""
+    torch._foreach_div_(tensors, divisor)
 
 
 # Python.

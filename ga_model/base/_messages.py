@@ -8,10 +8,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
+
 ALONE = (
     "pass `fit` the full batch and set `microbatch_size` in place of `accumulation_steps` (with "
     '`loss_over="auto"`, the default), which is exact'
 )
+if keras.backend.backend() != "tensorflow":
+    ALONE = (
+        "set the environment variable KERAS_BACKEND=tensorflow, where `microbatch_size` is exact"
+    )
 EXACT_WAY = f"{ALONE} for any loss, or override `microbatch_weight`"
 WITHOUT = (
     "train without accumulation: "
@@ -53,6 +59,11 @@ def late_gradient_message(variables: list[Any]) -> str:
     )
 
 
+def batch_normalization_message(layers: list[str]) -> str:
+    """Return what there is to tell where all layers move their running averages themselves."""
+    return f"{_moving_message(layers)}. {_WAYS}"
+
+
 def batch_normalization_messages(pooled: list[str], others: list[str]) -> list[str]:
     """Return what there is to tell of BatchNormalization layers that have trained.
 
@@ -60,24 +71,48 @@ def batch_normalization_messages(pooled: list[str], others: list[str]) -> list[s
         pooled: names of layers whose running averages move by the statistics of all samples.
         others: names of layers that move them themselves.
     """
-    ways = (
-        "Freeze them (`layer.trainable = False` before `compile`), "
-        "use LayerNormalization or GroupNormalization, or accept the difference."
-    )
-    begin = "BatchNormalization layers in training mode:"
     found = []
     if pooled:
         found.append(
-            f"{begin} {pooled}. They normalize each microbatch by its own statistics (ghost batch "
+            f"{_BEGIN} {pooled}. They normalize each microbatch by its own statistics (ghost batch "
             "normalization, https://arxiv.org/abs/1705.08741), so training differs from the full "
             "batch. Their running averages move once per update, by mean and variance of all its "
-            f"samples. {ways}"
+            f"samples. {_WAYS}"
         )
     if others:
         found.append(
-            f"{begin} {others}. They normalize each microbatch by its own statistics and move "
-            "their running averages once per microbatch, so training differs from the full batch: "
-            "their `call` is not Keras's own, or runs inside of a branch, a loop or a function, or "
-            f"they were made by the first batch. {ways}"
+            f"{_moving_message(others)}: their `call` is not Keras's own, or runs inside of a "
+            f"branch, a loop or a function, or they were made by the first batch. {_WAYS}"
         )
     return found
+
+
+def _moving_message(layers: list[str]) -> str:
+    return (
+        f"{_BEGIN} {layers}. They normalize each microbatch by its own statistics and move their "
+        "running averages once per microbatch, so training differs from the full batch"
+    )
+
+
+_BEGIN = "BatchNormalization layers in training mode:"
+_WAYS = (
+    "Freeze them (`layer.trainable = False` before `compile`), "
+    "use LayerNormalization or GroupNormalization, or accept the difference."
+)
+
+
+def not_an_optimizer_message(value: Any) -> str:
+    hint = "Call the class first" if isinstance(value, type) else "Make one first"
+    return (
+        "`GradientAccumulator.apply` takes a Keras optimizer. "
+        f"Received: optimizer={value!r} (of type {type(value).__name__}). "
+        f"{hint}, such as `keras.optimizers.Adam()`."
+    )
+
+
+def weight_message(weight: Any) -> str:
+    return (
+        "`weight` must be a scalar number or tensor, or None where the loss is a sum. "
+        f"Received: weight={weight!r}. "
+        "Pass what the microbatch's loss averages over, such as the number of samples."
+    )

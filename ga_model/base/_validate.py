@@ -9,10 +9,10 @@ import importlib.metadata
 import operator
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-_NOT_THE_USERS = {"contextlib", "ga_model", "keras", "tensorflow"}
+_NOT_THE_USERS = {"contextlib", "ga_model", "keras", "tensorflow", "torch"}
 
 
 def warn(message: str) -> None:
@@ -42,12 +42,12 @@ def check_releases() -> None:
 
 
 def check_backend(backend: str) -> None:
-    """Raise RuntimeError unless Keras runs on TensorFlow."""
-    if backend != "tensorflow":
+    """Raise RuntimeError unless Keras runs on a backend that there is an engine for."""
+    if backend not in ("tensorflow", "torch"):
         raise RuntimeError(
-            "`ga_model` works with the TensorFlow backend of Keras. "
-            f"Received: keras.backend.backend()={backend!r}. "
-            "Set the environment variable KERAS_BACKEND=tensorflow before importing keras."
+            "`ga_model` works with the TensorFlow and PyTorch backends of Keras. "
+            f"Received: keras.backend.backend()={backend!r}. Set the environment variable "
+            "KERAS_BACKEND=tensorflow or KERAS_BACKEND=torch before importing keras."
         )
 
 
@@ -138,6 +138,22 @@ def check_skip_nonfinite(value: Any) -> bool:
 def check_loss_over(value: Any) -> str:
     """Return `value`, or raise ValueError if it is no choice."""
     return check_choice("loss_over", value, ["auto", "microbatch", "batch"])
+
+
+def check_without_tensorflow(microbatch_size: Any, loss_over: str) -> None:
+    """Raise ValueError if a setting has a value that the TensorFlow backend alone takes."""
+    given = {"microbatch_size": (microbatch_size, "auto"), "loss_over": (loss_over, "batch")}
+    ways_out = {
+        "microbatch_size": "Pass how many samples go through the model at a time, such as 16",
+        "loss_over": 'Pass "auto", which refuses losses that do not add up over samples',
+    }
+    for name, (value, refused) in given.items():
+        if value == refused:
+            raise ValueError(
+                f"`{name}={refused!r}` is for the TensorFlow backend of Keras. "
+                f"Received: {name}={value!r} on another one. {ways_out[name]}, "
+                "or set the environment variable KERAS_BACKEND=tensorflow before importing keras."
+            )
 
 
 def check_bool(name: str, value: Any, way_out: str = "Pass True or False.") -> bool:
@@ -270,6 +286,11 @@ def check_rows(data: Any, leaves: Iterable[Any]) -> int:
             f"Received: shapes {[tuple(shape) for shape in shapes]}. Pass as many of each."
         )
     return rows[0]
+
+
+def is_list(values: Any) -> bool:
+    """Return whether there is one value after the other: a list, a tuple, a dict's values."""
+    return isinstance(values, Collection) and not isinstance(values, (str, Mapping))
 
 
 def check_variables(variables: Iterable[Any]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -50,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = COMMANDS[words[0]]()
     options = parser.parse_args(words[1:])
     try:
+        if (backend := os.environ.get("KERAS_BACKEND")) not in (None, "", "tensorflow"):
+            raise ToldError(_backend_message(backend))
         start_tensorflow()  # before anything else imports it
         from ga_model.cli import _commands
 
@@ -76,6 +79,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"ga_model {__version__}")
     return parser
+
+
+def _backend_message(backend: str) -> str:
+    return (
+        "the commands run on the TensorFlow backend of Keras. "
+        f"Received: KERAS_BACKEND={backend!r}. Set KERAS_BACKEND=tensorflow, or leave it unset."
+    )
 
 
 def _no_command_message(word: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 
@@ -133,6 +134,14 @@ def rows_of(leaf: Any) -> tf.Tensor:
     if isinstance(leaf, tf.SparseTensor):
         return leaf.dense_shape[0]
     return tf.shape(leaf, out_type=tf.int64)[0]
+
+
+def num_rows(data: Any) -> tf.Tensor:
+    """Return the rows of the first tensor in a nest: int64 scalar, 1 if there is none."""
+    for leaf in keras.tree.flatten(data):
+        if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)) or len(getattr(leaf, "shape", ())):
+            return rows_of(leaf)
+    return tf.constant(1, tf.int64)
 
 
 def count_rows(data: Any) -> int:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from ga_model.hearing._models import is_recorded
-from ga_model.hearing._recorder import Recording, current_recording
+from ga_model.hearing._models import current_recording, is_recorded
 
 _MISSING = object()
 
@@ -35,7 +34,7 @@ class RecordedAttribute:
         recording = current_recording(model)
         return value if recording is None else self._stand_in(recording, value)
 
-    def _stand_in(self, recording: Recording, value: Any) -> Any:
+    def _stand_in(self, recording: Any, value: Any) -> Any:
         return recording.stand_in(value)
 
     def __set__(self, model: Any, value: Any) -> None:
@@ -48,7 +47,7 @@ class RecordedAttribute:
 class CompiledLossAttribute(RecordedAttribute):
     """The attribute where Keras keeps the compiled loss."""
 
-    def _stand_in(self, recording: Recording, value: Any) -> Any:
+    def _stand_in(self, recording: Any, value: Any) -> Any:
         return value if value is None else recording.observed_loss(value)
 
 

@@ -17,6 +17,7 @@ from ga_model.base._internals import (
     noting_activities,
     takes_training,
 )
+from ga_model.graphs._microbatch import num_rows
 from ga_model.hearing import _logs, _messages, _weights
 from ga_model.hearing._models import computes_loss_as_keras, unpack, unrecorded
 from ga_model.hearing._observed_loss import observed
@@ -368,7 +369,7 @@ class StepLosses:
         return value, [d.kind for d in loss.denominators or ()] == ["sum"]
 
     def num_rows(self) -> Any:
-        return _weights.num_rows(unpack(self._data)[0])
+        return num_rows(unpack(self._data)[0])
 
 
 def _has_axis_of_samples(model: Any, data: Any) -> bool:

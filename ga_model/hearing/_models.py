@@ -17,6 +17,12 @@ def unrecorded() -> contextlib.AbstractContextManager[None]:
     return recording_of_thread.set(None)
 
 
+def current_recording(model: Any) -> Any:
+    """Return the recording of `model` that is running in this thread, or None."""
+    recording = recording_of_thread.get()
+    return recording if recording is not None and recording.model is model else None
+
+
 def optimizers_in(value: Any) -> list[Any]:
     """Return the optimizers that a value is, or that a list or dict in it holds."""
     return instances_in(value, keras.optimizers.Optimizer)
@@ -52,6 +58,8 @@ def computes_loss_as_keras(model: Any) -> bool:
 
 def unpack(data: Any) -> Any:
     """Return x, y and sample weight of a batch. x is all of it where it is no tuple of up to 3."""
+    if isinstance(data, list) and len(data) <= 3:
+        data = tuple(data)  # as Keras takes it: a `torch.utils.data.DataLoader` gives lists
     if not isinstance(data, tuple) or len(data) > 3:
         data = (data,)
     return keras.utils.unpack_x_y_sample_weight(data)

@@ -1,27 +1,16 @@
-"""Find out what each compiled loss averages over, while it is computed.
-
-Keras matches targets, outputs and sample weights with the user's losses in `CompileLoss.call`, in
-many ways, and a `compute_loss` of the user's own may change them before. So the losses are listened
-to where they are computed, through a copy of the compiled loss.
-"""
+"""Find out what each compiled loss averages over, while it is computed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from typing import Any
 
-import keras
 import tensorflow as tf
 
-from ga_model.base._internals import (
-    added_to_valid_entries,
-    losses_in,
-    mask_of,
-    set_losses,
-    set_metrics,
-)
-from ga_model.hearing._stand_in import StandIn
-from ga_model.hearing._weights import Term, num_rows
+from ga_model.base._internals import added_to_valid_entries, mask_of
+from ga_model.graphs._microbatch import num_rows
+from ga_model.hearing._compiled_copy import copy_with, seeing
+from ga_model.hearing._weights import Term
 from ga_model.replicas import _strategy
 
 
@@ -50,52 +39,10 @@ def observed(
             scalar.
     """
 
-    class Observed(type(compiled)):  # type: ignore[misc]
-        def build(self, y_true: Any, y_pred: Any) -> None:
-            compiled.build(y_true, y_pred)
-            adopt()
+    def observer(entry: Any, copy: Any) -> Any:
+        return _observer(entry, copy, check, read, is_first)
 
-        def call(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-            terms: list[Term] = []
-            self.__dict__["_terms"] = terms
-            loss = super().call(y_true, y_pred, sample_weight)
-            if not keras.tree.is_nested(y_true) and not keras.tree.is_nested(y_pred):
-                del terms[1:]  # of several losses of one output, Keras uses the first
-            for term in terms:
-                note(term)
-            return loss
-
-    copy = object.__new__(Observed)
-
-    def adopt() -> None:
-        copy.__dict__.update(compiled.__dict__)
-        if compiled.built:
-            losses = [
-                entry._replace(loss=_observer(entry, copy, check, read, is_first))
-                for entry in losses_in(compiled)
-            ]
-            set_losses(copy, losses)
-        if calls is not None:
-            copy.__dict__["_calls"] = calls
-            set_metrics(copy, [_Tracked(metric, copy) for metric in compiled.metrics])
-
-    adopt()
-    return copy
-
-
-class _Tracked(StandIn):
-    """Stands in for the metric that tracks one of several losses.
-
-    It tells the copy of the compiled loss that the metric belongs to.
-    """
-
-    def update_state(self, value: Any, sample_weight: Any = None) -> None:
-        # Keras updates it right after the loss.
-        compiled = self._listener
-        compiled._calls.update(self._original, value, sample_weight, compiled._terms[-1])
-
-    def result(self) -> Any:
-        return self._listener._calls.result(self._original)
+    return copy_with(compiled, observer, note, calls)
 
 
 def _observer(entry: Any, compiled: Any, check: Any, read: Any, is_first: Any) -> Any:
@@ -110,7 +57,7 @@ def _observer(entry: Any, compiled: Any, check: Any, read: Any, is_first: Any) -
         if check is not None:
             check(loss, y_true, y_pred)
         seen: list[Any] = []
-        value = _seeing(loss, seen)(y_true, y_pred, sample_weight)
+        value = seeing(loss, seen)(y_true, y_pred, sample_weight)
         is_number = bool(seen) and seen[0].shape.rank == 0
         is_product = is_number and sample_weight is not None
         if reduction in ("sum", "none", None):
@@ -142,23 +89,6 @@ def _observer(entry: Any, compiled: Any, check: Any, read: Any, is_first: Any) -
         return value
 
     return observe
-
-
-def _seeing(loss: Any, seen: list[Any]) -> Any:
-    """Return a twin of a loss that appends its values to `seen` before they are reduced."""
-    if not isinstance(loss, keras.losses.Loss):
-        return loss
-
-    class Observed(type(loss)):  # type: ignore[misc]
-        def call(self, y_true: Any, y_pred: Any) -> Any:
-            values = super().call(y_true, y_pred)
-            # A number, perhaps. Ragged tensors would be refused.
-            seen.append(values if tf.is_tensor(values) else tf.convert_to_tensor(values))
-            return seen[-1]
-
-    twin = object.__new__(Observed)
-    object.__setattr__(twin, "__dict__", loss.__dict__)  # one state, whatever `call` does to it
-    return twin
 
 
 def _denominator(

@@ -28,9 +28,9 @@ from ga_model.base._internals import loss_tracker, variables_to_train
 from ga_model.base._messages import batch_normalization_messages
 from ga_model.hearing import _logs, _messages, _weights
 from ga_model.hearing._losses import Position, StepLosses
-from ga_model.hearing._models import is_recorded, optimizers_in, recording_of_thread
+from ga_model.hearing._models import optimizers_in, recording_of_thread
 from ga_model.hearing._normalization import names_by_fate
-from ga_model.hearing._stand_in import StandIn
+from ga_model.hearing._stand_in import StandIn, with_stand_ins
 from ga_model.reading._heard_gradients import place_of
 from ga_model.reading._loss_reading import DoesNotAddUpError
 from ga_model.reading._tapes import heard
@@ -90,17 +90,14 @@ class Recording:
 
         Where logs wait for the full batch, metrics have a stand-in too.
         """
-        if isinstance(value, keras.optimizers.Optimizer):
-            return _OptimizerStandIn(value, self)
-        if isinstance(value, keras.metrics.Metric):
+
+        def make(part: Any) -> Any:
+            if isinstance(part, keras.optimizers.Optimizer):
+                return _OptimizerStandIn(part, self)
             defers_logs = self._position.defers_logs
-            return _logs.MetricStandIn(value, self.metrics) if defers_logs else value
-        if not is_recorded(value):
-            return value
-        if isinstance(value, dict):
-            return {key: self.stand_in(part) for key, part in value.items()}
-        parts = [self.stand_in(part) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else parts
+            return _logs.MetricStandIn(part, self.metrics) if defers_logs else part
+
+        return with_stand_ins(value, make)
 
     def observed_loss(self, compiled: Any) -> Any:
         """Return a copy of the compiled loss that notes its terms, always the same one."""
@@ -250,12 +247,6 @@ class _OptimizerStandIn(StandIn):
         gradients, variables = zip(*grads_and_vars)
         self.apply(gradients, variables)
         return self._original.iterations
-
-
-def current_recording(model: Any) -> Recording | None:
-    """Return the recording of `model` that is running in this thread, if one is."""
-    recording = recording_of_thread.get()
-    return recording if recording is not None and recording.model is model else None
 
 
 def note_call(tensors: Any, losses: Sequence[Any] = (), is_sum: Sequence[bool] = ()) -> None:

@@ -59,10 +59,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
-import keras
-import tensorflow as tf
-
-from ga_model.graphs._microbatch import rows_of
+from ga_model.base import _numbers
 
 
 class Term(NamedTuple):
@@ -131,11 +128,11 @@ class LossTerms(NamedTuple):
         """
         if self.weight is not None:
             for value, factor in self.factors:
-                loss = loss + tf.cast(value, loss.dtype) * tf.cast(factor - 1.0, loss.dtype)
-            return loss * tf.cast(relative_weight, loss.dtype)
-        repeated = tf.cast(tf.logical_not(is_first), loss.dtype)
+                loss = loss + _numbers.like(loss, value) * _numbers.like(loss, factor - 1.0)
+            return loss * _numbers.like(loss, relative_weight)
+        repeated = _numbers.like(loss, _numbers.is_not(is_first))
         for value in self.regularization:
-            loss = loss - repeated * tf.cast(value, loss.dtype)
+            loss = loss - repeated * _numbers.like(loss, value)
         return loss
 
     @property
@@ -144,19 +141,11 @@ class LossTerms(NamedTuple):
         return not self.factors and not self.regularization
 
 
-def num_rows(data: Any) -> tf.Tensor:
-    """Return the rows of the first tensor in a nest: int64 scalar, 1 if there is none."""
-    for leaf in keras.tree.flatten(data):
-        if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)) or len(getattr(leaf, "shape", ())):
-            return rows_of(leaf)
-    return tf.constant(1, tf.int64)
-
-
 def combine(
     terms: list[Term],
     additional: list[tuple[Any, bool]],
     regularization: list[Any],
-    rows: tf.Tensor,
+    rows: Any,
     steps: Any,
     whole: Whole | None = None,
 ) -> LossTerms:
@@ -188,11 +177,11 @@ def combine(
     first = means[0] if means else Term("loss", rows, "rows")
     exact = [term.name for term in terms if term.kind == first.kind]
     mismatch = [term.name for term in terms if term.kind != first.kind]
-    parts: Any = tf.constant(1.0, tf.float64)
+    parts: Any = _numbers.float64(1.0)
     if whole is not None and (mismatch or any(term.weight is None for term in terms)):
-        parts = whole.rows() / tf.cast(rows, tf.float64)
+        parts = whole.rows() / _numbers.float64(rows)
     factors = [
-        (term.value, tf.cast(steps, tf.float64) * parts) for term in terms if term.weight is None
+        (term.value, _numbers.float64(steps) * parts) for term in terms if term.weight is None
     ]
     weight = first.weight
     if whole is None or not mismatch:
@@ -201,10 +190,10 @@ def combine(
         totals = whole.weights()
         if totals is None or len(totals) != len(compiled):
             return LossTerms(weight, factors, [], exact, mismatch)
-        totals = [tf.stop_gradient(total) for total in totals]
+        totals = [_numbers.constant(total) for total in totals]
         for term, total in zip(compiled, totals):
             if term.weight is not None and term.kind != "rows":
-                share = tf.math.divide_no_nan(tf.cast(term.weight, tf.float64), total)
+                share = _numbers.share(_numbers.float64(term.weight), total)
                 factors.append((term.value, share * parts))
         weight = rows
         if not whole.is_window:

@@ -9,7 +9,8 @@ import ga_model
 
 FILES = sorted(Path(ga_model.__file__).parent.rglob("*.py"))
 INTERNALS = "_internals.py"
-# What the model class overrides, and only there.
+# What the model class and its base for each backend override, and only there.
+OVERRIDING = {"_model.py", "_tensorflow_engine.py", "_hooks.py"}
 OVERRIDDEN = {
     "_compile_loss",
     "_loss_tracker",
@@ -60,7 +61,7 @@ def foreign_names(sources):
         for file, tree in trees.items()
         for line, name in used_in(tree)
         if name.startswith(("keras.src", "tensorflow.python"))
-        or (is_private(name) and name not in own | (OVERRIDDEN if file == "_model.py" else set()))
+        or (is_private(name) and name not in own | (OVERRIDDEN if file in OVERRIDING else set()))
     ]
 
 

@@ -1,0 +1,25 @@
+"""The engine of the backend that Keras runs on, chosen here and nowhere else.
+
+An engine is a module with four names:
+
+* `Accumulation` is what is kept for one compiled model: it runs a batch and has the window.
+* `Hooks` is what a model answers that Keras asks it on that backend; the mixin's base.
+* `check_same_epoch` and `explain` serve `fit` where several processes train.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import keras
+
+from ga_model.base import _validate
+
+_validate.check_backend(keras.backend.backend())
+
+if TYPE_CHECKING or keras.backend.backend() == "tensorflow":
+    from ga_model._tensorflow_engine import Accumulation, Hooks, check_same_epoch, explain
+else:
+    from ga_model.torch_engine._engine import Accumulation, Hooks, check_same_epoch, explain
+
+__all__ = ["Accumulation", "Hooks", "check_same_epoch", "explain"]

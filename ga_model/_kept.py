@@ -1,0 +1,167 @@
+"""What is kept for one compiled model, whatever backend Keras runs on."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from ga_model._settings import Settings, passed
+from ga_model.base import _messages
+from ga_model.hearing._models import optimizers_in
+
+
+class Kept:
+    """What the package keeps for a model on every backend. `compile` begins a new one.
+
+    It is the model's only attribute that is the package's. Keras and its backend do not look into
+    it for layers and variables, and no file has it.
+
+    Args:
+        model: the `AccumulatingModel`.
+        settings: its settings.
+
+    Attributes:
+        settings: as they are asked for. See `size` for the one that may have to be found.
+        window: the open window, or the next one; None before the first batch of one.
+        num_skipped: microbatches that were left out, once there is training that may do so.
+        is_scheduled: whether a callback of the present `fit` sets `accumulation_steps`.
+        is_verbose: whether the present `fit` shows its progress.
+        warnings: those that were given.
+    """
+
+    def __init__(self, model: Any, settings: Settings) -> None:
+        self._model = model
+        self.settings = settings
+        self.window: Any = None
+        self.num_skipped: Any = None
+        self.is_scheduled = self.is_verbose = False
+        self._has_ended_epoch = False
+        self.warnings: set[str] = set()
+
+    # What is set.
+
+    def change(self, **given: Any) -> None:
+        """Give settings new values, after checking these. None switches a setting off."""
+        given = passed(**given)
+        Settings(**given).check_with(optimizers_in(vars(self._model)))
+        self.settings = dataclasses.replace(self.settings, **given)
+        if "accumulation_steps" in given and self.window is not None:
+            self.window.set_steps(self.settings.accumulation_steps)
+
+    @property
+    def is_automatic(self) -> bool:
+        """Whether the size is asked for as "auto"."""
+        return bool(self.settings.microbatch_size == "auto")
+
+    @property
+    def size(self) -> Any:
+        """Rows per microbatch, or None: for the full batch, and for a size still to be found."""
+        return self.settings.microbatch_size
+
+    # What follows for the next batch.
+
+    def accumulates(self) -> bool:
+        """Return whether it is a part of a window of several."""
+        return self.settings.accumulation_steps > 1 or self.has_open_window()
+
+    def is_plain(self) -> bool:
+        """Return whether it is trained as plain Keras does."""
+        is_whole = self.settings.microbatch_size is None
+        return is_whole and not self.accumulates() and not self.settings.skip_nonfinite
+
+    def check_step(self) -> None:
+        """Raise TypeError if a `train_step` of the instance would hide that of the class."""
+        if "train_step" in vars(self._model) and not self.is_plain():
+            raise TypeError(_instance_step_message(self._model.name))
+
+    # The window.
+
+    def has_open_window(self) -> bool:
+        """Return whether batches wait for an update."""
+        return self.window is not None and self.window.is_open()
+
+    def discard_window(self) -> None:
+        """Forget a partial window."""
+        if self.window is not None:
+            self.window.discard()
+
+    # What is told.
+
+    def warn_of_no_effect(self, has_updated: bool) -> None:
+        """Warn at the end of the first epoch of settings that have no effect.
+
+        Args:
+            has_updated: whether there was an update in it.
+        """
+        has_ended, self._has_ended_epoch = self._has_ended_epoch, True
+        if has_ended or self.is_scheduled:
+            return
+        model, size, steps = self._model, self.size, self.settings.accumulation_steps
+        is_told = size is not None and self._tells_of_size() and steps == 1
+        if is_told and self._most_samples() <= size:
+            model._warn_once(_nothing_split_message(model.name, size))
+        number = 0 if self.window is None else self.window.num_batches()
+        if number and not has_updated:
+            model._warn_once(_one_update_message(model.name, steps, number))
+
+    def _most_samples(self) -> int:
+        """Return the samples of the largest batch so far, of those that may be split."""
+        raise NotImplementedError
+
+    def _tells_of_size(self) -> bool:
+        """Return whether a `microbatch_size` above all batches has no effect, and was chosen."""
+        return not self.is_automatic
+
+    def warn_of_what_was_done(self) -> None:
+        """Warn of what has been done so far and could not tell itself, as in a graph."""
+        model = self._model
+        if model.num_skipped_microbatches:
+            model._warn_once(_skipped_message(model.name))
+        for message in [] if self.window is None else self.window.messages(model.name):
+            model._warn_once(message)
+
+    def end_fit(self) -> None:
+        """Forget what is for the present `fit` only."""
+        self.is_scheduled = self.is_verbose = False
+
+
+def accumulates_itself_message(optimizer: str, steps: int) -> str:
+    return (
+        f"The optimizer {optimizer!r} accumulates gradients itself, with "
+        f"`gradient_accumulation_steps={steps}`: `microbatch_size` splits batches, and what the "
+        f"optimizer does with the gradients of {steps} batches is Keras's own, which is not the "
+        "update of all their samples at once where batches differ in size or masks. Remove "
+        f"`gradient_accumulation_steps` and pass `accumulation_steps={steps}` for that."
+    )
+
+
+def _nothing_split_message(model: str, size: int) -> str:
+    return (
+        f"`microbatch_size={size}` has no effect on {model!r}: no batch of the first epoch has "
+        "more samples. Pass `fit` the full batch, of more samples, as `batch_size`; it is what an "
+        "update is made of. Or set `microbatch_size` below the samples of a batch."
+    )
+
+
+def _one_update_message(model: str, steps: int, number: int) -> str:
+    return (
+        f"`accumulation_steps={steps}` is more than the batches of an epoch. The first epoch of "
+        f"{model!r} has {number}, which make 1 update together: windows do not go on into the "
+        "next epoch. If you want more updates per epoch, set a smaller `accumulation_steps`."
+    )
+
+
+def _skipped_message(model: str) -> str:
+    return (
+        f"Microbatches of {model!r} had NaN or Inf in their gradients and were left out, as "
+        "`skip_nonfinite=True` asks. `model.num_skipped_microbatches` tells how many."
+    )
+
+
+def _instance_step_message(model: str) -> str:
+    return (
+        "`train_step` must be a method of the model's class. "
+        f"Received: {model!r} with `train_step` set on the instance, which would not accumulate. "
+        "Define it in a subclass, "
+        f"or {_messages.WITHOUT}."
+    )

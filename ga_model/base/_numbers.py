@@ -1,0 +1,53 @@
+"""Float64 scalars that weights are computed with: tensors of TensorFlow, elsewhere Python's floats.
+
+A graph needs tensors. Where steps run eagerly, floats are the only float64 that Keras's backends
+share: `keras.backend.result_type("float64", "float64")` is float32 on all but TensorFlow.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+if keras.backend.backend() == "tensorflow":
+    import tensorflow as tf
+
+    def float64(value: Any) -> Any:
+        """Return a number as a scalar of float64."""
+        if isinstance(value, (int, float)):  # `tf.cast` would take it through float32
+            return tf.constant(value, tf.float64)
+        return tf.cast(value, tf.float64)
+
+    def share(part: Any, whole: Any) -> Any:
+        """Return `part / whole`, or zero where `whole` is zero."""
+        return tf.math.divide_no_nan(part, whole)
+
+    def constant(value: Any) -> Any:
+        """Return a scalar that is nothing to differentiate."""
+        return tf.stop_gradient(value)
+
+    def like(tensor: Any, value: Any) -> Any:
+        """Return a scalar in the dtype of a tensor that it is multiplied with or added to."""
+        return tf.cast(value, tensor.dtype)
+
+    def is_not(flag: Any) -> Any:
+        """Return the opposite of a bool scalar."""
+        return tf.logical_not(flag)
+
+else:
+
+    def float64(value: Any) -> Any:
+        return float(value)
+
+    def share(part: Any, whole: Any) -> Any:
+        return part / whole if whole else 0.0
+
+    def constant(value: Any) -> Any:
+        return value
+
+    def like(tensor: Any, value: Any) -> Any:
+        return value.to(tensor.dtype) if hasattr(value, "to") else float(value)
+
+    def is_not(flag: Any) -> Any:
+        return not flag

@@ -1,0 +1,117 @@
+"""Find out what each compiled loss averages over, while it is computed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+from ga_model.base._internals import added_to_valid_entries, mask_of
+from ga_model.hearing._compiled_copy import seeing
+from ga_model.hearing._weights import Term
+from ga_model.torch_engine._split import num_rows
+
+_MEANS = ("mean", "sum_over_batch_size", "mean_with_sample_weight")
+
+
+def observer_of(entry: Any, compiled: Any, listener: Callable[[], Any]) -> Any:
+    """Return a stand-in for one loss: it computes the loss and notes its term in `compiled`.
+
+    Args:
+        entry: of the compiled loss, a named tuple.
+        compiled: the copy that notes terms.
+        listener: returns the `StepLosses` of the step that runs.
+    """
+    loss, name = entry.loss, entry.name
+    reduction = getattr(loss, "reduction", None)
+    seen: list[Any] = []
+    twin = seeing(loss, seen)
+
+    def observe(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        seen.clear()
+        value = twin(y_true, y_pred, sample_weight)
+        values = seen[0] if seen else None
+        seen.clear()
+        losses = listener()
+        kind = losses.kind_of(name, loss, values, y_true, y_pred)
+        is_number = values is not None and values.ndim == 0
+        is_product = is_number and sample_weight is not None
+        rows = num_rows(y_pred)
+        weight: Any = rows
+        of: Hashable = "rows"  # for a `__call__` that does not come to `call`
+        if reduction not in _MEANS:
+            if reduction == "sum":
+                value = value.sum()  # Keras leaves the values of no rows as they are
+            weight, of = None, reduction or "none"
+        else:
+            value = value.sum()  # of no rows, as above
+            if values is not None:
+                masks = [mask for t in (y_pred, values) if (mask := mask_of(t)) is not None]
+                weight, of, once = _denominator(reduction, values, sample_weight, masks, rows)
+                if once:
+                    value, weight = _with_once(value, weight, once, losses.is_first_of_window)
+            if kind == "sum" and is_number and sample_weight is None:
+                weight, of = None, "sum"
+            is_product = is_product and reduction != "mean_with_sample_weight"
+        in_total = value if entry.loss_weights is None else value * entry.loss_weights
+        compiled._terms.append(Term(name, weight, of, in_total, value, is_product))
+        return value
+
+    return observe
+
+
+def _denominator(
+    reduction: str, values: Any, sample_weight: Any, masks: list[Any], rows: int
+) -> tuple[float, Hashable, float]:
+    """Return the denominator of a mean over `values`, and its kind, as `keras.losses.Loss` has it.
+
+    And what it has beside that, however many values there are, or zero.
+
+    Args:
+        reduction: "mean", "sum_over_batch_size" or "mean_with_sample_weight".
+        values: loss values of shape (rows, ...), or a scalar where the loss reduced by itself.
+        sample_weight: None, or a tensor of shape (rows,), (rows, 1) or (rows, positions).
+        masks: bool tensors of shape (rows, positions), to be combined with a logical and.
+        rows: rows of the microbatch.
+    """
+    if values.ndim == 0:
+        return float(rows), "rows", 0.0
+    by_sample_weight = reduction == "mean_with_sample_weight" and sample_weight is not None
+    if not masks and not by_sample_weight:
+        return float(values.numel()), "rows", 0.0
+    mask = None
+    for part in masks:
+        mask = part if mask is None else mask & part
+    kind: tuple[Hashable, ...] = (reduction, *(id(part) for part in masks))
+    if mask is not None and reduction != "mean_with_sample_weight":
+        # Keras scales by prod(shape(mask)) / sum(mask) and divides by prod(shape(values)).
+        per_entry = math.prod(values.shape[1:]) / math.prod(mask.shape[1:])
+        valid = int(torch.count_nonzero(mask))
+        return valid * per_entry, kind, added_to_valid_entries() * per_entry
+    weight = None if mask is None else mask.double()
+    if by_sample_weight:
+        kind = (*kind, id(sample_weight))
+        sample_weight = torch.as_tensor(sample_weight, device=values.device).double()
+        if weight is None:
+            weight = sample_weight
+        else:
+            weight, sample_weight = _same_rank(weight, sample_weight)
+            weight = weight * sample_weight
+    return float(weight.sum()), kind, 0.0  # type: ignore[union-attr]
+
+
+def _with_once(value: Any, weight: float, once: float, is_first: bool) -> tuple[Any, float]:
+    """Return a mean and its weight so that the weights have what the whole adds to them once."""
+    heavier = weight + once if is_first else weight
+    return value * ((weight + once) / heavier if heavier else 0.0), heavier
+
+
+def _same_rank(a: Any, b: Any) -> tuple[Any, Any]:
+    """Give the mask (rows, positions) and sample weights of rank one or two the same rank."""
+    if a.ndim == b.ndim + 1 and a.shape[-1] == 1:
+        return (a, b[:, None]) if b.ndim == 1 else (a.squeeze(-1), b)
+    if b.ndim == a.ndim + 1 and b.shape[-1] == 1:
+        return (a[:, None], b) if a.ndim == 1 else (a, b.squeeze(-1))
+    return a, b

@@ -1,0 +1,163 @@
+"""Find out by trying whether a loss adds up over samples, and whether a model keeps them apart.
+
+There is no graph to be read before a step runs. So a loss is computed on a microbatch and on its
+halves: of a mean over samples, or a sum, the gradients of the halves are those of the whole, but
+for a factor that tells which. Likewise a model is called on a microbatch and on its halves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import torch
+
+from ga_model.base._internals import layers_in, seeds, takes_training
+from ga_model.hearing._models import unrecorded
+from ga_model.torch_engine._split import num_rows, part_of
+from ga_model.torch_engine._state import unchanged
+
+_TOLERANCE = {torch.float16: 5e-2, torch.bfloat16: 5e-2}
+
+
+def kind_of_loss(loss: Any, y_true: Any, y_pred: Any) -> str | None:
+    """Return what a loss is over samples: "rows", "mean", "sum" or "other".
+
+    With "rows" it gives a value for each, else one number. None where the samples do not tell:
+    there is one, or no gradient.
+
+    Args:
+        loss: a `keras.losses.Loss`.
+        y_true, y_pred: as it is called with.
+    """
+    rows = num_rows(y_pred)
+    if rows < 2:
+        return None
+    dtype = getattr(loss, "dtype", None)
+    y_true, y_pred = (
+        keras.tree.map_structure(lambda x: keras.ops.convert_to_tensor(x, dtype=dtype), y)
+        for y in (y_true, y_pred)
+    )
+    half = rows // 2
+    shares = [(0, rows), (0, half), (half, rows)]
+    parts = [_gradients(loss, part_of(y_true, *s), part_of(y_pred, *s), s, rows) for s in shares]
+    if any(part is None for part in parts):
+        return "other"
+    (is_number, whole), *halves = parts  # type: ignore[misc]
+    if all(not bool(g.any()) for g in whole):
+        return None
+    if not is_number:
+        return "rows" if _equal(whole, _joined(halves, [1.0, 1.0])) else "other"
+    if _equal(whole, _joined(halves, [half / rows, 1.0 - half / rows])):
+        return "mean"
+    return "sum" if _equal(whole, _joined(halves, [1.0, 1.0])) else "other"
+
+
+def detached(data: Any) -> Any:
+    """Return a nest without what it was computed from."""
+    return keras.tree.map_structure(lambda x: keras.ops.convert_to_tensor(x).detach(), data)
+
+
+def joined(first: Any, second: Any) -> Any:
+    """Return the samples of two nests in one."""
+    return keras.tree.map_structure(
+        lambda a, b: torch.cat([a, b]), detached(first), detached(second)
+    )
+
+
+def _gradients(
+    loss: Any, y_true: Any, y_pred: Any, share: tuple[int, int], rows: int
+) -> tuple[bool, list[Any]] | None:
+    """Return whether a loss is one number, and its gradients with respect to predictions."""
+    y_pred = keras.tree.map_structure(lambda x: x.detach().requires_grad_(), y_pred)
+    leaves = keras.tree.flatten(y_pred)
+    with torch.enable_grad(), unrecorded():
+        values = keras.ops.convert_to_tensor(loss.call(y_true, y_pred))
+        if values.ndim and values.shape[0] != share[1] - share[0]:
+            return None
+        if not values.requires_grad:
+            return values.ndim == 0, [torch.zeros_like(leaf) for leaf in leaves]
+        total = values
+        if values.ndim:  # of unlike values, lest those of different samples stand for another
+            factors = torch.arange(1, rows + 1, dtype=values.dtype, device=values.device)
+            factors = factors[slice(*share)] / rows
+            total = (values * factors.reshape(-1, *[1] * (values.ndim - 1))).sum()
+        gradients = torch.autograd.grad(total, leaves, allow_unused=True)
+    gradients = [torch.zeros_like(v) if g is None else g for g, v in zip(gradients, leaves)]
+    return values.ndim == 0, gradients
+
+
+def _joined(halves: list[Any], factors: list[float]) -> list[Any]:
+    pairs = zip(*(gradients for _, gradients in halves))
+    return [torch.cat([a * factors[0], b * factors[1]]) for a, b in pairs]
+
+
+def _equal(ones: list[Any], others: list[Any]) -> bool:
+    return all(map(_is_close, ones, others))
+
+
+def _is_close(one: Any, other: Any) -> bool:
+    if one.shape != other.shape:
+        return False
+    if not one.is_floating_point():
+        return bool(torch.equal(one, other))
+    tolerance = _TOLERANCE.get(one.dtype, 1e-3)
+    difference = torch.linalg.vector_norm((one - other).float())
+    size = torch.linalg.vector_norm(one.float())
+    # What is not finite tells nothing of the samples.
+    return bool(difference <= tolerance * size) or not bool(torch.isfinite(size))
+
+
+class ModelProbe:
+    """What a model is over samples.
+
+    Args:
+        model: the model.
+        x: the inputs of a microbatch of two samples or more.
+
+    Attributes:
+        mixes_samples: whether its outputs for a sample depend on the others.
+        kinds: of each loss that its layers add, "mean", "sum" or "other".
+    """
+
+    def __init__(self, model: Any, x: Any) -> None:
+        rows = num_rows(x)
+        half = rows // 2
+        has_normalization = bool(model._batch_normalization_layers())
+        draws = any(seeds(layer) for layer in layers_in(model))
+        self._training = not (has_normalization or draws)
+        with unchanged(model):
+            outputs, losses = self._call(model, x)
+            parts = [self._call(model, part_of(x, *s)) for s in ((0, half), (half, rows))]
+            self.mixes_samples = not _is_whole_of(outputs, [o for o, _ in parts], rows)
+            if self.mixes_samples:  # or draws numbers that nobody can tell of
+                again, _ = self._call(model, x)
+                pairs = zip(*(keras.tree.flatten(o) for o in (outputs, again)))
+                self.mixes_samples = all(_is_close(one, other) for one, other in pairs)
+        self.kinds = [
+            _kind(value, a, b, half / rows) for value, a, b in zip(losses, parts[0][1], parts[1][1])
+        ]
+
+    def _call(self, model: Any, x: Any) -> Any:
+        with torch.no_grad(), unrecorded():
+            outputs = model(x, training=self._training) if takes_training(model) else model(x)
+            return outputs, [float(keras.ops.sum(loss)) for loss in model.losses]
+
+
+def _is_whole_of(outputs: Any, parts: list[Any], rows: int) -> bool:
+    """Return whether outputs for all samples are those for the parts, one behind the other."""
+    for whole, *ones in zip(keras.tree.flatten(outputs), *map(keras.tree.flatten, parts)):
+        if not whole.ndim or whole.shape[0] != rows:
+            return False
+        if any(not one.ndim or one.shape[1:] != whole.shape[1:] for one in ones):
+            return False
+        if not _is_close(whole, torch.cat(ones)):
+            return False
+    return True
+
+
+def _kind(whole: float, first: float, second: float, share: float) -> str:
+    size = 1e-3 * max(abs(whole), abs(first), abs(second))
+    if abs(whole - share * first - (1.0 - share) * second) <= size:
+        return "mean"
+    return "sum" if abs(whole - first - second) <= size else "other"

@@ -1,0 +1,153 @@
+"""What cannot be done where Keras runs on PyTorch, and what is said of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import torch
+
+from ga_model.base._messages import WITHOUT
+from ga_model.hearing._models import instances_in, is_of_keras
+
+_TENSORFLOW = "train on TensorFlow (`KERAS_BACKEND=tensorflow`), which does"
+
+
+def check(model: Any) -> None:
+    """Raise if a model cannot be trained by microbatches here.
+
+    Raises:
+        ValueError: it holds optimizers of PyTorch, has variables that their gradients overwrite, or
+            trains in several processes; or its loss is not known to be a mean or a sum.
+    """
+    if instances_in(list(vars(model).values()), torch.optim.Optimizer):
+        raise ValueError(_torch_optimizer_message(model.name))
+    overwritten = [v.path for v in model.trainable_variables if _overwrites(v)]
+    if overwritten:
+        raise ValueError(_overwritten_message(model.name, overwritten))
+    if _num_processes() > 1 or keras.distribution.distribution() is not None:
+        raise ValueError(_processes_message(model.name))
+    if not is_of_keras(model, "compute_loss") and not model._has_rule():
+        raise ValueError(_own_loss_message(model.name))
+
+
+def _overwrites(variable: Any) -> bool:
+    return bool(getattr(variable, "overwrite_with_gradient", False))
+
+
+def _num_processes() -> int:
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return 1
+    return int(distributed.get_world_size())
+
+
+def compiled_message(model: str) -> str:
+    return (
+        "Where Keras runs on PyTorch, `ga_model` hears a step as it runs, which `torch.compile` "
+        f"does not let it. Received: {model!r} with jit_compile=True. "
+        "Pass `jit_compile=False` to `compile()`, and compile layers of your own by "
+        "`torch.compile` if you want to."
+    )
+
+
+def _torch_optimizer_message(model: str) -> str:
+    return (
+        "A window updates through optimizers of Keras. "
+        f"Received: {model!r}, which holds an optimizer of `torch.optim`. "
+        "Use one of `keras.optimizers`, whose updates PyTorch computes as well, "
+        f"or {WITHOUT}."
+    )
+
+
+def _overwritten_message(model: str, variables: list[str]) -> str:
+    return (
+        "Where Keras runs on PyTorch, gradients that are new values of their variables cannot be "
+        f"accumulated, as those of float8 layers are. Received: {model!r} with {variables}. "
+        f"Train in another precision, {_TENSORFLOW}, or {WITHOUT}."
+    )
+
+
+def _processes_message(model: str) -> str:
+    return (
+        "Where Keras runs on PyTorch, gradients are accumulated in one process only. "
+        f"Received: {model!r} in a process group or with a `keras.distribution`. "
+        f"Train in one process, {_TENSORFLOW} (`tf.distribute`), or {WITHOUT}."
+    )
+
+
+def _own_loss_message(model: str) -> str:
+    return (
+        "Where Keras runs on PyTorch, it cannot be read what a `compute_loss` of one's own "
+        f"averages over. Received: {model!r}, which overrides it. Override `microbatch_weight` "
+        "as well, to say it: return the number of samples where the loss is their mean, or "
+        f'"sum". Or pass the loss to `compile()`, {_TENSORFLOW}, or {WITHOUT}.'
+    )
+
+
+def foreign_loss_message(model: str) -> str:
+    return (
+        "Where Keras runs on PyTorch, it cannot be read what a loss of a `train_step` averages "
+        f"over. Received: `train_step` of {model!r}, which takes the gradient of something that is "
+        "not what `self.compute_loss()` returned. Take the gradient of that alone, or override "
+        "`microbatch_weight` to say what a microbatch counts: return the number of samples where "
+        f'the loss is their mean, or "sum". Or {_TENSORFLOW}, or {WITHOUT}.'
+    )
+
+
+def several_losses_message(model: str) -> str:
+    return (
+        "Where Keras runs on PyTorch, one call of `compute_loss` says what a microbatch counts. "
+        f"Received: `train_step` of {model!r}, which calls it several times. Override "
+        "`microbatch_weight` to say what a microbatch counts: return the number of samples where "
+        f'the loss is their mean, or "sum". Or {_TENSORFLOW}, or {WITHOUT}.'
+    )
+
+
+def worked_over_message(model: str) -> str:
+    return (
+        "A window adds up the gradients of its microbatches before its optimizer gets them. "
+        f"Received: `train_step` of {model!r}, which applies something else than the gradients "
+        "that PyTorch gave, such as clipped ones: that is done for each microbatch, and with the "
+        "full batch once per update. Leave it to the optimizer (`global_clipnorm`, `clipnorm`, "
+        f"`clipvalue` clip, `weight_decay` decays), {_TENSORFLOW}, or {WITHOUT}."
+    )
+
+
+def several_optimizers_message(model: str) -> str:
+    return (
+        "The optimizers of a `train_step` are applied at the end of a window, one after the other. "
+        f"Received: `train_step` of {model!r}, which applies several. If it computes with what the "
+        "first has updated before it applies the next, training differs from the full batch: take "
+        f"all gradients before the first update, or {_TENSORFLOW} with `microbatch_size`."
+    )
+
+
+def not_additive_message(subject: str) -> str:
+    return (
+        "The gradients of microbatches add up to that of the full batch if the loss is a sum over "
+        "samples, or a sum divided by their number. "
+        f"Received: {subject}, which gives other gradients for the samples of a microbatch than "
+        "for its halves: it compares samples, or divides by something else than their number, or "
+        "draws random numbers. To train all the same, which differs from the full batch, set "
+        '`loss_over="microbatch"`. To train as on the full batch, override `microbatch_weight` if '
+        f"the loss is a sum divided by something, {_TENSORFLOW}, or {WITHOUT}."
+    )
+
+
+def mixing_message(model: str) -> str:
+    return (
+        "The gradients of microbatches add up to that of the full batch if a model treats samples "
+        f"one by one. Received: {model!r}, whose outputs for a sample depend on the others of its "
+        "microbatch. To train all the same, which differs from the full batch, set "
+        f'`loss_over="microbatch"`. To train as on the full batch, {_TENSORFLOW}, or {WITHOUT}.'
+    )
+
+
+def unreadable_addition_message(model: str) -> str:
+    return (
+        "A loss that a layer adds by `add_loss` has to be a mean or a sum over samples. "
+        f"Received: {model!r} with one that is neither. To train all the same, which differs from "
+        'the full batch, set `loss_over="microbatch"`. To train as on the full batch, '
+        f"{_TENSORFLOW}, or {WITHOUT}."
+    )

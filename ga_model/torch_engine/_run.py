@@ -1,0 +1,204 @@
+"""One batch: its microbatches forward and backward, their sum, the update if the window is full."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import torch
+
+from ga_model.base._internals import compiled_loss, takes_training
+from ga_model.base._messages import batch_normalization_message
+from ga_model.hearing import _messages, _weights
+from ga_model.hearing._compiled_copy import copy_with
+from ga_model.hearing._models import is_of_keras, unpack, unrecorded
+from ga_model.torch_engine import _refusals
+from ga_model.torch_engine._batch_logs import BatchLogs, MetricCalls
+from ga_model.torch_engine._observer import observer_of
+from ga_model.torch_engine._split import Batch
+from ga_model.torch_engine._state import Snapshot, Writes, clear_gradients, unchanged
+from ga_model.torch_engine._terms import Position
+from ga_model.torch_engine._torch_recorder import record
+from ga_model.torch_engine._torch_window import Window, power_of_two
+
+
+def run(
+    model: Any, train_step: Callable[[Any], Any], data: Any, window: Window | None, size: int | None
+) -> Any:
+    """Run a model's own `train_step` on a batch, and make the update if it is due.
+
+    Args:
+        model: an `AccumulatingModel`.
+        train_step: takes the data of a microbatch and returns logs.
+        data: the batch, as Keras passes it.
+        window: the window that the batch is a part of, or None where it makes an update by itself.
+        size: rows per microbatch, or None.
+
+    Returns:
+        The logs of the batch.
+    """
+    batch = Batch(data, size)
+    model._accumulation.note_rows(batch.rows)
+    window = window or Window(model, 1)
+    try:
+        return _Run(model, train_step, batch, window).logs()
+    except BaseException:  # KeyboardInterrupt, too
+        window.discard()
+        clear_gradients(model)
+        raise
+
+
+class _Run:
+    """The microbatches of one batch.
+
+    Args:
+        model, train_step: as `run` takes them.
+        batch: the batch.
+        window: the window that it goes into.
+    """
+
+    def __init__(
+        self, model: Any, train_step: Callable[[Any], Any], batch: Batch, window: Window
+    ) -> None:
+        self._model = model
+        self._accumulation = model._accumulation
+        self._train_step = train_step
+        self._batch = batch
+        self._window = window
+        self._is_update = window.steps == 1 and not batch.is_split
+        self._skips = model.skip_nonfinite
+        self._num_counted = 0
+        self._whole: _weights.Whole | None = None
+        if batch.is_split:
+            weights = functools.cache(functools.partial(_weights_ahead, model, batch))
+            self._whole = _weights.Whole(lambda: float(batch.rows), window.steps == 1, weights)
+
+    def logs(self) -> Any:
+        """Run them, and return the logs of the batch."""
+        model, batch = self._model, self._batch
+        defers_logs = batch.is_split or self._skips
+        batch_logs = BatchLogs(model) if defers_logs else None
+        keeps_gradients = self._keeps_gradients()
+        if not self._is_update:
+            self._look_at_model()
+        for index in range(batch.num_microbatches):
+            result = self._microbatch(batch.microbatch(index), batch_logs, keeps_gradients)
+        if self._skips:
+            self._accumulation.count_skipped(batch.num_microbatches - self._num_counted)
+        self._window.end_batch()
+        return result if batch_logs is None else batch_logs.finish()
+
+    def _keeps_gradients(self) -> bool:
+        """Return whether the window's sums may be in `.grad`.
+
+        Keras's own step takes gradients of one loss, and does nothing to them. In half precision
+        they would be summed in it.
+        """
+        model = self._model
+        dtypes = {keras.backend.standardize_dtype(v.dtype) for v in model.trainable_weights}
+        is_half = bool(dtypes & {"float16", "bfloat16"})
+        return is_of_keras(model, "train_step") and not (self._skips or is_half)
+
+    def _look_at_model(self) -> None:
+        """Find out once what a model is over samples, and tell what differs from a full batch."""
+        model, accumulation = self._model, self._accumulation
+        layers = [layer.name for layer in model._batch_normalization_layers()]
+        if layers:
+            model._warn_once(batch_normalization_message(layers))
+        if model._has_rule():
+            return
+        # A step of the user's own may call the model in another way.
+        is_own = not is_of_keras(model, "train_step")
+        with contextlib.suppress(Exception) if is_own else contextlib.nullcontext():
+            accumulation.probes.call(unpack(self._batch.two_or_more())[0])
+        if accumulation.probes.mixes_samples:
+            message = _refusals.mixing_message(model.name)
+            if self._must_add_up():
+                raise ValueError(message)
+            model._warn_once(message)
+
+    def _must_add_up(self) -> bool:
+        return self._batch.is_split and self._accumulation.must_add_up()
+
+    def _microbatch(self, data: Any, logs: BatchLogs | None, keeps_gradients: bool) -> Any:
+        """Run the model's step on one microbatch, and return what it logs."""
+        model, window, batch = self._model, self._window, self._batch
+        position = Position(
+            window,
+            window.steps,
+            window.steps * batch.num_microbatches,
+            power_of_two(window.steps) * power_of_two(batch.num_microbatches),
+            self._num_counted == 0,
+            self._whole,
+            self._is_update,
+            logs is not None,
+            self._must_add_up(),
+        )
+        snapshot = Snapshot(model) if self._skips else None
+        writes = None
+        if not self._accumulation.has_read_writes and not self._is_update:
+            writes = Writes(model)
+        if keeps_gradients:
+            clear_gradients(model)  # of what the user has left there
+            window.put_back()
+        with record(model, data, position, keeps_gradients) as recording:
+            result = self._train_step(data)
+        if writes is not None:
+            self._tell_of(writes)
+        if not keeps_gradients:
+            for part in recording.parts:
+                part.widen()
+        is_left_out = self._skips and not all(part.is_finite() for part in recording.parts)
+        if not is_left_out:
+            window.add(recording.parts, recording.relative_weight, keeps_gradients)
+            self._num_counted += 1
+        if logs is not None:
+            logs.add(recording, result, not is_left_out)
+        if is_left_out and snapshot is not None:
+            snapshot.restore()
+        self._accumulation.release()
+        return result
+
+    def _tell_of(self, writes: Writes) -> None:
+        """Warn of variables that a step writes to, and refuse weights that it updates."""
+        self._accumulation.has_read_writes = True
+        if writes.has_trained():
+            raise RuntimeError(_messages.not_recorded_message(self._model.name, []))
+        if names := writes.others():
+            self._model._warn_once(_messages.written_message(self._model.name, names))
+
+
+def _weights_ahead(model: Any, batch: Batch) -> list[float]:
+    """Return what the terms of the compiled loss weigh in a batch: the model runs forward once."""
+    compiled = compiled_loss(model)
+    if compiled is None:
+        return []
+    totals: list[float] = []
+    terms: list[_weights.Term] = []
+    copy = copy_with(
+        compiled,
+        lambda entry, copy: observer_of(entry, copy, lambda: _Ahead()),
+        terms.append,
+        MetricCalls(None),
+    )
+    with torch.no_grad(), unrecorded(), unchanged(model), keras.StatelessScope():
+        for index in range(batch.num_microbatches):
+            x, y, sample_weight = unpack(batch.microbatch(index))
+            terms.clear()
+            y_pred = model(x, training=False) if takes_training(model) else model(x)
+            copy(y, y_pred, sample_weight)
+            weights = [0.0 if term.weight is None else float(term.weight) for term in terms]
+            totals = [a + b for a, b in zip(totals, weights)] if totals else weights
+    return totals
+
+
+class _Ahead:
+    """The losses of a pass that looks ahead, of which nothing is told."""
+
+    is_first_of_window = True
+
+    def kind_of(self, *args: Any) -> None:
+        return None

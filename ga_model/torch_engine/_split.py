@@ -1,0 +1,82 @@
+"""Split a batch into microbatches along axis 0."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+
+class Batch:
+    """A batch, and the microbatches that it is split into, in the order of its rows.
+
+    Args:
+        data: what `train_step` gets: a nest of tensors and arrays of shape (rows, ...), and None. A
+            scalar has no rows and is part of every microbatch.
+        size: rows per microbatch; the last one has what is left. None leaves the batch whole.
+
+    Raises:
+        ValueError: it is to be split, and there are no rows, or their number differs between the
+            tensors.
+
+    Attributes:
+        rows: the most rows that one of the tensors has.
+        num_microbatches: how many there are, 1 or more.
+    """
+
+    def __init__(self, data: Any, size: int | None) -> None:
+        self._data = data
+        self._size = size
+        counts = [rows_of(leaf) for leaf in keras.tree.flatten(data) if _has_rows(leaf)]
+        self.rows = max(counts, default=1)
+        if size is not None and len(set(counts)) != 1:
+            shapes = [tuple(x.shape) for x in keras.tree.flatten(data) if _has_rows(x)]
+            raise ValueError(_rows_message(shapes))
+        self.num_microbatches = 1 if size is None else max(-(-self.rows // size), 1)
+
+    @property
+    def is_split(self) -> bool:
+        return self.num_microbatches > 1
+
+    def microbatch(self, index: int) -> Any:
+        """Return one microbatch, in the structure of the batch."""
+        if not self.is_split:
+            return self._data
+        size = self._size or self.rows
+        return part_of(self._data, index * size, (index + 1) * size)
+
+    def two_or_more(self) -> Any:
+        """Return the first microbatch, but two samples where it has one and the batch has more."""
+        return part_of(self._data, 0, max(self._size or self.rows, 2))
+
+
+def part_of(data: Any, start: int, stop: int) -> Any:
+    """Return the rows from `start` up to `stop` of a nest."""
+    return keras.tree.map_structure(
+        lambda leaf: leaf[start:stop] if _has_rows(leaf) else leaf, data
+    )
+
+
+def _has_rows(leaf: Any) -> bool:
+    """Return whether a leaf is anything but a scalar."""
+    return len(getattr(leaf, "shape", ())) > 0
+
+
+def rows_of(leaf: Any) -> int:
+    """Return the rows of a tensor or an array."""
+    return int(leaf.shape[0])
+
+
+def num_rows(data: Any) -> int:
+    """Return the rows of the first tensor in a nest, 1 if there is none."""
+    return next((rows_of(leaf) for leaf in keras.tree.flatten(data) if _has_rows(leaf)), 1)
+
+
+def _rows_message(shapes: list[tuple[int, ...]]) -> str:
+    return (
+        "`microbatch_size` splits the samples of a batch, axis 0 of its tensors, so all tensors "
+        f"must have the same number of them. Received: shapes {shapes}. "
+        "A value that all samples share must be a scalar, or an attribute of the model. With parts "
+        "that differ, such as labelled and unlabelled samples, use `accumulation_steps`; or set "
+        "`microbatch_size=None`."
+    )

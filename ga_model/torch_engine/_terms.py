@@ -1,0 +1,257 @@
+"""What the losses of a recorded step average over, and what its microbatch weighs therefore."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import keras
+
+from ga_model.base._internals import is_sum_of_activities, loss_tracker
+from ga_model.hearing import _messages, _weights
+from ga_model.hearing._models import unpack
+from ga_model.torch_engine import _probes, _refusals
+from ga_model.torch_engine._split import num_rows
+
+
+class Position(NamedTuple):
+    """Where in its window a microbatch stands.
+
+    Attributes:
+        window: the window.
+        steps: batches that fill it.
+        num_microbatches: microbatches that do.
+        parts: a power of two near that.
+        is_first_of_batch: whether no microbatch of the batch has counted yet.
+        whole: the batch, if it is split.
+        is_update: whether the microbatch is all of its window.
+        defers_logs: whether metrics and logs wait for the full batch.
+        must_add_up: whether what does not add up over microbatches is refused, and not told.
+    """
+
+    window: Any
+    steps: int
+    num_microbatches: int
+    parts: float
+    is_first_of_batch: bool
+    whole: _weights.Whole | None
+    is_update: bool
+    defers_logs: bool
+    must_add_up: bool
+
+
+class StepLosses:
+    """The losses of one recorded step, as they become known while it runs.
+
+    Args:
+        model: the model that is recorded.
+        data: the microbatch, as `train_step` gets it.
+        position: where it stands in its window.
+
+    Attributes:
+        totals: what the model's `compute_loss` has returned.
+    """
+
+    def __init__(self, model: Any, data: Any, position: Position) -> None:
+        self._model = model
+        self._data = data
+        self._position = position
+        self._terms: list[_weights.Term] = []
+        self._additional: list[tuple[Any, bool | None]] = []
+        self._known_terms: tuple[tuple[int, int], _weights.LossTerms] | None = None
+        self.totals: list[Any] = []
+
+    @property
+    def is_first_of_window(self) -> bool:
+        return not self._position.window.has_counted
+
+    def note_term(self, term: _weights.Term) -> None:
+        """Note a term of the compiled loss."""
+        if term.is_product and not self._position.is_update and not self._model._has_rule():
+            self._tell(_messages.product_message(term.name, self._model.name))
+        self._terms.append(term)
+
+    def note_total(self, loss: Any) -> None:
+        """Note what the model's `compute_loss` has returned."""
+        self.totals.append(loss)
+
+    def note_additional(self, loss: Any, total: Any) -> None:
+        """Note a loss that a layer or a regularizer added to the total.
+
+        Args:
+            loss: as it was added.
+            total: the number that Keras made of it.
+        """
+        is_sum = True if loss.ndim > 0 or is_sum_of_activities(self._model, loss) else None
+        self._additional.append((total, is_sum))
+
+    def _is_sum(self, index: int) -> bool:
+        """Return whether a scalar that a layer added is a sum over samples, and no mean.
+
+        Raises:
+            ValueError: it is neither, or that is not known, and it has to be one of them.
+
+        Warns:
+            UserWarning: it is neither, or that is not known.
+        """
+        if self._position.is_update or self._model._has_rule():
+            return False
+        probes: Probes = self._model._accumulation.probes
+        kinds = probes.kinds_of_additional
+        kind = kinds[index] if index < len(kinds) else "other"
+        if kind == "other":
+            self._tell(_refusals.unreadable_addition_message(self._model.name))
+        return kind == "sum"
+
+    def _regularized(self) -> list[Any]:
+        return [v for v in self._model.trainable_weights if getattr(v, "regularizer", None)]
+
+    def kind_of(self, name: str, loss: Any, values: Any, y_true: Any, y_pred: Any) -> str | None:
+        """Return what a compiled loss is over samples, as `_probes.kind_of_loss` does, or None.
+
+        Raises:
+            ValueError: it does not add up, and has to.
+
+        Warns:
+            UserWarning: it does not add up.
+        """
+        if self._position.is_update or self._model._has_rule():
+            return None
+        probes: Probes = self._model._accumulation.probes
+        kind = probes.kind_of(name, loss, values, y_true, y_pred)
+        if kind == "other":
+            subject = f"the loss {name!r} of {self._model.name!r}"
+            self._tell(_refusals.not_additive_message(subject))
+        return kind
+
+    def _tell(self, message: str) -> None:
+        """Warn of what differs from the full batch, or refuse it where it has to be exact."""
+        if self._position.must_add_up:
+            raise ValueError(message)
+        self._model._warn_once(message)
+
+    def mean_of(self, value: Any, metric: Any, term: Any, is_loss: bool) -> tuple[Any, float]:
+        """Return what a scalar counts in the mean over the microbatches of a batch.
+
+        Args:
+            value: scalar tensor, of this microbatch.
+            metric: what it is for, if it is a metric's.
+            term: the loss term that it is the value of, or None.
+            is_loss: whether it is a loss that the step takes the gradient of.
+
+        Returns:
+            A numerator and a denominator. Both are summed over microbatches.
+        """
+        is_first = self._position.is_first_of_batch
+        is_total = metric is not None and metric is loss_tracker(self._model)
+        terms = self.terms()
+        if term is not None:
+            terms = _weights.of_weight(term.weight)
+        elif not is_total and not is_loss:
+            terms = _weights.of_weight(self.num_rows() if terms.weight is None else terms.weight)
+        if terms.weight is None:
+            return terms.fold(value, None, is_first), float(is_first)
+        weight = float(terms.weight)
+        return (terms.fold(value, weight, is_first) if weight else 0.0), weight
+
+    def terms(self) -> _weights.LossTerms:
+        """Return what the terms of the loss so far ask for."""
+        so_far = (len(self._terms), len(self._additional))
+        if self._known_terms is None or self._known_terms[0] != so_far:
+            self._known_terms = (so_far, self._combine())
+        return self._known_terms[1]
+
+    def _combine(self) -> _weights.LossTerms:
+        x, y, sample_weight = unpack(self._data)
+        # Keras adds the losses of layers first, and those of weight regularizers after them.
+        first = max(0, len(self._additional) - len(self._regularized()))
+        regularization = [value for value, _ in self._additional[first:]]
+        additional = [
+            (value, self._is_sum(index) if is_sum is None else is_sum)
+            for index, (value, is_sum) in enumerate(self._additional[:first])
+        ]
+        weight = self._model.microbatch_weight(x, y, sample_weight)
+        if weight is not None:
+            if not isinstance(weight, str):
+                weight = float(weight)
+            return _weights.rule(weight, regularization)
+        position = self._position
+        # What the terms weigh in the full batch is of no use where a part of it may be left out.
+        whole = None if self._model.skip_nonfinite else position.whole
+        terms = _weights.combine(
+            self._terms,
+            additional,
+            regularization,
+            self.num_rows(),
+            position.num_microbatches if whole is None else position.steps,
+            whole,
+        )
+        if terms.mismatch and not position.is_update:
+            self._model._warn_once(_messages.one_weight_message(terms.exact, terms.mismatch))
+        return terms
+
+    def num_rows(self) -> int:
+        return num_rows(unpack(self._data)[0])
+
+
+class Probes:
+    """What was found out by trying, for one compiled model.
+
+    Args:
+        model: the `AccumulatingModel`.
+
+    Attributes:
+        kinds_of_additional: of each loss of the model, as `ModelProbe` has it.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._has_called = False
+        self.mixes_samples = False
+        self.kinds_of_additional: list[str] = []
+        self._kinds: dict[str, str] = {}
+        self._times: dict[str, int] = {}
+        self._waiting: dict[str, tuple[Any, Any]] = {}  # samples that came one at a time
+
+    def call(self, x: Any) -> None:
+        """Call the model on a microbatch and on its halves, once."""
+        if self._has_called or num_rows(x) < 2 or not self._model.built:
+            return
+        self._has_called = True
+        probe = _probes.ModelProbe(self._model, x)
+        self.mixes_samples, self.kinds_of_additional = probe.mixes_samples, probe.kinds
+
+    def kind_of(self, name: str, loss: Any, values: Any, y_true: Any, y_pred: Any) -> str | None:
+        """Return what a loss is over samples, or None where it is Keras's own and so known.
+
+        That a loss gives a value for each sample is found out once. One that is a single number
+        may divide by something that is alike in the halves of one microbatch by chance, so it is
+        computed on halves more often: 8 times, and then ever more rarely.
+        """
+        if values is None or not isinstance(loss, keras.losses.Loss) or _is_known(loss):
+            return None
+        times = self._times[name] = self._times.get(name, 0) + 1
+        known = self._kinds.get(name)
+        is_settled = known in ("rows", "other") or (times > 8 and times & (times - 1) != 0)
+        if known is not None and is_settled:
+            return known
+        if num_rows(y_pred) == 1:
+            # Two alike tell a mean from a sum, and two that differ whether samples are compared.
+            before = self._waiting.pop(name, (y_true, y_pred))
+            self._waiting[name] = _probes.detached(y_true), _probes.detached(y_pred)
+            y_true, y_pred = (_probes.joined(*pair) for pair in zip(before, (y_true, y_pred)))
+        found = _probes.kind_of_loss(loss, y_true, y_pred)
+        if found is not None:
+            self._kinds[name] = found if known in (None, found) else "other"
+        return self._kinds.get(name)
+
+
+def _is_known(loss: Any) -> bool:
+    """Return whether a loss is one of Keras's that treat samples one by one."""
+    function = getattr(loss, "fn", None)
+    modules = [type(loss).__module__, getattr(function, "__module__", "keras.")]
+    names = {type(loss).__name__, getattr(function, "__name__", "")}
+    is_of_keras = all(str(module).startswith("keras.") for module in modules)
+    return is_of_keras and not names & _COMPARING
+
+
+_COMPARING = {"Dice", "Tversky", "Circle", "dice", "tversky", "circle"}

@@ -1,0 +1,85 @@
+"""What is kept for one compiled model on PyTorch, and how its next batch is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ga_model._kept import Kept, accumulates_itself_message
+from ga_model._settings import Settings
+from ga_model.base import _validate
+from ga_model.hearing._attributes import watch_attributes
+from ga_model.hearing._models import optimizers_in
+from ga_model.torch_engine import _refusals, _run
+from ga_model.torch_engine._terms import Probes
+from ga_model.torch_engine._torch_window import Window
+
+
+class Accumulation(Kept):
+    """All that is kept for a model where Keras runs on PyTorch.
+
+    Args:
+        model, settings: as `Kept` takes them.
+
+    Attributes:
+        compiled_copies: copies of compiled losses that tell what they compute.
+        probes: what was found out by trying of the model and its losses.
+        has_read_writes: whether it was found out what a step writes to.
+    """
+
+    window: Window | None
+
+    def __init__(self, model: Any, settings: Settings) -> None:
+        super().__init__(model, settings)
+        self.compiled_copies: dict[Any, Any] = {}
+        self.probes = Probes(model)
+        self.has_read_writes = False
+        self._most_rows = 0
+
+    def must_add_up(self) -> bool:
+        """Return whether what does not add up over microbatches is refused, and not told."""
+        return self.settings.loss_over == "auto" and not self._model._has_rule()
+
+    def run_step(self, train_step: Callable[[Any], Any], data: Any) -> Any:
+        """Run `train_step` on the microbatches of a batch, and update if the window is full."""
+        model = self._model
+        if self.is_plain():
+            logs = train_step(data)
+            if model._on_update is not None:
+                with torch.no_grad():
+                    model._on_update()
+            return logs
+        _refusals.check(model)
+        if self.size is not None:
+            for name, steps in _validate.accumulating_optimizers(optimizers_in(vars(model))):
+                model._warn_once(accumulates_itself_message(name, steps))
+        window = None
+        if self.accumulates():
+            steps = self.settings.accumulation_steps
+            window = self.window = self.window or Window(model, steps)
+        watch_attributes(model)
+        return _run.run(model, train_step, data, window, self.size)
+
+    def release(self) -> None:
+        """Let go of what the microbatch that is through has computed."""
+        for copy in self.compiled_copies.values():
+            copy.release()
+
+    def count_skipped(self, number: int) -> None:
+        """Count microbatches that were left out."""
+        self.num_skipped = (self.num_skipped or 0) + number
+
+    def close_window(self) -> None:
+        """Make the update of a partial window, and warn of what was done so far."""
+        if self.window is not None:
+            self.window.close()
+        self.warn_of_what_was_done()
+
+    def note_rows(self, rows: int) -> None:
+        """Note the rows of a batch."""
+        self._most_rows = max(self._most_rows, rows)
+
+    def _most_samples(self) -> int:
+        return self._most_rows

@@ -1,0 +1,175 @@
+"""The sum of gradients that users see: for training loops of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import keras
+import torch
+
+from ga_model.base import _messages, _validate
+from ga_model.base._names import answering
+from ga_model.torch_engine._torch_window import Part, Window
+
+
+class GradientAccumulator:
+    """Sums weighted gradients over microbatches and applies their mean to an optimizer.
+
+    As on TensorFlow, where Keras runs on PyTorch. There is one buffer per variable that has a
+    gradient: float32 for float16 and bfloat16 variables, else the variable's own dtype. Gradients
+    are copied: clear them as you would without.
+
+    Attributes:
+        num_microbatches: an integer, microbatches added since the last reset.
+
+    Example:
+
+    ```python
+    optimizer = keras.optimizers.Adam()
+    accumulator = GradientAccumulator()
+    variables = model.trainable_variables
+    for step, (x, y) in enumerate(batches, start=1):
+        model.zero_grad()
+        loss = keras.ops.mean(keras.ops.square(model(x, training=True) - y))
+        loss.backward()
+        gradients = [v.value.grad for v in variables]
+        accumulator.add(gradients, variables, weight=len(x))
+        if step % 4 == 0:
+            accumulator.apply(optimizer)
+    accumulator.apply(optimizer)  # what is left; nothing happens if nothing is
+    ```
+    """
+
+    @answering
+    def __init__(self) -> None:
+        self._window = Window(None, 1)
+        self._is_sum: bool | None = None
+        self.num_microbatches = 0
+
+    def add(
+        self, gradients: Collection[Any], variables: Collection[Any], *, weight: Any | None
+    ) -> None:
+        """Add the gradients of one microbatch to the window.
+
+        Args:
+            gradients: one per variable: a tensor of its shape, or None.
+            variables: the variables, the same ones in the same order in every call.
+            weight: scalar number or tensor, what the microbatch counts in the window's mean (rows,
+                or tokens, of a loss that is their mean). Zero changes nothing. None in every call
+                for a loss that is a sum: the gradients are then summed and not divided.
+
+        Raises:
+            TypeError: these are no lists or the like, or no variables.
+            ValueError: the lengths or shapes differ; the variables are not those of the first call;
+                `weight` is no scalar number, or None in one call and a number in another.
+        """
+        if not (_validate.is_list(gradients) and _validate.is_list(variables)):
+            types = [f"{type(value).__name__!r}" for value in (gradients, variables)]
+            raise TypeError(_messages.lengths_message(*types))
+        gradients, variables = list(gradients), list(variables)
+        _validate.check_variables(variables)
+        if len(gradients) != len(variables):
+            counts = [f"{len(gradients)} gradients", f"{len(variables)} variables"]
+            raise ValueError(_messages.lengths_message(*counts))
+        self._check_shapes(gradients, variables)
+        if self.variables and [id(v) for v in self.variables] != [id(v) for v in variables]:
+            raise ValueError(_other_variables_message())
+        is_sum = weight is None
+        if self._is_sum not in (None, is_sum):
+            raise ValueError(_mixed_message())
+        number = 1.0 if is_sum else _number(weight)
+        self._is_sum = is_sum
+        self.num_microbatches += 1
+        relative = self._window.relative_weight(None if is_sum else number, 1.0)
+        with torch.no_grad():
+            # A weight of zero is not multiplied, as gradients may be NaN then.
+            given = [g if g is None or is_sum or number else torch.zeros_like(g) for g in gradients]
+            part = Part(None, variables, [None if g is None else g.detach() for g in given])
+            part.widen()
+            self._window.add([part.times(relative)], None if is_sum else relative)
+
+    def _check_shapes(self, gradients: list[Any], variables: list[Any]) -> None:
+        for gradient, variable in zip(gradients, variables):
+            if gradient is not None and tuple(gradient.shape) != tuple(variable.shape):
+                raise ValueError(
+                    "A gradient must have the shape of its variable. "
+                    f"Received: shape {tuple(gradient.shape)} for {variable.path!r} of shape "
+                    f"{tuple(variable.shape)}. Pass gradients and variables in the same order."
+                )
+
+    @property
+    def variables(self) -> list[Any]:
+        """The variables whose gradients are summed; none before the first `add`."""
+        return [v for part in self._window.parts for v in part.variables]
+
+    @property
+    def summed_variables(self) -> list[Any]:
+        """Variables whose rows were summed to bound the memory: none, as there are no rows."""
+        return []
+
+    def mean(self) -> list[Any]:
+        """Return the window's gradient, one tensor or None per variable, in its dtype.
+
+        That is sum(w_i * g_i) / sum(w_i), or sum(g_i) where the weights are None. Not finite where
+        the weights sum to zero.
+        """
+        total = 1.0 if self._is_sum else self._window.total
+        return [gradient for part in self._window.parts for gradient in part.mean(total)]
+
+    def apply(self, optimizer: Any) -> None:
+        """Update the variables with the window's gradient, and start the next window.
+
+        One call is one `optimizer.apply`. An empty window, and one whose weights sum to zero,
+        changes nothing.
+
+        Args:
+            optimizer: a `keras.optimizers.Optimizer`.
+
+        Raises:
+            TypeError: `optimizer` is none.
+            ValueError: it accumulates gradients itself.
+        """
+        if not isinstance(optimizer, keras.optimizers.Optimizer):
+            raise TypeError(_messages.not_an_optimizer_message(optimizer))
+        _validate.check_single_accumulation([optimizer])
+        if self._window.parts and (self._is_sum or self._window.total):
+            variables, gradients = self.variables, self.mean()
+            with torch.no_grad():
+                optimizer.apply(gradients, variables)
+        self.reset()
+
+    def __repr__(self) -> str:
+        number, variables = self.num_microbatches, len(self.variables)
+        return f"<GradientAccumulator: {number} microbatches, {variables} variables>"
+
+    def reset(self) -> None:
+        """Forget the open window."""
+        self._window.discard()
+        self._is_sum = None
+        self.num_microbatches = 0
+
+
+def _number(weight: Any) -> float:
+    """Return a weight as a float, or raise ValueError."""
+    is_scalar = not isinstance(weight, str) and len(getattr(weight, "shape", ())) == 0
+    try:
+        if not is_scalar:
+            raise TypeError
+        return float(weight)
+    except (TypeError, ValueError):
+        raise ValueError(_messages.weight_message(weight)) from None
+
+
+def _other_variables_message() -> str:
+    return (
+        "The variables must be those of the first call, in the same order. "
+        "Received: others. Call `reset()` first, or make a `GradientAccumulator` for each list."
+    )
+
+
+def _mixed_message() -> str:
+    return (
+        "`weight` must be None in every call of a window or in none. "
+        "Received: both. Pass a number in all of them, or None in all of them."
+    )

@@ -1,0 +1,234 @@
+"""Receive the gradients and the loss of a `train_step` that knows nothing of accumulation.
+
+As on TensorFlow (`hearing/_recorder.py`): attributes of the model answer with stand-ins while a
+step is recorded. Beside that, gradients are heard where PyTorch takes them, in steps of the user's
+own: the weight is folded into the loss there if it was not before, and what the step then applies
+has to be what PyTorch gave.
+
+Where Keras's own step runs, the window's sum is in `.grad` itself, and costs no buffer: PyTorch
+adds to it, and `zero_grad` does nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+
+from ga_model.base import _validate
+from ga_model.base._internals import (
+    loss_tracker,
+    raw,
+    times_written,
+    variables_to_train,
+)
+from ga_model.hearing import _messages
+from ga_model.hearing._compiled_copy import copy_with
+from ga_model.hearing._models import recording_of_thread
+from ga_model.hearing._stand_in import StandIn, with_stand_ins
+from ga_model.torch_engine import _batch_logs, _refusals
+from ga_model.torch_engine._autograd import heard
+from ga_model.torch_engine._observer import observer_of
+from ga_model.torch_engine._terms import Position, StepLosses
+from ga_model.torch_engine._torch_window import Part
+
+
+class Recording:
+    """What one `train_step` applies and logs.
+
+    Args:
+        model: the model that is recorded.
+        data: the microbatch, as `train_step` gets it.
+        position: where it stands in its window.
+        keeps_gradients: whether the window's sums are in `.grad`, where the microbatch adds to
+            them.
+
+    Attributes:
+        parts: gradients, for each optimizer in the order in which they were applied.
+        relative_weight: what the microbatch counts, in the window's unit, or None: it is a sum.
+        metrics: what metrics got that waits for the full batch.
+        losses: what is known of the step's losses.
+    """
+
+    def __init__(self, model: Any, data: Any, position: Position, keeps_gradients: bool) -> None:
+        self.model = model
+        self.keeps_gradients = keeps_gradients
+        self.parts: list[Part] = []
+        self.relative_weight: float | None = None
+        self.metrics = _batch_logs.MetricCalls(loss_tracker(model))
+        self._position = position
+        self.losses = StepLosses(model, data, position)
+        self._folded: list[Any] = []  # losses as they enter the sum
+        self._given: dict[int, tuple[Any, int]] = {}  # gradients as PyTorch gave them
+
+    def stand_in(self, value: Any) -> Any:
+        """Return what stands in for an attribute's value: optimizers, also in lists and dicts.
+
+        Where logs wait for the full batch, metrics have a stand-in too.
+        """
+
+        def make(part: Any) -> Any:
+            if isinstance(part, keras.optimizers.Optimizer):
+                return _OptimizerStandIn(part, self)
+            defers_logs = self._position.defers_logs
+            return _batch_logs.MetricStandIn(part, self.metrics) if defers_logs else part
+
+        return with_stand_ins(value, make)
+
+    def observed_loss(self, compiled: Any) -> Any:
+        """Return a copy of the compiled loss that notes its terms."""
+        copies = self.model._accumulation.compiled_copies
+        key = (id(compiled), self._position.defers_logs)
+        if key not in copies:
+            copies[key] = _CompiledCopy(self.model, compiled, self._position.defers_logs)
+        return copies[key].of(self)
+
+    def mean_of(self, value: Any, metric: Any = None, term: Any = None) -> tuple[Any, float]:
+        """Return what a scalar counts in the mean over the microbatches of a batch.
+
+        Args:
+            value: scalar, of this microbatch.
+            metric: what it is for, if it is a metric's.
+            term: the loss term that it is the value of, or None.
+        """
+        is_loss = any(value is loss for loss in self.losses.totals)
+        return self.losses.mean_of(value, metric, term, is_loss)
+
+    def scale_loss(self, optimizer: Any, loss: Any) -> Any:
+        """Fold the microbatch's weight into the loss, then scale it as the optimizer does."""
+        self._folded.append(optimizer.scale_loss(self._fold(loss)))
+        return self._folded[-1]
+
+    def _fold(self, loss: Any) -> Any:
+        """Return a loss as it enters the window's sum."""
+        has_rule = self.model._has_rule()
+        if not has_rule and not any(loss is total for total in self.losses.totals):
+            raise RuntimeError(_refusals.foreign_loss_message(self.model.name))
+        if not has_rule and len(self.losses.totals) > 1:
+            raise RuntimeError(_refusals.several_losses_message(self.model.name))
+        terms, window = self.losses.terms(), self._position.window
+        relative = window.relative_weight(terms.weight, self._position.parts)
+        self.relative_weight = None if terms.weight is None else relative
+        return terms.fold(loss, relative, self.losses.is_first_of_window)
+
+    def take_gradient(self, losses: Any, is_graph_kept: bool) -> Any:
+        """Return the losses that a step takes gradients of, as they enter the window's sum."""
+        if is_graph_kept and self.model._has_rule():
+            return losses  # what is differentiated again, and said to be no loss by the rule
+        if isinstance(losses, (list, tuple)):
+            return [self.take_gradient(loss, is_graph_kept) for loss in losses]
+        if any(losses is folded for folded in self._folded):
+            return losses
+        self._folded.append(self._fold(losses))
+        return self._folded[-1]
+
+    def note_gradients(self, gradients: Any) -> None:
+        """Note the gradients that PyTorch gave."""
+        if gradients is None:
+            gradients = [raw(v).grad for v in self.model.trainable_variables]
+        for gradient in gradients:
+            if gradient is not None:
+                self._given[id(gradient)] = (gradient, times_written(gradient))
+
+    def apply(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+        """Keep the gradients of an `optimizer.apply`."""
+        name = self.model.name
+        if any(part.optimizer is optimizer for part in self.parts):
+            raise RuntimeError(_messages.applied_twice_message(name, optimizer.name))
+        _validate.check_single_accumulation([optimizer], self.model.accumulation_steps)
+        gradients, variables = list(gradients), list(variables)
+        if not (self.keeps_gradients or all(map(self._is_as_given, gradients))):
+            raise RuntimeError(_refusals.worked_over_message(name))
+        if not optimizer.built:
+            with keras.name_scope(optimizer.name):
+                optimizer.build(variables)
+        if self.parts and not self._position.is_update:
+            self.model._warn_once(_refusals.several_optimizers_message(name))
+        self.parts.append(Part(optimizer, variables, gradients))
+        for variable in variables:  # the gradients are the window's now
+            raw(variable).grad = None
+
+    def _is_as_given(self, gradient: Any) -> bool:
+        """Return whether a gradient is one that PyTorch gave, as it gave it."""
+        if gradient is None:
+            return True
+        given = self._given.get(id(gradient))
+        return given is not None and given[1] == times_written(gradient)
+
+
+class _OptimizerStandIn(StandIn):
+    """Stands in for one optimizer during one recorded step. It tells the `Recording`."""
+
+    def scale_loss(self, loss: Any) -> Any:
+        return self._listener.scale_loss(self._original, loss)
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        if trainable_variables is None:
+            trainable_variables = variables_to_train(self._original)
+        self._listener.apply(self._original, grads, trainable_variables)
+
+    def apply_gradients(self, grads_and_vars: Any) -> Any:
+        gradients, variables = zip(*grads_and_vars)
+        self.apply(gradients, variables)
+        return self._original.iterations
+
+
+class _CompiledCopy:
+    """A copy of a compiled loss that tells the recording that runs.
+
+    It is made once: classes that are made refer to themselves, and all that they have seen would
+    be there until the garbage collector comes.
+    """
+
+    def __init__(self, model: Any, compiled: Any, defers_logs: bool) -> None:
+        self._compiled = compiled  # whose id is not given to another while this is here
+        self._recording: Any = None
+        calls = _Calls(self) if defers_logs else None
+        self._copy = copy_with(
+            compiled,
+            lambda entry, copy: observer_of(entry, copy, lambda: self._recording.losses),
+            lambda term: self._recording.losses.note_term(term),
+            calls,
+        )
+
+    def of(self, recording: Recording) -> Any:
+        self._recording = recording
+        return self._copy
+
+    def metrics(self) -> Any:
+        return self._recording.metrics
+
+    def release(self) -> None:
+        """Let go of the recording, and of the terms."""
+        self._recording = None
+        vars(self._copy)["_terms"] = []
+
+
+class _Calls:
+    """The `MetricCalls` of the recording that runs."""
+
+    def __init__(self, copy: _CompiledCopy) -> None:
+        self._copy = copy
+
+    def update(self, *args: Any) -> None:
+        self._copy.metrics().update(*args)
+
+    def result(self, metric: Any) -> Any:
+        return self._copy.metrics().result(metric)
+
+
+@contextlib.contextmanager
+def record(model: Any, data: Any, position: Position, keeps_gradients: bool) -> Iterator[Recording]:
+    """Record the step of `model` that runs in this thread.
+
+    Args:
+        model, data, position, keeps_gradients: as `Recording` takes them.
+    """
+    recording = Recording(model, data, position, keeps_gradients)
+    listening = contextlib.nullcontext() if keeps_gradients else heard(recording)
+    with recording_of_thread.set(recording), listening:
+        yield recording
+    if not recording.parts and model.trainable_weights:
+        raise RuntimeError(_messages.not_recorded_message(model.name, []))

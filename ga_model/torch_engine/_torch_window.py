@@ -1,0 +1,209 @@
+"""The open window of a model: its count, and a sum of gradients for each optimizer."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from ga_model.base._internals import divide, multiply, raw
+
+
+class Part:
+    """The gradients that one microbatch gave to one optimizer, or their sum over several.
+
+    Args:
+        optimizer: the optimizer.
+        variables: the variables that it is to update.
+        gradients: one per variable, a tensor or None.
+    """
+
+    def __init__(self, optimizer: Any, variables: list[Any], gradients: list[Any]) -> None:
+        self.optimizer = optimizer
+        self.variables = variables
+        self._gradients = {id(v): g for v, g in zip(variables, gradients) if g is not None}
+
+    def tensors(self) -> list[Any]:
+        return list(self._gradients.values())
+
+    def is_finite(self) -> bool:
+        return all(bool(torch.isfinite(gradient).all()) for gradient in self.tensors())
+
+    def add(self, other: Part) -> None:
+        """Add another part, whose tensors may become this one's."""
+        for key, gradient in other._gradients.items():
+            present = self._gradients.get(key)
+            if present is None:
+                self._gradients[key] = gradient
+            else:
+                present += gradient
+        self.variables = other.variables  # those that are trained now
+
+    def scale(self, factor: float) -> None:
+        """Multiply the sum where it is."""
+        if factor != 1.0 and self._gradients:
+            multiply(self.tensors(), factor)
+
+    def widen(self) -> None:
+        """Let gradients in half precision be summed in float32."""
+        halves = (torch.float16, torch.bfloat16)
+        for key, gradient in self._gradients.items():
+            if gradient.dtype in halves:
+                self._gradients[key] = gradient.float()
+
+    def times(self, factor: float) -> Part:
+        """Return a copy of the part that is multiplied with a number."""
+        gradients = [self._gradients.get(id(v)) for v in self.variables]
+        gradients = [None if g is None else g * factor for g in gradients]
+        return Part(self.optimizer, self.variables, gradients)
+
+    def mean(self, total: float) -> list[Any]:
+        """Return the sum divided by a number, in the dtypes of the variables."""
+        if not total:
+            total = float("nan")
+        gradients = [self._gradients.get(id(v)) for v in self.variables]
+        pairs = zip(gradients, self.variables)
+        return [None if g is None else (g / total).to(raw(v).dtype) for g, v in pairs]
+
+    def put_back(self) -> None:
+        """Let the gradients of the variables be the sum."""
+        for variable in self.variables:
+            raw(variable).grad = self._gradients.get(id(variable))
+
+    def update(self, total: float) -> None:
+        """Apply the optimizer to the sum divided by a number, and let go of the sum.
+
+        Args:
+            total: the sum of the weights.
+        """
+        with torch.no_grad():
+            tensors = self.tensors()
+            if total != 1.0 and tensors:
+                divide(tensors, total)
+            gradients = [self._gradients.get(id(v)) for v in self.variables]
+            pairs = zip(gradients, self.variables)
+            gradients = [None if g is None else g.to(raw(v).dtype) for g, v in pairs]
+            self._gradients, tensors = {}, []
+            self.optimizer.apply(gradients, self.variables)
+
+
+class Window:
+    """Collects batches and makes one update of each optimizer when it is full.
+
+    Args:
+        model: the `AccumulatingModel`, as it is compiled.
+        steps: batches that fill it.
+
+    Attributes:
+        steps: batches that fill the open window, or the next one.
+        unit: what weights are counted in: the first one times a power of two near the number of
+            microbatches. It grows by powers of two where a heavier one comes. 0.0 before the first.
+        has_counted: whether a microbatch of the window has counted.
+        parts: the sums, one for each optimizer.
+        total: the sum of the weights, in `unit`.
+    """
+
+    def __init__(self, model: Any, steps: int) -> None:
+        self._model = model
+        self._next_steps = self.steps = steps
+        self.parts: list[Part] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        self.steps = self._next_steps
+        self._num_batches = 0
+        self.total = self.unit = 0.0
+        self.has_counted = False
+        self.parts = []
+
+    def set_steps(self, accumulation_steps: int) -> None:
+        """Let the next window have `accumulation_steps` batches."""
+        self._next_steps = accumulation_steps
+        if not self.is_open():
+            self.steps = accumulation_steps
+
+    def relative_weight(self, weight: float | None, parts: float) -> float:
+        """Return a microbatch's weight in the window's unit, which grows if it has to.
+
+        Args:
+            weight: the weight, or None where the loss is a sum.
+            parts: a power of two near the number of microbatches.
+        """
+        if weight is None:
+            return 1.0
+        least = weight * parts
+        if self.unit == 0.0:
+            self.unit = least
+        elif abs(least) > abs(self.unit):
+            growth = 2.0 ** math.ceil(math.log2(abs(least / self.unit)))
+            self.unit *= growth
+            self.total /= growth
+            for part in self.parts:
+                part.scale(1.0 / growth)
+        return weight / self.unit if self.unit else 0.0
+
+    def put_back(self) -> None:
+        """Let the gradients of variables be the sums, for a microbatch that adds to them."""
+        for part in self.parts:
+            part.put_back()
+
+    def add(self, parts: list[Part], relative_weight: float | None, is_added: bool = False) -> None:
+        """Add what a microbatch gave.
+
+        Args:
+            parts: one for each optimizer.
+            relative_weight: its weight in the window's unit, or None where the loss is a sum.
+            is_added: whether the parts have what was put back, and are the sums therefore.
+        """
+        self.has_counted = True
+        self.total += relative_weight or 0.0
+        if is_added:
+            self.parts = list(parts)
+            return
+        for part in parts:
+            same = [p for p in self.parts if p.optimizer is part.optimizer]
+            if same:
+                same[0].add(part)
+            else:
+                self.parts.append(part)
+
+    def end_batch(self) -> None:
+        """Count the batch, and update if it fills the window."""
+        self._num_batches += 1
+        if self._num_batches >= self.steps:
+            self.close()
+
+    def is_open(self) -> bool:
+        """Return whether there are batches that no update has used yet."""
+        return self._num_batches > 0
+
+    def num_batches(self) -> int:
+        """Return how many batches there are that no update has used yet."""
+        return self._num_batches
+
+    def close(self) -> None:
+        """Make the update of a full or partial window. An empty one changes nothing."""
+        parts, total, has_counted = self.parts, self.total, self.has_counted
+        self._begin()
+        if not has_counted:
+            return
+        for part in parts:
+            # Without any weight gradients are zero, as plain Keras's.
+            part.update(1.0 if total == 0.0 else total)
+        if (on_update := self._model._on_update) is not None:
+            with torch.no_grad():
+                on_update()
+
+    def discard(self) -> None:
+        """Forget a partial window."""
+        self._begin()
+
+    def messages(self, model: str) -> list[str]:
+        """Return what is to be told of the windows so far: nothing."""
+        return []
+
+
+def power_of_two(number: int) -> float:
+    """Return the power of two at or above a number >= 1."""
+    return float(2 ** (number - 1).bit_length())

@@ -1,0 +1,183 @@
+"""On PyTorch, the package imports no TensorFlow, and what it cannot do it refuses by name."""
+
+import os
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+import torch
+from helpers import dense_data, dense_model, relative_difference, seeded
+from keras import ops
+from pairs import TOLERANCE
+
+import ga_model
+from ga_model import GradientAccumulator, accumulate
+
+
+def test_importing_and_training_imports_no_tensorflow():
+    code = (
+        "import sys, numpy as np\n"
+        "sys.modules['tensorflow'] = None\n"  # to import it would fail
+        "import ga_model, keras\n"
+        "from ga_model import *\n"
+        "model = accumulate(keras.Sequential([keras.layers.Dense(1)]), microbatch_size=2)\n"
+        "model.compile('sgd', 'mse', accumulation_steps=2)\n"
+        "model.fit(np.ones((8, 3)), np.ones((8, 1)), batch_size=4, verbose=0)\n"
+        "print(*(m for m in sys.modules if m.split('.')[0] in ('tensorflow', 'jax')))\n"
+    )
+    environment = {**os.environ, "KERAS_BACKEND": "torch"}
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["tensorflow"]  # the None above
+
+
+def test_all_names_are_there():
+    for name in ga_model.__all__:
+        assert getattr(ga_model, name) is not None
+
+
+def fitted(**kwargs):
+    model = accumulate(seeded(dense_model), microbatch_size=3)
+    model.compile("sgd", "mse", **kwargs)
+    model.fit(*dense_data(6), batch_size=6, verbose=0)
+
+
+def of_two():
+    return keras.optimizers.SGD(gradient_accumulation_steps=2)
+
+
+REFUSED = {
+    "automatic size": (lambda: accumulate(dense_model(), microbatch_size="auto"), ValueError),
+    "two passes": (lambda: accumulate(dense_model(), loss_over="batch"), ValueError),
+    "automatic size at compile": (lambda: fitted(microbatch_size="auto"), ValueError),
+    "compiled step": (lambda: fitted(jit_compile=True), ValueError),
+    "check": (lambda: ga_model.check_equivalence(dense_model(), *dense_data(6)), RuntimeError),
+    "noise scale": (lambda: ga_model.GradientNoiseScale(), RuntimeError),
+    "report": (lambda: ga_model.EquivalenceReport(), RuntimeError),
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_supported_is_refused(name):
+    call, error = REFUSED[name]
+    with pytest.raises(error) as caught:
+        call()
+    text = str(caught.value)
+    assert "Received: " in text
+    assert "KERAS_BACKEND=tensorflow" in text or "jit_compile=False" in text
+
+
+def test_an_optimizer_that_accumulates_itself_is_refused():
+    model = accumulate(dense_model(), accumulation_steps=2)
+    with pytest.raises(ValueError, match="accumulated twice"):
+        model.compile(of_two(), "mse")
+
+
+def test_a_refused_setting_leaves_the_model_as_it_was():
+    model = accumulate(dense_model(), microbatch_size=3)
+    model.compile("sgd", "mse")
+    for name, value in (("microbatch_size", "auto"), ("loss_over", "batch")):
+        with pytest.raises(ValueError, match="is for the TensorFlow backend"):
+            setattr(model, name, value)
+    assert (model.microbatch_size, model.loss_over) == (3, "auto")
+
+
+def test_several_processes_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    model = accumulate(seeded(dense_model), microbatch_size=3)
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="in one process only"):
+        model.train_on_batch(*dense_data(6))
+
+
+def test_variables_that_gradients_overwrite_are_refused():
+    model = accumulate(seeded(dense_model), microbatch_size=3)
+    model.compile("sgd", "mse")
+    model.trainable_variables[0].overwrite_with_gradient = True
+    with pytest.raises(ValueError, match="float8"):
+        model.train_on_batch(*dense_data(6))
+
+
+def test_the_command_line_says_that_it_needs_tensorflow(monkeypatch, capsys):
+    from ga_model.cli._cli import main
+
+    monkeypatch.setenv("KERAS_BACKEND", "torch")
+    assert main(["demo"]) == 2
+    assert (
+        "Received: KERAS_BACKEND='torch'. Set KERAS_BACKEND=tensorflow" in capsys.readouterr().err
+    )
+
+
+# Loops of the user's own.
+
+
+def gradients_of(model, x, y, reduce=ops.mean):
+    model.zero_grad()
+    reduce(ops.square(ops.subtract(model(x, training=True), y))).backward()
+    return [v.value.grad for v in model.trainable_variables]
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("reduce", [ops.mean, ops.sum])
+def test_an_own_loop_matches_the_full_batch(reduce):
+    x, y = dense_data(22)
+    models = [seeded(dense_model) for _ in range(2)]
+    optimizers = [keras.optimizers.SGD(0.01, momentum=0.9) for _ in models]
+    start = models[0].get_weights()
+    accumulator = GradientAccumulator()
+    for first in range(0, 22, 12):
+        part = slice(first, min(first + 12, 22))
+        variables = models[0].trainable_variables
+        optimizers[0].apply(gradients_of(models[0], x[part], y[part], reduce), variables)
+        variables = models[1].trainable_variables
+        for begin in range(part.start, part.stop, 5):
+            rows = slice(begin, min(begin + 5, part.stop))
+            weight = rows.stop - rows.start if reduce is ops.mean else None
+            gradients = gradients_of(models[1], x[rows], y[rows], reduce)
+            accumulator.add(gradients, variables, weight=weight)
+        accumulator.apply(optimizers[1])
+        accumulator.apply(optimizers[1])
+    assert int(optimizers[1].iterations) == 2
+    weights = [model.get_weights() for model in models]
+    assert relative_difference(weights[1], weights[0], start) <= TOLERANCE
+
+
+def test_an_accumulator_refuses_what_it_cannot_add():
+    model = seeded(dense_model)
+    variables = model.trainable_variables
+    gradients = [torch.ones(tuple(v.shape)) for v in variables]
+    accumulator = GradientAccumulator()
+    with pytest.raises(ValueError, match="one gradient per variable"):
+        accumulator.add(gradients[:1], variables, weight=1)
+    with pytest.raises(ValueError, match="the shape of its variable"):
+        accumulator.add(gradients[::-1], variables, weight=1)
+    with pytest.raises(ValueError, match="must be a scalar number"):
+        accumulator.add(gradients, variables, weight="all")
+    with pytest.raises(TypeError, match="takes a Keras optimizer"):
+        accumulator.apply("sgd")
+    accumulator.add(gradients, variables, weight=2)
+    with pytest.raises(ValueError, match="None in every call"):
+        accumulator.add(gradients, variables, weight=None)
+    with pytest.raises(ValueError, match="those of the first call"):
+        accumulator.add(gradients[:2], variables[:2], weight=1)
+    assert repr(accumulator) == "<GradientAccumulator: 1 microbatches, 4 variables>"
+    accumulator.reset()
+    assert accumulator.variables == []
+
+
+def test_a_microbatch_without_weight_counts_for_nothing():
+    model = seeded(dense_model)
+    variables = model.trainable_variables
+    accumulator = GradientAccumulator()
+    nan = [torch.full(tuple(v.shape), float("nan")) for v in variables]
+    ones = [torch.ones(tuple(v.shape)) for v in variables]
+    accumulator.add(nan, variables, weight=0)
+    accumulator.add(ones, variables, weight=3)
+    for mean in accumulator.mean():
+        np.testing.assert_array_equal(mean.numpy(), 1.0)

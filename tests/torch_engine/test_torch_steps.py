@@ -1,0 +1,297 @@
+"""On PyTorch, a `train_step` of one's own is heard as it takes gradients and applies them."""
+
+import keras
+import pytest
+import torch
+from helpers import dense_data, dense_model, relative_difference
+from keras import ops
+from pairs import TOLERANCE, assert_same_logs, difference_of_fits, train
+
+from ga_model import AccumulatingModel, accumulate
+
+WAYS = {
+    "both": {"rows": 4, "steps": 3, "size": 3},
+    "steps": {"rows": 4, "steps": 3},
+    "size": {"rows": 12, "size": 5},
+}
+
+
+class Own(keras.Sequential):
+    """As in Keras's guide to steps of one's own on PyTorch."""
+
+    def train_step(self, data):
+        x, y = data
+        self.zero_grad()
+        y_pred = self(x, training=True)
+        loss = self.compute_loss(x=x, y=y, y_pred=y_pred)
+        self.take(loss)
+        with torch.no_grad():
+            self.update()
+        for metric in self.metrics:
+            if metric.name == "loss":
+                metric.update_state(loss)
+            else:
+                metric.update_state(y, y_pred)
+        return {metric.name: metric.result() for metric in self.metrics}
+
+    def take(self, loss):
+        loss.backward()
+
+    def update(self):
+        weights = self.trainable_weights
+        self.optimizer.apply([v.value.grad for v in weights], weights)
+
+
+class Scaled(Own):
+    def take(self, loss):
+        self.optimizer.scale_loss(loss).backward()
+
+
+class ByFunction(Own):
+    def take(self, loss):
+        self.gradients = torch.autograd.grad(loss, [v.value for v in self.trainable_weights])
+
+    def update(self):
+        self.optimizer.apply(list(self.gradients), self.trainable_weights)
+
+
+class InPairs(Own):
+    def update(self):
+        weights = self.trainable_weights
+        self.optimizer.apply_gradients([(v.value.grad, v) for v in weights])
+
+
+class Calling(Own):
+    def train_step(self, data):
+        return keras.Sequential.train_step(self, data)
+
+
+def make_of(kind):
+    return lambda: kind([keras.Input((4,)), *dense_model().layers])
+
+
+def arguments():
+    return {"optimizer": keras.optimizers.SGD(0.1), "loss": "mse", "metrics": ["mae"]}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", [Own, Scaled, ByFunction, InPairs, Calling])
+def test_own_steps_match_the_full_batch(kind, way):
+    found = difference_of_fits(make_of(kind), arguments, dense_data(31), **WAYS[way])
+    assert found <= TOLERANCE
+
+
+def test_an_own_step_logs_the_full_batch():
+    data = dense_data(24)
+    model, _ = train(make_of(Own), arguments, data, rows=12, microbatch_size=5)
+    reference, _ = train(make_of(Own), arguments, data, rows=12)
+    assert_same_logs(model, reference)
+
+
+class OwnLoss(Own):
+    """What the step takes the gradient of comes from no `compute_loss`."""
+
+    def train_step(self, data):
+        x, y = data
+        self.zero_grad()
+        loss = ops.mean(ops.square(self(x, training=True) - y))
+        self.take(loss)
+        self.update()
+        return {"loss": loss}
+
+
+class MoreThanComputed(Own):
+    def take(self, loss):
+        (loss + 0.1 * ops.sum(ops.square(self.trainable_weights[0]))).backward()
+
+
+class Clipping(Own):
+    def update(self):
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+        super().update()
+
+
+class Changing(Own):
+    def update(self):
+        weights = self.trainable_weights
+        self.optimizer.apply([2.0 * v.value.grad for v in weights], weights)
+
+
+class Twice(Own):
+    def update(self):
+        super().update()
+        super().update()
+
+
+class Never(Own):
+    def update(self):
+        pass
+
+
+class ByHand(Own):
+    def update(self):
+        for v in self.trainable_weights:
+            v.value.sub_(0.1 * v.value.grad)
+
+
+class ByGlobalName(Own):
+    def update(self):
+        first, *others = self.trainable_weights
+        self.optimizer.apply([first.value.grad], [first])
+        elsewhere["optimizer"].apply([v.value.grad for v in others], others)
+
+
+elsewhere = {"optimizer": None}
+
+
+class TwoLosses(Own):
+    def take(self, loss):
+        x, y = dense_data(4)
+        self.compute_loss(x=x, y=y, y_pred=self(x)).backward()
+        loss.backward()
+
+
+class OfTorch(Own):
+    def train_step(self, data):
+        self.own = torch.optim.SGD(self.parameters(), 0.1)
+        return super().train_step(data)
+
+
+class ComputesLoss(keras.Sequential):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return ops.mean(ops.square(y_pred - y))
+
+
+REFUSED = {
+    OwnLoss: (RuntimeError, "not what `self.compute_loss\\(\\)` returned"),
+    MoreThanComputed: (RuntimeError, "not what `self.compute_loss\\(\\)` returned"),
+    TwoLosses: (RuntimeError, "which calls it several times"),
+    Clipping: (RuntimeError, "such as clipped ones"),
+    Changing: (RuntimeError, "such as clipped ones"),
+    Twice: (RuntimeError, "applies the optimizer 'SGD' twice"),
+    ByGlobalName: (RuntimeError, "must apply optimizers that are attributes of the model"),
+    Never: (RuntimeError, "applies none"),
+    ByHand: (RuntimeError, "applies none"),
+    ComputesLoss: (ValueError, "which overrides it"),
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("settings", [{"accumulation_steps": 3}, {"microbatch_size": 3}])
+@pytest.mark.parametrize("kind", REFUSED)
+def test_steps_that_cannot_be_accumulated_are_refused(kind, settings):
+    error, words = REFUSED[kind]
+    elsewhere["optimizer"] = keras.optimizers.SGD(0.1)
+    model = accumulate(make_of(kind)(), **settings)
+    model.compile(keras.optimizers.SGD(0.1, name="SGD"), "mse")
+    with pytest.raises(error, match=words) as caught:
+        model.fit(*dense_data(12), batch_size=6, verbose=0)
+    assert "Received: " in str(caught.value)
+    assert all(v.value.grad is None for v in model.trainable_weights)
+    assert model.has_updated
+
+
+def test_optimizers_of_torch_are_refused():
+    model = make_of(OfTorch)()
+    model.own = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1)
+    model = accumulate(model, microbatch_size=3)
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match=r"holds an optimizer of `torch\.optim`"):
+        model.fit(*dense_data(12), batch_size=6, verbose=0)
+
+
+def ruled(kind):
+    class Ruled(AccumulatingModel, kind):
+        def microbatch_weight(self, x, y=None, sample_weight=None):
+            return len(x)
+
+    return Ruled
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", [OwnLoss, ComputesLoss])
+def test_a_rule_of_ones_own_makes_them_exact(kind, way):
+    found = difference_of_fits(make_of(ruled(kind)), arguments, dense_data(31), **WAYS[way])
+    assert found <= TOLERANCE
+
+
+class Adversarial(keras.Model):
+    """Two optimizers, each with its own loss, of weights as they are before both updates."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = dense_model(), dense_model()
+        self.one_optimizer, self.other_optimizer = (keras.optimizers.Adam(0.01) for _ in range(2))
+
+    def call(self, x):
+        return self.one(x)
+
+    def train_step(self, data):
+        x, y = data
+        for part, optimizer, target in (
+            (self.one, self.one_optimizer, y),
+            (self.other, self.other_optimizer, -y),
+        ):
+            self.zero_grad()
+            loss = ops.mean(ops.square(part(x) - target))
+            loss.backward()
+            weights = part.trainable_weights
+            optimizer.apply([v.value.grad for v in weights], weights)
+        return {"loss": loss}
+
+
+@pytest.mark.filterwarnings("ignore:The optimizers of a `train_step` are applied:UserWarning")
+@pytest.mark.every_case
+@pytest.mark.parametrize("way", WAYS)
+def test_several_optimizers_match_the_full_batch(way):
+    weights = {}
+    data = dense_data(31)
+    settings = {"accumulation_steps": WAYS[way].get("steps", 1)}
+    settings["microbatch_size"] = WAYS[way].get("size")
+    for name, given in (("plain", {}), ("accumulated", settings)):
+        keras.utils.set_random_seed(1)
+        model = ruled(Adversarial)()
+        model(data[0][:1]), model.other(data[0][:1])
+        start = model.get_weights()
+        model.compile(**given)
+        rows = WAYS[way]["rows"] if given else 12
+        model.fit(*data, batch_size=rows, epochs=2, shuffle=False, verbose=0)
+        weights[name] = model.get_weights()
+    assert relative_difference(weights["accumulated"], weights["plain"], start) <= 1e-4
+    assert int(model.one_optimizer.iterations) == 6
+
+
+def test_several_optimizers_are_told_of():
+    model = ruled(Adversarial)()
+    model.compile(accumulation_steps=2)
+    with pytest.warns(UserWarning, match="which applies several"):
+        model.fit(*dense_data(8), batch_size=4, verbose=0)
+
+
+class Counting(Own):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.count = self.add_weight(name="count", trainable=False)
+
+    def update(self):
+        self.count.assign_add(1.0)
+        super().update()
+
+
+def test_what_a_step_writes_once_per_microbatch_is_told():
+    model = accumulate(make_of(Counting)(), accumulation_steps=2)
+    model.compile("sgd", "mse")
+    with pytest.warns(UserWarning, match="writes to .*count"):
+        model.fit(*dense_data(8), batch_size=4, verbose=0)
+
+
+def test_other_threads_are_not_listened_to():
+    from ga_model.torch_engine import _autograd
+
+    model = accumulate(make_of(Own)(), accumulation_steps=2)
+    model.compile("sgd", "mse")
+    model.fit(*dense_data(8), batch_size=4, verbose=0)
+    assert torch.autograd.backward is _autograd._backward
+    assert torch.autograd.grad is _autograd._grad
