@@ -11,11 +11,10 @@ import weakref
 import keras
 import numpy as np
 import pytest
-import torch
 import zoo
 from helpers import dense_data, dense_model, relative_difference, seeded
 from keras import layers, ops
-from pairs import TOLERANCE, assert_same_logs, difference_of_fits, train
+from pairs import TOLERANCE, assert_same_logs, difference_of_fits, torch, train
 
 from ga_model import AccumulatingModel, AccumulationScheduler, accumulate
 from ga_model.torch_engine import _torch_recorder
