@@ -12,6 +12,7 @@ import pytest
 if keras.backend.backend() != "torch":
     pytest.skip("runs with KERAS_BACKEND=torch", allow_module_level=True)
 
+import torch  # noqa: F401 (for tests to import from here, once it is known to be installed)
 from helpers import assert_changed, relative_difference, seeded
 
 from ga_model import accumulate

@@ -32,8 +32,8 @@ def test_zoo_matches_the_full_batch(name, window, record_property):
 
     order = difference_of_orders(make, arguments, data, rows=rows * steps)
     found = difference_of_fits(make, arguments, data, rows=rows, steps=steps, size=size)
-    record_property("order", order)
-    record_property("found", found)
+    record_property("order", float(order))
+    record_property("found", float(found))
     assert found <= max(10 * order, 1e-6)
     assert found <= TOLERANCE
 

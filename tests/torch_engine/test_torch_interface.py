@@ -7,10 +7,9 @@ import sys
 import keras
 import numpy as np
 import pytest
-import torch
 from helpers import dense_data, dense_model, relative_difference, seeded
 from keras import ops
-from pairs import TOLERANCE
+from pairs import TOLERANCE, torch
 
 import ga_model
 from ga_model import GradientAccumulator, accumulate

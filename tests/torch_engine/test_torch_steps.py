@@ -2,10 +2,9 @@
 
 import keras
 import pytest
-import torch
 from helpers import dense_data, dense_model, relative_difference
 from keras import ops
-from pairs import TOLERANCE, assert_same_logs, difference_of_fits, train
+from pairs import TOLERANCE, assert_same_logs, difference_of_fits, torch, train
 
 from ga_model import AccumulatingModel, accumulate
 

@@ -11,11 +11,10 @@ import weakref
 import keras
 import numpy as np
 import pytest
-import torch
 import zoo
 from helpers import dense_data, dense_model, relative_difference, seeded
 from keras import layers, ops
-from pairs import TOLERANCE, assert_same_logs, difference_of_fits, train
+from pairs import TOLERANCE, assert_same_logs, difference_of_fits, torch, train
 
 from ga_model import AccumulatingModel, AccumulationScheduler, accumulate
 from ga_model.torch_engine import _torch_recorder
@@ -477,6 +476,7 @@ def test_files_open_without_this_package_and_on_tensorflow(tmp_path):
     model.save(path)
     assert type(keras.saving.load_model(path)) is keras.Sequential
     np.savez(tmp_path / "weights.npz", *model.get_weights())
+    # Of an optimizer Keras keeps PyTorch's own class in the file, and trains with it there only.
     code = (
         "import sys, keras, numpy as np\n"
         "is_torch = keras.backend.backend() == 'torch'\n"
