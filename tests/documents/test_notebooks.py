@@ -28,6 +28,8 @@ START_UP = re.compile(r"WARNING: All log messages before absl|[IW]\d{4} ")
 # Run behind the last cell of a notebook, with its names.
 CHECKS = {
     "batch_normalization": """
+losses = [history["loss"] for history in runs.values()]
+assert losses[0] != losses[1] == losses[2] == losses[3]
 assert far["averages pooled"] <= 1e-5
 assert far["averages moved by each microbatch"] > 0.1
 assert verdicts == {"batch_normalization": "different", "frozen": "equivalent",
