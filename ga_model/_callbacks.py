@@ -70,7 +70,7 @@ class _TellUpdates(CloseWindow):
 def count_updates(model: Any) -> int:
     """Return the updates of a model's optimizer so far, of several those of the busiest."""
     optimizers = optimizers_in(vars(model))
-    return max((int(num_updates(optimizer)) for optimizer in optimizers), default=0)
+    return max((int(num_updates(optimizer).numpy()) for optimizer in optimizers), default=0)
 
 
 def run_fit(model: Any, fit: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
