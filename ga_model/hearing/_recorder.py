@@ -28,6 +28,7 @@ from ga_model.base._internals import loss_tracker, variables_to_train
 from ga_model.base._messages import batch_normalization_messages
 from ga_model.hearing import _logs, _messages, _weights
 from ga_model.hearing._losses import Position, StepLosses
+from ga_model.hearing._metric_calls import MetricStandIn
 from ga_model.hearing._models import optimizers_in, recording_of_thread
 from ga_model.hearing._normalization import names_by_fate
 from ga_model.hearing._stand_in import StandIn, with_stand_ins
@@ -95,7 +96,7 @@ class Recording:
             if isinstance(part, keras.optimizers.Optimizer):
                 return _OptimizerStandIn(part, self)
             defers_logs = self._position.defers_logs
-            return _logs.MetricStandIn(part, self.metrics) if defers_logs else part
+            return MetricStandIn(part, self.metrics) if defers_logs else part
 
         return with_stand_ins(value, make)
 

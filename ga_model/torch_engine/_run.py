@@ -14,9 +14,10 @@ from ga_model.base._internals import compiled_loss, takes_training
 from ga_model.base._messages import batch_normalization_message
 from ga_model.hearing import _messages, _weights
 from ga_model.hearing._compiled_copy import copy_with
+from ga_model.hearing._metric_calls import MetricCalls
 from ga_model.hearing._models import is_of_keras, unpack, unrecorded
 from ga_model.torch_engine import _refusals
-from ga_model.torch_engine._batch_logs import BatchLogs, MetricCalls
+from ga_model.torch_engine._batch_logs import BatchLogs
 from ga_model.torch_engine._observer import observer_of
 from ga_model.torch_engine._split import Batch
 from ga_model.torch_engine._state import Snapshot, Writes, clear_gradients, unchanged

@@ -26,9 +26,10 @@ from ga_model.base._internals import (
 )
 from ga_model.hearing import _messages
 from ga_model.hearing._compiled_copy import copy_with
+from ga_model.hearing._metric_calls import MetricCalls, MetricStandIn
 from ga_model.hearing._models import recording_of_thread
 from ga_model.hearing._stand_in import StandIn, with_stand_ins
-from ga_model.torch_engine import _batch_logs, _refusals
+from ga_model.torch_engine import _refusals
 from ga_model.torch_engine._autograd import heard
 from ga_model.torch_engine._observer import observer_of
 from ga_model.torch_engine._terms import Position, StepLosses
@@ -57,7 +58,7 @@ class Recording:
         self.keeps_gradients = keeps_gradients
         self.parts: list[Part] = []
         self.relative_weight: float | None = None
-        self.metrics = _batch_logs.MetricCalls(loss_tracker(model))
+        self.metrics = MetricCalls(loss_tracker(model))
         self._position = position
         self.losses = StepLosses(model, data, position)
         self._folded: list[Any] = []  # losses as they enter the sum
@@ -73,7 +74,7 @@ class Recording:
             if isinstance(part, keras.optimizers.Optimizer):
                 return _OptimizerStandIn(part, self)
             defers_logs = self._position.defers_logs
-            return _batch_logs.MetricStandIn(part, self.metrics) if defers_logs else part
+            return MetricStandIn(part, self.metrics) if defers_logs else part
 
         return with_stand_ins(value, make)
 
