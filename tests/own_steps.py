@@ -12,6 +12,7 @@ import functools
 import keras
 import numpy as np
 import tensorflow as tf
+from helpers import dense_model
 from keras import layers, ops
 
 optimizers_by_name = {}  # as of a training script with globals
@@ -637,3 +638,31 @@ STEPS = {
     "sharpness": Sharpness,
     "mixup": Mixup,
 }
+
+
+class TwoOptimizers(keras.Model):
+    """Two networks, each with an optimizer of its own, both updated from one window's start."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = dense_model(), dense_model()
+
+    b_optimizer = None  # a default that the class has
+
+    def compile(self, a_optimizer, b_optimizer):
+        super().compile()
+        self.a_optimizer, self.b_optimizer = a_optimizer, b_optimizer
+
+    def call(self, inputs):
+        return self.a(inputs) * self.b(inputs)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            a_loss = tf.reduce_mean(tf.square(self.a(x) * self.b(x) - y))
+            b_loss = tf.reduce_mean(tf.abs(self.a(x) + self.b(x) - y))
+            scaled = self.b_optimizer.scale_loss(b_loss)
+        a, b = self.a.trainable_variables, self.b.trainable_variables
+        self.a_optimizer.apply(tape.gradient(a_loss, a), a)
+        self.b_optimizer.apply(tape.gradient(scaled, b), b)
+        return {"a_loss": a_loss, "b_loss": b_loss}

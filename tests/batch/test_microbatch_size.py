@@ -32,6 +32,7 @@ from helpers import (
     relative_difference,
     seeded,
 )
+from own_steps import TwoOptimizers
 from reductions import (
     DIFFERENT_REDUCTIONS,
     REDUCTIONS,
@@ -709,8 +710,6 @@ def test_bfloat16_sums_are_float32(policy):
 
 
 def test_several_optimizers_each_get_their_own_sum(float64):
-    from test_steps import TwoOptimizers
-
     x, y = dense_data(33)
     trained, logs = [], []
     for size in (5, None):

@@ -391,7 +391,7 @@ def test_layers_in_single_precision_keep_theirs_in_a_model_of_half():
 class OfKeras(keras.Model):
     """Compiled with a loss of which nothing says that it adds up."""
 
-    optimizer_class = OwnStep.optimizer_class
+    optimizer_class = staticmethod(OwnStep.optimizer_class)
     data = staticmethod(lambda rows: (normal(rows, 6), np.arange(rows)[:, None] % 3))
 
     def __init__(self, loss=None):

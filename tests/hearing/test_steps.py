@@ -16,6 +16,7 @@ from helpers import (
     relative_difference,
     seeded,
 )
+from own_steps import TwoOptimizers
 
 from ga_model import AccumulatingModel, accumulate
 
@@ -129,34 +130,6 @@ def test_a_train_step_of_the_users_own_matches_the_whole_batch(make, jit_compile
         steps=3,
     )
     assert difference <= TOLERANCE[float64]
-
-
-class TwoOptimizers(keras.Model):
-    """Two networks, each with an optimizer of its own, both updated from one window's start."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = dense_model(), dense_model()
-
-    b_optimizer = None  # a default that the class has
-
-    def compile(self, a_optimizer, b_optimizer):
-        super().compile()
-        self.a_optimizer, self.b_optimizer = a_optimizer, b_optimizer
-
-    def call(self, inputs):
-        return self.a(inputs) * self.b(inputs)
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape(persistent=True) as tape:
-            a_loss = tf.reduce_mean(tf.square(self.a(x) * self.b(x) - y))
-            b_loss = tf.reduce_mean(tf.abs(self.a(x) + self.b(x) - y))
-            scaled = self.b_optimizer.scale_loss(b_loss)
-        a, b = self.a.trainable_variables, self.b.trainable_variables
-        self.a_optimizer.apply(tape.gradient(a_loss, a), a)
-        self.b_optimizer.apply(tape.gradient(scaled, b), b)
-        return {"a_loss": a_loss, "b_loss": b_loss}
 
 
 class Sequential(TwoOptimizers):
