@@ -8,10 +8,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ga_model._kept import Kept, accumulates_itself_message
+from ga_model._kept import Kept
 from ga_model._settings import UNCHANGED, Settings
 from ga_model.automatic._auto import AutomaticSize
-from ga_model.base import _validate
 from ga_model.base._identity import is_in
 from ga_model.base._internals import compiled_loss, layers_in, loss_tracker, metrics_exchange
 from ga_model.batch import _step
@@ -121,9 +120,7 @@ class Accumulation(Kept):
             _strategy.run_once_if(True, model._on_update)
             return logs
         self.check_strategy()
-        if self.settings.microbatch_size is not None:
-            for name, steps in _validate.accumulating_optimizers(optimizers_in(vars(model))):
-                model._warn_once(accumulates_itself_message(name, steps))
+        self.warn_of_accumulating_optimizers()
         window = None
         if self.accumulates():
             window = self.window = self.window or Window(model)

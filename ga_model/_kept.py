@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from ga_model._settings import Settings, passed
-from ga_model.base import _messages
+from ga_model.base import _messages, _validate
 from ga_model.hearing._models import optimizers_in
 
 
@@ -55,7 +55,7 @@ class Kept:
 
     @property
     def size(self) -> Any:
-        """Rows per microbatch, or None: for the full batch, and for a size still to be found."""
+        """Samples per microbatch, or None: for the full batch, and for a size still to be found."""
         return self.settings.microbatch_size
 
     # What follows for the next batch.
@@ -112,6 +112,12 @@ class Kept:
         """Return whether a `microbatch_size` above all batches has no effect, and was chosen."""
         return not self.is_automatic
 
+    def warn_of_accumulating_optimizers(self) -> None:
+        """Warn of optimizers that accumulate gradients of batches that are split."""
+        if self.settings.microbatch_size is not None:
+            for name, steps in _validate.accumulating_optimizers(optimizers_in(vars(self._model))):
+                self._model._warn_once(_accumulates_itself_message(name, steps))
+
     def warn_of_what_was_done(self) -> None:
         """Warn of what has been done so far and could not tell itself, as in a graph."""
         model = self._model
@@ -125,7 +131,7 @@ class Kept:
         self.is_scheduled = self.is_verbose = False
 
 
-def accumulates_itself_message(optimizer: str, steps: int) -> str:
+def _accumulates_itself_message(optimizer: str, steps: int) -> str:
     return (
         f"The optimizer {optimizer!r} accumulates gradients itself, with "
         f"`gradient_accumulation_steps={steps}`: `microbatch_size` splits batches, and what the "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import tensorflow as tf
@@ -42,7 +43,7 @@ class WindowStatistics:
             self.reset()
 
         if self._pooled:
-            on_replica = lambda: _strategy.run_if(condition, move)  # noqa: E731
+            on_replica = functools.partial(_strategy.run_if, condition, move)
             _strategy.run_on_replicas(self._strategy, on_replica)
 
     def reset(self) -> None:

@@ -98,3 +98,12 @@ def seeing(loss: Any, seen: list[Any]) -> Any:
     twin = object.__new__(Observed)
     object.__setattr__(twin, "__dict__", loss.__dict__)  # one state, whatever `call` does to it
     return twin
+
+
+def same_rank(a: Any, b: Any) -> tuple[Any, Any]:
+    """Give the mask (rows, positions) and sample weights of rank one or two the same rank."""
+    if len(a.shape) == len(b.shape) + 1 and a.shape[-1] == 1:
+        return (a, b[:, None]) if len(b.shape) == 1 else (keras.ops.squeeze(a, -1), b)
+    if len(b.shape) == len(a.shape) + 1 and b.shape[-1] == 1:
+        return (a[:, None], b) if len(a.shape) == 1 else (a, keras.ops.squeeze(b, -1))
+    return a, b

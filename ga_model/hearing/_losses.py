@@ -13,7 +13,6 @@ from ga_model.base._context import graph_being_made
 from ga_model.base._internals import (
     adds_up_activities,
     is_sum_of_activities,
-    loss_tracker,
     noting_activities,
     takes_training,
 )
@@ -21,6 +20,7 @@ from ga_model.graphs._microbatch import num_rows
 from ga_model.hearing import _logs, _messages, _weights
 from ga_model.hearing._models import computes_loss_as_keras, unpack, unrecorded
 from ga_model.hearing._observed_loss import observed
+from ga_model.hearing._step_terms import StepTerms
 from ga_model.reading._denominators import (
     DRAWN,
     OF_WEIGHTS,
@@ -70,7 +70,7 @@ class Position(NamedTuple):
     must_add_up: bool
 
 
-class StepLosses:
+class StepLosses(StepTerms):
     """The losses of one recorded step, as they become known while it runs.
 
     Args:
@@ -88,16 +88,11 @@ class StepLosses:
     """
 
     def __init__(self, model: Any, data: Any, position: Position, is_trial: bool) -> None:
+        super().__init__(model, data, position)
         self.graph = graph_being_made()
-        self._model = model
-        self._data = data
-        self._position = position
-        self._terms: list[_weights.Term] = []
         self._observed: Any = None
         self._compares_samples: bool | None = None
-        self._additional: list[tuple[Any, bool]] = []
         self._activities: list[tuple[Any, Any, Any]] | None = None  # if they are noted
-        self._known_terms: tuple[tuple[int, int], _weights.LossTerms] | None = None
         self.row_counts: list[Any] = []
         # Whether this may be one of several microbatches, and it is not proved that they add up.
         self._is_part = not (is_trial or position.is_update or position.must_add_up)
@@ -245,14 +240,9 @@ class StepLosses:
             is_loss: whether it is a loss that the step has passed on to an optimizer.
         """
         is_first = self._position.is_first_of_batch
-        is_total = metric is not None and metric is loss_tracker(self._model)
-        terms = self.terms()
-        if term is not None:
-            terms = _weights.of_weight(term.weight)
-        elif not is_total and not is_loss:
-            terms = _weights.of_weight(self.num_rows() if terms.weight is None else terms.weight)
+        terms = self.terms_of_scalar(metric, term, is_loss)
         # Keras tracks the total as it is on one replica, before it is divided by their number.
-        replicas = float(_strategy.num_replicas()) if is_total else 1.0
+        replicas = float(_strategy.num_replicas()) if self.is_total(metric) else 1.0
         value = tf.cast(value, tf.float64) / replicas
         if terms.weight is None:
             folded = terms.fold(value, None, is_first) * replicas
@@ -260,13 +250,6 @@ class StepLosses:
         weight = tf.cast(terms.weight, tf.float64)
         folded = terms.fold(value, weight, is_first) * replicas
         return _logs.Mean(tf.where(tf.equal(weight, 0.0), tf.zeros_like(folded), folded), weight)
-
-    def terms(self) -> _weights.LossTerms:
-        """Return what the terms of the loss so far ask for."""
-        so_far = (len(self._terms), len(self._additional))
-        if self._known_terms is None or self._known_terms[0] != so_far:
-            self._known_terms = (so_far, self._combine())
-        return self._known_terms[1]
 
     def terms_of(
         self, losses: list[StepLoss] | None, is_first: Any
@@ -328,45 +311,20 @@ class StepLosses:
         terms = _weights.of_weight(count)._replace(least=first.least)
         return terms, tf.math.divide_no_nan(divisor, count)
 
-    def _combine(self) -> _weights.LossTerms:
-        x, y, sample_weight = unpack(self._data)
-        # Keras adds the losses of layers first, and those of weight regularizers after them.
-        regularizers = [v for v in self._model.trainable_weights if getattr(v, "regularizer", None)]
-        first = max(0, len(self._additional) - len(regularizers))
-        regularization = [value for value, _ in self._additional[first:]]
-        additional = [self._read(*part) for part in self._additional[:first]]
-        weight = self._model.microbatch_weight(x, y, sample_weight)
-        if weight is not None:
-            return _weights.rule(weight, regularization)
-        # What the terms weigh in the full batch is of no use where a part of it may be left out.
-        whole = None if self._model.skip_nonfinite else self._position.whole
-        terms = _weights.combine(
-            self._terms,
-            additional,
-            regularization,
-            self.num_rows(),
-            self._position.num_microbatches if whole is None else self._position.steps,
-            whole,
-        )
-        if terms.mismatch and not self._position.is_window:
-            self._model._warn_once(_messages.one_weight_message(terms.exact, terms.mismatch))
-        return terms
-
-    def _read(self, value: Any, is_sum: bool) -> tuple[Any, bool]:
-        """Return a loss that a layer added, and whether it is a sum over samples."""
+    def _is_sum_of_samples(self, index: int, value: Any, is_sum: Any) -> bool:
         if is_sum or not tf.is_symbolic_tensor(value):
-            return value, is_sum
+            return bool(is_sum)
         if self._position.must_add_up:
             kind = kind_of_scalar(value)
             if kind is None or (kind == "sum" and self._model.run_eagerly):  # which reads it once
                 raise DoesNotAddUpError
-            return value, kind == "sum"
+            return kind == "sum"
         if not self._reads_losses or self.reads_step:
-            return value, False
+            return False
         loss = self.heard.read(value)
         if loss.obstacle is not None and loss.obstacle.why != UNKNOWN:
             self._warn_of(f"a layer of {self._model.name!r}", loss.obstacle)
-        return value, [d.kind for d in loss.denominators or ()] == ["sum"]
+        return [d.kind for d in loss.denominators or ()] == ["sum"]
 
     def num_rows(self) -> Any:
         return num_rows(unpack(self._data)[0])

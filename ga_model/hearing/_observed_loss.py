@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from ga_model.base._internals import added_to_valid_entries, mask_of
 from ga_model.graphs._microbatch import num_rows
-from ga_model.hearing._compiled_copy import copy_with, seeing
+from ga_model.hearing._compiled_copy import copy_with, same_rank, seeing
 from ga_model.hearing._weights import Term
 from ga_model.replicas import _strategy
 
@@ -130,7 +130,7 @@ def _denominator(
         if weight is None:
             weight = sample_weight
         else:
-            weight, sample_weight = _same_rank(weight, sample_weight)
+            weight, sample_weight = same_rank(weight, sample_weight)
             weight = weight * sample_weight
     return tf.reduce_sum(weight), kind, None
 
@@ -148,12 +148,3 @@ def _with_once(value: Any, weight: Any, once: Any, is_first: Any) -> tuple[Any, 
     heavier = tf.where(is_first, weight + share, weight)
     factor = tf.math.divide_no_nan(weight + once, heavier)
     return value * tf.cast(factor, value.dtype), heavier
-
-
-def _same_rank(a: tf.Tensor, b: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Give the mask (rows, positions) and sample weights of rank one or two the same rank."""
-    if a.shape.rank == b.shape.rank + 1 and a.shape[-1] == 1:
-        return (a, b[:, tf.newaxis]) if b.shape.rank == 1 else (tf.squeeze(a, -1), b)
-    if b.shape.rank == a.shape.rank + 1 and b.shape[-1] == 1:
-        return (a[:, tf.newaxis], b) if a.shape.rank == 1 else (a, tf.squeeze(b, -1))
-    return a, b

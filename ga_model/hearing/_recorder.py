@@ -19,19 +19,17 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import keras
 import tensorflow as tf
 
 from ga_model.base import _validate
 from ga_model.base._context import graph_being_made
-from ga_model.base._internals import loss_tracker, variables_to_train
+from ga_model.base._internals import loss_tracker
 from ga_model.base._messages import batch_normalization_messages
 from ga_model.hearing import _logs, _messages, _weights
 from ga_model.hearing._losses import Position, StepLosses
-from ga_model.hearing._metric_calls import MetricStandIn
 from ga_model.hearing._models import optimizers_in, recording_of_thread
 from ga_model.hearing._normalization import names_by_fate
-from ga_model.hearing._stand_in import StandIn, with_stand_ins
+from ga_model.hearing._stand_ins import stand_in
 from ga_model.reading._heard_gradients import place_of
 from ga_model.reading._loss_reading import DoesNotAddUpError
 from ga_model.reading._tapes import heard
@@ -91,14 +89,7 @@ class Recording:
 
         Where logs wait for the full batch, metrics have a stand-in too.
         """
-
-        def make(part: Any) -> Any:
-            if isinstance(part, keras.optimizers.Optimizer):
-                return _OptimizerStandIn(part, self)
-            defers_logs = self._position.defers_logs
-            return MetricStandIn(part, self.metrics) if defers_logs else part
-
-        return with_stand_ins(value, make)
+        return stand_in(value, self, self.metrics if self._position.defers_logs else None)
 
     def observed_loss(self, compiled: Any) -> Any:
         """Return a copy of the compiled loss that notes its terms, always the same one."""
@@ -231,23 +222,6 @@ class Recording:
             self.model._warn_once(message)
         if written.others:
             self.losses.tell(_messages.written_message(self.model.name, written.others))
-
-
-class _OptimizerStandIn(StandIn):
-    """Stands in for one optimizer during one recorded step. It tells the `Recording`."""
-
-    def scale_loss(self, loss: Any) -> Any:
-        return self._listener.scale_loss(self._original, loss)
-
-    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        if trainable_variables is None:
-            trainable_variables = variables_to_train(self._original)
-        self._listener.apply(self._original, grads, trainable_variables)
-
-    def apply_gradients(self, grads_and_vars: Any) -> Any:
-        gradients, variables = zip(*grads_and_vars)
-        self.apply(gradients, variables)
-        return self._original.iterations
 
 
 def note_call(tensors: Any, losses: Sequence[Any] = (), is_sum: Sequence[bool] = ()) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ga_model.base._internals import added_to_valid_entries, mask_of
-from ga_model.hearing._compiled_copy import seeing
+from ga_model.hearing._compiled_copy import same_rank, seeing
 from ga_model.hearing._weights import Term
 from ga_model.torch_engine._split import num_rows
 
@@ -97,7 +97,7 @@ def _denominator(
         if weight is None:
             weight = sample_weight
         else:
-            weight, sample_weight = _same_rank(weight, sample_weight)
+            weight, sample_weight = same_rank(weight, sample_weight)
             weight = weight * sample_weight
     return float(weight.sum()), kind, 0.0  # type: ignore[union-attr]
 
@@ -106,12 +106,3 @@ def _with_once(value: Any, weight: float, once: float, is_first: bool) -> tuple[
     """Return a mean and its weight so that the weights have what the whole adds to them once."""
     heavier = weight + once if is_first else weight
     return value * ((weight + once) / heavier if heavier else 0.0), heavier
-
-
-def _same_rank(a: Any, b: Any) -> tuple[Any, Any]:
-    """Give the mask (rows, positions) and sample weights of rank one or two the same rank."""
-    if a.ndim == b.ndim + 1 and a.shape[-1] == 1:
-        return (a, b[:, None]) if b.ndim == 1 else (a.squeeze(-1), b)
-    if b.ndim == a.ndim + 1 and b.shape[-1] == 1:
-        return (a[:, None], b) if a.ndim == 1 else (a, b.squeeze(-1))
-    return a, b

@@ -69,7 +69,7 @@ class _Run:
         self._train_step = train_step
         self._batch = batch
         self._window = window
-        self._is_update = window.steps == 1 and not batch.is_split
+        self._is_window = window.steps == 1 and not batch.is_split
         self._skips = model.skip_nonfinite
         self._num_counted = 0
         self._whole: _weights.Whole | None = None
@@ -83,7 +83,7 @@ class _Run:
         defers_logs = batch.is_split or self._skips
         batch_logs = BatchLogs(model) if defers_logs else None
         keeps_gradients = self._keeps_gradients()
-        if not self._is_update:
+        if not self._is_window:
             self._look_at_model()
         for index in range(batch.num_microbatches):
             result = self._microbatch(batch.microbatch(index), batch_logs, keeps_gradients)
@@ -134,13 +134,13 @@ class _Run:
             power_of_two(window.steps) * power_of_two(batch.num_microbatches),
             self._num_counted == 0,
             self._whole,
-            self._is_update,
+            self._is_window,
             logs is not None,
             self._must_add_up(),
         )
         snapshot = Snapshot(model) if self._skips else None
         writes = None
-        if not self._accumulation.has_read_writes and not self._is_update:
+        if not self._accumulation.has_read_writes and not self._is_window:
             writes = Writes(model)
         if keeps_gradients:
             clear_gradients(model)  # of what the user has left there

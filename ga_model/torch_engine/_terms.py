@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 import keras
 
-from ga_model.base._internals import is_sum_of_activities, loss_tracker
+from ga_model.base._internals import is_sum_of_activities
 from ga_model.hearing import _messages, _weights
 from ga_model.hearing._models import unpack
+from ga_model.hearing._step_terms import StepTerms
 from ga_model.torch_engine import _probes, _refusals
 from ga_model.torch_engine._split import num_rows
 
@@ -23,7 +24,7 @@ class Position(NamedTuple):
         parts: a power of two near that.
         is_first_of_batch: whether no microbatch of the batch has counted yet.
         whole: the batch, if it is split.
-        is_update: whether the microbatch is all of its window.
+        is_window: whether the microbatch is all of its window.
         defers_logs: whether metrics and logs wait for the full batch.
         must_add_up: whether what does not add up over microbatches is refused, and not told.
     """
@@ -34,12 +35,12 @@ class Position(NamedTuple):
     parts: float
     is_first_of_batch: bool
     whole: _weights.Whole | None
-    is_update: bool
+    is_window: bool
     defers_logs: bool
     must_add_up: bool
 
 
-class StepLosses:
+class StepLosses(StepTerms):
     """The losses of one recorded step, as they become known while it runs.
 
     Args:
@@ -52,12 +53,7 @@ class StepLosses:
     """
 
     def __init__(self, model: Any, data: Any, position: Position) -> None:
-        self._model = model
-        self._data = data
-        self._position = position
-        self._terms: list[_weights.Term] = []
-        self._additional: list[tuple[Any, bool | None]] = []
-        self._known_terms: tuple[tuple[int, int], _weights.LossTerms] | None = None
+        super().__init__(model, data, position)
         self.totals: list[Any] = []
 
     @property
@@ -66,7 +62,7 @@ class StepLosses:
 
     def note_term(self, term: _weights.Term) -> None:
         """Note a term of the compiled loss."""
-        if term.is_product and not self._position.is_update and not self._model._has_rule():
+        if term.is_product and not self._position.is_window and not self._model._has_rule():
             self._tell(_messages.product_message(term.name, self._model.name))
         self._terms.append(term)
 
@@ -84,8 +80,8 @@ class StepLosses:
         is_sum = True if loss.ndim > 0 or is_sum_of_activities(self._model, loss) else None
         self._additional.append((total, is_sum))
 
-    def _is_sum(self, index: int) -> bool:
-        """Return whether a scalar that a layer added is a sum over samples, and no mean.
+    def _is_sum_of_samples(self, index: int, value: Any, is_sum: Any) -> bool:
+        """Return whether a loss that a layer added is a sum over samples, and no mean.
 
         Raises:
             ValueError: it is neither, or that is not known, and it has to be one of them.
@@ -93,7 +89,9 @@ class StepLosses:
         Warns:
             UserWarning: it is neither, or that is not known.
         """
-        if self._position.is_update or self._model._has_rule():
+        if is_sum is not None:
+            return bool(is_sum)
+        if self._position.is_window or self._model._has_rule():
             return False
         probes: Probes = self._model._accumulation.probes
         kinds = probes.kinds_of_additional
@@ -101,9 +99,6 @@ class StepLosses:
         if kind == "other":
             self._tell(_refusals.unreadable_addition_message(self._model.name))
         return kind == "sum"
-
-    def _regularized(self) -> list[Any]:
-        return [v for v in self._model.trainable_weights if getattr(v, "regularizer", None)]
 
     def kind_of(self, name: str, loss: Any, values: Any, y_true: Any, y_pred: Any) -> str | None:
         """Return what a compiled loss is over samples, as `_probes.kind_of_loss` does, or None.
@@ -114,7 +109,7 @@ class StepLosses:
         Warns:
             UserWarning: it does not add up.
         """
-        if self._position.is_update or self._model._has_rule():
+        if self._position.is_window or self._model._has_rule():
             return None
         probes: Probes = self._model._accumulation.probes
         kind = probes.kind_of(name, loss, values, y_true, y_pred)
@@ -142,52 +137,15 @@ class StepLosses:
             A numerator and a denominator. Both are summed over microbatches.
         """
         is_first = self._position.is_first_of_batch
-        is_total = metric is not None and metric is loss_tracker(self._model)
-        terms = self.terms()
-        if term is not None:
-            terms = _weights.of_weight(term.weight)
-        elif not is_total and not is_loss:
-            terms = _weights.of_weight(self.num_rows() if terms.weight is None else terms.weight)
+        terms = self.terms_of_scalar(metric, term, is_loss)
         if terms.weight is None:
             return terms.fold(value, None, is_first), float(is_first)
         weight = float(terms.weight)
         return (terms.fold(value, weight, is_first) if weight else 0.0), weight
 
-    def terms(self) -> _weights.LossTerms:
-        """Return what the terms of the loss so far ask for."""
-        so_far = (len(self._terms), len(self._additional))
-        if self._known_terms is None or self._known_terms[0] != so_far:
-            self._known_terms = (so_far, self._combine())
-        return self._known_terms[1]
-
-    def _combine(self) -> _weights.LossTerms:
-        x, y, sample_weight = unpack(self._data)
-        # Keras adds the losses of layers first, and those of weight regularizers after them.
-        first = max(0, len(self._additional) - len(self._regularized()))
-        regularization = [value for value, _ in self._additional[first:]]
-        additional = [
-            (value, self._is_sum(index) if is_sum is None else is_sum)
-            for index, (value, is_sum) in enumerate(self._additional[:first])
-        ]
-        weight = self._model.microbatch_weight(x, y, sample_weight)
-        if weight is not None:
-            if not isinstance(weight, str):
-                weight = float(weight)
-            return _weights.rule(weight, regularization)
-        position = self._position
-        # What the terms weigh in the full batch is of no use where a part of it may be left out.
-        whole = None if self._model.skip_nonfinite else position.whole
-        terms = _weights.combine(
-            self._terms,
-            additional,
-            regularization,
-            self.num_rows(),
-            position.num_microbatches if whole is None else position.steps,
-            whole,
-        )
-        if terms.mismatch and not position.is_update:
-            self._model._warn_once(_messages.one_weight_message(terms.exact, terms.mismatch))
-        return terms
+    def _weight_of_rule(self) -> Any:
+        weight = super()._weight_of_rule()
+        return weight if weight is None or isinstance(weight, str) else float(weight)
 
     def num_rows(self) -> int:
         return num_rows(unpack(self._data)[0])

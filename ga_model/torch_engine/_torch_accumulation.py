@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from ga_model._kept import Kept, accumulates_itself_message
+from ga_model._kept import Kept
 from ga_model._settings import Settings
-from ga_model.base import _validate
 from ga_model.hearing._attributes import watch_attributes
-from ga_model.hearing._models import optimizers_in
 from ga_model.torch_engine import _refusals, _run
 from ga_model.torch_engine._terms import Probes
-from ga_model.torch_engine._torch_window import Window
+from ga_model.torch_engine._torch_window import Window, run_on_update
 
 
 class Accumulation(Kept):
@@ -47,14 +43,10 @@ class Accumulation(Kept):
         model = self._model
         if self.is_plain():
             logs = train_step(data)
-            if model._on_update is not None:
-                with torch.no_grad():
-                    model._on_update()
+            run_on_update(model)
             return logs
         _refusals.check(model)
-        if self.size is not None:
-            for name, steps in _validate.accumulating_optimizers(optimizers_in(vars(model))):
-                model._warn_once(accumulates_itself_message(name, steps))
+        self.warn_of_accumulating_optimizers()
         window = None
         if self.accumulates():
             steps = self.settings.accumulation_steps

@@ -22,13 +22,12 @@ from ga_model.base._internals import (
     loss_tracker,
     raw,
     times_written,
-    variables_to_train,
 )
 from ga_model.hearing import _messages
 from ga_model.hearing._compiled_copy import copy_with
-from ga_model.hearing._metric_calls import MetricCalls, MetricStandIn
+from ga_model.hearing._metric_calls import MetricCalls
 from ga_model.hearing._models import recording_of_thread
-from ga_model.hearing._stand_in import StandIn, with_stand_ins
+from ga_model.hearing._stand_ins import stand_in
 from ga_model.torch_engine import _refusals
 from ga_model.torch_engine._autograd import heard
 from ga_model.torch_engine._observer import observer_of
@@ -69,14 +68,7 @@ class Recording:
 
         Where logs wait for the full batch, metrics have a stand-in too.
         """
-
-        def make(part: Any) -> Any:
-            if isinstance(part, keras.optimizers.Optimizer):
-                return _OptimizerStandIn(part, self)
-            defers_logs = self._position.defers_logs
-            return MetricStandIn(part, self.metrics) if defers_logs else part
-
-        return with_stand_ins(value, make)
+        return stand_in(value, self, self.metrics if self._position.defers_logs else None)
 
     def observed_loss(self, compiled: Any) -> Any:
         """Return a copy of the compiled loss that notes its terms."""
@@ -145,7 +137,7 @@ class Recording:
         if not optimizer.built:
             with keras.name_scope(optimizer.name):
                 optimizer.build(variables)
-        if self.parts and not self._position.is_update:
+        if self.parts and not self._position.is_window:
             self.model._warn_once(_refusals.several_optimizers_message(name))
         self.parts.append(Part(optimizer, variables, gradients))
         for variable in variables:  # the gradients are the window's now
@@ -157,23 +149,6 @@ class Recording:
             return True
         given = self._given.get(id(gradient))
         return given is not None and given[1] == times_written(gradient)
-
-
-class _OptimizerStandIn(StandIn):
-    """Stands in for one optimizer during one recorded step. It tells the `Recording`."""
-
-    def scale_loss(self, loss: Any) -> Any:
-        return self._listener.scale_loss(self._original, loss)
-
-    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        if trainable_variables is None:
-            trainable_variables = variables_to_train(self._original)
-        self._listener.apply(self._original, grads, trainable_variables)
-
-    def apply_gradients(self, grads_and_vars: Any) -> Any:
-        gradients, variables = zip(*grads_and_vars)
-        self.apply(gradients, variables)
-        return self._original.iterations
 
 
 class _CompiledCopy:

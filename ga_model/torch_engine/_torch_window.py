@@ -191,9 +191,7 @@ class Window:
         for part in parts:
             # Without any weight gradients are zero, as plain Keras's.
             part.update(1.0 if total == 0.0 else total)
-        if (on_update := self._model._on_update) is not None:
-            with torch.no_grad():
-                on_update()
+        run_on_update(self._model)
 
     def discard(self) -> None:
         """Forget a partial window."""
@@ -202,6 +200,13 @@ class Window:
     def messages(self, model: str) -> list[str]:
         """Return what is to be told of the windows so far: nothing."""
         return []
+
+
+def run_on_update(model: Any) -> None:
+    """Run what a model does once per update, if it does anything."""
+    if model._on_update is not None:
+        with torch.no_grad():
+            model._on_update()
 
 
 def power_of_two(number: int) -> float:
