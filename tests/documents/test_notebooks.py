@@ -34,6 +34,11 @@ assert far["averages pooled"] <= 1e-5
 assert far["averages moved by each microbatch"] > 0.1
 assert verdicts == {"batch_normalization": "different", "frozen": "equivalent",
                     "by_groups": "equivalent"}
+plain, rematerialized, split, both = (megabytes for megabytes, _ in measured.values())
+assert rematerialized < 0.8 * plain
+assert both < split < plain / 3
+losses = [loss for _, loss in measured.values()]
+np.testing.assert_allclose(losses, losses[0], rtol=1e-5)
 """,
     "character_language_model": """
 assert split_memory < full_memory / 2
