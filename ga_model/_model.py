@@ -16,11 +16,14 @@ from ga_model._settings import NAMES, UNCHANGED, Settings, passed
 from ga_model._subclasses import Trainer, accumulated, prepare
 from ga_model.base import _messages, _validate
 from ga_model.base._internals import layers_in
-from ga_model.base._names import check_names, showing
+from ga_model.base._names import check_names, showing, showing_only
 from ga_model.hearing._attributes import CompiledLossAttribute, RecordedAttribute
 from ga_model.hearing._models import optimizers_in
 
-if TYPE_CHECKING:  # what the mixin's `super()` finds
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    # What the mixin's `super()` finds.
 
     class _Base(Hooks, keras.Model): ...
 
@@ -97,11 +100,12 @@ class AccumulatingModel(_Base):
         super().__init_subclass__(**kwargs)
         prepare(cls, AccumulatingModel)
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         # Keras calls `__new__` of every base when it makes a functional model of a subclass.
         if not issubclass(cls, Trainer) and not cls.__subclasses__():
             raise TypeError(_messages.no_keras_model_message(cls.__name__))
-        return super().__new__(cls, *args, **kwargs)
+        made: Self = super().__new__(cls, *args, **kwargs)
+        return made
 
     # What users call.
 
@@ -313,12 +317,12 @@ class AccumulatingModel(_Base):
 
     # What Keras calls.
 
-    @showing(keras.Model.fit)
+    @showing_only(keras.Model.fit)
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """Train as `keras.Model.fit` does. Each epoch closes its last window, full or not."""
         return run_fit(self, super().fit, args, kwargs)
 
-    @showing(keras.Model.train_on_batch)
+    @showing_only(keras.Model.train_on_batch)
     def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Train on one batch as `keras.Model.train_on_batch` does."""
         logs = super().train_on_batch(*args, **kwargs)

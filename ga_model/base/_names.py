@@ -6,7 +6,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 # What other tools call the settings.
 _OTHER_NAMES = {
@@ -28,6 +28,7 @@ _OTHER_NAMES = {
 _RIGHT_NAMES = {name: right for right, names in _OTHER_NAMES.items() for name in names.split()}
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_Arguments = ParamSpec("_Arguments")
 
 
 def answering(function: _Function) -> _Function:
@@ -65,6 +66,13 @@ def showing(shown: Callable[..., Any]) -> Callable[[_Function], _Function]:
         return function
 
     return decorated
+
+
+def showing_only(
+    shown: Callable[_Arguments, Any],
+) -> Callable[[Callable[..., Any]], Callable[_Arguments, Any]]:
+    """Do the same where there are no arguments of its own, so that type checkers see it too."""
+    return showing(shown)
 
 
 def check_names(function: str, given: Mapping[str, Any], known: Iterable[str]) -> None:

@@ -235,6 +235,11 @@ reveal_type(model.accumulation_steps)
 reveal_type(model.describe_accumulation(128))
 report: EquivalenceReport = check_equivalence(model, [[1.0]], [[1.0]], batch_size=2)
 reveal_type(report.equivalent)
+
+class Net(AccumulatingModel, keras.Model):
+    pass
+
+reveal_type(Net().has_updated)
 model.compile("adam", "mse", microbatch_size="auto")
 model.compile("adam", "mse", microbatch_size=1.5)
 accumulate(model, accum_steps=3)
@@ -254,6 +259,7 @@ def test_a_type_checker_knows_the_names_and_the_types(tmp_path):
         "int | str | None",
         "int",
         "str",
+        "bool",
         "bool",
     ], process.stdout
     errors = [line for line in said if line.startswith("error")]
