@@ -382,6 +382,25 @@ def has_forward_derivatives(tensors: list[Any]) -> bool:
     return bool(forwardprop_util.pack_tangents(tensors).tangents)
 
 
+def own_gradient_of(op: tf.Operation) -> Callable[..., Any] | None:
+    """Return what computes the gradients of an operation, where a `tf.custom_gradient` does.
+
+    None for those of TensorFlow's and Keras's functions. `tests/reading/test_custom_gradients.py`.
+    """
+    from tensorflow.python.framework import ops
+
+    try:
+        name = op.get_attr("_gradient_op_type").decode()
+    except ValueError:  # it has none
+        return None
+    function = inspect.unwrap(ops.gradient_registry.lookup(name))
+    inner = function
+    for held in ("tape_grad_fn", "grad_fn"):
+        inner = inspect.getclosurevars(inner).nonlocals.get(held, inner)
+    is_own = (inner.__module__ or "").startswith(("tensorflow.", "keras."))
+    return None if is_own else lambda *upstream: function(op, *upstream)
+
+
 def written_handles(op: tf.Operation) -> list[Any]:
     """Return the handles of the variables that an operation writes to."""
     return list(get_read_write_resource_inputs(op)[1])

@@ -19,6 +19,8 @@ from ga_model.calls._call_state import NotingScope, read, state_of, write
 from ga_model.calls._microbatch_call import MicrobatchCall, leaves_of
 from ga_model.graphs._microbatch import rows_of
 from ga_model.hearing._models import instances_in
+from ga_model.reading._custom_gradients import mixing
+from ga_model.reading._heard_gradients import place_of
 from ga_model.reading._loss_reading import kind_of_scalar, mixes_samples
 from ga_model.replicas import _strategy
 
@@ -53,6 +55,8 @@ def check_outputs(outputs: list[Any], layer: Any) -> None:
     if (graph := graph_being_made()) is not None:
         nodes = [op.node_def for op in graph.get_operations()]
         nodes += [n for f in graph.as_graph_def().library.function for n in f.node_def]
+        if (op := mixing(graph)) is not None:
+            raise NotByRowsError(f"its own gradient may mix samples, of {place_of(op)}")
         unseeded = sorted({node.op for node in nodes if _UNSEEDED.match(node.op)})
         if unseeded:
             raise NotByRowsError(f"it draws other numbers whenever it runs, by {unseeded}")

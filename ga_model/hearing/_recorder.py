@@ -30,6 +30,7 @@ from ga_model.hearing._losses import Position, StepLosses
 from ga_model.hearing._models import optimizers_in, recording_of_thread
 from ga_model.hearing._normalization import names_by_fate
 from ga_model.hearing._stand_ins import stand_in
+from ga_model.reading._custom_gradients import not_linear
 from ga_model.reading._heard_gradients import place_of
 from ga_model.reading._loss_reading import DoesNotAddUpError
 from ga_model.reading._tapes import heard
@@ -200,10 +201,11 @@ class Recording:
 
         Raises:
             RuntimeError: it applied an optimizer past the recording, or none.
-            DoesNotAddUpError: it wrote to variables, and can run on the full batch.
+            DoesNotAddUpError: it can run on the full batch, and does what is exact only there.
 
         Warns:
-            UserWarning: it wrote to variables, or BatchNormalization layers did.
+            UserWarning: it wrote to variables, or BatchNormalization layers did; or a layer has a
+                gradient of its own that is not linear.
         """
         if self._is_trial:
             return
@@ -216,6 +218,8 @@ class Recording:
             raise RuntimeError(_messages.not_recorded_message(self.model.name, names))
         if self._position.is_update:
             return
+        if self._graph is not None and (op := not_linear(self._graph)) is not None:
+            self.losses.tell(_messages.own_gradient_message(self.model.name, place_of(op)))
         if written.others and self._position.must_add_up:
             raise DoesNotAddUpError
         for message in batch_normalization_messages(*names_by_fate(written.normalization)):

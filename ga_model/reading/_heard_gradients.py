@@ -30,7 +30,7 @@ _LINEAR = MOVES | names("MatrixBandPart MatrixBandPartV2")
 _CHOICES = names("Select SelectV2")
 # Linear in the first input, whatever entries the others put together.
 _SCATTERED = names("SegmentSum SegmentSumV2 UnsortedSegmentSum")
-_OF_SHAPE = names("OnesLike Rank Shape ShapeN Size ZerosLike")
+OF_SHAPE = names("OnesLike Rank Shape ShapeN Size ZerosLike")
 
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 
@@ -146,11 +146,11 @@ class HeardGradients:
             is_fixed = [
                 i in fixed or reading.kind_of(t) == SHARED for i, t in zip(inputs, op.inputs)
             ]
-            if all(is_fixed) or op.type in _OF_SHAPE:
+            if all(is_fixed) or op.type in OF_SHAPE:
                 fixed.update(outputs)
             else:
                 works = [known.get(i) for i in inputs]
-                known.update(dict.fromkeys(outputs, _work_of(op, works, is_fixed)))
+                known.update(dict.fromkeys(outputs, work_by(op, works, is_fixed)))
         return _of_all(known.get(id(tensor), Work()) for tensor in _tensors_of(gradients))
 
 
@@ -160,7 +160,7 @@ def _tensors_of(gradients: Iterable[Any]) -> list[Any]:
     return [tensor for tensor in tensors if tensor is not None]
 
 
-def _work_of(op: Any, works: list[Work | None], is_fixed: list[bool]) -> Work:
+def work_by(op: Any, works: list[Work | None], is_fixed: list[bool]) -> Work:
     """Return what an operation makes of gradients.
 
     Args:
