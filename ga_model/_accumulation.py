@@ -20,7 +20,9 @@ from ga_model.hearing._attributes import watch_attributes
 from ga_model.hearing._models import computes_loss_as_keras, optimizers_in
 from ga_model.reading._loss_reading import DoesNotAddUpError, kind_of_function
 from ga_model.replicas import _strategy
+from ga_model.replicas._optimizers import adds_up_rows
 from ga_model.sums._gradient_noise import GradientNoise
+from ga_model.sums._places import has_columns
 
 
 class Accumulation(Kept):
@@ -126,11 +128,14 @@ class Accumulation(Kept):
             window = self.window = self.window or Window(model)
         watch_attributes(model)
         run = self.automatic_size.run_step if self.is_automatic else _step.run
-        try:
-            return run(model, train_step, data, window)
-        except DoesNotAddUpError:  # of a graph that was about to be made
-            self.adds_up = False
-            return run(model, train_step, data, window)
+        is_sparse = any(isinstance(leaf, tf.SparseTensor) for leaf in tf.nest.flatten(data))
+        optimizers = optimizers_in(vars(model))
+        with has_columns.set(is_sparse and not all(map(adds_up_rows, optimizers))):
+            try:
+                return run(model, train_step, data, window)
+            except DoesNotAddUpError:  # of a graph that was about to be made
+                self.adds_up = False
+                return run(model, train_step, data, window)
 
     def count_skipped(self, number: Any) -> None:
         """Count microbatches that were left out: an int64 scalar tensor of them."""

@@ -90,6 +90,13 @@ def apply(optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
     optimizer.apply(gradients, variables)
 
 
+def adds_up_rows(optimizer: Any) -> bool:
+    """Return whether equal rows of a sparse gradient may be summed before an update."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    linear = (keras.optimizers.SGD.update_step, keras.optimizers.Lion.update_step)
+    return getattr(type(inner), "update_step", None) in linear and not clips(inner)
+
+
 def clips(optimizer: Any) -> bool:
     """Return whether an optimizer clips gradients."""
     clipping = (optimizer.clipnorm, optimizer.global_clipnorm, optimizer.clipvalue)

@@ -20,11 +20,14 @@ import numpy as np
 import tensorflow as tf
 
 from ga_model.base import _validate
+from ga_model.base._context import ThreadValue
 from ga_model.reading._dependence import dependence_of, is_made_for_rows
 
 _NAME = "ids_of_places"  # of an operation: that is what stays with ids that go through a tape
 
 _told_of: set[int] = set()  # ids of variables
+
+has_columns = ThreadValue(False)  # whether the batch that runs has sparse inputs
 
 
 class Parts(NamedTuple):
@@ -111,23 +114,35 @@ def _is_of_places(ids: Any) -> bool:
     return not (any(dependence_of(ids)) or is_made_for_rows(ids))
 
 
-def warn_of_positions(before: np.ndarray, ids: np.ndarray, variable: Any) -> None:
-    """Warn, once per variable, if two microbatches have looked up 0, 1, 2 and so on.
+def warn_of_places(before: np.ndarray, ids: np.ndarray, variable: Any) -> None:
+    """Warn, once per variable, if two microbatches have rows that look like those of places.
 
-    That is what positions are, and what samples are not, in one microbatch after the other.
+    Both have looked up 0, 1, 2 and so on: that is what positions are, and what samples are not, in
+    one microbatch after the other. Or the inputs are sparse, and both have rows of a column, each
+    at most one: where a layer multiplies by such inputs, a column has one row for all samples.
 
     Args:
         before: the ids of the microbatches before.
         ids: those of the next one.
         variable: the table.
     """
-    places = np.arange(len(ids))
-    if len(ids) < 2 or id(variable) in _told_of or not np.array_equal(ids, places):
+    if len(ids) == 0 or id(variable) in _told_of:
         return
-    if np.array_equal(before[-len(ids) :], places):
-        _told_of.add(id(variable))
-        weakref.finalize(variable, _told_of.discard, id(variable))
-        _validate.warn(positions_message(getattr(variable, "path", variable.name), len(ids)))
+    places = np.arange(len(ids))
+    path = getattr(variable, "path", variable.name)
+    if len(ids) > 1 and all(np.array_equal(part, places) for part in (ids, before[-len(ids) :])):
+        message = positions_message(path, len(ids))
+    elif has_columns.get() and _are_unique(before) and _are_unique(ids) and {*before} & {*ids}:
+        message = _columns_message(path)
+    else:
+        return
+    _told_of.add(id(variable))
+    weakref.finalize(variable, _told_of.discard, id(variable))
+    _validate.warn(message)
+
+
+def _are_unique(ids: np.ndarray) -> bool:
+    return len(np.unique(ids)) == len(ids)
 
 
 def positions_message(path: str, number: int) -> str:
@@ -138,4 +153,14 @@ def positions_message(path: str, number: int) -> str:
         f"Received: microbatches that all look up the ids 0 to {number - 1} in {path!r}. "
         "If these are positions, train without `run_eagerly=True`; in a loop of your own, take the "
         "gradients and call `GradientAccumulator.add` in one `tf.function`."
+    )
+
+
+def _columns_message(path: str) -> str:
+    return (
+        "Eagerly, each row of a sparse gradient counts as a sample's own. The optimizer gets that "
+        "of a column of sparse inputs once per microbatch, and from the full batch it gets it "
+        "once: clipping, and optimizers such as Adam, then make another update. "
+        f"Received: sparse inputs, and sparse gradients of {path!r}. "
+        "If a layer multiplies by these inputs, train without `run_eagerly=True`."
     )

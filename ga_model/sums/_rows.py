@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from ga_model.graphs import _lists
-from ga_model.sums._places import Parts, marked, warn_of_positions
+from ga_model.sums._places import Parts, marked, warn_of_places
 
 
 def sum_dtype(dtype: Any) -> tf.DType:
@@ -67,7 +67,7 @@ class Rows(NamedTuple):
     def plus(self, more: Rows, variable: Any) -> Rows:
         """Return these rows and more behind them, with those of equal places added."""
         if tf.executing_eagerly():
-            warn_of_positions(_ids(self.indices).numpy(), _ids(more.indices).numpy(), variable)
+            warn_of_places(_ids(self.indices).numpy(), _ids(more.indices).numpy(), variable)
         dtype = sum_dtype(variable.dtype)
         lists = self.place_values, self.place_indices, more.place_values, more.place_indices
         return Rows(

@@ -12,7 +12,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from ga_model.base import _messages, _validate
@@ -176,7 +175,7 @@ class WindowSum:
 
     def messages(self, optimizer: Any) -> list[str]:
         """Return what there is to tell of rows that were summed, one message or none."""
-        summed = [] if _adds_up_rows(optimizer) else self.summed_variables()
+        summed = [] if _optimizers.adds_up_rows(optimizer) else self.summed_variables()
         names = [getattr(variable, "path", variable.name) for variable in summed]
         return [_summed_rows_message(names, optimizer.name)] if names else []
 
@@ -221,13 +220,6 @@ class WindowSum:
         ]
         if late:
             raise RuntimeError(_messages.late_gradient_message(late))
-
-
-def _adds_up_rows(optimizer: Any) -> bool:
-    """Return whether equal rows of a sparse gradient may be summed before an update."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    linear = (keras.optimizers.SGD.update_step, keras.optimizers.Lion.update_step)
-    return getattr(type(inner), "update_step", None) in linear and not _optimizers.clips(inner)
 
 
 def _check_shapes(pairs: Sequence[tuple[Any, Any]]) -> None:
