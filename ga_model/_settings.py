@@ -45,7 +45,7 @@ class Settings:
         for name, check in _CHECKS.items():
             object.__setattr__(self, name, check(getattr(self, name)))
         if keras.backend.backend() != "tensorflow":
-            _validate.check_without_tensorflow(self.microbatch_size, self.loss_over)
+            _validate.check_without_tensorflow(self.microbatch_size)
 
     @classmethod
     def of(cls, model: Any) -> Settings:

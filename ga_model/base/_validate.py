@@ -140,20 +140,15 @@ def check_loss_over(value: Any) -> str:
     return check_choice("loss_over", value, ["auto", "microbatch", "batch"])
 
 
-def check_without_tensorflow(microbatch_size: Any, loss_over: str) -> None:
-    """Raise ValueError if a setting has a value that the TensorFlow backend alone takes."""
-    given = {"microbatch_size": (microbatch_size, "auto"), "loss_over": (loss_over, "batch")}
-    ways_out = {
-        "microbatch_size": "Pass how many samples go through the model at a time, such as 16",
-        "loss_over": 'Pass "auto", which refuses losses that do not add up over samples',
-    }
-    for name, (value, refused) in given.items():
-        if value == refused:
-            raise ValueError(
-                f"`{name}={refused!r}` is for the TensorFlow backend of Keras. "
-                f"Received: {name}={value!r} on another one. {ways_out[name]}, "
-                "or set the environment variable KERAS_BACKEND=tensorflow before importing keras."
-            )
+def check_without_tensorflow(microbatch_size: Any) -> None:
+    """Raise ValueError if it has a value that the TensorFlow backend alone takes."""
+    if microbatch_size == "auto":
+        raise ValueError(
+            '`microbatch_size="auto"` is for the TensorFlow backend of Keras. '
+            "Received: microbatch_size='auto' on another one. "
+            "Pass how many samples go through the model at a time, such as 16, "
+            "or set the environment variable KERAS_BACKEND=tensorflow before importing keras."
+        )
 
 
 def check_bool(name: str, value: Any, way_out: str = "Pass True or False.") -> bool:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ga_model.base import _messages
+from ga_model.base._call_again import inside_of_call
 from ga_model.base._context import ThreadValue, graph_being_made
 from ga_model.base._in_front import InFront
 from ga_model.base._internals import (
@@ -27,8 +28,9 @@ from ga_model.base._internals import (
     training_of_call,
 )
 from ga_model.calls._call_arguments import Arguments, NotByRowsError
-from ga_model.calls._microbatch_call import MicrobatchCall, inside_of_call
+from ga_model.calls._microbatch_call import MicrobatchCall
 from ga_model.calls._split_call import SplitCall, Turns
+from ga_model.hearing._messages import whole_call_message
 from ga_model.hearing._normalization import heard_layers
 from ga_model.hearing._recorder import note_call
 
@@ -100,7 +102,7 @@ class _Splitting:
         with self._is_in_whole_call.set(True):
             outputs = call(*args, **kwargs)
         if reason and not self._is_in_whole_call.get():
-            self._model._warn_once(_whole_call_message(layer.name, reason))
+            self._model._warn_once(whole_call_message(layer.name, reason))
         return outputs
 
 
@@ -133,16 +135,6 @@ def _splitting_calls(layer: Any, call: Callable[..., Any]) -> Callable[..., Any]
 
 
 _in_front = InFront("call", _splitting_calls)
-
-
-def _whole_call_message(layer: str, reason: str) -> str:
-    return (
-        f"A call of {layer!r} takes the memory of the full batch, but for the calls of layers in "
-        f"it, because it cannot be split: {reason}. Training is exact. To save the memory, let "
-        "every output have one row for each sample of the inputs and depend on no other sample, "
-        "draw random numbers with `keras.random` and a `keras.random.SeedGenerator`, or move the "
-        "part that needs all samples out of the layer, into `train_step` or the loss."
-    )
 
 
 def _inner_call_message(layer: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ga_model.base._context import ThreadValue
+from ga_model.base._call_again import CallContext, PythonState, inside_of_call
 from ga_model.base._internals import (
     NOT_INLINED,
     is_built,
@@ -20,7 +20,6 @@ from ga_model.base._internals import (
     set_mask,
 )
 from ga_model.calls._call_arguments import Arguments
-from ga_model.calls._call_state import PythonState
 from ga_model.graphs import _lists
 from ga_model.graphs._microbatch import rows_of
 from ga_model.hearing._models import unrecorded
@@ -28,9 +27,6 @@ from ga_model.hearing._normalization import Listener, listener
 
 # Keras's losses take the input of these operations, if an output is one's result.
 _ACTIVATIONS = {"Softmax": tf.nn.softmax, "Sigmoid": tf.sigmoid}
-
-# Whether calls of layers are parts of one that is split already, and so are left as they are.
-inside_of_call = ThreadValue(False)
 
 
 class MicrobatchCall:
@@ -107,7 +103,7 @@ class MicrobatchCall:
         ):
             # Keras's own, where `__call__` is the user's: that one runs once, around all samples.
             call = functools.partial(keras.layers.Layer.__call__, self.layer, *args, **kwargs)
-            return _Context()(function=call, training=self.training)
+            return CallContext()(function=call, training=self.training)
 
     def added_losses(self, losses: list[Any], outputs: Any) -> list[Any]:
         """Return the losses but for what the layer adds of its outputs in `__call__`.
@@ -155,20 +151,6 @@ class MicrobatchCall:
             tensor.set_shape([self.batch.static_rows, *part.shape[1:]])
             joined.append(tensor)
         return joined
-
-
-class _Context(keras.layers.Layer):
-    """Calls a function as if a layer had called it.
-
-    Layers inside then know if they train, and keep the losses that a step may read from them.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(name="microbatch", dtype=keras.config.floatx())
-        self.built = True
-
-    def call(self, function: Any, training: Any = None) -> Any:
-        return function()
 
 
 def leaves_of(outputs: Any) -> list[Any]:

@@ -161,3 +161,13 @@ def one_weight_message(exact: list[str], approximate: list[str]) -> str:
         f"{approximate}. Give the terms the same reduction, mask and sample weights, or override "
         "`AccumulatingModel.microbatch_weight`."
     )
+
+
+def whole_call_message(layer: str, reason: str) -> str:
+    return (
+        f"A call of {layer!r} takes the memory of the full batch, but for the calls of layers in "
+        f"it, because it cannot be split: {reason}. Training is exact. To save the memory, let "
+        "every output have one row for each sample of the inputs and depend on no other sample, "
+        "draw random numbers with `keras.random` and a `keras.random.SeedGenerator`, or move the "
+        "part that needs all samples out of the layer, into `train_step` or the loss."
+    )

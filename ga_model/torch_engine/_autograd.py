@@ -35,6 +35,11 @@ def heard(recording: Any) -> Iterator[None]:
         _count(-1)
 
 
+def unheard() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which gradients are taken that are not the step's."""
+    return _listener.set(None)
+
+
 @functools.wraps(torch.autograd.backward)
 def _told_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
     recording = _listener.get()

@@ -14,10 +14,18 @@ import torch
 
 from ga_model.base._internals import layers_in, seeds, takes_training
 from ga_model.hearing._models import unrecorded
+from ga_model.torch_engine._autograd import unheard
 from ga_model.torch_engine._split import num_rows, part_of
 from ga_model.torch_engine._state import unchanged
 
 _TOLERANCE = {torch.float16: 5e-2, torch.bfloat16: 5e-2}
+
+
+class DoesNotAddUpError(ValueError):
+    """What a step computes does not add up over microbatches. The text says what, and what to do.
+
+    It is raised before anything of the batch has been updated.
+    """
 
 
 def kind_of_loss(loss: Any, y_true: Any, y_pred: Any) -> str | None:
@@ -71,7 +79,7 @@ def _gradients(
     """Return whether a loss is one number, and its gradients with respect to predictions."""
     y_pred = keras.tree.map_structure(lambda x: x.detach().requires_grad_(), y_pred)
     leaves = keras.tree.flatten(y_pred)
-    with torch.enable_grad(), unrecorded():
+    with torch.enable_grad(), unrecorded(), unheard():
         values = keras.ops.convert_to_tensor(loss.call(y_true, y_pred))
         if values.ndim and values.shape[0] != share[1] - share[0]:
             return None
@@ -93,10 +101,10 @@ def _joined(halves: list[Any], factors: list[float]) -> list[Any]:
 
 
 def _equal(ones: list[Any], others: list[Any]) -> bool:
-    return all(map(_is_close, ones, others))
+    return all(map(is_close, ones, others))
 
 
-def _is_close(one: Any, other: Any) -> bool:
+def is_close(one: Any, other: Any) -> bool:
     if one.shape != other.shape:
         return False
     if not one.is_floating_point():
@@ -129,13 +137,14 @@ class ModelProbe:
         with unchanged(model):
             outputs, losses = self._call(model, x)
             parts = [self._call(model, part_of(x, *s)) for s in ((0, half), (half, rows))]
-            self.mixes_samples = not _is_whole_of(outputs, [o for o, _ in parts], rows)
+            self.mixes_samples = not is_whole_of(outputs, [o for o, _ in parts], rows)
             if self.mixes_samples:  # or draws numbers that nobody can tell of
                 again, _ = self._call(model, x)
                 pairs = zip(*(keras.tree.flatten(o) for o in (outputs, again)))
-                self.mixes_samples = all(_is_close(one, other) for one, other in pairs)
+                self.mixes_samples = all(is_close(one, other) for one, other in pairs)
         self.kinds = [
-            _kind(value, a, b, half / rows) for value, a, b in zip(losses, parts[0][1], parts[1][1])
+            kind_of_addition(value, a, b, half / rows)
+            for value, a, b in zip(losses, parts[0][1], parts[1][1])
         ]
 
     def _call(self, model: Any, x: Any) -> Any:
@@ -144,19 +153,25 @@ class ModelProbe:
             return outputs, [float(keras.ops.sum(loss)) for loss in model.losses]
 
 
-def _is_whole_of(outputs: Any, parts: list[Any], rows: int) -> bool:
+def is_whole_of(outputs: Any, parts: list[Any], rows: int) -> bool:
     """Return whether outputs for all samples are those for the parts, one behind the other."""
     for whole, *ones in zip(keras.tree.flatten(outputs), *map(keras.tree.flatten, parts)):
         if not whole.ndim or whole.shape[0] != rows:
             return False
         if any(not one.ndim or one.shape[1:] != whole.shape[1:] for one in ones):
             return False
-        if not _is_close(whole, torch.cat(ones)):
+        if not is_close(whole, torch.cat(ones)):
             return False
     return True
 
 
-def _kind(whole: float, first: float, second: float, share: float) -> str:
+def kind_of_addition(whole: float, first: float, second: float, share: float) -> str:
+    """Return what a loss that a layer adds is over samples: "mean", "sum" or "other".
+
+    Args:
+        whole, first, second: its values for some samples, and for two parts of them.
+        share: of the samples that the first part has.
+    """
     size = 1e-3 * max(abs(whole), abs(first), abs(second))
     if abs(whole - share * first - (1.0 - share) * second) <= size:
         return "mean"

@@ -13,21 +13,30 @@ from ga_model.hearing._models import instances_in, is_of_keras
 _TENSORFLOW = "train on TensorFlow (`KERAS_BACKEND=tensorflow`), which does"
 
 
-def check(model: Any) -> None:
-    """Raise if a model cannot be trained by microbatches here.
-
-    Raises:
-        ValueError: it holds optimizers of PyTorch, has variables that their gradients overwrite, or
-            trains in several processes; or its loss is not known to be a mean or a sum.
-    """
-    if instances_in(list(vars(model).values()), torch.optim.Optimizer):
-        raise ValueError(_torch_optimizer_message(model.name))
+def check_variables(model: Any) -> None:
+    """Raise ValueError if gradients overwrite variables, or several processes train."""
     overwritten = [v.path for v in model.trainable_variables if _overwrites(v)]
     if overwritten:
         raise ValueError(_overwritten_message(model.name, overwritten))
     if _num_processes() > 1 or keras.distribution.distribution() is not None:
         raise ValueError(_processes_message(model.name))
-    if not is_of_keras(model, "compute_loss") and not model._has_rule():
+
+
+def check(model: Any, is_window: bool) -> None:
+    """Raise if the gradients of a model cannot be summed.
+
+    Args:
+        model: the model.
+        is_window: whether a batch is an update by itself, and its step sees all of it.
+
+    Raises:
+        ValueError: it holds optimizers of PyTorch; its loss is not known to be a mean or a sum,
+            where that matters; or as `check_variables`.
+    """
+    if instances_in(list(vars(model).values()), torch.optim.Optimizer):
+        raise ValueError(_torch_optimizer_message(model.name))
+    check_variables(model)
+    if not (is_window or is_of_keras(model, "compute_loss") or model._has_rule()):
         raise ValueError(_own_loss_message(model.name))
 
 

@@ -19,15 +19,22 @@ from ga_model.hearing._models import is_of_keras, unpack, unrecorded
 from ga_model.torch_engine import _refusals
 from ga_model.torch_engine._batch_logs import BatchLogs
 from ga_model.torch_engine._observer import observer_of
+from ga_model.torch_engine._probes import DoesNotAddUpError
 from ga_model.torch_engine._split import Batch
 from ga_model.torch_engine._state import Snapshot, Writes, clear_gradients, unchanged
 from ga_model.torch_engine._terms import Position
+from ga_model.torch_engine._torch_calls import split_calls
 from ga_model.torch_engine._torch_recorder import record
 from ga_model.torch_engine._torch_window import Window, power_of_two
 
 
 def run(
-    model: Any, train_step: Callable[[Any], Any], data: Any, window: Window | None, size: int | None
+    model: Any,
+    train_step: Callable[[Any], Any],
+    data: Any,
+    window: Window | None,
+    size: int | None,
+    is_whole: bool = False,
 ) -> Any:
     """Run a model's own `train_step` on a batch, and make the update if it is due.
 
@@ -37,15 +44,24 @@ def run(
         data: the batch, as Keras passes it.
         window: the window that the batch is a part of, or None where it makes an update by itself.
         size: rows per microbatch, or None.
+        is_whole: whether the step sees all of the batch, and its calls of layers go by microbatches
+            of so many rows.
 
     Returns:
         The logs of the batch.
+
+    Raises:
+        DoesNotAddUpError: as `_Run.logs`.
     """
     batch = Batch(data, size)
     model._accumulation.note_rows(batch.rows)
     window = window or Window(model, 1)
+    calls: Any = contextlib.nullcontext()
+    if is_whole:
+        calls, batch = split_calls(model, batch.rows, size), Batch(data, None)
     try:
-        return _Run(model, train_step, batch, window).logs()
+        with calls:
+            return _Run(model, train_step, batch, window).logs()
     except BaseException:  # KeyboardInterrupt, too
         window.discard()
         clear_gradients(model)
@@ -118,7 +134,7 @@ class _Run:
         if accumulation.probes.mixes_samples:
             message = _refusals.mixing_message(model.name)
             if self._must_add_up():
-                raise ValueError(message)
+                raise DoesNotAddUpError(message)
             model._warn_once(message)
 
     def _must_add_up(self) -> bool:

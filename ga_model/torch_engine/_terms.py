@@ -11,6 +11,7 @@ from ga_model.hearing import _messages, _weights
 from ga_model.hearing._models import unpack
 from ga_model.hearing._step_terms import StepTerms
 from ga_model.torch_engine import _probes, _refusals
+from ga_model.torch_engine._probes import DoesNotAddUpError
 from ga_model.torch_engine._split import num_rows
 
 
@@ -84,7 +85,7 @@ class StepLosses(StepTerms):
         """Return whether a loss that a layer added is a sum over samples, and no mean.
 
         Raises:
-            ValueError: it is neither, or that is not known, and it has to be one of them.
+            DoesNotAddUpError: it is neither, or that is not known, and has to be one of them.
 
         Warns:
             UserWarning: it is neither, or that is not known.
@@ -104,7 +105,7 @@ class StepLosses(StepTerms):
         """Return what a compiled loss is over samples, as `_probes.kind_of_loss` does, or None.
 
         Raises:
-            ValueError: it does not add up, and has to.
+            DoesNotAddUpError: it does not add up, and has to.
 
         Warns:
             UserWarning: it does not add up.
@@ -121,7 +122,7 @@ class StepLosses(StepTerms):
     def _tell(self, message: str) -> None:
         """Warn of what differs from the full batch, or refuse it where it has to be exact."""
         if self._position.must_add_up:
-            raise ValueError(message)
+            raise DoesNotAddUpError(message)
         self._model._warn_once(message)
 
     def mean_of(self, value: Any, metric: Any, term: Any, is_loss: bool) -> tuple[Any, float]:

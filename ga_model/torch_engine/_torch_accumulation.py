@@ -8,8 +8,13 @@ from typing import Any
 from ga_model._kept import Kept
 from ga_model._settings import Settings
 from ga_model.hearing._attributes import watch_attributes
+from ga_model.hearing._models import computes_loss_as_keras
 from ga_model.torch_engine import _refusals, _run
+from ga_model.torch_engine._probes import DoesNotAddUpError
+from ga_model.torch_engine._split import Batch
+from ga_model.torch_engine._state import Snapshot
 from ga_model.torch_engine._terms import Probes
+from ga_model.torch_engine._torch_calls import split_calls
 from ga_model.torch_engine._torch_window import Window, run_on_update
 
 
@@ -33,10 +38,19 @@ class Accumulation(Kept):
         self.probes = Probes(model)
         self.has_read_writes = False
         self._most_rows = 0
+        self._adds_up = True  # as far as is known
+        self._has_run_by_microbatches = False
 
     def must_add_up(self) -> bool:
-        """Return whether what does not add up over microbatches is refused, and not told."""
+        """Return whether what does not add up over microbatches is not to run by microbatches."""
         return self.settings.loss_over == "auto" and not self._model._has_rule()
+
+    def takes_full_batch(self) -> bool:
+        """Return whether the step of a batch that is split is to see all of it."""
+        if self.settings.loss_over != "auto":
+            return self.settings.loss_over == "batch"
+        model = self._model
+        return not (model._has_rule() or (computes_loss_as_keras(model) and self._adds_up))
 
     def run_step(self, train_step: Callable[[Any], Any], data: Any) -> Any:
         """Run `train_step` on the microbatches of a batch, and update if the window is full."""
@@ -45,14 +59,40 @@ class Accumulation(Kept):
             logs = train_step(data)
             run_on_update(model)
             return logs
-        _refusals.check(model)
+        watch_attributes(model)
         self.warn_of_accumulating_optimizers()
+        is_whole = self.size is not None and self.takes_full_batch()
+        if is_whole and not (self.accumulates() or self.settings.skip_nonfinite):
+            return self._run_unheard(train_step, data)
+        _refusals.check(model, not self.accumulates() and (is_whole or self.size is None))
         window = None
         if self.accumulates():
             steps = self.settings.accumulation_steps
             window = self.window = self.window or Window(model, steps)
-        watch_attributes(model)
-        return _run.run(model, train_step, data, window, self.size)
+        if is_whole or self._has_run_by_microbatches or self.size is None:
+            return _run.run(model, train_step, data, window, self.size, is_whole)
+        before = Snapshot(model)
+        try:
+            logs = _run.run(model, train_step, data, window, self.size)
+        except DoesNotAddUpError:
+            before.restore()
+            self._adds_up = False
+            return self.run_step(train_step, data)
+        self._has_run_by_microbatches = True
+        return logs
+
+    def _run_unheard(self, train_step: Callable[[Any], Any], data: Any) -> Any:
+        """Run a step on a full batch, whatever it does, with its calls of layers by microbatches.
+
+        Its updates are its own, of any optimizer.
+        """
+        model, batch = self._model, Batch(data, self.size)
+        _refusals.check_variables(model)
+        self.note_rows(batch.rows)
+        with split_calls(model, batch.rows, self.size):
+            logs = train_step(data)
+        run_on_update(model)
+        return logs
 
     def release(self) -> None:
         """Let go of what the microbatch that is through has computed."""

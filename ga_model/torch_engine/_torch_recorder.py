@@ -96,6 +96,8 @@ class Recording:
 
     def _fold(self, loss: Any) -> Any:
         """Return a loss as it enters the window's sum."""
+        if self._position.is_window:  # of which nothing is divided
+            return loss
         has_rule = self.model._has_rule()
         if not has_rule and not any(loss is total for total in self.losses.totals):
             raise RuntimeError(_refusals.foreign_loss_message(self.model.name))
@@ -132,7 +134,8 @@ class Recording:
             raise RuntimeError(_messages.applied_twice_message(name, optimizer.name))
         _validate.check_single_accumulation([optimizer], self.model.accumulation_steps)
         gradients, variables = list(gradients), list(variables)
-        if not (self.keeps_gradients or all(map(self._is_as_given, gradients))):
+        is_free = self.keeps_gradients or self._position.is_window
+        if not (is_free or all(map(self._is_as_given, gradients))):
             raise RuntimeError(_refusals.worked_over_message(name))
         if not optimizer.built:
             with keras.name_scope(optimizer.name):

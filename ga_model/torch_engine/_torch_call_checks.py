@@ -1,0 +1,93 @@
+"""Whether a call can be made by microbatches, found out by trying it on a few samples.
+
+Nothing is written, and nothing is drawn at random, that would show.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import torch
+
+from ga_model.base._call_again import PythonState
+from ga_model.base._internals import layers_in, seeds
+from ga_model.torch_engine._probes import is_close, is_whole_of, kind_of_addition
+from ga_model.torch_engine._torch_arguments import Arguments, NotByRowsError
+from ga_model.torch_engine._torch_split_call import random_kept, run_on
+
+
+def kinds_of_losses(layer: Any, arguments: Arguments, training: Any) -> list[str]:
+    """Check that a layer treats samples one by one, and return what the losses are that it adds.
+
+    Args:
+        layer: the layer.
+        arguments: of its call.
+        training: whether it trains, or None.
+
+    Returns:
+        For each loss "mean" or "sum".
+
+    Raises:
+        NotByRowsError: outputs for a sample depend on others, or a loss is neither; the call uses
+            something that is no argument or weight, or does not take fewer samples.
+    """
+    if any(True for _ in layer.buffers()):
+        raise NotByRowsError("it has buffers of PyTorch's own, which a call may write to")
+    layers = layers_in(layer)
+    # Of numbers that are drawn, and of normalization, halves have others.
+    draws = any(seeds(part) for part in layers) or any(
+        isinstance(part, keras.layers.BatchNormalization) for part in layers
+    )
+    state, rows = PythonState(layer), arguments.shares()[0].stop
+    rows = min(max(rows, 2), arguments.rows)
+
+    def run(start: int, stop: int) -> Any:
+        tensors = [
+            t.detach().requires_grad_(t.requires_grad)
+            for t in arguments.part(arguments.tensors, slice(start, stop))
+        ]
+        state.put_back()
+        given = run_on(layer, arguments, tensors, False if draws else training, [])
+        own = {id(t) for t in (*tensors, *layer.parameters())}
+        if any(id(leaf) not in own for leaf in _leaves_of([*given.tensors, *given.losses])):
+            raise NotByRowsError("it uses a tensor or a variable that is no input or weight of it")
+        return [t.detach() for t in given.tensors], [float(v.detach()) for v in given.losses]
+
+    half = rows // 2
+    try:
+        with random_kept(), torch.enable_grad():
+            outputs, losses = run(0, rows)
+            parts = [run(0, half), run(half, rows)]
+            if not is_whole_of(outputs, [tensors for tensors, _ in parts], rows):
+                again, _ = run(0, rows)
+                # Otherwise it draws numbers that nobody can tell of.
+                if len(again) != len(outputs) or all(map(is_close, outputs, again)):
+                    raise NotByRowsError("its outputs for a sample depend on other samples")
+    except NotByRowsError:
+        raise
+    except Exception as error:  # which a call of all samples will raise again, or get by
+        reason = f"with another number of samples it fails with a {type(error).__name__}"
+        raise NotByRowsError(reason) from error
+    finally:
+        state.put_back()
+    triples = zip(losses, parts[0][1], parts[1][1], strict=True)
+    kinds = [kind_of_addition(whole, a, b, half / rows) for whole, a, b in triples]
+    if "other" in kinds:
+        raise NotByRowsError("it adds a loss that is neither a mean nor a sum over samples")
+    return kinds
+
+
+def _leaves_of(tensors: list[Any]) -> list[Any]:
+    """Return the leaves that PyTorch would give gradients to."""
+    nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    leaves = [tensor for tensor in tensors if tensor.grad_fn is None and tensor.requires_grad]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if (variable := getattr(node, "variable", None)) is not None:
+            leaves.append(variable)
+        new = {following for following, _ in node.next_functions if following is not None} - seen
+        seen |= new
+        nodes += new
+    return leaves

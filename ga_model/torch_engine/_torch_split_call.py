@@ -1,0 +1,376 @@
+"""A call of a layer on all samples that goes by microbatches, forward and backward.
+
+Forward, each microbatch goes through the layer without its activations being kept. The outputs of
+all samples are what the call gives. When their gradient is asked for, each microbatch goes through
+the layer again, from the state that the first pass found there, with its rows of the gradient; the
+gradients of weights are summed. This is what `torch.utils.checkpoint` does, for parts of a batch.
+
+A `keras.StatelessScope` keeps the passes from writing to variables. What the first pass has changed
+(seeds, running averages) is written when it is through.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import keras
+import torch
+
+from ga_model.base._call_again import CallContext, PythonState, inside_of_call
+from ga_model.base._internals import (
+    keeping_call_context,
+    layers_in,
+    losses_of_scope,
+    mask_of,
+    raw,
+    seeds,
+    set_mask,
+)
+from ga_model.hearing._models import instances_in, unrecorded
+from ga_model.torch_engine._torch_arguments import Arguments, NotByRowsError
+
+_TENSOR = object()  # stands where a tensor does
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+class _Scope(keras.StatelessScope):
+    """Keeps what is written, by the variable."""
+
+    def __init__(self, values: list[tuple[Any, Any]]) -> None:
+        super().__init__(values, collect_losses=True)
+        self.written: list[Any] = []
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        self.written.append(update[0])
+        super().add_update(update)
+
+
+class _Found(NamedTuple):
+    """What a microbatch begins with.
+
+    Attributes:
+        values: pairs of a variable that calls change, and its value.
+        random: the state of PyTorch's random numbers, of the CPU and of each GPU.
+    """
+
+    values: list[tuple[Any, Any]]
+    random: tuple[Any, list[Any]]
+
+
+class SplitCall:
+    """A call that goes by microbatches.
+
+    Args:
+        layer: the layer.
+        arguments: what it was called with.
+        training: whether it is called in training, or None.
+        kinds: of the losses that the layer adds, "mean" or "sum".
+
+    Attributes:
+        normalizing: names of BatchNormalization layers that have normalized microbatches.
+    """
+
+    def __init__(self, layer: Any, arguments: Arguments, training: Any, kinds: list[str]) -> None:
+        self.normalizing: list[str] = []
+        self._layer = layer
+        self._arguments = arguments
+        self._training = training
+        self._kinds = kinds
+        self._state = PythonState(layer)
+        self._found: list[_Found] = []
+        self._form: Any = None  # of the outputs
+        weights = {id(p): p for p in layer.parameters() if p.requires_grad}
+        self._weights = list(weights.values())
+
+    def outputs(self) -> Any:
+        """Make the call, and return what it gives. The losses that layers added are the layer's.
+
+        Raises:
+            NotByRowsError: what it gives, or writes, is not of samples one by one.
+        """
+        is_source = [t.requires_grad for t in self._arguments.tensors]
+        inputs = [t for t, yes in zip(self._arguments.tensors, is_source) if yes]
+        random = _random_state()
+        try:
+            found = _Split.apply(self, is_source, *inputs, *self._weights)
+        except NotByRowsError:
+            self._state.put_back()
+            set_random_state(random)
+            raise
+        tensors, masks = list(found[: self._form.num_tensors]), found[self._form.num_tensors :]
+        for number, mask in zip(self._form.masked, masks):
+            set_mask(tensors[number], mask)
+        losses = list(masks[len(self._form.masked) :])
+        if losses:
+            keras.layers.Layer.add_loss(self._layer, losses)  # a Functional's own refuses
+        remaining = iter(tensors)
+        return keras.tree.map_structure(
+            lambda leaf: next(remaining) if leaf is _TENSOR else leaf, self._form.outputs
+        )
+
+    def first_pass(self) -> list[Any]:
+        """Run the microbatches forward, and return outputs, masks and losses of all samples."""
+        joined: list[Any] = []
+        losses: list[Any] = []
+        values: list[tuple[Any, Any]] = []
+        for share in self._arguments.shares():
+            self._found.append(_Found(values, _random_state()))
+            part = self._arguments.part(self._arguments.tensors, share)
+            given = self._run(part, values)
+            rows = share.stop - share.start
+            self._check(given, rows)
+            if not joined:
+                self._form = given.form
+                rows_of_all = self._arguments.rows
+                joined = [t.new_empty((rows_of_all, *t.shape[1:])) for t in given.tensors]
+            for whole, tensor in zip(joined, given.tensors, strict=True):
+                if tensor.shape[1:] != whole.shape[1:]:
+                    raise NotByRowsError("microbatches have outputs of different shapes")
+                whole[share] = tensor
+            shares = [loss * factor for loss, factor in self._weighted(given.losses, rows)]
+            losses = [a + b for a, b in zip(losses, shares)] if losses else shares
+            values = given.values
+        for variable, value in values:
+            raw(variable).copy_(value)
+        return [*joined, *losses]
+
+    def second_pass(
+        self, is_source: list[bool], sources: tuple[Any, ...], upstream: tuple[Any, ...]
+    ) -> list[Any]:
+        """Run the microbatches again, and return the gradients of the sources.
+
+        Args:
+            is_source: of each tensor among the arguments, whether it is a source.
+            sources: these tensors, and the weights.
+            upstream: the gradients of what `first_pass` gave, of which some are None.
+        """
+        is_differentiable = torch.is_grad_enabled()  # once more
+        num_inputs = sum(is_source)
+        tensors, given = list(self._arguments.tensors), iter(sources[:num_inputs])
+        tensors = [next(given) if yes else t for t, yes in zip(tensors, is_source)]
+        has_rows = [r for r, yes in zip(self._arguments.has_rows, is_source) if yes]
+        sums = [_Sum(rows) for rows in has_rows] + [_Sum(False) for _ in self._weights]
+        state = PythonState(self._layer)
+        try:
+            with random_kept():
+                for share, found in zip(self._arguments.shares(), self._found, strict=True):
+                    set_random_state(found.random)
+                    parts = self._arguments.part(tensors, share)
+                    with torch.enable_grad():
+                        if not is_differentiable:
+                            parts = [
+                                p.detach().requires_grad_(yes) for p, yes in zip(parts, is_source)
+                            ]
+                        run = self._run(parts, found.values)
+                        pairs = self._pairs(run, share, upstream)
+                        own = [p for p, yes in zip(parts, is_source) if yes] + self._weights
+                        gradients = _gradients(pairs, own, is_differentiable)
+                    for total, gradient, source in zip(sums, gradients, own):
+                        total.add(gradient, source)
+        finally:
+            state.put_back()
+        return [total.result() for total in sums]
+
+    def _pairs(self, run: _Given, share: slice, upstream: tuple[Any, ...]) -> list[Any]:
+        """Return pairs of what a microbatch gave and its gradient, where it has one."""
+        count = len(run.tensors)
+        pairs = [(t, g[share]) for t, g in zip(run.tensors, upstream) if g is not None]
+        weighted = self._weighted(run.losses, share.stop - share.start)
+        of_losses = zip(weighted, upstream[count:], strict=True)
+        pairs += [(loss, g * factor) for (loss, factor), g in of_losses if g is not None]
+        return [(tensor, gradient) for tensor, gradient in pairs if tensor.requires_grad]
+
+    def _weighted(self, losses: list[Any], rows: int) -> list[tuple[Any, float]]:
+        """Return the losses that layers added for a microbatch, with what each counts."""
+        share = rows / self._arguments.rows
+        return [
+            (loss, 1.0 if kind == "sum" else share)
+            for loss, kind in zip(losses, self._kinds, strict=True)
+        ]
+
+    def _run(self, tensors: list[Any], values: list[tuple[Any, Any]]) -> _Given:
+        self._state.put_back()
+        return run_on(self._layer, self._arguments, tensors, self._training, values)
+
+    def _check(self, given: _Given, rows: int) -> None:
+        """Check that outputs are of the samples, and that nothing else is written."""
+        for tensor in given.tensors:
+            if tensor.ndim == 0 or tensor.shape[0] != rows:
+                shape = tuple(tensor.shape)
+                raise NotByRowsError(f"an output has the shape {shape} for {rows} samples")
+        layers = layers_in(self._layer)
+        normal = [part for part in layers if isinstance(part, keras.layers.BatchNormalization)]
+        expected = {id(v) for part in normal for v in part.variables}
+        expected |= {id(v) for part in layers for v in seeds(part)}
+        if len(given.losses) != len(self._kinds):
+            raise NotByRowsError("it adds other losses in training")
+        for part, name, value in self._state.changed():
+            if instances_in(value, torch.Tensor) and not type(part).__module__.startswith("keras."):
+                raise NotByRowsError(f"it keeps a tensor in its attribute `{name}`")
+        others = [v.path for v in given.written if id(v) not in expected]
+        others = [path for path in others if not path.endswith("seed_generator_state")]
+        if others:
+            raise NotByRowsError(f"it writes to {sorted(set(others))}, once per call")
+        written = {id(v) for v in given.written}
+        self.normalizing = [p.name for p in normal if any(id(v) in written for v in p.variables)]
+
+
+class _Form(NamedTuple):
+    """How the outputs of a call are put together.
+
+    Attributes:
+        outputs: as the call gave them, but for the tensors.
+        num_tensors: in it.
+        masked: numbers of those that have a mask.
+    """
+
+    outputs: Any
+    num_tensors: int
+    masked: list[int]
+
+
+class _Given(NamedTuple):
+    """What a call gave.
+
+    Attributes:
+        form: of the outputs.
+        tensors: in the outputs, and their masks.
+        losses: that layers added: scalars.
+        values: of the variables that calls change, behind it.
+        written: variables that were written to.
+    """
+
+    form: _Form
+    tensors: list[Any]
+    losses: list[Any]
+    values: list[tuple[Any, Any]]
+    written: list[Any]
+
+
+def run_on(
+    layer: Any, arguments: Arguments, tensors: list[Any], training: Any, values: list[Any]
+) -> _Given:
+    """Call a layer on some samples, and write nothing.
+
+    Args:
+        layer: the layer.
+        arguments: of the call.
+        tensors: in place of those of the arguments.
+        training: whether the layer trains, or None.
+        values: pairs of a variable and its value, where that is another.
+    """
+    args, kwargs = arguments.packed(tensors)
+    scope = _Scope(values)
+    with unrecorded(), inside_of_call.set(True), keeping_call_context(), scope:
+        # Keras's own, where `__call__` is the user's: that one runs once, around all samples.
+        call = functools.partial(keras.layers.Layer.__call__, layer, *args, **kwargs)
+        outputs = CallContext()(function=call, training=training)
+    found = [leaf for leaf in keras.tree.flatten(outputs) if torch.is_tensor(leaf)]
+    masks = [mask_of(tensor) for tensor in found]
+    masked = [number for number, mask in enumerate(masks) if mask is not None]
+    own = len(found) if layer.activity_regularizer is not None else 0  # added in `__call__`
+    losses = losses_of_scope(scope)
+    losses = [loss.sum() for loss in losses[: len(losses) - own]]
+    changed = {id(v): v for v in scope.written}
+    kept = {id(v): (v, value) for v, value in values}
+    kept.update({k: (v, scope.get_current_value(v).detach()) for k, v in changed.items()})
+    outputs = keras.tree.map_structure(
+        lambda leaf: _TENSOR if torch.is_tensor(leaf) else leaf, outputs
+    )
+    form = _Form(outputs, len(found), masked)
+    tensors = [*found, *(mask for mask in masks if mask is not None)]
+    return _Given(form, tensors, losses, list(kept.values()), list(changed.values()))
+
+
+class _Split(torch.autograd.Function):
+    """The two passes of a call, as one operation of PyTorch's."""
+
+    @staticmethod
+    def forward(ctx: Any, call: SplitCall, is_source: list[bool], *sources: Any) -> Any:
+        ctx.call, ctx.is_source = call, is_source
+        ctx.save_for_backward(*sources)  # which then knows if they are written to
+        ctx.set_materialize_grads(False)
+        found = call.first_pass()
+        ctx.mark_non_differentiable(*[t for t in found if not t.is_floating_point()])
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        gradients = ctx.call.second_pass(ctx.is_source, ctx.saved_tensors, upstream)
+        return (None, None, *gradients)
+
+
+class _Sum:
+    """The gradient of a source, from those of microbatches.
+
+    Args:
+        has_rows: whether each microbatch has rows of its own.
+    """
+
+    def __init__(self, has_rows: bool) -> None:
+        self._has_rows = has_rows
+        self._parts: list[Any] = []
+        self._dtype: Any = None
+        self._is_own = False  # whether nothing else has the sum
+
+    def add(self, gradient: Any, source: Any) -> None:
+        """Add what a microbatch gave: None if there is none."""
+        self._dtype = source.dtype
+        if self._has_rows:
+            self._parts.append((gradient, source))
+        elif gradient is not None:
+            wide = gradient.float() if gradient.dtype in _HALVES else gradient
+            if not self._parts:
+                self._parts = [wide]
+            elif self._is_own and not wide.requires_grad:
+                self._parts[0].add_(wide)
+            else:
+                self._parts = [self._parts[0] + wide]
+                self._is_own = not self._parts[0].requires_grad
+
+    def result(self) -> Any:
+        """Return the gradient, or None."""
+        if not self._has_rows:
+            return self._parts[0].to(self._dtype) if self._parts else None
+        if all(gradient is None for gradient, _ in self._parts):
+            return None
+        return torch.cat([torch.zeros_like(s) if g is None else g for g, s in self._parts])
+
+
+def _gradients(pairs: list[Any], sources: list[Any], create_graph: bool) -> list[Any]:
+    """Return the gradients of what a microbatch gave, None where there is none."""
+    followed = [source for source in sources if source.requires_grad]
+    if not pairs or not followed:
+        return [None for _ in sources]
+    outputs, gradients = zip(*pairs)
+    found = iter(
+        torch.autograd.grad(
+            outputs, followed, gradients, create_graph=create_graph, allow_unused=True
+        )
+    )
+    return [next(found) if source.requires_grad else None for source in sources]
+
+
+def _random_state() -> tuple[Any, list[Any]]:
+    """Return the state of PyTorch's own random numbers, which layers may draw."""
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return torch.get_rng_state(), on_gpus
+
+
+def set_random_state(state: tuple[Any, list[Any]]) -> None:
+    torch.set_rng_state(state[0])
+    if state[1]:
+        torch.cuda.set_rng_state_all(state[1])
+
+
+@contextmanager
+def random_kept() -> Iterator[None]:
+    """Let random numbers go on behind a block as if it had drawn none."""
+    state = _random_state()
+    try:
+        yield
+    finally:
+        set_random_state(state)
