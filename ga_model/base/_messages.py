@@ -8,16 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
-
 ALONE = (
     "pass `fit` the full batch and set `microbatch_size` in place of `accumulation_steps` (with "
     '`loss_over="auto"`, the default), which is exact'
 )
-if keras.backend.backend() != "tensorflow":
-    ALONE = (
-        "set the environment variable KERAS_BACKEND=tensorflow, where `microbatch_size` is exact"
-    )
 EXACT_WAY = f"{ALONE} for any loss, or override `microbatch_weight`"
 WITHOUT = (
     "train without accumulation: "

@@ -7,9 +7,13 @@ from typing import Any
 import keras
 import torch
 
-from ga_model.base._messages import WITHOUT
+from ga_model.base._messages import ALONE, WITHOUT
 from ga_model.hearing._models import instances_in, is_of_keras
 
+_TO_BE_EXACT = (
+    "Training differs from the full batch. To train as on the full batch, pass `fit` the full "
+    'batch, and set `microbatch_size` with `loss_over="batch"` in place of `accumulation_steps`'
+)
 _TENSORFLOW = "train on TensorFlow (`KERAS_BACKEND=tensorflow`), which does"
 
 
@@ -90,7 +94,7 @@ def _own_loss_message(model: str) -> str:
         "Where Keras runs on PyTorch, it cannot be read what a `compute_loss` of one's own "
         f"averages over. Received: {model!r}, which overrides it. Override `microbatch_weight` "
         "as well, to say it: return the number of samples where the loss is their mean, or "
-        f'"sum". Or pass the loss to `compile()`, {_TENSORFLOW}, or {WITHOUT}.'
+        f'"sum". Or pass the loss to `compile()`, or {ALONE}.'
     )
 
 
@@ -100,7 +104,7 @@ def foreign_loss_message(model: str) -> str:
         f"over. Received: `train_step` of {model!r}, which takes the gradient of something that is "
         "not what `self.compute_loss()` returned. Take the gradient of that alone, or override "
         "`microbatch_weight` to say what a microbatch counts: return the number of samples where "
-        f'the loss is their mean, or "sum". Or {_TENSORFLOW}, or {WITHOUT}.'
+        f'the loss is their mean, or "sum". Or {ALONE}.'
     )
 
 
@@ -109,7 +113,7 @@ def several_losses_message(model: str) -> str:
         "Where Keras runs on PyTorch, one call of `compute_loss` says what a microbatch counts. "
         f"Received: `train_step` of {model!r}, which calls it several times. Override "
         "`microbatch_weight` to say what a microbatch counts: return the number of samples where "
-        f'the loss is their mean, or "sum". Or {_TENSORFLOW}, or {WITHOUT}.'
+        f'the loss is their mean, or "sum". Or {ALONE}.'
     )
 
 
@@ -119,7 +123,7 @@ def worked_over_message(model: str) -> str:
         f"Received: `train_step` of {model!r}, which applies something else than the gradients "
         "that PyTorch gave, such as clipped ones: that is done for each microbatch, and with the "
         "full batch once per update. Leave it to the optimizer (`global_clipnorm`, `clipnorm`, "
-        f"`clipvalue` clip, `weight_decay` decays), {_TENSORFLOW}, or {WITHOUT}."
+        f"`clipvalue` clip, `weight_decay` decays), or {ALONE}."
     )
 
 
@@ -128,7 +132,7 @@ def several_optimizers_message(model: str) -> str:
         "The optimizers of a `train_step` are applied at the end of a window, one after the other. "
         f"Received: `train_step` of {model!r}, which applies several. If it computes with what the "
         "first has updated before it applies the next, training differs from the full batch: take "
-        f"all gradients before the first update, or {_TENSORFLOW} with `microbatch_size`."
+        f"all gradients before the first update, or {ALONE}."
     )
 
 
@@ -138,9 +142,8 @@ def not_additive_message(subject: str) -> str:
         "samples, or a sum divided by their number. "
         f"Received: {subject}, which gives other gradients for the samples of a microbatch than "
         "for its halves: it compares samples, or divides by something else than their number, or "
-        "draws random numbers. To train all the same, which differs from the full batch, set "
-        '`loss_over="microbatch"`. To train as on the full batch, override `microbatch_weight` if '
-        f"the loss is a sum divided by something, {_TENSORFLOW}, or {WITHOUT}."
+        f"draws random numbers. {_TO_BE_EXACT}, or override `microbatch_weight` if the loss is a "
+        "sum divided by something."
     )
 
 
@@ -148,15 +151,12 @@ def mixing_message(model: str) -> str:
     return (
         "The gradients of microbatches add up to that of the full batch if a model treats samples "
         f"one by one. Received: {model!r}, whose outputs for a sample depend on the others of its "
-        "microbatch. To train all the same, which differs from the full batch, set "
-        f'`loss_over="microbatch"`. To train as on the full batch, {_TENSORFLOW}, or {WITHOUT}.'
+        f"microbatch. {_TO_BE_EXACT}."
     )
 
 
 def unreadable_addition_message(model: str) -> str:
     return (
         "A loss that a layer adds by `add_loss` has to be a mean or a sum over samples. "
-        f"Received: {model!r} with one that is neither. To train all the same, which differs from "
-        'the full batch, set `loss_over="microbatch"`. To train as on the full batch, '
-        f"{_TENSORFLOW}, or {WITHOUT}."
+        f"Received: {model!r} with one that is neither. {_TO_BE_EXACT}."
     )

@@ -115,7 +115,7 @@ class SplitCall:
         """Run the microbatches forward, and return outputs, masks and losses of all samples."""
         joined: list[Any] = []
         losses: list[Any] = []
-        values: list[tuple[Any, Any]] = []
+        values = [(v, raw(v).detach().clone()) for v in self._changing()]
         for share in self._arguments.shares():
             self._found.append(_Found(values, _random_state()))
             part = self._arguments.part(self._arguments.tensors, share)
@@ -201,10 +201,7 @@ class SplitCall:
             if tensor.ndim == 0 or tensor.shape[0] != rows:
                 shape = tuple(tensor.shape)
                 raise NotByRowsError(f"an output has the shape {shape} for {rows} samples")
-        layers = layers_in(self._layer)
-        normal = [part for part in layers if isinstance(part, keras.layers.BatchNormalization)]
-        expected = {id(v) for part in normal for v in part.variables}
-        expected |= {id(v) for part in layers for v in seeds(part)}
+        expected = {id(v) for v in self._changing()}
         if len(given.losses) != len(self._kinds):
             raise NotByRowsError("it adds other losses in training")
         for part, name, value in self._state.changed():
@@ -215,7 +212,18 @@ class SplitCall:
         if others:
             raise NotByRowsError(f"it writes to {sorted(set(others))}, once per call")
         written = {id(v) for v in given.written}
-        self.normalizing = [p.name for p in normal if any(id(v) in written for v in p.variables)]
+        self.normalizing = [
+            part.name for part in self._normal() if any(id(v) in written for v in part.variables)
+        ]
+
+    def _normal(self) -> list[Any]:
+        layers = layers_in(self._layer)
+        return [part for part in layers if isinstance(part, keras.layers.BatchNormalization)]
+
+    def _changing(self) -> list[Any]:
+        """Return the variables that a call may change: of random numbers, and running averages."""
+        variables = [v for part in self._normal() for v in part.non_trainable_variables]
+        return variables + [v for part in layers_in(self._layer) for v in seeds(part)]
 
 
 class _Form(NamedTuple):
@@ -263,6 +271,8 @@ def run_on(
         values: pairs of a variable and its value, where that is another.
     """
     args, kwargs = arguments.packed(tensors)
+    if "training" in kwargs:
+        kwargs["training"] = training
     scope = _Scope(values)
     with unrecorded(), inside_of_call.set(True), keeping_call_context(), scope:
         # Keras's own, where `__call__` is the user's: that one runs once, around all samples.

@@ -122,12 +122,12 @@ class AddsRoot(layers.Layer):
         return x
 
 
-def test_what_a_layer_adds_that_is_neither_is_refused():
+def test_what_a_layer_adds_that_is_neither_is_exact_or_told():
     def make():
         return keras.Sequential([dense_model(), AddsRoot()])
 
-    with pytest.raises(ValueError, match="one that is neither"):
-        train(make, sgd("mse"), dense_data(12), rows=12, microbatch_size=4)
+    with pytest.warns(UserWarning, match="adds a loss that is neither a mean nor a sum"):
+        assert_matches(make, sgd("mse"), dense_data(31), "size")
     with pytest.warns(UserWarning, match="one that is neither"):
         train(make, sgd("mse"), dense_data(12), rows=4, accumulation_steps=3)
 
@@ -169,9 +169,10 @@ def over_a_mask(y_true, y_pred):
 @pytest.mark.every_case
 @pytest.mark.parametrize("size", [5, 1])
 @pytest.mark.parametrize("loss", [contrastive, over_a_mask, "dice"])
-def test_losses_that_do_not_add_up_are_refused(loss, size):
-    with pytest.raises(ValueError, match="which gives other gradients"):
-        train(dense_model, sgd(loss), dense_data(12), rows=12, microbatch_size=size)
+def test_losses_that_do_not_add_up_match(loss, size):
+    x, y = dense_data(31)
+    settings = {"rows": 12, "size": size}
+    assert difference_of_fits(dense_model, sgd(loss), (x, np.abs(y)), **settings) <= TOLERANCE
 
 
 def test_losses_that_do_not_add_up_are_told_of_where_they_are_asked_for():
@@ -200,13 +201,14 @@ class Centers(layers.Layer):
         return x - 0.5 * ops.mean(x, axis=0, keepdims=True)
 
 
-def test_a_model_that_mixes_samples_is_refused():
+def test_a_model_that_mixes_samples_is_exact_or_told():
     def make():
         return keras.Sequential([dense_model(), Centers(), layers.Dense(2)])
 
     for size in (4, 1):
-        with pytest.raises(ValueError, match="depend on the others of its microbatch"):
-            train(make, sgd("mse"), dense_data(12), rows=12, microbatch_size=size)
+        with pytest.warns(UserWarning, match="outputs for a sample depend on other samples"):
+            found = difference_of_fits(make, sgd("mse"), dense_data(12), rows=12, size=size)
+        assert found <= TOLERANCE
     with pytest.warns(UserWarning, match="depend on the others of its microbatch"):
         train(make, sgd("mse"), dense_data(12), rows=4, accumulation_steps=3)
 

@@ -152,9 +152,9 @@ class TwoLosses(Own):
 
 
 class OfTorch(Own):
-    def train_step(self, data):
+    def update(self):
         self.own = torch.optim.SGD(self.parameters(), 0.1)
-        return super().train_step(data)
+        self.own.step()
 
 
 class ComputesLoss(keras.Sequential):
@@ -177,12 +177,11 @@ REFUSED = {
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize("settings", [{"accumulation_steps": 3}, {"microbatch_size": 3}])
 @pytest.mark.parametrize("kind", REFUSED)
-def test_steps_that_cannot_be_accumulated_are_refused(kind, settings):
+def test_steps_that_cannot_be_accumulated_are_refused(kind):
     error, words = REFUSED[kind]
     elsewhere["optimizer"] = keras.optimizers.SGD(0.1)
-    model = accumulate(make_of(kind)(), **settings)
+    model = accumulate(make_of(kind)(), accumulation_steps=3)
     model.compile(keras.optimizers.SGD(0.1, name="SGD"), "mse")
     with pytest.raises(error, match=words) as caught:
         model.fit(*dense_data(12), batch_size=6, verbose=0)
@@ -191,10 +190,20 @@ def test_steps_that_cannot_be_accumulated_are_refused(kind, settings):
     assert model.has_updated
 
 
-def test_optimizers_of_torch_are_refused():
+@pytest.mark.every_case
+@pytest.mark.parametrize("kind", [*(kind for kind in REFUSED if kind is not Never), OfTorch])
+def test_they_are_exact_where_batches_are_split(kind):
+    def make():
+        elsewhere["optimizer"] = keras.optimizers.SGD(0.1)
+        return make_of(kind)()
+
+    assert difference_of_fits(make, arguments, dense_data(31), **WAYS["size"]) <= TOLERANCE
+
+
+def test_optimizers_of_torch_are_refused_in_windows():
     model = make_of(OfTorch)()
     model.own = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1)
-    model = accumulate(model, microbatch_size=3)
+    model = accumulate(model, accumulation_steps=3)
     model.compile("sgd", "mse")
     with pytest.raises(ValueError, match=r"holds an optimizer of `torch\.optim`"):
         model.fit(*dense_data(12), batch_size=6, verbose=0)

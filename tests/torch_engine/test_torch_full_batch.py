@@ -1,0 +1,598 @@
+"""On PyTorch, any step is exact with `microbatch_size`: it runs on the full batch.
+
+Its calls of layers go by microbatches, forward and again backward. Nothing else is told of it.
+"""
+
+import gc
+import sys
+
+import keras
+import numpy as np
+import pytest
+from helpers import dense_data, dense_model, relative_difference, seeded
+from keras import layers, ops
+from pairs import TOLERANCE, assert_same_logs, torch, train
+
+import ga_model
+from ga_model import accumulate
+from ga_model.torch_engine import _torch_split_call
+from ga_model.torch_engine._torch_arguments import Arguments, NotByRowsError
+
+
+def mlp(inputs, outputs, **arguments):
+    parts = [layers.Dense(7, activation="tanh"), layers.Dense(outputs)]
+    return keras.Sequential([keras.Input((inputs,)), *parts], **arguments)
+
+
+def weights_of(*parts):
+    return [w for part in parts for w in part.trainable_weights]
+
+
+class Step(keras.Model):
+    """A step of one's own, that takes the gradient of `loss_of`."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = self.make()
+
+    def make(self):
+        return mlp(4, 3)
+
+    def call(self, x):
+        return self.net(x)
+
+    def train_step(self, data):
+        x, y = data
+        self.zero_grad()
+        loss = self.loss_of(x, y)
+        loss.backward()
+        self.update(weights_of(self.net))
+        return {"own": loss.detach()}
+
+    def update(self, weights, optimizer=None):
+        with torch.no_grad():
+            (optimizer or self.optimizer).apply([w.value.grad for w in weights], weights)
+
+
+def contrast(a, b):
+    scores = torch.nn.functional.normalize(a, dim=1) @ torch.nn.functional.normalize(b, dim=1).T
+    return -torch.log_softmax(4 * scores, 1).diagonal().mean()
+
+
+class SimCLR(Step):
+    def loss_of(self, x, y):
+        return contrast(self.net(x, training=True), self.net(x[:, [1, 0, 3, 2]], training=True))
+
+
+class JoinedViews(Step):
+    """Calls its net on twice the samples."""
+
+    def loss_of(self, x, y):
+        both = self.net(torch.cat([x, x.flip(1)]), training=True)
+        return contrast(both[: len(x)], both[len(x) :])
+
+
+class Correlations(Step):
+    """As Barlow twins."""
+
+    def loss_of(self, x, y):
+        a, b = (z - 0.5 * z.mean(0) for z in (self.net(x), self.net(x.flip(1))))
+        return ((a.T @ b / len(x) - torch.eye(3)) ** 2).sum()
+
+
+class TwoTowers(Step):
+    def make(self):
+        first, second = keras.Input((2,), name="x"), keras.Input((2,), name="z")
+        outputs = {"a": layers.Dense(3)(first), "b": [mlp(2, 3)(second)]}
+        return keras.Model({"x": first, "z": second}, outputs)
+
+    def call(self, x):
+        return self.net({"x": x[:, :2], "z": x[:, 2:]})
+
+    def loss_of(self, x, y):
+        outputs = TwoTowers.call(self, x)
+        return contrast(outputs["a"], outputs["b"][0])
+
+
+class MaskedMean(Step):
+    def loss_of(self, x, y):
+        mask = (y[:, :1] > 0.5).to(x.dtype)
+        return ((self.net(x)[:, :2] - y) ** 2 * mask).sum() / (mask.sum() + 1e-3)
+
+
+class RootOfMean(Step):
+    def loss_of(self, x, y):
+        return torch.sqrt(((self.net(x)[:, :2] - y) ** 2).mean())
+
+
+class Clipping(MaskedMean):
+    def update(self, weights, optimizer=None):
+        torch.nn.utils.clip_grad_norm_([w.value for w in weights], 0.03)
+        super().update(weights, optimizer)
+
+
+class ByFunction(RootOfMean):
+    def train_step(self, data):
+        weights = weights_of(self.net)
+        loss = self.loss_of(*data)
+        gradients = torch.autograd.grad(loss, [w.value for w in weights])
+        with torch.no_grad():
+            self.optimizer.apply([2 * g for g in gradients], weights)
+        return {"own": loss.detach()}
+
+
+class Unused(Step):
+    """Of whose weights some get no gradient."""
+
+    def make(self):
+        inputs = keras.Input((4,))
+        return keras.Model(inputs, [mlp(4, 2)(inputs), mlp(4, 3)(inputs)])
+
+    def loss_of(self, x, y):
+        first, _ = self.net(x)
+        return 0.02 * ((first - y) ** 2).sum()
+
+    def update(self, weights, optimizer=None):
+        used = [w for w in weights if w.value.grad is not None]
+        assert len(used) == 4
+        super().update(used, optimizer)
+
+
+class OfTwo(Step):
+    def __init__(self):
+        super().__init__()
+        self.other = mlp(2, 1)
+        self.second = keras.optimizers.SGD(0.05)
+        self.second.build(self.other.trainable_weights)
+
+    def make(self):
+        return mlp(4, 2)
+
+
+class GAN(OfTwo):
+    """Updates the discriminator before the generator's gradient is taken."""
+
+    def train_step(self, data):
+        x, real = data
+        false = self.net(x, training=True)
+        self.zero_grad()
+        judged = self.other(torch.cat([false.detach(), real]), training=True)
+        labels = torch.cat([torch.ones(len(x), 1), torch.zeros(len(x), 1)])
+        of_other = torch.nn.functional.binary_cross_entropy_with_logits(judged, labels)
+        of_other.backward()
+        self.update(weights_of(self.other), self.second)
+        self.zero_grad()
+        loss = torch.nn.functional.softplus(self.other(false, training=True)).mean()
+        loss.backward()
+        self.update(weights_of(self.net))
+        return {"own": loss.detach(), "other": of_other.detach()}
+
+
+class Wasserstein(OfTwo):
+    """Updates its critic three times, with a penalty on a gradient."""
+
+    def train_step(self, data):
+        x, real = data
+        for _ in range(3):
+            self.zero_grad()
+            false = self.net(x).detach()
+            between = (0.3 * false + 0.7 * real).requires_grad_()
+            (slope,) = torch.autograd.grad(self.other(between).sum(), between, create_graph=True)
+            penalty = ((slope.norm(dim=1) - 1) ** 2).mean()
+            (self.other(false).mean() - self.other(real).mean() + penalty).backward()
+            self.update(weights_of(self.other), self.second)
+        self.zero_grad()
+        loss = -self.other(self.net(x)).mean()
+        loss.backward()
+        self.update(weights_of(self.net))
+        return {"own": loss.detach(), "penalty": penalty.detach()}
+
+
+class BYOL(Step):
+    """Assigns a target network."""
+
+    def __init__(self):
+        super().__init__()
+        self.target = mlp(4, 3, trainable=False)
+
+    def loss_of(self, x, y):
+        with torch.no_grad():
+            target = self.target(x.flip(1))
+        return -torch.cosine_similarity(self.net(x), target).mean()
+
+    def update(self, weights, optimizer=None):
+        super().update(weights, optimizer)
+        for slow, quick in zip(self.target.weights, weights):
+            slow.assign(0.9 * slow + 0.1 * quick)
+
+
+class Adversarial(Step):
+    """Trains on inputs that a gradient with respect to them has moved."""
+
+    def loss_of(self, x, y):
+        x = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(((self.net(x)[:, :2] - y) ** 2).mean(), x)
+        return ((self.net(x.detach() + 0.1 * slope.sign())[:, :2] - y) ** 2).mean()
+
+
+class Variational(Step):
+    """Adds losses in a layer: a mean and a sum."""
+
+    def make(self):
+        class Adds(layers.Layer):
+            def call(self, x):
+                self.add_loss(0.1 * ops.mean(ops.square(x)))
+                self.add_loss(0.02 * ops.sum(ops.abs(x)))
+                return x
+
+        regularized = layers.Dense(5, activation="tanh", activity_regularizer="l2")
+        return keras.Sequential([keras.Input((4,)), regularized, Adds(), layers.Dense(2)])
+
+    def loss_of(self, x, y):
+        reconstruction = ((self.net(x, training=True) - y) ** 2).sum(1).mean()
+        assert len(self.net.losses) == 3
+        return torch.sqrt(reconstruction) + sum(self.net.losses)
+
+
+class Sequences(Step):
+    """With masks, positions, and layers called one by one."""
+
+    def make(self):
+        self.embed = layers.Embedding(9, 4, mask_zero=True)
+        self.positions = layers.Embedding(5, 4)
+        self.recur = layers.LSTM(3)
+        return layers.Dense(2)
+
+    def call(self, x):
+        ids = (torch.cat([x, x[:, :1]], 1).abs() * 4).long().clamp(0, 8)
+        embedded = self.embed(ids)
+        mask = embedded._keras_mask
+        embedded = embedded + self.positions(torch.arange(5))
+        return self.net(self.recur(embedded, mask=mask))
+
+    def loss_of(self, x, y):
+        outputs = Sequences.call(self, x)  # each layer by itself
+        return torch.sqrt(((outputs - y) ** 2).mean())
+
+    def update(self, weights, optimizer=None):
+        parts = (self.embed, self.positions, self.recur, self.net)
+        super().update(weights_of(*parts), optimizer)
+
+
+STEPS = [
+    *(SimCLR, JoinedViews, Correlations, TwoTowers, MaskedMean, RootOfMean, Clipping, ByFunction),
+    *(Unused, GAN, Wasserstein, BYOL, Adversarial, Variational, Sequences),
+]
+
+
+def fit(make, size=None, optimizer=None, loss=None, rows=12, data=None, **settings):
+    """Return weights and variables of optimizers before and after, and the logs."""
+    model = seeded(make)
+    if size or settings:
+        model = accumulate(model, microbatch_size=size, **settings)
+    model.compile(optimizer or keras.optimizers.SGD(0.1), loss)
+    data = dense_data(31) if data is None else data
+    if not model.built:
+        model(data[0][:2])
+    start = model.get_weights()
+    logs = model.fit(*data, batch_size=rows, epochs=2, shuffle=False, verbose=0)
+    return start, model.get_weights(), logs
+
+
+def compare(make, size=5, optimizer=lambda: keras.optimizers.SGD(0.1), **arguments):
+    start, expected, logs = fit(
+        make, None, optimizer(), **{k: arguments[k] for k in ("loss", "data") if k in arguments}
+    )
+    _, weights, own = fit(make, size, optimizer(), **arguments)
+    for name, values in logs.history.items():
+        np.testing.assert_allclose(own.history[name], values, rtol=1e-5, err_msg=name)
+    return relative_difference(weights, expected, start)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("size", [5, 1])
+@pytest.mark.parametrize("step", STEPS)
+def test_any_step_matches_the_full_batch(step, size):
+    assert compare(step, size) <= TOLERANCE
+
+
+@pytest.mark.parametrize("step", [GAN, MaskedMean, Sequences])
+def test_they_match_with_adam(step):
+    assert compare(step, optimizer=lambda: keras.optimizers.Adam(0.01)) <= 5 * TOLERANCE
+
+
+@pytest.mark.parametrize("step", [SimCLR, MaskedMean, BYOL])
+def test_control_a_step_per_microbatch_does_not_match(step):
+    """What each microbatch by itself would give."""
+    start, expected, _ = fit(step)
+    _, weights, _ = fit(step, rows=5)
+    assert relative_difference(weights, expected, start) > 1e-2
+
+
+class Counting(layers.Dense):
+    seen = None
+
+    def call(self, x):
+        if not keras.src.backend.common.symbolic_scope.in_symbolic_scope():
+            Counting.seen.append(len(x))
+        return super().call(x)
+
+
+def test_no_layer_sees_more_samples_than_a_microbatch():
+    class Seen(SimCLR):
+        def make(self):
+            return keras.Sequential([keras.Input((4,)), Counting(3)])
+
+    Counting.seen = []
+    fit(Seen, 5, data=dense_data(12))
+    # It is built by two. It is tried on five and its halves. Then two views go forward, and back.
+    assert Counting.seen == [2, 5, 2, 3, *[5, 5, 2] * 8]
+
+
+def in_batch(y_true, y_pred):
+    return contrast(y_pred, y_true)
+
+
+@pytest.mark.parametrize("settings", [{}, {"loss_over": "batch"}, {"skip_nonfinite": True}])
+@pytest.mark.parametrize("loss", ["dice", in_batch])
+def test_compiled_losses_that_compare_samples_match(loss, settings):
+    x, y = dense_data(36)
+    assert compare(dense_model, data=(x, np.abs(y)), loss=loss, **settings) <= TOLERANCE
+
+
+def test_a_compute_loss_of_ones_own_matches():
+    class Own(keras.Sequential):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            return ops.sqrt(ops.mean(ops.square(y_pred - y)))
+
+    def make():
+        return Own([keras.Input((4,)), *dense_model().layers])
+
+    assert compare(make) <= TOLERANCE
+    assert compare(make, skip_nonfinite=True) <= TOLERANCE
+
+
+def test_logs_and_metrics_are_those_of_the_full_batch():
+    def arguments():
+        metrics = ["mae", keras.metrics.RootMeanSquaredError()]
+        return {"optimizer": "sgd", "loss": keras.losses.Dice(), "metrics": metrics}
+
+    x, y = dense_data(31)
+    data = (x, np.abs(y))
+    model, _ = train(dense_model, arguments, data, rows=12, microbatch_size=5)
+    reference, _ = train(dense_model, arguments, data, rows=12)
+    assert_same_logs(model, reference)
+
+
+def test_windows_of_such_batches_are_means_of_them():
+    """Of losses over a batch of 6 each, as plain Keras sees them where a step has two."""
+
+    class Pairs(RootOfMean):
+        def loss_of(self, x, y):
+            return (super().loss_of(x[:6], y[:6]) + super().loss_of(x[6:], y[6:])) / 2
+
+    class Ruled(ga_model.AccumulatingModel, RootOfMean):
+        def microbatch_weight(self, x, y=None, sample_weight=None):
+            return len(x)
+
+    data = dense_data(24)
+    start, expected, _ = fit(Pairs, data=data)
+    arguments = {"accumulation_steps": 2, "loss_over": "batch", "rows": 6}
+    _, weights, _ = fit(Ruled, 4, data=data, **arguments)
+    assert relative_difference(weights, expected, start) <= TOLERANCE
+
+
+# State that calls read and write.
+
+
+class InParts(keras.Model):
+    """Plain Keras, but its one pass calls the net on one microbatch after the other."""
+
+    def __init__(self, size, normalization):
+        super().__init__()
+        parts = [layers.Dense(6, activation="tanh"), layers.Dropout(0.4, seed=3)]
+        parts += [layers.BatchNormalization(momentum=0.7)] if normalization else []
+        self.net = keras.Sequential([keras.Input((4,)), *parts, layers.Dense(2)])
+        self.size = size
+
+    def call(self, x, training=False):
+        shares = range(0, len(x), self.size or len(x))
+        parts = [self.net(x[i : i + (self.size or len(x))], training=training) for i in shares]
+        return torch.cat(parts)
+
+    def train_step(self, data):
+        x, y = data
+        self.zero_grad()
+        loss = torch.sqrt(((self(x, training=True) - y) ** 2).mean())
+        loss.backward()
+        weights = self.trainable_weights
+        with torch.no_grad():
+            self.optimizer.apply([w.value.grad for w in weights], weights)
+        return {"own": loss.detach()}
+
+
+@pytest.mark.parametrize("normalization", [False, True])
+@pytest.mark.filterwarnings("ignore:BatchNormalization layers in training mode")
+def test_both_passes_draw_the_same_numbers_and_state_moves_once(normalization):
+    start, expected, _ = fit(lambda: InParts(5, normalization))
+    _, weights, _ = fit(lambda: InParts(None, normalization), 5)
+    assert relative_difference(weights[:4], expected[:4], start[:4]) <= TOLERANCE
+    for one, other in zip(weights, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_batch_normalization_is_told_of():
+    with pytest.warns(UserWarning, match="BatchNormalization layers in training mode"):
+        fit(lambda: InParts(None, True), 5)
+
+
+class OfTorch(layers.Layer):
+    """Draws by PyTorch itself."""
+
+    def call(self, x, training=False):
+        return torch.nn.functional.dropout(x, 0.5, training=bool(training))
+
+
+def test_numbers_that_pytorch_draws_are_the_same_in_both_passes():
+    class Draws(Step):
+        def make(self):
+            return keras.Sequential([keras.Input((4,)), layers.Dense(6), OfTorch()])
+
+        def loss_of(self, x, y):
+            outputs = self.net(x, training=True)
+            self.is_zero = (outputs == 0).detach()
+            outputs.sum().backward(retain_graph=True)
+            (bias,) = (w.value.grad for w in self.net.trainable_weights[1:])
+            # The gradient of a bias counts what was not dropped, each twice.
+            assert torch.equal(bias, 2.0 * (~self.is_zero).sum(0))
+            self.zero_grad()
+            return outputs.sum()
+
+    fit(Draws, 5)
+
+
+# What cannot be split runs whole.
+
+
+class Centers(layers.Layer):
+    def call(self, x):
+        return x - 0.5 * ops.mean(x, axis=0, keepdims=True)
+
+
+class Keeps(layers.Dense):
+    def call(self, x):
+        self.kept = super().call(x)
+        return self.kept
+
+
+class Counts(layers.Dense):
+    def build(self, shape):
+        super().build(shape)
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, x):
+        self.calls.assign_add(1.0)
+        return super().call(x) * (1.0 + 0.01 * self.calls)
+
+
+class WithBuffers(layers.Dense):
+    def build(self, shape):
+        super().build(shape)
+        self.register_buffer("kept", torch.ones(3))
+
+
+class Borrows(layers.Dense):
+    lender = None
+
+    def call(self, x):
+        return super().call(x) + Borrows.lender.value
+
+
+WHOLE = {
+    "mixes": (lambda: keras.Sequential([layers.Dense(3), Centers()]), "depend on other samples"),
+    "keeps": (lambda: Keeps(3), "keeps a tensor in its attribute `kept`"),
+    "counts": (lambda: Counts(3), "it writes to .*once per call"),
+    "buffers": (lambda: WithBuffers(3), "has buffers of PyTorch's own"),
+    "borrows": (lambda: Borrows(3), "no input or weight of it"),
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_cannot_be_split_runs_whole_exactly_and_is_told(name):
+    make_part, reason = WHOLE[name]
+
+    class Whole(SimCLR):
+        def make(self):
+            self.lender = self.add_weight(shape=(3,), initializer="ones")
+            Borrows.lender = self.lender
+            part = make_part()
+            part.build((None, 4))
+            return part
+
+    with pytest.warns(UserWarning, match=f"takes the memory of the full batch.*{reason}"):
+        assert compare(Whole) <= TOLERANCE
+
+
+def test_arguments_tell_samples_from_what_they_share():
+    x, table, scalar = torch.ones(12, 3), torch.ones(1, 3), torch.tensor(2.0)
+    arguments = Arguments((x, [table, None]), {"scale": scalar, "name": "n"}, 6, 4)
+    assert [share.stop for share in arguments.shares()] == [8, 12]
+    (first, (shared, none)), kwargs = arguments.packed(
+        arguments.part(arguments.tensors, slice(0, 8))
+    )
+    assert (first.shape, shared.shape, none) == ((8, 3), (1, 3), None)
+    assert kwargs == {"scale": scalar, "name": "n"}
+    with pytest.raises(NotByRowsError, match=r"different numbers of samples \[7, 12\]"):
+        Arguments((x, x[:7]), {}, 6, 4)
+
+
+def test_what_a_call_holds_is_gone_with_its_outputs():
+    kept = []
+    original = _torch_split_call.SplitCall.__init__
+
+    class Noted(_torch_split_call.SplitCall):
+        pass
+
+    def noting(self, *args):
+        import weakref
+
+        original(self, *args)
+        kept.append(weakref.ref(self))
+
+    gc.disable()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_torch_split_call.SplitCall, "__init__", noting)
+            fit(SimCLR, 5)
+        assert len(kept) == 12  # two calls in each of six steps
+        assert [call() for call in kept] == [None] * 12
+    finally:
+        gc.enable()
+
+
+MEMORY = """
+import sys, torch, keras
+torch.set_num_threads(1)
+from ga_model import accumulate
+
+class Net(keras.Sequential):
+    def train_step(self, data):
+        x, y, _ = data
+        self.zero_grad()
+        loss = torch.sqrt(((self(x, training=True) - y) ** 2).mean())
+        loss.backward()
+        weights = self.trainable_weights
+        with torch.no_grad():
+            self.optimizer.apply([w.value.grad for w in weights], weights)
+        return {}
+
+rows, size = map(int, sys.argv[1:])
+parts = [keras.layers.Conv2D(16, 3, padding="same", activation="gelu") for _ in range(8)]
+parts += [keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(1)]
+model = Net([keras.Input((32, 32, 3)), *parts])
+if size:
+    model = accumulate(model, microbatch_size=size)
+model.compile("sgd")
+peak = lambda: int(next(l for l in open("/proc/self/status") if "VmHWM" in l).split()[1]) / 1e3
+x, y = torch.zeros(rows, 32, 32, 3), torch.zeros(rows, 1)
+model.train_on_batch(x[:2], y[:2])
+before = peak()
+model.train_on_batch(x, y)
+print(peak() - before)
+"""
+
+
+@pytest.mark.sweep
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_memory_is_that_of_a_microbatch():
+    import subprocess
+
+    def added(rows, size=0):
+        command = [sys.executable, "-c", MEMORY, str(rows), str(size)]
+        return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+    small, full, split = added(16), added(256), added(256, 16)
+    print(f"small {small:.0f} MB, full {full:.0f} MB, split {split:.0f} MB")
+    assert split < 1.5 * small + 10
+    assert split < full / 4
