@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from ga_model.base._internals import layers_in, raw, seeds, times_written
+from ga_model.base._internals import layers_in, own_state, raw, seeds, times_written
 
 
 class Snapshot:
@@ -14,13 +14,17 @@ class Snapshot:
 
     Args:
         model: the model.
+        of_layers: whether frozen weights are left out, which layers do not write to.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, of_layers: bool = False) -> None:
         trained = {id(variable) for variable in model.trainable_weights}
         self._model = model
+        variables = model.variables
+        if of_layers:
+            variables = [v for part in layers_in(model) for v in (*own_state(part), *seeds(part))]
         self._variables = {
-            id(v): v for v in (*model.variables, *model.metrics_variables) if id(v) not in trained
+            id(v): v for v in (*variables, *model.metrics_variables) if id(v) not in trained
         }
         self._values = {key: v.value.detach().clone() for key, v in self._variables.items()}
 

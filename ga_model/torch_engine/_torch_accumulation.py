@@ -71,7 +71,7 @@ class Accumulation(Kept):
             window = self.window = self.window or Window(model, steps)
         if is_whole or self._has_run_by_microbatches or self.size is None:
             return _run.run(model, train_step, data, window, self.size, is_whole)
-        before = Snapshot(model)
+        before = Snapshot(model, of_layers=True)
         try:
             logs = _run.run(model, train_step, data, window, self.size)
         except DoesNotAddUpError:

@@ -222,10 +222,8 @@ def test_looking_ahead_leaves_random_state_and_statistics_alone(float64):
         layers = keras.layers
         seeds = layers.Dropout(0.5, seed=1)
         statistics = layers.BatchNormalization()
-        outputs = [
-            statistics(seeds(layers.Dense(2, activation="tanh")(layers.Masking()(i))))
-            for i in ((a, b) if masked else (a, a))
-        ]
+        parts = [layers.Masking()(i) if masked else i for i in (a, b)]
+        outputs = [statistics(seeds(layers.Dense(2, activation="tanh")(i))) for i in parts]
         return keras.Model([a, b], outputs), seeds
 
     drawn = []
