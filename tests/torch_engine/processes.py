@@ -60,5 +60,6 @@ def run_in_processes(module, name, size):
             for process in processes:
                 process.kill()
         for process, output in zip(processes, outputs, strict=True):
-            assert process.returncode == 0, output
+            if process.returncode != 0:
+                raise RuntimeError(output)
         return [pickle.loads(Path(result).read_bytes()) for result in results]
