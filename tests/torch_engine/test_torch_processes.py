@@ -4,11 +4,14 @@ Starting processes takes seconds, so they train all cases and tests look at what
 """
 
 import functools
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import trainings_of_processes as trainings
-from helpers import relative_difference
+from helpers import ROOT, python_blocks, relative_difference
 from pairs import TOLERANCE
 from processes import run_in_processes
 
@@ -62,6 +65,24 @@ def assert_match(name, size):
         assert num_exchanges == num_updates
 
 
+@pytest.mark.gate
+def test_the_guides_example_runs(tmp_path):
+    (script,) = [
+        block
+        for block in python_blocks((ROOT / "docs/guides/distributed.md").read_text())
+        if "process_group" in block
+    ]
+    path = tmp_path / "several_processes.py"
+    path.write_text(script)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(
+        [*command, str(path)], capture_output=True, text=True, env=environment, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("16 updates") == 2  # 500 samples by 4 times 16, twice
+
+
 ERRORS = {
     "no choice": "ValueError: Where several processes run, it has to be said",
     "choice by name": "TypeError: `process_group` must be",
@@ -94,14 +115,19 @@ def test_gradients_are_summed_in_buckets():
     assert num_exchanges == num_updates * len(alone)
 
 
-def test_sums_beside_means_are_exact_for_equal_batches_and_told():
+@pytest.mark.every_case
+@pytest.mark.parametrize("way", trainings.WAYS)
+def test_sums_beside_means_are_exact_for_equal_batches_and_told(way):
     reference, start = trainings.told_reference(2, trainings.with_a_sum)
     for result in results(2):
-        weights, messages = result["told"][0]
+        weights, messages = result["told"][f"with_a_sum {way}"]
         assert relative_difference(weights, reference, start) <= TOLERANCE
         assert any("One weight per microbatch" in message for message in messages)
 
 
-def test_averages_of_batch_normalization_are_told_to_be_of_a_process():
+@pytest.mark.every_case
+@pytest.mark.parametrize("way", trainings.WAYS)
+def test_averages_of_batch_normalization_are_told_to_be_of_a_process(way):
     for result in results(2):
-        assert any("a process's own samples" in message for message in result["told"][1][1])
+        _, messages = result["told"][f"with_batch_normalization {way}"]
+        assert any("a process's own samples" in message for message in messages)

@@ -69,6 +69,10 @@ def clipped():
     return {"optimizer": keras.optimizers.Adam(0.01, global_clipnorm=0.1), "loss": "mse"}
 
 
+def decayed():
+    return {"optimizer": keras.optimizers.SGD(0.1, weight_decay=0.1), "loss": "mse"}
+
+
 def scaled():
     scaled = keras.optimizers.LossScaleOptimizer(sgd(), initial_scale=8.0, dynamic_growth_steps=2)
     return {"optimizer": scaled, "loss": "mse"}
@@ -99,7 +103,7 @@ CASES = {
     "regularized": (regularized_model, dense_data, of_loss(), {"accumulation_steps": 2}),
     "sum": (dense_model, dense_data, summed, {"accumulation_steps": 2, "microbatch_size": 3}),
     "sample weights": (dense_model, dense_data, weighted, {"accumulation_steps": 2}),
-    "unused": (Unused, dense_data, of_loss(), {"accumulation_steps": 2}),
+    "unused": (Unused, dense_data, decayed, {"accumulation_steps": 2}),
     "clipped": (dense_model, dense_data, clipped, {"accumulation_steps": 2}),
     "loss scaling": (dense_model, dense_data, scaled, {"accumulation_steps": 2}),
 }
@@ -322,13 +326,24 @@ def with_batch_normalization():
     return keras.Sequential([keras.Input((4,)), normalization, keras.layers.Dense(2)])
 
 
-def told(rank, size, make):
+# Settings, and rows of a batch: 6 rows of a process are an update.
+WAYS = {
+    "steps": ({"accumulation_steps": 2}, 3),
+    "size": ({"microbatch_size": 3}, 6),
+    "neither": ({}, 6),
+}
+
+
+def told(rank, size, make, way):
     """Return what is told where equal batches train, and the weights."""
     x, y = dense_data(12 * size)
-    model = model_of(make=make, optimizer=keras.optimizers.SGD(0.01))
+    settings, rows = WAYS[way]
+    model = accumulate(seeded(make), **settings)
+    model.process_group = WORLD
+    model.compile(keras.optimizers.SGD(0.01), "mse")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model.fit(x[rank::size], y[rank::size], batch_size=3, shuffle=False, verbose=0)
+        model.fit(x[rank::size], y[rank::size], batch_size=rows, shuffle=False, verbose=0)
     return model.get_weights(), [str(warning.message) for warning in caught]
 
 
@@ -356,7 +371,11 @@ def everything(rank, size):
     return {
         "trained": results,
         "small buckets": in_small_buckets(rank, size),
-        "told": [told(rank, size, make) for make in (with_a_sum, with_batch_normalization)],
+        "told": {
+            make.__name__ + " " + way: told(rank, size, make, way)
+            for make in (with_a_sum, with_batch_normalization)
+            for way in WAYS
+        },
         "errors": errors(rank, size),
     }
 
