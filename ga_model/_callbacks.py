@@ -39,8 +39,12 @@ class CloseWindow(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         if not self.has_begun:  # `BackupAndRestore` may have set the first epoch
             _engine.check_same_epoch(self._accumulating, epoch)
+        self._accumulating._accumulation.begin_epoch(epoch)
         self.has_begun = True
         self._num_updates = self._at_begin = count_updates(self._accumulating)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self._accumulating._accumulation.finish_fit()
 
     def on_test_begin(self, logs: Any = None) -> None:
         self._accumulating.close_window()

@@ -126,6 +126,12 @@ class Kept:
         for message in [] if self.window is None else self.window.messages(model.name):
             model._warn_once(message)
 
+    def begin_epoch(self, epoch: int) -> None:
+        """Note that an epoch of `fit` begins."""
+
+    def finish_fit(self) -> None:
+        """Note that `fit` has trained its last epoch."""
+
     def end_fit(self) -> None:
         """Forget what is for the present `fit` only."""
         self.is_scheduled = self.is_verbose = False

@@ -20,6 +20,25 @@ class Hooks(_Base):
 
     train_function: Any
     jit_compile: Any
+    _accumulation: Any
+
+    @property
+    def process_group(self) -> Any:
+        """The processes that train the model together, a `torch.distributed.ProcessGroup`, or None.
+
+        None by default: each process trains alone. With `torch.distributed.group.WORLD` all do it
+        together: each calls `fit` on its share of the data, and a window is the batches of all
+        processes. Set it before `fit`, in all processes. No file has it.
+
+        Raises:
+            TypeError: it is set to something else.
+            ValueError: the process is not in the group.
+        """
+        return self._accumulation.process_group
+
+    @process_group.setter
+    def process_group(self, value: Any) -> None:
+        self._accumulation.set_process_group(value)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

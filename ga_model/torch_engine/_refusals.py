@@ -9,6 +9,7 @@ import torch
 
 from ga_model.base._messages import ALONE, WITHOUT
 from ga_model.hearing._models import instances_in, is_of_keras
+from ga_model.torch_engine._process_group import num_processes
 
 _TO_BE_EXACT = (
     "Training differs from the full batch. To train as on the full batch, pass `fit` the full "
@@ -18,12 +19,14 @@ _TENSORFLOW = "train on TensorFlow (`KERAS_BACKEND=tensorflow`), which does"
 
 
 def check_variables(model: Any) -> None:
-    """Raise ValueError if gradients overwrite variables, or several processes train."""
+    """Raise ValueError if gradients overwrite variables, or it is not said who trains the model."""
     overwritten = [v.path for v in model.trainable_variables if _overwrites(v)]
     if overwritten:
         raise ValueError(_overwritten_message(model.name, overwritten))
-    if _num_processes() > 1 or keras.distribution.distribution() is not None:
-        raise ValueError(_processes_message(model.name))
+    if keras.distribution.distribution() is not None:
+        raise ValueError(_distribution_message(model.name))
+    if num_processes() > 1 and model.process_group is None:
+        raise ValueError(alone_message(repr(model.name), "model.process_group"))
 
 
 def check(model: Any, is_window: bool) -> None:
@@ -48,11 +51,14 @@ def _overwrites(variable: Any) -> bool:
     return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
-def _num_processes() -> int:
+def check_group(group: Any) -> None:
+    """Raise TypeError or ValueError unless this process is one of a group, or there is none."""
     distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return 1
-    return int(distributed.get_world_size())
+    is_group = distributed.is_available() and isinstance(group, distributed.ProcessGroup)
+    if not (group is None or is_group):
+        raise TypeError(_group_message(group))
+    if group is not None and distributed.get_rank(group) < 0:
+        raise ValueError(_group_message("a group without this process"))
 
 
 def compiled_message(model: str) -> str:
@@ -81,11 +87,38 @@ def _overwritten_message(model: str, variables: list[str]) -> str:
     )
 
 
-def _processes_message(model: str) -> str:
+def _distribution_message(model: str) -> str:
     return (
-        "Where Keras runs on PyTorch, gradients are accumulated in one process only. "
-        f"Received: {model!r} in a process group or with a `keras.distribution`. "
-        f"Train in one process, {_TENSORFLOW} (`tf.distribute`), or {WITHOUT}."
+        "Where Keras runs on PyTorch, gradients are accumulated over the processes of a "
+        f"`torch.distributed` group. Received: {model!r} with a `keras.distribution`. "
+        "Remove it and set `model.process_group = torch.distributed.group.WORLD`, "
+        f"{_TENSORFLOW} (`tf.distribute`), or {WITHOUT}."
+    )
+
+
+def alone_message(subject: str, name: str) -> str:
+    return (
+        "Where several processes run, it has to be said whether they train together. "
+        f"Received: {subject} in a group of {num_processes()} processes, and {name}=None. Pass "
+        "`torch.distributed.group.WORLD` for updates of the batches of all processes, or for a "
+        "process that trains alone a group that it has for itself, "
+        "`torch.distributed.new_group([rank], use_local_synchronization=True)`."
+    )
+
+
+def sum_with_regularizers_message(model: str) -> str:
+    return (
+        "With several processes, a loss that is a sum cannot stand beside weight regularizers: "
+        "each process would add them. "
+        f"Received: {model!r} with both. Use a loss that is a mean, or `weight_decay`."
+    )
+
+
+def _group_message(group: Any) -> str:
+    return (
+        "`process_group` must be a `torch.distributed.ProcessGroup` that this process is in. "
+        f"Received: {group!r}. Call `torch.distributed.init_process_group` and pass "
+        "`torch.distributed.group.WORLD`, or None to train alone."
     )
 
 
@@ -152,6 +185,16 @@ def mixing_message(model: str) -> str:
         "The gradients of microbatches add up to that of the full batch if a model treats samples "
         f"one by one. Received: {model!r}, whose outputs for a sample depend on the others of its "
         f"microbatch. {_TO_BE_EXACT}."
+    )
+
+
+def own_averages_message(layers: list[str]) -> str:
+    return (
+        "Processes that train together share gradients, and not what layers write in training. "
+        f"Received: BatchNormalization layers {layers}, whose running averages become those of a "
+        "process's own samples. Take those of one process for all, freeze them "
+        "(`layer.trainable = False` before `compile`), or use LayerNormalization or "
+        "GroupNormalization."
     )
 
 

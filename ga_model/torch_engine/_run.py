@@ -85,11 +85,13 @@ class _Run:
         self._train_step = train_step
         self._batch = batch
         self._window = window
-        self._is_window = window.steps == 1 and not batch.is_split
+        self._num_processes = 1 if window.processes is None else window.processes.size
+        is_alone = self._num_processes == 1
+        self._is_window = window.steps == 1 and not batch.is_split and is_alone
         self._skips = model.skip_nonfinite
         self._num_counted = 0
         self._whole: _weights.Whole | None = None
-        if batch.is_split:
+        if batch.is_split and is_alone:  # what terms weigh in the others' batches is not known
             weights = functools.cache(functools.partial(_weights_ahead, model, batch))
             self._whole = _weights.Whole(lambda: float(batch.rows), window.steps == 1, weights)
 
@@ -125,6 +127,8 @@ class _Run:
         layers = [layer.name for layer in model._batch_normalization_layers()]
         if layers:
             model._warn_once(batch_normalization_message(layers))
+            if self._num_processes > 1:
+                model._warn_once(_refusals.own_averages_message(layers))
         if model._has_rule():
             return
         # A step of the user's own may call the model in another way.
@@ -146,7 +150,7 @@ class _Run:
         position = Position(
             window,
             window.steps,
-            window.steps * batch.num_microbatches,
+            window.steps * batch.num_microbatches * self._num_processes,
             power_of_two(window.steps) * power_of_two(batch.num_microbatches),
             self._num_counted == 0,
             self._whole,

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import keras
 
+from ga_model.base._identity import is_in
 from ga_model.base._internals import is_sum_of_activities
 from ga_model.hearing import _messages, _weights
 from ga_model.hearing._models import unpack
@@ -68,8 +69,9 @@ class StepLosses(StepTerms):
         self._terms.append(term)
 
     def note_total(self, loss: Any) -> None:
-        """Note what the model's `compute_loss` has returned."""
-        self.totals.append(loss)
+        """Note what the model's `compute_loss` has returned, as each class of the model does."""
+        if not is_in(loss, self.totals):
+            self.totals.append(loss)
 
     def note_additional(self, loss: Any, total: Any) -> None:
         """Note a loss that a layer or a regularizer added to the total.

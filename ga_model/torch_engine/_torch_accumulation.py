@@ -8,9 +8,10 @@ from typing import Any
 from ga_model._kept import Kept
 from ga_model._settings import Settings
 from ga_model.hearing._attributes import watch_attributes
-from ga_model.hearing._models import computes_loss_as_keras
+from ga_model.hearing._models import computes_loss_as_keras, optimizers_in
 from ga_model.torch_engine import _refusals, _run
 from ga_model.torch_engine._probes import DoesNotAddUpError
+from ga_model.torch_engine._process_group import Processes, num_processes
 from ga_model.torch_engine._split import Batch
 from ga_model.torch_engine._state import Snapshot
 from ga_model.torch_engine._terms import Probes
@@ -28,6 +29,7 @@ class Accumulation(Kept):
         compiled_copies: copies of compiled losses that tell what they compute.
         probes: what was found out by trying of the model and its losses.
         has_read_writes: whether it was found out what a step writes to.
+        process_group: the processes that train the model together, as users set it, or None.
     """
 
     window: Window | None
@@ -40,6 +42,26 @@ class Accumulation(Kept):
         self._most_rows = 0
         self._adds_up = True  # as far as is known
         self._has_run_by_microbatches = False
+        before = vars(model).get("_accumulation")  # `compile` leaves the group as it is
+        self.process_group = getattr(before, "process_group", None)
+        self._processes: Processes | None = None
+        self._has_batches: bool | None = None  # of an epoch of `fit` that is not closed
+
+    def set_process_group(self, group: Any) -> None:
+        """Train together with the processes of a group from the next window on, or alone."""
+        _refusals.check_group(group)
+        self.process_group, self._processes, self.window = group, None, None
+
+    def processes(self) -> Processes | None:
+        """Return the processes that train the model together, or None: it is this one alone."""
+        group = self.process_group
+        if self._processes is None and group is not None and num_processes(group) > 1:
+            self._processes = Processes(group)
+        return self._processes
+
+    def is_plain(self) -> bool:
+        """Return whether a batch is trained as plain Keras does, alone."""
+        return super().is_plain() and self.processes() is None
 
     def must_add_up(self) -> bool:
         """Return whether what does not add up over microbatches is not to run by microbatches."""
@@ -62,13 +84,15 @@ class Accumulation(Kept):
         watch_attributes(model)
         self.warn_of_accumulating_optimizers()
         is_whole = self.size is not None and self.takes_full_batch()
-        if is_whole and not (self.accumulates() or self.settings.skip_nonfinite):
+        window, processes = None, self.processes()
+        is_window = not self.accumulates() and processes is None
+        if is_whole and is_window and not self.settings.skip_nonfinite:
             return self._run_unheard(train_step, data)
-        _refusals.check(model, not self.accumulates() and (is_whole or self.size is None))
-        window = None
-        if self.accumulates():
+        _refusals.check(model, is_window and (is_whole or self.size is None))
+        if not is_window:
             steps = self.settings.accumulation_steps
-            window = self.window = self.window or Window(model, steps)
+            window = self.window = self.window or Window(model, steps, processes)
+            self._has_batches = None if self._has_batches is None else True
         if is_whole or self._has_run_by_microbatches or self.size is None:
             return _run.run(model, train_step, data, window, self.size, is_whole)
         before = Snapshot(model, of_layers=True)
@@ -105,9 +129,36 @@ class Accumulation(Kept):
 
     def close_window(self) -> None:
         """Make the update of a partial window, and warn of what was done so far."""
-        if self.window is not None:
-            self.window.close()
+        # Of several processes one may validate alone: each closes an epoch of `fit` once.
+        if self.processes() is None or self._has_batches is not False:
+            if self.window is None and self.processes() is not None:  # no batch so far
+                self.window = Window(self._model, 1, self.processes())
+            if self.window is not None:
+                self.window.close()
+            self._has_batches = None if self._has_batches is None else False
         self.warn_of_what_was_done()
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Note that an epoch of `fit` begins, which several processes have to begin together."""
+        self._has_batches = True
+        if (processes := self.processes()) is not None:
+            processes.begin_epoch(epoch, self._updated())
+
+    def finish_fit(self) -> None:
+        """Note that `fit` has trained its last epoch, which several processes have to agree on."""
+        if (processes := self.processes()) is not None:
+            processes.finish(self._updated())
+
+    def end_fit(self) -> None:
+        """Forget what is for the present `fit` only."""
+        super().end_fit()
+        self._has_batches = None
+
+    def _updated(self) -> list[Any]:
+        """Return the variables that updates change."""
+        optimizers = optimizers_in(vars(self._model))
+        state = [v for optimizer in optimizers for v in optimizer.variables]
+        return [*self._model.trainable_variables, *state]
 
     def note_rows(self, rows: int) -> None:
         """Note the rows of a batch."""

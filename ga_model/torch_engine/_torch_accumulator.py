@@ -10,6 +10,8 @@ import torch
 
 from ga_model.base import _messages, _validate
 from ga_model.base._names import answering
+from ga_model.torch_engine import _refusals
+from ga_model.torch_engine._process_group import Processes, num_processes
 from ga_model.torch_engine._torch_window import Part, Window
 
 
@@ -19,6 +21,15 @@ class GradientAccumulator:
     As on TensorFlow, where Keras runs on PyTorch. There is one buffer per variable that has a
     gradient: float32 for float16 and bfloat16 variables, else the variable's own dtype. Gradients
     are copied: clear them as you would without.
+
+    With a `process_group`, each process adds the gradients of its own samples, and `apply`, which
+    all call equally often, sums gradients and weights over processes: the update of one process
+    with all microbatches, however many samples each has. Take gradients that are not synchronized,
+    in a `with ddp.no_sync():` if the model is wrapped in `DistributedDataParallel`.
+
+    Args:
+        process_group: the processes that make updates together, such as
+            `torch.distributed.group.WORLD`, or None.
 
     Attributes:
         num_microbatches: an integer, microbatches added since the last reset.
@@ -42,8 +53,12 @@ class GradientAccumulator:
     """
 
     @answering
-    def __init__(self) -> None:
-        self._window = Window(None, 1)
+    def __init__(self, *, process_group: Any = None) -> None:
+        _refusals.check_group(process_group)
+        is_alone = process_group is None or num_processes(process_group) == 1
+        self._processes = None if is_alone else Processes(process_group)
+        self._has_group = process_group is not None
+        self._window = Window(None, 1, self._processes)
         self._is_sum: bool | None = None
         self.num_microbatches = 0
 
@@ -117,7 +132,7 @@ class GradientAccumulator:
         total = 1.0 if self._is_sum else self._window.total
         return [gradient for part in self._window.parts for gradient in part.mean(total)]
 
-    def apply(self, optimizer: Any) -> None:
+    def apply(self, optimizer: Any, *, is_last: bool = False) -> None:
         """Update the variables with the window's gradient, and start the next window.
 
         One call is one `optimizer.apply`. An empty window, and one whose weights sum to zero,
@@ -125,19 +140,33 @@ class GradientAccumulator:
 
         Args:
             optimizer: a `keras.optimizers.Optimizer`.
+            is_last: whether the process has no samples left. With several processes it then takes
+                part in the updates of the others until all have none left, so processes may have
+                different numbers of windows.
 
         Raises:
             TypeError: `optimizer` is none.
-            ValueError: it accumulates gradients itself.
+            ValueError: it accumulates gradients itself; or there are several processes, and no
+                `process_group` was passed.
+            RuntimeError: the processes differ in their variables.
         """
         if not isinstance(optimizer, keras.optimizers.Optimizer):
             raise TypeError(_messages.not_an_optimizer_message(optimizer))
         _validate.check_single_accumulation([optimizer])
-        if self._window.parts and (self._is_sum or self._window.total):
-            variables, gradients = self.variables, self.mean()
-            with torch.no_grad():
-                optimizer.apply(gradients, variables)
-        self.reset()
+        if not self._has_group and num_processes() > 1:
+            name = "`process_group`"
+            raise ValueError(_refusals.alone_message("a `GradientAccumulator`", name))
+        is_end = False
+        while not is_end:
+            parts, unit, is_end = self._window.parts, self._window.unit, True
+            total = 1.0 if self._is_sum else self._window.total
+            self.reset()
+            if self._processes is not None:
+                sums = self._processes.sum(parts, total, unit, bool(parts), is_last)
+                parts, total, is_end = sums.parts, sums.total, sums.is_end or not is_last
+            for part in parts if total else []:
+                with torch.no_grad():
+                    optimizer.apply(part.mean(total), part.variables)
 
     def __repr__(self) -> str:
         number, variables = self.num_microbatches, len(self.variables)

@@ -104,6 +104,8 @@ class Recording:
         if not has_rule and len(self.losses.totals) > 1:
             raise RuntimeError(_refusals.several_losses_message(self.model.name))
         terms, window = self.losses.terms(), self._position.window
+        if terms.regularization and window.processes is not None:
+            raise ValueError(_refusals.sum_with_regularizers_message(self.model.name))
         relative = window.relative_weight(terms.weight, self._position.parts)
         self.relative_weight = None if terms.weight is None else relative
         return terms.fold(loss, relative, self.losses.is_first_of_window)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ga_model.base._internals import divide, multiply, raw
+
+if TYPE_CHECKING:
+    from ga_model.torch_engine._process_group import Processes
 
 
 class Part:
@@ -23,6 +26,14 @@ class Part:
         self.optimizer = optimizer
         self.variables = variables
         self._gradients = {id(v): g for v, g in zip(variables, gradients) if g is not None}
+
+    def gradient(self, variable: Any) -> Any:
+        """Return the gradient of a variable, or None."""
+        return self._gradients.get(id(variable))
+
+    def replace(self, variable: Any, gradient: Any) -> None:
+        """Give a variable another gradient."""
+        self._gradients[id(variable)] = gradient
 
     def tensors(self) -> list[Any]:
         return list(self._gradients.values())
@@ -94,8 +105,10 @@ class Window:
     Args:
         model: the `AccumulatingModel`, as it is compiled.
         steps: batches that fill it.
+        processes: those that train the model together, or None where this one trains it alone.
 
     Attributes:
+        processes: as it is passed.
         steps: batches that fill the open window, or the next one.
         unit: what weights are counted in: the first one times a power of two near the number of
             microbatches. It grows by powers of two where a heavier one comes. 0.0 before the first.
@@ -104,8 +117,9 @@ class Window:
         total: the sum of the weights, in `unit`.
     """
 
-    def __init__(self, model: Any, steps: int) -> None:
+    def __init__(self, model: Any, steps: int, processes: Processes | None = None) -> None:
         self._model = model
+        self.processes = processes
         self._next_steps = self.steps = steps
         self.parts: list[Part] = []
         self._begin()
@@ -172,7 +186,7 @@ class Window:
         """Count the batch, and update if it fills the window."""
         self._num_batches += 1
         if self._num_batches >= self.steps:
-            self.close()
+            self._update(is_end=False)
 
     def is_open(self) -> bool:
         """Return whether there are batches that no update has used yet."""
@@ -183,15 +197,35 @@ class Window:
         return self._num_batches
 
     def close(self) -> None:
-        """Make the update of a full or partial window. An empty one changes nothing."""
+        """Make the update of a full or partial window. An empty one changes nothing.
+
+        Of several processes, one that has no batches left takes part in the updates of the others
+        until none has.
+        """
+        while not self._update(is_end=True):
+            pass
+
+    def _update(self, is_end: bool) -> bool:
+        """Make the update of what there is.
+
+        Args:
+            is_end: whether this process has no batches left.
+
+        Returns:
+            Whether no process has.
+        """
         parts, total, has_counted = self.parts, self.total, self.has_counted
+        unit = self.unit
         self._begin()
-        if not has_counted:
-            return
-        for part in parts:
-            # Without any weight gradients are zero, as plain Keras's.
-            part.update(1.0 if total == 0.0 else total)
-        run_on_update(self._model)
+        if self.processes is not None:
+            sums = self.processes.sum(parts, total, unit, has_counted, is_end)
+            parts, total, has_counted, is_end = sums
+        if has_counted:
+            for part in parts:
+                # Without any weight gradients are zero, as plain Keras's.
+                part.update(1.0 if total == 0.0 else total)
+            run_on_update(self._model)
+        return is_end
 
     def discard(self) -> None:
         """Forget a partial window."""

@@ -31,9 +31,11 @@ def run(tmp_path, blocks, names=None):
 
 
 def run_page(name, tmp_path):
-    # One needs devices: `test_workers.py`.
+    # One needs devices: `test_workers.py`. One needs processes: `test_torch_processes.py`.
     text = (ROOT / name).read_text()
-    blocks = [block for block in python_blocks(text) if "Strategy" not in block]
+    blocks = [
+        block for block in python_blocks(text) if not re.search("Strategy|process_group", block)
+    ]
     return run(tmp_path, blocks) if blocks else {}
 
 

@@ -184,7 +184,7 @@ def test_a_worker_that_dies_is_reported_and_a_restart_goes_on(data, tmp_path):
 
 def test_the_documents_script_runs_on_two_devices_and_as_two_processes(tmp_path):
     page = (ROOT / "docs/guides/distributed.md").read_text()
-    (script,) = python_blocks(page)
+    script, _ = python_blocks(page)  # the other one is for PyTorch
     (commands,) = re.findall(r"```sh\n(.*?)```", page, flags=re.DOTALL)
     (tmp_path / "several.py").write_text(script)
     for port in free_ports(2):

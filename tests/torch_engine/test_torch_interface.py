@@ -84,12 +84,12 @@ def test_a_refused_setting_leaves_the_model_as_it_was():
     assert model.microbatch_size == 3
 
 
-def test_several_processes_are_refused(monkeypatch):
+def test_several_processes_without_a_choice_are_refused(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
     model = accumulate(seeded(dense_model), microbatch_size=3)
     model.compile("sgd", "mse")
-    with pytest.raises(ValueError, match="in one process only"):
+    with pytest.raises(ValueError, match="whether they train together"):
         model.train_on_batch(*dense_data(6))
 
 

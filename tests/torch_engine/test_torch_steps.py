@@ -2,7 +2,7 @@
 
 import keras
 import pytest
-from helpers import dense_data, dense_model, relative_difference
+from helpers import dense_data, dense_model, relative_difference, seeded
 from keras import ops
 from pairs import TOLERANCE, assert_same_logs, difference_of_fits, torch, train
 
@@ -303,3 +303,34 @@ def test_other_threads_are_not_listened_to():
     model.fit(*dense_data(8), batch_size=4, verbose=0)
     assert torch.autograd.backward is _autograd._backward
     assert torch.autograd.grad is _autograd._grad
+
+
+class OfKeras(AccumulatingModel, keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.layer = dense_model()
+
+    def call(self, x):
+        return self.layer(x)
+
+
+class Derived(OfKeras):
+    """Inherits the mixin from a class of the user's own."""
+
+
+class DerivedTwice(Derived):
+    """The same once more."""
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("made", [OfKeras, Derived, DerivedTwice])
+def test_a_class_may_inherit_the_mixin(made):
+    def of(microbatch_size):
+        model = seeded(made)
+        model.compile(keras.optimizers.SGD(0.1), "mse", microbatch_size=microbatch_size)
+        start = model.get_weights()
+        model.fit(*dense_data(12), batch_size=6, shuffle=False, verbose=0)
+        return model.get_weights(), start
+
+    (weights, start), (reference, _) = of(4), of(None)
+    assert relative_difference(weights, reference, start) <= TOLERANCE

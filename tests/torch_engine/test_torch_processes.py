@@ -1,0 +1,133 @@
+"""On PyTorch, several processes train as one with all their samples, or it is said otherwise.
+
+Starting processes takes seconds, so they train all cases and tests look at what came out.
+"""
+
+import functools
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import trainings_of_processes as trainings
+from helpers import ROOT, python_blocks, relative_difference
+from pairs import TOLERANCE
+from processes import run_in_processes
+
+
+@functools.cache
+def found(size):
+    """Return what the processes returned, or why they did not: nothing is tried twice."""
+    name = "everything" if size == 2 else "a_few"
+    try:
+        return run_in_processes("trainings_of_processes", name, size), None
+    except Exception as error:
+        return [], error
+
+
+def results(size):
+    returned, error = found(size)
+    if error is not None:
+        raise error
+    return returned
+
+
+def expected(name, size):
+    if name.startswith("loop"):
+        return trainings.looped_reference(size, name.split()[-1])
+    return trainings.reference("both" if name == "train_on_batch" else name, size)
+
+
+NAMES = [*trainings.CASES, "loop, mean", "loop, sum", "train_on_batch"]
+
+
+@pytest.mark.every_case
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")  # of "unused"
+@pytest.mark.parametrize("name", NAMES)
+def test_two_processes_match_one_on_the_full_batch(name):
+    assert_match(name, 2)
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("name", ["both", "masked", "loop, mean"])
+def test_three_processes_match_one_on_the_full_batch(name):
+    assert_match(name, 3)
+
+
+def assert_match(name, size):
+    reference, start, num_updates = expected(name, size)
+    trained = [result["trained"][name] for result in results(size)]
+    for weights, num_exchanges in trained:
+        for a, b in zip(weights, trained[0][0], strict=True):
+            np.testing.assert_array_equal(a, b)
+        assert relative_difference(weights, reference, start) <= TOLERANCE
+        assert num_exchanges == num_updates
+
+
+@pytest.mark.gate
+def test_the_guides_example_runs(tmp_path):
+    (script,) = [
+        block
+        for block in python_blocks((ROOT / "docs/guides/distributed.md").read_text())
+        if "process_group" in block
+    ]
+    path = tmp_path / "several_processes.py"
+    path.write_text(script)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(
+        [*command, str(path)], capture_output=True, text=True, env=environment, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("16 updates") == 2  # 500 samples by 4 times 16, twice
+
+
+ERRORS = {
+    "no choice": "ValueError: Where several processes run, it has to be said",
+    "choice by name": "TypeError: `process_group` must be",
+    "other weights": "RuntimeError: All processes of a `process_group` begin with the same weights",
+    "other epochs": "RuntimeError: All processes of a `process_group` train the same epochs",
+    "stopped": "RuntimeError: All processes of a `process_group` train the same epochs",
+    "slowed": "RuntimeError: All processes of a `process_group` begin with the same weights",
+    "regularized sum": "ValueError: With several processes, a loss that is a sum cannot",
+    "no batch": "nothing",
+    "a group of its own": "nothing",
+    "loop without a group": "ValueError: Where several processes run, it has to be said",
+    "loop with both": "RuntimeError: `weight` must be None in every call of a window or in none",
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("name", ERRORS)
+def test_what_does_not_go_together_is_an_error_in_all_processes(name):
+    for result in results(2):
+        assert result["errors"][name].startswith(ERRORS[name]), result["errors"][name]
+
+
+def test_gradients_are_summed_in_buckets():
+    (together, num_updates), (alone, num_exchanges) = (
+        results(2)[0]["trained"]["both"],
+        results(2)[0]["small buckets"],
+    )
+    for a, b in zip(together, alone, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert num_exchanges == num_updates * len(alone)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("way", trainings.WAYS)
+def test_sums_beside_means_are_exact_for_equal_batches_and_told(way):
+    reference, start = trainings.told_reference(2, trainings.with_a_sum)
+    for result in results(2):
+        weights, messages = result["told"][f"with_a_sum {way}"]
+        assert relative_difference(weights, reference, start) <= TOLERANCE
+        assert any("One weight per microbatch" in message for message in messages)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("way", trainings.WAYS)
+def test_averages_of_batch_normalization_are_told_to_be_of_a_process(way):
+    for result in results(2):
+        _, messages = result["told"][f"with_batch_normalization {way}"]
+        assert any("a process's own samples" in message for message in messages)
