@@ -173,7 +173,7 @@ def test_moving_them_per_microbatch_differs_and_is_told(settings, float64):
     start = averages(model)
     with pytest.warns(UserWarning, match=r"\['bn'\].*once per microbatch") as caught:
         model.fit(*dense_data(36), batch_size=rows, shuffle=False, verbose=0)
-    assert len(caught) == 1
+    assert [w.category for w in caught].count(UserWarning) == 1
     reference, _ = fit(with_layer(layers.BatchNormalization), {}, dense_data(36), 12, epochs=1)
     assert relative_difference(averages(model), averages(reference), start) > 1e-2
 
@@ -187,7 +187,7 @@ def test_the_warning_says_what_is_true(settings, way):
     model.compile("sgd", "mse", **WAYS[way])
     with pytest.warns(UserWarning, match=r"\['bn'\].*ghost.*once per update") as caught:
         model.fit(*dense_data(36), batch_size=rows, verbose=0)
-    assert len(caught) == 1
+    assert [w.category for w in caught].count(UserWarning) == 1
 
 
 @pytest.mark.parametrize("settings", ["windows", "both"])
