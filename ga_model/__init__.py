@@ -42,10 +42,8 @@ _MODULES = {
 
 # Where Keras runs on PyTorch; names that are not here are in the same module as on TensorFlow.
 _MODULES_ON_TORCH = {
-    "EquivalenceReport": "torch_engine._unsupported",
     "GradientAccumulator": "torch_engine._torch_accumulator",
     "GradientNoiseScale": "torch_engine._unsupported",
-    "check_equivalence": "torch_engine._unsupported",
 }
 
 __all__ = [

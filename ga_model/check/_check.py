@@ -19,17 +19,18 @@ from ga_model._wrap import accumulate
 from ga_model.base._internals import raw
 from ga_model.batch._randomness import Randomness, shared_randomness
 from ga_model.check import _diagnosis
+from ga_model.check._backend import backend
 from ga_model.check._differences import (
     add_rounding_errors,
     change,
     coarser,
     compute_dtypes,
     relative_differences,
+    value_of,
 )
 from ga_model.check._equivalence_report import EquivalenceReport, VariableDifference
-from ga_model.check._plan import Plan, as_tensor, make_plan
+from ga_model.check._plan import Plan, make_plan
 from ga_model.hearing._models import optimizers_in
-from ga_model.replicas import _optimizers, _strategy
 
 # What a model keeps of accumulation, and the function that was traced by its settings.
 _OF_TRAINING = ("_accumulation", "train_function")
@@ -218,10 +219,10 @@ class _State:
         others = {id(raw(v)): v for v in [*model.variables, *model.metrics_variables, *traced]}
         self._others = [v for key, v in others.items() if key not in known]
         self.values = self.read()
-        self._values_of_others = [v.numpy() for v in self._others]
+        self._values_of_others = [value_of(v) for v in self._others]
 
     def read(self) -> list[Any]:
-        return [v.numpy() for v in self.variables]
+        return [value_of(v) for v in self.variables]
 
     def restore(self) -> None:
         for variable, value in zip(self.variables, self.values):
@@ -242,13 +243,13 @@ def _left_as_it_was(model: Any, plan: Plan) -> Iterator[_State]:
     kept = {name: attributes.pop(name) for name in _OF_TRAINING if name in attributes}
     attributes["train_function"] = None
     try:
-        random_states = random.getstate(), np.random.get_state()
+        random_states = _random_states()
         is_new = not model.built
         traced = _build(model, plan)
         if is_new:  # layers may have drawn their seeds
-            random_states = random.getstate(), np.random.get_state()
+            random_states = _random_states()
         before = {name: value for name, value in attributes.items() if name not in _OF_TRAINING}
-        with model.distribute_strategy.scope():
+        with backend.scope(model):
             state = _State(model, traced)
             try:
                 yield state
@@ -258,6 +259,7 @@ def _left_as_it_was(model: Any, plan: Plan) -> Iterator[_State]:
                 state.restore()
                 random.setstate(random_states[0])
                 np.random.set_state(random_states[1])
+                backend.set_random_state(random_states[2])
                 for name in set(attributes) - set(before):
                     del attributes[name]
                 attributes.update(before)
@@ -267,24 +269,19 @@ def _left_as_it_was(model: Any, plan: Plan) -> Iterator[_State]:
         attributes.update(kept)
 
 
-def _build(model: Any, plan: Plan) -> Sequence[Any]:
-    """Make all variables, without a step of training, and return those that `train_step` uses.
+def _random_states() -> tuple[Any, Any, Any]:
+    return random.getstate(), np.random.get_state(), backend.random_state()
 
-    Eagerly that is known of the model's own optimizer only, and none are returned.
-    """
-    data = keras.tree.map_structure(as_tensor, plan.slice(0, plan.microbatch_rows))
-    with model.distribute_strategy.scope():
-        if not model.run_eagerly:
-            return _strategy.trace(model, keras.utils.pack_x_y_sample_weight(*data))
-        if not model.built:
-            with contextlib.suppress(NotImplementedError):  # of a model that has no `call`
-                model(data[0])
-        if model.optimizer is not None and model.built:
-            _optimizers.build(model.optimizer, model.trainable_variables)
+
+def _build(model: Any, plan: Plan) -> Sequence[Any]:
+    """Make all variables, without a step of training, and return those that `train_step` uses."""
+    data = keras.tree.map_structure(backend.as_tensor, plan.slice(0, plan.microbatch_rows))
+    with backend.scope(model):
+        traced = backend.build(model, data)
     unbuilt = [o.name for o in optimizers_in(vars(model)) if not o.built]
     if unbuilt:
         raise RuntimeError(_unbuilt_message(unbuilt))
-    return []
+    return traced
 
 
 def _unbuilt_message(optimizers: list[str]) -> str:

@@ -7,11 +7,11 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
-from ga_model.base._internals import layers_in, mask_of, set_mask, takes_training
+from ga_model.base._internals import layers_in, takes_training
+from ga_model.check._backend import backend
 from ga_model.check._equivalence_report import EquivalenceReport
-from ga_model.check._plan import Plan, as_tensor
+from ga_model.check._plan import Plan
 from ga_model.hearing._models import is_of_keras
 
 # A relative difference of outputs, or of gradients with respect to them, that is no rounding.
@@ -47,9 +47,8 @@ def _of_structure(model: Any, report: EquivalenceReport) -> list[str]:
         )
     elif report.is_finite and report.verdict == "undecided" and not report.random_layers.left:
         found.append(
-            "A rounding error in each start weight leads plain Keras as far away. Check in "
-            "float64: `keras.config.set_floatx('float64')`, "
-            "`keras.config.set_dtype_policy('float64')`, and make the model anew. If that does not "
+            "A rounding error in each start weight leads plain Keras as far away. "
+            f"{backend.MORE_EXACT} If that does not "
             "help, random numbers are drawn that no `keras.random.SeedGenerator` of a layer gives."
         )
     differing = {variable.path for variable in report.variables if not variable.is_equal}
@@ -127,25 +126,21 @@ class _Pass:
 
     def __init__(self, model: Any, data: tuple[Any, Any, Any]) -> None:
         try:
-            x, y, sample_weight = keras.tree.map_structure(as_tensor, data)
-            with tf.GradientTape() as tape:
-                training = {"training": True} if takes_training(model) else {}
-                # A copy: Keras's losses go past the outputs of a softmax to what went into it.
-                y_pred = keras.tree.map_structure(_copy, model(x, **training))
-                tape.watch(y_pred)
-                self.outputs = [np.array(a) for a in keras.tree.flatten(y_pred)]
-                loss = model.compute_loss(x, y, y_pred, sample_weight, training=True)
-            gradients = tape.gradient(loss, keras.tree.flatten(y_pred))
-            self.gradients = [np.array(g) for g in gradients if g is not None]
+            x, y, sample_weight = keras.tree.map_structure(backend.as_tensor, data)
+
+            def loss_of(y_pred: Any) -> Any:
+                self.outputs = [_array(a) for a in keras.tree.flatten(y_pred)]
+                return model.compute_loss(x, y, y_pred, sample_weight, training=True)
+
+            training = {"training": True} if takes_training(model) else {}
+            gradients = backend.gradients(loss_of, model(x, **training))
+            self.gradients = [_array(g) for g in gradients if g is not None]
         except Exception:  # of the model's own code, called in a way that it may not know
             return
 
 
-def _copy(output: Any) -> Any:
-    copy = tf.identity(output)
-    if (mask := mask_of(output)) is not None:
-        set_mask(copy, mask)
-    return copy
+def _array(tensor: Any) -> Any:
+    return np.array(keras.ops.convert_to_numpy(tensor))
 
 
 def _differs(whole: Sequence[Any], parts: Sequence[Sequence[Any] | None]) -> bool:

@@ -6,14 +6,12 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import keras
-import numpy as np
-import tensorflow as tf
 
 from ga_model._settings import Settings
 from ga_model.base import _messages, _validate
 from ga_model.base._internals import compiled_loss
+from ga_model.check._backend import backend
 from ga_model.hearing._models import optimizers_in
-from ga_model.replicas import _strategy
 
 
 class Plan(NamedTuple):
@@ -49,16 +47,9 @@ class Plan(NamedTuple):
     def slice(self, begin: int, end: int) -> tuple[Any, Any, Any]:
         """Return the samples of `data` from `begin` up to `end`."""
         part: tuple[Any, Any, Any] = keras.tree.map_structure(
-            lambda a: _slice(a, begin, end), self.data
+            lambda a: backend.part_of(a, begin, end), self.data
         )
         return part
-
-
-def _slice(array: Any, begin: int, end: int) -> Any:
-    if isinstance(array, tf.SparseTensor):
-        rest = [0] * (array.shape.rank - 1)
-        return tf.sparse.slice(array, [begin, *rest], [end - begin, *array.shape[1:]])
-    return None if array is None else array[begin:end]
 
 
 def make_plan(model: Any, data: Any, batch_size: Any, updates: Any, **settings: Any) -> Plan:
@@ -72,9 +63,8 @@ def make_plan(model: Any, data: Any, batch_size: Any, updates: Any, **settings: 
         raise TypeError(_messages.not_a_model_message(model, "check_equivalence"))
     if not model.compiled:
         raise RuntimeError(_not_compiled_message(model.name))
-    with model.distribute_strategy.scope():
-        if _strategy.num_replicas() > 1:
-            raise NotImplementedError(_one_device_message(model.name))
+    if not backend.trains_alone(model):
+        raise NotImplementedError(_one_device_message(model.name))
     batch_size = _validate.check_integer("batch_size", batch_size)
     updates = _validate.check_integer("updates", updates)
     used = dataclasses.replace(Settings.of(model), **settings)
@@ -91,15 +81,6 @@ def make_plan(model: Any, data: Any, batch_size: Any, updates: Any, **settings: 
         raise ValueError(_one_microbatch_message(rows, *sizes))
     plan = plan._replace(data=plan.slice(0, plan.rows))
     return plan._replace(updates=-(-plan.rows // plan.window_rows))
-
-
-def as_tensor(array: Any) -> Any:
-    """Return what Keras makes of an array: floating-point numbers have its `floatx`."""
-    if array is None or isinstance(array, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)):
-        return array
-    array = np.asarray(array)
-    dtype = keras.config.floatx() if array.dtype.kind == "f" else array.dtype
-    return tf.convert_to_tensor(array.astype(dtype))
 
 
 def _not_compiled_message(model: str) -> str:
@@ -120,8 +101,9 @@ def _no_targets_message(model: str) -> str:
 def _one_device_message(model: str) -> str:
     return (
         "`check_equivalence` compares with plain Keras on one device. "
-        f"Received: {model!r}, which was made under a strategy with several replicas. "
-        "Make it without the strategy for the check: replicas make the updates of one device."
+        f"Received: {model!r}, which was made under a strategy with several replicas, or has a "
+        "`process_group`. "
+        "Make it without for the check: several devices make the updates of one."
     )
 
 

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
-
-
-def check_equivalence(*args: Any, **kwargs: Any) -> NoReturn:
-    """Raise RuntimeError: it runs on TensorFlow."""
-    way_out = "compare the weights with those of plain Keras after a few updates"
-    raise RuntimeError(_message("check_equivalence", way_out))
+from typing import Any
 
 
 class GradientNoiseScale:
@@ -16,13 +10,6 @@ class GradientNoiseScale:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise RuntimeError(_message("GradientNoiseScale", "leave the callback out"))
-
-
-class EquivalenceReport:
-    """Raises RuntimeError when it is made: it is what `check_equivalence` returns."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise RuntimeError(_message("EquivalenceReport", "leave it out"))
 
 
 def _message(name: str, way_out: str) -> str:

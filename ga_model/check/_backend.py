@@ -1,0 +1,12 @@
+"""What the check asks of the backend that Keras runs on."""
+
+from typing import TYPE_CHECKING
+
+import keras
+
+if TYPE_CHECKING or keras.backend.backend() == "tensorflow":
+    from ga_model.check import _on_tensorflow as backend
+else:
+    from ga_model.check import _on_torch as backend
+
+__all__ = ["backend"]
