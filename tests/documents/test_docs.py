@@ -30,12 +30,14 @@ def run(tmp_path, blocks, names=None):
     return runpy.run_path(str(path), init_globals=names)
 
 
+def runs_here(block):
+    """Return whether a block needs no devices (`test_workers.py`, `test_torch_processes.py`)."""
+    return not re.search("Strategy|process_group", block)
+
+
 def run_page(name, tmp_path):
-    # One needs devices: `test_workers.py`. One needs processes: `test_torch_processes.py`.
     text = (ROOT / name).read_text()
-    blocks = [
-        block for block in python_blocks(text) if not re.search("Strategy|process_group", block)
-    ]
+    blocks = [block for block in python_blocks(text) if runs_here(block)]
     return run(tmp_path, blocks) if blocks else {}
 
 
@@ -90,7 +92,7 @@ def test_every_page_with_examples_is_run():
     with_examples = {
         name
         for name in PAGES
-        if any("Strategy" not in b for b in python_blocks((ROOT / name).read_text()))
+        if any(runs_here(block) for block in python_blocks((ROOT / name).read_text()))
     }
     assert with_examples == {*RESULTS, "docs/start.md"}
 

@@ -185,7 +185,7 @@ def test_a_worker_that_dies_is_reported_and_a_restart_goes_on(data, tmp_path):
 def test_the_documents_script_runs_on_two_devices_and_as_two_processes(tmp_path):
     page = (ROOT / "docs/guides/distributed.md").read_text()
     script, _ = python_blocks(page)  # the other one is for PyTorch
-    (commands,) = re.findall(r"```sh\n(.*?)```", page, flags=re.DOTALL)
+    commands, _ = re.findall(r"```sh\n(.*?)```", page, flags=re.DOTALL)
     (tmp_path / "several.py").write_text(script)
     for port in free_ports(2):
         commands = re.sub(r"localhost:2020\d", f"127.0.0.1:{port}", commands, count=1)

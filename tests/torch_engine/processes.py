@@ -25,6 +25,8 @@ import {module} as module
 result = getattr(module, {name!r})({rank}, {size})
 with open({result!r}, "wb") as file:
     pickle.dump(result, file)
+store.set("done {rank}", "")
+store.wait([f"done {{other}}" for other in range({size})])  # nobody leaves while others talk
 torch.distributed.destroy_process_group()
 """
 

@@ -97,7 +97,6 @@ def test_keras_is_installed_with_its_tests():
 
 @pytest.mark.gate
 @pytest.mark.filterwarnings("ignore::UserWarning")  # which Keras's tests provoke
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # of TorchVision
 @pytest.mark.parametrize("size", [3, None])
 @pytest.mark.parametrize("name", names())
 def test_keras_passes_its_own_test(name, size):

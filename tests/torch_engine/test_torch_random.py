@@ -5,7 +5,7 @@ import warnings
 import keras
 import numpy as np
 import pytest
-from pairs import TOLERANCE, difference_of_fits, difference_of_orders
+from pairs import TOLERANCE, difference_of_fits, difference_of_orders, torch
 from zoo import OPTIMIZERS, ZOO
 
 LOSSES = [keras.losses.MeanSquaredError, keras.losses.Huber, keras.losses.LogCosh]
@@ -38,10 +38,42 @@ def draw(seed):
     return make, arguments, tuple(data), rows, steps, size
 
 
+class OwnStep(keras.Model):
+    """A model with a step of its own, as in Keras's guide."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def call(self, x, training=None):
+        return self.inner(x, training=training)
+
+    def train_step(self, data):
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        self.zero_grad()
+        y_pred = self(x, training=True)
+        loss = self.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight)
+        loss.backward()
+        weights = self.trainable_weights
+        with torch.no_grad():
+            self.optimizer.apply([v.value.grad for v in weights], weights)
+        return {"loss": loss}
+
+
 @pytest.mark.every_case
 @pytest.mark.parametrize("seed", range(30))
 def test_random_trainings_match_or_are_told(seed):
-    make, arguments, data, rows, steps, size = draw(seed)
+    assert_match_or_told(*draw(seed))
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("seed", range(100, 112))
+def test_random_trainings_by_steps_of_ones_own_match_or_are_told(seed):
+    make, *rest = draw(seed)
+    assert_match_or_told(lambda: OwnStep(make()), *rest)
+
+
+def assert_match_or_told(make, arguments, data, rows, steps, size):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         order = difference_of_orders(make, arguments, data, rows=rows * steps)
