@@ -51,9 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = COMMANDS[words[0]]()
     options = parser.parse_args(words[1:])
     try:
-        if (backend := os.environ.get("KERAS_BACKEND")) not in (None, "", "tensorflow"):
-            raise ToldError(_backend_message(backend))
-        start_tensorflow()  # before anything else imports it
+        backend = os.environ.get("KERAS_BACKEND") or "tensorflow"
+        if backend == "tensorflow":
+            start_tensorflow()  # before anything else imports it
+        elif (words[0], backend) != ("check", "torch"):
+            raise ToldError(_backend_message(words[0], backend))
         from ga_model.cli import _commands
 
         return getattr(_commands, words[0])(parser, options)  # type: ignore[no-any-return]
@@ -81,9 +83,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _backend_message(backend: str) -> str:
+def _backend_message(command: str, backend: str) -> str:
     return (
-        "the commands run on the TensorFlow backend of Keras. "
+        f"{command!r} runs on the TensorFlow backend of Keras, and `check` on PyTorch too. "
         f"Received: KERAS_BACKEND={backend!r}. Set KERAS_BACKEND=tensorflow, or leave it unset."
     )
 

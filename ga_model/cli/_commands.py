@@ -1,4 +1,7 @@
-"""What the commands do, once their arguments are read. Importing it takes long."""
+"""What the commands do, once their arguments are read. Importing it takes long.
+
+`demo` and `bench` import TensorFlow, which `check` on PyTorch does without.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,18 @@ from typing import Any
 import keras
 
 from ga_model._settings import NAMES
-from ga_model.bench import _bench, _bench_report
 from ga_model.check import _check
 from ga_model.check._plan import make_plan
 from ga_model.cli import _script
-from ga_model.demo import _demo
-from ga_model.demo._options import Settings
 
 _STATUS = {"equivalent": 0, "different": 1, "undecided": 3}
 
 
 def demo(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Run the demonstration."""
+    from ga_model.demo import _demo
+    from ga_model.demo._options import Settings
+
     samples, steps = options.batch_size, options.accumulation_steps
     if samples % steps:
         parser.error(
@@ -49,6 +52,11 @@ def demo(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Check a model of the user's."""
+    if options.dtype == "float64" and keras.backend.backend() != "tensorflow":
+        parser.error(
+            "--dtype float64 is for the TensorFlow backend: Keras has no float64 on others. "
+            "Received: it on another one. Set KERAS_BACKEND=tensorflow, or leave the option out."
+        )
     if options.dtype is not None:
         keras.config.set_floatx(options.dtype)
         keras.config.set_dtype_policy(options.dtype)
@@ -79,6 +87,8 @@ def bench(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         from rich.progress import Progress
     except ImportError:
         parser.error('rich is not installed. Run: pip install "ga_model[demo]"')
+    from ga_model.bench import _bench, _bench_report
+
     jit_compile = {"off": [False], "on": [True], "both": [False, True]}[options.jit]
     models, numbers = (list(dict.fromkeys(v)) for v in (options.models, options.microbatches))
     with Progress(console=Console(stderr=True), transient=True) as bar:

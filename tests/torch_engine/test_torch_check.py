@@ -1,6 +1,7 @@
 """`check_equivalence` on PyTorch: its verdicts, its reasons, and that it leaves all as it was."""
 
 import random
+import subprocess
 import sys
 
 import keras
@@ -159,6 +160,35 @@ def test_without_two_microbatches_there_is_nothing_to_compare():
     model.compile("sgd", "mse")
     with pytest.raises(ValueError, match="at least two microbatches in a window"):
         check_equivalence(model, *dense_data(24), batch_size=12)
+
+
+SCRIPT = """
+import keras, numpy
+
+def make():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    model.compile("sgd", "mse")
+    x = numpy.random.default_rng(0).normal(size=(48, 4))
+    return model, x, x[:, :2]
+"""
+
+
+@pytest.mark.gate
+def test_the_command_checks_a_script(tmp_path):
+    file = tmp_path / "train.py"
+    file.write_text(SCRIPT)
+    check = ["check", f"{file}:make", "--batch-size", "12", "--microbatch-size", "5"]
+
+    def run(*words):
+        command = [sys.executable, "-m", "ga_model", *words]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    done = run(*check)
+    assert (done.returncode, done.stdout.split(":")[0]) == (0, "Equivalent"), done.stderr
+    for words in (["demo"], [*check, "--dtype", "float64"]):
+        refused = run(*words)
+        assert refused.returncode == 2
+        assert "KERAS_BACKEND=tensorflow" in refused.stderr
 
 
 def test_no_tensorflow_is_imported():
