@@ -19,6 +19,11 @@ WAYS = {
     "Keras's gradient_accumulation_steps=8": {"batch_size": SMALL, "own": STEPS},
     "accumulation_steps=8": {"batch_size": SMALL, "accumulation_steps": STEPS},
     "microbatch_size=32": {"batch_size": ROWS, "microbatch_size": SMALL},
+    'the same, loss_over="batch"': {
+        "batch_size": ROWS,
+        "microbatch_size": SMALL,
+        "loss_over": "batch",
+    },
 }
 MODELS = ["deep", "wide", "convolution"]
 

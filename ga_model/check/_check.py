@@ -26,7 +26,6 @@ from ga_model.check._differences import (
     coarser,
     compute_dtypes,
     relative_differences,
-    value_of,
 )
 from ga_model.check._equivalence_report import EquivalenceReport, VariableDifference
 from ga_model.check._plan import Plan, make_plan
@@ -219,10 +218,10 @@ class _State:
         others = {id(raw(v)): v for v in [*model.variables, *model.metrics_variables, *traced]}
         self._others = [v for key, v in others.items() if key not in known]
         self.values = self.read()
-        self._values_of_others = [value_of(v) for v in self._others]
+        self._values_of_others = [backend.value_of(v) for v in self._others]
 
     def read(self) -> list[Any]:
-        return [value_of(v) for v in self.variables]
+        return [backend.value_of(v) for v in self.variables]
 
     def restore(self) -> None:
         for variable, value in zip(self.variables, self.values):
@@ -279,7 +278,7 @@ def _build(model: Any, plan: Plan) -> Sequence[Any]:
     with backend.scope(model):
         traced = backend.build(model, data)
     unbuilt = [o.name for o in optimizers_in(vars(model)) if not o.built]
-    if unbuilt:
+    if unbuilt and not traced:  # a trace has built what it uses
         raise RuntimeError(_unbuilt_message(unbuilt))
     return traced
 

@@ -85,6 +85,11 @@ def _copy(output: Any) -> Any:
     return copy
 
 
+def value_of(variable: Any) -> Any:
+    """Return the value of a variable, which does not change with it."""
+    return variable.numpy()
+
+
 def random_state() -> Any:
     """Return the state of random numbers that no variable has: of a graph there is none."""
     return None

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import torch
 
-from ga_model.base._internals import mask_of, set_mask
+from ga_model.base._internals import mask_of, raw, set_mask
 
 # Where rounding hides everything else.
 MORE_EXACT = (
@@ -70,6 +70,11 @@ def _copy(output: Any) -> Any:
     if (mask := mask_of(output)) is not None:
         set_mask(copy, mask)
     return copy
+
+
+def value_of(variable: Any) -> Any:
+    """Return the value of a variable, which does not change with it."""
+    return np.array(keras.ops.convert_to_numpy(raw(variable)))
 
 
 def random_state() -> Any:

@@ -103,7 +103,7 @@ def _one_device_message(model: str) -> str:
         "`check_equivalence` compares with plain Keras on one device. "
         f"Received: {model!r}, which was made under a strategy with several replicas, or has a "
         "`process_group`. "
-        "Make it without for the check: several devices make the updates of one."
+        "Make it without the strategy for the check: several devices make the updates of one."
     )
 
 
