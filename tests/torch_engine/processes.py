@@ -27,7 +27,7 @@ with open({result!r}, "wb") as file:
     pickle.dump(result, file)
 store.set("done {rank}", "")
 store.wait([f"done {{other}}" for other in range({size})])  # nobody leaves while others talk
-torch.distributed.destroy_process_group()
+os._exit(0)  # the threads of gloo may abort a process that ends in another way
 """
 
 
