@@ -103,11 +103,11 @@ def worked_over_message(model: str, place: str) -> str:
     )
 
 
-def own_gradient_message(model: str, place: str) -> str:
+def own_gradient_message(model: str, rule: str) -> str:
     return (
         "The gradients of microbatches add up to that of the full batch if each is linear in what "
         "is passed back. "
-        f"Received: {model!r} with a `tf.custom_gradient`, {place}, whose gradient is not known to "
+        f"Received: {model!r} with {rule}, whose gradient is not known to "
         "be: one that clips, for example, clips other values of a microbatch than of the full "
         f"batch. Training differs from the full batch: {EXACT_WAY}."
     )

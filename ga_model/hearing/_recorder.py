@@ -219,7 +219,8 @@ class Recording:
         if self._position.is_update:
             return
         if self._graph is not None and (op := not_linear(self._graph)) is not None:
-            self.losses.tell(_messages.own_gradient_message(self.model.name, place_of(op)))
+            rule = f"a `tf.custom_gradient`, {place_of(op)}"
+            self.losses.tell(_messages.own_gradient_message(self.model.name, rule))
         if written.others and self._position.must_add_up:
             raise DoesNotAddUpError
         for message in batch_normalization_messages(*names_by_fate(written.normalization)):

@@ -65,7 +65,7 @@ class StepLosses(StepTerms):
     def note_term(self, term: _weights.Term) -> None:
         """Note a term of the compiled loss."""
         if term.is_product and not self._position.is_window and not self._model._has_rule():
-            self._tell(_messages.product_message(term.name, self._model.name))
+            self.tell(_messages.product_message(term.name, self._model.name))
         self._terms.append(term)
 
     def note_total(self, loss: Any) -> None:
@@ -100,7 +100,7 @@ class StepLosses(StepTerms):
         kinds = probes.kinds_of_additional
         kind = kinds[index] if index < len(kinds) else "other"
         if kind == "other":
-            self._tell(_refusals.unreadable_addition_message(self._model.name))
+            self.tell(_refusals.unreadable_addition_message(self._model.name))
         return kind == "sum"
 
     def kind_of(self, name: str, loss: Any, values: Any, y_true: Any, y_pred: Any) -> str | None:
@@ -118,10 +118,10 @@ class StepLosses(StepTerms):
         kind = probes.kind_of(name, loss, values, y_true, y_pred)
         if kind == "other":
             subject = f"the loss {name!r} of {self._model.name!r}"
-            self._tell(_refusals.not_additive_message(subject))
+            self.tell(_refusals.not_additive_message(subject))
         return kind
 
-    def _tell(self, message: str) -> None:
+    def tell(self, message: str) -> None:
         """Warn of what differs from the full batch, or refuse it where it has to be exact."""
         if self._position.must_add_up:
             raise DoesNotAddUpError(message)

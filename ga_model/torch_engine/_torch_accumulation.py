@@ -29,6 +29,7 @@ class Accumulation(Kept):
         compiled_copies: copies of compiled losses that tell what they compute.
         probes: what was found out by trying of the model and its losses.
         has_read_writes: whether it was found out what a step writes to.
+        has_looked_at_gradients: whether it was found out if gradients are linear.
         process_group: the processes that train the model together, as users set it, or None.
     """
 
@@ -39,6 +40,7 @@ class Accumulation(Kept):
         self.compiled_copies: dict[Any, Any] = {}
         self.probes = Probes(model)
         self.has_read_writes = False
+        self.has_looked_at_gradients = False
         self._most_rows = 0
         self._adds_up = True  # as far as is known
         self._has_run_by_microbatches = False

@@ -12,6 +12,7 @@ import torch
 
 from ga_model.base._call_again import PythonState
 from ga_model.base._internals import layers_in, seeds
+from ga_model.torch_engine._own_gradients import nodes_of, not_linear
 from ga_model.torch_engine._probes import is_close, is_whole_of, kind_of_addition
 from ga_model.torch_engine._torch_arguments import Arguments, NotByRowsError
 from ga_model.torch_engine._torch_split_call import random_kept, run_on
@@ -52,6 +53,8 @@ def kinds_of_losses(layer: Any, arguments: Arguments, training: Any) -> list[str
         own = {id(t) for t in (*tensors, *layer.parameters())}
         if any(id(leaf) not in own for leaf in _leaves_of([*given.tensors, *given.losses])):
             raise NotByRowsError("it uses a tensor or a variable that is no input or weight of it")
+        if (name := not_linear([*given.tensors, *given.losses])) is not None:
+            raise NotByRowsError(f"its own gradient {name!r} may mix samples")
         return [t.detach() for t in given.tensors], [float(v.detach()) for v in given.losses]
 
     half = rows // 2
@@ -80,14 +83,6 @@ def kinds_of_losses(layer: Any, arguments: Arguments, training: Any) -> list[str
 
 def _leaves_of(tensors: list[Any]) -> list[Any]:
     """Return the leaves that PyTorch would give gradients to."""
-    nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     leaves = [tensor for tensor in tensors if tensor.grad_fn is None and tensor.requires_grad]
-    seen = set(nodes)
-    while nodes:
-        node = nodes.pop()
-        if (variable := getattr(node, "variable", None)) is not None:
-            leaves.append(variable)
-        new = {following for following, _ in node.next_functions if following is not None} - seen
-        seen |= new
-        nodes += new
-    return leaves
+    variables = (getattr(node, "variable", None) for node in nodes_of(tensors))
+    return leaves + [variable for variable in variables if variable is not None]

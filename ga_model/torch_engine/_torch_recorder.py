@@ -31,6 +31,7 @@ from ga_model.hearing._stand_ins import stand_in
 from ga_model.torch_engine import _refusals
 from ga_model.torch_engine._autograd import heard
 from ga_model.torch_engine._observer import observer_of
+from ga_model.torch_engine._own_gradients import not_linear
 from ga_model.torch_engine._terms import Position, StepLosses
 from ga_model.torch_engine._torch_window import Part
 
@@ -98,6 +99,7 @@ class Recording:
         """Return a loss as it enters the window's sum."""
         if self._position.is_window:  # of which nothing is divided
             return loss
+        self._look_at_gradients(loss)
         has_rule = self.model._has_rule()
         if not has_rule and not any(loss is total for total in self.losses.totals):
             raise RuntimeError(_refusals.foreign_loss_message(self.model.name))
@@ -109,6 +111,15 @@ class Recording:
         relative = window.relative_weight(terms.weight, self._position.parts)
         self.relative_weight = None if terms.weight is None else relative
         return terms.fold(loss, relative, self.losses.is_first_of_window)
+
+    def _look_at_gradients(self, loss: Any) -> None:
+        """Find out once whether all gradients are linear, and tell if they are not."""
+        accumulation = self.model._accumulation
+        if not accumulation.has_looked_at_gradients:
+            accumulation.has_looked_at_gradients = True
+            if (name := not_linear([loss])) is not None:
+                rule = f"the `torch.autograd.Function` {name!r}"
+                self.losses.tell(_messages.own_gradient_message(self.model.name, rule))
 
     def take_gradient(self, losses: Any, is_graph_kept: bool) -> Any:
         """Return the losses that a step takes gradients of, as they enter the window's sum."""

@@ -1,0 +1,104 @@
+"""On PyTorch, layers with gradients of their own, by `torch.autograd.Function`."""
+
+import warnings
+
+import keras
+import pytest
+from helpers import dense_data, relative_difference, seeded
+from keras import layers
+from pairs import TOLERANCE, torch
+
+from ga_model import accumulate
+
+
+class Clipped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return torch.tanh(x)
+
+    @staticmethod
+    def backward(ctx, upstream):
+        return upstream.clamp(-0.02, 0.01)
+
+
+class OfNorm(Clipped):
+    @staticmethod
+    def backward(ctx, upstream):
+        return upstream / upstream.norm()
+
+
+class Reversed(Clipped):
+    @staticmethod
+    def backward(ctx, upstream):
+        return -0.3 * upstream
+
+
+class StraightThrough(Clipped):
+    @staticmethod
+    def backward(ctx, upstream):
+        (x,) = ctx.saved_tensors
+        return upstream * (x.abs() < 1.0)
+
+
+NOT_LINEAR, LINEAR = [Clipped, OfNorm], [Reversed, StraightThrough]
+every = pytest.mark.parametrize("rule", [*NOT_LINEAR, *LINEAR])
+
+
+class Own(layers.Layer):
+    def __init__(self, rule):
+        super().__init__()
+        self.rule = rule
+
+    def call(self, x):
+        return self.rule.apply(x)
+
+
+def train(rule, settings, rows=12):
+    """Return the weights before and after, and what was said."""
+
+    def make():
+        parts = [layers.Dense(5), Own(rule), layers.Dense(2)]
+        return keras.Sequential([keras.Input((4,)), *parts])
+
+    model = accumulate(seeded(make), **settings)
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    start = model.get_weights()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.fit(*dense_data(24), batch_size=rows, epochs=2, shuffle=False, verbose=0)
+    said = [str(warning.message) for warning in caught if warning.category is UserWarning]
+    return start, model.get_weights(), said
+
+
+def compare(rule, settings, rows=12):
+    start, weights, said = train(rule, settings, rows)
+    _, expected, _ = train(rule, {})
+    return relative_difference(weights, expected, start), said
+
+
+@pytest.mark.every_case
+@every
+def test_a_split_batch_is_exact(rule):
+    difference, said = compare(rule, {"microbatch_size": 5})
+    assert difference <= TOLERANCE
+    # Its call runs as a whole, which costs memory.
+    assert ["may mix samples" in text for text in said] == [True] * (rule in NOT_LINEAR)
+
+
+@pytest.mark.every_case
+@every
+def test_what_differs_in_a_window_is_told_and_nothing_else(rule):
+    difference, said = compare(rule, {"accumulation_steps": 3}, rows=4)
+    if rule in LINEAR:
+        assert (said, difference <= TOLERANCE) == ([], True)
+    else:
+        assert len(said) == 1
+        assert f"the `torch.autograd.Function` '{rule.__name__}', whose gradient" in said[0]
+        assert difference > 1e-3
+
+
+def test_where_microbatches_are_asked_for_it_is_told():
+    difference, said = compare(Clipped, {"microbatch_size": 5, "loss_over": "microbatch"})
+    assert difference > 1e-3
+    assert ["whose gradient is not known to be" in text for text in said] == [True]
