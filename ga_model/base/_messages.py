@@ -53,11 +53,6 @@ def late_gradient_message(variables: list[Any]) -> str:
     )
 
 
-def batch_normalization_message(layers: list[str]) -> str:
-    """Return what there is to tell where all layers move their running averages themselves."""
-    return f"{_moving_message(layers)}. {_WAYS}"
-
-
 def batch_normalization_messages(pooled: list[str], others: list[str]) -> list[str]:
     """Return what there is to tell of BatchNormalization layers that have trained.
 

@@ -11,7 +11,7 @@ import keras
 import torch
 
 from ga_model.base._internals import compiled_loss, takes_training
-from ga_model.base._messages import batch_normalization_message
+from ga_model.base._messages import batch_normalization_messages
 from ga_model.hearing import _messages, _weights
 from ga_model.hearing._compiled_copy import copy_with
 from ga_model.hearing._metric_calls import MetricCalls
@@ -25,6 +25,7 @@ from ga_model.torch_engine._state import Snapshot, Writes, clear_gradients, unch
 from ga_model.torch_engine._terms import Position
 from ga_model.torch_engine._torch_calls import split_calls
 from ga_model.torch_engine._torch_recorder import record
+from ga_model.torch_engine._torch_statistics import heard_layers, is_known, listening
 from ga_model.torch_engine._torch_window import Window, power_of_two
 
 
@@ -60,7 +61,7 @@ def run(
     if is_whole:
         calls, batch = split_calls(model, batch.rows, size), Batch(data, None)
     try:
-        with calls:
+        with calls, heard_layers(model._batch_normalization_layers()):
             return _Run(model, train_step, batch, window).logs()
     except BaseException:  # KeyboardInterrupt, too
         window.discard()
@@ -124,9 +125,11 @@ class _Run:
     def _look_at_model(self) -> None:
         """Find out once what a model is over samples, and tell what differs from a full batch."""
         model, accumulation = self._model, self._accumulation
-        layers = [layer.name for layer in model._batch_normalization_layers()]
-        if layers:
-            model._warn_once(batch_normalization_message(layers))
+        layers = model._batch_normalization_layers()
+        pooled = [layer.name for layer in layers if is_known(layer)]
+        others = [layer.name for layer in layers if not is_known(layer)]
+        for message in batch_normalization_messages(pooled, others):
+            model._warn_once(message)
             if self._num_processes > 1:
                 model._warn_once(_refusals.own_averages_message(layers))
         if model._has_rule():
@@ -165,7 +168,8 @@ class _Run:
         if keeps_gradients:
             clear_gradients(model)  # of what the user has left there
             window.put_back()
-        with record(model, data, position, keeps_gradients) as recording:
+        hearing: Any = contextlib.nullcontext() if self._is_window else listening()
+        with record(model, data, position, keeps_gradients) as recording, hearing as hears:
             result = self._train_step(data)
         if writes is not None:
             self._tell_of(writes)
@@ -175,6 +179,7 @@ class _Run:
         is_left_out = self._skips and not all(part.is_finite() for part in recording.parts)
         if not is_left_out:
             window.add(recording.parts, recording.relative_weight, keeps_gradients)
+            window.statistics.add([] if hears is None else hears.heard)
             self._num_counted += 1
         if logs is not None:
             logs.add(recording, result, not is_left_out)

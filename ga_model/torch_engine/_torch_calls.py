@@ -26,11 +26,12 @@ from ga_model.base._internals import (
     stateless_scope,
     training_of_call,
 )
-from ga_model.base._messages import batch_normalization_message
+from ga_model.base._messages import batch_normalization_messages
 from ga_model.hearing._messages import whole_call_message
 from ga_model.torch_engine._torch_arguments import Arguments, NotByRowsError
 from ga_model.torch_engine._torch_call_checks import kinds_of_losses
 from ga_model.torch_engine._torch_split_call import SplitCall
+from ga_model.torch_engine._torch_statistics import heard_layers
 
 _splitting = ThreadValue()  # how calls are split in this thread, or None
 
@@ -74,8 +75,8 @@ class _Splitting:
             _build(layer, arguments)
             split = SplitCall(layer, arguments, training, _kinds_of(layer, arguments, training))
             outputs = split.outputs()
-            if split.normalizing:
-                self._model._warn_once(batch_normalization_message(split.normalizing))
+            for message in batch_normalization_messages(*split.normalizing):
+                self._model._warn_once(message)
             return outputs
         except NotByRowsError as error:
             reason = str(error)
@@ -130,7 +131,8 @@ def split_calls(model: Any, rows: int, size: int | None) -> Iterator[None]:
     if size is None or rows <= size:
         yield
         return
-    with _in_front.of(layers_in(model)), _splitting.set(_Splitting(model, rows, size)):
+    heard = heard_layers(model._batch_normalization_layers())
+    with _in_front.of(layers_in(model)), heard, _splitting.set(_Splitting(model, rows, size)):
         yield
 
 

@@ -31,6 +31,7 @@ from ga_model.base._internals import (
 )
 from ga_model.hearing._models import instances_in, unrecorded
 from ga_model.torch_engine._torch_arguments import Arguments, NotByRowsError
+from ga_model.torch_engine._torch_statistics import Listener, Statistics, is_known, listener
 
 _TENSOR = object()  # stands where a tensor does
 _HALVES = (torch.float16, torch.bfloat16)
@@ -70,11 +71,12 @@ class SplitCall:
         kinds: of the losses that the layer adds, "mean" or "sum".
 
     Attributes:
-        normalizing: names of BatchNormalization layers that have normalized microbatches.
+        normalizing: names of BatchNormalization layers that have normalized microbatches: those
+            whose running averages move by the statistics of all samples, and others.
     """
 
     def __init__(self, layer: Any, arguments: Arguments, training: Any, kinds: list[str]) -> None:
-        self.normalizing: list[str] = []
+        self.normalizing: tuple[list[str], list[str]] = ([], [])
         self._layer = layer
         self._arguments = arguments
         self._training = training
@@ -115,11 +117,14 @@ class SplitCall:
         """Run the microbatches forward, and return outputs, masks and losses of all samples."""
         joined: list[Any] = []
         losses: list[Any] = []
+        statistics = Statistics()
         values = [(v, raw(v).detach().clone()) for v in self._changing()]
         for share in self._arguments.shares():
             self._found.append(_Found(values, _random_state()))
             part = self._arguments.part(self._arguments.tensors, share)
-            given = self._run(part, values)
+            hears = Listener()
+            given = self._run(part, values, hears)
+            statistics.add(hears.heard)
             rows = share.stop - share.start
             self._check(given, rows)
             if not joined:
@@ -133,8 +138,11 @@ class SplitCall:
             shares = [loss * factor for loss, factor in self._weighted(given.losses, rows)]
             losses = [a + b for a, b in zip(losses, shares)] if losses else shares
             values = given.values
+        pooled = {id(v) for call in statistics.calls() for v in call.layer.non_trainable_variables}
         for variable, value in values:
-            raw(variable).copy_(value)
+            if id(variable) not in pooled:
+                raw(variable).copy_(value)
+        statistics.move()
         return [*joined, *losses]
 
     def second_pass(
@@ -191,9 +199,12 @@ class SplitCall:
             for loss, kind in zip(losses, self._kinds, strict=True)
         ]
 
-    def _run(self, tensors: list[Any], values: list[tuple[Any, Any]]) -> _Given:
+    def _run(
+        self, tensors: list[Any], values: list[tuple[Any, Any]], hears: Listener | None = None
+    ) -> _Given:
         self._state.put_back()
-        return run_on(self._layer, self._arguments, tensors, self._training, values)
+        with listener.set(hears):
+            return run_on(self._layer, self._arguments, tensors, self._training, values)
 
     def _check(self, given: _Given, rows: int) -> None:
         """Check that outputs are of the samples, and that nothing else is written."""
@@ -212,9 +223,9 @@ class SplitCall:
         if others:
             raise NotByRowsError(f"it writes to {sorted(set(others))}, once per call")
         written = {id(v) for v in given.written}
-        self.normalizing = [
-            part.name for part in self._normal() if any(id(v) in written for v in part.variables)
-        ]
+        normal = [p for p in self._normal() if any(id(v) in written for v in p.variables)]
+        pooled = [part.name for part in normal if is_known(part)]
+        self.normalizing = pooled, [part.name for part in normal if not is_known(part)]
 
     def _normal(self) -> list[Any]:
         layers = layers_in(self._layer)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ga_model.base._internals import divide, multiply, raw
+from ga_model.torch_engine._torch_statistics import Statistics
 
 if TYPE_CHECKING:
     from ga_model.torch_engine._process_group import Processes
@@ -115,6 +116,7 @@ class Window:
         has_counted: whether a microbatch of the window has counted.
         parts: the sums, one for each optimizer.
         total: the sum of the weights, in `unit`.
+        statistics: of BatchNormalization layers.
     """
 
     def __init__(self, model: Any, steps: int, processes: Processes | None = None) -> None:
@@ -130,6 +132,7 @@ class Window:
         self.total = self.unit = 0.0
         self.has_counted = False
         self.parts = []
+        self.statistics = Statistics()
 
     def set_steps(self, accumulation_steps: int) -> None:
         """Let the next window have `accumulation_steps` batches."""
@@ -215,7 +218,7 @@ class Window:
             Whether no process has.
         """
         parts, total, has_counted = self.parts, self.total, self.has_counted
-        unit = self.unit
+        unit, statistics = self.unit, self.statistics
         self._begin()
         if self.processes is not None:
             sums = self.processes.sum(parts, total, unit, has_counted, is_end)
@@ -224,6 +227,7 @@ class Window:
             for part in parts:
                 # Without any weight gradients are zero, as plain Keras's.
                 part.update(1.0 if total == 0.0 else total)
+            statistics.move()
             run_on_update(self._model)
         return is_end
 
