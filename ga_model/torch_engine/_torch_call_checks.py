@@ -15,7 +15,7 @@ from ga_model.base._internals import layers_in, seeds
 from ga_model.torch_engine._own_gradients import nodes_of, not_linear
 from ga_model.torch_engine._probes import is_close, is_whole_of, kind_of_addition
 from ga_model.torch_engine._torch_arguments import Arguments, NotByRowsError
-from ga_model.torch_engine._torch_split_call import random_kept, run_on
+from ga_model.torch_engine._torch_microbatch_call import random_kept, run_on
 
 
 def kinds_of_losses(layer: Any, arguments: Arguments, training: Any) -> list[str]:

@@ -11,42 +11,26 @@ A `keras.StatelessScope` keeps the passes from writing to variables. What the fi
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import keras
 import torch
 
-from ga_model.base._call_again import CallContext, PythonState, inside_of_call
-from ga_model.base._internals import (
-    keeping_call_context,
-    layers_in,
-    losses_of_scope,
-    mask_of,
-    raw,
-    seeds,
-    set_mask,
-)
-from ga_model.hearing._models import instances_in, unrecorded
+from ga_model.base._call_again import PythonState
+from ga_model.base._internals import layers_in, raw, seeds, set_mask
+from ga_model.hearing._models import instances_in
 from ga_model.torch_engine._torch_arguments import Arguments, NotByRowsError
+from ga_model.torch_engine._torch_microbatch_call import (
+    TENSOR,
+    Given,
+    random_kept,
+    random_state,
+    run_on,
+    set_random_state,
+)
 from ga_model.torch_engine._torch_statistics import Listener, Statistics, is_known, listener
 
-_TENSOR = object()  # stands where a tensor does
 _HALVES = (torch.float16, torch.bfloat16)
-
-
-class _Scope(keras.StatelessScope):
-    """Keeps what is written, by the variable."""
-
-    def __init__(self, values: list[tuple[Any, Any]]) -> None:
-        super().__init__(values, collect_losses=True)
-        self.written: list[Any] = []
-
-    def add_update(self, update: tuple[Any, Any]) -> None:
-        self.written.append(update[0])
-        super().add_update(update)
 
 
 class _Found(NamedTuple):
@@ -95,7 +79,7 @@ class SplitCall:
         """
         is_source = [t.requires_grad for t in self._arguments.tensors]
         inputs = [t for t, yes in zip(self._arguments.tensors, is_source) if yes]
-        random = _random_state()
+        random = random_state()
         try:
             found = _Split.apply(self, is_source, *inputs, *self._weights)
         except NotByRowsError:
@@ -110,7 +94,7 @@ class SplitCall:
             keras.layers.Layer.add_loss(self._layer, losses)  # a Functional's own refuses
         remaining = iter(tensors)
         return keras.tree.map_structure(
-            lambda leaf: next(remaining) if leaf is _TENSOR else leaf, self._form.outputs
+            lambda leaf: next(remaining) if leaf is TENSOR else leaf, self._form.outputs
         )
 
     def first_pass(self) -> list[Any]:
@@ -120,7 +104,7 @@ class SplitCall:
         statistics = Statistics()
         values = [(v, raw(v).detach().clone()) for v in self._changing()]
         for share in self._arguments.shares():
-            self._found.append(_Found(values, _random_state()))
+            self._found.append(_Found(values, random_state()))
             part = self._arguments.part(self._arguments.tensors, share)
             hears = Listener()
             given = self._run(part, values, hears)
@@ -182,7 +166,7 @@ class SplitCall:
             state.put_back()
         return [total.result() for total in sums]
 
-    def _pairs(self, run: _Given, share: slice, upstream: tuple[Any, ...]) -> list[Any]:
+    def _pairs(self, run: Given, share: slice, upstream: tuple[Any, ...]) -> list[Any]:
         """Return pairs of what a microbatch gave and its gradient, where it has one."""
         count = len(run.tensors)
         pairs = [(t, g[share]) for t, g in zip(run.tensors, upstream) if g is not None]
@@ -201,12 +185,12 @@ class SplitCall:
 
     def _run(
         self, tensors: list[Any], values: list[tuple[Any, Any]], hears: Listener | None = None
-    ) -> _Given:
+    ) -> Given:
         self._state.put_back()
         with listener.set(hears):
             return run_on(self._layer, self._arguments, tensors, self._training, values)
 
-    def _check(self, given: _Given, rows: int) -> None:
+    def _check(self, given: Given, rows: int) -> None:
         """Check that outputs are of the samples, and that nothing else is written."""
         for tensor in given.tensors:
             if tensor.ndim == 0 or tensor.shape[0] != rows:
@@ -235,75 +219,6 @@ class SplitCall:
         """Return the variables that a call may change: of random numbers, and running averages."""
         variables = [v for part in self._normal() for v in part.non_trainable_variables]
         return variables + [v for part in layers_in(self._layer) for v in seeds(part)]
-
-
-class _Form(NamedTuple):
-    """How the outputs of a call are put together.
-
-    Attributes:
-        outputs: as the call gave them, but for the tensors.
-        num_tensors: in it.
-        masked: numbers of those that have a mask.
-    """
-
-    outputs: Any
-    num_tensors: int
-    masked: list[int]
-
-
-class _Given(NamedTuple):
-    """What a call gave.
-
-    Attributes:
-        form: of the outputs.
-        tensors: in the outputs, and their masks.
-        losses: that layers added: scalars.
-        values: of the variables that calls change, behind it.
-        written: variables that were written to.
-    """
-
-    form: _Form
-    tensors: list[Any]
-    losses: list[Any]
-    values: list[tuple[Any, Any]]
-    written: list[Any]
-
-
-def run_on(
-    layer: Any, arguments: Arguments, tensors: list[Any], training: Any, values: list[Any]
-) -> _Given:
-    """Call a layer on some samples, and write nothing.
-
-    Args:
-        layer: the layer.
-        arguments: of the call.
-        tensors: in place of those of the arguments.
-        training: whether the layer trains, or None.
-        values: pairs of a variable and its value, where that is another.
-    """
-    args, kwargs = arguments.packed(tensors)
-    if "training" in kwargs:
-        kwargs["training"] = training
-    scope = _Scope(values)
-    with unrecorded(), inside_of_call.set(True), keeping_call_context(), scope:
-        # Keras's own, where `__call__` is the user's: that one runs once, around all samples.
-        call = functools.partial(keras.layers.Layer.__call__, layer, *args, **kwargs)
-        outputs = CallContext()(function=call, training=training)
-    found = [leaf for leaf in keras.tree.flatten(outputs) if torch.is_tensor(leaf)]
-    masks = [mask_of(tensor) for tensor in found]
-    masked = [number for number, mask in enumerate(masks) if mask is not None]
-    own = len(found) if layer.activity_regularizer is not None else 0  # added in `__call__`
-    losses = losses_of_scope(scope)
-    losses = [loss.sum() for loss in losses[: len(losses) - own]]
-    changed = {id(v): v for v in scope.written}
-    kept = {id(v): (v, value) for v, value in values}
-    kept.update({k: (v, scope.get_current_value(v).detach()) for k, v in changed.items()})
-    outputs = keras.tree.map_structure(
-        lambda leaf: _TENSOR if torch.is_tensor(leaf) else leaf, outputs
-    )
-    form = _Form(outputs, len(found), masked)
-    tensors = [*found, *(mask for mask in masks if mask is not None)]
-    return _Given(form, tensors, losses, list(kept.values()), list(changed.values()))
 
 
 class _Split(torch.autograd.Function):
@@ -373,25 +288,3 @@ def _gradients(pairs: list[Any], sources: list[Any], create_graph: bool) -> list
         )
     )
     return [next(found) if source.requires_grad else None for source in sources]
-
-
-def _random_state() -> tuple[Any, list[Any]]:
-    """Return the state of PyTorch's own random numbers, which layers may draw."""
-    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return torch.get_rng_state(), on_gpus
-
-
-def set_random_state(state: tuple[Any, list[Any]]) -> None:
-    torch.set_rng_state(state[0])
-    if state[1]:
-        torch.cuda.set_rng_state_all(state[1])
-
-
-@contextmanager
-def random_kept() -> Iterator[None]:
-    """Let random numbers go on behind a block as if it had drawn none."""
-    state = _random_state()
-    try:
-        yield
-    finally:
-        set_random_state(state)

@@ -1,0 +1,121 @@
+"""A call of a layer on some samples, as both passes of a split call make it. It writes nothing."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import keras
+import torch
+
+from ga_model.base._call_again import CallContext, inside_of_call
+from ga_model.base._internals import keeping_call_context, losses_of_scope, mask_of
+from ga_model.hearing._models import unrecorded
+from ga_model.torch_engine._torch_arguments import Arguments
+
+TENSOR = object()  # stands where a tensor does
+
+
+class Form(NamedTuple):
+    """How the outputs of a call are put together.
+
+    Attributes:
+        outputs: as the call gave them, but for the tensors.
+        num_tensors: in it.
+        masked: numbers of those that have a mask.
+    """
+
+    outputs: Any
+    num_tensors: int
+    masked: list[int]
+
+
+class Given(NamedTuple):
+    """What a call gave.
+
+    Attributes:
+        form: of the outputs.
+        tensors: in the outputs, and their masks.
+        losses: that layers added: scalars.
+        values: of the variables that calls change, behind it.
+        written: variables that were written to.
+    """
+
+    form: Form
+    tensors: list[Any]
+    losses: list[Any]
+    values: list[tuple[Any, Any]]
+    written: list[Any]
+
+
+class _Scope(keras.StatelessScope):
+    """Keeps what is written, by the variable."""
+
+    def __init__(self, values: list[tuple[Any, Any]]) -> None:
+        super().__init__(values, collect_losses=True)
+        self.written: list[Any] = []
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        self.written.append(update[0])
+        super().add_update(update)
+
+
+def run_on(
+    layer: Any, arguments: Arguments, tensors: list[Any], training: Any, values: list[Any]
+) -> Given:
+    """Call a layer on some samples, and write nothing.
+
+    Args:
+        layer: the layer.
+        arguments: of the call.
+        tensors: in place of those of the arguments.
+        training: whether the layer trains, or None.
+        values: pairs of a variable and its value, where that is another.
+    """
+    args, kwargs = arguments.packed(tensors)
+    if "training" in kwargs:
+        kwargs["training"] = training
+    scope = _Scope(values)
+    with unrecorded(), inside_of_call.set(True), keeping_call_context(), scope:
+        # Keras's own, where `__call__` is the user's: that one runs once, around all samples.
+        call = functools.partial(keras.layers.Layer.__call__, layer, *args, **kwargs)
+        outputs = CallContext()(function=call, training=training)
+    found = [leaf for leaf in keras.tree.flatten(outputs) if torch.is_tensor(leaf)]
+    masks = [mask_of(tensor) for tensor in found]
+    masked = [number for number, mask in enumerate(masks) if mask is not None]
+    own = len(found) if layer.activity_regularizer is not None else 0  # added in `__call__`
+    losses = losses_of_scope(scope)
+    losses = [loss.sum() for loss in losses[: len(losses) - own]]
+    changed = {id(v): v for v in scope.written}
+    kept = {id(v): (v, value) for v, value in values}
+    kept.update({k: (v, scope.get_current_value(v).detach()) for k, v in changed.items()})
+    outputs = keras.tree.map_structure(
+        lambda leaf: TENSOR if torch.is_tensor(leaf) else leaf, outputs
+    )
+    form = Form(outputs, len(found), masked)
+    tensors = [*found, *(mask for mask in masks if mask is not None)]
+    return Given(form, tensors, losses, list(kept.values()), list(changed.values()))
+
+
+def random_state() -> tuple[Any, list[Any]]:
+    """Return the state of PyTorch's own random numbers, which layers may draw."""
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return torch.get_rng_state(), on_gpus
+
+
+def set_random_state(state: tuple[Any, list[Any]]) -> None:
+    torch.set_rng_state(state[0])
+    if state[1]:
+        torch.cuda.set_rng_state_all(state[1])
+
+
+@contextmanager
+def random_kept() -> Iterator[None]:
+    """Let random numbers go on behind a block as if it had drawn none."""
+    state = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(state)
