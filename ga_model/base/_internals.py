@@ -414,6 +414,16 @@ def graph_of_function(graph: Any, name: str) -> Any:
 # PyTorch's tensors.
 
 
+def function_of(node: Any) -> Any:
+    """Return the `torch.autograd.Function` that made a node of PyTorch's autograd, or None."""
+    return getattr(type(node), "_forward_cls", None)
+
+
+def results_of(node: Any) -> list[Any]:
+    """Return the shape, dtype and device of what a node of PyTorch's autograd gave."""
+    return list(node._input_metadata)
+
+
 def times_written(tensor: Any) -> int:
     """Return a number that grows whenever a tensor of PyTorch is written to in place."""
     return int(getattr(tensor, "_version", 0))

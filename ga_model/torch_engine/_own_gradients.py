@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from ga_model.base._internals import function_of, results_of
+
 _FACTORS = (1e-6, 1e-3, 1.0, 1e3)
 _LIBRARIES = ("torch.", "keras.", "ga_model.")
 
@@ -31,7 +33,7 @@ def nodes_of(tensors: Iterable[Any]) -> Iterator[Any]:
 def not_linear(tensors: Iterable[Any]) -> str | None:
     """Return the name of the first function whose gradient is not linear, or None."""
     for node in nodes_of(tensors):
-        function = getattr(type(node), "_forward_cls", None)
+        function = function_of(node)
         if function is None or f"{function.__module__}.".startswith(_LIBRARIES):
             continue
         if not _is_linear(node, function):
@@ -45,7 +47,7 @@ def _is_linear(node: Any, function: Any) -> bool:
     try:
         upstream = [
             torch.randn(tuple(part.shape), generator=generator).to(part.device, part.dtype)
-            for part in node._input_metadata
+            for part in results_of(node)
         ]
         with torch.no_grad():
             found = [
