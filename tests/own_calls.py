@@ -475,7 +475,7 @@ class SparseInputs(Calls):
 
 
 class SparseInputsWithAdam(SparseInputs):
-    optimizer_class = OwnStep.optimizer_class
+    optimizer_class = staticmethod(OwnStep.optimizer_class)
 
 
 class Stateless(OwnStep):

@@ -481,7 +481,7 @@ def test_calls_that_cannot_be_split_are_exact_and_named_once(name, float64):
     layer = "functional" if make is VAEThatAddsARoot else "whole"
     with pytest.warns(UserWarning, match=f"A call of '{layer}.*' takes.*{reason}") as caught:
         training = train(make, 5)
-    assert len(caught) == 1
+    assert [w.category for w in caught].count(UserWarning) == 1
     assert_same(training, train(make), TOLERANCE[float64])
 
 
