@@ -8,11 +8,8 @@ import tensorflow as tf
 
 from ga_model.base._internals import is_followed, mask_of, set_mask
 from ga_model.graphs._microbatch import Batch, as_tensor, rows_of
+from ga_model.hearing._splitting import NotByRowsError
 from ga_model.reading._dependence import dependence_of
-
-
-class NotByRowsError(Exception):
-    """A call cannot be made on some samples at a time. The text says why."""
 
 
 class Arguments:

@@ -14,11 +14,11 @@ import tensorflow as tf
 from ga_model.base._context import graph_being_made
 from ga_model.base._identity import is_in, unique
 from ga_model.base._internals import is_followed, layers_in, raw
-from ga_model.calls._call_arguments import NotByRowsError
 from ga_model.calls._call_state import NotingScope, read, state_of, write
 from ga_model.calls._microbatch_call import MicrobatchCall, leaves_of
 from ga_model.graphs._microbatch import rows_of
 from ga_model.hearing._models import instances_in
+from ga_model.hearing._splitting import NotByRowsError
 from ga_model.reading._custom_gradients import mixing
 from ga_model.reading._heard_gradients import place_of
 from ga_model.reading._loss_reading import kind_of_scalar, mixes_samples

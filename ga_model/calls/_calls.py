@@ -15,29 +15,21 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ga_model.base import _messages
 from ga_model.base._call_again import inside_of_call
 from ga_model.base._context import ThreadValue, graph_being_made
 from ga_model.base._in_front import InFront
-from ga_model.base._internals import (
-    is_built,
-    is_rematerialized,
-    is_symbolic,
-    layers_in,
-    stateless_scope,
-    training_of_call,
-)
-from ga_model.calls._call_arguments import Arguments, NotByRowsError
+from ga_model.base._internals import layers_in
+from ga_model.calls._call_arguments import Arguments
 from ga_model.calls._microbatch_call import MicrobatchCall
 from ga_model.calls._split_call import SplitCall, Turns
-from ga_model.hearing._messages import whole_call_message
 from ga_model.hearing._normalization import heard_layers
 from ga_model.hearing._recorder import note_call
+from ga_model.hearing._splitting import Splitting
 
 _splitting = ThreadValue()  # how calls are split in this thread, or None
 
 
-class _Splitting:
+class _Splitting(Splitting):
     """How the calls of one step are split.
 
     Args:
@@ -49,25 +41,12 @@ class _Splitting:
     """
 
     def __init__(self, model: Any, rows: Any, size: Any, limit: int | None) -> None:
-        self._model = model
+        super().__init__(model)
         self._rows = rows
         self._size = size
         self._limit = limit
         self._graph = graph_being_made()
-        self._scope = stateless_scope()
-        self._is_in_whole_call = ThreadValue(False)
         self._turns = Turns()
-
-    def applies(self, layer: Any) -> bool:
-        """Return whether a call of a layer that runs here is to be split."""
-        if inside_of_call.get() or is_symbolic():
-            return False
-        if stateless_scope() is not self._scope:
-            return False  # weights are what the step says
-        if any(map(is_rematerialized, layers_in(layer))):
-            return False
-        # A layer without weights draws random numbers, or computes little.
-        return bool(layer.weights or not is_built(layer))
 
     def is_outermost_graph(self) -> bool:
         """Return whether this is the step's own graph, and no branch, loop or function in it."""
@@ -82,28 +61,16 @@ class _Splitting:
         with inside_of_call.set(True):
             return call(*args, **kwargs)
 
-    def run(self, layer: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Make a call by microbatches, or whole where it cannot be split."""
-        training = kwargs.get("training", training_of_call(layer))
-        try:
-            arguments = Arguments(args, kwargs, self._rows, self._size)
-            jit_compile = bool(self._model.jit_compile)
-            on_microbatch = MicrobatchCall(
-                layer, call, arguments, training, jit_compile, self._limit
-            )
-            split = SplitCall(on_microbatch, self._turns)
-            outputs = split.outputs()
-            note_call(outputs)
-            for message in _messages.batch_normalization_messages(*split.normalizing):
-                self._model._warn_once(message)
-            return outputs
-        except NotByRowsError as error:
-            reason = str(error)
-        with self._is_in_whole_call.set(True):
-            outputs = call(*args, **kwargs)
-        if reason and not self._is_in_whole_call.get():
-            self._model._warn_once(whole_call_message(layer.name, reason))
-        return outputs
+    def _by_microbatches(
+        self, layer: Any, call: Callable[..., Any], args: Any, kwargs: Any, training: Any
+    ) -> tuple[Any, tuple[list[str], list[str]]]:
+        arguments = Arguments(args, kwargs, self._rows, self._size)
+        jit_compile = bool(self._model.jit_compile)
+        on_microbatch = MicrobatchCall(layer, call, arguments, training, jit_compile, self._limit)
+        split = SplitCall(on_microbatch, self._turns)
+        outputs = split.outputs()
+        note_call(outputs)
+        return outputs, split.normalizing
 
 
 @contextlib.contextmanager

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from ga_model.base._internals import losses_of_scope
-from ga_model.calls._call_arguments import NotByRowsError
 from ga_model.calls._call_checks import (
     assertions,
     check_axes,
@@ -28,6 +27,7 @@ from ga_model.calls._microbatch_call import MicrobatchCall, attached_to, leaves_
 from ga_model.graphs import _lists
 from ga_model.graphs._loop import loop
 from ga_model.hearing._normalization import Call, listening, names_by_fate, pass_on
+from ga_model.hearing._splitting import NotByRowsError
 from ga_model.sums._moments import Moments
 
 # Of layers that ran eagerly, the kinds of calls that were checked.

@@ -11,6 +11,9 @@ import numpy as np
 import torch
 
 from ga_model.base._internals import mask_of, raw, set_mask
+from ga_model.torch_engine import _torch_microbatch_call as _calls
+
+random_state, set_random_state = _calls.random_state, _calls.set_random_state
 
 # Where rounding hides everything else.
 MORE_EXACT = (
@@ -75,16 +78,3 @@ def _copy(output: Any) -> Any:
 def value_of(variable: Any) -> Any:
     """Return the value of a variable, which does not change with it."""
     return np.array(keras.ops.convert_to_numpy(raw(variable)))
-
-
-def random_state() -> Any:
-    """Return the state of PyTorch's random numbers, of the CPU and of each GPU."""
-    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return torch.get_rng_state(), on_gpus
-
-
-def set_random_state(state: Any) -> None:
-    """Put it back."""
-    torch.set_rng_state(state[0])
-    if state[1]:
-        torch.cuda.set_rng_state_all(state[1])

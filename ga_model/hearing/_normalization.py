@@ -13,29 +13,26 @@ layer that a step calls twice moves twice, as in plain Keras.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from ga_model.base._context import ThreadValue, graph_being_made
+from ga_model.base._context import graph_being_made
 from ga_model.base._identity import is_in, unique
-from ga_model.base._in_front import InFront
 from ga_model.base._internals import (
-    MOMENTS,
     move_renormalization,
     raw,
     reduction_axes,
     stateless_scope,
     unseen_by_tapes,
 )
+from ga_model.hearing._moments_heard import listener, telling
 from ga_model.reading._writes import handles_of, left_out, written_by_functions
 from ga_model.replicas import _strategy
 from ga_model.sums._moments import Moments
 
-# What hears of the statistics of the microbatch that this thread runs, or None.
-listener: Any = ThreadValue()
 _STATISTICS = ("moving_mean", "moving_variance", "moving_stddev", "renorm_mean", "renorm_stddev")
 
 
@@ -156,8 +153,7 @@ def listening(is_heard: bool = True) -> Iterator[Listener | None]:
 
 def heard_layers(model: Any) -> Any:
     """Return the context in which BatchNormalization layers tell what they compute."""
-    layers = model._accumulation.layers_before()
-    return _in_front.of(layer for layer in layers if _is_known(layer))
+    return telling(model._accumulation.layers_before())
 
 
 def names_by_fate(layers: Iterable[Any]) -> tuple[list[str], list[str]]:
@@ -193,25 +189,6 @@ def _nothing(layer: Any) -> Moments:
     zero, shape = tf.zeros((), tf.float64), layer.moving_mean.shape
     dtype = keras.backend.result_type(layer.compute_dtype, "float32")
     return Moments(zero, zero, tf.zeros(shape, dtype), tf.zeros(shape, dtype))
-
-
-def _is_known(layer: Any) -> bool:
-    """Return whether a layer moves its averages as BatchNormalization does."""
-    normal = keras.layers.BatchNormalization
-    return isinstance(layer, normal) and type(layer).call is normal.call
-
-
-def _telling(layer: Any, moments: Callable[..., Any]) -> Callable[..., Any]:
-    def telling(inputs: Any, mask: Any) -> Any:
-        mean, variance = moments(inputs, mask)
-        if (hears := listener.get()) is not None:
-            hears.hear(layer, inputs, mask, mean, variance)
-        return mean, variance
-
-    return telling
-
-
-_in_front = InFront(MOMENTS, _telling)
 
 
 def _statistics(layer: Any) -> list[Any]:

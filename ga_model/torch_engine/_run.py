@@ -16,6 +16,7 @@ from ga_model.hearing import _messages, _weights
 from ga_model.hearing._compiled_copy import copy_with
 from ga_model.hearing._metric_calls import MetricCalls
 from ga_model.hearing._models import is_of_keras, unpack, unrecorded
+from ga_model.hearing._moments_heard import is_known, telling
 from ga_model.torch_engine import _refusals
 from ga_model.torch_engine._batch_logs import BatchLogs
 from ga_model.torch_engine._observer import observer_of
@@ -25,7 +26,7 @@ from ga_model.torch_engine._state import Snapshot, Writes, clear_gradients, unch
 from ga_model.torch_engine._terms import Position
 from ga_model.torch_engine._torch_calls import split_calls
 from ga_model.torch_engine._torch_recorder import record
-from ga_model.torch_engine._torch_statistics import heard_layers, is_known, listening
+from ga_model.torch_engine._torch_statistics import listening
 from ga_model.torch_engine._torch_window import Window, power_of_two
 
 
@@ -61,7 +62,7 @@ def run(
     if is_whole:
         calls, batch = split_calls(model, batch.rows, size), Batch(data, None)
     try:
-        with calls, heard_layers(model._batch_normalization_layers()):
+        with calls, telling(model._batch_normalization_layers()):
             return _Run(model, train_step, batch, window).logs()
     except BaseException:  # KeyboardInterrupt, too
         window.discard()

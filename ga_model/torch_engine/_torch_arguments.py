@@ -8,10 +8,7 @@ import keras
 import torch
 
 from ga_model.base._internals import mask_of, set_mask
-
-
-class NotByRowsError(Exception):
-    """A call cannot be made on some samples at a time. The text says why."""
+from ga_model.hearing._splitting import NotByRowsError
 
 
 class Arguments:

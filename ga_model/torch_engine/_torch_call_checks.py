@@ -12,9 +12,10 @@ import torch
 
 from ga_model.base._call_again import PythonState
 from ga_model.base._internals import layers_in, seeds
+from ga_model.hearing._splitting import NotByRowsError
 from ga_model.torch_engine._own_gradients import nodes_of, not_linear
 from ga_model.torch_engine._probes import is_close, is_whole_of, kind_of_addition
-from ga_model.torch_engine._torch_arguments import Arguments, NotByRowsError
+from ga_model.torch_engine._torch_arguments import Arguments
 from ga_model.torch_engine._torch_microbatch_call import random_kept, run_on
 
 

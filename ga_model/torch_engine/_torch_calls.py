@@ -18,20 +18,12 @@ import keras
 from ga_model.base._call_again import inside_of_call
 from ga_model.base._context import ThreadValue
 from ga_model.base._in_front import InFront
-from ga_model.base._internals import (
-    is_built,
-    is_rematerialized,
-    is_symbolic,
-    layers_in,
-    stateless_scope,
-    training_of_call,
-)
-from ga_model.base._messages import batch_normalization_messages
-from ga_model.hearing._messages import whole_call_message
-from ga_model.torch_engine._torch_arguments import Arguments, NotByRowsError
+from ga_model.base._internals import is_built, layers_in
+from ga_model.hearing._moments_heard import telling
+from ga_model.hearing._splitting import NotByRowsError, Splitting
+from ga_model.torch_engine._torch_arguments import Arguments
 from ga_model.torch_engine._torch_call_checks import kinds_of_losses
 from ga_model.torch_engine._torch_split_call import SplitCall
-from ga_model.torch_engine._torch_statistics import heard_layers
 
 _splitting = ThreadValue()  # how calls are split in this thread, or None
 
@@ -40,7 +32,7 @@ _splitting = ThreadValue()  # how calls are split in this thread, or None
 _tried: weakref.WeakKeyDictionary[Any, dict[str, list[str] | str]] = weakref.WeakKeyDictionary()
 
 
-class _Splitting:
+class _Splitting(Splitting):
     """How the calls of one step are split.
 
     Args:
@@ -50,41 +42,19 @@ class _Splitting:
     """
 
     def __init__(self, model: Any, rows: int, size: int) -> None:
-        self._model = model
+        super().__init__(model)
         self._rows = rows
         self._size = size
-        self._scope = stateless_scope()
-        self._is_in_whole_call = ThreadValue(False)
 
-    def applies(self, layer: Any) -> bool:
-        """Return whether a call of a layer that runs here is to be split."""
-        if inside_of_call.get() or is_symbolic() or stateless_scope() is not self._scope:
-            return False
-        if any(map(is_rematerialized, layers_in(layer))):
-            return False
-        # A layer without weights draws random numbers, or computes little.
-        return bool(layer.weights or not is_built(layer))
-
-    def run(self, layer: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Make a call by microbatches, or whole where it cannot be split."""
-        training = kwargs.get("training", training_of_call(layer))
-        try:
-            arguments = Arguments(args, kwargs, self._rows, self._size)
-            if len(arguments.shares()) == 1:
-                raise NotByRowsError("")
-            _build(layer, arguments)
-            split = SplitCall(layer, arguments, training, _kinds_of(layer, arguments, training))
-            outputs = split.outputs()
-            for message in batch_normalization_messages(*split.normalizing):
-                self._model._warn_once(message)
-            return outputs
-        except NotByRowsError as error:
-            reason = str(error)
-        with self._is_in_whole_call.set(True):
-            outputs = call(*args, **kwargs)
-        if reason and not self._is_in_whole_call.get():
-            self._model._warn_once(whole_call_message(layer.name, reason))
-        return outputs
+    def _by_microbatches(
+        self, layer: Any, call: Callable[..., Any], args: Any, kwargs: Any, training: Any
+    ) -> tuple[Any, tuple[list[str], list[str]]]:
+        arguments = Arguments(args, kwargs, self._rows, self._size)
+        if len(arguments.shares()) == 1:
+            raise NotByRowsError("")
+        _build(layer, arguments)
+        split = SplitCall(layer, arguments, training, _kinds_of(layer, arguments, training))
+        return split.outputs(), split.normalizing
 
 
 def _kinds_of(layer: Any, arguments: Arguments, training: Any) -> list[str]:
@@ -131,7 +101,7 @@ def split_calls(model: Any, rows: int, size: int | None) -> Iterator[None]:
     if size is None or rows <= size:
         yield
         return
-    heard = heard_layers(model._batch_normalization_layers())
+    heard = telling(model._batch_normalization_layers())
     with _in_front.of(layers_in(model)), heard, _splitting.set(_Splitting(model, rows, size)):
         yield
 

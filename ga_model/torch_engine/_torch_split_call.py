@@ -19,7 +19,9 @@ import torch
 from ga_model.base._call_again import PythonState
 from ga_model.base._internals import layers_in, raw, seeds, set_mask
 from ga_model.hearing._models import instances_in
-from ga_model.torch_engine._torch_arguments import Arguments, NotByRowsError
+from ga_model.hearing._moments_heard import is_known, listener
+from ga_model.hearing._splitting import NotByRowsError
+from ga_model.torch_engine._torch_arguments import Arguments
 from ga_model.torch_engine._torch_microbatch_call import (
     TENSOR,
     Given,
@@ -28,7 +30,7 @@ from ga_model.torch_engine._torch_microbatch_call import (
     run_on,
     set_random_state,
 )
-from ga_model.torch_engine._torch_statistics import Listener, Statistics, is_known, listener
+from ga_model.torch_engine._torch_statistics import Listener, Statistics
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -70,6 +72,11 @@ class SplitCall:
         self._form: Any = None  # of the outputs
         weights = {id(p): p for p in layer.parameters() if p.requires_grad}
         self._weights = list(weights.values())
+        layers = layers_in(layer)
+        self._normal = [p for p in layers if isinstance(p, keras.layers.BatchNormalization)]
+        # The variables that a call may change: running averages, and those of random numbers.
+        self._changing = [v for part in self._normal for v in part.non_trainable_variables]
+        self._changing += [v for part in layers for v in seeds(part)]
 
     def outputs(self) -> Any:
         """Make the call, and return what it gives. The losses that layers added are the layer's.
@@ -102,7 +109,7 @@ class SplitCall:
         joined: list[Any] = []
         losses: list[Any] = []
         statistics = Statistics()
-        values = [(v, raw(v).detach().clone()) for v in self._changing()]
+        values = [(v, raw(v).detach().clone()) for v in self._changing]
         for share in self._arguments.shares():
             self._found.append(_Found(values, random_state()))
             part = self._arguments.part(self._arguments.tensors, share)
@@ -196,7 +203,7 @@ class SplitCall:
             if tensor.ndim == 0 or tensor.shape[0] != rows:
                 shape = tuple(tensor.shape)
                 raise NotByRowsError(f"an output has the shape {shape} for {rows} samples")
-        expected = {id(v) for v in self._changing()}
+        expected = {id(v) for v in self._changing}
         if len(given.losses) != len(self._kinds):
             raise NotByRowsError("it adds other losses in training")
         for part, name, value in self._state.changed():
@@ -207,18 +214,9 @@ class SplitCall:
         if others:
             raise NotByRowsError(f"it writes to {sorted(set(others))}, once per call")
         written = {id(v) for v in given.written}
-        normal = [p for p in self._normal() if any(id(v) in written for v in p.variables)]
+        normal = [p for p in self._normal if any(id(v) in written for v in p.variables)]
         pooled = [part.name for part in normal if is_known(part)]
         self.normalizing = pooled, [part.name for part in normal if not is_known(part)]
-
-    def _normal(self) -> list[Any]:
-        layers = layers_in(self._layer)
-        return [part for part in layers if isinstance(part, keras.layers.BatchNormalization)]
-
-    def _changing(self) -> list[Any]:
-        """Return the variables that a call may change: of random numbers, and running averages."""
-        variables = [v for part in self._normal() for v in part.non_trainable_variables]
-        return variables + [v for part in layers_in(self._layer) for v in seeds(part)]
 
 
 class _Split(torch.autograd.Function):

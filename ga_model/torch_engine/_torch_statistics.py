@@ -9,18 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import keras
 import torch
 
-from ga_model.base._context import ThreadValue
-from ga_model.base._in_front import InFront
-from ga_model.base._internals import MOMENTS, move_renormalization, raw, reduction_axes
-
-# What hears of the statistics of the microbatch that this thread runs, or None.
-listener: Any = ThreadValue()
+from ga_model.base._internals import move_renormalization, raw, reduction_axes
+from ga_model.hearing._moments_heard import listener
 
 
 class Moments(NamedTuple):
@@ -150,30 +146,6 @@ def listening() -> Iterator[Listener]:
             yield hears
         finally:
             hears.put_back()
-
-
-def is_known(layer: Any) -> bool:
-    """Return whether a layer moves its averages as BatchNormalization does."""
-    normal = keras.layers.BatchNormalization
-    return isinstance(layer, normal) and type(layer).call is normal.call
-
-
-def heard_layers(layers: list[Any]) -> Any:
-    """Return the context in which BatchNormalization layers tell what they compute."""
-    return _in_front.of(layer for layer in layers if is_known(layer))
-
-
-def _telling(layer: Any, moments: Callable[..., Any]) -> Callable[..., Any]:
-    def telling(inputs: Any, mask: Any) -> Any:
-        mean, variance = moments(inputs, mask)
-        if (hears := listener.get()) is not None:
-            hears.hear(layer, inputs, mask, mean, variance)
-        return mean, variance
-
-    return telling
-
-
-_in_front = InFront(MOMENTS, _telling)
 
 
 def _count(layer: Any, inputs: Any, mask: Any) -> Any:

@@ -15,8 +15,9 @@ from pairs import TOLERANCE, assert_same_logs, torch, train
 
 import ga_model
 from ga_model import accumulate
+from ga_model.hearing._splitting import NotByRowsError
 from ga_model.torch_engine import _torch_split_call
-from ga_model.torch_engine._torch_arguments import Arguments, NotByRowsError
+from ga_model.torch_engine._torch_arguments import Arguments
 
 
 def mlp(inputs, outputs, **arguments):
