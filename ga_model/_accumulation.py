@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from ga_model._kept import Kept
-from ga_model._settings import UNCHANGED, Settings
+from ga_model._settings import Settings
 from ga_model.automatic._auto import AutomaticSize
 from ga_model.base._identity import is_in
 from ga_model.base._internals import compiled_loss, layers_in, loss_tracker, metrics_exchange
@@ -32,12 +32,12 @@ class Accumulation(Kept):
         model, settings: as `Kept` takes them.
 
     Attributes:
-        automatic_size: what `microbatch_size="auto"` has found.
         noise: the noise of the gradients, as far as it was measured.
         adds_up: whether the loss does over microbatches, as far as it was read.
         has_read_loss: whether the loss of an eager model was read.
     """
 
+    automatic_size: AutomaticSize
     window: Window | None
     num_skipped: Counter | None
 
@@ -51,17 +51,6 @@ class Accumulation(Kept):
         self._most_rows: Any = None  # variable, of a batch that may be more than a microbatch
         self._kinds: dict[int, tuple[Any, str | None]] = {}  # of activity regularizers
         self._layers: list[Any] | None = None
-
-    # What is set.
-
-    def change(self, **given: Any) -> None:
-        super().change(**given)
-        if given.get("microbatch_size", UNCHANGED) is not UNCHANGED:
-            self.automatic_size.restart()
-
-    @property
-    def size(self) -> Any:
-        return self.automatic_size.size if self.is_automatic else self.settings.microbatch_size
 
     # What follows for the next batch.
 

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from ga_model._settings import Settings, passed
+from ga_model.automatic._search import FoundSize
 from ga_model.base import _messages, _validate
 from ga_model.hearing._models import optimizers_in
 
@@ -22,12 +23,16 @@ class Kept:
 
     Attributes:
         settings: as they are asked for. See `size` for the one that may have to be found.
+        automatic_size: what `microbatch_size="auto"` has found.
         window: the open window, or the next one; None before the first batch of one.
         num_skipped: microbatches that were left out, once there is training that may do so.
         is_scheduled: whether a callback of the present `fit` sets `accumulation_steps`.
         is_verbose: whether the present `fit` shows its progress.
         warnings: those that were given.
+        held_back: what is to be told later, in the order in which it came, or None.
     """
+
+    automatic_size: FoundSize
 
     def __init__(self, model: Any, settings: Settings) -> None:
         self._model = model
@@ -37,6 +42,7 @@ class Kept:
         self.is_scheduled = self.is_verbose = False
         self._has_ended_epoch = False
         self.warnings: set[str] = set()
+        self.held_back: list[str] | None = None
 
     # What is set.
 
@@ -47,6 +53,8 @@ class Kept:
         self.settings = dataclasses.replace(self.settings, **given)
         if "accumulation_steps" in given and self.window is not None:
             self.window.set_steps(self.settings.accumulation_steps)
+        if "microbatch_size" in given:
+            self.automatic_size.restart()
 
     @property
     def is_automatic(self) -> bool:
@@ -56,7 +64,7 @@ class Kept:
     @property
     def size(self) -> Any:
         """Samples per microbatch, or None: for the full batch, and for a size still to be found."""
-        return self.settings.microbatch_size
+        return self.automatic_size.size if self.is_automatic else self.settings.microbatch_size
 
     # What follows for the next batch.
 
@@ -86,6 +94,14 @@ class Kept:
             self.window.discard()
 
     # What is told.
+
+    def warn_once(self, message: str) -> None:
+        """Warn, unless the present `compile` has seen the same warning."""
+        if self.held_back is not None:
+            self.held_back.append(message)
+        elif message not in self.warnings:
+            self.warnings.add(message)
+            _validate.warn(message)
 
     def warn_of_no_effect(self, has_updated: bool) -> None:
         """Warn at the end of the first epoch of settings that have no effect.

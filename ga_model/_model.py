@@ -14,7 +14,7 @@ from ga_model._callbacks import run_fit
 from ga_model._engine import Accumulation, Hooks
 from ga_model._settings import NAMES, UNCHANGED, Settings, passed
 from ga_model._subclasses import Trainer, accumulated, prepare
-from ga_model.base import _messages, _validate
+from ga_model.base import _messages
 from ga_model.base._internals import layers_in
 from ga_model.base._names import check_names, showing, showing_only
 from ga_model.hearing._attributes import CompiledLossAttribute, RecordedAttribute
@@ -378,9 +378,7 @@ class AccumulatingModel(_Base):
 
     def _warn_once(self, message: str) -> None:
         """Warn, unless the present `compile` has seen the same warning."""
-        if message not in self._accumulation.warnings:
-            self._accumulation.warnings.add(message)
-            _validate.warn(message)
+        self._accumulation.warn_once(message)
 
     def _batch_normalization_layers(self) -> list[Any]:
         """Return those that train."""

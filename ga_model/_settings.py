@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-import keras
-
 from ga_model.base import _validate
 
 
@@ -44,8 +42,6 @@ class Settings:
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
             object.__setattr__(self, name, check(getattr(self, name)))
-        if keras.backend.backend() != "tensorflow":
-            _validate.check_without_tensorflow(self.microbatch_size)
 
     @classmethod
     def of(cls, model: Any) -> Settings:

@@ -103,6 +103,16 @@ def text_of(error):
     return "\n".join([str(error), *getattr(error, "__notes__", [])])
 
 
+def told(caught):
+    """Return what the warnings for users say, of those that were caught."""
+    return [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
+
+
+def files_told(caught):
+    """Return the files in which the warnings for users are said to be."""
+    return [w.filename for w in caught if issubclass(w.category, UserWarning)]
+
+
 def scope(replicas=None):
     """Return the scope to make a model in, on one device by default."""
     replicas = replicas or num_replicas

@@ -10,17 +10,14 @@ has changed nothing else, and is repeated.
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import tensorflow as tf
 
 from ga_model.automatic import _messages
+from ga_model.automatic._search import FoundSize
 from ga_model.automatic._trials import Trials, failures, trial_that_runs
-from ga_model.base import _validate
-from ga_model.base._internals import add_note
 from ga_model.batch import _step
 from ga_model.batch._window import Window
 from ga_model.graphs._microbatch import count_rows
@@ -28,26 +25,15 @@ from ga_model.hearing._models import is_of_keras
 from ga_model.replicas import _strategy
 
 
-class AutomaticSize:
-    """What `microbatch_size="auto"` knows of one model since its `compile`.
-
-    Attributes:
-        size: rows per microbatch, or None before the size is found.
-        is_whole: whether no size was found that would not fit, so that batches stay whole.
-    """
+class AutomaticSize(FoundSize):
+    """What `microbatch_size="auto"` knows of one model since its `compile`."""
 
     def __init__(self) -> None:
-        self.restart()
+        super().__init__()
         self._variables: list[tf.Variable] = []  # that a step may change before its update
         # Variable, whether the update of a batch may have begun. Functions that are traced hold it.
         self._has_sums: Any = None
         self._before: Callable[[], list[Any]] | None = None
-
-    def restart(self) -> None:
-        """Forget the size."""
-        self.size: Any = None
-        self.is_whole = False
-        self._rows = 0  # of the batch that the size was found with
 
     # Around the train function.
 
@@ -75,7 +61,7 @@ class AutomaticSize:
                     raise
                 break
             rows = _strategy.most_on_a_replica(model.distribute_strategy, batch, count_rows)
-            if self.size is None or (self.is_whole and rows > self._rows):
+            if self.is_to_search(rows):
                 self._search(model, batch, rows)
             while True:
                 values = [] if model.jit_compile else self._begin()  # where none is put back
@@ -103,17 +89,13 @@ class AutomaticSize:
         """Let a batch that failed be repeated in smaller microbatches, or raise."""
         size = min(self.size, rows)
         if model.jit_compile:
-            _raise_from(error, _messages.damaged_message(model.name, size))
+            self.fail(error, _messages.damaged_message(model.name, size))
         is_own_step = not is_of_keras(model, "train_step")
         if any(bool(mark.numpy()) for mark in _strategy.copies(self._has_sums)):
-            _raise_from(error, _messages.torn_message(model.name, size, is_own_step))
+            self.fail(error, _messages.torn_message(model.name, size, is_own_step))
         for variable, value in zip(self._variables, values):
             variable.assign(value)
-        if size == 1:
-            _raise_from(error, _messages.no_row_message(model.name))
-        self.is_whole = False
-        self.size = (size + 1) // 2
-        _validate.warn(_messages.halved_message(model.name, size, self.size))
+        self.halve(model, rows, error)
 
     # Inside of it.
 
@@ -144,51 +126,14 @@ class AutomaticSize:
             if self._has_sums is None:
                 self._has_sums = _strategy.make_variables(lambda: tf.zeros((), tf.bool))
             trials = Trials(model, batch)
-            show = functools.partial(_show, model._accumulation.is_verbose)
+            try:
+                with trials.undone():
+                    self.find(model, rows, trials)
+            finally:
+                self._before, self._variables = None, trials.changed
 
-            def fits(size: int) -> bool:
-                show(_messages.trying_message(size), is_last=False)
-                return trials.fits(size)
-
-            with trials.undone():
-                size, failed = _largest(fits, rows)
-        self._before, self._variables = None, trials.changed
-        if size == 0:
-            _raise_from(trials.error, _messages.no_row_message(model.name))
-        self.is_whole, self._rows = failed is None, rows
-        self.size = size
-        show(_messages.found_message(size, failed, trials.error is not None), is_last=True)
-
-
-def _largest(fits: Callable[[int], bool], most: int) -> tuple[int, int | None]:
-    """Return the largest size that fits, 0 if none does, and the smallest that does not, if any."""
-    fitting, size = 0, 1
-    while fits(size):
-        fitting = size
-        if size == most:
-            return size, None
-        size = min(2 * size, most)
-    while size - fitting > 1:
-        middle = (fitting + size) // 2
-        if fits(middle):
-            fitting = middle
-        else:
-            size = middle
-    return fitting, size
-
-
-def _show(is_verbose: bool, text: str, is_last: bool) -> None:
-    """Show how the search goes on, in one line where a terminal or a notebook can write it anew."""
-    if is_verbose and (sys.stdout.isatty() or "ipykernel" in sys.modules):
-        print(f"\r{text:<78}", end="\n" if is_last else "", flush=True)
-    elif is_verbose and is_last:
-        print(text, flush=True)
-
-
-def _raise_from(error: Exception | None, message: str) -> NoReturn:
-    """Raise a RuntimeError with another error as its cause."""
-    if isinstance(error, tf.errors.CancelledError):
-        raise error  # whose cause may be another one than memory
-    raised = RuntimeError(message)
-    add_note(raised, f"The error was: {error}")  # of `fit`, Keras takes the cause away
-    raise raised from error
+    def fail(self, error: Exception | None, message: str) -> NoReturn:
+        """Raise a RuntimeError, but where the cause may be another one than memory."""
+        if isinstance(error, tf.errors.CancelledError):
+            raise error
+        super().fail(error, message)

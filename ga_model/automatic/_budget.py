@@ -7,9 +7,6 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import tensorflow as tf
-
-from ga_model.replicas import _strategy
 from ga_model.tools import _memory
 
 _MARGIN = 0.1  # of the available memory, which is left alone
@@ -23,18 +20,14 @@ class Budget:
     far gives that of the next size, which is at most twice the last.
 
     Args:
-        model: the model. On other devices than CPUs, and where nothing tells of memory, everything
+        is_on_cpu: whether the model is. Elsewhere, and where nothing tells of memory, everything
             is allowed.
+        least: bytes of what the first size takes that do not grow with the rows: the sums.
     """
 
-    def __init__(self, model: Any) -> None:
-        variables = _strategy.copies_of_all(model.variables)
-        self._is_used = _memory.peak_memory() is not None and all(
-            "CPU" in variable.device for variable in variables
-        )
-        self._least = sum(  # of the first size's, what does not grow with the rows: the sums
-            math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in model.trainable_variables
-        )
+    def __init__(self, is_on_cpu: bool, least: int) -> None:
+        self._is_used = is_on_cpu and _memory.peak_memory() is not None
+        self._least = least
         self._rises: dict[int, int] = {}
         self._start: int | None = None
         self._held = 0  # freed memory that the process had kept, and that trials take first

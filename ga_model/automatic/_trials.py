@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -66,7 +67,9 @@ class Trials:
         for copy in self._trained:
             copies.pop(id(copy), None)
         self.changed = list(copies.values())
-        self._budget = Budget(model)
+        devices = [v.device for v in _strategy.copies_of_all(model.variables)]
+        sizes = [math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in model.trainable_variables]
+        self._budget = Budget(all("CPU" in device for device in devices), sum(sizes))
         self._runs = 2 if model.jit_compile else 1  # the first one compiles
 
     def _trace(self) -> Any:

@@ -140,17 +140,6 @@ def check_loss_over(value: Any) -> str:
     return check_choice("loss_over", value, ["auto", "microbatch", "batch"])
 
 
-def check_without_tensorflow(microbatch_size: Any) -> None:
-    """Raise ValueError if it has a value that the TensorFlow backend alone takes."""
-    if microbatch_size == "auto":
-        raise ValueError(
-            '`microbatch_size="auto"` is for the TensorFlow backend of Keras. '
-            "Received: microbatch_size='auto' on another one. "
-            "Pass how many samples go through the model at a time, such as 16, "
-            "or set the environment variable KERAS_BACKEND=tensorflow before importing keras."
-        )
-
-
 def check_bool(name: str, value: Any, way_out: str = "Pass True or False.") -> bool:
     """Return the value of the argument `name`, or raise TypeError if it is no bool."""
     if not isinstance(value, bool):

@@ -47,6 +47,12 @@ def check(model: Any, is_window: bool) -> None:
         raise ValueError(_own_loss_message(model.name))
 
 
+def check_trial(model: Any) -> None:
+    """Raise ValueError if a step cannot be tried without its updates."""
+    if instances_in(list(vars(model).values()), torch.optim.Optimizer):
+        raise ValueError(unknown_update_message(model.name))
+
+
 def _overwrites(variable: Any) -> bool:
     return bool(getattr(variable, "overwrite_with_gradient", False))
 
@@ -76,6 +82,16 @@ def _torch_optimizer_message(model: str) -> str:
         f"Received: {model!r}, which holds an optimizer of `torch.optim`. "
         "Use one of `keras.optimizers`, whose updates PyTorch computes as well, "
         f"or {WITHOUT}."
+    )
+
+
+def unknown_update_message(model: str) -> str:
+    return (
+        '`microbatch_size="auto"` tries a step without its updates, which it knows of optimizers '
+        f"of Keras that are attributes of the model. Received: {model!r}, whose `train_step` "
+        "updates through one of `torch.optim`, or one that it reaches otherwise. Set "
+        "`microbatch_size` to a number, such as 16, with which any optimizer is let through; or "
+        "keep an optimizer of `keras.optimizers` in an attribute of the model."
     )
 
 

@@ -37,6 +37,7 @@ def run(
     window: Window | None,
     size: int | None,
     is_whole: bool = False,
+    most: int | None = None,
 ) -> Any:
     """Run a model's own `train_step` on a batch, and make the update if it is due.
 
@@ -48,6 +49,7 @@ def run(
         size: rows per microbatch, or None.
         is_whole: whether the step sees all of the batch, and its calls of layers go by microbatches
             of so many rows.
+        most: microbatches that are run of each of these calls, or None for all.
 
     Returns:
         The logs of the batch.
@@ -60,7 +62,7 @@ def run(
     window = window or Window(model, 1)
     calls: Any = contextlib.nullcontext()
     if is_whole:
-        calls, batch = split_calls(model, batch.rows, size), Batch(data, None)
+        calls, batch = split_calls(model, batch.rows, size, most), Batch(data, None)
     try:
         with calls, telling(model._batch_normalization_layers()):
             return _Run(model, train_step, batch, window).logs()
@@ -103,10 +105,13 @@ class _Run:
         defers_logs = batch.is_split or self._skips
         batch_logs = BatchLogs(model) if defers_logs else None
         keeps_gradients = self._keeps_gradients()
-        if not self._is_window:
+        is_partial = self._window.is_trial and not batch.is_split  # some outputs are any numbers
+        if not (self._is_window or is_partial):
             self._look_at_model()
         for index in range(batch.num_microbatches):
             result = self._microbatch(batch.microbatch(index), batch_logs, keeps_gradients)
+        if self._window.is_trial:
+            return result
         if self._skips:
             self._accumulation.count_skipped(batch.num_microbatches - self._num_counted)
         self._window.end_batch()

@@ -12,9 +12,10 @@ from ga_model.hearing._models import computes_loss_as_keras, optimizers_in
 from ga_model.torch_engine import _refusals, _run
 from ga_model.torch_engine._probes import DoesNotAddUpError
 from ga_model.torch_engine._process_group import Processes, num_processes
-from ga_model.torch_engine._split import Batch
+from ga_model.torch_engine._split import Batch, part_of
 from ga_model.torch_engine._state import Snapshot
 from ga_model.torch_engine._terms import Probes
+from ga_model.torch_engine._torch_auto import AutomaticSize
 from ga_model.torch_engine._torch_calls import split_calls
 from ga_model.torch_engine._torch_window import Window, run_on_update
 
@@ -33,14 +34,15 @@ class Accumulation(Kept):
         process_group: the processes that train the model together, as users set it, or None.
     """
 
+    automatic_size: AutomaticSize
     window: Window | None
 
     def __init__(self, model: Any, settings: Settings) -> None:
         super().__init__(model, settings)
+        self.automatic_size = AutomaticSize(model)
         self.compiled_copies: dict[Any, Any] = {}
-        self.probes = Probes(model)
+        self.forget_probes()
         self.has_read_writes = False
-        self.has_looked_at_gradients = False
         self._most_rows = 0
         self._adds_up = True  # as far as is known
         self._has_run_by_microbatches = False
@@ -48,6 +50,11 @@ class Accumulation(Kept):
         self.process_group = getattr(before, "process_group", None)
         self._processes: Processes | None = None
         self._has_batches: bool | None = None  # of an epoch of `fit` that is not closed
+
+    def forget_probes(self) -> None:
+        """Find out anew what is found out by trying."""
+        self.probes = Probes(self._model)
+        self.has_looked_at_gradients = False
 
     def set_process_group(self, group: Any) -> None:
         """Train together with the processes of a group from the next window on, or alone."""
@@ -85,6 +92,12 @@ class Accumulation(Kept):
             return logs
         watch_attributes(model)
         self.warn_of_accumulating_optimizers()
+        train = self.automatic_size.run if self.is_automatic else self.train
+        return train(train_step, data)
+
+    def train(self, train_step: Callable[[Any], Any], data: Any) -> Any:
+        """Do so with the present size."""
+        model = self._model
         is_whole = self.size is not None and self.takes_full_batch()
         window, processes = None, self.processes()
         is_window = not self.accumulates() and processes is None
@@ -103,9 +116,26 @@ class Accumulation(Kept):
         except DoesNotAddUpError:
             before.restore()
             self._adds_up = False
-            return self.run_step(train_step, data)
+            return self.train(train_step, data)
         self._has_run_by_microbatches = True
         return logs
+
+    def try_size(self, train_step: Callable[[Any], Any], data: Any, size: int) -> None:
+        """Run `train_step` on two microbatches of so many samples, and make no update."""
+        model, processes = self._model, self.processes()
+        is_whole = self.takes_full_batch()
+        is_window = not self.accumulates() and processes is None
+        _refusals.check_trial(model)
+        _refusals.check(model, is_window and is_whole)
+        window = Window(model, self.settings.accumulation_steps, processes, is_trial=True)
+        if is_whole:
+            _run.run(model, train_step, data, window, size, is_whole, most=2)
+            return
+        try:
+            _run.run(model, train_step, part_of(data, 0, 2 * size), window, size)
+        except DoesNotAddUpError:
+            self._adds_up = False
+            self.try_size(train_step, data, size)
 
     def _run_unheard(self, train_step: Callable[[Any], Any], data: Any) -> Any:
         """Run a step on a full batch, whatever it does, with its calls of layers by microbatches.

@@ -22,6 +22,7 @@ class Arguments:
         args, kwargs: the arguments, nests of anything.
         batch_rows: samples of the step's batch.
         size: samples of it per microbatch.
+        most: microbatches that are run, or None for all.
 
     Attributes:
         tensors: all tensors, and the masks that are attached to them.
@@ -31,7 +32,10 @@ class Arguments:
         NotByRowsError: there are no tensors of samples, or it is not known which they are.
     """
 
-    def __init__(self, args: Any, kwargs: Any, batch_rows: int, size: int) -> None:
+    def __init__(
+        self, args: Any, kwargs: Any, batch_rows: int, size: int, most: int | None = None
+    ) -> None:
+        self._most = most
         self._nest = (args, kwargs)
         self._flat = keras.tree.flatten(self._nest)
         self._numbers = [i for i, leaf in enumerate(self._flat) if torch.is_tensor(leaf)]
@@ -59,7 +63,7 @@ class Arguments:
 
     def shares(self) -> list[slice]:
         """Return which rows each microbatch has."""
-        starts = range(0, self.rows, self._size)
+        starts = range(0, self.rows, self._size)[: self._most]
         return [slice(start, min(start + self._size, self.rows)) for start in starts]
 
     def part(self, tensors: list[Any], share: slice) -> list[Any]:

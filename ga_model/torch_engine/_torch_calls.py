@@ -39,17 +39,19 @@ class _Splitting(Splitting):
         model: the model whose step runs.
         rows: samples of its batch.
         size: samples per microbatch.
+        most: microbatches of each call that are run, or None for all.
     """
 
-    def __init__(self, model: Any, rows: int, size: int) -> None:
+    def __init__(self, model: Any, rows: int, size: int, most: int | None) -> None:
         super().__init__(model)
+        self._most = most
         self._rows = rows
         self._size = size
 
     def _by_microbatches(
         self, layer: Any, call: Callable[..., Any], args: Any, kwargs: Any, training: Any
     ) -> tuple[Any, tuple[list[str], list[str]]]:
-        arguments = Arguments(args, kwargs, self._rows, self._size)
+        arguments = Arguments(args, kwargs, self._rows, self._size, self._most)
         if len(arguments.shares()) == 1:
             raise NotByRowsError("")
         _build(layer, arguments)
@@ -90,19 +92,22 @@ def _build(layer: Any, arguments: Arguments) -> None:
 
 
 @contextlib.contextmanager
-def split_calls(model: Any, rows: int, size: int | None) -> Iterator[None]:
+def split_calls(model: Any, rows: int, size: int | None, most: int | None = None) -> Iterator[None]:
     """Let the outermost calls of layers that this thread makes go by microbatches.
 
     Args:
         model: the model whose step runs.
         rows: samples of its batch.
         size: samples per microbatch, or None: nothing is split.
+        most: microbatches of each call that are run, or None for all. Outputs and gradients of the
+            other samples are then any numbers.
     """
     if size is None or rows <= size:
         yield
         return
     heard = telling(model._batch_normalization_layers())
-    with _in_front.of(layers_in(model)), heard, _splitting.set(_Splitting(model, rows, size)):
+    splitting = _Splitting(model, rows, size, most)
+    with _in_front.of(layers_in(model)), heard, _splitting.set(splitting):
         yield
 
 

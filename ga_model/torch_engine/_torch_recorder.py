@@ -143,7 +143,8 @@ class Recording:
     def apply(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         """Keep the gradients of an `optimizer.apply`."""
         name = self.model.name
-        if any(part.optimizer is optimizer for part in self.parts):
+        is_again = any(part.optimizer is optimizer for part in self.parts)
+        if is_again and not self.applies_at_once():
             raise RuntimeError(_messages.applied_twice_message(name, optimizer.name))
         _validate.check_single_accumulation([optimizer], self.model.accumulation_steps)
         gradients, variables = list(gradients), list(variables)
@@ -155,9 +156,15 @@ class Recording:
                 optimizer.build(variables)
         if self.parts and not self._position.is_window:
             self.model._warn_once(_refusals.several_optimizers_message(name))
-        self.parts.append(Part(optimizer, variables, gradients))
         for variable in variables:  # the gradients are the window's now
             raw(variable).grad = None
+        if self.applies_at_once():
+            variables, gradients = [], []
+        self.parts.append(Part(optimizer, variables, gradients))
+
+    def applies_at_once(self) -> bool:
+        """Return whether optimizers are applied where the step does so: nothing is kept of them."""
+        return self._position.is_window and self._position.window.is_trial
 
     def _is_as_given(self, gradient: Any) -> bool:
         """Return whether a gradient is one that PyTorch gave, as it gave it."""
@@ -222,5 +229,6 @@ def record(model: Any, data: Any, position: Position, keeps_gradients: bool) -> 
     listening = contextlib.nullcontext() if keeps_gradients else heard(recording)
     with recording_of_thread.set(recording), listening:
         yield recording
-    if not recording.parts and model.trainable_weights:
+    is_missing = not (recording.parts or recording.applies_at_once())
+    if is_missing and model.trainable_weights:
         raise RuntimeError(_messages.not_recorded_message(model.name, []))

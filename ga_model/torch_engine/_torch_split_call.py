@@ -129,6 +129,8 @@ class SplitCall:
             shares = [loss * factor for loss, factor in self._weighted(given.losses, rows)]
             losses = [a + b for a, b in zip(losses, shares)] if losses else shares
             values = given.values
+        for whole in joined:
+            whole[share.stop :] = whole[:1]  # of samples that are left out
         pooled = {id(v) for call in statistics.calls() for v in call.layer.non_trainable_variables}
         for variable, value in values:
             if id(variable) not in pooled:
@@ -171,7 +173,7 @@ class SplitCall:
                         total.add(gradient, source)
         finally:
             state.put_back()
-        return [total.result() for total in sums]
+        return [total.result(self._arguments.rows) for total in sums]
 
     def _pairs(self, run: Given, share: slice, upstream: tuple[Any, ...]) -> list[Any]:
         """Return pairs of what a microbatch gave and its gradient, where it has one."""
@@ -265,13 +267,21 @@ class _Sum:
                 self._parts = [self._parts[0] + wide]
                 self._is_own = not self._parts[0].requires_grad
 
-    def result(self) -> Any:
-        """Return the gradient, or None."""
+    def result(self, rows: int) -> Any:
+        """Return the gradient, or None.
+
+        Args:
+            rows: samples of the call. Those that no microbatch had have zeros.
+        """
         if not self._has_rows:
             return self._parts[0].to(self._dtype) if self._parts else None
         if all(gradient is None for gradient, _ in self._parts):
             return None
-        return torch.cat([torch.zeros_like(s) if g is None else g for g, s in self._parts])
+        parts = [torch.zeros_like(s) if g is None else g for g, s in self._parts]
+        missing = rows - sum(len(part) for part in parts)
+        if missing:
+            parts.append(parts[0].new_zeros((missing, *parts[0].shape[1:])))
+        return torch.cat(parts)
 
 
 def _gradients(pairs: list[Any], sources: list[Any], create_graph: bool) -> list[Any]:

@@ -88,6 +88,11 @@ class Statistics:
                 call = call._replace(moments=self._calls[key].moments.plus(call.moments))
             self._calls[key] = call
 
+    def copy(self) -> Statistics:
+        copy = Statistics()
+        copy._calls = dict(self._calls)
+        return copy
+
     def calls(self) -> list[Call]:
         """Return the calls, pooled."""
         return list(self._calls.values())

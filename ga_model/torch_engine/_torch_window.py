@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -100,6 +100,18 @@ class Part:
             self.optimizer.apply(gradients, self.variables)
 
 
+class _Sums(NamedTuple):
+    """What a window has before a batch: its attributes of these names."""
+
+    steps: int
+    num_batches: int
+    parts: list[Part]
+    total: float
+    unit: float
+    has_counted: bool
+    statistics: Statistics
+
+
 class Window:
     """Collects batches and makes one update of each optimizer when it is full.
 
@@ -107,8 +119,10 @@ class Window:
         model: the `AccumulatingModel`, as it is compiled.
         steps: batches that fill it.
         processes: those that train the model together, or None where this one trains it alone.
+        is_trial: whether it makes no updates.
 
     Attributes:
+        is_trial: as it is passed.
         processes: as it is passed.
         steps: batches that fill the open window, or the next one.
         unit: what weights are counted in: the first one times a power of two near the number of
@@ -119,8 +133,12 @@ class Window:
         statistics: of BatchNormalization layers.
     """
 
-    def __init__(self, model: Any, steps: int, processes: Processes | None = None) -> None:
+    def __init__(
+        self, model: Any, steps: int, processes: Processes | None = None, is_trial: bool = False
+    ) -> None:
         self._model = model
+        self.is_trial = is_trial
+        self._earlier: _Sums | None = None
         self.processes = processes
         self._next_steps = self.steps = steps
         self.parts: list[Part] = []
@@ -177,7 +195,11 @@ class Window:
         self.total += relative_weight or 0.0
         if is_added:
             self.parts = list(parts)
-            return
+        else:
+            self.add_parts(parts)
+
+    def add_parts(self, parts: list[Part]) -> None:
+        """Add gradients to the sums."""
         for part in parts:
             same = [p for p in self.parts if p.optimizer is part.optimizer]
             if same:
@@ -185,8 +207,37 @@ class Window:
             else:
                 self.parts.append(part)
 
+    def begin_batch(self) -> None:
+        """Keep what there is apart from the next batch, which may fail."""
+        self._earlier = _Sums(
+            self.steps,
+            self._num_batches,
+            self.parts,
+            self.total,
+            self.unit,
+            self.has_counted,
+            self.statistics.copy(),
+        )
+        self.parts = []
+
+    def take_back(self) -> None:
+        """Forget the batch that `begin_batch` has begun."""
+        if (earlier := self._earlier) is not None:
+            self.steps, self._num_batches, self.parts, self.total, *_ = earlier
+            self.unit, self.has_counted = earlier.unit, earlier.has_counted
+            self.statistics, self._earlier = earlier.statistics, None
+
+    def _join(self) -> None:
+        """Put together what there was before the batch, and what it gave."""
+        if (earlier := self._earlier) is not None:
+            of_batch, self.parts, self._earlier = self.parts, earlier.parts, None
+            for part in self.parts:
+                part.scale(earlier.unit / self.unit if self.unit else 1.0)
+            self.add_parts(of_batch)
+
     def end_batch(self) -> None:
         """Count the batch, and update if it fills the window."""
+        self._join()
         self._num_batches += 1
         if self._num_batches >= self.steps:
             self._update(is_end=False)

@@ -25,6 +25,7 @@ from helpers import (
     scope,
     seeded,
     text_of,
+    told,
 )
 
 from ga_model import AccumulatingModel, accumulate
@@ -588,7 +589,7 @@ def test_a_repeated_batch_loses_no_row(steps, microbatches, limit, sizes, eager,
 
     with pytest.warns(UserWarning, match="did not fit in memory any more") as caught:
         fit(model, rest, rows=12)
-    said = [str(w.message) for w in caught]
+    said = told(caught)
     assert [int(text.split("repeated with ")[1].split(",")[0]) for text in said] == sizes
     assert model.microbatch_size == sizes[-1]
     assert model.optimizer.iterations == reference.optimizer.iterations
@@ -720,7 +721,7 @@ def test_the_last_row_that_does_not_fit_is_an_error():
     memory.limit = 0
     with pytest.warns(UserWarning, match="any more") as said, pytest.raises(RuntimeError) as caught:
         model.train_on_batch(*data)
-    assert [str(w.message).count("at a time") for w in said] == [1]  # from 2 rows to 1
+    assert [text.count("at a time") for text in told(said)] == [1]  # from 2 rows to 1
     assert "at least one sample must fit" in str(caught.value)
     assert isinstance(caught.value.__cause__, EXHAUSTED)
     for weight, w in zip(model.get_weights(), weights, strict=True):
@@ -870,7 +871,7 @@ def test_a_size_that_would_take_too_much_is_not_tried(size, monkeypatch, capsys)
 
 def test_memory_that_the_process_still_holds_does_not_hide_what_rows_take(monkeypatch):
     """The sums take 176 bytes and a row takes 10; 700 were freed before, and are taken first."""
-    budget = _budget.Budget(compiled(smooth_model, Memory(), size=None))
+    budget = _budget.Budget(is_on_cpu=True, least=176)
     rise = 0
     monkeypatch.setattr(_memory, "reset_peak_memory", lambda: None)
     monkeypatch.setattr(_memory, "resident_memory", lambda: 5000)

@@ -1013,7 +1013,7 @@ def test_models_that_can_not_be_called_twice_run_whole_and_tell(layer, reason, e
         model.compile("sgd", lambda y, y_pred: tf.reduce_sum(y_pred), run_eagerly=eager)
         start = model.get_weights()
         with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+            warnings.simplefilter("always", UserWarning)
             model.fit(*classes(12), batch_size=12, epochs=2, verbose=0)
         weights.append(model.get_weights())
         said = [str(w.message) for w in caught if "cannot be split" in str(w.message)]

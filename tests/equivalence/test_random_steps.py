@@ -103,6 +103,8 @@ class Drawn(OwnStep):
         x = inputs = keras.Input((FEATURES,))
         for name in self._step.layers:
             x = LAYERS[name](x)
+        if x is inputs:
+            x = layers.Identity()(x)  # up to Keras 3.12 a model needs a layer
         self.first = keras.Model(inputs, x)
         self.last = layers.Dense(OUTPUTS)
         self.last.build((None, x.shape[-1]))
@@ -225,7 +227,7 @@ def test_windows_are_the_big_batchs_or_are_told_of(number, is_deep, float64):
         keras.utils.clear_session()
         rows = {"rows": step.rows, "epochs": 1}
         with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+            warnings.simplefilter("always", UserWarning)
             window = train(lambda: Drawn(step), accumulation_steps=steps, batch=step.batch, **rows)
         whole = train(lambda: Drawn(step), batch=step.batch * steps, **rows)
         event(f"told: {bool(caught)}")

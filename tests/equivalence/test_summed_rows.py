@@ -31,7 +31,7 @@ def trained(optimizer, num_ids, **settings):
 )
 def test_an_update_that_differs_is_told_of_once(optimizer, way, float64):
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+        warnings.simplefilter("always", UserWarning)
         trained(optimizer, 7, accumulation_steps=3, **way)
     told = [str(warning.message) for warning in caught if TOLD in str(warning.message)]
     assert len(told) == 1
@@ -44,7 +44,7 @@ def test_a_loop_of_batches_is_told_once(float64):
     model = accumulate(seeded(functools.partial(embedding, 7)), accumulation_steps=3)
     model.compile(Adam(0.01), "mse")
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+        warnings.simplefilter("always", UserWarning)
         for begin in range(0, ROWS, SIZE):
             model.train_on_batch(ids[begin : begin + SIZE], y[begin : begin + SIZE])
     assert [TOLD in str(warning.message) for warning in caught] == [True]

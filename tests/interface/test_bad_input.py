@@ -26,7 +26,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import dense_data, dense_model, seeded, text_of
+from helpers import dense_data, dense_model, seeded, text_of, told
 
 from ga_model import (
     AccumulatingModel,
@@ -1057,7 +1057,7 @@ def test_a_fit_that_calls_no_callbacks_is_warned_of_where_it_leaves_a_window_ope
     model = net(kind=DropsCallbacks, accumulation_steps=2)
     with pytest.warns(UserWarning, match="calls none and has left a window open") as caught:
         model.fit(X, Y)  # 3 batches
-    assert HOUSE.search(str(caught[0].message))
+    assert HOUSE.search(told(caught)[0])
     model.fit(X, Y)
     model.close_window()
     model.fit(X[:8], Y[:8])  # windows that happen to be full

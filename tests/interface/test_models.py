@@ -12,6 +12,7 @@ from helpers import (
     dense_data,
     dense_model,
     difference_of_fits,
+    files_told,
     relative_difference,
     seeded,
 )
@@ -205,8 +206,7 @@ def test_batch_normalization_is_named_once_per_compile():
     model.compile("sgd", "mse")
     with pytest.warns(UserWarning, match=r"\['norm', 'inner'\]") as caught:
         model.fit(x, y, batch_size=4, verbose=0)
-    assert [w.category for w in caught].count(UserWarning) == 1
-    assert caught[0].filename == __file__
+    assert files_told(caught) == [__file__]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model.fit(x, y, batch_size=4, epochs=2, verbose=0)
@@ -227,8 +227,7 @@ def test_batch_normalization_that_comes_with_the_first_batch_is_named_then():
     model.compile("sgd", "mse")
     with pytest.warns(UserWarning, match=r"\['late'\]") as caught:
         model.fit(x, x, batch_size=4, epochs=2, verbose=0)
-    assert [w.category for w in caught].count(UserWarning) == 1
-    assert caught[0].filename == __file__
+    assert files_told(caught) == [__file__]
 
 
 def test_batch_normalization_is_named_when_a_compiled_model_is_wrapped_or_set():
@@ -241,7 +240,7 @@ def test_batch_normalization_is_named_when_a_compiled_model_is_wrapped_or_set():
     for model in (wrapped, later):
         with pytest.warns(UserWarning, match=r"\['norm', 'inner'\]") as caught:
             model.fit(x, y, batch_size=4, verbose=0)
-        assert caught[0].filename == __file__
+        assert files_told(caught) == [__file__]
 
 
 def test_no_warning_for_frozen_batch_normalization_or_without_accumulation():

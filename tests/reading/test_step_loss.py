@@ -333,7 +333,7 @@ def fit(make, steps, is_static=False, settings=None, **compile_args):
     batches = tf.data.Dataset.from_tensor_slices(data()).batch(24 // steps, is_static)
     batches = batches.take(steps) if is_static else batches
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+        warnings.simplefilter("always", UserWarning)
         model.fit(batches, epochs=2, shuffle=False, verbose=0)
     return start, model.get_weights(), [str(warning.message) for warning in caught]
 
@@ -545,7 +545,7 @@ def compiled_difference(loss, **compile_args):
             model = accumulate(model, accumulation_steps=steps)
         model.compile(keras.optimizers.Adam(0.01), loss, **compile_args)
         with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+            warnings.simplefilter("always", UserWarning)
             rows = 24 // steps
             model.fit(x, np.abs(y), batch_size=rows, epochs=2, shuffle=False, verbose=0)
         trained.append(model.get_weights())
@@ -606,7 +606,7 @@ def test_losses_that_layers_add_match_or_are_told_of(loss, float64):
         model.compile(keras.optimizers.Adam(0.01), losses.MeanSquaredError(reduction=summed))
         x, y, _ = data()
         with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+            warnings.simplefilter("always", UserWarning)
             model.fit(x, y, batch_size=24 // steps, epochs=2, shuffle=False, verbose=0)
         weights.append(model.get_weights())
         assert len(caught) == (steps > 1 and loss is tf.math.reduce_std)
@@ -646,7 +646,7 @@ def test_of_what_is_read_between_two_updates_only_what_the_second_uses_is_told_o
         model = accumulate(model, accumulation_steps=steps)
         model.compile(keras.optimizers.SGD(0.01))
         with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+            warnings.simplefilter("always", UserWarning)
             batches = tf.data.Dataset.from_tensor_slices(data()).batch(24 // steps)
             model.fit(batches, epochs=2, shuffle=False, verbose=0)
         trained.append(model.get_weights())
@@ -697,7 +697,7 @@ def test_parts_of_batches_are_exact_in_one_ratio_and_told_of_otherwise(
     vectors, targets = (tf.TensorSpec((None, n), tf.float64) for n in (4, 2))
     trained = []
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+        warnings.simplefilter("always", UserWarning)
         for batches in ([full], parts):
             model = seeded(lambda: SemiSupervised(of_labelled, is_product))
             start = model.get_weights()
@@ -737,7 +737,7 @@ def test_a_ratio_counts_within_a_window_and_on_all_replicas(replicas, float64):
         model.built = True  # Keras would call it, which only its step can
         model.optimizer.build(model.trainable_variables)
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+        warnings.simplefilter("always", UserWarning)
         model.fit(dataset.with_options(options), steps_per_epoch=4, shuffle=False, verbose=0)
     said = [str(warning.message) for warning in caught]
     assert ["whose ratio changes" in text for text in said] == [True] * (replicas - 1)
@@ -793,7 +793,7 @@ SAID = {
 @pytest.mark.parametrize("name", SAID)
 def test_steps_of_the_field_are_exact_or_told_of(name, float64):
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+        warnings.simplefilter("always", UserWarning)
         window = train(STEPS[name], accumulation_steps=3, batch=8)
     said = [str(warning.message) for warning in caught]
     if SAID[name] is not None:
@@ -822,7 +822,7 @@ def test_one_number_beside_sample_weights_is_exact_or_told_of(settings, reductio
     steps = settings.get("accumulation_steps", 1)
     trained = []
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+        warnings.simplefilter("always", UserWarning)
         for given, batch in (({}, 24), (settings, 24 // steps)):
             model = seeded(lambda: keras.Sequential([keras.Input((4,)), layers.Dense(2)]))
             start = model.get_weights()

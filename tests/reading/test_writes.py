@@ -131,7 +131,7 @@ class Frozen(MovesItsTarget):
 )
 def test_a_step_that_writes_to_variables_is_told_of_once(make, names, way):
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+        warnings.simplefilter("always", UserWarning)
         warnings.filterwarnings("ignore", "What the loss of a step averages")
         fit(accumulate(seeded(make), accumulation_steps=3), 8, **way)
     (said,) = (str(warning.message) for warning in caught)

@@ -65,7 +65,7 @@ def train(rule, settings, rows=12):
     model.compile(keras.optimizers.SGD(0.1), "mse")
     start = model.get_weights()
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+        warnings.simplefilter("always", UserWarning)
         model.fit(*dense_data(24), batch_size=rows, epochs=2, shuffle=False, verbose=0)
     said = [str(warning.message) for warning in caught if warning.category is UserWarning]
     return start, model.get_weights(), said

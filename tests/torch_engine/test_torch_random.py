@@ -75,7 +75,7 @@ def test_random_trainings_by_steps_of_ones_own_match_or_are_told(seed):
 
 def assert_match_or_told(make, arguments, data, rows, steps, size):
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+        warnings.simplefilter("always", UserWarning)
         order = difference_of_orders(make, arguments, data, rows=rows * steps)
         found = difference_of_fits(make, arguments, data, rows=rows, steps=steps, size=size)
     told = [str(w.message) for w in caught if "One weight per microbatch" in str(w.message)]

@@ -589,7 +589,7 @@ def test_parts_of_other_lengths_are_refused():
 
 def test_settings_without_effect_are_told():
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+        warnings.simplefilter("always", UserWarning)
         plain(dense_data(12), microbatch_size=20)
         plain(dense_data(12), accumulation_steps=20)
     texts = [str(w.message) for w in caught]

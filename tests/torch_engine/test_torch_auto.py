@@ -1,0 +1,350 @@
+"""`microbatch_size="auto"` on PyTorch: the largest size that fits, and smaller ones where it fails.
+
+What fits is decided by a layer, by the number of rows, which fails as PyTorch's allocations do.
+"""
+
+import random
+import re
+
+import keras
+import numpy as np
+import pytest
+from helpers import assert_changed, dense_data, relative_difference, seeded
+from keras import layers, ops
+from keras.optimizers import SGD
+from pairs import TOLERANCE, torch
+
+from ga_model import accumulate
+from ga_model.tools import _memory
+
+pytestmark = pytest.mark.filterwarnings("ignore:BatchNormalization layers in training mode")
+
+
+class Memory:
+    """Memory of so many rows.
+
+    Attributes:
+        limit: rows that fit.
+        taken: rows of every microbatch that came, also of those that failed.
+        drops: limits that hold from a number of microbatches on.
+    """
+
+    def __init__(self, limit=10**6):
+        self.limit, self.taken, self.drops = limit, [], {}
+
+    def take(self, rows):
+        self.limit = self.drops.pop(len(self.taken), self.limit)
+        self.taken.append(int(rows))
+        if rows > self.limit:
+            raise torch.cuda.OutOfMemoryError("no memory for so many rows")
+
+    def drop_in(self, microbatches, limit):
+        """Let less fit from the microbatch on that comes after so many others."""
+        self.drops[len(self.taken) + microbatches] = limit
+
+
+class Limited(layers.Layer):
+    """Hands on what it gets, if it fits."""
+
+    def __init__(self, memory):
+        super().__init__()
+        self.memory = memory
+
+    def call(self, x, training=False):
+        is_meta = isinstance(x, keras.KerasTensor) or x.device.type == "meta"
+        if training and torch.is_grad_enabled() and not is_meta:  # what is kept for a gradient
+            self.memory.take(x.shape[0])
+        return x
+
+
+class Counting(layers.Layer):
+    """Counts its calls in training in a variable, and draws in Python."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, x, training=False):
+        if training:
+            self.calls.assign(self.calls + 1.0)
+        return x * (1.0 + 0.01 * self.calls + 0.1 * np.random.rand() + 0.1 * random.random())
+
+
+def smooth_model(memory):
+    hidden = layers.Dense(6, activation="tanh")
+    return keras.Sequential([keras.Input((4,)), hidden, Limited(memory), layers.Dense(2)])
+
+
+def model_with_state(memory):
+    hidden = layers.Dense(6, activation="tanh")
+    parts = [layers.BatchNormalization(), layers.Dropout(0.3), Limited(memory), layers.Dense(2)]
+    return keras.Sequential([keras.Input((4,)), hidden, *parts])
+
+
+class Adversaries(keras.Model):
+    """Updates one network before it takes the other's gradient, and applies an optimizer twice."""
+
+    def __init__(self, memory):
+        super().__init__()
+        self.makes, self.judges = smooth_model(memory), smooth_model(Memory())
+        self.other_optimizer = SGD(0.1)
+        self.num_steps = 0
+
+    def call(self, x):
+        return self.makes(x)
+
+    def train_step(self, data):
+        x, y = map(ops.convert_to_tensor, data[:2])
+        self.num_steps += 1
+        rate = self.optimizer.learning_rate
+        rate.assign(0.9 * rate)
+        for _ in range(2):
+            self.zero_grad()
+            made = self.makes(x, training=True).detach()
+            loss = ops.sqrt(ops.mean((self.judges(x, training=True) - made) ** 2))
+            self.update(loss, self.judges, self.optimizer)
+        self.zero_grad()
+        judged = self.judges(x, training=True) * self.makes(x, training=True)
+        loss = ops.sqrt(ops.mean((judged - y) ** 2))
+        self.update(loss, self.makes, self.other_optimizer)
+        return {"loss": loss.detach()}
+
+    def update(self, loss, network, optimizer):
+        loss.backward()
+        weights = network.trainable_weights
+        with torch.no_grad():
+            optimizer.apply([w.value.grad for w in weights], weights)
+
+
+def compiled(make, memory, size="auto", **settings):
+    model = accumulate(seeded(lambda: make(memory)), microbatch_size=size, **settings)
+    is_own = issubclass(make, keras.Model) if isinstance(make, type) else False
+    model.compile("adam", None if is_own else "mse", metrics=None if is_own else ["mae"])
+    return model
+
+
+def state(model):
+    """Return all that a step changes."""
+    variables = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
+    return [ops.convert_to_numpy(v).copy() for v in variables]
+
+
+def assert_same(values, expected, rtol=0):
+    for value, other in zip(values, expected, strict=True):
+        np.testing.assert_allclose(value, other, rtol=rtol, atol=rtol)
+
+
+def fit(model, data, rows=12, **kwargs):
+    torch.manual_seed(5)  # where dropout without a seed draws
+    kwargs = {"verbose": 0, **kwargs}
+    return model.fit(*data, batch_size=rows, shuffle=False, **kwargs).history
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("limit", [1, 3, 17, 100, 1000])
+def test_the_largest_size_that_fits_is_found(limit, capsys):
+    model = compiled(smooth_model, memory := Memory(limit))
+    assert model.microbatch_size == "auto"
+    fit(model, dense_data(256), rows=128, epochs=2, verbose=2)
+    size = min(limit, 128)
+    assert model.microbatch_size == size
+    assert max(memory.taken) <= 2 * limit
+    tells = f"({limit + 1} did not fit)"
+    said = {
+        1: f"1 sample per microbatch {tells}",
+        1000: "the full batch of 128 samples fits",
+    }.get(limit, f"{size} samples per microbatch {tells}")
+    assert f'microbatch_size="auto": {said}\n' in capsys.readouterr().out
+
+
+SETTINGS = [
+    {},
+    {"accumulation_steps": 3},
+    {"skip_nonfinite": True},
+    {"loss_over": "batch"},
+    {"accumulation_steps": 2, "loss_over": "batch"},
+]
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_training_is_that_with_the_size_as_a_number(settings):
+    """The search leaves weights, averages, random states and metrics as they were."""
+    data = dense_data(66)  # the last batch has 6 rows
+    models = [compiled(model_with_state, Memory(5), size, **settings) for size in ("auto", 5)]
+    logs = [fit(model, data, epochs=2) for model in models]
+    assert models[0].microbatch_size == 5
+    rtol = 1e-6 if settings else 0  # sums of a window are added in another order
+    assert_same(state(models[0]), state(models[1]), rtol)
+    assert_same(list(logs[0].values()), list(logs[1].values()), rtol)
+
+
+def test_the_search_leaves_everything_as_it_was():
+    def make(memory):
+        return keras.Sequential([model_with_state(memory), Counting()])
+
+    model = compiled(make, memory := Memory(), size=4, loss_over="microbatch")
+    with pytest.warns(UserWarning, match="writes to"):
+        fit(model, dense_data(24))
+    before = state(model), random.getstate(), np.random.get_state()[1].tolist()
+    generator, taken = torch.get_rng_state(), len(memory.taken)
+    memory.limit, model.microbatch_size = 5, "auto"
+    data = tuple(ops.convert_to_tensor(part) for part in dense_data(12))
+    step = keras.Model.train_step.__get__(model)
+    model._accumulation.automatic_size._search(step, data, 12)
+    assert len(memory.taken) > taken + 4
+    assert model.microbatch_size == 5
+    assert_same(state(model), before[0])
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before[1:]
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
+def test_a_larger_batch_is_searched_again_only_where_the_batch_was_the_limit():
+    x, y = dense_data(60)
+    model = compiled(smooth_model, memory := Memory(20))
+    for rows, size in [(6, 6), (4, 6), (12, 12), (40, 20), (60, 20)]:
+        model.train_on_batch(x[:rows], y[:rows])
+        assert model.microbatch_size == size
+    memory.limit = 30
+    model.microbatch_size = "auto"
+    assert model.microbatch_size == "auto"
+    model.train_on_batch(x, y)
+    assert model.microbatch_size == 30
+    model.microbatch_size = None
+    assert model.microbatch_size is None
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_a_repeated_batch_is_that_of_the_smaller_size(settings):
+    """The limit drops in the middle of a batch, in windows of several of the last."""
+    data = dense_data(84)
+
+    expected = compiled(model_with_state, Memory(), 5, **settings)
+    model = compiled(model_with_state, memory := Memory(5), **settings)
+
+    class Sizes(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch == 4 and self.model is model:
+                memory.drop_in(1, 3)
+            elif batch == 4:
+                expected.microbatch_size = 3
+
+    expected_logs = fit(expected, data, callbacks=[Sizes()])
+    with pytest.warns(UserWarning, match="did not fit in memory any more.*repeated with 3"):
+        logs = fit(model, data, callbacks=[Sizes()])
+    assert model.microbatch_size == 3
+    assert_same(state(model), state(expected), rtol=1e-5)
+    assert_same(list(logs.values()), list(expected_logs.values()), rtol=1e-5)
+
+
+def test_a_step_that_applies_optimizers_in_turn_gets_a_size():
+    """And no second chance where it has updated."""
+    data = dense_data(32)
+    models = []
+    for size in ("auto", 4):
+        model = compiled(Adversaries, Memory(4), size)
+        models.append(model)
+        for part in (slice(0, 16), slice(16, 32)):
+            model.train_on_batch(*[values[part] for values in data])
+    assert models[0].microbatch_size == 4
+    assert models[0].num_steps == 2  # trials are not counted
+    assert_same(state(models[0]), state(models[1]))
+    weights = models[0].get_weights()
+    models[0].judges.layers[1].memory.drop_in(0, 2)  # before any update
+    with pytest.warns(UserWarning, match="repeated with 2"):
+        models[0].train_on_batch(*data)
+    models[1].microbatch_size = 2
+    models[1].train_on_batch(*data)
+    start = seeded(lambda: Adversaries(Memory())).get_weights()
+    assert_changed(models[0].get_weights(), weights)
+    difference = relative_difference(models[0].get_weights(), models[1].get_weights(), start)
+    assert difference < TOLERANCE
+    models[0].makes.layers[1].memory.drop_in(1, 1)  # the judges were updated twice
+    with pytest.raises(RuntimeError, match="repeated only if its update has not begun"):
+        models[0].train_on_batch(*data)
+
+
+class OfPyTorch(Adversaries):
+    def update(self, loss, network, optimizer):
+        if not hasattr(self, "optimizer_of_torch"):
+            weights = [w.value for w in network.trainable_weights]
+            self.optimizer_of_torch = torch.optim.SGD(weights, 0.1)
+        loss.backward()
+        self.optimizer_of_torch.step()
+
+
+def test_an_optimizer_that_is_not_known_is_refused_before_it_updates():
+    elsewhere = {}
+
+    class ByAnotherName(Adversaries):
+        def update(self, loss, network, optimizer):
+            super().update(loss, network, elsewhere.setdefault(id(network), SGD(0.1)))
+
+    for make in (ByAnotherName, OfPyTorch):
+        model = compiled(make, Memory(4))
+        before = model.get_weights()
+        with pytest.raises(ValueError, match="tries a step without its updates"):
+            model.train_on_batch(*dense_data(16))
+        assert_same(model.get_weights(), before)
+        model.microbatch_size = 4
+        model.train_on_batch(*dense_data(16))
+        assert_changed(model.get_weights(), before)
+
+
+def test_the_last_row_that_does_not_fit_is_an_error():
+    data = dense_data(24)
+    model = compiled(smooth_model, memory := Memory(0))
+    before = model.get_weights()
+    with pytest.raises(RuntimeError, match=r"at least one sample must fit.* Received: "):
+        fit(model, data)
+    assert model.microbatch_size == "auto"
+    assert_same(model.get_weights(), before)
+    memory.limit = 2
+    fit(model, data)
+    weights, memory.limit = model.get_weights(), 0
+    with (
+        pytest.warns(UserWarning, match="repeated with 1"),
+        pytest.raises(RuntimeError, match="at least one sample must fit"),
+    ):
+        model.train_on_batch(*data)
+    assert_same(model.get_weights(), weights)
+
+
+def test_another_error_is_no_want_of_memory():
+    model = compiled(smooth_model, memory := Memory())
+    memory.take = lambda rows: (_ for _ in ()).throw(RuntimeError("of the user"))
+    with pytest.raises(RuntimeError, match="of the user"):
+        model.train_on_batch(*dense_data(12))
+
+
+def test_a_search_warns_only_of_what_is_trained():
+    """Of the full batch nothing is told that is told of parts of it."""
+
+    def mean_of_largest(y, y_pred):
+        return ops.mean(ops.max(ops.square(y - y_pred), axis=0))
+
+    for limit in (5, 12):
+        model = compiled(smooth_model, Memory(limit), loss_over="microbatch")
+        model.compile("sgd", mean_of_largest)
+        if limit == 12:
+            model.train_on_batch(*dense_data(12))
+        else:
+            with pytest.warns(UserWarning, match="compares samples"):
+                model.train_on_batch(*dense_data(12))
+        assert model.microbatch_size == limit
+
+
+def test_a_size_that_would_take_too_much_is_not_tried(monkeypatch, capsys):
+    """Here the sums of the gradients take 176 bytes, of 44 numbers, and every row takes 10."""
+    memory = Memory()
+    monkeypatch.setattr(_memory, "reset_peak_memory", lambda: None)
+    monkeypatch.setattr(_memory, "resident_memory", lambda: 5000)
+    monkeypatch.setattr(_memory, "held_memory", lambda: 0)
+    monkeypatch.setattr(_memory, "peak_memory", lambda: 5176 + 10 * (memory.taken or [0])[-1])
+    monkeypatch.setattr(_memory, "available_memory", lambda: (176 + 10 * 17 + 5) / 0.9)
+    model = compiled(smooth_model, memory)
+    fit(model, dense_data(256), rows=256, verbose=2)
+    assert model.microbatch_size == 17
+    assert max(memory.taken[: memory.taken.index(17) + 1]) == 17
+    assert re.search(r"17 samples .*\(18 would take more memory", capsys.readouterr().out)
