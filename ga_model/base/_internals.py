@@ -429,6 +429,26 @@ def times_written(tensor: Any) -> int:
     return int(getattr(tensor, "_version", 0))
 
 
+def hooks_on_gradient(tensor: Any) -> Any:
+    """Return the hooks that a gradient of a tensor of PyTorch goes through: a dict, or None."""
+    return tensor._backward_hooks
+
+
+def has_hooks_on_sum(tensor: Any) -> bool:
+    """Return whether hooks run when a leaf of PyTorch has got its gradient."""
+    return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def has_hooks_on_calls(module: Any) -> bool:
+    """Return whether hooks run before or after `forward` of a module of PyTorch."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def has_hooks_on_gradients(module: Any) -> bool:
+    """Return whether gradients of what a module of PyTorch gets or gives go through hooks."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
 def multiply(tensors: list[Any], factor: float) -> None:
     """Multiply tensors of PyTorch in place, all of them at once."""
     torch._foreach_mul_(tensors, factor)

@@ -7,7 +7,7 @@ microbatch than of the full batch. Whether it is linear is tried, with values of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -36,36 +36,45 @@ def not_linear(tensors: Iterable[Any]) -> str | None:
         function = function_of(node)
         if function is None or f"{function.__module__}.".startswith(_LIBRARIES):
             continue
-        if not _is_linear(node, function):
+        if not _has_linear_gradient(node, function):
             return str(function.__name__)
     return None
 
 
-def _is_linear(node: Any, function: Any) -> bool:
-    """Return whether the gradients grow as what they are computed of."""
+def _has_linear_gradient(node: Any, function: Any) -> bool:
+    def pass_back(upstream: list[Any]) -> list[Any]:
+        found = function.backward(node, *upstream)
+        found = found if isinstance(found, tuple) else (found,)
+        return [gradient for gradient in found if gradient is not None]
+
+    return is_linear(pass_back, results_of(node))
+
+
+def is_linear(pass_back: Callable[[list[Any]], list[Any]], results: list[Any]) -> bool:
+    """Return whether gradients grow as what they are computed of.
+
+    Args:
+        pass_back: takes gradients of results, and returns others.
+        results: what has the shapes, dtypes and devices of these.
+    """
     generator = torch.Generator().manual_seed(0)
     try:
         upstream = [
             torch.randn(tuple(part.shape), generator=generator).to(part.device, part.dtype)
-            for part in results_of(node)
+            for part in results
         ]
         with torch.no_grad():
             found = [
-                [g / factor for g in _gradients(node, function, [u * factor for u in upstream])]
+                [g / factor for g in pass_back([u * factor for u in upstream])]
                 for factor in _FACTORS
             ]
     except Exception:  # of the user's code, called in a way that it may not know
         return False
-    tolerance = 1e-3 if all(g.dtype == torch.float32 for g in upstream) else 5e-2
+    halves = (torch.float16, torch.bfloat16)
+    tolerance = 5e-2 if any(g.dtype in halves for g in upstream) else 1e-3
     return all(
         torch.allclose(one, other, rtol=tolerance, atol=tolerance * float(one.abs().max()))
         for others in found[1:]
         for one, other in zip(found[0], others, strict=True)
         if one.numel()
     )
-
-
-def _gradients(node: Any, function: Any, upstream: list[Any]) -> list[Any]:
-    found = function.backward(node, *upstream)
-    found = found if isinstance(found, tuple) else (found,)
-    return [gradient for gradient in found if gradient is not None]

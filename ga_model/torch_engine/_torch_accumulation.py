@@ -10,6 +10,7 @@ from ga_model._settings import Settings
 from ga_model.hearing._attributes import watch_attributes
 from ga_model.hearing._models import computes_loss_as_keras, optimizers_in
 from ga_model.torch_engine import _refusals, _run
+from ga_model.torch_engine._gradient_hooks import has_hooks
 from ga_model.torch_engine._probes import DoesNotAddUpError
 from ga_model.torch_engine._process_group import Processes, num_processes
 from ga_model.torch_engine._split import Batch, part_of
@@ -81,7 +82,8 @@ class Accumulation(Kept):
         if self.settings.loss_over != "auto":
             return self.settings.loss_over == "batch"
         model = self._model
-        return not (model._has_rule() or (computes_loss_as_keras(model) and self._adds_up))
+        adds_up = computes_loss_as_keras(model) and self._adds_up and not has_hooks(model)
+        return not (model._has_rule() or adds_up)
 
     def run_step(self, train_step: Callable[[Any], Any], data: Any) -> Any:
         """Run `train_step` on the microbatches of a batch, and update if the window is full."""

@@ -13,6 +13,7 @@ import torch
 from ga_model.base._call_again import PythonState
 from ga_model.base._internals import layers_in, seeds
 from ga_model.hearing._splitting import NotByRowsError
+from ga_model.torch_engine._gradient_hooks import noting_hooks
 from ga_model.torch_engine._own_gradients import nodes_of, not_linear
 from ga_model.torch_engine._probes import is_close, is_whole_of, kind_of_addition
 from ga_model.torch_engine._torch_arguments import Arguments
@@ -50,7 +51,10 @@ def kinds_of_losses(layer: Any, arguments: Arguments, training: Any) -> list[str
             for t in arguments.part(arguments.tensors, slice(start, stop))
         ]
         state.put_back()
-        given = run_on(layer, arguments, tensors, False if draws else training, [])
+        with noting_hooks() as hooks:
+            given = run_on(layer, arguments, tensors, False if draws else training, [])
+        if hooks:
+            raise NotByRowsError("its tensors have hooks, which would see each microbatch")
         own = {id(t) for t in (*tensors, *layer.parameters())}
         if any(id(leaf) not in own for leaf in _leaves_of([*given.tensors, *given.losses])):
             raise NotByRowsError("it uses a tensor or a variable that is no input or weight of it")

@@ -21,6 +21,7 @@ from ga_model.base._in_front import InFront
 from ga_model.base._internals import is_built, layers_in
 from ga_model.hearing._moments_heard import telling
 from ga_model.hearing._splitting import NotByRowsError, Splitting
+from ga_model.torch_engine._gradient_hooks import check_call
 from ga_model.torch_engine._torch_arguments import Arguments
 from ga_model.torch_engine._torch_call_checks import kinds_of_losses
 from ga_model.torch_engine._torch_split_call import SplitCall
@@ -54,6 +55,7 @@ class _Splitting(Splitting):
         arguments = Arguments(args, kwargs, self._rows, self._size, self._most)
         if len(arguments.shares()) == 1:
             raise NotByRowsError("")
+        check_call(layer)
         _build(layer, arguments)
         split = SplitCall(layer, arguments, training, _kinds_of(layer, arguments, training))
         return split.outputs(), split.normalizing

@@ -30,6 +30,7 @@ from ga_model.hearing._models import recording_of_thread
 from ga_model.hearing._stand_ins import stand_in
 from ga_model.torch_engine import _refusals
 from ga_model.torch_engine._autograd import heard
+from ga_model.torch_engine._gradient_hooks import not_linear_hook, noting_hooks
 from ga_model.torch_engine._observer import observer_of
 from ga_model.torch_engine._own_gradients import not_linear
 from ga_model.torch_engine._terms import Position, StepLosses
@@ -51,6 +52,7 @@ class Recording:
         relative_weight: what the microbatch counts, in the window's unit, or None: it is a sum.
         metrics: what metrics got that waits for the full batch.
         losses: what is known of the step's losses.
+        registered_hooks: pairs of a tensor that the step has computed, and a hook on its gradient.
     """
 
     def __init__(self, model: Any, data: Any, position: Position, keeps_gradients: bool) -> None:
@@ -61,6 +63,7 @@ class Recording:
         self.metrics = MetricCalls(loss_tracker(model))
         self._position = position
         self.losses = StepLosses(model, data, position)
+        self.registered_hooks: list[tuple[Any, Any]] = []
         self._folded: list[Any] = []  # losses as they enter the sum
         self._given: dict[int, tuple[Any, int]] = {}  # gradients as PyTorch gave them
 
@@ -117,8 +120,10 @@ class Recording:
         accumulation = self.model._accumulation
         if not accumulation.has_looked_at_gradients:
             accumulation.has_looked_at_gradients = True
+            rule = not_linear_hook(self.model, self.registered_hooks)
             if (name := not_linear([loss])) is not None:
                 rule = f"the `torch.autograd.Function` {name!r}"
+            if rule is not None:
                 self.losses.tell(_messages.own_gradient_message(self.model.name, rule))
 
     def take_gradient(self, losses: Any, is_graph_kept: bool) -> Any:
@@ -219,6 +224,16 @@ class _Calls:
 
 
 @contextlib.contextmanager
+def _noting_hooks(recording: Recording) -> Iterator[None]:
+    if recording.model._accumulation.has_looked_at_gradients:
+        yield
+        return
+    with noting_hooks() as recording.registered_hooks:
+        yield
+    recording.registered_hooks = []
+
+
+@contextlib.contextmanager
 def record(model: Any, data: Any, position: Position, keeps_gradients: bool) -> Iterator[Recording]:
     """Record the step of `model` that runs in this thread.
 
@@ -227,7 +242,7 @@ def record(model: Any, data: Any, position: Position, keeps_gradients: bool) -> 
     """
     recording = Recording(model, data, position, keeps_gradients)
     listening = contextlib.nullcontext() if keeps_gradients else heard(recording)
-    with recording_of_thread.set(recording), listening:
+    with recording_of_thread.set(recording), listening, _noting_hooks(recording):
         yield recording
     is_missing = not (recording.parts or recording.applies_at_once())
     if is_missing and model.trainable_weights:

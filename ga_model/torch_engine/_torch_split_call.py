@@ -21,6 +21,7 @@ from ga_model.base._internals import layers_in, raw, seeds, set_mask
 from ga_model.hearing._models import instances_in
 from ga_model.hearing._moments_heard import is_known, listener
 from ga_model.hearing._splitting import NotByRowsError
+from ga_model.torch_engine._gradient_hooks import without_hooks
 from ga_model.torch_engine._torch_arguments import Arguments
 from ga_model.torch_engine._torch_microbatch_call import (
     TENSOR,
@@ -156,7 +157,7 @@ class SplitCall:
         sums = [_Sum(rows) for rows in has_rows] + [_Sum(False) for _ in self._weights]
         state = PythonState(self._layer)
         try:
-            with random_kept():
+            with random_kept(), without_hooks(self._weights):
                 for share, found in zip(self._arguments.shares(), self._found, strict=True):
                     set_random_state(found.random)
                     parts = self._arguments.part(tensors, share)

@@ -1,0 +1,127 @@
+"""Hooks of PyTorch, which see gradients on their way, and may change them.
+
+In a step on the full batch they run as often as in plain Keras: those of weights when the gradient
+of all samples comes, and calls with others run whole. Where gradients of microbatches are added up,
+what hooks make of them has to be linear in them, as with gradients that have a rule of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from ga_model.base._context import ThreadValue
+from ga_model.base._internals import (
+    has_hooks_on_calls,
+    has_hooks_on_gradients,
+    has_hooks_on_sum,
+    hooks_on_gradient,
+    layers_in,
+)
+from ga_model.hearing._splitting import NotByRowsError
+from ga_model.torch_engine._own_gradients import is_linear
+
+_noted = ThreadValue()
+_lock = threading.Lock()
+_listeners = 0
+_register: Any = torch.Tensor.register_hook
+
+
+def check_call(layer: Any) -> None:
+    """Raise NotByRowsError if hooks see what goes into a layer, or comes out of it."""
+    for part in _modules_in(layer):
+        if has_hooks_on_calls(part):
+            raise NotByRowsError("it has forward hooks, which would see each microbatch")
+        if has_hooks_on_gradients(part):
+            raise NotByRowsError("it has backward hooks, which would see each microbatch")
+
+
+def _modules_in(layer: Any) -> list[Any]:
+    """Return a layer, the layers in it, and modules of PyTorch's in these."""
+    return [module for part in layers_in(layer) for module in part.modules()]
+
+
+def has_hooks(model: Any) -> bool:
+    """Return whether gradients of a model go through hooks on weights or layers."""
+    weights = (w for w in model.parameters() if hooks_on_gradient(w) or has_hooks_on_sum(w))
+    layers = (part for part in _modules_in(model) if has_hooks_on_gradients(part))
+    return any(True for _ in weights) or any(True for _ in layers)
+
+
+def not_linear_hook(model: Any, registered: list[tuple[Any, Any]]) -> str | None:
+    """Return what the first hook is that is not known to be linear, or None.
+
+    Args:
+        model: the model.
+        registered: pairs of a tensor and its hook, of tensors that a step computes.
+    """
+    for part in _modules_in(model):
+        if has_hooks_on_gradients(part):
+            return f"a backward hook of the layer {getattr(part, 'name', '')!r}"
+    for variable in model.trainable_variables:
+        hooks = list((hooks_on_gradient(variable.value) or {}).values())
+        is_of_sum = has_hooks_on_sum(variable.value)
+        if is_of_sum or not all(_is_linear(variable.value, hook) for hook in hooks):
+            return f"a hook on the gradient of {variable.path!r}"
+    for tensor, hook in registered:
+        if not _is_linear(tensor, hook):
+            name = getattr(hook, "__qualname__", type(hook).__name__)
+            return f"the hook {name!r} on a tensor (`register_hook`)"
+    return None
+
+
+def _is_linear(tensor: Any, hook: Callable[[Any], Any]) -> bool:
+    def pass_back(gradient: Any) -> list[Any]:
+        gradient = gradient.clone()  # which the hook may write to
+        found = hook(gradient)
+        return [gradient if found is None else found]
+
+    return is_linear(lambda upstream: pass_back(*upstream), [tensor])
+
+
+@contextlib.contextmanager
+def without_hooks(weights: Iterable[Any]) -> Iterator[None]:
+    """Let gradients of weights go through no hooks, until those of all samples do."""
+    hooks = [h for h in map(hooks_on_gradient, weights) if h]
+    contents = [dict(h) for h in hooks]
+    for h in hooks:
+        h.clear()
+    try:
+        yield
+    finally:
+        for h, content in zip(hooks, contents):
+            h.update(content)
+
+
+@contextlib.contextmanager
+def noting_hooks() -> Iterator[list[tuple[Any, Any]]]:
+    """Yield the tensors, and their hooks, that this thread registers in a block."""
+    noted: list[tuple[Any, Any]] = []
+    _count(1)
+    try:
+        with _noted.set(noted):
+            yield noted
+    finally:
+        _count(-1)
+
+
+@functools.wraps(torch.Tensor.register_hook)
+def _noting_register(tensor: Any, hook: Any) -> Any:
+    if (noted := _noted.get()) is not None:
+        noted.append((tensor.detach(), hook))
+    return _register(tensor, hook)
+
+
+def _count(number: int) -> None:
+    """Let the method stand there while there are listeners."""
+    global _listeners, _register
+    with _lock:
+        if _listeners == 0:
+            _register = torch.Tensor.register_hook
+        _listeners += number
+        torch.Tensor.register_hook = _noting_register if _listeners else _register

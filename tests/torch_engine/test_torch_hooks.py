@@ -1,0 +1,133 @@
+"""On PyTorch, hooks on weights, layers and tensors, which see or change what goes through."""
+
+import warnings
+
+import keras
+import pytest
+from helpers import dense_data, relative_difference, seeded
+from keras import layers
+from pairs import TOLERANCE, torch
+
+from ga_model import accumulate
+
+
+class Own(keras.Sequential):
+    """A step of one's own."""
+
+    def train_step(self, data):
+        x, y = data
+        self.zero_grad()
+        loss = torch.square(self(x, training=True) - y).mean()
+        loss.backward()
+        with torch.no_grad():
+            self.optimizer.apply([w.value.grad for w in self.trainable_weights])
+        return {"loss": loss.detach()}
+
+
+class Hooked(layers.Dense):
+    """Clips the gradient of what it gives."""
+
+    def call(self, x):
+        outputs = super().call(x)
+        if outputs.requires_grad:
+            outputs.register_hook(clip)
+        return outputs
+
+
+def clip(gradient):
+    return gradient.clamp(-0.02, 0.01)
+
+
+def halve(gradient):
+    return gradient * 0.5
+
+
+def halve_in_place(weight):
+    weight.grad.mul_(0.5)
+
+
+def on_weights(hook):
+    return lambda model: model.layers[0].kernel.value.register_hook(hook)
+
+
+def on_sums(model):
+    model.layers[0].kernel.value.register_post_accumulate_grad_hook(halve_in_place)
+
+
+def centered(layer, inputs, outputs):
+    return outputs - 0.5 * outputs.mean(0)
+
+
+def on_outputs(model):
+    model.layers[0].register_forward_hook(centered)
+
+
+def on_inputs(model):
+    model.layers[1].register_forward_pre_hook(lambda layer, x: centered(layer, None, x[0]))
+
+
+def on_gradients_of_inputs(model):
+    model.layers[1].register_full_backward_hook(
+        lambda layer, of_inputs, of_outputs: tuple(g.clamp(-0.02, 0.01) for g in of_inputs)
+    )
+
+
+def on_tensors(model):
+    """Its layer has them."""
+
+
+HOOKS = {
+    "clip": on_weights(clip),
+    "sums": on_sums,
+    "linear": on_weights(halve),
+    "outputs": on_outputs,
+    "inputs": on_inputs,
+    "gradients": on_gradients_of_inputs,
+    "tensors": on_tensors,
+}
+every = pytest.mark.parametrize("kind", HOOKS)
+
+
+def train(kind, base, settings, rows=12):
+    """Return the weights before and after, and what was said."""
+
+    def make():
+        first = Hooked if kind == "tensors" else layers.Dense
+        return base([keras.Input((4,)), first(5, activation="tanh"), layers.Dense(2)])
+
+    model = accumulate(seeded(make), **settings)
+    HOOKS[kind](model)
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    start = model.get_weights()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        model.fit(*dense_data(24), batch_size=rows, epochs=2, shuffle=False, verbose=0)
+    return start, model.get_weights(), [str(w.message) for w in caught]
+
+
+def compare(kind, base, settings, rows=12):
+    start, weights, said = train(kind, base, settings, rows)
+    _, expected, _ = train(kind, base, {})
+    return relative_difference(weights, expected, start), said
+
+
+@pytest.mark.every_case
+@every
+@pytest.mark.parametrize("base", [Own, keras.Sequential])
+def test_a_split_batch_is_exact(kind, base):
+    difference, said = compare(kind, base, {"microbatch_size": 5})
+    assert difference <= TOLERANCE
+    # Their calls run as a whole, which costs memory.
+    is_told = ["hooks, which" in text for text in said]
+    assert is_told == [True] * (kind in ("outputs", "inputs", "gradients", "tensors"))
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("kind", [kind for kind in HOOKS if kind not in ("outputs", "inputs")])
+def test_what_differs_in_a_window_is_told_and_nothing_else(kind):
+    difference, said = compare(kind, keras.Sequential, {"accumulation_steps": 3}, rows=4)
+    if kind == "linear":
+        assert (said, difference <= TOLERANCE) == ([], True)
+    else:
+        assert ["hook" in text for text in said] == [True]
+        assert difference > 1e-3
