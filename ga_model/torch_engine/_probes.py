@@ -48,6 +48,7 @@ def kind_of_loss(loss: Any, y_true: Any, y_pred: Any) -> str | None:
         keras.tree.map_structure(lambda x: keras.ops.convert_to_tensor(x, dtype=dtype), y)
         for y in (y_true, y_pred)
     )
+    y_pred = apart(detached(y_pred))
     half = rows // 2
     shares = [(0, rows), (0, half), (half, rows)]
     parts = [_gradients(loss, part_of(y_true, *s), part_of(y_pred, *s), s, rows) for s in shares]
@@ -73,6 +74,33 @@ def joined(first: Any, second: Any) -> Any:
     return keras.tree.map_structure(
         lambda a, b: torch.cat([a, b]), detached(first), detached(second)
     )
+
+
+def are_alike(data: Any) -> bool:
+    """Return whether all samples of a nest are the same."""
+    leaves = [keras.ops.convert_to_tensor(leaf) for leaf in keras.tree.flatten(data)]
+    return all(map(_is_alike, leaves))
+
+
+def apart(data: Any) -> Any:
+    """Return a nest whose samples differ: floats that are alike in all samples are scattered.
+
+    What lies between 0 and 1 still does.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def scattered(leaf: Any) -> Any:
+        leaf = keras.ops.convert_to_tensor(leaf)
+        if leaf.ndim == 0 or not (leaf.is_floating_point() and _is_alike(leaf)):
+            return leaf
+        shares = torch.rand(leaf.shape, generator=generator).to(leaf.device, leaf.dtype)
+        return leaf * (1.0 - 0.2 * shares) + 0.1 * shares
+
+    return keras.tree.map_structure(scattered, data)
+
+
+def _is_alike(tensor: Any) -> bool:
+    return tensor.ndim == 0 or bool((tensor == tensor[:1]).all())
 
 
 def _gradients(
@@ -132,7 +160,7 @@ class ModelProbe:
     """
 
     def __init__(self, model: Any, x: Any) -> None:
-        rows = num_rows(x)
+        x, rows = apart(x), num_rows(x)
         half = rows // 2
         has_normalization = bool(model._batch_normalization_layers())
         draws = any(seeds(layer) for layer in layers_in(model))

@@ -204,6 +204,16 @@ def mixing_message(model: str) -> str:
     )
 
 
+def changed_message(layer: str, names: list[str]) -> str:
+    return (
+        "A call that goes by microbatches is made again for its gradient, with what it was made of "
+        "first. "
+        f"Received: a call of {layer!r}, of which {names} was written to between the call and the "
+        "gradient. Write to it after `loss.backward()`, pass a copy (`x.clone()`), or set "
+        "`microbatch_size=None`."
+    )
+
+
 def own_averages_message(layers: list[str]) -> str:
     return (
         "Processes that train together share gradients, and not what layers write in training. "

@@ -22,10 +22,10 @@ from ga_model.torch_engine._batch_logs import BatchLogs
 from ga_model.torch_engine._observer import observer_of
 from ga_model.torch_engine._probes import DoesNotAddUpError
 from ga_model.torch_engine._split import Batch
-from ga_model.torch_engine._state import Snapshot, Writes, clear_gradients, unchanged
+from ga_model.torch_engine._state import Counters, Snapshot, Writes, clear_gradients, unchanged
 from ga_model.torch_engine._terms import Position
 from ga_model.torch_engine._torch_calls import split_calls
-from ga_model.torch_engine._torch_recorder import record
+from ga_model.torch_engine._torch_recorder import Recording, record
 from ga_model.torch_engine._torch_statistics import listening
 from ga_model.torch_engine._torch_window import Window, power_of_two
 
@@ -108,7 +108,10 @@ class _Run:
         is_partial = self._window.is_trial and not batch.is_split  # some outputs are any numbers
         if not (self._is_window or is_partial):
             self._look_at_model()
+        counters = Counters(model) if batch.is_split and model.built else None
         for index in range(batch.num_microbatches):
+            if counters is not None:
+                counters.put_back()  # of what a batch changes once
             result = self._microbatch(batch.microbatch(index), batch_logs, keeps_gradients)
         if self._window.is_trial:
             return result
@@ -143,7 +146,8 @@ class _Run:
         # A step of the user's own may call the model in another way.
         is_own = not is_of_keras(model, "train_step")
         with contextlib.suppress(Exception) if is_own else contextlib.nullcontext():
-            accumulation.probes.call(unpack(self._batch.two_or_more())[0])
+            for index in range(self._batch.num_microbatches):
+                accumulation.probes.call(unpack(self._batch.two_or_more(index))[0])
         if accumulation.probes.mixes_samples:
             message = _refusals.mixing_message(model.name)
             if self._must_add_up():
@@ -178,7 +182,7 @@ class _Run:
         with record(model, data, position, keeps_gradients) as recording, hearing as hears:
             result = self._train_step(data)
         if writes is not None:
-            self._tell_of(writes)
+            self._tell_of(writes, recording)
         if not keeps_gradients:
             for part in recording.parts:
                 part.widen()
@@ -194,13 +198,18 @@ class _Run:
         self._accumulation.release()
         return result
 
-    def _tell_of(self, writes: Writes) -> None:
-        """Warn of variables that a step writes to, and refuse weights that it updates."""
+    def _tell_of(self, writes: Writes, recording: Recording) -> None:
+        """Tell of what a step writes to, and refuse weights that it updates.
+
+        Raises:
+            DoesNotAddUpError: as `logs`.
+            RuntimeError: it updates weights.
+        """
         self._accumulation.has_read_writes = True
         if writes.has_trained():
             raise RuntimeError(_messages.not_recorded_message(self._model.name, []))
-        if names := writes.others():
-            self._model._warn_once(_messages.written_message(self._model.name, names))
+        if names := writes.others(is_alone=self._window.steps == 1):
+            recording.losses.tell(_messages.written_message(self._model.name, names))
 
 
 def _weights_ahead(model: Any, batch: Batch) -> list[float]:

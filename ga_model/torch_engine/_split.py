@@ -45,9 +45,10 @@ class Batch:
         size = self._size or self.rows
         return part_of(self._data, index * size, (index + 1) * size)
 
-    def two_or_more(self) -> Any:
-        """Return the first microbatch, but two samples where it has one and the batch has more."""
-        return part_of(self._data, 0, max(self._size or self.rows, 2))
+    def two_or_more(self, index: int) -> Any:
+        """Return a microbatch, but two samples where it has one and the batch has more."""
+        size = self._size or self.rows
+        return part_of(self._data, index * size, index * size + max(size, 2))
 
 
 def part_of(data: Any, start: int, stop: int) -> Any:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import numbers
 from collections.abc import Iterator
 from typing import Any
+
+import keras
 
 from ga_model.base._internals import layers_in, own_state, raw, seeds, times_written
 
@@ -37,14 +40,48 @@ class Snapshot:
                 metric.reset_state()
 
 
+class Counters:
+    """The numbers that a model and its layers keep in attributes, as they are now.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._numbers = [(part, _numbers_of(part)) for part in layers_in(model)]
+
+    def put_back(self) -> None:
+        """Let them be as they were."""
+        for part, before in self._numbers:
+            for name in _numbers_of(part).keys() - before.keys():
+                del vars(part)[name]
+            vars(part).update(before)
+
+    def changed(self) -> list[str]:
+        """Return the names of those that are others now."""
+        return [
+            f"the attribute `{name}` of {part.name!r}"
+            for part, before in self._numbers
+            for name, value in _numbers_of(part).items()
+            if before.get(name) != value
+        ]
+
+
+def _numbers_of(part: Any) -> dict[str, Any]:
+    # But for what Keras notes once, such as `built`.
+    items = vars(part).items()
+    return {k: v for k, v in items if isinstance(v, numbers.Number) and not isinstance(v, bool)}
+
+
 @contextlib.contextmanager
 def unchanged(model: Any) -> Iterator[None]:
     """Leave the state of a model as it was before a block."""
-    snapshot = Snapshot(model)
+    snapshot, counters = Snapshot(model), Counters(model)
     try:
         yield
     finally:
         snapshot.restore()
+        counters.put_back()
 
 
 def clear_gradients(model: Any) -> None:
@@ -66,18 +103,35 @@ class Writes:
         expected = [v for layer in normalization for v in layer.variables]
         expected += [state for layer in layers for state in seeds(layer)]
         known = {id(v) for v in (*expected, *model.metrics_variables)}
-        trained = model.trainable_weights
+        by_layers = {id(part.kernel) for part in layers if _writes_weight(part)}
+        trained = [v for v in model.trainable_weights if id(v) not in by_layers]
         known |= {id(v) for v in trained}
         self._others = [(v, _version(v)) for v in model.variables if id(v) not in known]
         self._trained = [(v, _version(v)) for v in trained]
+        self._counters = Counters(model)
 
-    def others(self) -> list[str]:
-        """Return the paths of variables that were written to, and are to be once per update."""
-        return [v.path for v, version in self._others if _version(v) != version]
+    def others(self, is_alone: bool) -> list[str]:
+        """Return what was written to, and is to be once per update: variables, and attributes.
+
+        Args:
+            is_alone: whether the batch is an update by itself, before which attributes are put
+                back with each microbatch.
+        """
+        paths = [v.path for v, version in self._others if _version(v) != version]
+        return paths if is_alone else [*paths, *self._counters.changed()]
 
     def has_trained(self) -> bool:
         """Return whether weights were updated."""
         return any(_version(v) != version for v, version in self._trained)
+
+
+def writes_weights(model: Any) -> bool:
+    """Return whether layers of Keras write to weights that are trained, in each call."""
+    return any(map(_writes_weight, layers_in(model)))
+
+
+def _writes_weight(layer: Any) -> bool:
+    return isinstance(layer, keras.layers.SpectralNormalization)
 
 
 def _version(variable: Any) -> int:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import keras
 
 from ga_model.base._identity import is_in
-from ga_model.base._internals import is_sum_of_activities
+from ga_model.base._internals import arguments_of_loss, is_sum_of_activities
 from ga_model.hearing import _messages, _weights
 from ga_model.hearing._models import unpack
 from ga_model.hearing._step_terms import StepTerms
@@ -174,8 +174,13 @@ class Probes:
         self._waiting: dict[str, tuple[Any, Any]] = {}  # samples that came one at a time
 
     def call(self, x: Any) -> None:
-        """Call the model on a microbatch and on its halves, once."""
+        """Call the model on a microbatch and on its halves, once.
+
+        One whose samples are alike tells nothing, and the next one is waited for.
+        """
         if self._has_called or num_rows(x) < 2 or not self._model.built:
+            return
+        if _probes.are_alike(_probes.apart(x)):
             return
         self._has_called = True
         probe = _probes.ModelProbe(self._model, x)
@@ -184,15 +189,14 @@ class Probes:
     def kind_of(self, name: str, loss: Any, values: Any, y_true: Any, y_pred: Any) -> str | None:
         """Return what a loss is over samples, or None where it is Keras's own and so known.
 
-        That a loss gives a value for each sample is found out once. One that is a single number
-        may divide by something that is alike in the halves of one microbatch by chance, so it is
+        It may divide by something that is alike in the halves of one microbatch by chance, so it is
         computed on halves more often: 8 times, and then ever more rarely.
         """
         if values is None or not isinstance(loss, keras.losses.Loss) or _is_known(loss):
             return None
         times = self._times[name] = self._times.get(name, 0) + 1
         known = self._kinds.get(name)
-        is_settled = known in ("rows", "other") or (times > 8 and times & (times - 1) != 0)
+        is_settled = known == "other" or (times > 8 and times & (times - 1) != 0)
         if known is not None and is_settled:
             return known
         if num_rows(y_pred) == 1:
@@ -208,11 +212,14 @@ class Probes:
 
 def _is_known(loss: Any) -> bool:
     """Return whether a loss is one of Keras's that treat samples one by one."""
-    function = getattr(loss, "fn", None)
-    modules = [type(loss).__module__, getattr(function, "__module__", "keras.")]
-    names = {type(loss).__name__, getattr(function, "__name__", "")}
-    is_of_keras = all(str(module).startswith("keras.") for module in modules)
-    return is_of_keras and not names & _COMPARING
+    found, name = type(loss), type(loss).__name__
+    if (function := getattr(loss, "fn", None)) is not None:  # which may bear the name of another
+        name = getattr(function, "__name__", "")
+        if getattr(keras.losses, name, None) is not function:
+            return False
+    is_of_keras = found.__module__.startswith("keras.")
+    is_over_samples = arguments_of_loss(loss).get("axis", -1) not in (None, -1)
+    return is_of_keras and name not in _COMPARING and not is_over_samples
 
 
-_COMPARING = {"Dice", "Tversky", "Circle", "dice", "tversky", "circle"}
+_COMPARING = {"dice", "tversky", "circle"}

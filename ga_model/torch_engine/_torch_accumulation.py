@@ -14,7 +14,7 @@ from ga_model.torch_engine._gradient_hooks import has_hooks
 from ga_model.torch_engine._probes import DoesNotAddUpError
 from ga_model.torch_engine._process_group import Processes, num_processes
 from ga_model.torch_engine._split import Batch, part_of
-from ga_model.torch_engine._state import Snapshot
+from ga_model.torch_engine._state import Snapshot, writes_weights
 from ga_model.torch_engine._terms import Probes
 from ga_model.torch_engine._torch_auto import AutomaticSize
 from ga_model.torch_engine._torch_calls import split_calls
@@ -82,7 +82,8 @@ class Accumulation(Kept):
         if self.settings.loss_over != "auto":
             return self.settings.loss_over == "batch"
         model = self._model
-        adds_up = computes_loss_as_keras(model) and self._adds_up and not has_hooks(model)
+        adds_up = computes_loss_as_keras(model) and self._adds_up
+        adds_up = adds_up and not (has_hooks(model) or writes_weights(model))
         return not (model._has_rule() or adds_up)
 
     def run_step(self, train_step: Callable[[Any], Any], data: Any) -> Any:

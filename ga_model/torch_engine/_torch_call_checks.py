@@ -15,7 +15,7 @@ from ga_model.base._internals import layers_in, seeds
 from ga_model.hearing._splitting import NotByRowsError
 from ga_model.torch_engine._gradient_hooks import noting_hooks
 from ga_model.torch_engine._own_gradients import nodes_of, not_linear
-from ga_model.torch_engine._probes import is_close, is_whole_of, kind_of_addition
+from ga_model.torch_engine._probes import apart, are_alike, is_close, is_whole_of, kind_of_addition
 from ga_model.torch_engine._torch_arguments import Arguments
 from ga_model.torch_engine._torch_microbatch_call import random_kept, run_on
 
@@ -42,13 +42,13 @@ def kinds_of_losses(layer: Any, arguments: Arguments, training: Any) -> list[str
     draws = any(seeds(part) for part in layers) or any(
         isinstance(part, keras.layers.BatchNormalization) for part in layers
     )
-    state, rows = PythonState(layer), arguments.shares()[0].stop
-    rows = min(max(rows, 2), arguments.rows)
+    state, samples = PythonState(layer), _samples_apart(arguments)
+    rows = next(len(t) for t, yes in zip(samples, arguments.has_rows) if yes)
 
     def run(start: int, stop: int) -> Any:
         tensors = [
-            t.detach().requires_grad_(t.requires_grad)
-            for t in arguments.part(arguments.tensors, slice(start, stop))
+            part.detach().requires_grad_(t.requires_grad)
+            for part, t in zip(arguments.part(samples, slice(start, stop)), arguments.tensors)
         ]
         state.put_back()
         with noting_hooks() as hooks:
@@ -84,6 +84,22 @@ def kinds_of_losses(layer: Any, arguments: Arguments, training: Any) -> list[str
     if "other" in kinds:
         raise NotByRowsError("it adds a loss that is neither a mean nor a sum over samples")
     return kinds
+
+
+def _samples_apart(arguments: Arguments) -> list[Any]:
+    """Return the tensors of a microbatch that has different samples.
+
+    Raises:
+        NotByRowsError: there is none. It has no text, as the next batch may have one.
+    """
+    for share in arguments.shares():
+        start = min(share.start, arguments.rows - 2)
+        share = slice(max(start, 0), max(share.stop, start + 2))
+        samples: list[Any] = apart(arguments.part(arguments.tensors, share))
+        with_rows = [t for t, has_rows in zip(samples, arguments.has_rows) if has_rows]
+        if not are_alike(with_rows):
+            return samples
+    raise NotByRowsError("")
 
 
 def _leaves_of(tensors: list[Any]) -> list[Any]:

@@ -69,6 +69,8 @@ def _kinds_of(layer: Any, arguments: Arguments, training: Any) -> list[str]:
         try:
             known[kind] = kinds_of_losses(layer, arguments, training)
         except NotByRowsError as error:
+            if not str(error):  # which the next call may answer
+                raise
             known[kind] = str(error)
     found = known[kind]
     if isinstance(found, str):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import keras
@@ -12,7 +12,7 @@ import torch
 
 from ga_model.base._call_again import CallContext, inside_of_call
 from ga_model.base._internals import keeping_call_context, losses_of_scope, mask_of
-from ga_model.hearing._models import unrecorded
+from ga_model.hearing._models import instances_in, unrecorded
 from ga_model.torch_engine._torch_arguments import Arguments
 
 TENSOR = object()  # stands where a tensor does
@@ -25,11 +25,13 @@ class Form(NamedTuple):
         outputs: as the call gave them, but for the tensors.
         num_tensors: in it.
         masked: numbers of those that have a mask.
+        holds_objects: whether other objects in it hold tensors.
     """
 
     outputs: Any
     num_tensors: int
     masked: list[int]
+    holds_objects: bool
 
 
 class Given(NamedTuple):
@@ -94,9 +96,35 @@ def run_on(
     outputs = keras.tree.map_structure(
         lambda leaf: TENSOR if torch.is_tensor(leaf) else leaf, outputs
     )
-    form = Form(outputs, len(found), masked)
+    others = [leaf for leaf in keras.tree.flatten(outputs) if leaf is not TENSOR]
+    form = Form(outputs, len(found), masked, any(map(_holds_tensors, others)))
     tensors = [*found, *(mask for mask in masks if mask is not None)]
     return Given(form, tensors, losses, list(kept.values()), list(changed.values()))
+
+
+def _holds_tensors(value: Any) -> bool:
+    attributes = [getattr(value, name, None) for name in getattr(value, "__slots__", ())]
+    return bool(instances_in([*attributes, getattr(value, "__dict__", {})], torch.Tensor))
+
+
+class Autocast:
+    """The `torch.autocast` of a call, which it is made again in."""
+
+    def __init__(self) -> None:
+        devices = ["cpu", "cuda"] if torch.cuda.is_initialized() else ["cpu"]
+        self._dtypes = {
+            device: torch.get_autocast_dtype(device)
+            for device in devices
+            if torch.is_autocast_enabled(device)
+        }
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Run a block in it. Weights are cast anew: one cast without its gradient is not kept."""
+        with ExitStack() as stack:
+            for device, dtype in self._dtypes.items():
+                stack.enter_context(torch.autocast(device, dtype=dtype, cache_enabled=False))
+            yield
 
 
 def random_state() -> tuple[Any, list[Any]]:

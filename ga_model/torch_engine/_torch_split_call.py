@@ -11,20 +11,23 @@ A `keras.StatelessScope` keeps the passes from writing to variables. What the fi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import keras
 import torch
 
 from ga_model.base._call_again import PythonState
-from ga_model.base._internals import layers_in, raw, seeds, set_mask
+from ga_model.base._internals import layers_in, raw, seeds, set_mask, times_written
 from ga_model.hearing._models import instances_in
 from ga_model.hearing._moments_heard import is_known, listener
 from ga_model.hearing._splitting import NotByRowsError
 from ga_model.torch_engine._gradient_hooks import without_hooks
+from ga_model.torch_engine._refusals import changed_message
 from ga_model.torch_engine._torch_arguments import Arguments
 from ga_model.torch_engine._torch_microbatch_call import (
     TENSOR,
+    Autocast,
     Given,
     random_kept,
     random_state,
@@ -78,6 +81,11 @@ class SplitCall:
         # The variables that a call may change: running averages, and those of random numbers.
         self._changing = [v for part in self._normal for v in part.non_trainable_variables]
         self._changing += [v for part in layers for v in seeds(part)]
+        self._autocast = Autocast()
+        changing = {id(v) for v in self._changing}
+        others = [(v.path, raw(v)) for v in layer.variables if id(v) not in changing]
+        found = [*(("an input", t) for t in arguments.tensors), *others]
+        self._versions = [(name, t, times_written(t)) for name, t in found]
 
     def outputs(self) -> Any:
         """Make the call, and return what it gives. The losses that layers added are the layer's.
@@ -140,15 +148,25 @@ class SplitCall:
         return [*joined, *losses]
 
     def second_pass(
-        self, is_source: list[bool], sources: tuple[Any, ...], upstream: tuple[Any, ...]
+        self,
+        is_source: list[bool],
+        saved: Callable[[], tuple[Any, ...]],
+        upstream: tuple[Any, ...],
     ) -> list[Any]:
         """Run the microbatches again, and return the gradients of the sources.
 
         Args:
             is_source: of each tensor among the arguments, whether it is a source.
-            sources: these tensors, and the weights.
+            saved: returns these tensors, and the weights.
             upstream: the gradients of what `first_pass` gave, of which some are None.
+
+        Raises:
+            RuntimeError: what the call was made of has been written to since.
         """
+        changed = [name for name, t, version in self._versions if times_written(t) != version]
+        if changed:
+            raise RuntimeError(changed_message(self._layer.name, sorted(set(changed))))
+        sources = saved()
         is_differentiable = torch.is_grad_enabled()  # once more
         num_inputs = sum(is_source)
         tensors, given = list(self._arguments.tensors), iter(sources[:num_inputs])
@@ -197,11 +215,13 @@ class SplitCall:
         self, tensors: list[Any], values: list[tuple[Any, Any]], hears: Listener | None = None
     ) -> Given:
         self._state.put_back()
-        with listener.set(hears):
+        with listener.set(hears), self._autocast.again():
             return run_on(self._layer, self._arguments, tensors, self._training, values)
 
     def _check(self, given: Given, rows: int) -> None:
         """Check that outputs are of the samples, and that nothing else is written."""
+        if given.form.holds_objects:
+            raise NotByRowsError("it gives tensors in an object, which cannot be put together")
         for tensor in given.tensors:
             if tensor.ndim == 0 or tensor.shape[0] != rows:
                 shape = tuple(tensor.shape)
@@ -236,7 +256,7 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
-        gradients = ctx.call.second_pass(ctx.is_source, ctx.saved_tensors, upstream)
+        gradients = ctx.call.second_pass(ctx.is_source, lambda: ctx.saved_tensors, upstream)
         return (None, None, *gradients)
 
 

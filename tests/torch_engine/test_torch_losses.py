@@ -1,5 +1,7 @@
 """On PyTorch, losses of every reduction weigh microbatches as the full batch does."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -175,6 +177,52 @@ def test_losses_that_do_not_add_up_match(loss, size):
     assert difference_of_fits(dense_model, sgd(loss), (x, np.abs(y)), **settings) <= TOLERANCE
 
 
+@functools.wraps(keras.losses.mean_squared_error)
+def wrapped(y_true, y_pred):
+    return contrastive(y_true, y_pred)
+
+
+OVER_SAMPLES = {
+    "axis": lambda: keras.losses.CosineSimilarity(axis=0),
+    "wrapped": lambda: wrapped,
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("kind", OVER_SAMPLES)
+def test_losses_that_look_like_those_of_keras_match(kind):
+    x, y = dense_data(31)
+    arguments = sgd(OVER_SAMPLES[kind](), 0.1)
+    assert difference_of_fits(dense_model, arguments, (x, np.abs(y)), **WAYS["size"]) <= TOLERANCE
+
+
+def per_sample(y_true, y_pred):
+    """Compares samples where a target is negative."""
+    values = ops.mean(ops.square(y_true - y_pred), axis=-1)
+    return values + ops.cast(ops.any(y_true < 0), values.dtype) * ops.mean(values)
+
+
+def test_values_of_samples_that_are_compared_later_are_found():
+    x, y = dense_data(48)
+    y = np.abs(y)
+    y[30] *= -1
+    with pytest.raises(ValueError, match="which gives other gradients"):
+        train(dense_model, sgd(per_sample), (x, y), rows=24, microbatch_size=8)
+
+
+def test_a_loss_of_predictions_that_are_alike_at_first_matches():
+    def make():
+        parts = [layers.Dense(5), layers.Dense(2, kernel_initializer="zeros")]
+        return keras.Sequential([keras.Input((4,)), *parts])
+
+    x, y = dense_data(31)
+    assert difference_of_fits(make, sgd(shifted), (x, y), **WAYS["size"]) <= TOLERANCE
+
+
+def shifted(y_true, y_pred):
+    return contrastive(y_true, y_pred + 0.3) + mean(y_true, y_pred)
+
+
 def test_losses_that_do_not_add_up_are_told_of_where_they_are_asked_for():
     settings = {"microbatch_size": 5, "loss_over": "microbatch"}
     with pytest.warns(UserWarning, match="which gives other gradients"):
@@ -211,6 +259,37 @@ def test_a_model_that_mixes_samples_is_exact_or_told():
         assert found <= TOLERANCE
     with pytest.warns(UserWarning, match="depend on the others of its microbatch"):
         train(make, sgd("mse"), dense_data(12), rows=4, accumulation_steps=3)
+
+
+class Looks(layers.Embedding):
+    """Takes from vectors of ids a part of their mean over samples."""
+
+    def call(self, ids):
+        vectors = super().call(ids)
+        return vectors - 0.5 * ops.mean(vectors, axis=0, keepdims=True)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("kind", ["ids", "values"])
+def test_a_model_that_mixes_samples_is_found_though_the_first_are_alike(kind, own):
+    class Own(keras.Sequential):
+        def train_step(self, data):
+            return keras.Sequential.train_step(self, data)
+
+    def make():
+        first = Looks(7, 3) if kind == "ids" else Centers()
+        shape = keras.Input((2,), dtype="int32" if kind == "ids" else "float32")
+        parts = [first, layers.Flatten(), layers.Dense(3, activation="tanh"), layers.Dense(2)]
+        return (Own if own else keras.Sequential)([shape, *parts])
+
+    generator = np.random.default_rng(0)
+    x = generator.integers(0, 7, size=(24, 2)) if kind == "ids" else generator.normal(size=(24, 2))
+    x[:5] = x[0]
+    y = generator.normal(size=(24, 2))
+    with pytest.warns(UserWarning, match="outputs for a sample depend on other samples"):
+        found = difference_of_fits(make, sgd("mse"), (x, y), rows=12, size=5)
+    assert found <= TOLERANCE
 
 
 def test_dividing_by_the_number_of_microbatches_would_be_seen():

@@ -1,0 +1,205 @@
+"""On PyTorch, what changes between a call and its gradient, and between calls of one batch."""
+
+import dataclasses
+import warnings
+
+import keras
+import pytest
+from helpers import dense_data, relative_difference, seeded
+from keras import layers
+from pairs import TOLERANCE, torch
+
+from ga_model import accumulate
+
+
+class Step(keras.Sequential):
+    """A step of one's own with gradients by `gradients_of`."""
+
+    def forward_loss(self, x, y):
+        return torch.square(self(x, training=True) - y).mean()
+
+    def train_step(self, data):
+        x, y = data
+        self.zero_grad()
+        loss = self.forward_loss(x, y)
+        loss.backward()
+        with torch.no_grad():
+            self.optimizer.apply([w.value.grad for w in self.trainable_weights])
+        return {"loss": loss.detach()}
+
+
+class WritesToInputs(Step):
+    def forward_loss(self, x, y):
+        x = x.clone()
+        loss = super().forward_loss(x, y)
+        x.mul_(2.0)
+        return loss
+
+
+class Scaled(layers.Dense):
+    """Has a variable that the step sets."""
+
+    def build(self, shape):
+        super().build(shape)
+        self.scale = self.add_weight(shape=(), initializer="ones", trainable=False, name="scale")
+
+    def call(self, x):
+        return super().call(x * self.scale)
+
+
+class Assigns(Step):
+    def forward_loss(self, x, y):
+        loss = super().forward_loss(x, y)
+        self.layers[0].scale.assign(3.0)
+        return loss
+
+
+class UnderAutocast(Step):
+    def forward_loss(self, x, y):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            outputs = self(x, training=True)
+        return torch.square(outputs.float() - y).mean()
+
+
+class AllUnderAutocast(Step):
+    def train_step(self, data):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().train_step(data)
+
+
+@dataclasses.dataclass
+class Outputs:
+    values: object
+
+
+class GivesObjects(layers.Dense):
+    def call(self, x):
+        return Outputs(super().call(x))
+
+
+class OfObjects(Step):
+    def forward_loss(self, x, y):
+        return torch.square(self.layers[1](self.layers[0](x).values) - y).mean()
+
+    def call(self, x, training=None):
+        return self.layers[1](self.layers[0](x).values)
+
+
+class Fades(layers.Dense):
+    """Counts its calls in Python, and gives less with each."""
+
+    calls = 0
+
+    def call(self, x):
+        self.calls += 1
+        return super().call(x) / (1.0 + 0.2 * self.calls)
+
+
+def train(base, first, settings, rows=12):
+    """Return the weights before and after, and what was said."""
+
+    def make():
+        return base([keras.Input((4,)), first(5, activation="tanh"), layers.Dense(2)])
+
+    model = accumulate(seeded(make), **settings)
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    start = model.get_weights()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        model.fit(*dense_data(24), batch_size=rows, epochs=2, shuffle=False, verbose=0)
+    return start, model.get_weights(), [str(w.message) for w in caught]
+
+
+def compare(base, first, settings, rows=12):
+    start, weights, said = train(base, first, settings, rows)
+    _, expected, _ = train(base, first, {})
+    return relative_difference(weights, expected, start), said
+
+
+@pytest.mark.parametrize(
+    ("base", "first", "name"),
+    [(Assigns, Scaled, "scale"), (WritesToInputs, layers.Dense, "input")],
+)
+def test_what_is_changed_before_the_gradient_is_refused_by_name(base, first, name):
+    with pytest.raises(RuntimeError, match=f"(?s)Received.*{name}.*between the call"):
+        train(base, first, {"microbatch_size": 5})
+
+
+NOTED = set()
+
+
+class Notes(layers.Dense):
+    def call(self, x):
+        if x.device.type != "meta":  # to be built
+            NOTED.add((torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
+        return super().call(x)
+
+
+@pytest.mark.parametrize("base", [UnderAutocast, AllUnderAutocast])
+def test_autocast_is_that_of_the_call(base):
+    NOTED.clear()
+    start, weights, said = train(base, Notes, {"microbatch_size": 5})
+    _, expected, _ = train(base, layers.Dense, {})
+    # Gradients of microbatches are rounded to bfloat16, each of them.
+    assert relative_difference(weights, expected, start) <= 2**-8
+    assert (said, NOTED) == ([], {(True, torch.bfloat16)})
+
+
+def test_outputs_in_objects_run_whole_exactly_and_are_told():
+    difference, said = compare(OfObjects, GivesObjects, {"microbatch_size": 5})
+    assert difference <= TOLERANCE
+    assert ["in an object" in text for text in said] == [True]
+
+
+def test_what_calls_count_in_python_is_counted_once_per_batch():
+    difference, said = compare(keras.Sequential, Fades, {"microbatch_size": 5})
+    assert (said, difference <= TOLERANCE) == ([], True)
+
+
+def test_what_calls_count_in_a_window_is_told():
+    difference, said = compare(keras.Sequential, Fades, {"accumulation_steps": 3}, rows=4)
+    assert difference > 1e-3
+    assert ["`calls`" in text and "once per microbatch" in text for text in said] == [True]
+
+
+def normalized(units, **arguments):
+    return layers.SpectralNormalization(layers.Dense(units, **arguments))
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("base", [keras.Sequential, Step])
+def test_a_layer_that_writes_to_its_weights_is_exact_where_a_batch_is_split(base):
+    difference, said = compare(base, normalized, {"microbatch_size": 5})
+    assert difference <= TOLERANCE
+    assert ["it writes to ['" in text for text in said] == [True]
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("base", [keras.Sequential, Step])
+def test_a_layer_that_writes_to_its_weights_is_told_of_in_windows(base):
+    class WithLoss(base):
+        def forward_loss(self, x, y):
+            return self.compute_loss(x, y, self(x, training=True))
+
+    difference, said = compare(WithLoss, normalized, {"accumulation_steps": 3}, rows=4)
+    assert difference > 1e-4
+    assert ["writes to ['" in text and "/kernel'" in text for text in said] == [True]
+
+
+class Codes(layers.Dense):
+    """Keeps an average, as codes of a VQ-VAE."""
+
+    def build(self, shape):
+        super().build(shape)
+        self.average = self.add_weight(shape=(4,), trainable=False, initializer="ones")
+
+    def call(self, x):
+        outputs = super().call(x * self.average)
+        self.average.assign(0.5 * self.average + 0.5 * keras.ops.mean(x, axis=0))
+        return outputs
+
+
+def test_a_state_that_a_layer_keeps_is_exact_where_a_batch_is_split():
+    difference, said = compare(keras.Sequential, Codes, {"microbatch_size": 5})
+    assert difference <= TOLERANCE
+    assert ["it writes to ['" in text for text in said] == [True]
