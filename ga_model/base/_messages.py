@@ -40,7 +40,7 @@ def lengths_message(gradients: str, variables: str) -> str:
     return (
         "There must be one gradient per variable, in two lists. "
         f"Received: {gradients} and {variables}. "
-        "Pass what `tape.gradient(loss, variables)` returns, with the same `variables`."
+        "Pass the gradients of a loss with respect to `variables`, in the same order."
     )
 
 

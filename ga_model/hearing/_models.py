@@ -45,7 +45,7 @@ def instances_in(value: Any, classes: Any) -> list[Any]:
 def is_of_keras(model: Any, name: str) -> bool:
     """Return whether a method of the model is Keras's own, below this package's."""
     for owner in type(model).__mro__:
-        module = getattr(vars(owner).get(name), "__module__", "ga_model")
+        module = str(getattr(vars(owner).get(name), "__module__", "ga_model"))
         if not module.startswith("ga_model"):
             return module.startswith("keras.")
     return False

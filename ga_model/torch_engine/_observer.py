@@ -31,6 +31,8 @@ def observer_of(entry: Any, compiled: Any, listener: Callable[[], Any]) -> Any:
 
     def observe(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         seen.clear()
+        if torch.is_tensor(sample_weight):  # which Keras multiplies with the mask in place
+            sample_weight = sample_weight.clone()
         value = twin(y_true, y_pred, sample_weight)
         values = seen[0] if seen else None
         seen.clear()

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
+import torch
 
 from ga_model.base import _validate
 from ga_model.base._internals import (
@@ -65,6 +66,7 @@ class Recording:
         self.losses = StepLosses(model, data, position)
         self.registered_hooks: list[tuple[Any, Any]] = []
         self._folded: list[Any] = []  # losses as they enter the sum
+        self._taken: list[Any] = []  # losses as the step has them
         self._given: dict[int, tuple[Any, int]] = {}  # gradients as PyTorch gave them
 
     def stand_in(self, value: Any) -> Any:
@@ -90,7 +92,8 @@ class Recording:
             metric: what it is for, if it is a metric's.
             term: the loss term that it is the value of, or None.
         """
-        is_loss = any(value is loss for loss in self.losses.totals)
+        losses = [*self.losses.totals, *self._taken]
+        is_loss = any(_is_value_of(value, loss) for loss in losses)
         return self.losses.mean_of(value, metric, term, is_loss)
 
     def scale_loss(self, optimizer: Any, loss: Any) -> Any:
@@ -102,6 +105,7 @@ class Recording:
         """Return a loss as it enters the window's sum."""
         if self._position.is_window:  # of which nothing is divided
             return loss
+        self._taken.append(loss)
         self._look_at_gradients(loss)
         has_rule = self.model._has_rule()
         if not has_rule and not any(loss is total for total in self.losses.totals):
@@ -128,6 +132,8 @@ class Recording:
 
     def take_gradient(self, losses: Any, is_graph_kept: bool) -> Any:
         """Return the losses that a step takes gradients of, as they enter the window's sum."""
+        if self.parts and not self._position.is_window:  # computed with what is updated later now
+            self.model._warn_once(_refusals.several_optimizers_message(self.model.name))
         if is_graph_kept and self.model._has_rule():
             return losses  # what is differentiated again, and said to be no loss by the rule
         if isinstance(losses, (list, tuple)):
@@ -159,8 +165,6 @@ class Recording:
         if not optimizer.built:
             with keras.name_scope(optimizer.name):
                 optimizer.build(variables)
-        if self.parts and not self._position.is_window:
-            self.model._warn_once(_refusals.several_optimizers_message(name))
         for variable in variables:  # the gradients are the window's now
             raw(variable).grad = None
         if self.applies_at_once():
@@ -177,6 +181,13 @@ class Recording:
             return True
         given = self._given.get(id(gradient))
         return given is not None and given[1] == times_written(gradient)
+
+
+def _is_value_of(value: Any, loss: Any) -> bool:
+    """Return whether a scalar is a loss, or its value: `loss.detach()` or `loss.item()`."""
+    if torch.is_tensor(value):
+        return value is loss or value.data_ptr() == loss.data_ptr()
+    return bool(value == float(loss))
 
 
 class _CompiledCopy:

@@ -31,8 +31,12 @@ def run(tmp_path, blocks, names=None):
 
 
 def runs_here(block):
-    """Return whether a block needs no devices (`test_workers.py`, `test_torch_processes.py`)."""
-    return not re.search("Strategy|process_group", block)
+    """Return whether a block needs neither devices nor PyTorch.
+
+    The others are run by `test_workers.py`, and by `test_torch_processes.py` and
+    `test_torch_documents.py`.
+    """
+    return not re.search("Strategy|process_group|torch", block)
 
 
 def run_page(name, tmp_path):

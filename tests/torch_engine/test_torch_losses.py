@@ -8,7 +8,7 @@ import pytest
 import zoo
 from helpers import dense_data, dense_model
 from keras import layers, ops
-from pairs import TOLERANCE, difference_of_fits, difference_of_orders, train
+from pairs import TOLERANCE, assert_same_logs, difference_of_fits, difference_of_orders, train
 
 WAYS = {
     "both": {"rows": 4, "steps": 3, "size": 3},
@@ -94,6 +94,22 @@ def test_two_outputs_have_denominators_of_their_own(reductions):
     losses = [keras.losses.MeanSquaredError(reduction=r) for r in reductions]
     arguments = sgd(losses, 0.01, loss_weights=[1.0, 0.3])
     assert_matches(two_masks, arguments, two_masks_data(31), "size")
+
+
+def test_two_outputs_have_sample_weights_of_their_own():
+    """Keras writes masks into them, on PyTorch, which is to happen once."""
+    x, y = two_masks_data(31)
+    data = x, y, [sample_weights(31, 5), 2.0 - sample_weights(31, 5) / 2.0]
+    assert_matches(two_masks, sgd(["mse", "mse"], 0.01), data, "size")
+
+
+def test_weighted_metrics_of_masked_outputs_do_not_depend_on_microbatches():
+    data = *zoo.masked_data(31), sample_weights(31, 5)
+    loss = keras.losses.MeanSquaredError(reduction="sum")
+    arguments = sgd(loss, 0.0001, weighted_metrics=["mse", "mae"])
+    plain, _ = train(zoo.masked_recurrent, arguments, data, rows=12)
+    model, _ = train(zoo.masked_recurrent, arguments, data, rows=12, microbatch_size=5)
+    assert_same_logs(model, plain)
 
 
 def test_unlike_masks_are_told_of_in_windows():

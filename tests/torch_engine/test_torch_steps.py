@@ -1,6 +1,7 @@
 """On PyTorch, a `train_step` of one's own is heard as it takes gradients and applies them."""
 
 import keras
+import numpy as np
 import pytest
 from helpers import dense_data, dense_model, relative_difference, seeded
 from keras import ops
@@ -271,11 +272,59 @@ def test_several_optimizers_match_the_full_batch(way):
     assert int(model.one_optimizer.iterations) == 6
 
 
+class TogetherAtLast(Adversarial):
+    """Takes all gradients before the first update."""
+
+    def train_step(self, data):
+        x, y = data
+        self.zero_grad()
+        pairs = [(self.one, y), (self.other, -y)]
+        loss = sum(ops.mean(ops.square(part(x) - target)) for part, target in pairs)
+        loss.backward()
+        for part, optimizer in ((self.one, self.one_optimizer), (self.other, self.other_optimizer)):
+            weights = part.trainable_weights
+            optimizer.apply([v.value.grad for v in weights], weights)
+        return {"loss": loss}
+
+
+def test_several_optimizers_whose_gradients_come_first_are_not_told_of():
+    model = ruled(TogetherAtLast)()
+    model.compile(accumulation_steps=2)
+    model.fit(*dense_data(8), batch_size=4, verbose=0)
+    assert [int(o.iterations) for o in (model.one_optimizer, model.other_optimizer)] == [1, 1]
+
+
 def test_several_optimizers_are_told_of():
     model = ruled(Adversarial)()
     model.compile(accumulation_steps=2)
     with pytest.warns(UserWarning, match="which applies several"):
         model.fit(*dense_data(8), batch_size=4, verbose=0)
+
+
+class OfSum(Own):
+    """Logs what it takes the gradient of, which is a sum, in three ways."""
+
+    def train_step(self, data):
+        x, y = data
+        self.zero_grad()
+        loss = ops.sum(ops.square(self(x, training=True) - y))
+        loss.backward()
+        self.update()
+        return {"tensor": loss, "detached": loss.detach(), "number": loss.item()}
+
+
+def test_sums_are_logged_as_sums():
+    class Ruled(AccumulatingModel, OfSum):
+        def microbatch_weight(self, x, y=None, sample_weight=None):
+            return "sum"
+
+    logs = []
+    for settings in ({}, {"microbatch_size": 5}):
+        model = seeded(make_of(Ruled))
+        model.compile(keras.optimizers.SGD(0.001), **settings)
+        history = model.fit(*dense_data(24), batch_size=12, shuffle=False, verbose=0).history
+        logs.append([history[name][0] for name in ("tensor", "detached", "number")])
+    np.testing.assert_allclose(logs[1], logs[0], rtol=1e-6)
 
 
 class Counting(Own):
