@@ -43,7 +43,6 @@ _MODULES = {
 # Where Keras runs on PyTorch; names that are not here are in the same module as on TensorFlow.
 _MODULES_ON_TORCH = {
     "GradientAccumulator": "torch_engine._torch_accumulator",
-    "GradientNoiseScale": "torch_engine._unsupported",
 }
 
 __all__ = [

@@ -21,7 +21,8 @@ from ga_model.hearing._models import computes_loss_as_keras, optimizers_in
 from ga_model.reading._loss_reading import DoesNotAddUpError, kind_of_function
 from ga_model.replicas import _strategy
 from ga_model.replicas._optimizers import adds_up_rows
-from ga_model.sums._gradient_noise import GradientNoise
+from ga_model.sums._gradient_noise import Estimate
+from ga_model.sums._noise import GradientNoise
 from ga_model.sums._places import has_columns
 
 
@@ -44,7 +45,7 @@ class Accumulation(Kept):
     def __init__(self, model: Any, settings: Settings) -> None:
         super().__init__(model, settings)
         self.automatic_size = AutomaticSize()
-        self.noise = GradientNoise()
+        self.noise = GradientNoise(Estimate)
         self.adds_up = True
         self.has_read_loss = False
         self._has_read_writes = False  # of an eager model
@@ -68,11 +69,6 @@ class Accumulation(Kept):
     def must_add_up(self) -> bool:
         """Return whether the loss is to be read before it is computed by microbatches."""
         return self.settings.loss_over == "auto" and not self._model._has_rule()
-
-    @property
-    def measured_noise(self) -> GradientNoise | None:
-        """What measures the noise of gradients in the present `fit`, or None."""
-        return None if self.noise.asked_by is None else self.noise
 
     def layers_before(self) -> list[Any]:
         """Return the layers that the model had before its first batch.

@@ -9,6 +9,7 @@ from ga_model._settings import Settings, passed
 from ga_model.automatic._search import FoundSize
 from ga_model.base import _messages, _validate
 from ga_model.hearing._models import optimizers_in
+from ga_model.sums._noise import GradientNoise
 
 
 class Kept:
@@ -24,6 +25,7 @@ class Kept:
     Attributes:
         settings: as they are asked for. See `size` for the one that may have to be found.
         automatic_size: what `microbatch_size="auto"` has found.
+        noise: what `GradientNoiseScale` measures.
         window: the open window, or the next one; None before the first batch of one.
         num_skipped: microbatches that were left out, once there is training that may do so.
         is_scheduled: whether a callback of the present `fit` sets `accumulation_steps`.
@@ -33,6 +35,7 @@ class Kept:
     """
 
     automatic_size: FoundSize
+    noise: GradientNoise
 
     def __init__(self, model: Any, settings: Settings) -> None:
         self._model = model
@@ -67,6 +70,11 @@ class Kept:
         return self.automatic_size.size if self.is_automatic else self.settings.microbatch_size
 
     # What follows for the next batch.
+
+    @property
+    def measured_noise(self) -> GradientNoise | None:
+        """What measures the noise of gradients in the present `fit`, or None."""
+        return None if self.noise.asked_by is None else self.noise
 
     def accumulates(self) -> bool:
         """Return whether it is a part of a window of several."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import keras
 
 from ga_model.base import _validate
-from ga_model.sums._gradient_noise import Averages, GradientNoise
+from ga_model.sums._noise import Averages, GradientNoise
 
 _LOG = "gradient_noise_scale"
 _FEW_UPDATES = 10
@@ -181,7 +181,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
 
     References:
         McCandlish et al., "An Empirical Model of Large-Batch Training", arXiv 1812.06162. The
-        estimates, and what they become for microbatches of unlike weights: `_gradient_noise.py`.
+        estimates, and what they become for microbatches of unlike weights: `sums/_noise.py`.
     """
 
     def __init__(

@@ -12,8 +12,8 @@ from ga_model.batch._window_statistics import WindowStatistics
 from ga_model.hearing._normalization import Call
 from ga_model.hearing._recorder import Target
 from ga_model.replicas import _strategy
-from ga_model.sums._gradient_noise import GradientNoise
 from ga_model.sums._moments import Moments
+from ga_model.sums._noise import GradientNoise
 from ga_model.sums._sums import GradientSum, power_of_two
 from ga_model.sums._window_sum import WindowSum
 

@@ -1,32 +1,8 @@
-"""How noisy gradients are: estimates from the microbatches of windows, at no extra pass.
+"""The noise of gradients on TensorFlow: what microbatches tell of it, averaged in variables.
 
-A microbatch i of weight n_i (rows, of a loss that is a mean over rows) has the mean gradient g_i.
-With G the gradient over all data and Sigma the covariance of a single row's gradient,
-
-    E[g_i] = G    and    Cov[g_i] = Sigma / n_i, so    E[|g_i|^2] = |G|^2 + tr(Sigma) / n_i
-
-A window of K microbatches has N = sum_i(n_i) and the gradient g = sum_i(n_i * g_i) / N, of which
-the same holds with N for n_i. So, whatever the n_i are,
-
-    E[sum_i(n_i * |g_i|^2)] = N * |G|^2 + K * tr(Sigma)
-    E[N * |g|^2]            = N * |G|^2 +     tr(Sigma)
-
-and these two are unbiased:
-
-    S   = (sum_i(n_i * |g_i|^2) - N * |g|^2) / (K - 1)    of tr(Sigma)
-    G_2 = |g|^2 - S / N                                   of |G|^2
-
-For equal n_i = n, with m the mean of the |g_i|^2, the first is N * (m - |g|^2) / (K - 1), which is
-(m - |g|^2) / (1 / n - 1 / N): the estimate of McCandlish et al., "An Empirical Model of Large-Batch
-Training" (arXiv 1812.06162), appendix A.1, and so is the second. Their noise scale is
-tr(Sigma) / |G|^2. A ratio of two noisy numbers is biased, so each is averaged over updates first.
-
-As sums are kept in a window's unit (see `_sums`), gradients arrive as w_i * g_i with w_i = n_i / u.
-What is summed is |w_i * g_i|^2 / w_i = w_i * |g_i|^2, which is in that unit as the weights are, and
-shrinks as they do where it grows. Under a strategy with R replicas gradients are those of a loss
+What is estimated stands in `_noise`. Under a strategy with R replicas gradients are those of a loss
 divided by R (see `_weights`), so of a microbatch R^2 times the square counts. The window's gradient
-is the sum over replicas of what each gives to its optimizer. Where losses are scaled, gradients are
-divided by the scale first: it can be so large that their squares would leave the range of float32.
+is the sum over replicas of what each gives to its optimizer.
 """
 
 from __future__ import annotations
@@ -37,6 +13,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from ga_model.replicas import _strategy
+from ga_model.sums._noise import Averages, estimates
 from ga_model.sums._rows import sum_dtype
 
 
@@ -138,28 +115,7 @@ def _divided(gradient: Any, divisor: Any) -> Any:
     return gradient / tf.cast(divisor, gradient.dtype)
 
 
-class Averages(NamedTuple):
-    """Averages over windows, the later ones counting more.
-
-    Attributes:
-        trace_of_covariance: that of S.
-        squared_gradient_norm: that of G_2.
-        batch_size: that of N, in rows or whatever the loss averages over.
-        num_windows: windows that were measured.
-    """
-
-    trace_of_covariance: float
-    squared_gradient_norm: float
-    batch_size: float
-    num_windows: int
-
-    @classmethod
-    def of_nothing(cls) -> Averages:
-        nan = float("nan")
-        return cls(nan, nan, nan, 0)
-
-
-class _Estimate:
+class Estimate:
     """The averages for one optimizer, in variables that the training step updates."""
 
     def __init__(self, decay: float) -> None:
@@ -196,8 +152,7 @@ class _Estimate:
         )
         squares, count, weight = tf.unstack(totals[0])
         norm = squared_norm(_unscaled(gradients, optimizer))
-        trace = (squares - weight * norm) / (count - 1.0)
-        true_norm = norm - trace / weight
+        trace, true_norm = estimates(squares, count, weight, norm)
         values = tf.stack([trace, true_norm, weight, tf.ones((), tf.float64)])
         # What is not finite is of an update that is skipped, or that ends the training.
         tells = tf.logical_and(count > 1.0, tf.reduce_all(tf.math.is_finite(values)))
@@ -213,44 +168,3 @@ class _Estimate:
             return Averages.of_nothing()
         trace, norm, weight = (float(part) for part in sums[:3] / sums[3])
         return Averages(trace, norm, weight, number)
-
-
-class GradientNoise:
-    """The estimates of a model, one for each optimizer, and who asked for them.
-
-    They outlive a `fit`, because the functions that are traced then hold their variables.
-
-    Attributes:
-        asked_by: the callback that measures now, or None.
-        last_asked_by: the one that measured last, whose numbers these are.
-    """
-
-    def __init__(self) -> None:
-        self.asked_by: Any = None
-        self.last_asked_by: Any = None
-        self._decay = 0.0
-        self._estimates: dict[int, tuple[Any, _Estimate]] = {}
-
-    def start(self, asked_by: Any, decay: float) -> None:
-        """Begin to measure, or go on where the same callback ended."""
-        self._decay = decay
-        for _, estimate in self._estimates.values():
-            estimate.set_decay(decay)
-            if asked_by is not self.last_asked_by:
-                estimate.restart()
-        self.asked_by = self.last_asked_by = asked_by
-
-    def stop(self) -> None:
-        self.asked_by = None
-
-    def of(self, optimizer: Any) -> _Estimate:
-        """Return the optimizer's estimate, made on first use, on a replica."""
-        if id(optimizer) not in self._estimates:
-            self._estimates[id(optimizer)] = (optimizer, _Estimate(self._decay))
-        return self._estimates[id(optimizer)][1]
-
-    def averages(self) -> list[tuple[Any, Averages]]:
-        """Return the optimizers and their averages."""
-        return [
-            (optimizer, estimate.averages()) for optimizer, estimate in self._estimates.values()
-        ]

@@ -17,7 +17,8 @@ import tensorflow as tf
 from ga_model.base import _messages, _validate
 from ga_model.replicas import _optimizers, _strategy
 from ga_model.sums import _sums
-from ga_model.sums._gradient_noise import GradientNoise, Squares
+from ga_model.sums._gradient_noise import Squares
+from ga_model.sums._noise import GradientNoise
 from ga_model.sums._places import Parts
 from ga_model.sums._rows import Rows, sum_dtype
 from ga_model.sums._sums import GradientSum

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ga_model.base._internals import raw
+from ga_model.torch_engine._torch_noise import Squares
 from ga_model.torch_engine._torch_window import Part
 
 _BUCKET = 25 * 2**20  # bytes that are summed at a time, as `DistributedDataParallel` does
@@ -41,12 +42,14 @@ class Sums(NamedTuple):
     Attributes:
         parts: the sums, one for each optimizer.
         total: the sum of the weights.
+        unit: what they are counted in.
         has_counted: whether a microbatch of any process has counted.
         is_end: whether no process has batches left.
     """
 
     parts: list[Part]
     total: float
+    unit: float
     has_counted: bool
     is_end: bool
 
@@ -68,7 +71,13 @@ class Processes:
         self._has_compared = False
 
     def sum(
-        self, parts: list[Part], total: float, unit: float, has_counted: bool, is_end: bool
+        self,
+        parts: list[Part],
+        total: float,
+        unit: float,
+        has_counted: bool,
+        is_end: bool,
+        is_measured: bool = False,
     ) -> Sums:
         """Sum the window of this process and those of the others. All call it equally often.
 
@@ -76,9 +85,10 @@ class Processes:
             parts, total, unit, has_counted: as the process's own window has them. A total without
                 a unit is that of a sum that is not to be divided.
             is_end: whether it has no batches left.
+            is_measured: whether the noise of the gradients is.
 
         Raises:
-            RuntimeError: the processes do not train the same model.
+            RuntimeError: the processes do not train the same model, or some measure the noise.
         """
         if parts:
             self._layout = [(part.optimizer, part.variables) for part in parts]
@@ -87,12 +97,14 @@ class Processes:
         kind = _END if is_end else _WINDOW
         device = raw(variables[0]).device if variables else None
         told = self._tell(
-            kind, [has_counted, total, unit, _shape_of(self._layout), *prints], device
+            kind, [has_counted, total, unit, _shape_of(self._layout), *prints, is_measured], device
         )
         if not any(row[1] for row in told):
-            return Sums([], 0.0, False, all(row[0] == _END for row in told))
+            return Sums([], 0.0, 0.0, False, all(row[0] == _END for row in told))
         if len({row[4] for row in told}) > 1:
             raise RuntimeError(_other_model_message())
+        if len({row[7] for row in told}) > 1:
+            raise RuntimeError(_not_measured_message())
         if not self._has_compared:
             _check_alike([row[5:7] for row in told])
         self._has_compared = True
@@ -107,7 +119,9 @@ class Processes:
         for part in parts:
             part.scale(unit / largest if unit and largest else 1.0)
             self._sum_over_processes(part)
-        return Sums(parts, total, True, all(row[0] == _END for row in told))
+            if is_measured:
+                self._sum_squares(part)
+        return Sums(parts, total, largest, True, all(row[0] == _END for row in told))
 
     def begin_epoch(self, epoch: int, variables: Sequence[Any]) -> None:
         """Raise RuntimeError in all processes unless all begin this epoch, with equal variables."""
@@ -135,6 +149,13 @@ class Processes:
         if len(kinds) > 1 and kinds != {_WINDOW, _END}:
             raise RuntimeError(_elsewhere_message([_NAMES[int(row[0])] for row in rows]))
         return rows
+
+    def _sum_squares(self, part: Part) -> None:
+        squares = part.squares or (0.0, 0.0)
+        device = raw(part.variables[0]).device if part.variables else None
+        sums = torch.tensor(squares, dtype=torch.float64, device=device)
+        torch.distributed.all_reduce(sums, group=self._group)
+        part.squares = Squares(*sums.tolist())
 
     def _sum_over_processes(self, part: Part) -> None:
         for variables in _buckets(part.variables):
@@ -223,6 +244,13 @@ def _other_model_message() -> str:
         "All processes of a `process_group` train the same model, and all have a batch in the "
         "first window. Received: variables of other shapes in another process, or none. Make and "
         "compile the model alike in all processes, and give each a share of the data."
+    )
+
+
+def _not_measured_message() -> str:
+    return (
+        "`GradientNoiseScale` measures the windows of all processes of a `process_group`. "
+        "Received: the callback in some of them. Pass one to `fit` in each process."
     )
 
 

@@ -124,12 +124,14 @@ class _Run:
         """Return whether the window's sums may be in `.grad`.
 
         Keras's own step takes gradients of one loss, and does nothing to them. In half precision
-        they would be summed in it.
+        they would be summed in it. Whether microbatches are left out, and what they tell of the
+        noise, takes each one's own.
         """
         model = self._model
         dtypes = {keras.backend.standardize_dtype(v.dtype) for v in model.trainable_weights}
         is_half = bool(dtypes & {"float16", "bfloat16"})
-        return is_of_keras(model, "train_step") and not (self._skips or is_half)
+        is_separate = is_half or self._skips or self._accumulation.measured_noise is not None
+        return is_of_keras(model, "train_step") and not is_separate
 
     def _look_at_model(self) -> None:
         """Find out once what a model is over samples, and tell what differs from a full batch."""
@@ -188,6 +190,9 @@ class _Run:
                 part.widen()
         is_left_out = self._skips and not all(part.is_finite() for part in recording.parts)
         if not is_left_out:
+            if self._accumulation.measured_noise is not None:
+                for part in recording.parts:
+                    part.measure(recording.relative_weight or 0.0)
             window.add(recording.parts, recording.relative_weight, keeps_gradients)
             window.statistics.add([] if hears is None else hears.heard)
             self._num_counted += 1

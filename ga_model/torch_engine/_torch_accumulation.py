@@ -9,6 +9,7 @@ from ga_model._kept import Kept
 from ga_model._settings import Settings
 from ga_model.hearing._attributes import watch_attributes
 from ga_model.hearing._models import computes_loss_as_keras, optimizers_in
+from ga_model.sums._noise import GradientNoise
 from ga_model.torch_engine import _refusals, _run
 from ga_model.torch_engine._gradient_hooks import has_hooks
 from ga_model.torch_engine._probes import DoesNotAddUpError
@@ -18,6 +19,7 @@ from ga_model.torch_engine._state import Snapshot, writes_weights
 from ga_model.torch_engine._terms import Probes
 from ga_model.torch_engine._torch_auto import AutomaticSize
 from ga_model.torch_engine._torch_calls import split_calls
+from ga_model.torch_engine._torch_noise import Estimate
 from ga_model.torch_engine._torch_window import Window, run_on_update
 
 
@@ -41,6 +43,7 @@ class Accumulation(Kept):
     def __init__(self, model: Any, settings: Settings) -> None:
         super().__init__(model, settings)
         self.automatic_size = AutomaticSize(model)
+        self.noise = GradientNoise(Estimate)
         self.compiled_copies: dict[Any, Any] = {}
         self.forget_probes()
         self.has_read_writes = False

@@ -115,6 +115,8 @@ class Recording:
         terms, window = self.losses.terms(), self._position.window
         if terms.regularization and window.processes is not None:
             raise ValueError(_refusals.sum_with_regularizers_message(self.model.name))
+        if terms.weight is None and self.model._accumulation.measured_noise is not None:
+            raise ValueError(_messages.noise_of_sum_message(self.model.name))
         relative = window.relative_weight(terms.weight, self._position.parts)
         self.relative_weight = None if terms.weight is None else relative
         return terms.fold(loss, relative, self.losses.is_first_of_window)

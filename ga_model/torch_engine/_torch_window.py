@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ga_model.base._internals import divide, multiply, raw
+from ga_model.torch_engine._torch_noise import Squares, squared_norm
 from ga_model.torch_engine._torch_statistics import Statistics
 
 if TYPE_CHECKING:
+    from ga_model.sums._noise import GradientNoise
     from ga_model.torch_engine._process_group import Processes
 
 
@@ -21,11 +23,15 @@ class Part:
         optimizer: the optimizer.
         variables: the variables that it is to update.
         gradients: one per variable, a tensor or None.
+
+    Attributes:
+        squares: what they tell of their noise, or None where nobody asks.
     """
 
     def __init__(self, optimizer: Any, variables: list[Any], gradients: list[Any]) -> None:
         self.optimizer = optimizer
         self.variables = variables
+        self.squares: Squares | None = None
         self._gradients = {id(v): g for v, g in zip(variables, gradients) if g is not None}
 
     def gradient(self, variable: Any) -> Any:
@@ -50,10 +56,14 @@ class Part:
                 self._gradients[key] = gradient
             else:
                 present += gradient
+        if self.squares is not None and other.squares is not None:
+            self.squares = self.squares.plus(other.squares)
         self.variables = other.variables  # those that are trained now
 
     def scale(self, factor: float) -> None:
         """Multiply the sum where it is."""
+        if self.squares is not None:
+            self.squares = self.squares.times(factor)
         if factor != 1.0 and self._gradients:
             multiply(self.tensors(), factor)
 
@@ -77,6 +87,23 @@ class Part:
         gradients = [self._gradients.get(id(v)) for v in self.variables]
         pairs = zip(gradients, self.variables)
         return [None if g is None else (g / total).to(raw(v).dtype) for g, v in pairs]
+
+    def measure(self, relative_weight: float) -> None:
+        """Note what the gradients of a microbatch tell of their noise."""
+        self.squares = Squares.of(self.tensors(), relative_weight, self.optimizer)
+
+    def measured(self, noise: GradientNoise, total: float, unit: float) -> None:
+        """Take a window into the averages of the optimizer.
+
+        Args:
+            noise: what averages.
+            total: the sum of the weights, in `unit`.
+            unit: what they are counted in.
+        """
+        estimate = noise.of(self.optimizer)
+        if self.squares is not None and total:
+            norm = squared_norm(self.tensors(), self.optimizer) / total**2
+            estimate.update(self.squares.times(unit), total * unit, norm)
 
     def put_back(self) -> None:
         """Let the gradients of the variables be the sum."""
@@ -271,11 +298,15 @@ class Window:
         parts, total, has_counted = self.parts, self.total, self.has_counted
         unit, statistics = self.unit, self.statistics
         self._begin()
+        noise = None if self._model is None else self._model._accumulation.measured_noise
         if self.processes is not None:
-            sums = self.processes.sum(parts, total, unit, has_counted, is_end)
-            parts, total, has_counted, is_end = sums
+            is_measured = noise is not None
+            sums = self.processes.sum(parts, total, unit, has_counted, is_end, is_measured)
+            parts, total, unit, has_counted, is_end = sums
         if has_counted:
             for part in parts:
+                if noise is not None:
+                    part.measured(noise, total, unit)
                 # Without any weight gradients are zero, as plain Keras's.
                 part.update(1.0 if total == 0.0 else total)
             statistics.move()

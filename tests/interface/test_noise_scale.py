@@ -5,7 +5,6 @@ itself; and NumPy, from the gradients of microbatches that a plain Keras model h
 """
 
 import csv
-import itertools
 import math
 import warnings
 
@@ -15,6 +14,17 @@ import pytest
 import tensorflow as tf
 from counting import make as make_counting
 from helpers import assert_changed, dense_data, dense_model, scope, seeded
+from noise import (
+    DECAY,
+    FEATURES,
+    SETTINGS,
+    MeanOfOutputs,
+    averages_by_formula,
+    nonlinear_model,
+    normal_rows,
+    weighted_data,
+    windows_of,
+)
 
 from ga_model import (
     AccumulatingModel,
@@ -24,15 +34,8 @@ from ga_model import (
     check_equivalence,
 )
 from ga_model._noise_scale import NoiseScale
-from ga_model.sums._gradient_noise import Averages, squared_norm
-
-DECAY = 0.9
-FEATURES = 20
-SETTINGS = {
-    "steps": {"accumulation_steps": 4},
-    "size": {"microbatch_size": 3},
-    "both": {"accumulation_steps": 2, "microbatch_size": 4},
-}
+from ga_model.sums._gradient_noise import squared_norm
+from ga_model.sums._noise import Averages
 
 
 def sweep(name, way, is_slow):
@@ -40,20 +43,6 @@ def sweep(name, way, is_slow):
 
 
 # The truth.
-
-
-class MeanOfOutputs(keras.losses.Loss):
-    def call(self, y_true, y_pred):
-        return y_pred[:, 0]
-
-
-def normal_rows(rows):
-    """Return rows of a normal distribution, the trace of its covariance, and its mean's square."""
-    generator = np.random.default_rng(5)
-    mix = generator.normal(size=(FEATURES, FEATURES)) / FEATURES + np.eye(FEATURES)
-    mean = generator.normal(size=FEATURES)
-    x = generator.normal(size=(rows, FEATURES)) @ mix.T + mean
-    return x.astype("float32"), np.trace(mix @ mix.T), mean @ mean
 
 
 def linear_model(optimizer="sgd", replicas=1, *, settings, **compile_args):
@@ -97,76 +86,21 @@ def test_the_estimates_are_unbiased(name, way):
 # The formula.
 
 
-def nonlinear_model():
-    return keras.Sequential(
-        [
-            keras.Input((3,), dtype="int32"),
-            keras.layers.Embedding(100, 4),
-            keras.layers.Flatten(),
-            keras.layers.Dense(5, activation="tanh"),
-            keras.layers.Dense(2),
-        ]
-    )
-
-
-def weighted_data(rows):
-    """Return ids that repeat within a row, targets, and weights of which some are zero."""
-    generator = np.random.default_rng(7)
-    ids = generator.integers(0, 7, size=(rows, 3)).astype("int32")
-    weights = generator.uniform(0.2, 3.0, size=rows)
-    weights[:8] /= 4.0  # so that heavier microbatches come, and the unit of the weights grows
-    weights[8:16:3] = 0.0
-    weights[19:22] = weights[24:28] = 0.0  # all of a microbatch, between others and as the first
-    return ids, generator.normal(size=(rows, 2)), weights
-
-
-def windows_of(rows, batch_size, accumulation_steps=1, microbatch_size=None, replicas=1):
-    """Return the microbatches of each window of an epoch, as ranges of rows."""
-    batches = []
-    for begin in range(0, rows, batch_size):
-        end, microbatches = min(begin + batch_size, rows), []
-        share = -(-(end - begin) // replicas)
-        for first in range(begin, end, share):
-            last = min(first + share, end)
-            size = microbatch_size or last - first
-            microbatches += [slice(i, min(i + size, last)) for i in range(first, last, size)]
-        batches.append(microbatches)
-    steps = range(0, len(batches), accumulation_steps)
-    return [list(itertools.chain(*batches[i : i + accumulation_steps])) for i in steps]
-
-
 def dense(gradient):
     return tf.convert_to_tensor(gradient).numpy()
 
 
-def measured_by_numpy(model, data, windows, epochs=1, decay=DECAY, left_out=()):
+def measured_by_numpy(model, *args, **kwargs):
     """Train a plain model on whole windows, and return the averages by the formula."""
-    ids, y, weights = data
     loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
-    sums, number = np.zeros(4), 0
-    for window in windows * epochs:
-        squares, mean, count = 0.0, 0.0, 0
-        window = [part for part in window if part not in left_out]
-        total = sum(weights[part].sum() for part in window)
-        for part in window:
-            weight = weights[part].sum()
-            if weight == 0:
-                continue
-            with tf.GradientTape() as tape:
-                value = loss(y[part], model(ids[part]), weights[part])
-            gradients = tape.gradient(value, model.trainable_variables)
-            gradient = np.concatenate([dense(g).ravel() for g in gradients])
-            squares += weight * gradient @ gradient
-            mean += weight / total * gradient
-            count += 1
-        rows = np.concatenate([np.arange(len(ids))[part] for part in window])
-        model.train_on_batch(ids[rows], y[rows], weights[rows])
-        if count > 1:
-            trace = (squares - total * mean @ mean) / (count - 1)
-            values = np.array([trace, mean @ mean - trace / total, total, 1.0])
-            sums = decay * sums + (1 - decay) * values
-            number += 1
-    return [*(sums[:3] / sums[3]), number]
+
+    def gradient_of(ids, y, weights):
+        with tf.GradientTape() as tape:
+            value = loss(y, model(ids), weights)
+        gradients = tape.gradient(value, model.trainable_variables)
+        return np.concatenate([dense(g).ravel() for g in gradients])
+
+    return averages_by_formula(gradient_of, model.train_on_batch, *args, **kwargs)
 
 
 def compiled_for_weights(model, optimizer=None, **arguments):

@@ -90,6 +90,7 @@ ERRORS = {
     "other epochs": "RuntimeError: All processes of a `process_group` train the same epochs",
     "stopped": "RuntimeError: All processes of a `process_group` train the same epochs",
     "slowed": "RuntimeError: All processes of a `process_group` begin with the same weights",
+    "noise of one": "RuntimeError: `GradientNoiseScale` measures the windows of all processes",
     "regularized sum": "ValueError: With several processes, a loss that is a sum cannot",
     "no batch": "nothing",
     "a group of its own": "nothing",
@@ -103,6 +104,12 @@ ERRORS = {
 def test_what_does_not_go_together_is_an_error_in_all_processes(name):
     for result in results(2):
         assert result["errors"][name].startswith(ERRORS[name]), result["errors"][name]
+
+
+def test_the_noise_of_gradients_is_that_of_all_processes():
+    expected = trainings.measured_reference(2)
+    for result in results(2):
+        np.testing.assert_allclose(result["noise"], expected, rtol=1e-4)
 
 
 def test_gradients_are_summed_in_buckets():

@@ -11,8 +11,9 @@ import keras
 import numpy as np
 import torch
 from helpers import dense_data, dense_model, seeded
+from noise import DECAY, FEATURES, MeanOfOutputs, averages_by_formula, normal_rows
 
-from ga_model import GradientAccumulator, accumulate
+from ga_model import GradientAccumulator, GradientNoiseScale, accumulate
 from ga_model.torch_engine import _process_group
 
 # Rows of the batches of each process; processes have different numbers of batches.
@@ -285,6 +286,9 @@ def errors(rank, size):
         "other epochs": error_of(lambda: model_of().fit(x, y, **{**fit, "epochs": 1 + rank})),
         "stopped": error_of(lambda: model_of().fit(x, y, callbacks=[StopsInOne(rank)], **fit)),
         "slowed": error_of(lambda: model_of().fit(x, y, callbacks=[SlowsOne(rank)], **fit)),
+        "noise of one": error_of(
+            lambda: model_of().fit(x, y, callbacks=[GradientNoiseScale()][rank:], **fit)
+        ),
         "regularized sum": error_of(
             lambda: model_of(make=regularized, **summed()).fit(x, y, **fit)
         ),
@@ -362,6 +366,47 @@ def in_small_buckets(rank, size):
         return fitted("both", rank, size)
 
 
+NOISE_SETTINGS = {"accumulation_steps": 2, "microbatch_size": 3}
+
+
+def rows_and_batches(size):
+    """Return samples, and of each process where its batches are."""
+    x, _, _ = normal_rows(sum(map(sum, BATCHES[size])))
+    edges = iter(itertools.pairwise(np.cumsum([0, *itertools.chain(*BATCHES[size])])))
+    return x, [[slice(*next(edges)) for _ in own] for own in BATCHES[size]]
+
+
+def measured(rank, size):
+    """Return the averages that a process has of the noise of gradients."""
+    x, batches = rows_and_batches(size)
+    head = keras.layers.Dense(1, use_bias=False)
+    model = accumulate(keras.Sequential([keras.Input((FEATURES,)), head]), **NOISE_SETTINGS)
+    head.kernel.assign(np.ones((FEATURES, 1)))
+    model.process_group = WORLD
+    model.compile("sgd", MeanOfOutputs())
+    noise = GradientNoiseScale(DECAY)
+    own = Batches([(x[part], np.zeros(part.stop - part.start)) for part in batches[rank]])
+    model.fit(own, shuffle=False, verbose=0, callbacks=[noise])
+    return tuple(noise.noise_scales["optimizer"].averages)
+
+
+def measured_reference(size):
+    """Return the averages by the formula: the gradient of a microbatch is the mean of its rows."""
+    x, batches = rows_and_batches(size)
+    steps, rows = NOISE_SETTINGS["accumulation_steps"], NOISE_SETTINGS["microbatch_size"]
+    windows = [
+        [
+            slice(i, min(i + rows, part.stop))
+            for own in batches
+            for part in own[begin : begin + steps]
+            for i in range(part.start, part.stop, rows)
+        ]
+        for begin in range(0, max(map(len, batches)), steps)
+    ]
+    data = x.astype("float64"), x, np.ones(len(x))
+    return averages_by_formula(lambda x, *_: x.mean(0), lambda *_: None, data, windows)
+
+
 def everything(rank, size):
     """Return what a process trained, by the name of the case."""
     results = {name: fitted(name, rank, size) for name in CASES}
@@ -370,6 +415,7 @@ def everything(rank, size):
     results["train_on_batch"] = train_on_batches(rank, size)
     return {
         "trained": results,
+        "noise": measured(rank, size),
         "small buckets": in_small_buckets(rank, size),
         "told": {
             make.__name__ + " " + way: told(rank, size, make, way)
