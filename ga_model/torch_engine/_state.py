@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import numbers
 from collections.abc import Iterator
 from typing import Any
 
 import keras
+import numpy as np
 
 from ga_model.base._internals import layers_in, own_state, raw, seeds, times_written
+
+_NUMBERS = {int, float, np.int32, np.int64, np.float32, np.float64}
 
 
 class Snapshot:
@@ -68,9 +70,8 @@ class Counters:
 
 
 def _numbers_of(part: Any) -> dict[str, Any]:
-    # But for what Keras notes once, such as `built`.
-    items = vars(part).items()
-    return {k: v for k, v in items if isinstance(v, numbers.Number) and not isinstance(v, bool)}
+    # But for bools, by which Keras notes what happens once, such as `built`.
+    return {k: v for k, v in vars(part).items() if type(v) in _NUMBERS}
 
 
 @contextlib.contextmanager
