@@ -16,7 +16,7 @@ from pairs import TOLERANCE, assert_same_logs, torch, train
 import ga_model
 from ga_model import accumulate
 from ga_model.hearing._splitting import NotByRowsError
-from ga_model.torch_engine import _torch_split_call
+from ga_model.torch_engine import _torch_calls, _torch_split_call
 from ga_model.torch_engine._torch_arguments import Arguments
 
 
@@ -489,7 +489,50 @@ class Borrows(layers.Dense):
         return super().call(x) + Borrows.lender.value
 
 
+class Drops(layers.Dense):
+    """Leaves out samples, of which there are none among the first."""
+
+    least = float(dense_data(31)[0][:5].min())
+
+    def call(self, x):
+        return super().call(x)[x.amin(1) >= self.least]
+
+
+class Trims(Drops):
+    """Gives two values instead of three if there are such samples."""
+
+    def call(self, x):
+        outputs = layers.Dense.call(self, x)
+        return outputs if x.min() >= self.least else outputs[:, :2]
+
+
+class AddsInTraining(layers.Dense):
+    def build(self, shape):
+        super().build(shape)
+        self.noise = layers.GaussianNoise(0.1, seed=3)
+
+    def call(self, x, training=None):
+        outputs = self.noise(super().call(x), training=training)
+        if training:
+            self.add_loss(ops.mean(outputs))
+        return outputs
+
+
+class IsParticular(layers.Dense):
+    def call(self, x):
+        if len(x) in (3, 5):
+            raise ValueError("no such number")
+        return super().call(x)
+
+
 WHOLE = {
+    "drops": (lambda: Drops(3), r"an output has the shape \(., 3\) for . samples"),
+    "trims": (lambda: Trims(3), "microbatches have outputs of different shapes"),
+    "adds": (lambda: AddsInTraining(3), "it adds other losses in training"),
+    "is particular": (
+        lambda: IsParticular(3),
+        "with another number of samples it fails",
+    ),
     "mixes": (lambda: keras.Sequential([layers.Dense(3), Centers()]), "depend on other samples"),
     "keeps": (lambda: Keeps(3), "keeps a tensor in its attribute `kept`"),
     "counts": (lambda: Counts(3), "it writes to .*once per call"),
@@ -513,6 +556,22 @@ def test_what_cannot_be_split_runs_whole_exactly_and_is_told(name):
 
     with pytest.warns(UserWarning, match=f"takes the memory of the full batch.*{reason}"):
         assert compare(Whole) <= TOLERANCE
+
+
+class Late(layers.Layer):
+    """Makes its variables when it is called, and looks at values."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = layers.Dense(3)
+
+    def call(self, x):
+        return self.inner(x) if float(x.sum()) < 1e9 else x
+
+
+def test_a_layer_that_cannot_be_built_without_a_call_is_not_split():
+    with pytest.raises(NotByRowsError, match="it is not built, and cannot be without being called"):
+        _torch_calls._build(Late(), Arguments((torch.ones(6, 4),), {}, 6, 2))
 
 
 def test_arguments_tell_samples_from_what_they_share():
