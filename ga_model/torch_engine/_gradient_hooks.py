@@ -22,6 +22,7 @@ from ga_model.base._internals import (
     has_hooks_on_sum,
     hooks_on_gradient,
     layers_in,
+    raw,
 )
 from ga_model.hearing._splitting import NotByRowsError
 from ga_model.torch_engine._own_gradients import is_linear
@@ -64,9 +65,9 @@ def not_linear_hook(model: Any, registered: list[tuple[Any, Any]]) -> str | None
         if has_hooks_on_gradients(part):
             return f"a backward hook of the layer {getattr(part, 'name', '')!r}"
     for variable in model.trainable_variables:
-        hooks = list((hooks_on_gradient(variable.value) or {}).values())
-        is_of_sum = has_hooks_on_sum(variable.value)
-        if is_of_sum or not all(_is_linear(variable.value, hook) for hook in hooks):
+        weight = raw(variable)
+        hooks = list((hooks_on_gradient(weight) or {}).values())
+        if has_hooks_on_sum(weight) or not all(_is_linear(weight, hook) for hook in hooks):
             return f"a hook on the gradient of {variable.path!r}"
     for tensor, hook in registered:
         if not _is_linear(tensor, hook):

@@ -148,8 +148,8 @@ class _Run:
         # A step of the user's own may call the model in another way.
         is_own = not is_of_keras(model, "train_step")
         with contextlib.suppress(Exception) if is_own else contextlib.nullcontext():
-            for index in range(self._batch.num_microbatches):
-                accumulation.probes.call(unpack(self._batch.two_or_more(index))[0])
+            numbers, batch = range(self._batch.num_microbatches), self._batch
+            accumulation.probes.call(unpack(batch.two_or_more(i))[0] for i in numbers)
         if accumulation.probes.mixes_samples:
             message = _refusals.mixing_message(model.name)
             if self._must_add_up():

@@ -14,34 +14,6 @@ from ga_model.base._internals import layers_in, own_state, raw, seeds, times_wri
 _NUMBERS = {int, float, np.int32, np.int64, np.float32, np.float64}
 
 
-class Snapshot:
-    """The values of all variables of a model but the weights that are trained, and of its metrics.
-
-    Args:
-        model: the model.
-        of_layers: whether frozen weights are left out, which layers do not write to.
-    """
-
-    def __init__(self, model: Any, of_layers: bool = False) -> None:
-        trained = {id(variable) for variable in model.trainable_weights}
-        self._model = model
-        variables = model.variables
-        if of_layers:
-            variables = [v for part in layers_in(model) for v in (*own_state(part), *seeds(part))]
-        self._variables = {
-            id(v): v for v in (*variables, *model.metrics_variables) if id(v) not in trained
-        }
-        self._values = {key: v.value.detach().clone() for key, v in self._variables.items()}
-
-    def restore(self) -> None:
-        """Give them back. What has come into being since begins anew."""
-        for key, variable in self._variables.items():
-            variable.assign(self._values[key])
-        for metric in self._model.metrics:
-            if not {id(variable) for variable in metric.variables} <= set(self._values):
-                metric.reset_state()
-
-
 class Counters:
     """The numbers that a model and its layers keep in attributes, as they are now.
 
@@ -74,15 +46,45 @@ def _numbers_of(part: Any) -> dict[str, Any]:
     return {k: v for k, v in vars(part).items() if type(v) in _NUMBERS}
 
 
+class Snapshot:
+    """The values of all variables of a model but the weights that are trained, of its metrics, and
+    its `Counters`.
+
+    Args:
+        model: the model.
+        of_layers: whether frozen weights are left out, which layers do not write to.
+    """
+
+    def __init__(self, model: Any, of_layers: bool = False) -> None:
+        trained = {id(variable) for variable in model.trainable_weights}
+        self._model = model
+        variables = model.variables
+        if of_layers:
+            variables = [v for part in layers_in(model) for v in (*own_state(part), *seeds(part))]
+        self._variables = {
+            id(v): v for v in (*variables, *model.metrics_variables) if id(v) not in trained
+        }
+        self._values = {key: v.value.detach().clone() for key, v in self._variables.items()}
+        self._counters = Counters(model)
+
+    def restore(self) -> None:
+        """Give them back. What has come into being since begins anew."""
+        self._counters.put_back()
+        for key, variable in self._variables.items():
+            variable.assign(self._values[key])
+        for metric in self._model.metrics:
+            if not {id(variable) for variable in metric.variables} <= set(self._values):
+                metric.reset_state()
+
+
 @contextlib.contextmanager
 def unchanged(model: Any) -> Iterator[None]:
     """Leave the state of a model as it was before a block."""
-    snapshot, counters = Snapshot(model), Counters(model)
+    snapshot = Snapshot(model)
     try:
         yield
     finally:
         snapshot.restore()
-        counters.put_back()
 
 
 def clear_gradients(model: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import keras
@@ -173,18 +174,21 @@ class Probes:
         self._times: dict[str, int] = {}
         self._waiting: dict[str, tuple[Any, Any]] = {}  # samples that came one at a time
 
-    def call(self, x: Any) -> None:
+    def call(self, microbatches: Iterable[Any]) -> None:
         """Call the model on a microbatch and on its halves, once.
 
-        One whose samples are alike tells nothing, and the next one is waited for.
+        Args:
+            microbatches: inputs. Those whose samples are alike tell nothing, and others are waited
+                for.
         """
-        if self._has_called or num_rows(x) < 2 or not self._model.built:
+        if self._has_called or not self._model.built:
             return
-        if _probes.are_alike(_probes.apart(x)):
-            return
-        self._has_called = True
-        probe = _probes.ModelProbe(self._model, x)
-        self.mixes_samples, self.kinds_of_additional = probe.mixes_samples, probe.kinds
+        for x in microbatches:
+            if num_rows(x) > 1 and not _probes.are_alike(_probes.apart(x)):
+                self._has_called = True
+                probe = _probes.ModelProbe(self._model, x)
+                self.mixes_samples, self.kinds_of_additional = probe.mixes_samples, probe.kinds
+                return
 
     def kind_of(self, name: str, loss: Any, values: Any, y_true: Any, y_pred: Any) -> str | None:
         """Return what a loss is over samples, or None where it is Keras's own and so known.

@@ -199,6 +199,15 @@ class Codes(layers.Dense):
         return outputs
 
 
+class CountsAndCodes(Codes, Fades):
+    """Is found after its first microbatch not to go by microbatches, and counts all the same."""
+
+
+def test_what_was_counted_in_vain_is_not_counted():
+    difference, _ = compare(keras.Sequential, CountsAndCodes, {"microbatch_size": 5})
+    assert difference <= TOLERANCE
+
+
 def test_a_state_that_a_layer_keeps_is_exact_where_a_batch_is_split():
     difference, said = compare(keras.Sequential, Codes, {"microbatch_size": 5})
     assert difference <= TOLERANCE
