@@ -667,6 +667,50 @@ class SpectralNormalization(Between):
         return self.layer(self.first(x), training=True)
 
 
+class WithTable(layers.Layer):
+    """Gives its weights, too."""
+
+    def build(self, shape):
+        self.weight = self.add_weight(shape=(4, 4), initializer="orthogonal")
+
+    def call(self, x):
+        return x @ self.weight, 2.0 * self.weight
+
+
+class GivesATable(Between):
+    make_layer = staticmethod(functools.partial(WithTable, name="whole"))
+
+
+class Sums(layers.Layer):
+    """Takes a list, of tensors or ragged ones."""
+
+    def build(self, shapes):
+        self.weight = self.add_weight(shape=(4, 4), initializer="orthogonal")
+
+    def call(self, inputs):
+        x, other = inputs
+        other = other.to_tensor() if isinstance(other, tf.RaggedTensor) else other
+        return x @ self.weight * other
+
+
+class TakesOnes(Between):
+    """Calls its layer with as many rows of ones as there are samples."""
+
+    make_layer = staticmethod(functools.partial(Sums, name="whole"))
+
+    def others(self, x):
+        return tf.ones((tf.shape(x)[0], 4), x.dtype)
+
+    def outputs(self, x):
+        hidden = self.first(x)
+        return self.layer([hidden, self.others(hidden)])
+
+
+class TakesRagged(TakesOnes):
+    def others(self, x):
+        return tf.RaggedTensor.from_tensor(2.0 * x)
+
+
 class Remembers(layers.Layer):
     """Leaves its features in an attribute, which the step takes."""
 
@@ -779,6 +823,9 @@ WHOLE = {
     "scores in a model": (ScoresInside, "depend on other samples"),
     "losses of two calls": (with_layer(LossesOfTwoCalls), "depend on other samples"),
     "scalar": (with_layer(layer_of(tf.reduce_mean)), r"shape \(\)"),
+    "table": (GivesATable, r"an output has the shape \(4, 4\) for 3 samples"),
+    "ones": (TakesOnes, "it is not clear which of its inputs have samples"),
+    "ragged": (TakesRagged, "a ragged or sparse input needs a gradient"),
     "every other row": (with_layer(layer_of(lambda x: x[::2])), "depend on"),
     "twice the rows": (with_layer(layer_of(lambda x: tf.concat([x, -x], 0))), "depend on"),
     "centered": (
