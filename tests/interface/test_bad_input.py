@@ -334,6 +334,12 @@ def command(case, tmp_path):
         }
 
 
+def test_a_backend_that_a_command_does_not_run_on(monkeypatch):
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    with pytest.raises(CommandError, match=r"^.* 'demo' runs on .*KERAS_BACKEND='jax'\. Set"):
+        run_command("demo")
+
+
 def run_command(line):
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

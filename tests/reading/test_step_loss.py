@@ -470,6 +470,16 @@ def test_beside_regularizers_what_is_no_mean_is_told_of(name, float64):
 
 
 @pytest.mark.one_in(3)
+def test_numbers_that_are_drawn_by_a_fixed_seed_are_told(float64):
+    def drawn(z, y, m):
+        noise = tf.random.stateless_normal(tf.shape(z), [1, 2], dtype=z.dtype)
+        return tf.reduce_mean(errors(z + noise, y))
+
+    found, said = difference(lambda: OwnStep(drawn))
+    assert found > 1e-3
+    assert ["draws by a fixed seed" in text for text in said] == [True]
+
+
 @in_all_ways(TOLD, WAYS[:2], ["root", "contrastive"])
 def test_other_losses_are_told_of_once(name, way, float64):
     found, said = difference(lambda: OwnStep(TOLD[name]), **way)
