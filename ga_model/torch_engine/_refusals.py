@@ -8,7 +8,7 @@ import keras
 import torch
 
 from ga_model.base._messages import ALONE, WITHOUT
-from ga_model.hearing._models import instances_in, is_of_keras
+from ga_model.hearing._models import instances_in
 from ga_model.torch_engine._process_group import num_processes
 
 _TO_BE_EXACT = (
@@ -29,22 +29,11 @@ def check_variables(model: Any) -> None:
         raise ValueError(alone_message(repr(model.name), "model.process_group"))
 
 
-def check(model: Any, is_window: bool) -> None:
-    """Raise if the gradients of a model cannot be summed.
-
-    Args:
-        model: the model.
-        is_window: whether a batch is an update by itself, and its step sees all of it.
-
-    Raises:
-        ValueError: it holds optimizers of PyTorch; its loss is not known to be a mean or a sum,
-            where that matters; or as `check_variables`.
-    """
+def check(model: Any) -> None:
+    """Raise ValueError if a model holds optimizers of PyTorch, or as `check_variables`."""
     if instances_in(list(vars(model).values()), torch.optim.Optimizer):
         raise ValueError(_torch_optimizer_message(model.name))
     check_variables(model)
-    if not (is_window or is_of_keras(model, "compute_loss") or model._has_rule()):
-        raise ValueError(_own_loss_message(model.name))
 
 
 def check_trial(model: Any) -> None:
@@ -138,29 +127,13 @@ def _group_message(group: Any) -> str:
     )
 
 
-def _own_loss_message(model: str) -> str:
+def unknown_loss_message(model: str) -> str:
     return (
-        "Where Keras runs on PyTorch, it cannot be read what a `compute_loss` of one's own "
-        f"averages over. Received: {model!r}, which overrides it. Override `microbatch_weight` "
-        "as well, to say it: return the number of samples where the loss is their mean, or "
-        f'"sum". Or pass the loss to `compile()`, or {ALONE}.'
-    )
-
-
-def foreign_loss_message(model: str) -> str:
-    return (
-        "Where Keras runs on PyTorch, it cannot be read what a loss of a `train_step` averages "
-        f"over. Received: `train_step` of {model!r}, which takes the gradient of something that is "
-        "not what `self.compute_loss()` returned. Take the gradient of that alone, or override "
-        "`microbatch_weight` to say what a microbatch counts: return the number of samples where "
-        f'the loss is their mean, or "sum". Or {ALONE}.'
-    )
-
-
-def several_losses_message(model: str) -> str:
-    return (
-        "Where Keras runs on PyTorch, one call of `compute_loss` says what a microbatch counts. "
-        f"Received: `train_step` of {model!r}, which calls it several times. Override "
+        "Where Keras runs on PyTorch, what a `train_step` or `compute_loss` of one's own averages "
+        "over is found out by trying: its gradients of a microbatch are compared with those of the "
+        "halves. "
+        f"Received: {model!r}, whose gradients are those of no mean and of no sum over samples, or "
+        "do not tell, where the step draws random numbers or a microbatch has one sample. Override "
         "`microbatch_weight` to say what a microbatch counts: return the number of samples where "
         f'the loss is their mean, or "sum". Or {ALONE}.'
     )

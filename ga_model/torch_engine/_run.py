@@ -15,14 +15,22 @@ from ga_model.base._messages import batch_normalization_messages
 from ga_model.hearing import _messages, _weights
 from ga_model.hearing._compiled_copy import copy_with
 from ga_model.hearing._metric_calls import MetricCalls
-from ga_model.hearing._models import is_of_keras, unpack, unrecorded
+from ga_model.hearing._models import computes_loss_as_keras, is_of_keras, unpack, unrecorded
 from ga_model.hearing._moments_heard import is_known, telling
 from ga_model.torch_engine import _refusals
 from ga_model.torch_engine._batch_logs import BatchLogs
 from ga_model.torch_engine._observer import observer_of
 from ga_model.torch_engine._probes import DoesNotAddUpError
 from ga_model.torch_engine._split import Batch
-from ga_model.torch_engine._state import Counters, Snapshot, Writes, clear_gradients, unchanged
+from ga_model.torch_engine._state import (
+    Before,
+    Counters,
+    Snapshot,
+    Writes,
+    clear_gradients,
+    unchanged,
+)
+from ga_model.torch_engine._step_probe import UnknownLossError
 from ga_model.torch_engine._terms import Position
 from ga_model.torch_engine._torch_calls import split_calls
 from ga_model.torch_engine._torch_recorder import Recording, record
@@ -161,8 +169,40 @@ class _Run:
 
     def _microbatch(self, data: Any, logs: BatchLogs | None, keeps_gradients: bool) -> Any:
         """Run the model's step on one microbatch, and return what it logs."""
-        model, window, batch = self._model, self._window, self._batch
-        position = Position(
+        model, probe = self._model, self._accumulation.step_probe
+        if not self._is_window and probe.is_due():
+            probe.look(self._gradients_of, data)
+        is_known = self._is_window or probe.kind is not None or computes_loss_as_keras(model)
+        is_first = not self._accumulation.has_read_writes
+        before = Before(model) if is_first and not is_known else None
+        try:
+            return self._recorded(data, logs, keeps_gradients)
+        except UnknownLossError:
+            if before is None:  # another loss than that of the first microbatch
+                raise RuntimeError(_refusals.unknown_loss_message(model.name)) from None
+            before.put_back()
+        probe.look(self._gradients_of, data)
+        return self._recorded(data, logs, keeps_gradients)
+
+    def _gradients_of(self, data: Any) -> dict[Any, Any]:
+        """Return the gradients that the step has of some samples, and make no update."""
+        # As of a window that is this one microbatch: nothing is folded, and nothing refused.
+        position = self._position(False)._replace(window=Window(self._model, 1), is_window=True)
+        clear_gradients(self._model)
+        with record(self._model, data, position, False) as recording:
+            self._train_step(data)
+        self._accumulation.release()
+        return {
+            (number, id(v)): gradient
+            for number, part in enumerate(recording.parts)
+            for v in part.variables
+            if (gradient := part.gradient(v)) is not None
+        }
+
+    def _position(self, defers_logs: bool) -> Position:
+        """Return where the next microbatch stands."""
+        window, batch = self._window, self._batch
+        return Position(
             window,
             window.steps,
             window.steps * batch.num_microbatches * self._num_processes,
@@ -170,9 +210,14 @@ class _Run:
             self._num_counted == 0,
             self._whole,
             self._is_window,
-            logs is not None,
+            defers_logs,
             self._must_add_up(),
         )
+
+    def _recorded(self, data: Any, logs: BatchLogs | None, keeps_gradients: bool) -> Any:
+        """Run the model's step on one microbatch, add what it gave, and return what it logs."""
+        model, window = self._model, self._window
+        position = self._position(logs is not None)
         snapshot = Snapshot(model) if self._skips else None
         writes = None
         if not self._accumulation.has_read_writes and not self._is_window:

@@ -9,7 +9,9 @@ from typing import Any
 import keras
 import numpy as np
 
+from ga_model.base._call_again import PythonState
 from ga_model.base._internals import layers_in, own_state, raw, seeds, times_written
+from ga_model.torch_engine._torch_microbatch_call import random_state, set_random_state
 
 _NUMBERS = {int, float, np.int32, np.int64, np.float32, np.float64}
 
@@ -91,6 +93,24 @@ def clear_gradients(model: Any) -> None:
     """Leave no gradient at the weights of a model."""
     for variable in model.trainable_weights:
         raw(variable).grad = None
+
+
+class Before:
+    """All that a step may change before it makes an update, as it is now.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._snapshot, self._python = Snapshot(model), PythonState(model)
+        self._random = random_state()
+
+    def put_back(self) -> None:
+        """Let it be as it was."""
+        self._snapshot.restore()
+        self._python.put_back()
+        set_random_state(self._random)
 
 
 class Writes:

@@ -10,7 +10,7 @@ import keras
 from ga_model.base._identity import is_in
 from ga_model.base._internals import arguments_of_loss, is_sum_of_activities
 from ga_model.hearing import _messages, _weights
-from ga_model.hearing._models import unpack
+from ga_model.hearing._models import is_of_keras, unpack
 from ga_model.hearing._step_terms import StepTerms
 from ga_model.torch_engine import _probes, _refusals
 from ga_model.torch_engine._probes import DoesNotAddUpError
@@ -60,12 +60,18 @@ class StepLosses(StepTerms):
         self.totals: list[Any] = []
 
     @property
+    def has_rule(self) -> bool:
+        """Whether it is said, or was tried, what a microbatch counts."""
+        kind = self._model._accumulation.step_probe.kind
+        return kind is not None or bool(self._model._has_rule())
+
+    @property
     def is_first_of_window(self) -> bool:
         return not self._position.window.has_counted
 
     def note_term(self, term: _weights.Term) -> None:
         """Note a term of the compiled loss."""
-        if term.is_product and not self._position.is_window and not self._model._has_rule():
+        if term.is_product and not self._position.is_window and not self.has_rule:
             self.tell(_messages.product_message(term.name, self._model.name))
         self._terms.append(term)
 
@@ -95,7 +101,7 @@ class StepLosses(StepTerms):
         """
         if is_sum is not None:
             return bool(is_sum)
-        if self._position.is_window or self._model._has_rule():
+        if self._position.is_window or self.has_rule:
             return False
         probes: Probes = self._model._accumulation.probes
         kinds = probes.kinds_of_additional
@@ -113,7 +119,7 @@ class StepLosses(StepTerms):
         Warns:
             UserWarning: it does not add up.
         """
-        if self._position.is_window or self._model._has_rule():
+        if self._position.is_window or self.has_rule:
             return None
         probes: Probes = self._model._accumulation.probes
         kind = probes.kind_of(name, loss, values, y_true, y_pred)
@@ -149,7 +155,14 @@ class StepLosses(StepTerms):
 
     def _weight_of_rule(self) -> Any:
         weight = super()._weight_of_rule()
+        if weight is None and (kind := self._model._accumulation.step_probe.kind) is not None:
+            return "sum" if kind == "sum" else float(self.num_rows())
         return weight if weight is None or isinstance(weight, str) else float(weight)
+
+    def is_known(self, loss: Any) -> bool:
+        """Return whether it is known what a loss that a step differentiates averages over."""
+        is_only = len(self.totals) == 1 and loss is self.totals[0]
+        return self.has_rule or (is_only and is_of_keras(self._model, "compute_loss"))
 
     def num_rows(self) -> int:
         return num_rows(unpack(self._data)[0])

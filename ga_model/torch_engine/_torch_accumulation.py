@@ -16,6 +16,7 @@ from ga_model.torch_engine._probes import DoesNotAddUpError
 from ga_model.torch_engine._process_group import Processes, num_processes
 from ga_model.torch_engine._split import Batch, part_of
 from ga_model.torch_engine._state import Snapshot, writes_weights
+from ga_model.torch_engine._step_probe import StepProbe
 from ga_model.torch_engine._terms import Probes
 from ga_model.torch_engine._torch_auto import AutomaticSize
 from ga_model.torch_engine._torch_calls import split_calls
@@ -32,6 +33,7 @@ class Accumulation(Kept):
     Attributes:
         compiled_copies: copies of compiled losses that tell what they compute.
         probes: what was found out by trying of the model and its losses.
+        step_probe: the same of its step.
         has_read_writes: whether it was found out what a step writes to.
         has_looked_at_gradients: whether it was found out if gradients are linear.
         process_group: the processes that train the model together, as users set it, or None.
@@ -57,7 +59,7 @@ class Accumulation(Kept):
 
     def forget_probes(self) -> None:
         """Find out anew what is found out by trying."""
-        self.probes = Probes(self._model)
+        self.probes, self.step_probe = Probes(self._model), StepProbe(self._model)
         self.has_looked_at_gradients = False
 
     def set_process_group(self, group: Any) -> None:
@@ -109,7 +111,7 @@ class Accumulation(Kept):
         is_window = not self.accumulates() and processes is None
         if is_whole and is_window and not self.settings.skip_nonfinite:
             return self._run_unheard(train_step, data)
-        _refusals.check(model, is_window and (is_whole or self.size is None))
+        _refusals.check(model)
         if not is_window:
             steps = self.settings.accumulation_steps
             window = self.window = self.window or Window(model, steps, processes)
@@ -130,9 +132,8 @@ class Accumulation(Kept):
         """Run `train_step` on two microbatches of so many samples, and make no update."""
         model, processes = self._model, self.processes()
         is_whole = self.takes_full_batch()
-        is_window = not self.accumulates() and processes is None
         _refusals.check_trial(model)
-        _refusals.check(model, is_window and is_whole)
+        _refusals.check(model)
         window = Window(model, self.settings.accumulation_steps, processes, is_trial=True)
         if is_whole:
             _run.run(model, train_step, data, window, size, is_whole, most=2)

@@ -34,6 +34,7 @@ from ga_model.torch_engine._autograd import heard
 from ga_model.torch_engine._gradient_hooks import not_linear_hook, noting_hooks
 from ga_model.torch_engine._observer import observer_of
 from ga_model.torch_engine._own_gradients import not_linear
+from ga_model.torch_engine._step_probe import UnknownLossError
 from ga_model.torch_engine._terms import Position, StepLosses
 from ga_model.torch_engine._torch_window import Part
 
@@ -107,11 +108,8 @@ class Recording:
             return loss
         self._taken.append(loss)
         self._look_at_gradients(loss)
-        has_rule = self.model._has_rule()
-        if not has_rule and not any(loss is total for total in self.losses.totals):
-            raise RuntimeError(_refusals.foreign_loss_message(self.model.name))
-        if not has_rule and len(self.losses.totals) > 1:
-            raise RuntimeError(_refusals.several_losses_message(self.model.name))
+        if not self.losses.is_known(loss):
+            raise UnknownLossError
         terms, window = self.losses.terms(), self._position.window
         if terms.regularization and window.processes is not None:
             raise ValueError(_refusals.sum_with_regularizers_message(self.model.name))
@@ -136,7 +134,7 @@ class Recording:
         """Return the losses that a step takes gradients of, as they enter the window's sum."""
         if self.parts and not self._position.is_window:  # computed with what is updated later now
             self.model._warn_once(_refusals.several_optimizers_message(self.model.name))
-        if is_graph_kept and self.model._has_rule():
+        if is_graph_kept and self.losses.has_rule:
             return losses  # what is differentiated again, and said to be no loss by the rule
         if isinstance(losses, (list, tuple)):
             return [self.take_gradient(loss, is_graph_kept) for loss in losses]

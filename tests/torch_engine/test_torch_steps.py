@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 from helpers import dense_data, dense_model, relative_difference, seeded
-from keras import ops
+from keras import layers, ops
 from pairs import TOLERANCE, assert_same_logs, difference_of_fits, torch, train
 
 from ga_model import AccumulatingModel, accumulate
@@ -163,17 +163,118 @@ class ComputesLoss(keras.Sequential):
         return ops.mean(ops.square(y_pred - y))
 
 
+class OfSamples(Own):
+    """Takes the gradient of `loss_of` what the model gives, whose samples some cases compare."""
+
+    def train_step(self, data):
+        x, y = data
+        self.zero_grad()
+        loss = self.loss_of(self(x, training=True), y)
+        self.take(loss)
+        self.update()
+        return {"loss": loss.detach()}
+
+
+class Summed(OfSamples):
+    def loss_of(self, z, y):
+        return 0.1 * torch.square(z - y).sum()
+
+
+class Root(OfSamples):
+    def loss_of(self, z, y):
+        return torch.square(z - y).mean().sqrt()
+
+
+class Compares(OfSamples):
+    def loss_of(self, z, y):
+        return torch.logsumexp(z @ z.T, 1).mean()
+
+
+class Masked(OfSamples):
+    def loss_of(self, z, y):
+        mask = (y[:, 0] > 0).float()
+        return (mask * torch.square(z - y).mean(1)).sum() / (mask.sum() + 0.1)
+
+
+class Penalized(OfSamples):
+    """Its step takes the gradient of a gradient."""
+
+    def train_step(self, data):
+        x, y = data
+        self.zero_grad()
+        x = x.clone().requires_grad_()
+        z = self(x, training=True)
+        (slope,) = torch.autograd.grad(z.sum(), x, create_graph=True)
+        (torch.square(z - y).mean() + torch.square(slope.norm(dim=1) - 1.0).mean()).backward()
+        self.update()
+        return {}
+
+
+class SumOfOwn(ComputesLoss):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return 0.1 * ops.sum(ops.square(y_pred - y))
+
+
+class Drops(OwnLoss):
+    """Has layers that draw."""
+
+    def __init__(self, parts):
+        noise = [layers.Dropout(0.3, seed=1), layers.GaussianNoise(0.1, seed=2)]
+        super().__init__([*parts[:-1], *noise, parts[-1]])
+
+
+TRIED = [OwnLoss, MoreThanComputed, TwoLosses, Summed, Penalized, ComputesLoss, SumOfOwn]
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("way", ["steps", "both"])
+@pytest.mark.parametrize("kind", TRIED)
+def test_what_a_step_of_ones_own_averages_over_is_found_by_trying(kind, way):
+    found = difference_of_fits(make_of(kind), arguments, dense_data(31), **WAYS[way])
+    assert found <= TOLERANCE
+
+
+def test_trying_leaves_no_trace():
+    """Random numbers and metrics are those of a step that says what it averages over."""
+
+    def train_one(base):
+        model = accumulate(seeded(make_of(base)), accumulation_steps=2)
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        model.fit(*dense_data(16), batch_size=4, shuffle=False, verbose=0)
+        return model.get_weights(), model._accumulation.step_probe.kind
+
+    (tried, kind), (told, no_kind) = train_one(Drops), train_one(ruled(Drops))
+    assert (kind, no_kind) == ("mean", None)
+    for a, b in zip(tried, told, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_step_that_averages_over_something_else_later_is_an_error():
+    x, y = dense_data(32)
+    y = np.abs(y)
+    y[24:] *= np.sign(np.arange(8) % 3 - 0.5)[:, None]
+
+    class Divides(OfSamples):
+        def loss_of(self, z, y):
+            mask = (y[:, 0] > 0).float()
+            return (mask * torch.square(z - y).mean(1)).sum() / mask.sum()
+
+    model = accumulate(make_of(Divides)(), accumulation_steps=2)
+    model.compile("sgd")
+    with pytest.raises(RuntimeError, match="those of no mean and of no sum"):
+        model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+
+
 REFUSED = {
-    OwnLoss: (RuntimeError, "not what `self.compute_loss\\(\\)` returned"),
-    MoreThanComputed: (RuntimeError, "not what `self.compute_loss\\(\\)` returned"),
-    TwoLosses: (RuntimeError, "which calls it several times"),
+    Root: (RuntimeError, "those of no mean and of no sum"),
+    Compares: (RuntimeError, "those of no mean and of no sum"),
+    Masked: (RuntimeError, "those of no mean and of no sum"),
     Clipping: (RuntimeError, "such as clipped ones"),
     Changing: (RuntimeError, "such as clipped ones"),
     Twice: (RuntimeError, "applies the optimizer 'SGD' twice"),
     ByGlobalName: (RuntimeError, "must apply optimizers that are attributes of the model"),
     Never: (RuntimeError, "applies none"),
     ByHand: (RuntimeError, "applies none"),
-    ComputesLoss: (ValueError, "which overrides it"),
 }
 
 

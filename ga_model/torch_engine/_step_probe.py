@@ -1,0 +1,131 @@
+"""Find out by trying what a step of the user's own averages over, where nothing tells.
+
+The step runs on a microbatch and on its halves, and makes no update. Of a mean over samples the
+gradients of the halves add up, weighted by samples, to that of the whole; of a sum they add up as
+they are. Layers that drop values or add noise pass on what they get meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from ga_model.base._context import ThreadValue
+from ga_model.base._in_front import InFront
+from ga_model.base._internals import layers_in
+from ga_model.hearing._models import unpack
+from ga_model.torch_engine import _refusals
+from ga_model.torch_engine._probes import are_alike
+from ga_model.torch_engine._split import num_rows, part_of
+from ga_model.torch_engine._state import Before
+
+# Of gradients, which round otherwise for other numbers of samples.
+_TOLERANCE, _OF_HALVES = 1e-4, 2e-2
+_NOISE = (
+    keras.layers.AlphaDropout,
+    keras.layers.Dropout,  # and those of whole channels
+    keras.layers.GaussianDropout,
+    keras.layers.GaussianNoise,
+)
+
+_is_quiet = ThreadValue(False)
+
+
+class UnknownLossError(Exception):
+    """Nothing tells what the loss of a step averages over."""
+
+
+class StepProbe:
+    """What was found out of the step of one compiled model.
+
+    Args:
+        model: the `AccumulatingModel`.
+
+    Attributes:
+        kind: "mean" or "sum", or None as long as nobody asked.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.kind: str | None = None
+        self._times = 0
+
+    def is_due(self) -> bool:
+        """Return whether what was found out is to be tried again, with the next microbatch.
+
+        A step may divide by something that is alike in halves by chance, so it is tried with the
+        first 8 microbatches, and then ever more rarely.
+        """
+        if self.kind is None:
+            return False
+        self._times += 1
+        return self._times <= 8 or self._times & (self._times - 1) == 0
+
+    def look(self, gradients_of: Callable[[Any], dict[Any, Any]], data: Any) -> None:
+        """Compare the gradients of a microbatch with those of its halves.
+
+        Args:
+            gradients_of: runs the step without an update, and returns its gradients.
+            data: the microbatch, as `train_step` gets it.
+
+        Raises:
+            RuntimeError: they are those of neither a mean nor a sum, or do not tell.
+        """
+        rows = num_rows(unpack(data)[0])
+        found = None if rows < 2 or are_alike(data) else self._kind_of(gradients_of, data, rows)
+        found = found or self.kind or "other"
+        if found == "other" or self.kind not in (None, found):
+            raise RuntimeError(_refusals.unknown_loss_message(self._model.name))
+        self.kind = found
+
+    def _kind_of(self, gradients_of: Callable[[Any], Any], data: Any, rows: int) -> str | None:
+        """Return "mean", "sum" or "other", or None where gradients are zero or not finite."""
+        half = rows // 2
+        layers = layers_in(self._model)
+        noise = [layer for layer in layers if isinstance(layer, _NOISE)]
+        found = []
+        for begin, end in ((0, rows), (0, half), (half, rows)):
+            before = Before(self._model)
+            try:
+                with _in_front.of(noise), _is_quiet.set(True):
+                    found.append(gradients_of(part_of(data, begin, end)))
+            finally:
+                before.put_back()
+        whole, first, second = found
+        if not 0.0 < _square_of(whole) < float("inf"):
+            return None
+        share = half / rows
+        dtypes = {layer.compute_dtype for layer in layers}
+        tolerance = _OF_HALVES if dtypes & {"float16", "bfloat16"} else _TOLERANCE
+        if _is_sum_of(whole, [(first, share), (second, 1.0 - share)], tolerance):
+            return "mean"
+        return "sum" if _is_sum_of(whole, [(first, 1.0), (second, 1.0)], tolerance) else "other"
+
+
+def _is_sum_of(
+    whole: dict[Any, Any], parts: list[tuple[dict[Any, Any], float]], tolerance: float
+) -> bool:
+    """Return whether gradients are sums of others, each times a number."""
+    if any(part.keys() != whole.keys() for part, _ in parts):
+        return False
+    differences = {
+        key: gradient.double() - sum(part[key].double() * factor for part, factor in parts)
+        for key, gradient in whole.items()
+    }
+    return _square_of(differences) <= tolerance**2 * _square_of(whole)
+
+
+def _square_of(gradients: dict[Any, Any]) -> float:
+    return sum(float(gradient.double().square().sum()) for gradient in gradients.values())
+
+
+def _passing_on(layer: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+    def quiet_call(inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return inputs if _is_quiet.get() else call(inputs, *args, **kwargs)
+
+    return quiet_call
+
+
+_in_front = InFront("call", _passing_on)
