@@ -133,9 +133,9 @@ def unknown_loss_message(model: str) -> str:
         "over is found out by trying: its gradients of a microbatch are compared with those of the "
         "halves. "
         f"Received: {model!r}, whose gradients are those of no mean and of no sum over samples, or "
-        "do not tell, where the step draws random numbers, a layer is a BatchNormalization, or a "
-        "microbatch has one sample. Override `microbatch_weight` to say what a microbatch counts: "
-        f'return the number of samples where the loss is their mean, or "sum". Or {ALONE}.'
+        "do not tell, where the step draws random numbers. Override `microbatch_weight` to say "
+        "what a microbatch counts: return the number of samples where the loss is their mean, or "
+        f'"sum". Or {ALONE}.'
     )
 
 

@@ -120,7 +120,7 @@ class _Run:
         for index in range(batch.num_microbatches):
             if counters is not None:
                 counters.put_back()  # of what a batch changes once
-            result = self._microbatch(batch.microbatch(index), batch_logs, keeps_gradients)
+            result = self._microbatch(index, batch_logs, keeps_gradients)
         if self._window.is_trial:
             return result
         if self._skips:
@@ -167,21 +167,23 @@ class _Run:
     def _must_add_up(self) -> bool:
         return self._batch.is_split and self._accumulation.must_add_up()
 
-    def _microbatch(self, data: Any, logs: BatchLogs | None, keeps_gradients: bool) -> Any:
+    def _microbatch(self, index: int, logs: BatchLogs | None, keeps_gradients: bool) -> Any:
         """Run the model's step on one microbatch, and return what it logs."""
+        data, samples = self._batch.microbatch(index), self._batch.two_or_more(index)
         model, probe = self._model, self._accumulation.step_probe
-        if not self._is_window and probe.is_due():
-            probe.look(self._gradients_of, data)
-        is_known = self._is_window or probe.kind is not None or computes_loss_as_keras(model)
-        is_first = not self._accumulation.has_read_writes
-        before = Before(model) if is_first and not is_known else None
+        if self._is_window or self._window.is_trial or computes_loss_as_keras(model):
+            return self._recorded(data, logs, keeps_gradients)
+        if probe.is_due():
+            probe.look(self._gradients_of, samples)
+        before = Before(model) if probe.is_first else None
+        probe.is_first = False
         try:
             return self._recorded(data, logs, keeps_gradients)
         except UnknownLossError:
             if before is None:  # another loss than that of the first microbatch
                 raise RuntimeError(_refusals.unknown_loss_message(model.name)) from None
             before.put_back()
-        probe.look(self._gradients_of, data)
+        probe.look(self._gradients_of, samples)
         return self._recorded(data, logs, keeps_gradients)
 
     def _gradients_of(self, data: Any) -> dict[Any, Any]:

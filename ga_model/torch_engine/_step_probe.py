@@ -2,7 +2,8 @@
 
 The step runs on a microbatch and on its halves, and makes no update. Of a mean over samples the
 gradients of the halves add up, weighted by samples, to that of the whole; of a sum they add up as
-they are. Layers that drop values or add noise pass on what they get meanwhile.
+they are. Meanwhile layers that drop values or add noise pass on what they get, and
+BatchNormalization layers normalize by their running averages.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import torch
 
 from ga_model.base._context import ThreadValue
 from ga_model.base._in_front import InFront
 from ga_model.base._internals import layers_in
 from ga_model.hearing._models import unpack
 from ga_model.torch_engine import _refusals
-from ga_model.torch_engine._probes import are_alike
 from ga_model.torch_engine._split import num_rows, part_of
 from ga_model.torch_engine._state import Before
 
@@ -29,6 +30,7 @@ _NOISE = (
     keras.layers.GaussianDropout,
     keras.layers.GaussianNoise,
 )
+_NORMALIZATION = keras.layers.BatchNormalization
 
 _is_quiet = ThreadValue(False)
 
@@ -45,12 +47,15 @@ class StepProbe:
 
     Attributes:
         kind: "mean" or "sum", or None as long as nobody asked.
+        is_first: whether no microbatch has trained the model so far.
     """
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self.kind: str | None = None
+        self.is_first = True
         self._times = 0
+        self._waiting: Any = None  # a sample that came alone
 
     def is_due(self) -> bool:
         """Return whether what was found out is to be tried again, with the next microbatch.
@@ -73,23 +78,26 @@ class StepProbe:
         Raises:
             RuntimeError: they are those of neither a mean nor a sum, or do not tell.
         """
-        rows = num_rows(unpack(data)[0])
-        found = None if rows < 2 or are_alike(data) else self._kind_of(gradients_of, data, rows)
-        found = found or self.kind or "other"
+        if num_rows(unpack(data)[0]) == 1:
+            # Two alike tell a mean from a sum, and two that differ whether samples are compared.
+            before, self._waiting = self._waiting or data, data
+            data = keras.tree.map_structure(_joined, before, data)
+        found = self._kind_of(gradients_of, data) or self.kind or "other"
         if found == "other" or self.kind not in (None, found):
             raise RuntimeError(_refusals.unknown_loss_message(self._model.name))
         self.kind = found
 
-    def _kind_of(self, gradients_of: Callable[[Any], Any], data: Any, rows: int) -> str | None:
+    def _kind_of(self, gradients_of: Callable[[Any], Any], data: Any) -> str | None:
         """Return "mean", "sum" or "other", or None where gradients are zero or not finite."""
+        rows = num_rows(unpack(data)[0])
         half = rows // 2
         layers = layers_in(self._model)
-        noise = [layer for layer in layers if isinstance(layer, _NOISE)]
+        quiet = [layer for layer in layers if isinstance(layer, (*_NOISE, _NORMALIZATION))]
         found = []
         for begin, end in ((0, rows), (0, half), (half, rows)):
             before = Before(self._model)
             try:
-                with _in_front.of(noise), _is_quiet.set(True):
+                with _in_front.of(quiet), _is_quiet.set(True):
                     found.append(gradients_of(part_of(data, begin, end)))
             finally:
                 before.put_back()
@@ -121,9 +129,19 @@ def _square_of(gradients: dict[Any, Any]) -> float:
     return sum(float(gradient.double().square().sum()) for gradient in gradients.values())
 
 
+def _joined(first: Any, second: Any) -> Any:
+    if not len(getattr(first, "shape", ())):
+        return second
+    return torch.cat([keras.ops.convert_to_tensor(part) for part in (first, second)])
+
+
 def _passing_on(layer: Any, call: Callable[..., Any]) -> Callable[..., Any]:
     def quiet_call(inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        return inputs if _is_quiet.get() else call(inputs, *args, **kwargs)
+        if not _is_quiet.get():
+            return call(inputs, *args, **kwargs)
+        if isinstance(layer, _NORMALIZATION):
+            return call(inputs, training=False, mask=kwargs.get("mask"))
+        return inputs
 
     return quiet_call
 

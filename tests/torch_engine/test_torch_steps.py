@@ -1,5 +1,7 @@
 """On PyTorch, a `train_step` of one's own is heard as it takes gradients and applies them."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -213,6 +215,38 @@ class Penalized(OfSamples):
 class SumOfOwn(ComputesLoss):
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
         return 0.1 * ops.sum(ops.square(y_pred - y))
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("settings", [{"microbatch_size": "auto"}, {"microbatch_size": 1}, {}])
+@pytest.mark.parametrize("kind", [OwnLoss, Summed, Compares])
+def test_single_samples_are_tried_in_pairs(kind, settings):
+    """Those of an epoch, and of the batches of one sample that `auto` tries first."""
+    rows = 4 if settings else 1
+    model = accumulate(seeded(make_of(kind)), accumulation_steps=12 // rows, **settings)
+    reference = seeded(make_of(kind))
+    data = [part[:24] for part in dense_data(24)]
+    start = model.get_weights()
+    for each, size in ((reference, 12), (model, rows)):
+        each.compile(keras.optimizers.SGD(0.1))
+        refused = pytest.raises(RuntimeError, match="those of no mean and of no sum")
+        # With a size its step sees the batches of a window whole, which are no sum of theirs.
+        with refused if each is model and kind is Compares else contextlib.nullcontext():
+            each.fit(*data, batch_size=size, shuffle=False, verbose=0)
+    if kind is not Compares:
+        difference = relative_difference(model.get_weights(), reference.get_weights(), start)
+        assert difference <= TOLERANCE
+
+
+def test_normalization_does_not_hide_a_mean():
+    def make():
+        return OwnLoss([keras.Input((4,)), layers.BatchNormalization(), *dense_model().layers])
+
+    model = accumulate(make(), accumulation_steps=2)
+    model.compile("sgd")
+    with pytest.warns(UserWarning, match="BatchNormalization layers in training mode"):
+        model.fit(*dense_data(16), batch_size=4, verbose=0)
+    assert model._accumulation.step_probe.kind == "mean"
 
 
 class Drops(OwnLoss):
