@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ga_model.base._internals import raw
+from ga_model.torch_engine._part import Part, sum_dtype
 from ga_model.torch_engine._torch_noise import Squares
-from ga_model.torch_engine._torch_window import Part
 
 _BUCKET = 25 * 2**20  # bytes that are summed at a time, as `DistributedDataParallel` does
 _WINDOW, _END, _EPOCH, _FINISH = range(4)
@@ -165,7 +165,7 @@ class Processes:
             flags = torch.tensor(
                 [float(piece is not None) for piece in pieces], device=first.device
             )
-            dtype = _sum_dtype(variables[0])
+            dtype = sum_dtype(raw(variables[0]))
             values = [
                 torch.zeros(raw(v).numel(), dtype=dtype, device=first.device)
                 if piece is None
@@ -194,8 +194,8 @@ def _buckets(variables: Sequence[Any]) -> Iterator[list[Any]]:
     bucket: list[Any] = []
     size = 0
     for variable in variables:
-        num_bytes = raw(variable).numel() * _sum_dtype(variable).itemsize
-        is_other = bool(bucket) and _sum_dtype(variable) != _sum_dtype(bucket[0])
+        num_bytes = raw(variable).numel() * sum_dtype(raw(variable)).itemsize
+        is_other = bool(bucket) and sum_dtype(raw(variable)) != sum_dtype(raw(bucket[0]))
         if bucket and (is_other or size + num_bytes > _BUCKET):
             yield bucket
             bucket, size = [], 0
@@ -203,12 +203,6 @@ def _buckets(variables: Sequence[Any]) -> Iterator[list[Any]]:
         size += num_bytes
     if bucket:
         yield bucket
-
-
-def _sum_dtype(variable: Any) -> torch.dtype:
-    """Return the dtype in which gradients of a variable are summed."""
-    dtype = raw(variable).dtype
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _shape_of(layout: list[tuple[Any, list[Any]]]) -> float:

@@ -11,8 +11,9 @@ import torch
 from ga_model.base import _messages, _validate
 from ga_model.base._names import answering
 from ga_model.torch_engine import _refusals
+from ga_model.torch_engine._part import Part
 from ga_model.torch_engine._process_group import Processes, num_processes
-from ga_model.torch_engine._torch_window import Part, Window
+from ga_model.torch_engine._torch_window import Window
 
 
 class GradientAccumulator:

@@ -34,9 +34,9 @@ from ga_model.torch_engine._autograd import heard
 from ga_model.torch_engine._gradient_hooks import not_linear_hook, noting_hooks
 from ga_model.torch_engine._observer import observer_of
 from ga_model.torch_engine._own_gradients import not_linear
+from ga_model.torch_engine._part import Part
 from ga_model.torch_engine._step_probe import UnknownLossError
 from ga_model.torch_engine._terms import Position, StepLosses
-from ga_model.torch_engine._torch_window import Part
 
 
 class Recording:

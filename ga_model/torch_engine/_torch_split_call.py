@@ -24,6 +24,7 @@ from ga_model.hearing._moments_heard import is_known, listener
 from ga_model.hearing._splitting import NotByRowsError
 from ga_model.torch_engine._gradient_hooks import without_hooks
 from ga_model.torch_engine._refusals import changed_message
+from ga_model.torch_engine._source_sum import SourceSum
 from ga_model.torch_engine._torch_arguments import Arguments
 from ga_model.torch_engine._torch_microbatch_call import (
     TENSOR,
@@ -35,8 +36,6 @@ from ga_model.torch_engine._torch_microbatch_call import (
     set_random_state,
 )
 from ga_model.torch_engine._torch_statistics import Listener, Statistics
-
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 class _Found(NamedTuple):
@@ -172,7 +171,7 @@ class SplitCall:
         tensors, given = list(self._arguments.tensors), iter(sources[:num_inputs])
         tensors = [next(given) if yes else t for t, yes in zip(tensors, is_source)]
         has_rows = [r for r, yes in zip(self._arguments.has_rows, is_source) if yes]
-        sums = [_Sum(rows) for rows in has_rows] + [_Sum(False) for _ in self._weights]
+        sums = [SourceSum(rows) for rows in has_rows] + [SourceSum(False) for _ in self._weights]
         state = PythonState(self._layer)
         try:
             with random_kept(), without_hooks(self._weights):
@@ -258,51 +257,6 @@ class _Split(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Any) -> Any:
         gradients = ctx.call.second_pass(ctx.is_source, lambda: ctx.saved_tensors, upstream)
         return (None, None, *gradients)
-
-
-class _Sum:
-    """The gradient of a source, from those of microbatches.
-
-    Args:
-        has_rows: whether each microbatch has rows of its own.
-    """
-
-    def __init__(self, has_rows: bool) -> None:
-        self._has_rows = has_rows
-        self._parts: list[Any] = []
-        self._dtype: Any = None
-        self._is_own = False  # whether nothing else has the sum
-
-    def add(self, gradient: Any, source: Any) -> None:
-        """Add what a microbatch gave: None if there is none."""
-        self._dtype = source.dtype
-        if self._has_rows:
-            self._parts.append((gradient, source))
-        elif gradient is not None:
-            wide = gradient.float() if gradient.dtype in _HALVES else gradient
-            if not self._parts:
-                self._parts = [wide]
-            elif self._is_own and not wide.requires_grad:
-                self._parts[0].add_(wide)
-            else:
-                self._parts = [self._parts[0] + wide]
-                self._is_own = not self._parts[0].requires_grad
-
-    def result(self, rows: int) -> Any:
-        """Return the gradient, or None.
-
-        Args:
-            rows: samples of the call. Those that no microbatch had have zeros.
-        """
-        if not self._has_rows:
-            return self._parts[0].to(self._dtype) if self._parts else None
-        if all(gradient is None for gradient, _ in self._parts):
-            return None
-        parts = [torch.zeros_like(s) if g is None else g for g, s in self._parts]
-        missing = rows - sum(len(part) for part in parts)
-        if missing:
-            parts.append(parts[0].new_zeros((missing, *parts[0].shape[1:])))
-        return torch.cat(parts)
 
 
 def _gradients(pairs: list[Any], sources: list[Any], create_graph: bool) -> list[Any]:
