@@ -1,4 +1,6 @@
-"""Functions that stand in front of a method of objects while steps run. No class is patched."""
+"""Functions that stand in front of others while steps run: of methods of objects, whose classes
+are left as they are, and of functions of modules and classes.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +18,30 @@ class _Stand:
 
     Attributes:
         count: steps that run, of several replicas perhaps.
-        before: what the instance had by that name, if it had its own.
+        before: what the owner had by that name, if it had its own.
     """
 
     def __init__(self, owner: Any, name: str, make: Callable[[Any, Any], Any]) -> None:
         self.count = 0
         self.before = vars(owner).get(name)
         method = getattr(owner, name)
-        vars(owner)[name] = functools.wraps(method)(make(owner, method))
+        _put(owner, name, functools.wraps(method)(make(owner, method)))
+
+
+def _put(owner: Any, name: str, value: Any) -> None:
+    if isinstance(owner, type):
+        setattr(owner, name, value)
+    else:  # what Keras tracks by `setattr` has nothing to do with it
+        vars(owner)[name] = value
 
 
 class InFront:
-    """Lets functions stand in front of one method of objects.
+    """Lets functions stand in front of a method of objects, or of what modules and classes define.
 
     Args:
         name: of the method.
-        make: takes an object and its method, and returns the function.
+        make: takes an object, a module or a class, and what it has by the name, and returns the
+            function.
     """
 
     def __init__(self, name: str, make: Callable[[Any, Any], Any]) -> None:
@@ -63,6 +73,7 @@ class InFront:
             stand.count -= 1
             if stand.count == 0:
                 del self._stands[id(owner)]
-                vars(owner).pop(self._name, None)
                 if stand.before is not None:
-                    vars(owner)[self._name] = stand.before
+                    _put(owner, self._name, stand.before)
+                else:
+                    vars(owner).pop(self._name, None)

@@ -8,14 +8,13 @@ what hooks make of them has to be linear in them, as with gradients that have a 
 from __future__ import annotations
 
 import contextlib
-import functools
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
 from ga_model.base._context import ThreadValue
+from ga_model.base._in_front import InFront
 from ga_model.base._internals import (
     has_hooks_on_calls,
     has_hooks_on_gradients,
@@ -28,9 +27,6 @@ from ga_model.hearing._splitting import NotByRowsError
 from ga_model.torch_engine._own_gradients import is_linear
 
 _noted = ThreadValue()
-_lock = threading.Lock()
-_listeners = 0
-_register: Any = torch.Tensor.register_hook
 
 
 def check_call(layer: Any) -> None:
@@ -103,26 +99,17 @@ def without_hooks(weights: Iterable[Any]) -> Iterator[None]:
 def noting_hooks() -> Iterator[list[tuple[Any, Any]]]:
     """Yield the tensors, and their hooks, that this thread registers in a block."""
     noted: list[tuple[Any, Any]] = []
-    _count(1)
-    try:
-        with _noted.set(noted):
-            yield noted
-    finally:
-        _count(-1)
+    with _in_front.of([torch.Tensor]), _noted.set(noted):
+        yield noted
 
 
-@functools.wraps(torch.Tensor.register_hook)
-def _noting_register(tensor: Any, hook: Any) -> Any:
-    if (noted := _noted.get()) is not None:
-        noted.append((tensor.detach(), hook))
-    return _register(tensor, hook)
+def _noting(_: Any, register_hook: Callable[..., Any]) -> Callable[..., Any]:
+    def noting(tensor: Any, hook: Any) -> Any:
+        if (noted := _noted.get()) is not None:
+            noted.append((tensor.detach(), hook))
+        return register_hook(tensor, hook)
+
+    return noting
 
 
-def _count(number: int) -> None:
-    """Let the method stand there while there are listeners."""
-    global _listeners, _register
-    with _lock:
-        if _listeners == 0:
-            _register = torch.Tensor.register_hook
-        _listeners += number
-        torch.Tensor.register_hook = _noting_register if _listeners else _register
+_in_front = InFront("register_hook", _noting)
