@@ -45,9 +45,8 @@ def _modules_in(layer: Any) -> list[Any]:
 
 def has_hooks(model: Any) -> bool:
     """Return whether gradients of a model go through hooks on weights or layers."""
-    weights = (w for w in model.parameters() if hooks_on_gradient(w) or has_hooks_on_sum(w))
-    layers = (part for part in _modules_in(model) if has_hooks_on_gradients(part))
-    return any(True for _ in weights) or any(True for _ in layers)
+    is_hooked = any(hooks_on_gradient(w) or has_hooks_on_sum(w) for w in model.parameters())
+    return is_hooked or any(map(has_hooks_on_gradients, _modules_in(model)))
 
 
 def not_linear_hook(model: Any, registered: list[tuple[Any, Any]]) -> str | None:
@@ -73,12 +72,12 @@ def not_linear_hook(model: Any, registered: list[tuple[Any, Any]]) -> str | None
 
 
 def _is_linear(tensor: Any, hook: Callable[[Any], Any]) -> bool:
-    def pass_back(gradient: Any) -> list[Any]:
-        gradient = gradient.clone()  # which the hook may write to
+    def pass_back(upstream: list[Any]) -> list[Any]:
+        gradient = upstream[0].clone()  # which the hook may write to
         found = hook(gradient)
         return [gradient if found is None else found]
 
-    return is_linear(lambda upstream: pass_back(*upstream), [tensor])
+    return is_linear(pass_back, [tensor])
 
 
 @contextlib.contextmanager

@@ -70,10 +70,23 @@ def detached(data: Any) -> Any:
 
 
 def joined(first: Any, second: Any) -> Any:
-    """Return the samples of two nests in one."""
-    return keras.tree.map_structure(
-        lambda a, b: torch.cat([a, b]), detached(first), detached(second)
-    )
+    """Return the samples of two nests in one. What has no samples is that of the second."""
+
+    def together(a: Any, b: Any) -> Any:
+        return torch.cat([detached(a), detached(b)]) if len(getattr(a, "shape", ())) else b
+
+    return keras.tree.map_structure(together, first, second)
+
+
+def is_to_try(times: int) -> bool:
+    """Return whether to try again what halves of one microbatch may show by chance.
+
+    That is done with the first 8 microbatches, and then ever more rarely.
+
+    Args:
+        times: of the microbatch, from 1.
+    """
+    return times <= 8 or times & (times - 1) == 0
 
 
 def are_alike(data: Any) -> bool:

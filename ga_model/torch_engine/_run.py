@@ -118,7 +118,7 @@ class _Run:
             self._look_at_model()
         counters = Counters(model) if batch.is_split and model.built else None
         for index in range(batch.num_microbatches):
-            if counters is not None:
+            if index and counters is not None:
                 counters.put_back()  # of what a batch changes once
             result = self._microbatch(index, batch_logs, keeps_gradients)
         if self._window.is_trial:
@@ -169,12 +169,12 @@ class _Run:
 
     def _microbatch(self, index: int, logs: BatchLogs | None, keeps_gradients: bool) -> Any:
         """Run the model's step on one microbatch, and return what it logs."""
-        data, samples = self._batch.microbatch(index), self._batch.two_or_more(index)
+        data = self._batch.microbatch(index)
         model, probe = self._model, self._accumulation.step_probe
         if self._is_window or self._window.is_trial or computes_loss_as_keras(model):
             return self._recorded(data, logs, keeps_gradients)
         if probe.is_due():
-            probe.look(self._gradients_of, samples)
+            probe.look(self._gradients_of, self._batch.two_or_more(index))
         before = Before(model) if probe.is_first else None
         probe.is_first = False
         try:
@@ -183,7 +183,7 @@ class _Run:
             if before is None:  # another loss than that of the first microbatch
                 raise RuntimeError(_refusals.unknown_loss_message(model.name)) from None
             before.put_back()
-        probe.look(self._gradients_of, samples)
+        probe.look(self._gradients_of, self._batch.two_or_more(index))
         return self._recorded(data, logs, keeps_gradients)
 
     def _gradients_of(self, data: Any) -> dict[Any, Any]:

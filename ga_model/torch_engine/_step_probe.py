@@ -12,13 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-import torch
 
 from ga_model.base._context import ThreadValue
 from ga_model.base._in_front import InFront
 from ga_model.base._internals import layers_in
 from ga_model.hearing._models import unpack
 from ga_model.torch_engine import _refusals
+from ga_model.torch_engine._probes import is_to_try, joined
 from ga_model.torch_engine._split import num_rows, part_of
 from ga_model.torch_engine._state import Before
 
@@ -58,15 +58,11 @@ class StepProbe:
         self._waiting: Any = None  # a sample that came alone
 
     def is_due(self) -> bool:
-        """Return whether what was found out is to be tried again, with the next microbatch.
-
-        A step may divide by something that is alike in halves by chance, so it is tried with the
-        first 8 microbatches, and then ever more rarely.
-        """
+        """Return whether what was found out is to be tried again, with the next microbatch."""
         if self.kind is None:
             return False
         self._times += 1
-        return self._times <= 8 or self._times & (self._times - 1) == 0
+        return is_to_try(self._times)
 
     def look(self, gradients_of: Callable[[Any], dict[Any, Any]], data: Any) -> None:
         """Compare the gradients of a microbatch with those of its halves.
@@ -81,7 +77,7 @@ class StepProbe:
         if num_rows(unpack(data)[0]) == 1:
             # Two alike tell a mean from a sum, and two that differ whether samples are compared.
             before, self._waiting = self._waiting or data, data
-            data = keras.tree.map_structure(_joined, before, data)
+            data = joined(before, data)
         found = self._kind_of(gradients_of, data) or self.kind or "other"
         if found == "other" or self.kind not in (None, found):
             raise RuntimeError(_refusals.unknown_loss_message(self._model.name))
@@ -93,9 +89,8 @@ class StepProbe:
         half = rows // 2
         layers = layers_in(self._model)
         quiet = [layer for layer in layers if isinstance(layer, (*_NOISE, _NORMALIZATION))]
-        found = []
+        found, before = [], Before(self._model)
         for begin, end in ((0, rows), (0, half), (half, rows)):
-            before = Before(self._model)
             try:
                 with _in_front.of(quiet), _is_quiet.set(True):
                     found.append(gradients_of(part_of(data, begin, end)))
@@ -127,12 +122,6 @@ def _is_sum_of(
 
 def _square_of(gradients: dict[Any, Any]) -> float:
     return sum(float(gradient.double().square().sum()) for gradient in gradients.values())
-
-
-def _joined(first: Any, second: Any) -> Any:
-    if not len(getattr(first, "shape", ())):
-        return second
-    return torch.cat([keras.ops.convert_to_tensor(part) for part in (first, second)])
 
 
 def _passing_on(layer: Any, call: Callable[..., Any]) -> Callable[..., Any]:

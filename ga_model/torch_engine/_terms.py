@@ -207,14 +207,13 @@ class Probes:
         """Return what a loss is over samples, or None where it is Keras's own and so known.
 
         It may divide by something that is alike in the halves of one microbatch by chance, so it is
-        computed on halves more often: 8 times, and then ever more rarely.
+        computed on halves more often.
         """
         if values is None or not isinstance(loss, keras.losses.Loss) or _is_known(loss):
             return None
         times = self._times[name] = self._times.get(name, 0) + 1
         known = self._kinds.get(name)
-        is_settled = known == "other" or (times > 8 and times & (times - 1) != 0)
-        if known is not None and is_settled:
+        if known == "other" or (known is not None and not _probes.is_to_try(times)):
             return known
         if num_rows(y_pred) == 1:
             # Two alike tell a mean from a sum, and two that differ whether samples are compared.

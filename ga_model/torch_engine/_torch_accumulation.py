@@ -87,9 +87,10 @@ class Accumulation(Kept):
         if self.settings.loss_over != "auto":
             return self.settings.loss_over == "batch"
         model = self._model
+        if model._has_rule():
+            return False
         adds_up = computes_loss_as_keras(model) and self._adds_up
-        adds_up = adds_up and not (has_hooks(model) or writes_weights(model))
-        return not (model._has_rule() or adds_up)
+        return not adds_up or has_hooks(model) or writes_weights(model)
 
     def run_step(self, train_step: Callable[[Any], Any], data: Any) -> Any:
         """Run `train_step` on the microbatches of a batch, and update if the window is full."""

@@ -11,7 +11,6 @@ A `keras.StatelessScope` keeps the passes from writing to variables. What the fi
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import keras
@@ -146,26 +145,22 @@ class SplitCall:
         statistics.move()
         return [*joined, *losses]
 
+    def check_unchanged(self) -> None:
+        """Raise RuntimeError if what the call was made of has been written to since."""
+        changed = [name for name, t, version in self._versions if times_written(t) != version]
+        if changed:
+            raise RuntimeError(changed_message(self._layer.name, sorted(set(changed))))
+
     def second_pass(
-        self,
-        is_source: list[bool],
-        saved: Callable[[], tuple[Any, ...]],
-        upstream: tuple[Any, ...],
+        self, is_source: list[bool], sources: tuple[Any, ...], upstream: tuple[Any, ...]
     ) -> list[Any]:
         """Run the microbatches again, and return the gradients of the sources.
 
         Args:
             is_source: of each tensor among the arguments, whether it is a source.
-            saved: returns these tensors, and the weights.
+            sources: these tensors, and the weights.
             upstream: the gradients of what `first_pass` gave, of which some are None.
-
-        Raises:
-            RuntimeError: what the call was made of has been written to since.
         """
-        changed = [name for name, t, version in self._versions if times_written(t) != version]
-        if changed:
-            raise RuntimeError(changed_message(self._layer.name, sorted(set(changed))))
-        sources = saved()
         is_differentiable = torch.is_grad_enabled()  # once more
         num_inputs = sum(is_source)
         tensors, given = list(self._arguments.tensors), iter(sources[:num_inputs])
@@ -255,7 +250,8 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
-        gradients = ctx.call.second_pass(ctx.is_source, lambda: ctx.saved_tensors, upstream)
+        ctx.call.check_unchanged()  # before PyTorch looks at what it has saved
+        gradients = ctx.call.second_pass(ctx.is_source, ctx.saved_tensors, upstream)
         return (None, None, *gradients)
 
 
