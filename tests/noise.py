@@ -1,9 +1,14 @@
-"""Data of which the noise of gradients is known, and the estimates by the formula, with NumPy."""
+"""Data of which the noise of gradients is known, the estimates by the formula, with NumPy, and what
+`GradientNoiseScale` shows on every backend.
+"""
 
 import itertools
 
 import keras
 import numpy as np
+import pytest
+
+from ga_model import AccumulatingModel, GradientNoiseScale, accumulate
 
 DECAY = 0.9
 FEATURES = 20
@@ -97,3 +102,68 @@ def averages_by_formula(gradient_of, train, data, windows, epochs=1, decay=DECAY
             sums = decay * sums + (1 - decay) * values
             number += 1
     return [*(sums[:3] / sums[3]), number]
+
+
+def linear_model(optimizer="sgd", *, settings, loss=None, **compile_args):
+    head = keras.layers.Dense(1, use_bias=False)
+    model = accumulate(keras.Sequential([keras.Input((FEATURES,)), head]), **settings)
+    model.compile(optimizer, loss or MeanOfOutputs(), **compile_args)
+    return model
+
+
+def fit(model, x, *callbacks, batch_size=8, **arguments):
+    y = np.zeros(len(x), "float32")
+    arguments = {"shuffle": False, "verbose": 0, **arguments}
+    return model.fit(x, y, batch_size=batch_size, callbacks=list(callbacks), **arguments).history
+
+
+class TwoNetworks(AccumulatingModel, keras.Model):
+    """Each network has an optimizer; the second one's loss is three times the first one's."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = keras.layers.Dense(1, use_bias=False)
+        self.second = keras.layers.Dense(1, use_bias=False)
+        self.first_optimizer = keras.optimizers.SGD(0.1)
+        self.second_optimizer = keras.optimizers.SGD(0.1)
+
+    def build(self, shape):
+        self.first.build(shape)
+        self.second.build(shape)
+
+    def call(self, inputs):
+        return self.first(inputs)
+
+
+def measure_two_networks(model, name, rel, **arguments):
+    """Return the callback, which has measured both networks of a `TwoNetworks`."""
+    x, _, _ = normal_rows(64)
+    model.compile(**SETTINGS[name], loss_over="microbatch")
+    noise, alone = GradientNoiseScale(**arguments), GradientNoiseScale()
+    history = fit(model, x, noise)
+    fit(linear_model(settings=SETTINGS[name]), x, alone)
+    scales = noise.noise_scales
+    assert list(scales) == ["first_optimizer", "second_optimizer"]
+    for number, scale in zip((1, 9), scales.values(), strict=True):
+        assert scale.averages[0] == pytest.approx(number * alone.trace_of_covariance, rel=rel)
+        assert scale.averages[1] == pytest.approx(number * alone.squared_gradient_norm, rel=rel)
+    for key, scale in scales.items():
+        assert history[f"gradient_noise_scale_{key}"] == [scale.noise_scale]
+    assert "gradient_noise_scale" not in history
+    return noise
+
+
+def measure_again():
+    """Let callbacks go on and start anew, and return the model, samples and one that saw all."""
+    x, _, _ = normal_rows(128)
+    model, noise = linear_model(settings=SETTINGS["size"]), GradientNoiseScale(0.9)
+    fit(model, x[:64], noise)
+    first = noise.noise_scales
+    fit(model, x[64:], noise)
+    whole, again = GradientNoiseScale(0.9), GradientNoiseScale(0.9)
+    fit(model, x, whole)
+    assert whole.noise_scales["optimizer"].averages.num_windows == 16
+    assert noise.noise_scales == whole.noise_scales
+    fit(model, x[:64], again)
+    assert again.noise_scales == first != whole.noise_scales
+    return model, x, whole

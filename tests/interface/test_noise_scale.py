@@ -16,10 +16,13 @@ from counting import make as make_counting
 from helpers import assert_changed, dense_data, dense_model, scope, seeded
 from noise import (
     DECAY,
-    FEATURES,
     SETTINGS,
-    MeanOfOutputs,
+    TwoNetworks,
     averages_by_formula,
+    fit,
+    linear_model,
+    measure_again,
+    measure_two_networks,
     nonlinear_model,
     normal_rows,
     weighted_data,
@@ -27,7 +30,6 @@ from noise import (
 )
 
 from ga_model import (
-    AccumulatingModel,
     AccumulationScheduler,
     GradientNoiseScale,
     accumulate,
@@ -45,20 +47,6 @@ def sweep(name, way, is_slow):
 # The truth.
 
 
-def linear_model(optimizer="sgd", replicas=1, *, settings, **compile_args):
-    with scope(replicas):
-        head = keras.layers.Dense(1, use_bias=False)
-        model = accumulate(keras.Sequential([keras.Input((FEATURES,)), head]), **settings)
-        model.compile(optimizer, MeanOfOutputs(), **compile_args)
-    return model
-
-
-def fit(model, x, *callbacks, batch_size=8, **arguments):
-    y = np.zeros(len(x), "float32")
-    arguments = {"shuffle": False, "verbose": 0, **arguments}
-    return model.fit(x, y, batch_size=batch_size, callbacks=list(callbacks), **arguments).history
-
-
 @pytest.mark.parametrize(
     ("name", "way"),
     [
@@ -73,7 +61,8 @@ def test_the_estimates_are_unbiased(name, way):
     x, trace, square = normal_rows(10_005 // replicas)
     batch_size = 10 if name == "size" else 8
     noise = GradientNoiseScale(0.99999)
-    model = linear_model(settings=SETTINGS[name], replicas=replicas, jit_compile=way == "xla")
+    with scope(replicas):
+        model = linear_model(settings=SETTINGS[name], jit_compile=way == "xla")
     history = fit(model, x, noise, batch_size=batch_size)
     assert noise.trace_of_covariance == pytest.approx(trace, rel=0.03)
     assert noise.squared_gradient_norm == pytest.approx(square, rel=0.03)
@@ -318,17 +307,7 @@ def test_a_fit_that_fails_leaves_it_off():
 
 
 def test_it_goes_on_in_the_next_fit_and_another_one_starts_anew():
-    x, _, _ = normal_rows(128)
-    model, noise = linear_model(settings=SETTINGS["size"]), GradientNoiseScale(0.9)
-    fit(model, x[:64], noise)
-    first = noise.noise_scales
-    fit(model, x[64:], noise)
-    whole, again = GradientNoiseScale(0.9), GradientNoiseScale(0.9)
-    fit(model, x, whole)
-    assert whole.noise_scales["optimizer"].averages.num_windows == 16
-    assert noise.noise_scales == whole.noise_scales
-    fit(model, x[:64], again)
-    assert again.noise_scales == first != whole.noise_scales
+    model, x, _ = measure_again()
     last, alone = GradientNoiseScale(0.0), GradientNoiseScale(0.9)  # one window alone, by each
     fit(model, x, last)
     fit(linear_model(settings=SETTINGS["size"]), x[-8:], alone)
@@ -355,23 +334,7 @@ def test_logs_have_the_noise_scale(tmp_path):
     assert "epoch_gradient_noise_scale" in tags
 
 
-class TwoNetworks(AccumulatingModel, keras.Model):
-    """Each network has an optimizer; the second one's loss is three times the first one's."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = keras.layers.Dense(1, use_bias=False)
-        self.second = keras.layers.Dense(1, use_bias=False)
-        self.first_optimizer = keras.optimizers.SGD(0.1)
-        self.second_optimizer = keras.optimizers.SGD(0.1)
-
-    def build(self, shape):
-        self.first.build(shape)
-        self.second.build(shape)
-
-    def call(self, inputs):
-        return self.first(inputs)
-
+class OfTwo(TwoNetworks):
     def train_step(self, data):
         x, _ = data
         with tf.GradientTape(persistent=True) as tape:
@@ -388,21 +351,8 @@ class TwoNetworks(AccumulatingModel, keras.Model):
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_several_optimizers_each_have_their_own(name, capsys):
-    x, _, _ = normal_rows(64)
-    model = TwoNetworks()
-    model.compile(**SETTINGS[name], loss_over="microbatch")
-    noise, alone = GradientNoiseScale(verbose=True), GradientNoiseScale()
-    history = fit(model, x, noise)
-    fit(linear_model(settings=SETTINGS[name]), x, alone)
-    scales = noise.noise_scales
-    assert list(scales) == ["first_optimizer", "second_optimizer"]
-    for number, scale in zip((1, 9), scales.values(), strict=True):
-        assert scale.averages[0] == pytest.approx(number * alone.trace_of_covariance, rel=1e-5)
-        assert scale.averages[1] == pytest.approx(number * alone.squared_gradient_norm, rel=1e-5)
-    for key, scale in scales.items():
-        assert history[f"gradient_noise_scale_{key}"] == [scale.noise_scale]
-    assert "gradient_noise_scale" not in history
-    words = "\n".join(f"{key}: {scale}" for key, scale in scales.items())
+    noise = measure_two_networks(OfTwo(), name, rel=1e-5, verbose=True)
+    words = "\n".join(f"{key}: {scale}" for key, scale in noise.noise_scales.items())
     assert capsys.readouterr().out == f"{words}\n"
 
 

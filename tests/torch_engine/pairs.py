@@ -5,6 +5,8 @@ is measured: plain Keras on the full batch is trained once more with the samples
 another order, and accumulation may differ from it by so much, and a few times more.
 """
 
+import warnings
+
 import keras
 import numpy as np
 import pytest
@@ -12,8 +14,8 @@ import pytest
 if keras.backend.backend() != "torch":
     pytest.skip("runs with KERAS_BACKEND=torch", allow_module_level=True)
 
-import torch  # noqa: F401 (for tests to import from here, once it is known to be installed)
-from helpers import assert_changed, relative_difference, seeded
+import torch
+from helpers import assert_changed, dense_data, relative_difference, seeded
 
 from ga_model import accumulate
 
@@ -38,6 +40,49 @@ def train(make, compile_args, data, *, rows, epochs=2, fit_args=None, **settings
     model.fit(batch_size=rows, **arguments)
     assert_changed(model.get_weights(), start)
     return model, start
+
+
+class Step(keras.Sequential):
+    """A step of one's own, that takes the gradient of `forward_loss`."""
+
+    def forward_loss(self, x, y):
+        return torch.square(self(x, training=True) - y).mean()
+
+    def train_step(self, data):
+        x, y = data
+        self.zero_grad()
+        loss = self.forward_loss(x, y)
+        loss.backward()
+        with torch.no_grad():
+            self.optimizer.apply([w.value.grad for w in self.trainable_weights])
+        return {"loss": loss.detach()}
+
+
+def train_and_hear(make, settings, rows=12, prepare=None):
+    """Return the weights before and after, and what was said.
+
+    Args:
+        make: function that returns a fresh model, the same one every time.
+        settings: of accumulation.
+        rows: rows per batch.
+        prepare: called with the model before it is compiled.
+    """
+    model = accumulate(seeded(make), **settings)
+    if prepare is not None:
+        prepare(model)
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    start = model.get_weights()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        model.fit(*dense_data(24), batch_size=rows, epochs=2, shuffle=False, verbose=0)
+    return start, model.get_weights(), [str(w.message) for w in caught]
+
+
+def difference_and_said(make, settings, rows=12, prepare=None):
+    """Return the relative difference from training on batches of 12 rows, and what was said."""
+    start, weights, said = train_and_hear(make, settings, rows, prepare)
+    _, expected, _ = train_and_hear(make, {}, prepare=prepare)
+    return relative_difference(weights, expected, start), said
 
 
 def reordered(data, rows):

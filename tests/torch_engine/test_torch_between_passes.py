@@ -1,31 +1,12 @@
 """On PyTorch, what changes between a call and its gradient, and between calls of one batch."""
 
 import dataclasses
-import warnings
 
 import keras
 import pytest
-from helpers import dense_data, relative_difference, seeded
+from helpers import relative_difference
 from keras import layers
-from pairs import TOLERANCE, torch
-
-from ga_model import accumulate
-
-
-class Step(keras.Sequential):
-    """A step of one's own with gradients by `gradients_of`."""
-
-    def forward_loss(self, x, y):
-        return torch.square(self(x, training=True) - y).mean()
-
-    def train_step(self, data):
-        x, y = data
-        self.zero_grad()
-        loss = self.forward_loss(x, y)
-        loss.backward()
-        with torch.no_grad():
-            self.optimizer.apply([w.value.grad for w in self.trainable_weights])
-        return {"loss": loss.detach()}
+from pairs import TOLERANCE, Step, difference_and_said, torch, train_and_hear
 
 
 class WritesToInputs(Step):
@@ -95,25 +76,12 @@ class Fades(layers.Dense):
         return super().call(x) / (1.0 + 0.2 * self.calls)
 
 
-def train(base, first, settings, rows=12):
-    """Return the weights before and after, and what was said."""
-
-    def make():
-        return base([keras.Input((4,)), first(5, activation="tanh"), layers.Dense(2)])
-
-    model = accumulate(seeded(make), **settings)
-    model.compile(keras.optimizers.SGD(0.1), "mse")
-    start = model.get_weights()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
-        model.fit(*dense_data(24), batch_size=rows, epochs=2, shuffle=False, verbose=0)
-    return start, model.get_weights(), [str(w.message) for w in caught]
+def make_of(base, first):
+    return lambda: base([keras.Input((4,)), first(5, activation="tanh"), layers.Dense(2)])
 
 
 def compare(base, first, settings, rows=12):
-    start, weights, said = train(base, first, settings, rows)
-    _, expected, _ = train(base, first, {})
-    return relative_difference(weights, expected, start), said
+    return difference_and_said(make_of(base, first), settings, rows)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +90,7 @@ def compare(base, first, settings, rows=12):
 )
 def test_what_is_changed_before_the_gradient_is_refused_by_name(base, first, name):
     with pytest.raises(RuntimeError, match=f"(?s)Received.*{name}.*between the call"):
-        train(base, first, {"microbatch_size": 5})
+        train_and_hear(make_of(base, first), {"microbatch_size": 5})
 
 
 NOTED = set()
@@ -138,8 +106,8 @@ class Notes(layers.Dense):
 @pytest.mark.parametrize("base", [UnderAutocast, AllUnderAutocast])
 def test_autocast_is_that_of_the_call(base):
     NOTED.clear()
-    start, weights, said = train(base, Notes, {"microbatch_size": 5})
-    _, expected, _ = train(base, layers.Dense, {})
+    start, weights, said = train_and_hear(make_of(base, Notes), {"microbatch_size": 5})
+    _, expected, _ = train_and_hear(make_of(base, layers.Dense), {})
     # Gradients of microbatches are rounded to bfloat16, each of them.
     assert relative_difference(weights, expected, start) <= 2**-8
     assert (said, NOTED) == ([], {(True, torch.bfloat16)})

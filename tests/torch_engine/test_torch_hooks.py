@@ -1,27 +1,9 @@
 """On PyTorch, hooks on weights, layers and tensors, which see or change what goes through."""
 
-import warnings
-
 import keras
 import pytest
-from helpers import dense_data, relative_difference, seeded
 from keras import layers
-from pairs import TOLERANCE, torch
-
-from ga_model import accumulate
-
-
-class Own(keras.Sequential):
-    """A step of one's own."""
-
-    def train_step(self, data):
-        x, y = data
-        self.zero_grad()
-        loss = torch.square(self(x, training=True) - y).mean()
-        loss.backward()
-        with torch.no_grad():
-            self.optimizer.apply([w.value.grad for w in self.trainable_weights])
-        return {"loss": loss.detach()}
+from pairs import TOLERANCE, Step, difference_and_said
 
 
 class Hooked(layers.Dense):
@@ -88,32 +70,17 @@ HOOKS = {
 every = pytest.mark.parametrize("kind", HOOKS)
 
 
-def train(kind, base, settings, rows=12):
-    """Return the weights before and after, and what was said."""
-
+def compare(kind, base, settings, rows=12):
     def make():
         first = Hooked if kind == "tensors" else layers.Dense
         return base([keras.Input((4,)), first(5, activation="tanh"), layers.Dense(2)])
 
-    model = accumulate(seeded(make), **settings)
-    HOOKS[kind](model)
-    model.compile(keras.optimizers.SGD(0.1), "mse")
-    start = model.get_weights()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
-        model.fit(*dense_data(24), batch_size=rows, epochs=2, shuffle=False, verbose=0)
-    return start, model.get_weights(), [str(w.message) for w in caught]
-
-
-def compare(kind, base, settings, rows=12):
-    start, weights, said = train(kind, base, settings, rows)
-    _, expected, _ = train(kind, base, {})
-    return relative_difference(weights, expected, start), said
+    return difference_and_said(make, settings, rows, HOOKS[kind])
 
 
 @pytest.mark.every_case
 @every
-@pytest.mark.parametrize("base", [Own, keras.Sequential])
+@pytest.mark.parametrize("base", [Step, keras.Sequential])
 def test_a_split_batch_is_exact(kind, base):
     difference, said = compare(kind, base, {"microbatch_size": 5})
     assert difference <= TOLERANCE

@@ -11,10 +11,13 @@ import pytest
 from helpers import assert_changed, dense_data, dense_model, seeded
 from noise import (
     DECAY,
-    FEATURES,
     SETTINGS,
-    MeanOfOutputs,
+    TwoNetworks,
     averages_by_formula,
+    fit,
+    linear_model,
+    measure_again,
+    measure_two_networks,
     nonlinear_model,
     normal_rows,
     weighted_data,
@@ -22,22 +25,9 @@ from noise import (
 )
 from pairs import torch
 
-from ga_model import AccumulatingModel, GradientNoiseScale, accumulate
+from ga_model import GradientNoiseScale, accumulate
 
 every_setting = pytest.mark.parametrize("name", SETTINGS)
-
-
-def linear_model(optimizer="sgd", *, settings, loss=None):
-    head = keras.layers.Dense(1, use_bias=False)
-    model = accumulate(keras.Sequential([keras.Input((FEATURES,)), head]), **settings)
-    model.compile(optimizer, loss or MeanOfOutputs())
-    return model
-
-
-def fit(model, x, *callbacks, batch_size=8, **arguments):
-    y = np.zeros(len(x), "float32")
-    arguments = {"shuffle": False, "verbose": 0, **arguments}
-    return model.fit(x, y, batch_size=batch_size, callbacks=list(callbacks), **arguments).history
 
 
 @pytest.mark.every_case
@@ -134,23 +124,7 @@ def test_weights_are_those_of_training_without_it(name):
         np.testing.assert_allclose(with_it, without, rtol=1e-5, atol=1e-6)
 
 
-class TwoNetworks(AccumulatingModel, keras.Model):
-    """Each network has an optimizer; the second one's loss is three times the first one's."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = keras.layers.Dense(1, use_bias=False)
-        self.second = keras.layers.Dense(1, use_bias=False)
-        self.first_optimizer = keras.optimizers.SGD(0.1)
-        self.second_optimizer = keras.optimizers.SGD(0.1)
-
-    def build(self, shape):
-        self.first.build(shape)
-        self.second.build(shape)
-
-    def call(self, inputs):
-        return self.first(inputs)
-
+class OfTwo(TwoNetworks):
     def microbatch_weight(self, x, y=None, sample_weight=None):
         return len(x)
 
@@ -171,33 +145,11 @@ class TwoNetworks(AccumulatingModel, keras.Model):
 
 @every_setting
 def test_several_optimizers_each_have_their_own(name):
-    x, _, _ = normal_rows(64)
-    model = TwoNetworks()
-    model.compile(**SETTINGS[name], loss_over="microbatch")
-    noise, alone = GradientNoiseScale(), GradientNoiseScale()
-    history = fit(model, x, noise)
-    fit(linear_model(settings=SETTINGS[name]), x, alone)
-    scales = noise.noise_scales
-    assert list(scales) == ["first_optimizer", "second_optimizer"]
-    for number, scale in zip((1, 9), scales.values(), strict=True):
-        assert scale.averages[0] == pytest.approx(number * alone.trace_of_covariance, rel=1e-4)
-        assert scale.averages[1] == pytest.approx(number * alone.squared_gradient_norm, rel=1e-4)
-    for key, scale in scales.items():
-        assert history[f"gradient_noise_scale_{key}"] == [scale.noise_scale]
+    measure_two_networks(OfTwo(), name, rel=1e-4)
 
 
 def test_it_goes_on_in_the_next_fit_and_another_one_starts_anew():
-    x, _, _ = normal_rows(128)
-    model, noise = linear_model(settings=SETTINGS["size"]), GradientNoiseScale(0.9)
-    fit(model, x[:64], noise)
-    first = noise.noise_scales
-    fit(model, x[64:], noise)
-    whole, again = GradientNoiseScale(0.9), GradientNoiseScale(0.9)
-    fit(model, x, whole)
-    assert whole.noise_scales["optimizer"].averages.num_windows == 16
-    assert noise.noise_scales == whole.noise_scales
-    fit(model, x[:64], again)
-    assert again.noise_scales == first != whole.noise_scales
+    _, _, whole = measure_again()
     assert "gradient noise scale is about" in str(whole)
 
 

@@ -1,14 +1,9 @@
 """On PyTorch, layers with gradients of their own, by `torch.autograd.Function`."""
 
-import warnings
-
 import keras
 import pytest
-from helpers import dense_data, relative_difference, seeded
 from keras import layers
-from pairs import TOLERANCE, torch
-
-from ga_model import accumulate
+from pairs import TOLERANCE, difference_and_said, torch
 
 
 class Clipped(torch.autograd.Function):
@@ -54,27 +49,12 @@ class Own(layers.Layer):
         return self.rule.apply(x)
 
 
-def train(rule, settings, rows=12):
-    """Return the weights before and after, and what was said."""
-
+def compare(rule, settings, rows=12):
     def make():
         parts = [layers.Dense(5), Own(rule), layers.Dense(2)]
         return keras.Sequential([keras.Input((4,)), *parts])
 
-    model = accumulate(seeded(make), **settings)
-    model.compile(keras.optimizers.SGD(0.1), "mse")
-    start = model.get_weights()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
-        model.fit(*dense_data(24), batch_size=rows, epochs=2, shuffle=False, verbose=0)
-    said = [str(warning.message) for warning in caught if warning.category is UserWarning]
-    return start, model.get_weights(), said
-
-
-def compare(rule, settings, rows=12):
-    start, weights, said = train(rule, settings, rows)
-    _, expected, _ = train(rule, {})
-    return relative_difference(weights, expected, start), said
+    return difference_and_said(make, settings, rows)
 
 
 @pytest.mark.every_case

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import torch
 from helpers import dense_data, dense_model, seeded
-from noise import DECAY, FEATURES, MeanOfOutputs, averages_by_formula, normal_rows
+from noise import DECAY, FEATURES, averages_by_formula, linear_model, normal_rows
 
 from ga_model import GradientAccumulator, GradientNoiseScale, accumulate
 from ga_model.torch_engine import _process_group
@@ -379,11 +379,9 @@ def rows_and_batches(size):
 def measured(rank, size):
     """Return the averages that a process has of the noise of gradients."""
     x, batches = rows_and_batches(size)
-    head = keras.layers.Dense(1, use_bias=False)
-    model = accumulate(keras.Sequential([keras.Input((FEATURES,)), head]), **NOISE_SETTINGS)
-    head.kernel.assign(np.ones((FEATURES, 1)))
+    model = linear_model(settings=NOISE_SETTINGS)
+    model.layers[0].kernel.assign(np.ones((FEATURES, 1)))
     model.process_group = WORLD
-    model.compile("sgd", MeanOfOutputs())
     noise = GradientNoiseScale(DECAY)
     own = Batches([(x[part], np.zeros(part.stop - part.start)) for part in batches[rank]])
     model.fit(own, shuffle=False, verbose=0, callbacks=[noise])
