@@ -11,8 +11,10 @@ os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 os.environ["COLUMNS"] = "88"  # of the command line's help, which this Python prints
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+
+import messages  # noqa: E402
 
 import ga_model  # noqa: E402
 
@@ -38,6 +40,7 @@ nb_execution_mode = "off"
 nb_mime_priority_overrides = [("html", "image/png", 0)]
 suppress_warnings = ["mystnb.unknown_mime_type"]
 shutil.copytree(ROOT / "notebooks", Path(__file__).parent / "notebooks", dirs_exist_ok=True)
+(Path(__file__).parent / "reference" / "messages.md").write_text(messages.page())
 
 html_theme = "pydata_sphinx_theme"
 html_title = "ga_model"

@@ -49,11 +49,14 @@ def _overwrites(variable: Any) -> bool:
 def check_group(group: Any) -> None:
     """Raise TypeError or ValueError unless this process is one of a group, or there is none."""
     distributed = torch.distributed
-    is_group = distributed.is_available() and isinstance(group, distributed.ProcessGroup)
-    if not (group is None or is_group):
-        raise TypeError(_group_message(group))
-    if group is not None and distributed.get_rank(group) < 0:
-        raise ValueError(_group_message("a group without this process"))
+    if group is None:
+        return
+    if distributed.is_available():
+        if isinstance(group, distributed.ProcessGroup):
+            return
+        if group == distributed.GroupMember.NON_GROUP_MEMBER:  # what `new_group` gives the others
+            raise ValueError(_group_message("a group without this process"))
+    raise TypeError(_group_message(repr(group)))
 
 
 def compiled_message(model: str) -> str:
@@ -119,10 +122,10 @@ def sum_with_regularizers_message(model: str) -> str:
     )
 
 
-def _group_message(group: Any) -> str:
+def _group_message(group: str) -> str:
     return (
         "`process_group` must be a `torch.distributed.ProcessGroup` that this process is in. "
-        f"Received: {group!r}. Call `torch.distributed.init_process_group` and pass "
+        f"Received: {group}. Call `torch.distributed.init_process_group` and pass "
         "`torch.distributed.group.WORLD`, or None to train alone."
     )
 

@@ -207,6 +207,7 @@ def test_the_search_shows_what_it_tries_where_keras_shows_its_progress(capsys, m
         ["4"],
         ["3"],
     ]
+    assert 'microbatch_size="auto": trying 4 samples per microbatch ...' in "".join(lines)
     assert "3 samples per microbatch" in lines[-1]
 
 

@@ -141,6 +141,20 @@ def test_exit_status_tells_whether_the_big_batch_was_reproduced(monkeypatch, cap
     assert run_main(monkeypatch, made_up_results(accumulation=1e-6), "--dtype", "float64") == 1
 
 
+def test_a_plot_that_cannot_be_written_is_exit_status_2(monkeypatch, capsys, tmp_path):
+    from matplotlib.figure import Figure
+
+    def fail(figure, path):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(Figure, "savefig", fail)
+    plot = str(tmp_path / "demo.png")
+    assert run_main(monkeypatch, made_up_results(), "--plot", plot) == 2
+    output = capsys.readouterr()
+    assert f"error: The plot cannot be written to {plot!r}: No space left" in output.err
+    assert "full batch" in output.out  # the report, which took a minute
+
+
 def test_failed_training_is_exit_status_2(monkeypatch, capsys):
     def fail(run, settings):
         raise _demo.DemoError("The run failed.")

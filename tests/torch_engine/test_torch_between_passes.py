@@ -116,7 +116,7 @@ def test_autocast_is_that_of_the_call(base):
 def test_outputs_in_objects_run_whole_exactly_and_are_told():
     difference, said = compare(OfObjects, GivesObjects, {"microbatch_size": 5})
     assert difference <= TOLERANCE
-    assert ["in an object" in text for text in said] == [True]
+    assert ["it gives tensors in an object, which" in text for text in said] == [True]
 
 
 def test_what_calls_count_in_python_is_counted_once_per_batch():

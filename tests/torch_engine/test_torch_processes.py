@@ -106,6 +106,13 @@ def test_what_does_not_go_together_is_an_error_in_all_processes(name):
         assert result["errors"][name].startswith(ERRORS[name]), result["errors"][name]
 
 
+def test_a_group_without_a_process_is_refused_in_that_one():
+    said = [result["errors"]["choice without it"] for result in results(2)]
+    assert said[0] == "nothing"
+    assert said[1].startswith("ValueError: `process_group` must be")
+    assert "Received: a group without this process. " in said[1]
+
+
 def test_the_noise_of_gradients_is_that_of_all_processes():
     expected = trainings.measured_reference(2)
     for result in results(2):

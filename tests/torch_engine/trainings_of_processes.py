@@ -279,7 +279,9 @@ def errors(rank, size):
         return keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, kernel_regularizer="l2")])
 
     alone = model_of(group=None)
+    of_first = torch.distributed.new_group([0])
     found = {
+        "choice without it": error_of(lambda: model_of(group=of_first)),
         "no choice": error_of(lambda: alone.train_on_batch(x, y)),
         "choice by name": error_of(lambda: model_of(group="world")),
         "other weights": error_of(lambda: model_of(seed=rank).fit(x, y, **fit)),

@@ -1,0 +1,94 @@
+"""The texts of all errors and warnings, read from the code: `python docs/messages.py` prints them.
+
+The page "All messages" of the site is made of them, and a test holds each to be in a test.
+"""
+
+import ast
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+FEWEST_WORDS = 5  # of a text: less is a part of another one
+FIELD = "…"  # what the message puts in
+
+
+class Message(NamedTuple):
+    """One text.
+
+    Attributes:
+        module: the file, relative to the repository.
+        text: the text, with `FIELD` for each value that is put in.
+    """
+
+    module: Path
+    text: str
+
+
+def all_messages(package: Path = ROOT / "ga_model") -> list[Message]:
+    """Return the texts of a package in the order of its modules."""
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Raise) or _makes_message(node):
+                module = path.relative_to(package.parent)
+                found += [Message(module, text) for text in _texts(node)]
+    return list(dict.fromkeys(found))
+
+
+def fragments(message: Message) -> list[str]:
+    """Return all runs of three words that the text has for certain."""
+    parts = [part.split() for part in message.text.split(FIELD)]
+    return [" ".join(p[i : i + 3]) for p in parts for i in range(len(p) - 2)]
+
+
+def page() -> str:
+    """Return the page in Markdown."""
+    lines = [
+        "# All messages",
+        "",
+        f"What errors and warnings say, by the module that says it; {FIELD} is what they put in. "
+        "What is met most often is explained under [questions and messages](../questions.md).",
+    ]
+    module = None
+    for message in all_messages():
+        if message.module != module:
+            module = message.module
+            lines += ["", f"## `{module}`", ""]
+        lines.append(f"* {_escaped(message.text)}")
+    return "\n".join([*lines, ""])
+
+
+def _makes_message(node: ast.AST) -> bool:
+    return isinstance(node, ast.FunctionDef) and node.name.endswith(("_message", "_messages"))
+
+
+def _texts(node: ast.AST) -> list[str]:
+    """Return the texts in a function or a statement, without its docstring."""
+    if isinstance(node, ast.JoinedStr):
+        parts = [v.value if isinstance(v, ast.Constant) else FIELD for v in node.values]
+        return _long_enough("".join(map(str, parts)))
+    if isinstance(node, ast.Constant):
+        return _long_enough(node.value) if isinstance(node.value, str) else []
+    is_documented = isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is not None
+    children = list(ast.iter_child_nodes(node))
+    if is_documented:
+        children.remove(node.body[0])
+    return [text for child in children for text in _texts(child)]
+
+
+def _long_enough(text: str) -> list[str]:
+    text = " ".join(text.split())
+    return [text] if len(text.replace(FIELD, "").split()) >= FEWEST_WORDS else []
+
+
+def _escaped(text: str) -> str:
+    """Return Markdown in which only spans of code are marked."""
+    spans = re.split(r"(`[^`]*`)", text)
+    return "".join(
+        span if i % 2 else re.sub(r"([\\*_\[\]<>#])", r"\\\1", span) for i, span in enumerate(spans)
+    )
+
+
+if __name__ == "__main__":
+    print(page())
