@@ -52,6 +52,14 @@ def test_the_readmes_examples_run(tmp_path, capsys):
     assert len(README.splitlines()) <= 150
 
 
+def test_what_a_package_index_shows_has_no_link_that_leads_nowhere():
+    assert "](docs/" in README
+    description = runpy.run_path(str(ROOT / "setup.py"))["description"]()
+    assert not re.search(r"\]\((?!https?:)|(src|href)=.(?!https?:)", description)
+    assert 'or `"auto"` to find the size | often no more time' in description
+    assert "their gradients are summed" in description.lower()
+
+
 def test_the_start_pages_examples_run(tmp_path, capsys):
     names = run_page("docs/start.md", tmp_path)
     assert names["model"].optimizer.iterations == 8
