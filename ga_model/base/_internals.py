@@ -1,8 +1,9 @@
-"""Names that Keras and its backends keep private, each behind a function that says what it is for.
+"""Names that Keras keeps private, each behind a function that says what it is for.
 
-A release that renames one of them breaks this module and no other. Read in Keras 3.8.0 to 3.15.1,
-TensorFlow 2.18 to 2.21 and PyTorch 2.13. `tests/base/test_internals.py` finds private
-names elsewhere.
+A release that renames one of them breaks this module, or one of those beside it: those of
+activity regularizers are in `_internals_activities`, those of the backends in `_internals_tf` and
+`_internals_torch`. Read in Keras 3.8.0 to 3.15.1, TensorFlow 2.18 to 2.21 and PyTorch 2.13.
+`tests/base/test_internals.py` finds private names elsewhere.
 
 What releases do differently stands here, too: one function for each difference, which names the
 last release that has it.
@@ -33,20 +34,8 @@ from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from keras.src.losses.loss import scale_loss_for_distribution
 
-from ga_model.base._identity import is_in
-
-if keras.backend.backend() == "tensorflow":
-    import tensorflow as tf
-    from keras.src.backend.tensorflow.trainer import reduce_per_replica
-    from tensorflow.python.eager import forwardprop_util, record
-    from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
-elif keras.backend.backend() == "torch":
-    import torch
-
-_RELEASE = tuple(int(part) for part in keras.__version__.split(".")[:2])
-
-# The `experimental_attributes` of a `tf.function` that is called and not inlined.
-NOT_INLINED = {"_noinline": True}
+# The first two numbers of Keras's version.
+RELEASE = tuple(int(part) for part in keras.__version__.split(".")[:2])
 
 # Layers.
 
@@ -184,11 +173,6 @@ def num_updates(optimizer: Any) -> Any:
     return getattr(optimizer, "inner_optimizer", optimizer).iterations
 
 
-def logs_over_replicas(logs: Any, strategy: Any) -> Any:
-    """Return logs as Keras makes one of those of all replicas."""
-    return reduce_per_replica(logs, strategy, "auto")
-
-
 def metrics_exchange() -> bool:
     """Return whether replicas exchange the update of a metric, which a loop cannot contain.
 
@@ -205,71 +189,12 @@ def arguments_of_loss(loss: Any) -> dict[str, Any]:
     return getattr(loss, "_fn_kwargs", {})
 
 
-def is_sum_of_activities(model: Any, loss: Any) -> bool:
-    """Return whether a loss is what an activity regularizer of Keras added as a sum over samples.
-
-    Up to Keras 3.13 they are sums, and since then means. Keras's own layers add no other losses,
-    and of a layer of the user's own the regularizer's stands last.
-
-    Args:
-        model: the model.
-        loss: one of its `losses`.
-    """
-    if _RELEASE > (3, 13):
-        return False
-    for layer in layers_in(model):
-        if adds_up_activities(layer.activity_regularizer):
-            is_of_keras = type(layer).__module__.startswith("keras.")
-            if is_in(loss, layer._losses if is_of_keras else layer._losses[-1:]):
-                return True
-    return False
-
-
-def adds_up_activities(regularizer: Any) -> bool:
-    """Return whether an activity regularizer is one of Keras's that are sums over samples."""
-    return isinstance(regularizer, _SUMS_OF_ACTIVITIES)
-
-
-@contextlib.contextmanager
-def noting_activities(model: Any) -> Iterator[list[tuple[Any, Any, Any]]]:
-    """Note in a block what activity regularizers give that Keras adds to the loss as it is.
-
-    It does so up to Keras 3.13. Of a layer's losses, nothing else tells which are its regularizer's
-    where there is no graph. The block must be the only one that notes.
-
-    Yields:
-        A list that gets each regularizer, what it was called with, and what it gave.
-    """
-    noted: list[tuple[Any, Any, Any]] = []
-
-    def noting(regularizer: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def regularize(output: Any) -> Any:
-            noted.append((regularizer, output, regularizer(output)))
-            return noted[-1][-1]
-
-        return regularize
-
-    layers = [] if _RELEASE > (3, 13) else layers_in(model)
-    before = [(layer, layer.activity_regularizer) for layer in layers]
-    before = [(layer, regularizer) for layer, regularizer in before if regularizer is not None]
-    for layer, regularizer in before:
-        vars(layer)["activity_regularizer"] = noting(regularizer)
-    try:
-        yield noted
-    finally:
-        for layer, regularizer in before:
-            vars(layer)["activity_regularizer"] = regularizer
-
-
-_SUMS_OF_ACTIVITIES = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
-
-
 def added_to_valid_entries() -> float:
     """Return what the mean of a masked loss adds to the valid entries that it is divided by.
 
     Up to Keras 3.12 that is `keras.config.epsilon()`, and since then nothing.
     """
-    return 0.0 if _RELEASE > (3, 12) else float(keras.config.epsilon())
+    return 0.0 if RELEASE > (3, 12) else float(keras.config.epsilon())
 
 
 def losses_in(compiled: Any) -> list[Any]:
@@ -351,115 +276,7 @@ def set_logits(tensor: Any, logits: Any) -> None:
     tensor._keras_logits = logits
 
 
-# Tapes and graphs.
-
-
-def is_followed(tensor: Any) -> bool:
-    """Return whether a tape follows a tensor."""
-    return bool(record.should_record_backprop([tensor]))
-
-
-def unseen_by_tapes() -> Any:
-    """Return the context in which no tape of this thread sees what is computed."""
-    return record.stop_recording()
-
-
-def record_on_tapes(
-    name: str, outputs: list[Any], sources: list[Any], gradient: Callable[..., Any]
-) -> None:
-    """Let tapes take the gradient of outputs with respect to sources by a function.
-
-    Args:
-        name: of the operation.
-        outputs, sources: tensors.
-        gradient: takes gradients with respect to the outputs, and returns those of the sources.
-    """
-    record.record_operation(name, outputs, sources, gradient)
-
-
-def has_forward_derivatives(tensors: list[Any]) -> bool:
-    """Return whether a `tf.autodiff.ForwardAccumulator` follows one of several tensors."""
-    return bool(forwardprop_util.pack_tangents(tensors).tangents)
-
-
-def own_gradient_of(op: tf.Operation) -> Callable[..., Any] | None:
-    """Return what computes the gradients of an operation, where a `tf.custom_gradient` does.
-
-    None for those of TensorFlow's and Keras's functions. `tests/reading/test_custom_gradients.py`.
-    """
-    from tensorflow.python.framework import ops
-
-    try:
-        name = op.get_attr("_gradient_op_type").decode()
-    except ValueError:  # it has none
-        return None
-    function = inspect.unwrap(ops.gradient_registry.lookup(name))
-    inner = function
-    for held in ("tape_grad_fn", "grad_fn"):
-        inner = inspect.getclosurevars(inner).nonlocals.get(held, inner)
-    is_own = (inner.__module__ or "").startswith(("tensorflow.", "keras."))
-    return None if is_own else lambda *upstream: function(op, *upstream)
-
-
-def written_handles(op: tf.Operation) -> list[Any]:
-    """Return the handles of the variables that an operation writes to."""
-    return list(get_read_write_resource_inputs(op)[1])
-
-
-def graph_of_function(graph: Any, name: str) -> Any:
-    """Return the graph of a function that a graph calls by its name, or None."""
-    return getattr(graph._get_function(name), "graph", None)
-
-
-# PyTorch's tensors.
-
-
-def function_of(node: Any) -> Any:
-    """Return the `torch.autograd.Function` that made a node of PyTorch's autograd, or None."""
-    return getattr(type(node), "_forward_cls", None)
-
-
-def results_of(node: Any) -> list[Any]:
-    """Return the shape, dtype and device of what a node of PyTorch's autograd gave."""
-    return list(node._input_metadata)
-
-
-def times_written(tensor: Any) -> int:
-    """Return a number that grows whenever a tensor of PyTorch is written to in place."""
-    return int(getattr(tensor, "_version", 0))
-
-
-def hooks_on_gradient(tensor: Any) -> Any:
-    """Return the hooks that a gradient of a tensor of PyTorch goes through: a dict, or None."""
-    return tensor._backward_hooks
-
-
-def has_hooks_on_sum(tensor: Any) -> bool:
-    """Return whether hooks run when a leaf of PyTorch has got its gradient."""
-    return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
-
-
-def has_hooks_on_calls(module: Any) -> bool:
-    """Return whether hooks run before or after `forward` of a module of PyTorch."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
-
-
-def has_hooks_on_gradients(module: Any) -> bool:
-    """Return whether gradients of what a module of PyTorch gets or gives go through hooks."""
-    return bool(module._backward_hooks or module._backward_pre_hooks)
-
-
-def multiply(tensors: list[Any], factor: float) -> None:
-    """Multiply tensors of PyTorch in place, all of them at once."""
-    torch._foreach_mul_(tensors, factor)
-
-
-def divide(tensors: list[Any], divisor: float) -> None:
-    """Divide tensors of PyTorch in place, all of them at once."""
-    torch._foreach_div_(tensors, divisor)
-
-
-# Python.
+# Errors.
 
 
 def add_note(error: BaseException, text: str) -> None:
@@ -469,7 +286,7 @@ def add_note(error: BaseException, text: str) -> None:
     """
     if hasattr(error, "add_note"):
         error.add_note(text)
-    elif isinstance(error, tf.errors.OpError):
-        error._message = f"{error.message}\n{text}"
+    elif hasattr(error, "_message"):  # of TensorFlow's
+        error._message = f"{error._message}\n{text}"
     else:
         error.args = (f"{error}\n{text}",)

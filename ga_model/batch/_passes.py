@@ -19,7 +19,8 @@ import keras
 import tensorflow as tf
 
 from ga_model.base import _messages
-from ga_model.base._internals import NOT_INLINED, is_built, stateless_scope
+from ga_model.base._internals import is_built, stateless_scope
+from ga_model.base._internals_tf import NOT_INLINED
 from ga_model.batch._look_ahead import look_ahead
 from ga_model.batch._nonfinite import undone_if_left_out
 from ga_model.batch._window import Window

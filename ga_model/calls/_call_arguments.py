@@ -6,7 +6,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from ga_model.base._internals import is_followed, mask_of, set_mask
+from ga_model.base._internals import mask_of, set_mask
+from ga_model.base._internals_tf import is_followed
 from ga_model.graphs._microbatch import Batch, as_tensor, rows_of
 from ga_model.hearing._splitting import NotByRowsError
 from ga_model.reading._dependence import dependence_of

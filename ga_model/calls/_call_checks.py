@@ -13,7 +13,8 @@ import tensorflow as tf
 
 from ga_model.base._context import graph_being_made
 from ga_model.base._identity import is_in, unique
-from ga_model.base._internals import is_followed, layers_in, raw
+from ga_model.base._internals import layers_in, raw
+from ga_model.base._internals_tf import is_followed
 from ga_model.calls._call_state import NotingScope, read, state_of, write
 from ga_model.calls._microbatch_call import MicrobatchCall, leaves_of
 from ga_model.graphs._microbatch import rows_of

@@ -11,7 +11,6 @@ import tensorflow as tf
 
 from ga_model.base._call_again import CallContext, PythonState, inside_of_call
 from ga_model.base._internals import (
-    NOT_INLINED,
     is_built,
     keeping_call_context,
     logits_of,
@@ -19,6 +18,7 @@ from ga_model.base._internals import (
     set_logits,
     set_mask,
 )
+from ga_model.base._internals_tf import NOT_INLINED
 from ga_model.calls._call_arguments import Arguments
 from ga_model.graphs import _lists
 from ga_model.graphs._microbatch import rows_of

@@ -33,10 +33,10 @@ import tensorflow as tf
 
 from ga_model.base._context import graph_being_made
 from ga_model.base._identity import is_in, unique
-from ga_model.base._internals import (
+from ga_model.base._internals import raw
+from ga_model.base._internals_tf import (
     has_forward_derivatives,
     is_followed,
-    raw,
     record_on_tapes,
     unseen_by_tapes,
 )

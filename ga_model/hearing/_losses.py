@@ -10,11 +10,11 @@ import keras
 import tensorflow as tf
 
 from ga_model.base._context import graph_being_made
-from ga_model.base._internals import (
+from ga_model.base._internals import takes_training
+from ga_model.base._internals_activities import (
     adds_up_activities,
     is_sum_of_activities,
     noting_activities,
-    takes_training,
 )
 from ga_model.graphs._microbatch import num_rows
 from ga_model.hearing import _logs, _messages, _weights

@@ -21,13 +21,8 @@ import tensorflow as tf
 
 from ga_model.base._context import graph_being_made
 from ga_model.base._identity import is_in, unique
-from ga_model.base._internals import (
-    move_renormalization,
-    raw,
-    reduction_axes,
-    stateless_scope,
-    unseen_by_tapes,
-)
+from ga_model.base._internals import move_renormalization, raw, reduction_axes, stateless_scope
+from ga_model.base._internals_tf import unseen_by_tapes
 from ga_model.hearing._moments_heard import listener, telling
 from ga_model.reading._writes import handles_of, left_out, written_by_functions
 from ga_model.replicas import _strategy

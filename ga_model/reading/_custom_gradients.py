@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ga_model.base._internals import own_gradient_of
+from ga_model.base._internals_tf import own_gradient_of
 from ga_model.reading._heard_gradients import OF_SHAPE, Work, work_by
 from ga_model.reading._operations import ELEMENTWISE
 

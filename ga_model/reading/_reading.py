@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ga_model.base._internals import graph_of_function
+from ga_model.base._internals_tf import graph_of_function
 from ga_model.reading._operations import (
     ALONG_LAST_AXIS,
     BY_SAMPLE,

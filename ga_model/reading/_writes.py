@@ -17,7 +17,8 @@ import keras
 import tensorflow as tf
 
 from ga_model.base._context import ThreadValue, graph_being_made
-from ga_model.base._internals import layers_in, num_updates, own_weights, raw, written_handles
+from ga_model.base._internals import layers_in, num_updates, own_weights, raw
+from ga_model.base._internals_tf import written_handles
 from ga_model.reading._dependence import walk_back
 from ga_model.replicas import _strategy
 

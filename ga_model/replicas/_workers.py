@@ -8,7 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from ga_model.base._internals import add_note, logs_over_replicas
+from ga_model.base._internals import add_note
+from ga_model.base._internals_tf import logs_over_replicas
 
 
 def build(keras_builds: Callable[..., None], strategy: Any, iterator: Any, batch: Any) -> None:

@@ -15,13 +15,12 @@ import torch
 
 from ga_model.base._context import ThreadValue
 from ga_model.base._in_front import InFront
-from ga_model.base._internals import (
+from ga_model.base._internals import layers_in, raw
+from ga_model.base._internals_torch import (
     has_hooks_on_calls,
     has_hooks_on_gradients,
     has_hooks_on_sum,
     hooks_on_gradient,
-    layers_in,
-    raw,
 )
 from ga_model.hearing._splitting import NotByRowsError
 from ga_model.torch_engine._own_gradients import is_linear

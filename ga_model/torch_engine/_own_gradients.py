@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ga_model.base._internals import function_of, results_of
+from ga_model.base._internals_torch import function_of, results_of
 
 _FACTORS = (1e-6, 1e-3, 1.0, 1e3)
 _LIBRARIES = ("torch.", "keras.", "ga_model.")

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ga_model.base._internals import divide, multiply, raw
+from ga_model.base._internals import raw
+from ga_model.base._internals_torch import divide, multiply
 from ga_model.torch_engine._torch_noise import Squares, squared_norm
 
 if TYPE_CHECKING:

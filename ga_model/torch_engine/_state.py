@@ -10,7 +10,8 @@ import keras
 import numpy as np
 
 from ga_model.base._call_again import PythonState
-from ga_model.base._internals import layers_in, own_state, raw, seeds, times_written
+from ga_model.base._internals import layers_in, own_state, raw, seeds
+from ga_model.base._internals_torch import times_written
 from ga_model.torch_engine._torch_microbatch_call import random_state, set_random_state
 
 _NUMBERS = {int, float, np.int32, np.int64, np.float32, np.float64}

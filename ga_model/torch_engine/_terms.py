@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import keras
 
 from ga_model.base._identity import is_in
-from ga_model.base._internals import arguments_of_loss, is_sum_of_activities
+from ga_model.base._internals import arguments_of_loss
+from ga_model.base._internals_activities import is_sum_of_activities
 from ga_model.hearing import _messages, _weights
 from ga_model.hearing._models import is_of_keras, unpack
 from ga_model.hearing._step_terms import StepTerms

@@ -19,11 +19,8 @@ import keras
 import torch
 
 from ga_model.base import _validate
-from ga_model.base._internals import (
-    loss_tracker,
-    raw,
-    times_written,
-)
+from ga_model.base._internals import loss_tracker, raw
+from ga_model.base._internals_torch import times_written
 from ga_model.hearing import _messages
 from ga_model.hearing._compiled_copy import copy_with
 from ga_model.hearing._metric_calls import MetricCalls

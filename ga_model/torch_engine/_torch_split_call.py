@@ -17,7 +17,8 @@ import keras
 import torch
 
 from ga_model.base._call_again import PythonState
-from ga_model.base._internals import layers_in, raw, seeds, set_mask, times_written
+from ga_model.base._internals import layers_in, raw, seeds, set_mask
+from ga_model.base._internals_torch import times_written
 from ga_model.hearing._models import instances_in
 from ga_model.hearing._moments_heard import is_known, listener
 from ga_model.hearing._splitting import NotByRowsError

@@ -1,0 +1,52 @@
+"""Names that PyTorch keeps private: see `_internals`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def function_of(node: Any) -> Any:
+    """Return the `torch.autograd.Function` that made a node of PyTorch's autograd, or None."""
+    return getattr(type(node), "_forward_cls", None)
+
+
+def results_of(node: Any) -> list[Any]:
+    """Return the shape, dtype and device of what a node of PyTorch's autograd gave."""
+    return list(node._input_metadata)
+
+
+def times_written(tensor: Any) -> int:
+    """Return a number that grows whenever a tensor of PyTorch is written to in place."""
+    return int(getattr(tensor, "_version", 0))
+
+
+def hooks_on_gradient(tensor: Any) -> Any:
+    """Return the hooks that a gradient of a tensor of PyTorch goes through: a dict, or None."""
+    return tensor._backward_hooks
+
+
+def has_hooks_on_sum(tensor: Any) -> bool:
+    """Return whether hooks run when a leaf of PyTorch has got its gradient."""
+    return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def has_hooks_on_calls(module: Any) -> bool:
+    """Return whether hooks run before or after `forward` of a module of PyTorch."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def has_hooks_on_gradients(module: Any) -> bool:
+    """Return whether gradients of what a module of PyTorch gets or gives go through hooks."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def multiply(tensors: list[Any], factor: float) -> None:
+    """Multiply tensors of PyTorch in place, all of them at once."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def divide(tensors: list[Any], divisor: float) -> None:
+    """Divide tensors of PyTorch in place, all of them at once."""
+    torch._foreach_div_(tensors, divisor)
