@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import keras
 import tensorflow as tf
 
 from ga_model.base._context import graph_being_made
-from ga_model.base._internals import takes_training
 from ga_model.base._internals_activities import (
     adds_up_activities,
     is_sum_of_activities,
@@ -18,8 +16,10 @@ from ga_model.base._internals_activities import (
 )
 from ga_model.graphs._microbatch import num_rows
 from ga_model.hearing import _logs, _messages, _weights
-from ga_model.hearing._models import computes_loss_as_keras, unpack, unrecorded
+from ga_model.hearing._models import computes_loss_as_keras, unpack
 from ga_model.hearing._observed_loss import observed
+from ga_model.hearing._outputs import has_axis_of_samples
+from ga_model.hearing._position import Position
 from ga_model.hearing._step_terms import StepTerms
 from ga_model.reading._denominators import (
     DRAWN,
@@ -38,36 +38,6 @@ from ga_model.reading._loss_reading import (
     mixes_samples,
 )
 from ga_model.replicas import _strategy
-
-
-class Position(NamedTuple):
-    """Where in its window a microbatch stands.
-
-    Attributes:
-        units: the unit of each optimizer's sum so far, as pairs of optimizer and float64 scalar.
-        steps: int64 scalar tensor, `accumulation_steps` of the window.
-        num_microbatches: float64 scalar tensor, those that fill the window.
-        parts: float64 scalar tensor, a power of two near that.
-        is_first_of_batch: bool scalar tensor, whether no microbatch of the batch has counted yet.
-        whole: the batch, if it is split.
-        is_window: whether the microbatch is all of its window.
-        is_update: whether the step runs once per update, whatever replicas there are.
-        defers_logs: whether metrics and logs wait for the full batch.
-        can_be_whole: whether the step may run on the full batch instead.
-        must_add_up: whether the loss has to be known to add up over microbatches.
-    """
-
-    units: list[tuple[Any, Any]]
-    steps: Any
-    num_microbatches: Any
-    parts: Any
-    is_first_of_batch: Any
-    whole: _weights.Whole | None
-    is_window: bool
-    is_update: bool
-    defers_logs: bool
-    can_be_whole: bool
-    must_add_up: bool
 
 
 class StepLosses(StepTerms):
@@ -127,7 +97,7 @@ class StepLosses(StepTerms):
             raise DoesNotAddUpError
         shapes = [leaf.shape for leaf in tf.nest.flatten(y_pred)]
         if self._compares_samples is None and any(None in shape[1:] for shape in shapes):
-            self._compares_samples = _has_axis_of_samples(self._model, self._data)
+            self._compares_samples = has_axis_of_samples(self._model, self._data)
         if self._compares_samples:
             raise DoesNotAddUpError
 
@@ -328,25 +298,3 @@ class StepLosses(StepTerms):
 
     def num_rows(self) -> Any:
         return num_rows(unpack(self._data)[0])
-
-
-def _has_axis_of_samples(model: Any, data: Any) -> bool:
-    """Return whether an output has an axis beside the first whose length is the number of samples.
-
-    Of axes whose length is not known, those of 3 samples are known then.
-    """
-    rows = 3
-
-    def spec(leaf: Any) -> Any:
-        if not isinstance(leaf, tf.Tensor) or not leaf.shape.rank:
-            return leaf
-        return tf.TensorSpec([rows, *leaf.shape[1:]], leaf.dtype)
-
-    def call(x: Any) -> list[Any]:
-        with keras.StatelessScope(), unrecorded():
-            outputs = model(x, training=True) if takes_training(model) else model(x)
-        return [leaf for leaf in tf.nest.flatten(outputs) if leaf is not None]
-
-    specs = tf.nest.map_structure(spec, unpack(data)[0])
-    outputs = tf.function(call, autograph=False).get_concrete_function(specs).structured_outputs
-    return any(output.shape.rank and rows in output.shape[1:] for output in outputs)

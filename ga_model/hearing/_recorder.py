@@ -26,9 +26,10 @@ from ga_model.base._context import graph_being_made
 from ga_model.base._internals import loss_tracker
 from ga_model.base._messages import batch_normalization_messages
 from ga_model.hearing import _logs, _messages, _weights
-from ga_model.hearing._losses import Position, StepLosses
+from ga_model.hearing._losses import StepLosses
 from ga_model.hearing._models import optimizers_in, recording_of_thread
 from ga_model.hearing._normalization import names_by_fate
+from ga_model.hearing._position import Position
 from ga_model.hearing._stand_ins import stand_in
 from ga_model.reading._custom_gradients import not_linear
 from ga_model.reading._heard_gradients import place_of
@@ -37,6 +38,7 @@ from ga_model.reading._tapes import heard
 from ga_model.reading._writes import NOTHING, Writes, left_out, used_since
 from ga_model.replicas import _optimizers
 from ga_model.sums import _sums
+from ga_model.sums._one_gradient import scaled
 from ga_model.sums._sums import GradientSum
 
 
@@ -116,7 +118,7 @@ class Recording:
         weight = self._in_unit(optimizer, terms.weight)
         self._folded[id(optimizer)] = (terms, weight)
         loss = terms.fold(loss, weight.relative, is_first)
-        return optimizer.scale_loss(loss if factor is None else _sums.scaled(loss, factor))
+        return optimizer.scale_loss(loss if factor is None else scaled(loss, factor))
 
     def unit(self, optimizer: Any) -> Any:
         """Return the unit of the optimizer's sum so far, zero before its first microbatch."""
@@ -157,7 +159,7 @@ class Recording:
                 self.model._warn_once(_messages.not_scaled_message(self.model.name))
             weight = self._in_unit(optimizer, terms.weight)
             if factor is not None:
-                gradients = [_sums.scaled(gradient, factor) for gradient in gradients]
+                gradients = [scaled(gradient, factor) for gradient in gradients]
         is_sum = terms.weight is None
         if self.losses.reads_step:
             is_weighted_here = not is_folded and not is_sum and factor is None

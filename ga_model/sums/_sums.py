@@ -31,8 +31,18 @@ import tensorflow as tf
 from ga_model.base import _messages
 from ga_model.replicas import _strategy
 from ga_model.sums._gradient_noise import Squares
+from ga_model.sums._one_gradient import (
+    added,
+    in_parts,
+    mean_of,
+    multiplied,
+    nothing_of,
+    scaled,
+    term_like,
+    term_of,
+    with_slices,
+)
 from ga_model.sums._places import Parts
-from ga_model.sums._rows import Rows, sum_dtype
 
 
 class Weight(NamedTuple):
@@ -123,7 +133,7 @@ class GradientSum(NamedTuple):
             counts = f"{len(gradients)} gradients", f"{len(variables)} variables"
             raise ValueError(_messages.lengths_message(*counts))
         maxima = [g if overwrites(v) else None for g, v in zip(gradients, variables)]
-        gradients = [None if overwrites(v) else _in_parts(g) for g, v in zip(gradients, variables)]
+        gradients = [None if overwrites(v) else in_parts(g) for g, v in zip(gradients, variables)]
         if scale:
             gradients = [scaled(gradient, weight.relative) for gradient in gradients]
         squares = None
@@ -165,8 +175,8 @@ class GradientSum(NamedTuple):
             return self
         begun = tf.cond(
             tf.not_equal(self.total, 0.0),
-            lambda: [_term(g, v) for g, v in present],
-            lambda: [_no_gradient(g, v) for g, v in present],
+            lambda: [term_of(g, v) for g, v in present],
+            lambda: [nothing_of(g, v) for g, v in present],
         )
         return self._replace(gradients=_with_nones(begun, self.gradients))
 
@@ -186,7 +196,7 @@ class GradientSum(NamedTuple):
         """
         shrink = tf.math.divide_no_nan(self.unit, other.unit)  # a power of two, mostly 1
         terms = [
-            (a, _like(a, b, v), v)
+            (a, term_like(a, b, v), v)
             for a, b, v in zip(self.gradients, other.gradients, variables)
             if a is not None
         ]
@@ -195,15 +205,15 @@ class GradientSum(NamedTuple):
         is_first = tf.equal(self.unit, 0.0)
         if in_one_pass:
             sums = [
-                tf.where(is_empty, a, tf.where(is_first, b, _plus(_times(a, shrink, v), b, v)))
+                tf.where(is_empty, a, tf.where(is_first, b, added(multiplied(a, shrink, v), b, v)))
                 for a, b, v in terms
             ]
         elif terms:
             branches = [
                 lambda: [a for a, _, _ in terms],
                 lambda: [b for _, b, _ in terms],
-                lambda: [_plus(a, b, v) for a, b, v in terms],
-                lambda: [_plus(_times(a, shrink, v), b, v) for a, b, v in terms],
+                lambda: [added(a, b, v) for a, b, v in terms],
+                lambda: [added(multiplied(a, shrink, v), b, v) for a, b, v in terms],
             ]
             case = tf.where(is_empty, 0, tf.where(is_first, 1, tf.where(is_same_unit, 2, 3)))
             sums = tf.switch_case(case, branches)
@@ -219,13 +229,15 @@ class GradientSum(NamedTuple):
 
     def as_terms(self, variables: Sequence[Any]) -> GradientSum:
         """Return the first microbatch as a sum that others are added to with `plus_alike`."""
-        gradients = [None if g is None else _term(g, v) for g, v in zip(self.gradients, variables)]
+        gradients = [
+            None if g is None else term_of(g, v) for g, v in zip(self.gradients, variables)
+        ]
         return self._replace(gradients=gradients)
 
     def plus_alike(self, other: GradientSum, variables: Sequence[Any]) -> GradientSum:
         """Return the sum with a microbatch that counts alike, whose weights are not looked at."""
         gradients = [
-            None if a is None else _plus(a, _like(a, b, v), v)
+            None if a is None else added(a, term_like(a, b, v), v)
             for a, b, v in zip(self.gradients, other.gradients, variables)
         ]
         return self._replace(gradients=gradients, maxima=_maxima(self, other))
@@ -241,8 +253,8 @@ class GradientSum(NamedTuple):
         total = None if least is None else self.total
         if least:
             total = tf.maximum(total, tf.math.divide_no_nan(least, self.unit))
-        means = [_mean(g, total, v.dtype) for g, v in zip(self.gradients, variables)]
-        maxima = [_mean(m, None, v.dtype) for m, v in zip(self.maxima, variables)]
+        means = [mean_of(g, total, v.dtype) for g, v in zip(self.gradients, variables)]
+        maxima = [mean_of(m, None, v.dtype) for m, v in zip(self.maxima, variables)]
         return self._replace(gradients=means, maxima=maxima).values()
 
     def of_replica(self, variables: Sequence[Any]) -> GradientSum:
@@ -264,67 +276,12 @@ class GradientSum(NamedTuple):
 
     def with_slices(self, variables: Sequence[Any]) -> GradientSum:
         """Return the sum with `tf.IndexedSlices` for the rows of variables."""
-        gradients = [_with_slices(g, v) for g, v in zip(self.gradients, variables)]
+        gradients = [with_slices(g, v) for g, v in zip(self.gradients, variables)]
         return self._replace(gradients=gradients)
 
     def values(self) -> list[Any]:
         """Return the gradient or the maximum of each variable."""
         return [g if m is None else m for g, m in zip(self.gradients, self.maxima)]
-
-
-def scaled(gradient: Any, factor: Any) -> Any:
-    """Return a gradient times a scalar tensor, in the dtype that it is summed in."""
-    if gradient is None:
-        return None
-    if isinstance(gradient, Parts):
-        return gradient.with_values(lambda values: scaled(values, factor))
-    gradient = _with_dtype(tf.convert_to_tensor(gradient))
-    return gradient * tf.cast(factor, gradient.dtype)
-
-
-def _mean(gradient: Any, total: Any, dtype: Any) -> Any:
-    if gradient is None:
-        return None
-    if isinstance(gradient, tf.IndexedSlices):
-        values = _mean(gradient.values, total, dtype)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    if total is not None:
-        gradient = gradient / tf.cast(total, gradient.dtype)
-    return tf.cast(gradient, dtype)
-
-
-def _no_gradient(gradient: Any, variable: Any) -> Any:
-    """Return what a gradient adds that is left out."""
-    if isinstance(gradient, (Rows, Parts)):
-        return Rows.none(variable)
-    return tf.zeros_like(_with_dtype(gradient))
-
-
-def _term(gradient: Any, variable: Any) -> Any:
-    """Return a microbatch's gradient as what is summed."""
-    if isinstance(gradient, Parts):
-        return Rows.of(gradient, variable)
-    return gradient if isinstance(gradient, Rows) else _with_dtype(gradient)
-
-
-def _like(total: Any, gradient: Any, variable: Any) -> Any:
-    """Return what is added to `total`.
-
-    In another trace, or eagerly, a gradient may be of another kind, or left out.
-    """
-    if gradient is None:
-        return _no_gradient(total, variable)
-    if not isinstance(total, Rows):
-        gradient = _with_slices(gradient, variable)
-        if isinstance(gradient, tf.IndexedSlices):
-            slices, num_rows = gradient, int(variable.shape[0])
-            gradient = tf.math.unsorted_segment_sum(slices.values, slices.indices, num_rows)
-        gradient = tf.convert_to_tensor(gradient)
-        gradient.set_shape(total.shape)  # which that of a function's result may not be known to be
-        return tf.cast(gradient, total.dtype)
-    if not isinstance(gradient, (Rows, Parts)):
-        gradient = Parts(None, tf.IndexedSlices(gradient, tf.range(variable.shape[0])))
-    return _term(gradient, variable)
 
 
 def _maxima(a: GradientSum, b: GradientSum) -> list[Any]:
@@ -333,31 +290,6 @@ def _maxima(a: GradientSum, b: GradientSum) -> list[Any]:
         None if x is None else tf.maximum(x, tf.cast(y, x.dtype))
         for x, y in zip(a.maxima, b.maxima)
     ]
-
-
-def _plus(total: Any, term: Any, variable: Any) -> Any:
-    return total.plus(term, variable) if isinstance(total, Rows) else total + term
-
-
-def _times(total: Any, factor: Any, variable: Any) -> Any:
-    if isinstance(total, Rows):
-        return total.times(factor, variable)
-    return total * tf.cast(factor, total.dtype)
-
-
-def _in_parts(gradient: Any) -> Any:
-    return Parts.of(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
-
-
-def _with_slices(gradient: Any, variable: Any) -> Any:
-    if isinstance(gradient, Parts):
-        return gradient.slices()
-    return gradient.slices(variable) if isinstance(gradient, Rows) else gradient
-
-
-def _with_dtype(gradient: Any) -> Any:
-    """Return a dense gradient in the dtype that it is summed in."""
-    return tf.cast(gradient, sum_dtype(gradient.dtype))
 
 
 def _with_nones(gradients: list[Any], pattern: list[Any]) -> list[Any]:

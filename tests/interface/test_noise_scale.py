@@ -35,9 +35,9 @@ from ga_model import (
     accumulate,
     check_equivalence,
 )
-from ga_model._noise_scale import NoiseScale
 from ga_model.sums._gradient_noise import squared_norm
 from ga_model.sums._noise import Averages
+from ga_model.sums._noise_scale_words import NoiseScale
 
 
 def sweep(name, way, is_slow):
