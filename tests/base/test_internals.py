@@ -10,14 +10,19 @@ import ga_model
 PACKAGE = Path(ga_model.__file__).parent
 FILES = {f.relative_to(PACKAGE).as_posix(): f for f in sorted(PACKAGE.rglob("*.py"))}
 INTERNALS = "base/_internals"
-# What the model class and its base for each backend override, and only there.
-OVERRIDING = {"_model.py", "_tensorflow_engine.py", "torch_engine/_hooks.py"}
 OVERRIDDEN = {
     "_compile_loss",
     "_loss_tracker",
     "_aggregate_additional_loss",
     "_maybe_symbolic_build",
     "_make_function",
+}
+OVERRIDING = ["_model.py", "_tensorflow_engine.py", "torch_engine/_hooks.py"]
+# What single files may name, and no other.
+IN_FILE = {
+    **dict.fromkeys(OVERRIDING, OVERRIDDEN),  # by the model class and its base for each backend
+    "__init__.py": {path.stem for path in PACKAGE.glob("*.py")},  # modules that are imported late
+    "base/_names.py": {"_Arguments", "_Function"},  # type variables, which are told their names
 }
 # Of named tuples and of Python; and what the copy of a compiled loss has in its `__dict__`.
 OTHERS = {"_replace", "_asdict", "_fields", "_getframe"} | {"_terms", "_calls"}
@@ -28,9 +33,9 @@ def is_private(name):
 
 
 def defined_in(tree):
-    """Yield the private names that a module and its classes define, and attributes of `self`."""
+    """Yield the private names that classes define: in their bodies, and as attributes of `self`."""
     for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.ClassDef)):
+        if isinstance(node, ast.ClassDef):
             for part in node.body:
                 targets = getattr(part, "targets", [getattr(part, "target", None)])
                 yield from (target.id for target in targets if isinstance(target, ast.Name))
@@ -57,13 +62,12 @@ def foreign_names(sources):
     """Return places and private names in sources, by their names, that are not their own."""
     trees = {name: ast.parse(source) for name, source in sources.items()}
     own = {name for tree in trees.values() for name in defined_in(tree)} - OVERRIDDEN | OTHERS
-    own |= {Path(name).stem for name in sources}
     return [
         f"{file}:{line} {name}"
         for file, tree in trees.items()
         for line, name in used_in(tree)
         if name.startswith(("keras.src", "tensorflow.python"))
-        or (is_private(name) and name not in own | (OVERRIDDEN if file in OVERRIDING else set()))
+        or (is_private(name) and name not in own | IN_FILE.get(file, set()))
     ]
 
 
@@ -88,6 +92,11 @@ def test_private_names_of_keras_are_used_in_modules_for_them():
 )
 def test_a_private_name_is_found(source):
     assert foreign_names({"_step.py": source})
+
+
+def test_a_name_is_found_that_a_module_or_a_function_of_ours_has_too():
+    sources = {"_step.py": "layer._losses, layer._build()", "_losses.py": "def _build(): ..."}
+    assert foreign_names(sources) == ["_step.py:1 _losses", "_step.py:1 _build"]
 
 
 @pytest.mark.every_case
