@@ -4,6 +4,7 @@ The page "All messages" of the site is made of them, and a test holds each to be
 """
 
 import ast
+import itertools
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -29,9 +30,9 @@ def all_messages(package: Path = ROOT / "ga_model") -> list[Message]:
     """Return the texts of a package in the order of its modules."""
     found = []
     for path in sorted(package.rglob("*.py")):
+        module = path.relative_to(package.parent)
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Raise) or _makes_message(node):
-                module = path.relative_to(package.parent)
                 found += [Message(module, text) for text in _texts(node)]
     return list(dict.fromkeys(found))
 
@@ -50,12 +51,9 @@ def page() -> str:
         f"What errors and warnings say, by the module that says it; {FIELD} is what they put in. "
         "What is met most often is explained under [questions and messages](../questions.md).",
     ]
-    module = None
-    for message in all_messages():
-        if message.module != module:
-            module = message.module
-            lines += ["", f"## `{module}`", ""]
-        lines.append(f"* {_escaped(message.text)}")
+    for module, messages in itertools.groupby(all_messages(), lambda message: message.module):
+        lines += ["", f"## `{module}`", ""]
+        lines += [f"* {_escaped(message.text)}" for message in messages]
     return "\n".join([*lines, ""])
 
 
@@ -70,9 +68,8 @@ def _texts(node: ast.AST) -> list[str]:
         return _long_enough("".join(map(str, parts)))
     if isinstance(node, ast.Constant):
         return _long_enough(node.value) if isinstance(node.value, str) else []
-    is_documented = isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is not None
     children = list(ast.iter_child_nodes(node))
-    if is_documented:
+    if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is not None:
         children.remove(node.body[0])
     return [text for child in children for text in _texts(child)]
 
