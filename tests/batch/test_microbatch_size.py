@@ -100,7 +100,6 @@ WAYS = {
 }
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("steps", "rows"), [(1, 12), (3, 7)])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["dense", "embedding"])
@@ -116,7 +115,6 @@ def test_every_way_to_run_alone_and_with_accumulation_steps(name, way, steps, ro
         assert_equal_logs(model, reference)
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("steps", "kind"),
     [(1, "none"), (1, "rows"), (1, "positions"), (1, "zeros"), (2, "none"), (2, "positions")],
@@ -173,7 +171,6 @@ def test_a_batch_without_weight_makes_the_update_that_plain_keras_makes(way, flo
 # Terms that one weight per microbatch cannot serve.
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("way", ["graph", "jit", "eager"])
 @pytest.mark.parametrize("case", UNLIKE)
 def test_terms_of_unlike_weights_are_exact_in_a_batch_and_nothing_warns(case, way, float64):

@@ -80,7 +80,6 @@ CASES = [
 ]
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.filterwarnings("ignore:Microbatches of:UserWarning")
 @pytest.mark.parametrize(("way", "bad", "reduction", "run"), CASES, ids=str)
 def test_the_windows_mean_is_that_of_the_rest(way, bad, reduction, run, float64):

@@ -121,7 +121,6 @@ def test_every_kind_of_data_matches_the_whole_batch(source, rows, float64):
     assert_same_training(model, reference, start)
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning:keras")
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("rows", [24, 28, 32, 36])
@@ -138,7 +137,6 @@ def test_running_into_the_end_of_the_data_leaves_no_trace(rows, reduction, float
     assert_same_training(model, reference, start)
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "compile_args",
     [

@@ -164,7 +164,6 @@ def difference(name, rows=34, batch=12, steps=1, size=5, loss_over="batch", **kw
     return relative_difference(model.get_weights(), reference.get_weights(), start)
 
 
-@pytest.mark.one_in(2)
 @by_loss
 def test_losses_that_compare_rows_match_the_whole_batch(name, dtype):
     assert difference(name) < TOLERANCE[dtype]
@@ -208,7 +207,6 @@ def test_several_batches_per_call_match(steps_per_execution, float64):
     assert difference(name, steps_per_execution=steps_per_execution) < TOLERANCE[float64]
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.filterwarnings("ignore:Gradients do not exist for variables")
 @pytest.mark.parametrize("name", sorted(ZOO))
 def test_losses_of_single_rows_match(name, float64):
@@ -345,7 +343,6 @@ def images_of_classes(rows):
     return dense_data(rows, features=72)[0].reshape(rows, 6, 6, 2), classes(rows)[1]
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.filterwarnings("ignore:BatchNormalization layers in training mode")
 @pytest.mark.parametrize(
     ("make", "loss", "data", "way"),
@@ -512,7 +509,6 @@ class Bare(keras.layers.Layer):
         return self.function(inputs)
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("way", [{}, {"run_eagerly": True}])
 @pytest.mark.parametrize(
     ("activation", "loss"),

@@ -93,7 +93,6 @@ def in_microbatches(names):
 # Steps of the field.
 
 
-@pytest.mark.one_in(2)
 @in_microbatches(STEPS)
 def test_steps_match_the_full_batch(name, size, is_static, rows_seen, float64):
     rows = 48 if is_static else 44
@@ -151,7 +150,6 @@ def test_a_last_batch_below_the_microbatch_matches(rows, float64):
 NOT_SPLIT = {"made of their number", "stateless"}
 
 
-@pytest.mark.one_in(3)
 @in_microbatches(CALLS)
 @pytest.mark.filterwarnings("ignore:Gradients do not exist for variables")
 def test_calls_match_the_full_batch(name, size, is_static, rows_seen, float64):
@@ -474,7 +472,6 @@ def test_the_step_of_keras_matches_with_losses_that_do_not_add_up(name, float64)
 # Calls that cannot be split.
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", WHOLE)
 def test_calls_that_cannot_be_split_are_exact_and_named_once(name, float64):
     make, reason = WHOLE[name]

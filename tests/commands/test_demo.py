@@ -196,6 +196,7 @@ def test_settings_that_can_not_tell_the_runs_apart_prove_nothing():
     assert verdict.text.startswith("No verdict: ")
 
 
+@pytest.mark.gate_every_case
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

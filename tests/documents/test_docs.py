@@ -24,6 +24,9 @@ PAGES = sorted(
 )
 
 
+pytestmark = pytest.mark.gate_every_case
+
+
 def run(tmp_path, blocks, names=None):
     path = tmp_path / "example.py"  # a file, because TensorFlow reads the source of functions
     path.write_text("\n".join(blocks))

@@ -18,7 +18,7 @@ from nbformat.v4 import new_code_cell
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 assert NOTEBOOKS
 
-pytestmark = pytest.mark.gate
+pytestmark = [pytest.mark.gate, pytest.mark.gate_every_case]
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # kernels inherit it
 
 

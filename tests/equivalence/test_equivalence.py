@@ -146,7 +146,6 @@ def test_more_rows_than_the_table_has_match_the_whole_batch(jit_compile, float64
     assert difference <= TOLERANCE[float64]
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning:keras")
 @pytest.mark.parametrize("name", [name for name in ZOO if name != "lazily_built"])
 def test_zoo_under_xla_matches_the_whole_batch(name, float64):
@@ -161,7 +160,6 @@ def test_zoo_under_xla_matches_the_whole_batch(name, float64):
     assert difference <= TOLERANCE[float64]
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("weightless", [[0], [1], [2], [0, 1], [1, 2], [0, 2]], ids=str)
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_batches_without_weight_anywhere_in_a_window(jit_compile, weightless, float64):

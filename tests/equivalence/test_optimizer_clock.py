@@ -67,7 +67,6 @@ def test_every_optimizer_of_keras_is_in_a_test():
     assert tested == every - {keras.optimizers.Optimizer}
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @float32_in_the_sweep
 def test_optimizer_settings_match_the_whole_batch(name, dtype):

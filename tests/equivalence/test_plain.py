@@ -10,7 +10,6 @@ from zoo import ZOO
 from ga_model import AccumulatingModel, accumulate
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning:keras")
 @pytest.mark.parametrize(
     ("name", "jit_compile"),

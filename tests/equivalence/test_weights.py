@@ -33,7 +33,6 @@ from ga_model import AccumulatingModel, accumulate
 from ga_model.base._internals import added_to_valid_entries
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["none", "rows", "positions", "zeros"])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("reduction", DIFFERENT_REDUCTIONS)

@@ -105,7 +105,6 @@ def two_inputs(rows):
     return (x[:, :4], 3 * x[:, 4:] + 1), y
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("way", WAYS)
 @every_setting
 def test_they_are_those_of_the_full_batch(settings, way, float64):
@@ -124,7 +123,6 @@ CASES = {
 }
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("case", CASES)
 def test_of_other_layers_and_data(case, settings, float64):
@@ -178,7 +176,6 @@ def test_moving_them_per_microbatch_differs_and_is_told(settings, float64):
     assert relative_difference(averages(model), averages(reference), start) > 1e-2
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_the_warning_says_what_is_true(settings, way):
@@ -206,7 +203,6 @@ def test_nothing_moves_before_the_update_or_in_an_interrupted_window(settings, f
         np.testing.assert_allclose(a, b, rtol=1e-12)
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("ignore:Microbatches of:UserWarning")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("settings", SETTINGS)

@@ -356,7 +356,6 @@ def in_all_ways(names, ways, under_xla=()):
     return pytest.mark.parametrize(("name", "way"), [*pairs, *((name, XLA) for name in under_xla)])
 
 
-@pytest.mark.one_in(4)
 @in_all_ways(EXACT, WAYS, ["mean", "masked, epsilon", "boolean mask", "real and fake"])
 def test_losses_that_are_quotients_of_sums_match_without_a_word(name, way, float64):
     found, said = difference(lambda: OwnStep(EXACT[name]), **way)
@@ -364,7 +363,6 @@ def test_losses_that_are_quotients_of_sums_match_without_a_word(name, way, float
     assert found < TOLERANCE[float64]
 
 
-@pytest.mark.one_in(2)
 @in_all_ways(OF_INPUTS_EXACT, [{}, {"is_static": True}])
 def test_gradients_of_inputs_whose_length_does_not_matter_match(name, way, float64):
     found, said = difference(lambda: UsesGradientsOfInputs(*OF_INPUTS_EXACT[name]), **way)
@@ -386,7 +384,6 @@ def test_steps_that_scale_match(name, float64):
     assert found < TOLERANCE[float64]
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", LINEAR)
 @pytest.mark.parametrize("loss", ["sum", "masked, epsilon"])
 def test_gradients_that_are_worked_over_linearly_match(loss, name, float64):
@@ -427,7 +424,6 @@ def test_a_rule_of_the_users_does_not_cover_what_is_done_to_gradients(settings, 
         assert ["leave it to the optimizer" in text for text in said] == [True]
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", NOT_LINEAR)
 @pytest.mark.parametrize("is_scaled", [False, True])
 def test_gradients_that_are_clipped_are_told_of_once(is_scaled, name, float64):
@@ -469,7 +465,6 @@ def test_beside_regularizers_what_is_no_mean_is_told_of(name, float64):
     assert len(said) == 1
 
 
-@pytest.mark.one_in(3)
 def test_numbers_that_are_drawn_by_a_fixed_seed_are_told(float64):
     def drawn(z, y, m):
         noise = tf.random.stateless_normal(tf.shape(z), [1, 2], dtype=z.dtype)
@@ -563,7 +558,6 @@ def compiled_difference(loss, **compile_args):
     return relative_difference(*trained, start), said
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("way", [{}, {"jit_compile": True}])
 @pytest.mark.parametrize("name", COMPILED_EXACT)
 def test_compiled_losses_match_without_a_word(name, way, float64):
@@ -572,7 +566,6 @@ def test_compiled_losses_match_without_a_word(name, way, float64):
     assert found < TOLERANCE[float64]
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("way", [{}, {"jit_compile": True}])
 @pytest.mark.parametrize("name", COMPILED_TOLD)
 def test_compiled_losses_that_compare_samples_are_told_of(name, way, float64):

@@ -77,7 +77,6 @@ def weights_of(model):
     return [*model.get_weights(), *(v.numpy() for v in model.optimizer.variables)]
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("way", [{}, EAGER, XLA])
 @pytest.mark.parametrize("make", [MovesItOnUpdate, OfTheMixin])
@@ -210,7 +209,6 @@ def test_layers_that_change_by_their_calls_match_the_full_batch(name, way, float
     assert relative_difference(trained[1], trained[0], start) < TOLERANCE[float64]
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("way", [{}, EAGER, XLA])
 @pytest.mark.parametrize("name", STATES)
 @pytest.mark.parametrize("settings", ["steps", "adding up"])
@@ -234,7 +232,6 @@ def training():
     return stack(lambda: layers.BatchNormalization(name="bn"), lambda: layers.Dense(2))()
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("way", [{}, EAGER, XLA])
 @pytest.mark.parametrize("settings", [n for n in SETTINGS if n != "skipping"])
 def test_batch_normalization_is_told_of_where_it_trains(settings, way):

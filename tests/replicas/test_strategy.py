@@ -48,7 +48,6 @@ def adam(**kwargs):
     return lambda: {"optimizer": keras.optimizers.Adam(0.01, **kwargs), "loss": "mse"}
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("replicas", [2, 3])
 @pytest.mark.parametrize(
     "settings", [STEPS, SIZE, BOTH], ids=["accumulation_steps", "microbatch_size", "both"]
@@ -69,7 +68,6 @@ def test_every_setting_matches_the_whole_batch(name, settings, replicas, dtype):
         np.testing.assert_allclose(loss, expected, rtol=1e-6)
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.gate
 @several
 @pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight", "sum"])
@@ -150,7 +148,6 @@ def test_a_loss_scale_optimizer_sees_an_overflow_on_any_replica(settings, replic
     assert difference <= TOLERANCE["float32"]
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("case", "replicas"), list(zip(UNLIKE, (2, 3) * 3)))
 def test_terms_of_unlike_weights_are_exact_in_a_batch(case, replicas, float64):
     make, arguments, make_data = UNLIKE[case]
