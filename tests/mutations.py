@@ -1,0 +1,531 @@
+"""Break the package in one place at a time, and see which test notices. For maintainers, by hand.
+
+    python tests/mutations.py                  # all mutations, an hour at most on two cores
+    python tests/mutations.py replica noise    # those whose names have one of these words
+    python tests/mutations.py --named          # only by the test that should notice
+    python tests/mutations.py -m "not deep"    # what the quick tests let through: all but deep
+
+Each mutation is tried in a copy of the tree: first by the quick test that is named beside it, then,
+if that passes, by all quick tests. Nine in ten have to be caught by these, and all by the gate's.
+"""
+
+import argparse
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from typing import NamedTuple
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+_LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "_build")
+_SECONDS = 1800  # after which a run counts as hung
+
+
+class Mutation(NamedTuple):
+    """A defect.
+
+    Attributes:
+        name: what is wrong then.
+        file: in `ga_model`.
+        before: text that stands there once.
+        after: what stands in its place.
+        test: in `tests`, the quick test that is to notice: a file, or one test of it.
+    """
+
+    name: str
+    file: str
+    before: str
+    after: str
+    test: str
+
+
+MUTATIONS = [
+    # Weights and sums.
+    Mutation(
+        "microbatches count alike, whatever their losses average over",
+        "hearing/_recorder.py",
+        "        weight = self._in_unit(optimizer, terms.weight)\n        self._folded",
+        "        weight = self._in_unit(optimizer, terms.weight if terms.weight is None else 1.0)\n"
+        "        self._folded",
+        "equivalence/test_weights.py::test_reduction_matches_the_whole_batch",
+    ),
+    Mutation(
+        "gradients of a step that does not call scale_loss are not weighted",
+        "hearing/_recorder.py",
+        "scale = not (is_folded or is_sum)",
+        "scale = False",
+        "hearing/test_steps.py::test_a_train_step_of_the_users_own_matches_the_whole_batch",
+    ),
+    Mutation(
+        "a mask is ignored",
+        "hearing/_observed_loss.py",
+        "valid, added = tf.math.count_nonzero(mask, dtype=tf.float64), added_to_valid_entries()",
+        "valid, added = tf.cast(tf.size(mask), tf.float64), added_to_valid_entries()",
+        "equivalence/test_weights.py::test_ignored_class_counts_like_a_mask",
+    ),
+    Mutation(
+        "sample weights do not count in a mean over them",
+        "hearing/_observed_loss.py",
+        'by_sample_weight = reduction == "mean_with_sample_weight" and sample_weight is not None',
+        "by_sample_weight = False",
+        "equivalence/test_weights.py::test_reduction_matches_the_whole_batch",
+    ),
+    Mutation(
+        "a sum beside a mean is not scaled by the microbatches of the window",
+        "hearing/_weights.py",
+        "(term.value, _numbers.float64(steps) * parts)",
+        "(term.value, parts)",
+        "equivalence/test_weights.py"
+        "::test_a_sum_beside_a_mean_is_exact_in_full_windows_of_equal_microbatches",
+    ),
+    Mutation(
+        "terms of different weights have one weight in a split batch",
+        "hearing/_weights.py",
+        "factors.append((term.value, share * parts))",
+        "factors.append((term.value, parts))",
+        "batch/test_microbatch_size.py"
+        "::test_terms_of_unlike_weights_are_exact_in_a_batch_and_nothing_warns",
+    ),
+    Mutation(
+        "a regularizer beside a sum counts once per microbatch",
+        "hearing/_weights.py",
+        "loss = loss - repeated * _numbers.like(loss, value)",
+        "pass",
+        "batch/test_microbatch_size.py::test_regularizers_count_once_per_batch",
+    ),
+    Mutation(
+        "the unit does not grow with a heavier microbatch",
+        "sums/_sums.py",
+        "grown = unit * power_of_two(tf.maximum(ratio, 1.0))",
+        "grown = unit",
+        "interface/test_accumulator.py"
+        "::test_no_gradient_is_scaled_up_and_weights_that_grow_are_exact",
+    ),
+    Mutation(
+        "the sum so far does not shrink where the unit grows",
+        "sums/_sums.py",
+        "lambda: [added(multiplied(a, shrink, v), b, v) for a, b, v in terms],",
+        "lambda: [added(a, b, v) for a, b, v in terms],",
+        "interface/test_accumulator.py"
+        "::test_no_gradient_is_scaled_up_and_weights_that_grow_are_exact",
+    ),
+    Mutation(
+        "float16 gradients are summed in float16",
+        "sums/_rows.py",
+        "return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype",
+        "return dtype",
+        "interface/test_accumulator.py::test_1024_small_half_precision_gradients_sum_right",
+    ),
+    Mutation(
+        "what overwrites a variable is summed",
+        "sums/_sums.py",
+        'return bool(getattr(variable, "overwrite_with_gradient", False))',
+        "return False",
+        "interface/test_accumulator.py"
+        "::test_gradients_that_overwrite_their_variable_are_neither_weighted_nor_summed",
+    ),
+    # Sparse gradients.
+    Mutation(
+        "rows of equal ids are summed from the first on",
+        "sums/_rows.py",
+        "return self.count > num_rows + num_rows // 4",
+        "return self.count > 0",
+        "equivalence/test_summed_rows.py::test_an_update_that_does_not_differ_is_not_told_of",
+    ),
+    Mutation(
+        "rows of positions come once per microbatch",
+        "sums/_places.py",
+        "return not (any(dependence_of(ids)) or is_made_for_rows(ids))",
+        "return False",
+        "equivalence/test_positions.py::test_positions_of_a_transformer_match_the_full_batch",
+    ),
+    Mutation(
+        "positions are matched by their number and not by their ids",
+        "sums/_rows.py",
+        "is_same = is_same_count & tf.reduce_all(tf.equal(ids[:least], more[:least]))",
+        "is_same = is_same_count",
+        "equivalence/test_positions.py::test_places_are_known_by_their_ids",
+    ),
+    # Windows.
+    Mutation(
+        "a partial window is divided by the microbatches of a full one",
+        "batch/_window.py",
+        "            if whole.variables:\n                whole.update(",
+        "            if whole.variables:\n"
+        "                number = tf.cast(self.steps - self._remaining, tf.float64)\n"
+        "                share = tf.cast(self.steps, tf.float64) / number\n"
+        "                share = tf.where(condition, share, 1.0)\n"
+        "                whole._total.assign(whole._total * share)\n"
+        "                whole.update(",
+        "equivalence/test_equivalence.py::test_zoo_matches_the_whole_batch",
+    ),
+    Mutation(
+        "a window stays open at an epoch's end",
+        "_callbacks.py",
+        "warn_of_no_effect(has_updated)\n        self._accumulating.close_window()",
+        "warn_of_no_effect(has_updated)",
+        "batch/test_window.py::test_epoch_logs_and_metrics_equal_those_of_the_whole_batch",
+    ),
+    Mutation(
+        "a window stays open for validation",
+        "_callbacks.py",
+        "on_test_begin(self, logs: Any = None) -> None:\n        self._accumulating.close_window()",
+        "on_test_begin(self, logs: Any = None) -> None:",
+        "batch/test_window.py::test_the_window_closes_before_validation_and_before_callbacks",
+    ),
+    Mutation(
+        "fit goes on with the window that a loop has left",
+        "_callbacks.py",
+        "on_train_begin(self, logs: Any = None) -> None:\n"
+        "        self._accumulating._accumulation.discard_window()",
+        "on_train_begin(self, logs: Any = None) -> None:\n        pass",
+        "interface/test_faults.py::test_fit_knows_nothing_of_a_loop_that_broke_off",
+    ),
+    Mutation(
+        "an error leaves its window open",
+        "_train_function.py",
+        "            model._accumulation.discard_window()\n",
+        "",
+        "interface/test_faults.py::test_a_batch_that_fails_in_a_loop_empties_the_window",
+    ),
+    Mutation(
+        "a new accumulation_steps changes the open window",
+        "batch/_window.py",
+        "        if not self.is_open():\n            self._begin()",
+        "        self._begin()",
+        "batch/test_window.py::test_a_changed_setting_takes_effect_at_the_next_window",
+    ),
+    Mutation(
+        "an open window is forgotten where accumulation_steps becomes 1",
+        "_kept.py",
+        "return self.settings.accumulation_steps > 1 or self.has_open_window()",
+        "return self.settings.accumulation_steps > 1",
+        "batch/test_window.py::test_a_window_begun_before_a_change_to_1_is_finished",
+    ),
+    Mutation(
+        "on_update is called once per batch",
+        "batch/_window.py",
+        "_strategy.run_once_if(condition, self._on_update)",
+        "_strategy.run_once_if(True, self._on_update)",
+        "reading/test_writes.py::test_what_happens_on_update_happens_once_per_update",
+    ),
+    Mutation(
+        "a schedule is one epoch late",
+        "_callbacks.py",
+        "self.model.accumulation_steps = self._steps_at(epoch)",
+        "self.model.accumulation_steps = self._steps_at(max(epoch - 1, 0))",
+        "interface/test_scheduler.py::test_updates_are_those_of_the_scheduled_windows",
+    ),
+    # One batch.
+    Mutation(
+        "the last microbatch of a batch is dropped where it is smaller",
+        "graphs/_microbatch.py",
+        "tf.maximum((self.rows + size - 1) // size, 1)",
+        "tf.maximum(self.rows // size, 1)",
+        "batch/test_microbatch_size.py::test_rows_keep_their_order",
+    ),
+    Mutation(
+        "skip_nonfinite counts the microbatches that it keeps",
+        "batch/_step.py",
+        "accumulation.count_skipped(batch.num_microbatches - part.num_counted)",
+        "accumulation.count_skipped(part.num_counted)",
+        "batch/test_nonfinite.py::test_what_was_left_out_is_reported_once_and_counted_from_compile_on",
+    ),
+    Mutation(
+        "skip_nonfinite looks at the first gradient only",
+        "sums/_sums.py",
+        "tf.reduce_all(tf.math.is_finite(value)) for value in present]",
+        "tf.reduce_all(tf.math.is_finite(value)) for value in present[:1]]",
+        "batch/test_nonfinite.py::test_the_windows_mean_is_that_of_the_rest",
+    ),
+    Mutation(
+        "a microbatch that is left out stays in metrics and statistics",
+        "batch/_nonfinite.py",
+        "_strategy.run_if(tf.equal(part.num_counted, 0), undo)",
+        "_strategy.run_if(tf.constant(False), undo)",
+        "batch/test_nonfinite.py"
+        "::test_running_statistics_and_random_state_are_as_if_the_microbatch_had_not_been",
+    ),
+    Mutation(
+        "the loss is tracked once per microbatch",
+        "hearing/_metric_calls.py",
+        "return _is_scalar(value) and _is_scalar(sample_weight)",
+        "return False",
+        "batch/test_microbatch_size.py::test_trackers_are_those_of_the_whole_batch_wherever_they_are",
+    ),
+    Mutation(
+        "numbers that a step logs are not weighted",
+        "hearing/_logs.py",
+        "self.sums += recording.mean_of(leaf)",
+        "self.sums += [tf.cast(leaf, tf.float64), tf.ones((), tf.float64)]",
+        "batch/test_microbatch_size.py::test_logs_of_a_step_of_ones_own_are_those_of_the_whole_batch",
+    ),
+    Mutation(
+        "running averages move once per microbatch",
+        "hearing/_normalization.py",
+        "                raw(variable).assign(value)",
+        "                pass",
+        "hearing/test_batch_normalization.py::test_they_are_those_of_the_full_batch",
+    ),
+    Mutation(
+        "the variance of parts leaves out how far their means are apart",
+        "sums/_moments.py",
+        " + (step * share) * (step * rest),",
+        ",",
+        "hearing/test_batch_normalization.py::test_moments_of_parts_are_those_of_all",
+    ),
+    # Replicas.
+    Mutation(
+        "a replica divides by its own weights",
+        "sums/_sums.py",
+        "weight = _strategy.mean_over_replicas(self.total * self.unit)",
+        "weight = self.total * self.unit",
+        "replicas/test_strategy.py::test_every_setting_matches_the_whole_batch",
+    ),
+    Mutation(
+        "a replica's sum is left out",
+        "replicas/_strategy.py",
+        'all_reduce("SUM", values)',
+        'all_reduce("MEAN", values)',
+        "replicas/test_strategy.py::test_bad_microbatches_are_left_out_on_any_replica",
+    ),
+    Mutation(
+        "a loss scale optimizer sees one replica's overflow only",
+        "replicas/_optimizers.py",
+        "if _strategy.num_replicas() > 1 and (is_scaled or clips(optimizer)):",
+        "if _strategy.num_replicas() > 1 and clips(optimizer):",
+        "replicas/test_strategy.py::test_a_loss_scale_optimizer_sees_an_overflow_on_any_replica",
+    ),
+    # Calls of layers by microbatches.
+    Mutation(
+        "the second pass draws other numbers than the first",
+        "calls/_second_pass.py",
+        "        write(zip(changed, found))\n",
+        "",
+        "calls/test_loss_over.py::test_both_passes_draw_the_same_numbers",
+    ),
+    Mutation(
+        "the second pass sees weights that the step has written since",
+        "calls/_second_pass.py",
+        "targets = self._targets(leaves, [*self._kept, *weights], shared)",
+        "targets = self._targets(leaves, [*self._kept], shared)",
+        "calls/test_loss_over.py::test_the_second_pass_sees_what_the_first_one_saw",
+    ),
+    Mutation(
+        "losses that layers add count alike in microbatches of different sizes",
+        "calls/_microbatch_call.py",
+        "tf.reduce_sum(loss) if adds else loss * tf.cast(share, loss.dtype)",
+        "tf.reduce_sum(loss) if adds else loss / tf.cast(self.num_microbatches, loss.dtype)",
+        "calls/test_loss_over.py::test_losses_that_layers_add_count_once",
+    ),
+    Mutation(
+        "an input that all samples share has the gradient of the last microbatch",
+        "calls/_second_pass.py",
+        "sums = [a + b for a, b in zip(sums, of_shared)]",
+        "sums = list(of_shared)",
+        "calls/test_split_calls.py::test_calls_match_the_full_batch",
+    ),
+    Mutation(
+        "a call that mixes samples is split",
+        "calls/_call_checks.py",
+        "    if mixes_samples(outputs, layer):\n",
+        "    if False:\n",
+        "calls/test_split_calls.py::test_calls_that_cannot_be_split_are_exact_and_named_once",
+    ),
+    # What is read of a step.
+    Mutation(
+        "every loss is taken to add up",
+        "reading/_loss_reading.py",
+        "return len(graph.outputs) == 1 and Reading(graph).proves(graph.outputs[0])",
+        "return len(graph.outputs) == 1",
+        "reading/test_loss_reading.py::test_what_adds_up_is_told_from_what_does_not",
+    ),
+    Mutation(
+        "a shape without axis 0 is taken to depend on samples",
+        "reading/_dependence.py",
+        "return 0 not in range(rank)[first : last : stride[0]]",
+        "return False",
+        "reading/test_dependence.py",
+    ),
+    Mutation(
+        "a mean that a step makes is taken for a sum",
+        "reading/_step_loss.py",
+        "        if kind == SUM and power == 1.0:\n",
+        "        if kind == SUM and power == 1.0:\n            return\n        if False:\n",
+        "reading/test_step_loss.py::test_losses_that_are_quotients_of_sums_match_without_a_word",
+    ),
+    Mutation(
+        "a step that clips gradients is not told of",
+        "hearing/_recorder.py",
+        "if work.breaks is not None:",
+        "if False:",
+        "reading/test_step_loss.py::test_gradients_that_are_clipped_are_told_of_once",
+    ),
+    Mutation(
+        "a step that writes to variables is not told of",
+        "reading/_writes.py",
+        "        return _captured(graph, written)\n",
+        "        return set()\n",
+        "reading/test_writes.py::test_a_step_that_writes_to_variables_is_told_of_once",
+    ),
+    # Automatic size, noise, settings, files.
+    Mutation(
+        "a size that did not fit is not halved",
+        "automatic/_search.py",
+        "self.size = (size + 1) // 2",
+        "self.size = size - 1",
+        "automatic/test_auto.py::test_the_last_row_that_does_not_fit_is_an_error",
+    ),
+    Mutation(
+        "the search stops at powers of two",
+        "automatic/_search.py",
+        "while size - fitting > 1:",
+        "while False:",
+        "automatic/test_auto.py::test_the_largest_size_that_fits_is_found",
+    ),
+    Mutation(
+        "the search leaves weights as its trials have them",
+        "automatic/_trials.py",
+        "            for variable, value in zip(variables, values):\n"
+        "                variable.assign(value)\n",
+        "",
+        "automatic/test_auto.py::test_the_search_leaves_everything_as_it_was",
+    ),
+    Mutation(
+        "the noise estimate is biased",
+        "sums/_noise.py",
+        "(count - 1.0)",
+        "count",
+        "interface/test_noise_scale.py::test_the_estimates_are_unbiased",
+    ),
+    Mutation(
+        "the noise of replicas is off by their number",
+        "sums/_gradient_noise.py",
+        "whole.unit * replicas**2",
+        "whole.unit * replicas",
+        "interface/test_noise_scale.py::test_the_estimates_are_those_of_the_formula",
+    ),
+    Mutation(
+        "settings are not saved",
+        "_model.py",
+        "return {**config, **self._accumulation.settings.config()}",
+        "return config",
+        "interface/test_saving.py"
+        "::test_a_subclass_round_trips_with_its_settings_and_optimizer_state",
+    ),
+    Mutation(
+        "None leaves a setting as it is",
+        "_settings.py",
+        "if value is not UNCHANGED}",
+        "if value is not UNCHANGED and value is not None}",
+        "interface/test_settings.py::test_none_switches_a_setting_off_and_the_others_stay",
+    ),
+    Mutation(
+        "the same warning comes again and again",
+        "_kept.py",
+        "elif message not in self.warnings:",
+        "else:",
+        "equivalence/test_weights.py::test_terms_that_one_weight_can_not_serve_are_named_once",
+    ),
+    # The check and the command line.
+    Mutation(
+        "the check's limit is too wide",
+        "check/_equivalence_report.py",
+        '"float32": 1e-4}',
+        '"float32": 5e-3}',
+        "check/test_check.py::test_the_verdict_is_the_known_truth",
+    ),
+    Mutation(
+        "the check leaves a model trained",
+        "check/_check.py",
+        "                state.restore()\n                random.setstate",
+        "                random.setstate",
+        "check/test_check.py::test_the_model_is_left_as_it_was",
+    ),
+    Mutation(
+        "the check lets dropout draw other masks",
+        "batch/_randomness.py",
+        "noise_shape=(1, *others), seed=seed)",
+        "noise_shape=None, seed=seed)",
+        "check/test_check.py::test_the_verdict_is_the_known_truth",
+    ),
+    Mutation(
+        "the command's exit status does not tell that a model differs",
+        "cli/_commands.py",
+        '"different": 1,',
+        '"different": 0,',
+        "check/test_check.py::test_the_command_checks_a_script",
+    ),
+]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("words", nargs="*", help="of the mutations' names; all without")
+    parser.add_argument("--named", action="store_true", help="run the named tests only")
+    parser.add_argument("-m", dest="marks", help="run the tests of these marks, not quick ones")
+    parser.add_argument("-n", dest="processes", default="2", help="for more than a named test")
+    options = parser.parse_args()
+    chosen = [
+        m for m in MUTATIONS if not options.words or any(word in m.name for word in options.words)
+    ]
+    sources = {m: (ROOT / "ga_model" / m.file).read_text() for m in chosen}
+    for mutation, source in sources.items():
+        if (number := source.count(mutation.before)) != 1:
+            sys.exit(f"{mutation.file} has the text of {mutation.name!r} {number} times, not once.")
+    caught = 0
+    with tempfile.TemporaryDirectory() as folder:
+        copy = pathlib.Path(folder) / "tree"
+        shutil.copytree(ROOT, copy, ignore=_LEFT_OUT)
+        print("| mutation | caught by | s |\n|---|---|---|", flush=True)
+        for mutation, source in sources.items():
+            file = copy / "ga_model" / mutation.file
+            file.write_text(source.replace(mutation.before, mutation.after))
+            start = time.monotonic()
+            caught_by = _caught_by(copy, mutation, options)
+            file.write_text(source)
+            caught += caught_by is not None
+            seconds = time.monotonic() - start
+            print(f"| {mutation.name} | {caught_by or '**nothing**'} | {seconds:.0f} |", flush=True)
+    print(f"\n{caught} of {len(chosen)} caught")
+    return caught < len(chosen)
+
+
+def _caught_by(copy, mutation, options):
+    """Return the test that fails, or None."""
+    found = None
+    if options.marks is None:
+        found = _failing(copy, [f"tests/{mutation.test}"])
+    if found is None and not options.named:
+        marks = [] if options.marks is None else ["-m", options.marks]
+        found = _failing(copy, [*marks, "-n", options.processes])
+    return found
+
+
+def _failing(copy, arguments):
+    """Run tests up to the first one that fails, and return its name, or None."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *arguments]
+    # Two versions of a file may have the same size and time, by which Python knows its bytecode.
+    environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(
+        command, cwd=copy, env=environment, start_new_session=True, **pipes
+    ) as process:
+        try:
+            text, _ = process.communicate(timeout=_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            return "one that hung"
+    failed = re.search(r"^(?:FAILED|ERROR) tests/(\S+)", text, re.MULTILINE)
+    if process.returncode not in (0, 1) or (process.returncode and failed is None):
+        sys.exit(f"The tests did not run: {' '.join(command)}\n{text[-3000:]}")
+    return failed[1].partition("[")[0] if failed else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
