@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +14,7 @@ from ga_model._model_settings import ModelSettings
 from ga_model._settings import NAMES, UNCHANGED, passed
 from ga_model._subclasses import Trainer, accumulated, prepare
 from ga_model.base import _messages
-from ga_model.base._internals import layers_in
-from ga_model.base._names import check_names, showing, showing_only
+from ga_model.base._names import check_names_for, showing, showing_only
 from ga_model.hearing._attributes import CompiledLossAttribute, RecordedAttribute
 from ga_model.hearing._models import optimizers_in
 
@@ -147,7 +145,7 @@ class AccumulatingModel(ModelSettings, _Base):
             loss_over=loss_over,
         )
         settings = dataclasses.replace(self._accumulation.settings, **given)
-        self._check_names_of_compile(super().compile, kwargs)
+        check_names_for("compile", super().compile, kwargs, NAMES)
         is_half = self.dtype_policy.name == "mixed_float16"
         adds_scaling = is_half and kwargs.get("auto_scale_loss", True)
         settings.check_with(optimizers_in([*args, *kwargs.values()]), adds_scaling)
@@ -274,27 +272,9 @@ class AccumulatingModel(ModelSettings, _Base):
         """What the user does once per update, or None."""
         return None if type(self).on_update is AccumulatingModel.on_update else self.on_update
 
-    def _check_names_of_compile(self, function: Any, kwargs: dict[str, Any]) -> None:
-        """Raise TypeError if an argument is neither a setting nor one of the class's `compile`."""
-        parameters = inspect.signature(function).parameters
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            check_names("compile", kwargs, [*parameters, *NAMES])
-
     def _has_rule(self) -> bool:
         """Return whether the user says what microbatches count."""
         return type(self).microbatch_weight is not AccumulatingModel.microbatch_weight
-
-    def _warn_once(self, message: str) -> None:
-        """Warn, unless the present `compile` has seen the same warning."""
-        self._accumulation.warn_once(message)
-
-    def _batch_normalization_layers(self) -> list[Any]:
-        """Return those that train."""
-        return [
-            layer
-            for layer in layers_in(self)
-            if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
-        ]
 
 
 def _no_optimizer_message(model: str) -> str:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
+
+import keras
 
 from ga_model._engine import Accumulation
 from ga_model._settings import Settings
+from ga_model.base._internals import layers_in
 
 
 class ModelSettings:
@@ -102,3 +106,17 @@ class ModelSettings:
     def num_skipped_microbatches(self) -> int:
         """Microbatches that `skip_nonfinite` has left out since `compile`."""
         return int(self._accumulation.num_skipped or 0)
+
+    # What the package asks.
+
+    def _warn_once(self, message: str) -> None:
+        """Warn, unless the present `compile` has seen the same warning."""
+        self._accumulation.warn_once(message)
+
+    def _batch_normalization_layers(self) -> list[Any]:
+        """Return those that train."""
+        return [
+            layer
+            for layer in layers_in(self)
+            if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
+        ]

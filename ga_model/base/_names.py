@@ -90,6 +90,15 @@ def check_names(function: str, given: Mapping[str, Any], known: Iterable[str]) -
             raise TypeError(_unknown_message(function, name, value, named))
 
 
+def check_names_for(
+    name: str, function: Any, given: Mapping[str, Any], others: Iterable[str]
+) -> None:
+    """Raise TypeError if a name is that of no argument of a function, and none of the others."""
+    parameters = inspect.signature(function).parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        check_names(name, given, [*parameters, *others])
+
+
 def _right_name(name: str, known: list[str]) -> str | None:
     """Return the name of the argument that a wrong one most probably stands for, or None."""
     if (right := _RIGHT_NAMES.get(name)) in known:
