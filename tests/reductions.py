@@ -4,9 +4,9 @@ import keras
 import numpy as np
 from zoo import masked_data
 
-REDUCTIONS = ["sum_over_batch_size", "mean", "mean_with_sample_weight", "sum"]
+REDUCTIONS = ["mean_with_sample_weight", "sum_over_batch_size", "mean", "sum"]
 
-DIFFERENT_REDUCTIONS = [name for name in REDUCTIONS if name != "mean"]  # the first one's other name
+DIFFERENT_REDUCTIONS = [name for name in REDUCTIONS if name != "mean"]  # which is the second one
 
 
 def sequence_model():

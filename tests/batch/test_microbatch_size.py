@@ -117,9 +117,9 @@ def test_every_way_to_run_alone_and_with_accumulation_steps(name, way, steps, ro
 
 @pytest.mark.parametrize(
     ("steps", "kind"),
-    [(1, "none"), (1, "rows"), (1, "positions"), (1, "zeros"), (2, "none"), (2, "positions")],
+    [(1, "positions"), (1, "rows"), (1, "none"), (1, "zeros"), (2, "none"), (2, "positions")],
 )
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("reduction", DIFFERENT_REDUCTIONS)
 def test_reduction_matches_the_whole_batch_and_so_does_the_loss(
     reduction, masked, kind, steps, float64
@@ -135,7 +135,7 @@ def test_reduction_matches_the_whole_batch_and_so_does_the_loss(
         assert_equal_logs(model, reference)
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("reduction", REDUCTIONS[::-1])  # a mean has them once by itself
 @float32_in_the_sweep
 def test_regularizers_count_once_per_batch(reduction, dtype):
     l2 = keras.regularizers.L2(0.1)

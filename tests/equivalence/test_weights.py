@@ -33,8 +33,8 @@ from ga_model import AccumulatingModel, accumulate
 from ga_model.base._internals import added_to_valid_entries
 
 
-@pytest.mark.parametrize("kind", ["none", "rows", "positions", "zeros"])
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("kind", ["positions", "rows", "none", "zeros"])
+@pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("reduction", DIFFERENT_REDUCTIONS)
 @float32_in_the_sweep
 def test_reduction_matches_the_whole_batch(reduction, masked, kind, dtype):
@@ -141,7 +141,7 @@ def regularized_sequence_model():
     "steps_per_execution",
     [1, pytest.param(3, marks=pytest.mark.one_device("Keras runs one step per execution there"))],
 )
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("reduction", REDUCTIONS[::-1])  # a mean has them once by itself
 @float32_in_the_sweep
 def test_regularizers_are_counted_once_per_window(reduction, steps_per_execution, dtype):
     data = masked_data(34)
