@@ -155,13 +155,11 @@ MUTATIONS = [
     Mutation(
         "a partial window is divided by the microbatches of a full one",
         "batch/_window.py",
-        "            if whole.variables:\n                whole.update(",
-        "            if whole.variables:\n"
-        "                number = tf.cast(self.steps - self._remaining, tf.float64)\n"
-        "                share = tf.cast(self.steps, tf.float64) / number\n"
-        "                share = tf.where(condition, share, 1.0)\n"
-        "                whole._total.assign(whole._total * share)\n"
-        "                whole.update(",
+        "        elif self.is_open():\n",
+        "        elif self.is_open():\n"
+        "            for _, whole in self._sums.values():\n"
+        "                number = self.steps.numpy() / self.num_batches()\n"
+        "                whole._total.assign(whole._total * number)\n",
         "equivalence/test_equivalence.py::test_zoo_matches_the_whole_batch",
     ),
     Mutation(
@@ -209,9 +207,10 @@ MUTATIONS = [
     ),
     Mutation(
         "on_update is called once per batch",
-        "batch/_window.py",
-        "_strategy.run_once_if(condition, self._on_update)",
-        "_strategy.run_once_if(True, self._on_update)",
+        "batch/_step.py",
+        "            window.end_batch(accumulation.measured_noise",
+        "            _strategy.run_once_if(True, model._on_update)\n"
+        "            window.end_batch(accumulation.measured_noise",
         "reading/test_writes.py::test_what_happens_on_update_happens_once_per_update",
     ),
     Mutation(
