@@ -167,7 +167,7 @@ MUTATIONS = [
         "_callbacks.py",
         "warn_of_no_effect(has_updated)\n        self._accumulating.close_window()",
         "warn_of_no_effect(has_updated)",
-        "batch/test_window.py::test_epoch_logs_and_metrics_equal_those_of_the_whole_batch",
+        "equivalence/test_equivalence.py::test_zoo_matches_the_whole_batch",
     ),
     Mutation(
         "a window stays open for validation",
@@ -448,7 +448,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the check lets dropout draw other masks",
-        "batch/_randomness.py",
+        "check/_randomness.py",
         "noise_shape=(1, *others), seed=seed)",
         "noise_shape=None, seed=seed)",
         "check/test_check.py::test_the_verdict_is_the_known_truth",

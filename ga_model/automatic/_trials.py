@@ -11,17 +11,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from ga_model.automatic._budget import Budget
 from ga_model.base._context import ThreadValue
 from ga_model.base._internals import is_built
 from ga_model.batch._passes import Passes
-from ga_model.batch._randomness import same_random_state
 from ga_model.batch._window import Window
 from ga_model.graphs._microbatch import Batch
 from ga_model.hearing._models import optimizers_in
@@ -56,7 +57,7 @@ class Trials:
             self._is_built = True
         self._step: Any = self._steps
         used: list[Any] = []
-        with same_random_state():
+        with _same_random_state():
             if not model.run_eagerly:
                 self._step, concrete = self._trace()
                 used += concrete.graph.variables
@@ -83,7 +84,7 @@ class Trials:
         variables = [*self._trained, *self.changed]
         values = [tf.identity(variable) for variable in variables]  # not copied before it changes
         try:
-            with same_random_state():
+            with _same_random_state():
                 yield
         finally:
             for variable, value in zip(self._trained, values):  # that the step itself writes to
@@ -142,6 +143,17 @@ class Trials:
         tensors = tf.nest.flatten([s.values() for s in part.sums], expand_composites=True)
         numbers = [tf.reduce_sum(tf.cast(t, tf.float32)) for t in tensors if t is not None]
         return tf.add_n([tf.zeros(()), *numbers])
+
+
+@contextlib.contextmanager
+def _same_random_state() -> Iterator[None]:
+    """Leave the random state of Python and NumPy as it is."""
+    states = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
 
 
 def _stateless(train_step: Callable[[Any], Any], data: Any) -> Any:

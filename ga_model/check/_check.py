@@ -17,7 +17,6 @@ import numpy as np
 from ga_model._settings import UNCHANGED, passed
 from ga_model._wrap import accumulate
 from ga_model.base._internals import raw
-from ga_model.batch._randomness import Randomness, shared_randomness
 from ga_model.check import _diagnosis
 from ga_model.check._backend import backend
 from ga_model.check._differences import (
@@ -29,6 +28,7 @@ from ga_model.check._differences import (
 )
 from ga_model.check._equivalence_report import EquivalenceReport, VariableDifference
 from ga_model.check._plan import Plan, make_plan
+from ga_model.check._randomness import Randomness, shared_randomness
 from ga_model.hearing._models import optimizers_in
 
 # What a model keeps of accumulation, and the function that was traced by its settings.

@@ -7,7 +7,7 @@ import math
 import textwrap
 from typing import Any, NamedTuple
 
-from ga_model.batch._randomness import Randomness
+from ga_model.check._randomness import Randomness
 from ga_model.tools._table import aligned
 
 # The relative difference that counts as equal where rounding does not make a larger one. Of the

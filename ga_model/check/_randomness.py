@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -15,17 +14,6 @@ from ga_model.hearing._models import instances_in
 
 # What Keras calls the probability or the width of what a layer draws. All zero: it draws nothing.
 _RATES = ("rate", "stddev", "dropout", "recurrent_dropout")
-
-
-@contextlib.contextmanager
-def same_random_state() -> Iterator[None]:
-    """Leave the random state of Python and NumPy as it is."""
-    states = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
 
 
 class Randomness(NamedTuple):
