@@ -339,7 +339,7 @@ def test_a_changed_setting_takes_effect_at_the_next_window(float64):
     model, _ = make_pair()
     counts = []
     for i in range(6):
-        if i == 1:
+        if i == 2:
             model.accumulation_steps = 2
         model.train_on_batch(x[i * ROWS : (i + 1) * ROWS], y[i * ROWS : (i + 1) * ROWS])
         counts.append(int(model.optimizer.iterations))
