@@ -240,7 +240,7 @@ MUTATIONS = [
         "sums/_sums.py",
         "tf.reduce_all(tf.math.is_finite(value)) for value in present]",
         "tf.reduce_all(tf.math.is_finite(value)) for value in present[:1]]",
-        "batch/test_nonfinite.py::test_the_windows_mean_is_that_of_the_rest",
+        "batch/test_nonfinite.py::test_one_entry_that_is_not_finite_is_enough",
     ),
     Mutation(
         "a microbatch that is left out stays in metrics and statistics",
@@ -255,7 +255,8 @@ MUTATIONS = [
         "hearing/_metric_calls.py",
         "return _is_scalar(value) and _is_scalar(sample_weight)",
         "return False",
-        "batch/test_microbatch_size.py::test_trackers_are_those_of_the_whole_batch_wherever_they_are",
+        "batch/test_microbatch_size.py"
+        "::test_reduction_matches_the_whole_batch_and_so_does_the_loss",
     ),
     Mutation(
         "numbers that a step logs are not weighted",

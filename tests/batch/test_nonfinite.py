@@ -12,6 +12,7 @@ import tensorflow as tf
 from helpers import TOLERANCE, dense_data, files_told, relative_difference, seeded
 
 from ga_model import AccumulatingModel, accumulate
+from ga_model.sums._sums import GradientSum, in_unit
 
 WINDOW = 12  # rows
 WAYS = {  # settings, rows per batch, rows per microbatch
@@ -63,6 +64,26 @@ def test_by_default_one_bad_microbatch_spoils_the_weights_as_in_the_big_batch(va
         model.fit(x, y, batch_size=rows, shuffle=False, verbose=0)
         assert np.isnan(model.get_weights()[0]).any()
         assert model.num_skipped_microbatches == 0
+
+
+def test_one_entry_that_is_not_finite_is_enough():
+    """Wherever it is: in a dense gradient, or in a row of a sparse one."""
+    variables = [keras.Variable(np.ones((3, 2))) for _ in range(3)]
+    good, bad = tf.ones((3, 2)), tf.constant([[1.0, 1.0], [1.0, np.inf], [1.0, 1.0]])
+
+    def rows(values):
+        return tf.IndexedSlices(values, tf.constant([2, 0, 2], tf.int64), (3, 2))
+
+    def is_finite(gradients):
+        weight = in_unit(1.0, tf.zeros((), tf.float64))
+        return bool(GradientSum.of(gradients, variables, weight, scale=True).is_finite())
+
+    assert is_finite([good, rows(good), None])
+    for kind in (rows, tf.identity):
+        for place in range(3):
+            gradients = [good, rows(good), None]
+            gradients[place] = kind(bad)
+            assert not is_finite(gradients), (kind, place)
 
 
 CASES_OF_ALL_WAYS = [("windows of split batches", [0]), ("windows of split batches", [4])]
