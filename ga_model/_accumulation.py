@@ -187,16 +187,16 @@ class Accumulation(Kept):
 
 def _synchronized_message(layers: list[str]) -> str:
     return (
-        "Replicas cannot exchange statistics inside of a microbatch loop or of XLA. "
-        f"Received: BatchNormalization layers with `synchronized=True`: {layers}. "
-        "Set `synchronized=False`, or `microbatch_size=None` and `jit_compile=False`, "
-        "and call `compile()` again."
+        "Synchronized BatchNormalization cannot exchange statistics inside a microbatch loop or "
+        f"under XLA. Received: BatchNormalization layers with `synchronized=True`: {layers}. Set "
+        "`synchronized=False`, or `microbatch_size=None` and `jit_compile=False`, and call "
+        "`compile()` again."
     )
 
 
 def _metrics_message(received: str, way_out: str) -> str:
     return (
-        "With several replicas, metrics cannot be updated in a loop, a branch or by XLA before "
-        f"Keras 3.10. Received: {received}, with Keras {keras.__version__}. "
-        f"Install keras>=3.10, or set `{way_out}`."
+        "With several replicas, Keras before 3.10 cannot update metrics inside a loop, a branch or "
+        f"XLA. Received: {received}, with Keras {keras.__version__}. Install keras>=3.10, or set "
+        f"`{way_out}`."
     )

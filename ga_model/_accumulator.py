@@ -184,8 +184,7 @@ def _is_scalar_number(weight: Any) -> bool:
 
 def _empty_apply_message() -> str:
     return (
-        "`GradientAccumulator.apply()` must know its variables where a `tf.function` traces it. "
+        "`GradientAccumulator.apply()` must know its variables when a `tf.function` traces it. "
         "Received: a call that was traced before any gradient was added. "
-        "Call `add()` before `apply()` is traced for the first time, "
-        "or put both into the same `tf.function`."
+        "Call `add()` once before `apply()` is traced, or put both into the same `tf.function`."
     )

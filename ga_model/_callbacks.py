@@ -231,22 +231,22 @@ class AccumulationScheduler(keras.callbacks.Callback):
 
 def _not_accumulating_message(model: str) -> str:
     return (
-        "`AccumulationScheduler` sets the `accumulation_steps` of a model that has them. "
-        f"Received: {model!r}, which has not. Call `accumulate(model)` before `fit`."
+        "`AccumulationScheduler` needs a model that accumulates gradients. "
+        f"Received: {model!r}, which does not. Call `accumulate(model)` before `fit`."
     )
 
 
 def _own_fit_message(model: str) -> str:
     return (
-        "Windows are closed at an epoch's end by a callback. "
-        f"Received: {model!r} with a `fit` of its own that takes no `callbacks`. "
-        "Let it take `**kwargs` and pass them on to `super().fit`, or set `accumulation_steps=1`."
+        "A callback closes the window at the end of each epoch, so `fit` must accept `callbacks`. "
+        f"Received: {model!r} with a custom `fit` that does not. "
+        "Let it take `**kwargs` and pass them to `super().fit`, or set `accumulation_steps=1`."
     )
 
 
 def _open_window_message(model: str) -> str:
     return (
-        "Windows are closed at an epoch's end by a callback. "
-        f"Received: {model!r} with a `fit` of its own that calls none and has left a window open. "
-        "Pass `callbacks` on to `super().fit`, or call `close_window()` where an epoch ends."
+        "A callback closes the window at the end of each epoch, but none was called. "
+        f"Received: {model!r} with a custom `fit` that runs no callbacks and left a window open. "
+        "Pass `callbacks` to `super().fit`, or call `close_window()` at the end of each epoch."
     )

@@ -163,41 +163,39 @@ class Kept:
 
 def _accumulates_itself_message(optimizer: str, steps: int) -> str:
     return (
-        f"The optimizer {optimizer!r} accumulates gradients itself, with "
-        f"`gradient_accumulation_steps={steps}`: `microbatch_size` splits batches, and what the "
-        f"optimizer does with the gradients of {steps} batches is Keras's own, which is not the "
-        "update of all their samples at once where batches differ in size or masks. Remove "
-        f"`gradient_accumulation_steps` and pass `accumulation_steps={steps}` for that."
+        f"The optimizer {optimizer!r} has `gradient_accumulation_steps={steps}`: it accumulates "
+        f"gradients itself, over {steps} batches, in Keras's own way. That is not the full-batch "
+        "update if batches differ in size or masks; `microbatch_size` only splits each batch. "
+        f"Remove `gradient_accumulation_steps` and pass `accumulation_steps={steps}` instead."
     )
 
 
 def _nothing_split_message(model: str, size: int) -> str:
     return (
         f"`microbatch_size={size}` has no effect on {model!r}: no batch of the first epoch has "
-        "more samples. Pass `fit` the full batch, of more samples, as `batch_size`; it is what an "
-        "update is made of. Or set `microbatch_size` below the samples of a batch."
+        "more samples. Pass the number of samples per update (the effective batch size) to `fit` "
+        "as `batch_size`, or set a smaller `microbatch_size`."
     )
 
 
 def _one_update_message(model: str, steps: int, number: int) -> str:
     return (
-        f"`accumulation_steps={steps}` is more than the batches of an epoch. The first epoch of "
-        f"{model!r} has {number}, which make 1 update together: windows do not go on into the "
-        "next epoch. If you want more updates per epoch, set a smaller `accumulation_steps`."
+        f"`accumulation_steps={steps}` is more than the batches of an epoch: the first epoch of "
+        f"{model!r} has {number}, which make 1 update. Windows end with the epoch. "
+        "For more updates per epoch, set a smaller `accumulation_steps`."
     )
 
 
 def _skipped_message(model: str) -> str:
     return (
-        f"Microbatches of {model!r} had NaN or Inf in their gradients and were left out, as "
-        "`skip_nonfinite=True` asks. `model.num_skipped_microbatches` tells how many."
+        f"Microbatches of {model!r} with NaN or Inf in their gradients were skipped "
+        "(`skip_nonfinite=True`). `model.num_skipped_microbatches` counts them."
     )
 
 
 def _instance_step_message(model: str) -> str:
     return (
-        "`train_step` must be a method of the model's class. "
-        f"Received: {model!r} with `train_step` set on the instance, which would not accumulate. "
-        "Define it in a subclass, "
+        f"`train_step` must be a method of the model's class. Received: {model!r} with "
+        "`train_step` assigned to the instance, which is not accumulated. Define it in a subclass, "
         f"or {_messages.WITHOUT}."
     )

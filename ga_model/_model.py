@@ -279,7 +279,7 @@ class AccumulatingModel(ModelSettings, _Base):
 
 def _no_optimizer_message(model: str) -> str:
     return (
-        "Keras's own `train_step` needs an optimizer. "
-        f"Received: {model!r} compiled with optimizer=None. "
-        "Pass one to `compile()`, or write a `train_step` with optimizers of its own."
+        "Keras's `train_step` needs an optimizer. "
+        f"Received: {model!r}, compiled with optimizer=None. "
+        "Pass an optimizer to `compile()`, or override `train_step` and use optimizers of your own."
     )

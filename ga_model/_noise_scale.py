@@ -187,39 +187,38 @@ def _name_of(optimizer: Any, model: Any) -> str:
 
 def _no_microbatches_message(model: str) -> str:
     return (
-        "`GradientNoiseScale` compares the microbatches of a model that has them. "
-        f"Received: {model!r}, which has none. Call `accumulate(model)` before `fit`."
+        "`GradientNoiseScale` needs a model that accumulates gradients. "
+        f"Received: {model!r}, which does not. Call `accumulate(model)` before `fit`."
     )
 
 
 def _no_second_microbatch_message(model: str, microbatch_size: Any, loss_over: str) -> str:
     return (
-        "`GradientNoiseScale` compares the microbatches of a window, and needs two or more that "
-        "have a loss each. "
+        "`GradientNoiseScale` compares the gradients of at least two microbatches per window. "
         f"Received: {model!r} with accumulation_steps=1, microbatch_size={microbatch_size}, "
-        f"loss_over={loss_over!r}. Set `accumulation_steps` above 1, or with "
-        "`loss_over='microbatch'` a `microbatch_size` of half of the batch or less."
+        f"loss_over={loss_over!r}. Set `accumulation_steps` above 1, or "
+        "`loss_over='microbatch'` and a `microbatch_size` of at most half the batch."
     )
 
 
 def _measured_twice_message(model: str) -> str:
     return (
-        "One `GradientNoiseScale` measures a model at a time. "
+        "Only one `GradientNoiseScale` can measure a model at a time. "
         f"Received: a second one for {model!r}. Keep one of them in `callbacks`."
     )
 
 
 def _nothing_measured_message(model: str) -> str:
     return (
-        "No gradient noise scale was measured: it takes windows of two microbatches or more. "
-        f"Received: {model!r}, of which no window had two that have weight and finite gradients. "
-        "Set `microbatch_size` to a half of the batch or less, or `accumulation_steps` above 1."
+        "No gradient noise scale was measured: it needs windows of at least two microbatches. "
+        f"Received: {model!r}, where no window had two with a weight and finite gradients. "
+        "Set `microbatch_size` to at most half the batch, or `accumulation_steps` above 1."
     )
 
 
 def _several_noise_scales_message(names: list[str]) -> str:
     return (
-        "Each optimizer has a noise scale of its own, and there must be one only for this "
-        f"attribute. Received: {len(names)} of them. "
-        f"Give its name to `noise_scales`, one of {names}."
+        "This attribute needs a single optimizer, because each optimizer has its own noise scale. "
+        f"Received: {len(names)} optimizers. "
+        f"Use `noise_scales[name]`, with one of {names}."
     )

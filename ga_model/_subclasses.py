@@ -66,15 +66,15 @@ def prepare(cls: Any, mixin: type) -> None:
 
 def _wrong_side_message(name: str) -> str:
     return (
-        "`AccumulatingModel` must stand left of the Keras model class. "
-        f"Received: class {name} with a Keras model class on its left. "
+        "`AccumulatingModel` must come before the Keras model class in the list of bases. "
+        f"Received: class {name} with a Keras model class first. "
         f"Write `class {name}(AccumulatingModel, keras.Model)`."
     )
 
 
 def _class_attribute_message(name: str, setting: str, value: Any) -> str:
     return (
-        f"`{setting}` must be set on the model and not on its class, where it would hide the "
-        f"setting. Received: class {name} with {setting}={value!r}. "
+        f"`{setting}` is a setting of each model and cannot be a class attribute. "
+        f"Received: class {name} with {setting}={value!r}. "
         f"Pass it to `compile()`, or set `self.{setting}` in `__init__`."
     )

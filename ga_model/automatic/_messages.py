@@ -1,10 +1,10 @@
-"""What is said of a size that is looked for."""
+"""Messages of `microbatch_size="auto"`."""
 
 from __future__ import annotations
 
 _LESS = (
-    "Make the model or its samples smaller, compute in `mixed_float16`, or end what else takes the "
-    "device's memory"
+    "Use a smaller model or smaller samples, compute in `mixed_float16`, or stop other programs "
+    "that use the device's memory"
 )
 
 
@@ -14,16 +14,16 @@ def trying_message(size: int) -> str:
 
 
 def found_message(size: int, failed: int | None, was_tried: bool) -> str:
-    """Word what `microbatch_size="auto"` has found.
+    """Return what `microbatch_size="auto"` has found.
 
     Args:
-        size: the rows of the largest microbatch that fits.
+        size: samples of the largest microbatch that fits.
         failed: those of the smallest that does not, or None.
-        was_tried: whether that one was tried, and not only predicted.
+        was_tried: whether that one was tried, not only predicted.
     """
     if failed is None:
         return f'microbatch_size="auto": the full batch of {size} samples fits'
-    why = "did not fit" if was_tried else "would take more memory than there is"
+    why = "did not fit" if was_tried else "would not fit"
     return (
         f'microbatch_size="auto": {size} {"sample" if size == 1 else "samples"} per '
         f"microbatch ({failed} {why})"
@@ -32,43 +32,41 @@ def found_message(size: int, failed: int | None, was_tried: bool) -> str:
 
 def no_row_message(model: str) -> str:
     return (
-        'With `microbatch_size="auto"` at least one sample must fit in memory. '
-        f"Received: {model!r}, whose forward and backward pass of 1 sample does not fit. {_LESS}."
+        'With `microbatch_size="auto"`, at least one sample must fit in memory. '
+        f"Received: {model!r}, which runs out of memory with 1 sample. {_LESS}."
     )
 
 
 def damaged_message(model: str, size: int) -> str:
     return (
-        "A batch is not repeated where memory ran out in a function that XLA compiled, because "
-        "TensorFlow may leave variables that it writes to damaged. "
-        f"Received: {model!r} with jit_compile=True, which ran out of memory with {size} samples "
-        "at a time. Start again from a backup or a saved model, and "
-        f"set `microbatch_size` to a number such as {(size + 1) // 2}."
+        "A batch that ran out of memory in an XLA-compiled function is not retried, because "
+        f"TensorFlow may have left its variables damaged. Received: {model!r} with "
+        f"jit_compile=True, out of memory with {size} samples at a time. Restart from a backup or "
+        f"a saved model, and set `microbatch_size` to a smaller number, such as {(size + 1) // 2}."
     )
 
 
 def halved_message(model: str, size: int, half: int) -> str:
     return (
-        f"A batch of {model!r} did not fit in memory any more with {size} samples at a time. It is "
-        f"repeated with {half}, which is `model.microbatch_size` from now on. To look for a larger "
-        'one again, set `model.microbatch_size = "auto"`.'
+        f"A batch of {model!r} no longer fits in memory with {size} samples at a time. It is "
+        f"retried with {half}, and `model.microbatch_size` is {half} from now on. To search for a "
+        'larger size again, set `model.microbatch_size = "auto"`.'
     )
 
 
 def torn_message(model: str, size: int, is_own_step: bool) -> str:
-    where = "in a `train_step` of its own" if is_own_step else "in the update"
+    where = "in a custom `train_step`" if is_own_step else "in the update"
     return (
-        "A batch that does not fit is repeated only if its update has not begun. "
-        f"Received: {model!r}, which ran out of memory {where}, with {size} samples at a time; "
-        "some of its weights may have been updated and others not. Load the weights from before, "
-        "from a backup say, and set `microbatch_size` to a smaller number, such as "
-        f"{max(1, size // 2)}."
+        "A batch that runs out of memory is retried only if its update has not begun. Received: "
+        f"{model!r}, out of memory {where} with {size} samples at a time; its weights may be "
+        "partly updated. Restore them from a backup or a saved model, and set `microbatch_size` to "
+        f"a smaller number, such as {max(1, size // 2)}."
     )
 
 
 def no_size_message(model: str) -> str:
     return (
-        '`microbatch_size="auto"` is found by `fit` and `train_on_batch`, before their first '
-        f"batch. Received: a call of `train_step` of {model!r} from elsewhere, before a size was "
-        "found. Set `microbatch_size` to a number, or train a batch with `train_on_batch` first."
+        '`microbatch_size="auto"` is resolved by `fit` and `train_on_batch`, before their first '
+        f"batch. Received: a direct call of `train_step` of {model!r}, before a size was found. "
+        "Set `microbatch_size` to a number, or call `train_on_batch` once first."
     )

@@ -32,9 +32,9 @@ _Arguments = ParamSpec("_Arguments")
 
 
 def answering(function: _Function) -> _Function:
-    """Let a function answer arguments that it does not take with those that it takes.
+    """Make a function answer wrong arguments with the right ones.
 
-    It has one positional argument at most, and the others are keywords.
+    It has at most one positional argument; the others are keywords.
     """
     parameters = inspect.signature(function).parameters
     keywords = [name for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY]
@@ -52,9 +52,9 @@ def answering(function: _Function) -> _Function:
 
 
 def showing(shown: Callable[..., Any]) -> Callable[[_Function], _Function]:
-    """Let a method that passes everything on show the arguments of what it stands in front of.
+    """Give a method that forwards `*args` the signature of what it forwards to.
 
-    They are followed by keyword arguments of its own.
+    Keyword arguments of its own follow.
     """
 
     def decorated(function: _Function) -> _Function:
@@ -71,12 +71,12 @@ def showing(shown: Callable[..., Any]) -> Callable[[_Function], _Function]:
 def showing_only(
     shown: Callable[_Arguments, Any],
 ) -> Callable[[Callable[..., Any]], Callable[_Arguments, Any]]:
-    """Do the same where there are no arguments of its own, so that type checkers see it too."""
+    """Do the same for a method without arguments of its own, in a way type checkers understand."""
     return showing(shown)
 
 
 def check_names(function: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Raise TypeError if a name is that of no argument.
+    """Raise TypeError if there is no argument of that name.
 
     Args:
         function: what was called.
@@ -112,7 +112,7 @@ def _unknown_message(function: str, name: str, value: Any, known: list[str]) -> 
         return _no_arguments_message(function, f"{name}={value!r}")
     right = _right_name(name, known)
     names = ", ".join(f"`{argument}`" for argument in known)
-    way_out = f"Pass `{right}={value!r}`." if right else f"Pass some of {names}."
+    way_out = f"Pass `{right}={value!r}`." if right else f"The arguments are {names}."
     return f"`{function}` has no argument `{name}`. Received: {name}={value!r}. {way_out}"
 
 
@@ -121,13 +121,14 @@ def _positional_message(function: str, value: Any, keywords: list[str]) -> str:
         return _no_arguments_message(function, repr(value))
     names = " or ".join(f"`{name}={value!r}`" for name in keywords[:2])
     return (
-        f"The settings of `{function}` are keyword arguments. Received: {value!r} by position. "
+        f"`{function}` takes its settings as keyword arguments. Received: {value!r} by position. "
         f"Pass {names}."
     )
 
 
 def _no_arguments_message(function: str, received: str) -> str:
     return (
-        f"`{function}` takes no arguments: a window is as long as you make it. "
-        f"Received: {received}. Make it without, and call `apply(optimizer)` after every window."
+        f"`{function}` takes no arguments: each window ends where you call `apply(optimizer)`. "
+        f"Received: {received}. Remove the argument, and call `apply(optimizer)` after every "
+        "window."
     )

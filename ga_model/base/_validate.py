@@ -1,6 +1,6 @@
 """Check arguments. Imports neither TensorFlow nor Keras.
 
-Every message says what was expected, what was received, and the way out.
+Every message states what was expected, what was received, and the fix.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _NOT_THE_USERS = {"contextlib", "ga_model", "keras", "tensorflow", "torch"}
 
 
 def warn(message: str) -> None:
-    """Warn at the line of the user's that led here, through however many frames of Keras."""
+    """Warn at the user's line that led here, past all frames of Keras."""
     level = 1
     while sys._getframe(level).f_globals.get("__name__", "").split(".")[0] in _NOT_THE_USERS:
         level += 1
@@ -37,12 +37,12 @@ def check_releases() -> None:
         if tuple(int(part) for part in installed.split(".")[:2]) < oldest:
             needed = f"{name}>={'.'.join(map(str, oldest))}"
             raise ImportError(
-                f"`ga_model` needs {needed} and found {installed}: run `pip install '{needed}'`."
+                f"`ga_model` needs {needed}. Received: {installed}. Run `pip install '{needed}'`."
             )
 
 
 def check_backend(backend: str) -> None:
-    """Raise RuntimeError unless Keras runs on a backend that there is an engine for."""
+    """Raise RuntimeError unless there is an engine for the backend of Keras."""
     if backend not in ("tensorflow", "torch"):
         raise RuntimeError(
             "`ga_model` works with the TensorFlow and PyTorch backends of Keras. "
@@ -70,11 +70,13 @@ def check_microbatch_size(value: Any) -> Any:
     """
     if value is None or (isinstance(value, str) and value == "auto"):
         return value
-    way_out = 'Pass None to leave batches whole, or "auto" to have the size found.'
+    way_out = 'Pass None to keep batches whole, or "auto" to search for the largest size.'
     return check_integer("microbatch_size", value, way_out)
 
 
-def check_integer(name: str, value: Any, way_out: str = "Pass how many.", least: int = 1) -> int:
+def check_integer(
+    name: str, value: Any, way_out: str = "Pass a positive number.", least: int = 1
+) -> int:
     """Return the value of the argument `name` as an int, or raise.
 
     Raises:
@@ -108,7 +110,10 @@ def check_single_accumulation(
         return
     received, way_out = f"accumulation_steps={accumulation_steps}", "set `accumulation_steps=1`"
     if accumulation_steps is None:
-        received, way_out = "a `GradientAccumulator`", "apply it to the gradients themselves"
+        received, way_out = (
+            "a `GradientAccumulator`",
+            "use the optimizer without a `GradientAccumulator`",
+        )
     for name, steps in accumulating_optimizers(optimizers):
         raise ValueError(
             "Gradients would be accumulated twice. "
@@ -131,7 +136,7 @@ def accumulating_optimizers(optimizers: Iterable[Any]) -> list[tuple[str, int]]:
 
 def check_skip_nonfinite(value: Any) -> bool:
     """Return `value`, or raise TypeError if it is no bool."""
-    way_out = "Pass True to leave out microbatches whose gradients have NaN or Inf in them."
+    way_out = "Pass True to skip microbatches with NaN or Inf in their gradients."
     return check_bool("skip_nonfinite", value, way_out)
 
 
@@ -171,16 +176,19 @@ def check_schedule(schedule: Any) -> Callable[[int], int]:
             raise TypeError(
                 "`schedule` must be a dict or a function. "
                 f"Received: schedule={schedule!r} (of type {type(schedule).__name__}). "
-                "Pass `{0: 1, 10: 4}` for 4 batches per update from epoch 10 on."
+                "Pass `{0: 1, 10: 4}`, for example: 4 batches per update from epoch 10 on."
             )
-        way_out = "Let the function return batches per update."
+        way_out = "Return the number of batches per update."
         return lambda index: check_integer(f"schedule({index})", schedule(index), way_out)
-    keys = [check_integer("key of schedule", key, "Count from 0.", least=0) for key in schedule]
-    way_out = "Pass batches per update."
+    keys = [
+        check_integer("key of schedule", key, "Epochs and updates count from 0.", least=0)
+        for key in schedule
+    ]
+    way_out = "Pass the number of batches per update."
     values = [check_integer(f"schedule[{k}]", v, way_out) for k, v in schedule.items()]
     if 0 not in keys:
         raise ValueError(
-            "`schedule` must say what holds from the beginning. "
+            "`schedule` must have a value for the beginning. "
             f"Received: schedule={dict(schedule)!r}, without the key 0. Add `0: 1`."
         )
     steps = dict(zip(keys, values))
@@ -195,7 +203,7 @@ def check_decay(decay: Any) -> float:
         ValueError: `decay` is not in [0, 1).
     """
     message = (
-        "`decay` must be a number that is at least 0 and below 1. "
+        "`decay` must be a number >= 0 and < 1. "
         f"Received: decay={decay!r} (of type {type(decay).__name__}). "
         "Pass 0.99 to average over about the last 100 updates."
     )
@@ -223,22 +231,22 @@ def check_text(name: str, value: Any, example: str) -> str:
 def check_single_finite_check(
     optimizers: Iterable[Any], skip_nonfinite: bool, adds_scaling: bool = False
 ) -> None:
-    """Raise ValueError if microbatches were skipped that an optimizer has to see.
+    """Raise ValueError if skipping would hide microbatches that an optimizer has to see.
 
-    A LossScaleOptimizer lowers its scale where gradients overflow.
+    A LossScaleOptimizer lowers its scale when gradients overflow.
 
     Args:
         optimizers: the optimizers.
         skip_nonfinite: the setting.
-        adds_scaling: whether Keras will put a LossScaleOptimizer around the optimizer.
+        adds_scaling: whether Keras will wrap the optimizer in a LossScaleOptimizer.
     """
     scales = adds_scaling or any(getattr(o, "inner_optimizer", None) for o in optimizers)
     if skip_nonfinite and scales:
         raise ValueError(
-            "A LossScaleOptimizer must see gradients that overflow, to lower its scale, and skips "
-            "such windows by itself. "
-            "Received: skip_nonfinite=True with a LossScaleOptimizer, "
-            "which Keras also puts around the optimizer of a `mixed_float16` model. "
+            "`skip_nonfinite` would hide overflows from a LossScaleOptimizer, which must see them "
+            "to lower its scale and skips such windows itself. "
+            "Received: skip_nonfinite=True with a LossScaleOptimizer "
+            "(Keras also wraps the optimizer of a `mixed_float16` model in one). "
             "Set `skip_nonfinite=False`, or compile with `auto_scale_loss=False`."
         )
 
@@ -258,31 +266,30 @@ def check_rows(data: Any, leaves: Iterable[Any]) -> int:
     if not shapes or any(len(shape) == 0 for shape in shapes):
         types = [type(part).__name__ for part in data]
         raise TypeError(
-            "`check_equivalence` takes arrays, tensors, or nests of them, with samples on axis 0. "
-            f"Received: x, y, sample_weight of types {', '.join(types)}. "
-            "Of a dataset take some samples first: "
-            "`x, y = next(iter(dataset.unbatch().batch(rows)))`."
+            "`check_equivalence` takes arrays, tensors, or nested structures of them, with samples "
+            f"on axis 0. Received: x, y, sample_weight of types {', '.join(types)}. From a "
+            "dataset, take some samples first: `x, y = next(iter(dataset.unbatch().batch(256)))`."
         )
     rows = [int(shape[0]) for shape in shapes]
     if min(rows) != max(rows):
         raise ValueError(
             "x, y and sample_weight must have the same number of samples. "
-            f"Received: shapes {[tuple(shape) for shape in shapes]}. Pass as many of each."
+            f"Received: shapes {[tuple(shape) for shape in shapes]}. Pass the same number of each."
         )
     return rows[0]
 
 
 def is_list(values: Any) -> bool:
-    """Return whether there is one value after the other: a list, a tuple, a dict's values."""
+    """Return whether this is a list-like collection: a list, a tuple, a dict's values."""
     return isinstance(values, Collection) and not isinstance(values, (str, Mapping))
 
 
 def check_variables(variables: Iterable[Any]) -> None:
-    """Raise TypeError if what is to be updated are no variables."""
+    """Raise TypeError if some of these are not variables."""
     others = [type(v).__name__ for v in variables if not hasattr(v, "assign")]
     if others:
         raise TypeError(
             "`variables` must be variables of TensorFlow or Keras. "
-            f"Received: {len(others)} of other types: {', '.join(dict.fromkeys(others))}. "
+            f"Received: {len(others)} values of type {', '.join(dict.fromkeys(others))}. "
             "Pass the gradients first and the variables second."
         )

@@ -291,14 +291,14 @@ class Passes:
 def _changing_targets_message(model: str) -> str:
     return (
         "All microbatches of a batch must apply the same optimizers, in the same order. "
-        f"Received: `train_step` of {model!r} applies others than in the microbatch before. "
-        "Set `microbatch_size=None`, or let the step apply every optimizer every time."
+        f"Received: `train_step` of {model!r}, which changes them between microbatches. "
+        "Apply every optimizer in every step, or set `microbatch_size=None`."
     )
 
 
 def _changing_calls_message(model: str) -> str:
     return (
-        "All microbatches of a batch must call the same BatchNormalization layers in training. "
-        f"Received: {model!r} calls others than in the first microbatch. "
-        "Set `microbatch_size=None`, or call every layer every time."
+        "All microbatches of a batch must call the same BatchNormalization layers in training "
+        f"mode. Received: {model!r}, which changes them between microbatches. Call every layer in "
+        "every step, or set `microbatch_size=None`."
     )

@@ -199,8 +199,8 @@ class Window:
 
 def _uneven_parts_message(model: str) -> str:
     return (
-        "A window weights a batch by one number of samples, which serves parts of the batch (such "
-        "as labelled and unlabelled samples) whose numbers keep their ratio. Received: batches of "
-        f"{model!r} whose ratio changes. Where a loss averages over several parts, training "
+        "A batch with several parts, such as labelled and unlabelled samples, has one weight in "
+        "its window, so the ratio of their sizes must stay the same. Received: batches of "
+        f"{model!r} in which it changes. If the loss averages over more than one part, training "
         f"differs from the full batch: keep the ratio, or {_messages.EXACT_WAY}."
     )

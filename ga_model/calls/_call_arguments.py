@@ -87,7 +87,7 @@ def _which_have_rows(tensors: list[Any]) -> list[bool]:
             # A table has a length of its own, which is known.
             if is_row[i] and not follows[i]:
                 if known and (length is None or length in known):
-                    raise NotByRowsError("it is not clear which of its inputs have samples")
+                    raise NotByRowsError("it is unclear which of its inputs have a batch axis")
                 is_row[i] = False
     lengths = [length for length, yes in zip(lengths, is_row) if yes]
     if not lengths:

@@ -57,10 +57,10 @@ def check_outputs(outputs: list[Any], layer: Any) -> None:
         nodes = [op.node_def for op in graph.get_operations()]
         nodes += [n for f in graph.as_graph_def().library.function for n in f.node_def]
         if (op := mixing(graph)) is not None:
-            raise NotByRowsError(f"its own gradient may mix samples, of {place_of(op)}")
+            raise NotByRowsError(f"its custom gradient may mix samples: {place_of(op)}")
         unseeded = sorted({node.op for node in nodes if _UNSEEDED.match(node.op)})
         if unseeded:
-            raise NotByRowsError(f"it draws other numbers whenever it runs, by {unseeded}")
+            raise NotByRowsError(f"it draws unseeded random numbers, by {unseeded}")
 
 
 def check_axes(call: MicrobatchCall) -> None:
@@ -93,7 +93,7 @@ def check_captures(call: MicrobatchCall, graph: Any) -> None:
     for tensor, _ in graph.captures:
         is_of_step = tf.is_symbolic_tensor(tensor) or is_followed(tensor)
         if tensor.dtype != tf.resource and is_of_step and not is_in(tensor, own):
-            raise NotByRowsError("it uses a tensor that is none of its inputs")
+            raise NotByRowsError("it uses a tensor that is not one of its inputs")
 
 
 def foreign_variables(layer: Any, graph: Any) -> list[Any]:
@@ -107,7 +107,7 @@ def foreign_variables(layer: Any, graph: Any) -> list[Any]:
     foreign = [v for v in graph.variables if not is_in(v, own)]
     if any(variable.trainable for variable in foreign):
         names = sorted(variable.name for variable in foreign)
-        raise NotByRowsError(f"it uses the variables {names}, which are no weights of its own")
+        raise NotByRowsError(f"it uses the variables {names}, which are not its own weights")
     return foreign
 
 
@@ -129,7 +129,9 @@ def check_followed(call: MicrobatchCall) -> None:
     write(before)
     known = any(is_in(v, [raw(own) for own in variables]) for v in tape.watched_variables())
     if any(map(is_followed, outputs)) and not known:
-        raise NotByRowsError("it uses a tensor or a variable that is no input or weight of it")
+        raise NotByRowsError(
+            "it uses a tensor or variable that is neither its input nor its weight"
+        )
 
 
 def check_state(layer: Any, written: list[Any]) -> list[Any]:
@@ -152,7 +154,7 @@ def check_state(layer: Any, written: list[Any]) -> list[Any]:
     others = [v for v in written if not is_in(v, statistics) and not _is_seed(v)]
     if others:
         names = sorted({variable.path for variable in others})
-        raise NotByRowsError(f"it writes to {names}, once per call")
+        raise NotByRowsError(f"it writes to {names} in each call")
     graph = graph_being_made()
     for part in layers:
         if graph is None or type(part).__module__.startswith("keras."):
@@ -160,7 +162,7 @@ def check_state(layer: Any, written: list[Any]) -> list[Any]:
         for name, value in vars(part).items():
             left = instances_in(value, tf.Tensor)
             if any(tf.is_symbolic_tensor(tensor) and tensor.graph is graph for tensor in left):
-                raise NotByRowsError(f"it keeps a tensor in its attribute `{name}`")
+                raise NotByRowsError(f"it stores a tensor in its attribute `{name}`")
     return [part for part in normal if any(is_in(v, written) for v in part.variables)]
 
 
@@ -209,15 +211,15 @@ def assertions(
 
 def _outputs_message(layer: str, shape: Any) -> str:
     return (
-        "Where the calls of layers go by microbatches every output must have one row for each "
-        f"sample of the inputs. Received: {layer!r} with an output of shape {shape} that has not. "
+        "To be split into microbatches, a call must return one row per sample in every output. "
+        f"Received: {layer!r} with an output of shape {shape}, which has not. "
         "Set `microbatch_size=None`."
     )
 
 
 def _other_shape_message(layer: str, shape: Any) -> str:
     return (
-        "Where the calls of layers go by microbatches the outputs of all microbatches must have "
-        f"the same shape but for their rows. Received: {layer!r} with an output of shape {shape}, "
-        "which differs. Pad it to a fixed length, or set `microbatch_size=None`."
+        "To be split into microbatches, a call must return outputs of the same shape (except axis "
+        f"0) for all of them. Received: {layer!r} with an output of shape {shape}, which differs. "
+        "Pad it to a fixed length, or set `microbatch_size=None`."
     )

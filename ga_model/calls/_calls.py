@@ -107,6 +107,6 @@ _in_front = InFront("call", _splitting_calls)
 def _inner_call_message(layer: str) -> str:
     return (
         f"A call of {layer!r} takes the memory of the full batch, because `train_step` makes it "
-        "inside of `tf.cond`, a loop, or a `tf.function` of its own. Training is exact. To save "
-        "the memory, move the call out of it."
+        "inside `tf.cond`, a loop, or a nested `tf.function`. Training is exact. To save the "
+        "memory, move the call out."
     )

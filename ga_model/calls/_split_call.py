@@ -104,7 +104,7 @@ class SplitCall:
         inputs = [*call.batch.leaves, *call.arguments.shared]
         inputs = [t for t in inputs if isinstance(t, tf.Tensor) and is_differentiable(t)]
         if has_forward_derivatives([*inputs, *values]):
-            raise NotByRowsError("forward derivatives are taken of it")
+            raise NotByRowsError("its forward-mode derivatives are taken")
         sources = [v for v, value in zip(variables, values) if is_followed(value)]
         values = [value for value in values if is_followed(value)]
         inputs = [tensor for tensor in inputs if is_followed(tensor)]
@@ -200,7 +200,7 @@ def _recorded(tensors: list[Any], sources: list[Any], gradient: Callable[..., An
 
 def _jacobian_message(layer: str) -> str:
     return (
-        "A Jacobian cannot be vectorized through a call that goes by microbatches. "
+        "Jacobians of a call that is split into microbatches cannot be vectorized. "
         f"Received: the Jacobian of a call of {layer!r}. "
         "Pass `experimental_use_pfor=False` to `tape.jacobian` or `tape.batch_jacobian`, "
         "or set `microbatch_size=None`."

@@ -285,7 +285,7 @@ def _build(model: Any, plan: Plan) -> Sequence[Any]:
 
 def _unbuilt_message(optimizers: list[str]) -> str:
     return (
-        "`check_equivalence` puts optimizers back into the state that they were in, so they must "
-        f"have one. Received: optimizers that are not built: {optimizers}. "
+        "`check_equivalence` restores the optimizer state afterwards, so optimizers must be built. "
+        f"Received: optimizers that are not: {optimizers}. "
         "Call `optimizer.build(variables)` first, or compile without `run_eagerly=True`."
     )

@@ -85,25 +85,25 @@ def make_plan(model: Any, data: Any, batch_size: Any, updates: Any, **settings: 
 
 def _not_compiled_message(model: str) -> str:
     return (
-        "`check_equivalence` trains a compiled model. "
+        "`check_equivalence` needs a compiled model. "
         f"Received: {model!r}, which is not compiled. "
-        "Call `model.compile()` with its optimizer and loss first."
+        "Call `model.compile()` with an optimizer and a loss first."
     )
 
 
 def _no_targets_message(model: str) -> str:
     return (
         "The compiled loss needs targets. "
-        f"Received: y=None for {model!r}. Pass x and y, or of a script return (model, x, y)."
+        f"Received: y=None for {model!r}. Pass x and y; a script returns (model, x, y)."
     )
 
 
 def _one_device_message(model: str) -> str:
     return (
         "`check_equivalence` compares with plain Keras on one device. "
-        f"Received: {model!r}, which was made under a strategy with several replicas, or has a "
+        f"Received: {model!r}, created under a strategy with several replicas, or with a "
         "`process_group`. "
-        "Make it without the strategy for the check: several devices make the updates of one."
+        "Create it without either for the check: several devices make the same updates as one."
     )
 
 
@@ -111,16 +111,16 @@ def _one_microbatch_message(
     rows: int, batch_size: int, accumulation_steps: int, microbatch_size: int | None
 ) -> str:
     return (
-        "There must be at least two microbatches in a window, or there is nothing to compare. "
+        "A window must have at least two microbatches; otherwise there is nothing to compare. "
         f"Received: {rows} samples, batch_size={batch_size}, "
         f"accumulation_steps={accumulation_steps}, microbatch_size={microbatch_size}. "
-        "Pass accumulation_steps > 1 or a smaller microbatch_size, or more samples."
+        "Pass accumulation_steps > 1, a smaller microbatch_size, or more samples."
     )
 
 
 def _unknown_size_message(model: str) -> str:
     return (
-        "`check_equivalence` compares with microbatches of a known number of samples. "
-        f'Received: {model!r} with microbatch_size="auto", of which no size was found yet. '
+        "`check_equivalence` needs a fixed number of samples per microbatch. "
+        f'Received: {model!r} with microbatch_size="auto", before a size was found. '
         "Pass `microbatch_size` as a number."
     )

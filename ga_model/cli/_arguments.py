@@ -34,7 +34,7 @@ def positive_number(text: str) -> float:
         value = math.nan
     if not 0.0 < value < math.inf:
         raise argparse.ArgumentTypeError(
-            f"must be a positive number. Received: {text!r}. Leave it out for the default."
+            f"must be a positive number. Received: {text!r}. Omit the option for the default."
         )
     return value
 
@@ -44,12 +44,12 @@ def path(text: str) -> Path:
     file = Path(text)
     if file.is_dir():
         raise argparse.ArgumentTypeError(
-            f"must be a file. Received: {text!r}, which is a folder. Pass the name of a file in it."
+            f"must be a file. Received: {text!r}, which is a folder. Pass a file name."
         )
     if not file.parent.is_dir():
         raise argparse.ArgumentTypeError(
             f"must be a file in a folder that exists. Received: {text!r}. "
-            f"Create the folder {str(file.parent)!r} first, or pass another name."
+            f"Create the folder {str(file.parent)!r} first, or pass another path."
         )
     return file
 
@@ -66,7 +66,7 @@ def plot_path(text: str) -> Path:
     formats = FigureCanvasAgg.get_supported_filetypes()
     if file.suffix[1:].lower() not in formats:
         raise argparse.ArgumentTypeError(
-            f"must end in a format that matplotlib writes: {', '.join(sorted(formats))}. "
+            f"must end in a format that matplotlib supports: {', '.join(sorted(formats))}. "
             f"Received: {text!r}. Pass a name such as {file.stem or 'demo'}.png."
         )
     return path(text)

@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _backend_message(command: str, backend: str) -> str:
     return (
-        f"{command!r} runs on the TensorFlow backend of Keras, and `check` on PyTorch too. "
+        f"{command!r} needs the TensorFlow backend of Keras (`check` also runs on PyTorch). "
         f"Received: KERAS_BACKEND={backend!r}. Set KERAS_BACKEND=tensorflow, or leave it unset."
     )
 
@@ -93,7 +93,7 @@ def _backend_message(command: str, backend: str) -> str:
 def _no_command_message(word: str) -> str:
     commands = ", ".join(COMMANDS)
     if word.startswith("-"):
-        expected = f"options must stand behind a command ({commands})"
+        expected = f"options must follow a command ({commands})"
         return (
             f"{expected}. Received: {word!r} without one. Write ga_model demo {word}, for example."
         )

@@ -31,8 +31,8 @@ def load(target: str) -> tuple[Any, tuple[Any, Any, Any]]:
         return _model_and_data(_load_function(target)())
     except SystemExit:
         raise ScriptError(
-            f"The script must not end the program. Received: {target!r}, which did. "
-            "Put what is for a run as a script under `if __name__ == '__main__':`."
+            f"The script must not exit. Received: {target!r}, which did. "
+            "Move code that only runs as a script under `if __name__ == '__main__':`."
         ) from None
     finally:
         sys.argv = arguments
@@ -48,19 +48,19 @@ def _load_function(target: str) -> Callable[[], Any]:
     path = Path(name)
     if not separator or path.suffix != ".py" or not function.isidentifier():
         raise ScriptError(
-            "The script must be given as FILE.py:function. "
+            "The script must be passed as FILE.py:function. "
             f"Received: {target!r}. Write train.py:make, for a function `make` in train.py."
         )
     if not path.is_file():
         raise ScriptError(
-            f"The script must be a file. Received: {name!r}, which is none. "
+            f"The script must be a file that exists. Received: {name!r}. "
             "Pass the path of a Python script."
         )
     other = sys.modules.get(path.stem)
     if other is not None and getattr(other, "__file__", None) != str(path.resolve()):
         raise ScriptError(
-            "The script is imported as a module, so its name must be free. "
-            f"Received: {name!r}, beside another module {path.stem!r}. Rename the file."
+            "The script is imported as a module, so its name must not be taken. "
+            f"Received: {name!r}, but there is another module {path.stem!r}. Rename the file."
         )
     sys.path.insert(0, str(path.resolve().parent))
     spec: Any = importlib.util.spec_from_file_location(path.stem, path.resolve())
@@ -70,9 +70,9 @@ def _load_function(target: str) -> Callable[[], Any]:
     found = getattr(module, function, None)
     if not callable(found):
         raise ScriptError(
-            "The script must have the function. "
+            "The script must define the function. "
             f"Received: {name!r} without a function {function!r}. "
-            "Write one without arguments that returns a compiled model and its data."
+            "Define it without arguments; it returns a compiled model and data."
         )
     return found  # type: ignore[no-any-return]
 
@@ -88,7 +88,7 @@ def _model_and_data(returned: Any) -> tuple[Any, tuple[Any, Any, Any]]:
         )
         raise ScriptError(
             "The function must return (model, x), (model, x, y) or (model, x, y, sample_weight), "
-            f"with a compiled Keras model. Received: {types}. Return all of them in one tuple."
+            f"with a compiled Keras model. Received: {types}. Return them as one tuple."
         )
     model, *data = returned
     x, y, sample_weight = [*data, None, None][:3]

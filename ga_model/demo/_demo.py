@@ -115,7 +115,7 @@ def load_mnist(seed: int) -> tuple[Any, Any, Any, Any]:
     except Exception as error:  # Keras raises bare `Exception` when a download fails
         raise DemoError(
             f"The dataset `mnist` cannot be downloaded: {error}. "
-            "Check the network, or pass --dataset digits, which needs none."
+            "Check the network, or pass --dataset digits, which needs no network."
         ) from None
     return x / 255, y, x_validation / 255, y_validation
 

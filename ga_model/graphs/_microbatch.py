@@ -179,12 +179,11 @@ def _spec(leaf: Any, rows: int | None) -> Any:
 
 
 def _rows_message(shapes: list[tuple[int | None, ...]] | None) -> str:
-    received = "tensors of other numbers of samples" if shapes is None else f"shapes {shapes}"
+    received = "tensors with different numbers of samples" if shapes is None else f"shapes {shapes}"
     return (
-        "`microbatch_size` splits the samples of a batch, axis 0 of its tensors, so all tensors "
-        f"must have the same number of them. Received: {received}. "
-        "A value that all samples share must be a scalar, or an attribute of the model. With parts "
-        'that differ, such as labelled and unlabelled samples, take `loss_over="auto"` and a '
-        "`train_step` of your own, which gets all of them; use `accumulation_steps`; or set "
-        "`microbatch_size=None`."
+        "`microbatch_size` splits each batch along axis 0, so all its tensors must have the same "
+        f"number of samples. Received: {received}. Pass values shared by all samples as scalars, "
+        "or store them in the model. If parts of the batch differ in size, such as labelled and "
+        "unlabelled samples, write a custom `train_step`, which gets all of them (with "
+        '`loss_over="auto"`); use `accumulation_steps`; or set `microbatch_size=None`.'
     )

@@ -1,4 +1,4 @@
-"""What is said of steps that cannot be accumulated, or that train differently then."""
+"""Errors and warnings about steps that cannot be accumulated, or that train differently then."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from ga_model.base._messages import ALONE, EXACT_WAY, WITHOUT
 
 def noise_of_sum_message(model: str) -> str:
     return (
-        "`GradientNoiseScale` needs a loss that is a mean, of which microbatches have weights. "
-        f"Received: {model!r}, of which the loss is a sum. "
-        'Make its reduction "sum_over_batch_size" or "mean_with_sample_weight", '
-        "or train without the callback."
+        "`GradientNoiseScale` needs a loss that is a mean over samples. "
+        f"Received: {model!r}, whose loss is a sum. "
+        'Set its reduction to "sum_over_batch_size" or "mean_with_sample_weight", '
+        "or remove the callback."
     )
 
 
 def applied_twice_message(model: str, optimizer: str) -> str:
     return (
-        "A `train_step` that applies one optimizer more than once cannot be accumulated: "
-        "its second gradient would have to be taken after the first update. "
-        f"Received: `train_step` of {model!r} applies the optimizer {optimizer!r} twice. "
+        "A `train_step` that applies the same optimizer twice cannot be accumulated: "
+        "the second gradient depends on the first update. "
+        f"Received: `train_step` of {model!r}, which applies {optimizer!r} twice. "
         f"Sum the losses and apply once, use one optimizer per update, {ALONE} for any step, "
         f"or {WITHOUT}."
     )
@@ -26,22 +26,22 @@ def applied_twice_message(model: str, optimizer: str) -> str:
 
 def inner_graph_message(model: str) -> str:
     return (
-        "A `train_step` that is accumulated must apply its optimizers in its own graph. "
-        f"Received: `train_step` of {model!r} applies one inside of `tf.cond`, a loop, or a "
-        "`tf.function` of its own. Move the call out of it (`skip_nonfinite=True` leaves out what "
-        f"has NaN or Inf), {ALONE} for any step, or {WITHOUT}."
+        "Optimizers must be applied directly in `train_step` to be accumulated. "
+        f"Received: `train_step` of {model!r}, which applies one inside `tf.cond`, a loop, or a "
+        "nested `tf.function`. Move the call out (to skip NaN and Inf, set `skip_nonfinite=True`), "
+        f"{ALONE} for any step, or {WITHOUT}."
     )
 
 
 def not_recorded_message(model: str, optimizers: list[str]) -> str:
-    received = "applies none"
+    received = "which applies none"
     if optimizers:
-        received = f"applies {optimizers} by a global name or by an attribute of something else"
+        received = f"which applies {optimizers}, stored in a global variable or another object"
     return (
-        "A `train_step` that is accumulated must apply optimizers that are attributes of the "
-        "model, such as `self.optimizer`. "
-        f"Received: `train_step` of {model!r} {received}. "
-        "Keep each optimizer in an attribute of the model itself and call "
+        "A `train_step` can be accumulated if its optimizers are attributes of the model, such as "
+        "`self.optimizer`. "
+        f"Received: `train_step` of {model!r}, {received}. "
+        "Store each optimizer in an attribute of the model and call "
         f"`self.<attribute>.apply(gradients, variables)`, {ALONE} with any optimizer, "
         f"or {WITHOUT}."
     )
@@ -49,87 +49,86 @@ def not_recorded_message(model: str, optimizers: list[str]) -> str:
 
 def not_scaled_message(model: str) -> str:
     return (
-        "A loss that sums over samples, beside regularizers or means, is counted right only if "
-        "`train_step` passes it through `self.optimizer.scale_loss(loss)` before taking gradients. "
-        f"Received: `train_step` of {model!r} does not. Add that call, or make the loss a mean."
+        "A loss that sums over samples and also has regularizers or means is accumulated correctly "
+        "only if `train_step` calls `self.optimizer.scale_loss(loss)` before it takes gradients. "
+        f"Received: `train_step` of {model!r}, which does not. "
+        "Add that call, or make the loss a mean."
     )
 
 
 def obstacle_message(subject: str, place: str, why: str) -> str:
     return (
-        "The gradients of microbatches add up to that of the full batch if the loss is a sum over "
-        "samples, or a sum divided by a number of samples or by a sum of weights. "
+        "Gradients of microbatches add up to the full-batch gradient only if the loss is a sum "
+        "over samples, or such a sum divided by a number of samples or by a sum of weights. "
         f"Received: {subject}, in which {place} {why}. Training differs from the full batch; "
-        f"`check_equivalence` measures by how much. To train as on the full batch, {EXACT_WAY}."
+        f"`check_equivalence` measures by how much. To train exactly, {EXACT_WAY}."
     )
 
 
 def fixed_seed_message(subject: str, place: str) -> str:
     return (
-        "Each microbatch draws random numbers of its own, which takes a seed that moves on. "
-        f"Received: {subject}: {place} draws by a fixed seed, which gives the same numbers to "
-        "every microbatch, and of the full batch to each sample others. Training differs from the "
-        "full batch: pass a `keras.random.SeedGenerator` as the seed, or "
-        f"{EXACT_WAY}."
+        "A fixed seed repeats the same random numbers in every microbatch. "
+        f"Received: {subject}: {place} draws with a fixed seed, so samples of different "
+        "microbatches share their random numbers. Training differs from the full batch: pass a "
+        f"`keras.random.SeedGenerator` as the seed, or {EXACT_WAY}."
     )
 
 
 def product_message(loss: str, model: str) -> str:
     return (
-        "Sample weights need a loss that returns a value for each sample, to be put together from "
-        f"microbatches. Received: the loss {loss!r} of {model!r}, which returns one number, with "
-        "sample weights: Keras multiplies it by their mean. Training differs from the full batch: "
-        f"return the values of the samples, or {EXACT_WAY}."
+        "With sample weights, a loss must return one value per sample to be accumulated exactly. "
+        f"Received: the loss {loss!r} of {model!r}, which returns a single number; Keras "
+        "multiplies it by the mean of the sample weights. Training differs from the full batch: "
+        f"return one value per sample, or {EXACT_WAY}."
     )
 
 
 def order_message(model: str, first: str, second: str, variables: list[str]) -> str:
     return (
-        "The optimizers of a `train_step` are applied at the end of a window, one after the other. "
+        "A window applies all optimizers of a `train_step` at its end, one after the other. "
         f"Received: `train_step` of {model!r}, which applies {first!r} and then computes with "
-        f"{variables} before it applies {second!r}: with the full batch they are updated by then, "
-        "and in a window they are not. Training differs from the full batch: take all gradients "
+        f"{variables} before it applies {second!r}: on the full batch these are updated by then, "
+        "in a window they are not. Training differs from the full batch: take all gradients "
         f"before the first update, or {ALONE} for any order."
     )
 
 
 def worked_over_message(model: str, place: str) -> str:
     return (
-        "A window adds up the gradients of its microbatches before its optimizer gets them. "
-        f"Received: `train_step` of {model!r}, which computes {place} of gradients: that is done "
-        "for each microbatch, and with the full batch once per update. Training differs from the "
-        "full batch: leave it to the optimizer (`global_clipnorm`, `clipnorm` and `clipvalue` "
-        f"clip), set `skip_nonfinite=True` against NaN and Inf, or {ALONE} for any step."
+        "Gradients must reach the optimizer unchanged, because a window sums them first. "
+        f"Received: `train_step` of {model!r}, which computes {place} of gradients: in a window "
+        "this happens once per microbatch, on the full batch once per update. Training differs "
+        "from the full batch: let the optimizer do it (`global_clipnorm`, `clipnorm`, "
+        f"`clipvalue`), set `skip_nonfinite=True` to skip NaN and Inf, or {ALONE} for any step."
     )
 
 
 def own_gradient_message(model: str, rule: str) -> str:
     return (
-        "The gradients of microbatches add up to that of the full batch if each is linear in what "
-        "is passed back. "
-        f"Received: {model!r} with {rule}, whose gradient is not known to "
-        "be: one that clips, for example, clips other values of a microbatch than of the full "
-        f"batch. Training differs from the full batch: {EXACT_WAY}."
+        "Gradients of microbatches add up to the full-batch gradient only if every custom gradient "
+        "is linear in the upstream gradient. "
+        f"Received: {model!r} with {rule}, which may not be: one that clips, for example, clips "
+        f"different values per microbatch. Training differs from the full batch: {EXACT_WAY}."
     )
 
 
 def shifted_message(model: str, place: str) -> str:
     return (
-        "A window adds up the gradients of its microbatches. "
-        f"Received: `train_step` of {model!r}, which adds something to gradients by {place} that "
-        "does not follow from the samples, where the loss is a sum or was passed through "
-        "`scale_loss`: it is added once for each microbatch, and with the full batch once per "
-        "update. Training differs from the full batch: leave it to the optimizer (`weight_decay`), "
+        "Gradients must reach the optimizer unchanged, because a window sums them first. "
+        f"Received: `train_step` of {model!r}, which adds a term to gradients by {place} that "
+        "does not depend on the samples, with a loss that is a sum or was passed through "
+        "`scale_loss`: in a window it is added once per microbatch, on the full batch once per "
+        "update. Training differs from the full batch: let the optimizer do it (`weight_decay`), "
         f"or {ALONE} for any step."
     )
 
 
 def unread_loss_message(model: str) -> str:
     return (
-        "What the loss of a step averages over is read from its graph. "
-        f"Received: `train_step` of {model!r}, of which it cannot be read: it runs eagerly, takes "
-        "its gradients in a function of its own, or has ragged or sparse inputs. It is taken for a "
-        "mean over samples, of which the gradients are applied as the tapes give them. If it is "
+        "What a custom loss averages over is read from the graph of the step. "
+        f"Received: `train_step` of {model!r}, whose graph cannot be read: it runs eagerly, takes "
+        "gradients in a nested function, or has ragged or sparse inputs. Its loss is assumed to be "
+        "a mean over samples, and its gradients to reach the optimizer unchanged. If the loss is "
         f"something else, {EXACT_WAY}. If the step clips gradients, or takes some after an "
         f"update, {ALONE} for any step."
     )
@@ -137,37 +136,37 @@ def unread_loss_message(model: str) -> str:
 
 def unlike_terms_message(model: str, denominators: list[str]) -> str:
     return (
-        "One weight per microbatch cannot serve all terms of a loss that are divided by different "
-        f"things. Received: `train_step` of {model!r} with terms that are divided by "
-        f"{', and by '.join(denominators)}. The first is exact, and of the others training differs "
-        f"from the full batch: {EXACT_WAY}."
+        "The terms of a loss are divided by different things, but a microbatch has only one "
+        f"weight. Received: `train_step` of {model!r} with terms divided by "
+        f"{', and by '.join(denominators)}. Only the first is exact; for the others, training "
+        f"differs from the full batch: {EXACT_WAY}."
     )
 
 
 def written_message(model: str, variables: list[str]) -> str:
     return (
-        f"`train_step` of {model!r}, or a layer that it calls, writes to {variables}. That happens "
-        "once per microbatch, and with the full batch it happens once per update. Write to them in "
-        "a method `on_update(self)` of the model, which runs after each update, or "
+        f"`train_step` of {model!r}, or a layer that it calls, writes to {variables}. This happens "
+        "once per microbatch, on the full batch once per update. Do it in a method "
+        "`on_update(self)` of the model, which runs after each update, or "
         f"{ALONE}."
     )
 
 
 def one_weight_message(exact: list[str], approximate: list[str]) -> str:
     return (
-        "One weight per microbatch cannot serve all terms of this loss: they average over "
-        "different things. "
-        f"Exact: {exact}. Exact only where microbatches count alike in each and windows are full: "
-        f"{approximate}. Give the terms the same reduction, mask and sample weights, or override "
+        "The terms of this loss average over different things, but a microbatch has only one "
+        f"weight. Exact: {exact}. Exact only if all microbatches weigh the same in each term and "
+        f"all windows are full: {approximate}. "
+        "Give the terms the same reduction, mask and sample weights, or override "
         "`AccumulatingModel.microbatch_weight`."
     )
 
 
 def whole_call_message(layer: str, reason: str) -> str:
     return (
-        f"A call of {layer!r} takes the memory of the full batch, but for the calls of layers in "
-        f"it, because it cannot be split: {reason}. Training is exact. To save the memory, let "
-        "every output have one row for each sample of the inputs and depend on no other sample, "
-        "draw random numbers with `keras.random` and a `keras.random.SeedGenerator`, or move the "
-        "part that needs all samples out of the layer, into `train_step` or the loss."
+        f"A call of {layer!r} cannot be split into microbatches and takes the memory of the full "
+        f"batch (calls of layers inside it are split): {reason}. Training is exact. To save the "
+        "memory, make every output have one row per sample that depends on no other sample, draw "
+        "random numbers with `keras.random` and a `keras.random.SeedGenerator`, or move the part "
+        "that needs all samples out of the layer, into `train_step` or the loss."
     )

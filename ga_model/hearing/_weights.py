@@ -220,14 +220,14 @@ def of_weight(weight: Any) -> LossTerms:
 
 def _unreduced_message(terms: list[str]) -> str:
     return (
-        "A loss without reduction cannot stand beside other terms: Keras adds the others once per "
-        f"loss value. Received: terms {terms}, one of them with reduction None. "
-        "Give it the reduction 'sum' or 'sum_over_batch_size'."
+        "A loss without reduction cannot be combined with other terms: Keras adds those once per "
+        f"loss value. Received: terms {terms}, one of them with reduction None. Set its reduction "
+        "to 'sum' or 'sum_over_batch_size'."
     )
 
 
 def _bad_rule_message(value: str) -> str:
     return (
         "`microbatch_weight` must return a number, a scalar tensor, 'sum' or None. "
-        f"Received: {value!r}. Return 'sum' where the loss is a sum over samples."
+        f"Received: {value!r}. Return 'sum' if the loss is a sum over samples."
     )

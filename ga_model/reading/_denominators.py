@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 from ga_model.reading._operations import MEAN, SUM
 
 # Why gradients of microbatches do not add up to that of the full batch.
-SEVERAL = "computes with several samples"
-NOT_LINEAR = "is not linear in the sum or mean over samples that it is computed from"
-OF_GRADIENT = "computes with a gradient with respect to samples, which is divided by their number"
-DRAWN = "draws by a fixed seed"
-UNKNOWN = "is not known to compute with one sample at a time"
+SEVERAL = "combines several samples"
+NOT_LINEAR = "is not linear in a sum or mean over samples"
+OF_GRADIENT = "uses a gradient with respect to samples, which is divided by their number"
+DRAWN = "draws with a fixed seed"
+UNKNOWN = "may combine several samples"
 
 
 class Obstacle(NamedTuple):
@@ -60,13 +60,13 @@ class Denominator(NamedTuple):
         name = self.kind[0] if isinstance(self.kind, tuple) else self.kind
         words = {
             "rows": "the number of samples",
-            "chosen": "the number of entries that a mask chooses",
+            "chosen": "the number of entries that a mask selects",
             "entries": "the number of entries of the samples",
             "sum of weights": "a sum of weights",
             "mean of weights": "a mean of weights",
             "sum": "nothing (a sum)",
         }
-        text = words.get(str(name), "what a compiled loss averages over")
+        text = words.get(str(name), "the denominator of a compiled loss")
         is_computed = name in ("sum of weights", "mean of weights")
         return f"{text} ({self.count.op.name!r})" if is_computed else text
 

@@ -24,8 +24,8 @@ from ga_model.reading._operations import (
 )
 from ga_model.reading._reading import Reading
 
-_CHOSEN = "the places of some of the samples"
-_LENGTH = "a length that follows from the number of samples"
+_CHOSEN = "the indices of some of the samples"
+_LENGTH = "a length that depends on the number of samples"
 
 _OF_SHAPE = re.compile(r"(Shape|Size)(_\d+)?")  # in no scope: those of layers may be of tables
 _SHAPING = names("BroadcastTo Fill Reshape")

@@ -28,9 +28,9 @@ from ga_model.reading._operations import (
 )
 from ga_model.reading._parts import PartsReading
 
-TERMS = "a sum of terms that are divided by different things"
-BOUND = "a sum over samples, and something beside it"
-SCALE = "a number that follows from the number of samples"
+TERMS = "a sum of terms divided by different things"
+BOUND = "a sum over samples plus another term"
+SCALE = "a number that depends on the number of samples"
 REDUCED = (MEAN, SUM, TERMS)
 _SUMS = names("Add AddN AddV2 Cast Mean Neg Sub Sum")
 

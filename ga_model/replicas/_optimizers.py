@@ -129,7 +129,7 @@ def _sum_on_first_replica(tensors: list[Any], shows_overflow: bool) -> list[Any]
 
 def _unbuilt_weights_message(optimizer: str) -> str:
     return (
-        "An optimizer that begins with the values of the weights needs weights that have some. "
-        f"Received: {optimizer!r}, and weights that its first `train_step` is making. Make "
-        "the model anew, and call it, or each of its parts, on a batch before `fit`."
+        "This optimizer starts from the values of the weights, so they must exist before training. "
+        f"Received: {optimizer!r}, and weights that the first `train_step` creates. Create the "
+        "model again, and call it (or each of its parts) on a batch before `fit`."
     )

@@ -265,26 +265,26 @@ def update_if(
 
 def _strategy_message(name: str) -> str:
     return (
-        "Accumulation works with OneDeviceStrategy, MirroredStrategy and "
+        "Accumulation supports OneDeviceStrategy, MirroredStrategy and "
         "MultiWorkerMirroredStrategy of `tf.distribute`. "
-        f"Received: {name}, which it was not tried with. "
-        "Make the model under one of those strategies or under none, "
+        f"Received: {name}, which is not tested. "
+        "Create the model under one of those strategies or without one, "
         f"or {_messages.WITHOUT}."
     )
 
 
 def _scope_message(elsewhere: list[str], name: str) -> str:
     return (
-        "A model trains under the `tf.distribute` strategy that it was made and compiled under. "
-        f"Received: {' and '.join(elsewhere)}, made outside of the scope of {name}. "
-        "Make and compile the model inside of one `with strategy.scope():`, "
+        "A model must be created, compiled and trained under the same `tf.distribute` strategy. "
+        f"Received: {' and '.join(elsewhere)}, created outside the scope of {name}. "
+        "Create and compile the model inside one `with strategy.scope():`, "
         "and call `fit` on it."
     )
 
 
 def _workers_size_message() -> str:
     return (
-        "All workers must have the same `microbatch_size`, and each would find its own. "
+        "All workers must have the same `microbatch_size`, but each would find its own. "
         'Received: microbatch_size="auto" under MultiWorkerMirroredStrategy. '
         "Set it to a number that fits on every worker."
     )

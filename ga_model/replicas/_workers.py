@@ -87,17 +87,15 @@ def explain(error: BaseException, strategy: Any) -> None:
 
 def _worker_message() -> str:
     return (
-        "A worker of this cluster cannot be reached any more: it was stopped, or it failed with "
-        "an error of its own, which stands in its output. The others cannot go on alone. "
-        "Start all workers again; with `keras.callbacks.BackupAndRestore` they go on after the "
-        "last epoch that they finished."
+        "Another worker of this cluster is unreachable: it was stopped, or it failed with an "
+        "error, which its own output shows. The others cannot continue alone. Restart all workers; "
+        "with `keras.callbacks.BackupAndRestore` they continue after the last complete epoch."
     )
 
 
 def _epochs_message(epoch: int) -> str:
     return (
-        "All workers must begin with the same epoch. "
-        f"Received: epoch {epoch} here (counted from 0) and another one on another worker, as when "
-        "the last run ended while backups were written. "
-        "Copy the backup directory of the worker that is furthest to the other workers."
+        f"All workers must start with the same epoch. Received: epoch {epoch} here (counted from "
+        "0) and a different one on another worker, probably because the last run was stopped while "
+        "backups were written. Copy the backup directory of the most advanced worker to the others."
     )

@@ -147,20 +147,18 @@ def _are_unique(ids: np.ndarray) -> bool:
 
 def positions_message(path: str, number: int) -> str:
     return (
-        "Eagerly, each row of a sparse gradient counts as a sample's own. The optimizer gets that "
-        "of a position once per microbatch, and from the full batch it gets it once: clipping, and "
-        "optimizers such as Adam, then make another update. "
-        f"Received: microbatches that all look up the ids 0 to {number - 1} in {path!r}. "
-        "If these are positions, train without `run_eagerly=True`; in a loop of your own, take the "
+        "In eager mode, a sparse gradient of positions is added once per microbatch; on the full "
+        "batch it is added once. Clipping, and optimizers such as Adam, then make a different "
+        f"update. Received: microbatches that all look up the ids 0 to {number - 1} in {path!r}. "
+        "If these are positions, train without `run_eagerly=True`; in your own loop, take the "
         "gradients and call `GradientAccumulator.add` in one `tf.function`."
     )
 
 
 def _columns_message(path: str) -> str:
     return (
-        "Eagerly, each row of a sparse gradient counts as a sample's own. The optimizer gets that "
-        "of a column of sparse inputs once per microbatch, and from the full batch it gets it "
-        "once: clipping, and optimizers such as Adam, then make another update. "
-        f"Received: sparse inputs, and sparse gradients of {path!r}. "
+        "In eager mode, a sparse gradient of the columns of sparse inputs is added once per "
+        "microbatch; on the full batch it is added once. Clipping, and optimizers such as Adam, "
+        f"then make a different update. Received: sparse inputs, and sparse gradients of {path!r}. "
         "If a layer multiplies by these inputs, train without `run_eagerly=True`."
     )

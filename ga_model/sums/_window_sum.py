@@ -242,10 +242,10 @@ def _nothing(value: Any, variable: Any) -> Any:
 
 def _summed_rows_message(variables: list[str], optimizer: str) -> str:
     return (
-        f"A window looked up more rows of {variables} than 1.25 times those of the table. To bound "
-        "the memory, rows of equal ids were summed before the update. Of the full batch, "
-        f"{optimizer!r} would get each lookup as a row of its own, and its update differs. Use "
-        "fewer `accumulation_steps`, or `microbatch_size`, which sums nothing."
+        f"A window looked up more rows of {variables} than 1.25 times the size of the table. To "
+        "limit memory, rows with equal ids were summed before the update. On the full batch, "
+        f"{optimizer!r} gets each lookup as a separate row, so its update differs. Use fewer "
+        "`accumulation_steps`, or `microbatch_size`, which does not sum rows."
     )
 
 
@@ -259,24 +259,23 @@ def _gradient_message(gradient: Any, variable: Any) -> str:
 
 def _unknown_variables_message() -> str:
     return (
-        "A window's gradients must all belong to the same variables, in the same order. "
-        "Received: other variables than in the first microbatch. "
-        "After freezing or unfreezing layers call `model.compile()` again; "
-        "in a loop of your own make a new `GradientAccumulator`."
+        "All gradients of a window must belong to the same variables, in the same order. "
+        "Received: different variables than in the first microbatch. "
+        "After freezing or unfreezing layers, call `model.compile()` again; "
+        "in your own loop, create a new `GradientAccumulator`."
     )
 
 
 def _mixed_weights_message() -> str:
     return (
         "`weight` must be a number in every microbatch of a `GradientAccumulator`, or None in "
-        "every one. Received: both. Pass None only where the loss is a sum."
+        "every one. Received: both. Pass None only if the loss is a sum."
     )
 
 
 def _accumulator_scope_message() -> str:
     return (
-        "A `GradientAccumulator` belongs to the replicas of the `tf.distribute` strategy that it "
-        "was made under. Received: a call from elsewhere. "
-        "Make it inside of `with strategy.scope():`, as the model and the optimizer, and call it "
-        "in what `strategy.run` runs."
+        "A `GradientAccumulator` must be used under the `tf.distribute` strategy it was created "
+        "in. Received: a call from elsewhere. Create it inside `with strategy.scope():`, like the "
+        "model and the optimizer, and call it in the function that `strategy.run` runs."
     )

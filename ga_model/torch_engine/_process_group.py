@@ -235,42 +235,41 @@ def _check_alike(fingerprints: list[list[float]]) -> None:
 
 def _other_model_message() -> str:
     return (
-        "All processes of a `process_group` train the same model, and all have a batch in the "
-        "first window. Received: variables of other shapes in another process, or none. Make and "
-        "compile the model alike in all processes, and give each a share of the data."
+        "All processes of a `process_group` must train the same model, and each needs a batch in "
+        "the first window. Received: variables of different shapes in another process, or none. "
+        "Create and compile the same model in all processes, and give each a share of the data."
     )
 
 
 def _not_measured_message() -> str:
     return (
-        "`GradientNoiseScale` measures the windows of all processes of a `process_group`. "
-        "Received: the callback in some of them. Pass one to `fit` in each process."
+        "`GradientNoiseScale` must run in all processes of a `process_group`. "
+        "Received: the callback in only some of them. Pass one to `fit` in each process."
     )
 
 
 def _mixed_message() -> str:
     return (
-        "`weight` must be None in every call of a window or in none, in all processes. "
-        "Received: both. Pass a number in all of them, or None in all of them."
+        "`weight` must be a number in every call of a window, or None in every one, in all "
+        "processes. Received: both. Pass a number in all of them, or None in all of them."
     )
 
 
 def _unlike_weights_message() -> str:
     return (
-        "All processes of a `process_group` begin with the same weights and optimizer, and stay "
-        "so as long as all make the same updates. Received: others in another process. Call "
-        "`keras.utils.set_random_seed` with the same number before the model is made, or load the "
-        "same file. A callback that sets weights or a learning rate has to do so in all "
-        "processes: one such as `ReduceLROnPlateau` looks at the logs, which are those of a "
-        "process's own samples."
+        "All processes of a `process_group` must start with the same weights and optimizer state, "
+        "and keep them equal. Received: different ones in another process. Call "
+        "`keras.utils.set_random_seed` with the same number before the model is created, or load "
+        "the same file. A callback that changes weights or the learning rate must do so in all "
+        "processes; `ReduceLROnPlateau`, for example, reads logs of the process's own samples."
     )
 
 
 def _elsewhere_message(places: list[str]) -> str:
     return (
-        "All processes of a `process_group` train the same epochs. "
-        f"Received: {', '.join(places)} (in the order of the processes). Pass the same `epochs` "
-        "in all of them. A callback that ends training, such as `EarlyStopping`, looks at the "
-        "logs, which are those of a process's own samples: let it look at what all processes "
-        "have, such as validation on the same data."
+        "All processes of a `process_group` must train the same epochs. Received: "
+        f"{', '.join(places)} (by process). Pass the same `epochs` in all of them. A callback that "
+        "stops training, such as `EarlyStopping`, must stop all of them, but logs are those of a "
+        "process's own samples: let it monitor a value that is equal in all processes, such as "
+        "validation on the same data."
     )

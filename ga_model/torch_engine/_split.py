@@ -75,9 +75,8 @@ def num_rows(data: Any) -> int:
 
 def _rows_message(shapes: list[tuple[int, ...]]) -> str:
     return (
-        "`microbatch_size` splits the samples of a batch, axis 0 of its tensors, so all tensors "
-        f"must have the same number of them. Received: shapes {shapes}. "
-        "A value that all samples share must be a scalar, or an attribute of the model. With parts "
-        "that differ, such as labelled and unlabelled samples, use `accumulation_steps`; or set "
-        "`microbatch_size=None`."
+        "`microbatch_size` splits each batch along axis 0, so all its tensors must have the same "
+        f"number of samples. Received: shapes {shapes}. Pass values shared by all samples as "
+        "scalars, or store them in the model. If parts of the batch differ in size, such as "
+        "labelled and unlabelled samples, use `accumulation_steps`, or set `microbatch_size=None`."
     )

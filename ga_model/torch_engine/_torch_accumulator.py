@@ -193,13 +193,13 @@ def _number(weight: Any) -> float:
 
 def _other_variables_message() -> str:
     return (
-        "The variables must be those of the first call, in the same order. "
-        "Received: others. Call `reset()` first, or make a `GradientAccumulator` for each list."
+        "All gradients of a window must belong to the same variables, in the same order. Received: "
+        "different variables. Call `reset()` first, or create a `GradientAccumulator` per list."
     )
 
 
 def _mixed_message() -> str:
     return (
-        "`weight` must be None in every call of a window or in none. "
+        "`weight` must be a number in every call of a window, or None in every one. "
         "Received: both. Pass a number in all of them, or None in all of them."
     )

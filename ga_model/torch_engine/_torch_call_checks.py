@@ -36,7 +36,7 @@ def kinds_of_losses(layer: Any, arguments: Arguments, training: Any) -> list[str
             something that is no argument or weight, or does not take fewer samples.
     """
     if any(True for _ in layer.buffers()):
-        raise NotByRowsError("it has buffers of PyTorch's own, which a call may write to")
+        raise NotByRowsError("it has PyTorch buffers, which a call may write to")
     layers = layers_in(layer)
     # Of numbers that are drawn, and of normalization, halves have others.
     draws = any(seeds(part) for part in layers) or any(
@@ -57,9 +57,11 @@ def kinds_of_losses(layer: Any, arguments: Arguments, training: Any) -> list[str
             raise NotByRowsError("its tensors have hooks, which would see each microbatch")
         own = {id(t) for t in (*tensors, *layer.parameters())}
         if any(id(leaf) not in own for leaf in _leaves_of([*given.tensors, *given.losses])):
-            raise NotByRowsError("it uses a tensor or a variable that is no input or weight of it")
+            raise NotByRowsError(
+                "it uses a tensor or variable that is neither its input nor its weight"
+            )
         if (name := not_linear([*given.tensors, *given.losses])) is not None:
-            raise NotByRowsError(f"its own gradient {name!r} may mix samples")
+            raise NotByRowsError(f"its custom gradient {name!r} may mix samples")
         return [t.detach() for t in given.tensors], [float(v.detach()) for v in given.losses]
 
     half = rows // 2
@@ -71,11 +73,11 @@ def kinds_of_losses(layer: Any, arguments: Arguments, training: Any) -> list[str
                 again, _ = run(0, rows)
                 # Otherwise it draws numbers that nobody can tell of.
                 if len(again) != len(outputs) or all(map(is_close, outputs, again)):
-                    raise NotByRowsError("its outputs for a sample depend on other samples")
+                    raise NotByRowsError("its outputs for one sample depend on other samples")
     except NotByRowsError:
         raise
     except Exception as error:  # which a call of all samples will raise again, or get by
-        reason = f"with another number of samples it fails with a {type(error).__name__}"
+        reason = f"it raises a {type(error).__name__} for a different number of samples"
         raise NotByRowsError(reason) from error
     finally:
         state.put_back()

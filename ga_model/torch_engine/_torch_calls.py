@@ -92,7 +92,7 @@ def _build(layer: Any, arguments: Arguments) -> None:
         with inside_of_call.set(True):
             keras.backend.compute_output_spec(layer, *args, **kwargs)
     except Exception as error:  # of the user's code, called in a way that it may not know
-        raise NotByRowsError("it is not built, and cannot be without being called") from error
+        raise NotByRowsError("it is not built, and cannot be built without a call") from error
 
 
 @contextlib.contextmanager

@@ -132,7 +132,9 @@ class SplitCall:
                 joined = [t.new_empty((rows_of_all, *t.shape[1:])) for t in given.tensors]
             for whole, tensor in zip(joined, given.tensors, strict=True):
                 if tensor.shape[1:] != whole.shape[1:]:
-                    raise NotByRowsError("microbatches have outputs of different shapes")
+                    raise NotByRowsError(
+                        "its outputs have different shapes for different microbatches"
+                    )
                 whole[share] = tensor
             shares = [loss * factor for loss, factor in self._weighted(given.losses, rows)]
             losses = [a + b for a, b in zip(losses, shares)] if losses else shares
@@ -216,21 +218,21 @@ class SplitCall:
     def _check(self, given: Given, rows: int) -> None:
         """Check that outputs are of the samples, and that nothing else is written."""
         if given.form.holds_objects:
-            raise NotByRowsError("it gives tensors in an object, which cannot be put together")
+            raise NotByRowsError("it returns tensors in an object that cannot be concatenated")
         for tensor in given.tensors:
             if tensor.ndim == 0 or tensor.shape[0] != rows:
                 shape = tuple(tensor.shape)
                 raise NotByRowsError(f"an output has the shape {shape} for {rows} samples")
         expected = {id(v) for v in self._changing}
         if len(given.losses) != len(self._kinds):
-            raise NotByRowsError("it adds other losses in training")
+            raise NotByRowsError("it adds different losses in training")
         for part, name, value in self._state.changed():
             if instances_in(value, torch.Tensor) and not type(part).__module__.startswith("keras."):
-                raise NotByRowsError(f"it keeps a tensor in its attribute `{name}`")
+                raise NotByRowsError(f"it stores a tensor in its attribute `{name}`")
         others = [v.path for v in given.written if id(v) not in expected]
         others = [path for path in others if not path.endswith("seed_generator_state")]
         if others:
-            raise NotByRowsError(f"it writes to {sorted(set(others))}, once per call")
+            raise NotByRowsError(f"it writes to {sorted(set(others))} in each call")
         written = {id(v) for v in given.written}
         normal = [p for p in self._normal if any(id(v) in written for v in p.variables)]
         pooled = [part.name for part in normal if is_known(part)]
