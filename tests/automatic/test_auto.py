@@ -298,7 +298,7 @@ class TeachingOverTheBatch(Teaching):
 
 
 @pytest.mark.filterwarnings("ignore:.*writes to .*teaching")
-@pytest.mark.filterwarnings("ignore:What the loss of a step averages over")  # eagerly
+@pytest.mark.filterwarnings("ignore:What a custom loss averages over")  # eagerly
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize(
     ("make", "loss_over"), [(Teaching, "microbatch"), (TeachingOverTheBatch, "batch")]
@@ -588,10 +588,10 @@ def test_a_repeated_batch_loses_no_row(steps, microbatches, limit, sizes, eager,
     fit(reference, rest, rows=12 * steps)
     memory.drop_in(microbatches, limit)
 
-    with pytest.warns(UserWarning, match="did not fit in memory any more") as caught:
+    with pytest.warns(UserWarning, match="no longer fits in memory") as caught:
         fit(model, rest, rows=12)
     said = told(caught)
-    assert [int(text.split("repeated with ")[1].split(",")[0]) for text in said] == sizes
+    assert [int(text.split("retried with ")[1].split(",")[0]) for text in said] == sizes
     assert model.microbatch_size == sizes[-1]
     assert model.optimizer.iterations == reference.optimizer.iterations
     assert_changed(reference.get_weights(), start)
@@ -625,7 +625,7 @@ def test_a_repeated_batch_leaves_no_trace_in_what_steps_change(steps, float64):
                 memory.drop_in(1, 3)  # 8 rows went through, and these 4 do not
                 memory.drop_in(2, 4)
 
-    with pytest.warns(UserWarning, match="did not fit in memory any more"):
+    with pytest.warns(UserWarning, match="no longer fits in memory"):
         logs = fit(model, data, callbacks=[Drop()])
     assert model.microbatch_size == 4
     assert_same(state(model), state(expected), rtol=1e-12)
@@ -702,7 +702,7 @@ def test_a_step_that_applies_optimizers_in_turn_gets_a_size(way, float64):
     weights = [model.get_weights() for model in models]
     assert relative_difference(*weights, start) < TOLERANCE[float64]
     models[0].makes.layers[1].memory.drop_in(0, 2)
-    with pytest.raises(RuntimeError, match="repeated only if its update has not begun"):
+    with pytest.raises(RuntimeError, match="retried only if its update has not begun"):
         models[0].train_on_batch(*data)
 
 
@@ -867,7 +867,7 @@ def test_a_size_that_would_take_too_much_is_not_tried(size, monkeypatch, capsys)
     fit(model, dense_data(256), rows=256, verbose=2)
     assert model.microbatch_size == size
     assert max(memory.taken) == size
-    assert f"({size + 1} would take more memory than there is)" in capsys.readouterr().out
+    assert f"({size + 1} would not fit)" in capsys.readouterr().out
 
 
 def test_memory_that_the_process_still_holds_does_not_hide_what_rows_take(monkeypatch):
@@ -919,7 +919,7 @@ def test_what_rows_take_is_measured(monkeypatch, capsys):
     fit(model, dense_data(256), rows=256, verbose=2)
     assert 8 <= model.microbatch_size <= 128
     assert max(memory.taken) <= 2 * model.microbatch_size
-    assert "would take more memory than there is" in capsys.readouterr().out
+    assert "would not fit" in capsys.readouterr().out
     assert _memory.peak_memory() - start < 700 * 10**6
 
 

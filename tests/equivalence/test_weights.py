@@ -162,7 +162,7 @@ def with_activity_regularizer():
 def test_activity_regularizers_match_as_keras_adds_them(reduction, way, float64):
     """Also beside a loss of another kind, in full windows of equal batches, where that is told."""
     is_alike = averages_activities() == (reduction != "sum")
-    told = pytest.warns(UserWarning, match="cannot serve all terms of this loss")
+    told = pytest.warns(UserWarning, match="average over different things")
     loss = keras.losses.MeanSquaredError(reduction)
     with contextlib.nullcontext() if is_alike else told:
         difference = difference_of_fits(
@@ -224,7 +224,7 @@ def test_activities_of_layers_of_ones_own_match_as_keras_adds_them(name, way, fl
         return keras.Model(inputs, keras.layers.Dense(2)(ACTIVITIES[name](inputs)))
 
     is_alike = averages_activities() or name == "a mean"
-    told = pytest.warns(UserWarning, match="cannot serve all terms of this loss")
+    told = pytest.warns(UserWarning, match="average over different things")
     with contextlib.nullcontext() if is_alike else told:
         difference = difference_of_fits(
             make,
@@ -467,7 +467,7 @@ def test_a_loss_without_reduction_beside_another_is_refused():
     model = accumulate(two_outputs(), accumulation_steps=3)
     model.compile("sgd", [keras.losses.MeanSquaredError(reduction="none"), "mse"])
     x, y = two_outputs_data(12)
-    with pytest.raises(ValueError, match="Give it the reduction 'sum'"):
+    with pytest.raises(ValueError, match="Set its reduction to 'sum'"):
         model.fit(x, y, batch_size=4, verbose=0)
 
 

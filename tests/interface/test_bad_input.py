@@ -44,7 +44,7 @@ X, Y = dense_data(12)
 
 ADVICE = (
     "Pass|Call|Set|Remove|Make|Let|Add|Keep|Define|Write|Return|Give|Count|Create|Rename|Put|After|"
-    "Leave|Of a dataset|A value that all samples share must be|Freeze|Override|Draw"
+    "Leave|From a dataset|Pass values|Freeze|Override|Draw"
 )
 HOUSE = re.compile(rf"\w[^\n]+\. Received: [\s\S]+[.)] ({ADVICE})\b[^\n]+[.`)]")
 
@@ -336,7 +336,7 @@ def command(case, tmp_path):
 
 def test_a_backend_that_a_command_does_not_run_on(monkeypatch):
     monkeypatch.setenv("KERAS_BACKEND", "jax")
-    with pytest.raises(CommandError, match=r"^.* 'demo' runs on .*KERAS_BACKEND='jax'\. Set"):
+    with pytest.raises(CommandError, match=r"^.* 'demo' needs the TensorFlow backend .*KERAS_BACKEND='jax'\. Set"):
         run_command("demo")
 
 
@@ -584,30 +584,30 @@ def compiles_in_half_precision(_):
 
 V = [tf.Variable([1.0, 2.0]), tf.Variable([3.0])]
 ONE, TWO, THREE = tf.ones(1), tf.ones(2), tf.ones(3)
-SIDE = "must stand left of the Keras model class. Received: class Wrong"
-NO_KERAS_MODEL = r"Received: class Wrong, which is no subclass of `keras\.Model`"
+SIDE = "must come before the Keras model class.* Received: class Wrong"
+NO_KERAS_MODEL = r"Received: class Wrong, which is not a subclass of `keras\.Model`"
 NO_MODEL = "takes a Keras model. Received: model="
 TWICE = "accumulated twice. Received: {} and the optimizer '.*' with gradient_accumulation_steps=2"
 BY_2, BY_CLASS = TWICE.format("accumulation_steps=2"), TWICE.format("a `GradientAccumulator`")
 SCALING = "Received: skip_nonfinite=True with a LossScaleOptimizer"
-ROWS = "`microbatch_size` splits the samples of a batch.* Received: "
-DECAY = "`decay` must be a number that is at least 0 and below 1. Received: decay="
-UNKNOWN_SIZE = "microbatches of a known number of samples. Received: .* of which no size was found"
+ROWS = "`microbatch_size` splits each batch along axis 0.* Received: "
+DECAY = "`decay` must be a number >= 0 and < 1. Received: decay="
+UNKNOWN_SIZE = "a fixed number of samples per microbatch. Received: .* before a size was found"
 SCHEDULE = "`schedule` must be a dict or a function. Received: schedule="
 WEIGHT = "`weight` must be a scalar number or tensor, or None .* Received: weight="
-PER_VARIABLE = "one gradient per variable, in two lists. Received: "
-NO_VARIABLES = "must be variables of TensorFlow or Keras. Received: 2 of other types: "
+PER_VARIABLE = "one gradient for each variable. Received: "
+NO_VARIABLES = "must be variables of TensorFlow or Keras. Received: 2 values of type "
 OF_SHAPE = "must have the shape of its variable. Received: shapes "
-OTHER_VARIABLES = "Received: other variables than in the first microbatch"
+OTHER_VARIABLES = "Received: different variables than in the first microbatch"
 NO_OPTIMIZER = "takes a Keras optimizer. Received: optimizer="
 INTEGER = "must be an integer >= 1. Received: "
-TWO_MICROBATCHES = "at least two microbatches in a window.* Received: "
+TWO_MICROBATCHES = "must have at least two microbatches.* Received: "
 NO_ARRAYS = "with samples on axis 0. Received: x, y, sample_weight of types "
-TARGET = "must be given as FILE.py:function. Received: "
+TARGET = "must be passed as FILE.py:function. Received: "
 UNSAFE = "(?s)arbitrary code execution.*`safe_mode=False`"
 KERAS, ARGPARSE, SCRIPTS = "Keras's own", "argparse's own", "the script's own"
-OWN_STEP = "must be a method of the model's class. Received: .* set on the instance"
-ON_THE_CLASS = "on the model and not on its class.* Received: class Wrong with accumulation_steps=4"
+OWN_STEP = "must be a method of the model's class. Received: .* assigned to the instance"
+ON_THE_CLASS = "a setting of each model.* Received: class Wrong with accumulation_steps=4"
 CONFIG = {"class_name": "SGD", "config": {"gradient_accumulation_steps": 2}}
 
 CASES = [
@@ -625,7 +625,7 @@ CASES = [
             "accumulate a path",
             accumulates("a.keras"),
             TypeError,
-            NO_MODEL + "'a.keras'.* Make a `keras.Model` of it first",
+            NO_MODEL + "'a.keras'.* Turn it into a `keras.Model` first",
         ),
         ("accumulate a class", accumulates(Net), TypeError, NO_MODEL + ".* Call the class"),
         ("accumulate a layer", accumulates(layers.Dense(1)), TypeError, NO_MODEL + "<Dense"),
@@ -647,7 +647,7 @@ CASES = [
             "a fit that takes no callbacks",
             fits(),
             TypeError,
-            r"Received: .* that takes no `callbacks`\. Let it take `\*\*kwargs`",
+            r"Received: .* that does not\. Let it take `\*\*kwargs`",
             sets("accumulation_steps", 1),
         ),
     ),
@@ -687,7 +687,7 @@ CASES = [
     ),
     *cases(
         on(without_optimizer, accumulating),
-        ("no optimizer", fits(), RuntimeError, "Received: .* compiled with optimizer=None", again),
+        ("no optimizer", fits(), RuntimeError, "needs an optimizer. Received: .* compiled with optimizer=None", again),
     ),
     *cases(
         on(scaled),
@@ -853,7 +853,7 @@ CASES = [
     ),
     *cases(
         on(plain),
-        ("noise of a plain model", fits_measured(), TypeError, "Received: .*, which has none"),
+        ("noise of a plain model", fits_measured(), TypeError, "Received: .*, which does not"),
     ),
     *cases(
         on(skipping),
@@ -899,7 +899,7 @@ CASES = [
             "a schedule for a plain model",
             fits_by({0: 2}),
             TypeError,
-            r"of a model that has them. Received: .*Call `accumulate\(model\)`",
+            r"needs a model that accumulates gradients. Received: .*Call `accumulate\(model\)`",
         ),
         # `check_equivalence`.
         ("one microbatch", equals(microbatch_size=4), ValueError, TWO_MICROBATCHES + "12 samples"),
@@ -930,7 +930,7 @@ CASES = [
             "check what is not compiled",
             lambda _: equals()(dense_model()),
             RuntimeError,
-            "trains a compiled model. Received: .* is not compiled",
+            "needs a compiled model. Received: .* is not compiled",
         ),
         ("check a path", lambda _: equals()("a.keras"), TypeError, NO_MODEL + "'a.keras'"),
         ("check a class", lambda _: equals()(Net), TypeError, NO_MODEL + ".* Call the class first"),
@@ -974,7 +974,7 @@ CASES = [
             "a name in use",
             runs("check json.py:make"),
             CommandError,
-            "its name must be free. Received: 'json.py', beside another module 'json'",
+            "must not be taken. Received: 'json.py', but there is another module 'json'",
         ),
         ("an unknown function", checks("nothing"), CommandError, "without a function 'nothing'"),
         ("a number", checks("NUMBER"), CommandError, "without a function 'NUMBER'"),
@@ -1004,7 +1004,7 @@ CASES = [
             "an option first",
             runs("--epochs 3", batch=None),
             CommandError,
-            "options must stand behind a command .* '--epochs' without one. Write ga_model demo",
+            "options must follow a command .* '--epochs' without one. Write ga_model demo",
         ),
         (
             "another dtype",
@@ -1082,7 +1082,7 @@ class PassesAllOn(keras.Sequential):
 
 def test_a_fit_that_calls_no_callbacks_is_warned_of_where_it_leaves_a_window_open():
     model = net(kind=DropsCallbacks, accumulation_steps=2)
-    with pytest.warns(UserWarning, match="calls none and has left a window open") as caught:
+    with pytest.warns(UserWarning, match="runs no callbacks and left a window open") as caught:
         model.fit(X, Y)  # 3 batches
     assert HOUSE.search(told(caught)[0])
     model.fit(X, Y)

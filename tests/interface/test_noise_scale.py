@@ -155,7 +155,7 @@ def test_microbatches_that_are_not_finite_are_left_out(name, float64):
     model.skip_nonfinite = True
     noise = GradientNoiseScale(DECAY)
     arguments = {"batch_size": 8, "shuffle": False, "verbose": 0, "callbacks": [noise]}
-    with pytest.warns(UserWarning, match="had NaN or Inf"):
+    with pytest.warns(UserWarning, match="with NaN or Inf in their gradients were skipped"):
         model.fit(ids, y, sample_weight=weights, **arguments)
     assert model.num_skipped_microbatches == 1
     windows = windows_of(32, 8, **SETTINGS[name])
@@ -393,7 +393,9 @@ def test_a_schedule_may_begin_without_a_second_microbatch():
     assert math.isnan(history[0])
     assert history[1] == noise.noise_scale > 0
     model.accumulation_steps = 1
-    with pytest.raises(ValueError, match="needs two or more"):  # the schedule is forgotten
+    with pytest.raises(
+        ValueError, match="at least two microbatches per window"
+    ):  # the schedule is forgotten
         fit(model, x, GradientNoiseScale())
 
 

@@ -13,7 +13,7 @@ from keras import layers
 
 from ga_model import AccumulatingModel, accumulate
 
-pytestmark = pytest.mark.filterwarnings("ignore:What the loss of a step averages")  # eagerly
+pytestmark = pytest.mark.filterwarnings("ignore:What a custom loss averages")  # eagerly
 
 EAGER, XLA = {"run_eagerly": True}, {"jit_compile": True}
 of_script = types.SimpleNamespace()  # the globals of a training script
@@ -131,7 +131,7 @@ class Frozen(MovesItsTarget):
 def test_a_step_that_writes_to_variables_is_told_of_once(make, names, way):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        warnings.filterwarnings("ignore", "What the loss of a step averages")
+        warnings.filterwarnings("ignore", "What a custom loss averages")
         fit(accumulate(seeded(make), accumulation_steps=3), 8, **way)
     (said,) = (str(warning.message) for warning in caught)
     assert re.search(f"`train_step` .* writes to .*{names}.*on_update", said)
@@ -156,7 +156,7 @@ def test_an_optimizer_by_another_name_is_refused_before_anything_is_trained(way,
     if is_built:
         of_script.optimizer.build(model.target.trainable_variables)
     start = model.get_weights()
-    with pytest.raises(RuntimeError, match=r"applies \['of_the_script'\] by a global name"):
+    with pytest.raises(RuntimeError, match=r"applies \['of_the_script'\], stored in a global"):
         fit(model, 8, **way)
     for w, s in zip(model.get_weights(), start, strict=True):
         np.testing.assert_array_equal(w, s)

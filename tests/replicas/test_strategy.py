@@ -552,7 +552,7 @@ def test_what_was_made_outside_of_the_scope_is_named():
     with strategy.scope():
         model = accumulate(dense_model(), accumulation_steps=2)
     model.compile("sgd", "mse")
-    with pytest.raises(ValueError, match=r"Received: the optimizer '(?i:sgd).*, made outside"):
+    with pytest.raises(ValueError, match=r"Received: the optimizer '(?i:sgd).*, created outside"):
         model.fit(*data, verbose=0)
     with strategy.scope():
         model.compile("sgd", "mse")
@@ -574,7 +574,7 @@ def test_an_accumulator_made_outside_of_the_scope_is_refused():
     def add():
         accumulator.add([tf.ones(v.shape) for v in variables], variables, weight=1.0)
 
-    with pytest.raises(ValueError, match=r"Make it inside of `with strategy\.scope"):
+    with pytest.raises(ValueError, match=r"Create it inside `with strategy\.scope"):
         mirrored(2).run(add)
     with mirrored(2).scope():
         accumulator = GradientAccumulator()

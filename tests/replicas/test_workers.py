@@ -163,14 +163,14 @@ def test_a_worker_that_dies_is_reported_and_a_restart_goes_on(data, tmp_path):
     for status, output, ended in others:
         assert status == 1
         assert ended - dead[2] < 60
-        assert "A worker of this cluster cannot be reached any more" in output
+        assert "Another worker of this cluster is unreachable" in output
         assert "epoch 3" not in output
 
     # One that lost its backup: nobody trains, everybody is told.
     shutil.move(tmp_path / "backup2", tmp_path / "lost")
     for status, output, _ in run_job(3, tmp_path, "resume"):
         assert status == 1
-        assert "All workers must begin with the same epoch" in output
+        assert "All workers must start with the same epoch" in output
 
     shutil.copytree(tmp_path / "backup0", tmp_path / "backup2", dirs_exist_ok=True)
     run_to_the_end(3, tmp_path, "resume")

@@ -231,7 +231,7 @@ def test_a_repeated_batch_is_that_of_the_smaller_size(settings):
                 expected.microbatch_size = 3
 
     expected_logs = fit(expected, data, callbacks=[Sizes()])
-    with pytest.warns(UserWarning, match="did not fit in memory any more.*repeated with 3"):
+    with pytest.warns(UserWarning, match="no longer fits in memory.*retried with 3"):
         logs = fit(model, data, callbacks=[Sizes()])
     assert model.microbatch_size == 3
     assert_same(state(model), state(expected), rtol=1e-5)
@@ -261,7 +261,7 @@ def test_a_step_that_applies_optimizers_in_turn_gets_a_size():
     difference = relative_difference(models[0].get_weights(), models[1].get_weights(), start)
     assert difference < TOLERANCE
     models[0].makes.layers[1].memory.drop_in(1, 1)  # the judges were updated twice
-    with pytest.raises(RuntimeError, match="repeated only if its update has not begun"):
+    with pytest.raises(RuntimeError, match="retried only if its update has not begun"):
         models[0].train_on_batch(*data)
 
 
@@ -284,7 +284,7 @@ def test_an_optimizer_that_is_not_known_is_refused_before_it_updates():
     for make in (ByAnotherName, OfPyTorch):
         model = compiled(make, Memory(4))
         before = model.get_weights()
-        with pytest.raises(ValueError, match="tries a step without its updates"):
+        with pytest.raises(ValueError, match="tries steps without updates"):
             model.train_on_batch(*dense_data(16))
         assert_same(model.get_weights(), before)
         model.microbatch_size = 4

@@ -81,12 +81,12 @@ REASONS = {
     "samples": (
         lambda: with_layer(Centers())(),
         BY_MICROBATCH,
-        "whose outputs for a sample depend on the others",
+        "whose outputs for one sample depend on the others",
     ),
     "loss": (
         lambda: with_layer()(in_batch, keras.optimizers.SGD(0.05)),
         WINDOWS,
-        "which gives other gradients for the samples of a microbatch than for its halves",
+        "whose gradients of a microbatch are not those of its halves together",
     ),
 }
 
@@ -158,7 +158,7 @@ def test_a_model_that_is_not_built_is_built():
 def test_without_two_microbatches_there_is_nothing_to_compare():
     model = dense_model()
     model.compile("sgd", "mse")
-    with pytest.raises(ValueError, match="at least two microbatches in a window"):
+    with pytest.raises(ValueError, match="must have at least two microbatches"):
         check_equivalence(model, *dense_data(24), batch_size=12)
 
 

@@ -527,17 +527,17 @@ class IsParticular(layers.Dense):
 
 WHOLE = {
     "drops": (lambda: Drops(3), r"an output has the shape \(., 3\) for . samples"),
-    "trims": (lambda: Trims(3), "microbatches have outputs of different shapes"),
-    "adds": (lambda: AddsInTraining(3), "it adds other losses in training"),
+    "trims": (lambda: Trims(3), "its outputs have different shapes for different microbatches"),
+    "adds": (lambda: AddsInTraining(3), "it adds different losses in training"),
     "is particular": (
         lambda: IsParticular(3),
         "with another number of samples it fails",
     ),
     "mixes": (lambda: keras.Sequential([layers.Dense(3), Centers()]), "depend on other samples"),
-    "keeps": (lambda: Keeps(3), "keeps a tensor in its attribute `kept`"),
-    "counts": (lambda: Counts(3), "it writes to .*once per call"),
-    "buffers": (lambda: WithBuffers(3), "has buffers of PyTorch's own"),
-    "borrows": (lambda: Borrows(3), "no input or weight of it"),
+    "keeps": (lambda: Keeps(3), "stores a tensor in its attribute `kept`"),
+    "counts": (lambda: Counts(3), "it writes to .*in each call"),
+    "buffers": (lambda: WithBuffers(3), "it has PyTorch buffers"),
+    "borrows": (lambda: Borrows(3), "neither its input nor its weight"),
 }
 
 
@@ -570,7 +570,7 @@ class Late(layers.Layer):
 
 
 def test_a_layer_that_cannot_be_built_without_a_call_is_not_split():
-    with pytest.raises(NotByRowsError, match="it is not built, and cannot be without being called"):
+    with pytest.raises(NotByRowsError, match="it is not built, and cannot be built without a call"):
         _torch_calls._build(Late(), Arguments((torch.ones(6, 4),), {}, 6, 2))
 
 

@@ -134,7 +134,7 @@ def test_an_accumulator_refuses_what_it_cannot_add():
     variables = model.trainable_variables
     gradients = [torch.ones(tuple(v.shape)) for v in variables]
     accumulator = GradientAccumulator()
-    with pytest.raises(ValueError, match="one gradient per variable"):
+    with pytest.raises(ValueError, match="one gradient for each variable"):
         accumulator.add(gradients[:1], variables, weight=1)
     with pytest.raises(ValueError, match="the shape of its variable"):
         accumulator.add(gradients[::-1], variables, weight=1)

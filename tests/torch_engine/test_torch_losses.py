@@ -114,7 +114,7 @@ def test_weighted_metrics_of_masked_outputs_do_not_depend_on_microbatches():
 
 def test_unlike_masks_are_told_of_in_windows():
     arguments = sgd(["mse", "mse"])
-    with pytest.warns(UserWarning, match="One weight per microbatch cannot serve all terms"):
+    with pytest.warns(UserWarning, match="The terms of this loss average over different things"):
         train(two_masks, arguments, two_masks_data(16), rows=4, accumulation_steps=2)
 
 
@@ -222,7 +222,7 @@ def test_values_of_samples_that_are_compared_later_are_found():
     x, y = dense_data(48)
     y = np.abs(y)
     y[30] *= -1
-    with pytest.raises(ValueError, match="which gives other gradients"):
+    with pytest.raises(ValueError, match="are not those of its halves together"):
         train(dense_model, sgd(per_sample), (x, y), rows=24, microbatch_size=8)
 
 
@@ -241,9 +241,9 @@ def shifted(y_true, y_pred):
 
 def test_losses_that_do_not_add_up_are_told_of_where_they_are_asked_for():
     settings = {"microbatch_size": 5, "loss_over": "microbatch"}
-    with pytest.warns(UserWarning, match="which gives other gradients"):
+    with pytest.warns(UserWarning, match="are not those of its halves together"):
         train(dense_model, sgd(contrastive), dense_data(12), rows=12, **settings)
-    with pytest.warns(UserWarning, match="which gives other gradients"):
+    with pytest.warns(UserWarning, match="are not those of its halves together"):
         train(dense_model, sgd(contrastive), dense_data(12), rows=4, accumulation_steps=3)
 
 
@@ -251,7 +251,7 @@ def test_a_divisor_that_is_alike_by_chance_is_found_later():
     x, y = dense_data(48)
     y = np.abs(y)
     y[40:] *= np.sign(np.arange(8) % 3 - 0.5)[:, None]
-    with pytest.raises(ValueError, match="which gives other gradients"):
+    with pytest.raises(ValueError, match="are not those of its halves together"):
         train(dense_model, sgd(over_a_plain_mask), (x, y), rows=24, microbatch_size=8)
 
 

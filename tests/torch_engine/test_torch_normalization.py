@@ -137,7 +137,9 @@ def test_control_moved_by_each_microbatch_they_differ_and_it_is_told():
 @pytest.mark.every_case
 @pytest.mark.parametrize("settings", ["windows", "split", "full batch"])
 def test_the_warning_says_what_is_true(settings):
-    with pytest.warns(UserWarning, match="Their running averages move once per update") as caught:
+    with pytest.warns(
+        UserWarning, match="Their running averages are updated once per update"
+    ) as caught:
         fit(first, *SETTINGS[settings])
     assert [w.category for w in caught].count(UserWarning) == 1
 

@@ -84,18 +84,18 @@ def test_the_guides_example_runs(tmp_path):
 
 
 ERRORS = {
-    "no choice": "ValueError: Where several processes run, it has to be said",
+    "no choice": "ValueError: With several processes, you must say whether",
     "choice by name": "TypeError: `process_group` must be",
-    "other weights": "RuntimeError: All processes of a `process_group` begin with the same weights",
-    "other epochs": "RuntimeError: All processes of a `process_group` train the same epochs",
-    "stopped": "RuntimeError: All processes of a `process_group` train the same epochs",
-    "slowed": "RuntimeError: All processes of a `process_group` begin with the same weights",
-    "noise of one": "RuntimeError: `GradientNoiseScale` measures the windows of all processes",
+    "other weights": "RuntimeError: All processes of a `process_group` must start with",
+    "other epochs": "RuntimeError: All processes of a `process_group` must train the same epochs",
+    "stopped": "RuntimeError: All processes of a `process_group` must train the same epochs",
+    "slowed": "RuntimeError: All processes of a `process_group` must start with",
+    "noise of one": "RuntimeError: `GradientNoiseScale` must run in all processes",
     "regularized sum": "ValueError: With several processes, a loss that is a sum cannot",
     "no batch": "nothing",
     "a group of its own": "nothing",
-    "loop without a group": "ValueError: Where several processes run, it has to be said",
-    "loop with both": "RuntimeError: `weight` must be None in every call of a window or in none",
+    "loop without a group": "ValueError: With several processes, you must say whether",
+    "loop with both": "RuntimeError: `weight` must be a number in every call of a window",
 }
 
 
@@ -136,7 +136,7 @@ def test_sums_beside_means_are_exact_for_equal_batches_and_told(way):
     for result in results(2):
         weights, messages = result["told"][f"with_a_sum {way}"]
         assert relative_difference(weights, reference, start) <= pairs.TOLERANCE
-        assert any("One weight per microbatch" in message for message in messages)
+        assert any("average over different things" in message for message in messages)
 
 
 @pytest.mark.every_case

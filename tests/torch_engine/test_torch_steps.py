@@ -229,7 +229,7 @@ def test_single_samples_are_tried_in_pairs(kind, settings):
     start = model.get_weights()
     for each, size in ((reference, 12), (model, rows)):
         each.compile(keras.optimizers.SGD(0.1))
-        refused = pytest.raises(RuntimeError, match="those of no mean and of no sum")
+        refused = pytest.raises(RuntimeError, match="neither those of a mean nor of a sum")
         # With a size its step sees the batches of a window whole, which are no sum of theirs.
         with refused if each is model and kind is Compares else contextlib.nullcontext():
             each.fit(*data, batch_size=size, shuffle=False, verbose=0)
@@ -295,18 +295,18 @@ def test_a_step_that_averages_over_something_else_later_is_an_error():
 
     model = accumulate(make_of(Divides)(), accumulation_steps=2)
     model.compile("sgd")
-    with pytest.raises(RuntimeError, match="those of no mean and of no sum"):
+    with pytest.raises(RuntimeError, match="neither those of a mean nor of a sum"):
         model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
 
 
 REFUSED = {
-    Root: (RuntimeError, "those of no mean and of no sum"),
-    Compares: (RuntimeError, "those of no mean and of no sum"),
-    Masked: (RuntimeError, "those of no mean and of no sum"),
-    Clipping: (RuntimeError, "such as clipped ones"),
-    Changing: (RuntimeError, "such as clipped ones"),
-    Twice: (RuntimeError, "applies the optimizer 'SGD' twice"),
-    ByGlobalName: (RuntimeError, "must apply optimizers that are attributes of the model"),
+    Root: (RuntimeError, "neither those of a mean nor of a sum"),
+    Compares: (RuntimeError, "neither those of a mean nor of a sum"),
+    Masked: (RuntimeError, "neither those of a mean nor of a sum"),
+    Clipping: (RuntimeError, "by clipping for example"),
+    Changing: (RuntimeError, "by clipping for example"),
+    Twice: (RuntimeError, "applies 'SGD' twice"),
+    ByGlobalName: (RuntimeError, "if its optimizers are attributes of the model"),
     Never: (RuntimeError, "applies none"),
     ByHand: (RuntimeError, "applies none"),
 }
@@ -341,7 +341,7 @@ def test_optimizers_of_torch_are_refused_in_windows():
     model.own = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1)
     model = accumulate(model, accumulation_steps=3)
     model.compile("sgd", "mse")
-    with pytest.raises(ValueError, match=r"holds an optimizer of `torch\.optim`"):
+    with pytest.raises(ValueError, match=r"has an optimizer of `torch\.optim`"):
         model.fit(*dense_data(12), batch_size=6, verbose=0)
 
 

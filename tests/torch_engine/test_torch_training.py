@@ -583,7 +583,7 @@ def test_datasets_of_torch_and_generators_match():
 def test_parts_of_other_lengths_are_refused():
     model = accumulate(seeded(dense_model), microbatch_size=3)
     model.compile(**arguments())
-    with pytest.raises(ValueError, match="must have the same number of them"):
+    with pytest.raises(ValueError, match="must have the same number of samples"):
         model.train_step((dense_data(6)[0], dense_data(5)[1]))
 
 
