@@ -848,7 +848,7 @@ WHOLE = {
     "against the last": (with_layer(layer_of(lambda x: x * tf.reverse(x, [0]))), "depend on"),
     "random numbers of TensorFlow": (
         with_layer(layer_of(lambda x: x + tf.random.normal(tf.shape(x), dtype=x.dtype, seed=3))),
-        "RandomStandardNormal",
+        "it draws unseeded random numbers, by .*RandomStandardNormal",
     ),
     "variable of TensorFlow": (TrainsItsVariable, "not its own weights"),
     "stateful": (Stateful, r"it writes to \[.whole/"),

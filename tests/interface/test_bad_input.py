@@ -336,7 +336,9 @@ def command(case, tmp_path):
 
 def test_a_backend_that_a_command_does_not_run_on(monkeypatch):
     monkeypatch.setenv("KERAS_BACKEND", "jax")
-    with pytest.raises(CommandError, match=r"^.* 'demo' needs the TensorFlow backend .*KERAS_BACKEND='jax'\. Set"):
+    with pytest.raises(
+        CommandError, match=r"^.*needs the TensorFlow backend .*KERAS_BACKEND='jax'\. Set"
+    ):
         run_command("demo")
 
 
@@ -687,7 +689,7 @@ CASES = [
     ),
     *cases(
         on(without_optimizer, accumulating),
-        ("no optimizer", fits(), RuntimeError, "needs an optimizer. Received: .* compiled with optimizer=None", again),
+        ("no optimizer", fits(), RuntimeError, "needs an optimizer. .*optimizer=None", again),
     ),
     *cases(
         on(scaled),
