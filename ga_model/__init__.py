@@ -10,10 +10,10 @@ model.compile("adam", "mse")
 model.fit(x, y, batch_size=128)  # updates of 128 samples, 16 in memory at a time
 ```
 
-`AccumulatingModel` is the same as a mixin for model classes, `GradientAccumulator` the part for
-training loops of your own.
+`AccumulatingModel` is the same as a mixin for your own model classes, `GradientAccumulator` is for
+your own training loops.
 
-Nothing is imported before a name is used, so that `python -m ga_model --help` answers at once.
+Names are imported on first use, so `python -m ga_model --help` answers at once.
 """
 
 import importlib as _importlib
@@ -40,7 +40,7 @@ _MODULES = {
     "check_equivalence": "check._check",
 }
 
-# Where Keras runs on PyTorch; names that are not here are in the same module as on TensorFlow.
+# On the PyTorch backend; other names are in the same module as on TensorFlow.
 _MODULES_ON_TORCH = {
     "GradientAccumulator": "torch_engine._torch_accumulator",
 }

@@ -30,43 +30,41 @@ else:
 
 
 class AccumulatingModel(ModelSettings, _Base):
-    """Mixin for Keras models: the updates of a full batch with the memory of a small one.
+    """Mixin for Keras models: train with the updates of a full batch in the memory of a small one.
 
-    Stand it left of the model class. Its settings are arguments of `compile`; everything else
-    stays as it is. With `microbatch_size=N` every batch of `fit` goes through the model N
-    samples at a time. With `accumulation_steps=K` K batches make one update. Either way the
-    gradients of a *window* of microbatches are summed with the weights that the compiled loss gives
-    them, and the optimizer is applied once to their mean. Weights and optimizer state are then
-    those of plain Keras on the whole window: learning-rate schedules, weight decay, clipping,
-    constraints and moving averages count updates. With both settings a window is K batches, each
-    of them split.
+    List it first among the bases of your class. Its settings are arguments of `compile`; nothing
+    else changes. With `microbatch_size=N`, every batch of `fit` goes through the model N samples at
+    a time. With `accumulation_steps=K`, K batches make one update. In both cases, the gradients of
+    a *window* of microbatches are summed, each weighted by what its loss averages over, and the
+    optimizer is applied once to their mean. Weights and optimizer state are then those of plain
+    Keras on the full batch: learning-rate schedules, weight decay, clipping, constraints and moving
+    averages count updates. With both settings, a window is K batches, each of them split.
 
-    With `microbatch_size` logs and metrics are those of the full batch, too. A `train_step` of
-    your own then runs once, on the full batch, and its calls of layers go by microbatches: exact
-    for any loss and any order of updates, at the cost of one more forward pass. See `loss_over`.
+    With `microbatch_size`, logs and metrics are those of the full batch, too. A custom `train_step`
+    then runs once, on the full batch, and only its calls of layers are split into microbatches.
+    This is exact for any loss and any order of updates, and costs one more forward pass. See
+    `loss_over`.
 
-    A window of several batches also ends with the epoch, before validation and before any
-    callback's `on_epoch_end`, and takes what it has. `fit` begins with an empty window. In a loop
-    over `train_on_batch` call `close_window` where an epoch ends.
+    With `accumulation_steps`, a window also closes at the end of the epoch, full or not: before
+    validation, and before any callback's `on_epoch_end`. `fit` starts with an empty window. In a
+    loop over `train_on_batch`, call `close_window` at the end of each epoch.
 
-    Not equal to the full batch: BatchNormalization in training mode, which sees a microbatch at a
-    time, though its running averages are those of the full batch; dropout, which draws other masks.
-    With `accumulation_steps`, losses that compare samples of several batches; and of a `train_step`
-    with several optimizers all gradients are those at the window's starting weights, and what it
-    does to gradients itself, such as clipping, it does to those of a batch. What is to happen once
-    per update belongs into `on_update`.
+    What differs from the full batch: BatchNormalization in training mode normalizes each microbatch
+    by itself (its running averages are those of the full batch), and dropout draws other masks.
+    With `accumulation_steps` also: losses that compare samples see one batch at a time; a
+    `train_step` with several optimizers takes all gradients at the weights the window started with;
+    and what it does to gradients, such as clipping, it does once per batch. Put code that must run
+    once per update into `on_update`.
 
-    A third setting, `loss_over`, says whether the loss of a batch that is split is put together
-    from those of its microbatches, or sees all samples at once.
+    Two more settings: `loss_over` chooses whether the loss of a split batch is added up from its
+    microbatches, or sees all samples at once. `skip_nonfinite=True` skips microbatches with NaN or
+    Inf in a gradient; `num_skipped_microbatches` counts them.
 
-    A fourth, `skip_nonfinite=True`, leaves out microbatches with NaN or Inf in a gradient;
-    `num_skipped_microbatches` counts them.
+    Under `tf.distribute.MirroredStrategy` and `MultiWorkerMirroredStrategy`, a window covers all
+    replicas, which exchange gradients at the update only. `microbatch_size` counts the samples of
+    one replica. Create and compile the model in the strategy's scope.
 
-    Under `tf.distribute.MirroredStrategy` and `MultiWorkerMirroredStrategy` the window is that of
-    all replicas, which exchange gradients at the update only. `microbatch_size` is what one replica
-    takes at a time. Make and compile the model in the strategy's scope.
-
-    With none of the settings training is plain Keras.
+    With all settings at their defaults, training is plain Keras.
 
     Example:
 
@@ -120,23 +118,20 @@ class AccumulatingModel(ModelSettings, _Base):
         Args:
             *args: positional arguments of the model class's own `compile`.
             accumulation_steps: batches per window, an integer >= 1. None is 1.
-            microbatch_size: samples per microbatch that each batch is split into, an integer >= 1;
-                the last one of a batch has what is left. Or "auto": the largest size that fits in
-                memory is found before the first batch, and halved where it does not fit any more.
-                None leaves batches whole.
-            skip_nonfinite: whether microbatches with NaN or Inf in a gradient are left out. None is
+            microbatch_size: samples per microbatch, an integer >= 1; the last microbatch of a batch
+                may be smaller. Or "auto": the largest size that fits in memory is found before the
+                first batch, and halved if it no longer fits. None keeps batches whole.
+            skip_nonfinite: whether microbatches with NaN or Inf in a gradient are skipped. None is
                 False.
-            loss_over: "auto", "microbatch" or "batch": whether the loss of a batch that is split is
-                put together from its microbatches, or sees the full batch at the cost of a second
-                forward pass. None is "auto".
+            loss_over: "auto", "microbatch" or "batch": whether the loss of a split batch is added
+                up from its microbatches, or sees the full batch, which costs a second forward pass.
+                None is "auto".
             **kwargs: keyword arguments of the model class's own `compile`.
 
         Raises:
-            TypeError, ValueError: a setting is no integer >= 1, or `skip_nonfinite` no bool.
-            ValueError: an optimizer with `gradient_accumulation_steps` would accumulate as well, or
-                `skip_nonfinite` would hide overflows from a LossScaleOptimizer.
-            ValueError: `loss_over` is no choice.
-
+            TypeError, ValueError: a setting has the wrong type or value.
+            ValueError: the optimizer has `gradient_accumulation_steps` and would accumulate as
+                well, or `skip_nonfinite` would hide overflows from a LossScaleOptimizer.
         """
         given = passed(
             accumulation_steps=accumulation_steps,
@@ -154,7 +149,7 @@ class AccumulatingModel(ModelSettings, _Base):
         self._accumulation = Accumulation(self, settings)
 
     def describe_accumulation(self, batch_size: int | None = None) -> str:
-        """Return one line that says what the settings do.
+        """Describe what the settings do, in one line.
 
         Args:
             batch_size: samples per batch of `fit`, or None.
@@ -167,34 +162,33 @@ class AccumulatingModel(ModelSettings, _Base):
         # 128 samples per batch in 8 microbatches of 16; 1 update per batch
         ```
         """
-        size = self.microbatch_size  # one that was found, too
+        size = self.microbatch_size  # also one that "auto" found
         settings = dataclasses.replace(self._accumulation.settings, microbatch_size=size)
         return settings.describe(batch_size)
 
     def close_window(self) -> None:
         """Make the update of a partial window from the microbatches it has.
 
-        `fit` does so at every epoch's end. Call it in a loop of your own over `train_on_batch` or
-        `train_step`, where weights are read before a window is full. An empty window changes
-        nothing.
+        `fit` does this at the end of every epoch. In your own loop over `train_on_batch` or
+        `train_step`, call it before you read weights. An empty window changes nothing.
         """
         self._accumulation.close_window()
 
     def microbatch_weight(self, x: Any, y: Any = None, sample_weight: Any = None) -> Any:
-        """Return what a microbatch counts in its window's mean. Override it for a rule of your own.
+        """Return the weight of a microbatch in its window's mean. Override it to set your own.
 
-        By default it returns None and the weight follows from the compiled loss: the number of loss
-        values for a mean, the valid entries with a mask, the sum of the sample weights for
-        `mean_with_sample_weight`; a loss that is a sum is summed. Of a `train_step` of your own,
-        what its loss is divided by is read from its graph: samples, entries, a sum of a mask; a
-        loss that cannot be added up is warned of. Override the method to say it yourself: then the
-        loss is not read, and not warned of. (What the step does to gradients, and in which order it
-        updates, still is.) With `microbatch_size` alone there is no need to; if you override it,
-        microbatches are added up by it (see `loss_over`).
+        By default it returns None, and the weight follows from the compiled loss: the number of
+        loss values for a mean, the number of valid entries with a mask, the sum of the sample
+        weights for `mean_with_sample_weight`; a loss that is a sum is summed. For a custom
+        `train_step`, the denominator of the loss is read from its graph: samples, entries, the sum
+        of a mask; a loss that cannot be added up causes a warning. If you override this method, the
+        loss is neither read nor warned about. (What the step does to gradients, and the order of
+        its updates, still are.) With `microbatch_size` alone you need not override it; if you do,
+        microbatches are added up with your weights (see `loss_over`).
 
         Args:
-            x, y, sample_weight: the microbatch, as `train_step` gets it. `x` is all of it where it
-                is no tuple of up to three parts.
+            x, y, sample_weight: the microbatch, as `train_step` receives it. If it is not a tuple
+                of up to three parts, all of it is `x`.
 
         Returns:
             A scalar tensor or number, the denominator of the microbatch's loss; or "sum" where the
@@ -202,12 +196,12 @@ class AccumulatingModel(ModelSettings, _Base):
         """
 
     def on_update(self) -> None:
-        """Do what is to happen once per update, such as moving a target network. Override it.
+        """Called after each update. Override it to move a target network, for example.
 
-        By default it does nothing. It runs after each update, in the graph, whatever the settings
-        are, and without any: after a batch, or after the last batch of a window. With several
-        optimizers it runs once, after all of them. A `train_step` that runs once per microbatch
-        would write to variables once per microbatch.
+        By default it does nothing. It runs in the graph after each update, with any settings and
+        with none: after a batch, or after the last batch of a window. With several optimizers it
+        runs once, after all of them. Use it in place of writing to variables in `train_step`, which
+        may run once per microbatch.
 
         Under a `tf.distribute` strategy it runs in cross-replica context, once for all replicas:
         `variable.assign(value)` writes to all copies.
@@ -225,7 +219,7 @@ class AccumulatingModel(ModelSettings, _Base):
 
     @showing_only(keras.Model.fit)
     def fit(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as `keras.Model.fit` does. Each epoch closes its last window, full or not."""
+        """Train as `keras.Model.fit` does. Each epoch ends with an update of its last window."""
         return run_fit(self, super().fit, args, kwargs)
 
     @showing_only(keras.Model.train_on_batch)
@@ -245,7 +239,7 @@ class AccumulatingModel(ModelSettings, _Base):
         return getattr(train_step, "python_function", train_step)(data)  # of a `tf.function`
 
     def get_compile_config(self) -> dict[str, Any]:
-        """Return the model class's own compile configuration, with the settings."""
+        """Return the model class's compile configuration, with the settings."""
         config: dict[str, Any] = super().get_compile_config()
         if not config:
             return config
@@ -269,11 +263,11 @@ class AccumulatingModel(ModelSettings, _Base):
 
     @property
     def _on_update(self) -> Callable[[], Any] | None:
-        """What the user does once per update, or None."""
+        """The user's `on_update`, or None."""
         return None if type(self).on_update is AccumulatingModel.on_update else self.on_update
 
     def _has_rule(self) -> bool:
-        """Return whether the user says what microbatches count."""
+        """Return whether the user overrides `microbatch_weight`."""
         return type(self).microbatch_weight is not AccumulatingModel.microbatch_weight
 
 

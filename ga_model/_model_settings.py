@@ -1,4 +1,4 @@
-"""The settings of a model as its attributes, and what its training has come to."""
+"""The settings of a model as its attributes, and the state of its training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ga_model.base._internals import layers_in
 
 
 class ModelSettings:
-    """What an `AccumulatingModel` answers of its accumulation."""
+    """The settings of an `AccumulatingModel`, and the state of its accumulation."""
 
     @functools.cached_property
     def _accumulation(self) -> Accumulation:
@@ -21,10 +21,10 @@ class ModelSettings:
 
     @property
     def accumulation_steps(self) -> int:
-        """Batches per window, an integer >= 1. A new value counts from the next window on.
+        """Batches per window, an integer >= 1. A new value takes effect with the next window.
 
-        With 1 the model trains by Keras's own function, with more by another one. A `tf.function`
-        of your own around `train_step` has the one of the two in it that it was traced with.
+        If you wrap `train_step` in your own `tf.function`, a change between 1 and larger values
+        takes effect only when it is traced again.
         """
         return self._accumulation.settings.accumulation_steps
 
@@ -34,9 +34,9 @@ class ModelSettings:
 
     @property
     def has_updated(self) -> bool:
-        """Whether no batch waits for an update, as the last one made one or there was none yet.
+        """Whether the last batch completed a window. Also True before the first batch.
 
-        For callbacks, to do after an update what is to be done once per update.
+        Read it in a callback's `on_train_batch_end` to act once per update.
         """
         return not self._accumulation.has_open_window()
 
@@ -44,9 +44,9 @@ class ModelSettings:
     def microbatch_size(self) -> int | str | None:
         """Samples that go through the model at a time, an integer >= 1, or None for the full batch.
 
-        A new value counts from the next batch on, and is traced when it is first used. Set to
-        "auto", it reads so until `fit` or `train_on_batch` has found the largest size that fits,
-        before its next batch, and then it is that number.
+        A new value takes effect with the next batch; each is traced once. After you set it to
+        "auto", it is "auto" until `fit` or `train_on_batch` has found the largest size that fits,
+        before its next batch, and then that number.
         """
         size: int | str | None = self._accumulation.size
         return "auto" if size is None and self._accumulation.is_automatic else size
@@ -57,15 +57,15 @@ class ModelSettings:
 
     @property
     def skip_nonfinite(self) -> bool:
-        """Whether a microbatch with NaN or Inf in any gradient is left out.
+        """Whether microbatches with NaN or Inf in a gradient are skipped. False by default.
 
-        It then changes no weight, no optimizer state, no metric, no running statistics and no
-        random state of layers, and the window's mean is that of the other microbatches. Where the
-        step runs on the full batch (see `loss_over`), the batch is left out as one. A window of
-        which nothing is left makes no update; a number that a `train_step` logs by itself is NaN
-        for a batch of which nothing is left. Terms of the loss that average over different things
-        are not exact, as in windows of several batches, and a warning names them. By default it is
-        False, and as with plain Keras the weights become NaN.
+        A skipped microbatch changes no weight, optimizer state, metric, running statistics or
+        random state of layers; the window's mean is that of the other microbatches. If the step
+        runs on the full batch (see `loss_over`), the whole batch is skipped. A window with no
+        microbatch left makes no update, and values that a `train_step` logs itself are NaN for a
+        batch with none left. As in windows of several batches, loss terms that average over
+        different things are not exact, and a warning names them. With False, NaN reaches the
+        weights, as in plain Keras.
         """
         return self._accumulation.settings.skip_nonfinite
 
@@ -75,26 +75,27 @@ class ModelSettings:
 
     @property
     def loss_over(self) -> str:
-        """What the loss sees at a time with a `microbatch_size`: "auto", "microbatch" or "batch".
+        """What the loss of a split batch sees at a time: "auto", "microbatch" or "batch".
 
-        With "microbatch" the step runs on each microbatch, and weighted gradients are added up:
-        exact for losses that are means or sums over samples, with one forward and backward pass.
+        With "microbatch", the step runs on each microbatch, and weighted gradients are added up.
+        This is exact for losses that are means or sums over samples, and takes one forward and
+        backward pass.
 
-        With "batch" the step runs once, on the full batch, and each outermost call of a layer or
-        model in it goes by microbatches. So a loss may compare samples (contrastive, triplet) or
-        divide over all of them (Dice), and a `train_step` may do whatever it does. Each microbatch
-        of a call goes forward twice: first for the outputs, without a gradient; then, when the step
-        takes gradients, with the gradient with respect to its outputs. Dropout draws the same
-        numbers both times, and statistics move once. It costs the second forward pass, and the
-        memory of what the step itself holds, such as outputs, for all samples. A call that cannot
-        be split, because its outputs have no row for each sample or depend on other
-        samples, runs on all samples, with one warning, and the calls inside of it are split. With
-        several replicas the step sees the samples of one at a time, as it does in plain Keras.
+        With "batch", the step runs once, on the full batch, and each outermost call of a layer or
+        model in it is split into microbatches. So a loss may compare samples (contrastive, triplet)
+        or divide by sums over all of them (Dice), and a `train_step` may do anything. Each
+        microbatch of a call runs forward twice: first for the outputs, without gradients; then,
+        when the step takes gradients, with the gradient of its outputs. Dropout draws the same
+        numbers both times, and running statistics are updated once. The cost is the second forward
+        pass, and the memory of what the step itself holds for all samples, such as outputs. A call
+        that cannot be split, because its outputs do not have one row per sample or depend on other
+        samples, runs on all samples, with one warning; calls inside it are split. With several
+        replicas the step sees the samples of one replica, as in plain Keras.
 
-        With "auto", the default, it is "microbatch" where Keras's own `train_step` and
-        `compute_loss` have losses that are known to add up, or where `microbatch_weight` is
-        overridden and the step neither clips gradients nor computes with what it has updated; and
-        else "batch". Of a loss of your own the graph is read.
+        "auto", the default, chooses "microbatch" if Keras's `train_step` and `compute_loss` are
+        used with losses that are known to add up, or if `microbatch_weight` is overridden and the
+        step neither clips gradients nor computes with what it has updated; otherwise "batch".
+        The graph of a custom loss is read to decide.
         """
         return self._accumulation.settings.loss_over
 
@@ -104,7 +105,7 @@ class ModelSettings:
 
     @property
     def num_skipped_microbatches(self) -> int:
-        """Microbatches that `skip_nonfinite` has left out since `compile`."""
+        """Number of microbatches that `skip_nonfinite` has skipped since `compile`."""
         return int(self._accumulation.num_skipped or 0)
 
     # What the package asks.

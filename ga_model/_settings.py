@@ -1,4 +1,4 @@
-"""The settings of a model: what they are by default, and which values they take."""
+"""The settings of a model: their defaults and valid values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ga_model.base import _validate
 
 
 class _Unchanged:
-    """What stands for an argument that is not passed, where None has a meaning of its own."""
+    """The default of arguments for which None has a meaning."""
 
     def __repr__(self) -> str:
         return "unchanged"
@@ -27,11 +27,11 @@ class Settings:
         accumulation_steps: batches per window, an integer >= 1.
         microbatch_size: samples per microbatch, an integer >= 1; None for the full batch; or
         "auto".
-        skip_nonfinite: whether microbatches with NaN or Inf in a gradient are left out.
+        skip_nonfinite: whether microbatches with NaN or Inf in a gradient are skipped.
         loss_over: "auto", "microbatch" or "batch".
 
     Raises:
-        TypeError, ValueError: a value is none of these.
+        TypeError, ValueError: a value is invalid.
     """
 
     accumulation_steps: int = 1
@@ -45,22 +45,22 @@ class Settings:
 
     @classmethod
     def of(cls, model: Any) -> Settings:
-        """Return the present settings of a model. A plain one has the defaults."""
+        """Return the current settings of a model. A plain model has the defaults."""
         return cls(**{name: getattr(model, name) for name in NAMES if hasattr(model, name)})
 
     def check_with(self, optimizers: Iterable[Any], adds_scaling: bool = False) -> None:
-        """Raise ValueError if they do not go with the optimizers.
+        """Raise ValueError if they cannot be used with the optimizers.
 
         Args:
             optimizers: the optimizers.
-            adds_scaling: whether Keras will put a LossScaleOptimizer around the optimizer.
+            adds_scaling: whether Keras will wrap the optimizer in a LossScaleOptimizer.
         """
         optimizers = list(optimizers)
         _validate.check_single_accumulation(optimizers, self.accumulation_steps)
         _validate.check_single_finite_check(optimizers, self.skip_nonfinite, adds_scaling)
 
     def describe(self, batch_size: int | None = None) -> str:
-        """Return one line that says what they do to batches of so many samples, or of any."""
+        """Describe in one line what they do to batches of this size, or of any size."""
         steps = self.accumulation_steps
         samples = "each batch"
         if batch_size is not None:
@@ -69,7 +69,7 @@ class Settings:
         if steps > 1:
             effective = f" ({steps * batch_size} samples)" if batch_size else ""
             updates = f"1 update per {steps} batches{effective}"
-        skips = "; microbatches with NaN or Inf are left out" if self.skip_nonfinite else ""
+        skips = "; microbatches with NaN or Inf are skipped" if self.skip_nonfinite else ""
         return f"{samples}{self._describe_split(batch_size)}; {updates}{skips}"
 
     def _describe_split(self, batch_size: int | None) -> str:
@@ -84,7 +84,7 @@ class Settings:
         return f" in {-(-batch_size // size)} microbatches of {ragged}{size}"
 
     def config(self) -> dict[str, Any]:
-        """Return what belongs into a file."""
+        """Return what is saved in a file."""
         return dataclasses.asdict(self)
 
 
@@ -99,9 +99,9 @@ NAMES = tuple(_DEFAULTS)
 
 
 def passed(**arguments: Any) -> dict[str, Any]:
-    """Return the settings that a function was passed, by its arguments.
+    """Return the settings among the arguments of a function.
 
-    Those that are `UNCHANGED` are left out, and None switches off: it is the default.
+    `UNCHANGED` ones are omitted; None stands for the default.
     """
     given = {name: value for name, value in arguments.items() if value is not UNCHANGED}
     return {name: _DEFAULTS[name] if value is None else value for name, value in given.items()}

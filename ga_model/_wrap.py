@@ -1,4 +1,4 @@
-"""Give an existing model the mixin."""
+"""Add the mixin to an existing model."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ def accumulate(
 ) -> AccumulatingModel:
     """Make an existing Keras model accumulate gradients, and return the same object.
 
-    For scripts that have a model already: Functional, Sequential or subclassed, built or not,
-    compiled or not. Layers, weights, optimizer and every reference to the model stay what they are,
-    and so do the files that `save` writes: they are the plain model's and open without this
-    package.
+    Add it to a working script. The model may be Functional, Sequential or subclassed, built or not,
+    compiled or not. Layers, weights, optimizer and every reference to the model stay the same.
+    `save` writes the file of the plain model, which opens without this package; so after
+    `load_model`, call `accumulate` again.
 
     Args:
-        model: a `keras.Model`. One that is an `AccumulatingModel` already only gets the settings.
+        model: a `keras.Model`. If it is an `AccumulatingModel` already, only its settings change.
             What is not passed stays as it is; None switches a setting off.
         accumulation_steps: batches of `fit` per update, an integer >= 1. None is 1.
         microbatch_size: samples that go through the model at a time, an integer >= 1: each batch of
-            `fit` is split into microbatches of so many samples. Or "auto": the largest that fits in
-            memory is found. None leaves batches whole.
-        skip_nonfinite: whether microbatches with NaN or Inf in a gradient are left out. None is
+            `fit` is split into microbatches of this size. Or "auto": the largest size that fits in
+            memory is found. None keeps batches whole.
+        skip_nonfinite: whether microbatches with NaN or Inf in a gradient are skipped. None is
             False.
-        loss_over: "auto", "microbatch" or "batch": whether the loss of a batch that is split is put
-            together from its microbatches, or sees the full batch at the cost of a second forward
-            pass. See `AccumulatingModel.loss_over`. None is "auto".
+        loss_over: "auto", "microbatch" or "batch": whether the loss of a split batch is added up
+            from its microbatches, or sees the full batch, which costs a second forward pass. See
+            `AccumulatingModel.loss_over`. None is "auto".
 
     Returns:
         `model`, now an instance of `AccumulatingModel` too.
 
     Raises:
-        TypeError: `model` is no Keras model, or a setting has the wrong type.
-        ValueError: a setting is less than 1 or no choice, or the model is compiled with an
-            optimizer that has `gradient_accumulation_steps`, or with a LossScaleOptimizer beside
-            `skip_nonfinite`.
+        TypeError: `model` is not a Keras model, or a setting has the wrong type.
+        ValueError: a setting has an invalid value, the model's optimizer has
+            `gradient_accumulation_steps`, or `skip_nonfinite` is combined with a
+            LossScaleOptimizer.
 
     Warns:
         UserWarning: the model is compiled and has trainable BatchNormalization layers.
@@ -84,10 +84,10 @@ def accumulate(
 
 
 class _Wrapped(AccumulatingModel):
-    """What a wrapped model has beside the mixin: it passes for an instance of its own class.
+    """What a wrapped model has besides the mixin: it passes for an instance of its own class.
 
-    `model.__class__` answers with the class that the user wrote, which is what Keras records in
-    files and looks up when it copies and clones.
+    `model.__class__` is the class that the user wrote, which Keras records in files and looks up
+    when it copies and clones.
     """
 
     def get_compile_config(self) -> dict[str, Any]:
