@@ -156,7 +156,7 @@ def strings_in(path):
 
 
 def test_every_message_that_is_explained_is_one_of_the_packages():
-    lines = (DOCS / "questions.md").read_text().split("## Messages")[1].splitlines()
+    lines = (DOCS / "questions.md").read_text().split("## Errors and warnings")[1].splitlines()
     quoted = [match[1] for line in lines if (match := re.match(r"\| `([^`]+)` +\|", line))]
     assert len(quoted) > 10
     said = [
