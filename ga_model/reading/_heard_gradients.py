@@ -19,6 +19,7 @@ import tensorflow as tf
 from ga_model.base._context import graph_being_made
 from ga_model.reading._denominators import Denominator, StepLoss, by_kind
 from ga_model.reading._dependence import walk_back
+from ga_model.reading._loss_reading import normalizing_names
 from ga_model.reading._operations import DIVISIONS, MOVES, PRODUCTS, SHARED, names, value_of
 from ga_model.reading._step_loss import StepReading
 
@@ -70,8 +71,7 @@ class HeardGradients:
             leaves = tf.nest.flatten(self._data)
             lengths = {t.shape[0] for t in leaves if isinstance(t, tf.Tensor) and t.shape.rank}
             known = next(iter(lengths)) if len(lengths) == 1 else None
-            normal = [layer.name for layer in self._model._batch_normalization_layers()]
-            self._reading = StepReading(self._graph, known, normal)
+            self._reading = StepReading(self._graph, known, normalizing_names(self._model))
         return self._reading
 
     def note(self, tensor: Any, denominator: Denominator) -> None:

@@ -158,7 +158,18 @@ def mixes_samples(tensors: list[Any], layer: Any) -> bool:
         # Their parts have no samples. What is known to depend on the others is the padding.
         padded = [op for op in graph.get_operations() if op.type == "RaggedTensorToTensor"]
         return any(op.outputs[0].shape[1:2] == [None] for op in padded)
-    parts = layers_in(layer)
-    normal = [part for part in parts if isinstance(part, keras.layers.BatchNormalization)]
-    reading = Reading(graph, trusts_layers=True, normalizing=[part.name for part in normal])
+    reading = Reading(graph, trusts_layers=True, normalizing=normalizing_names(layer))
     return any(reading.kind_of(tensor) in (MIXED, MEAN, SUM) for tensor in tensors)
+
+
+def normalizing_names(layer: Any) -> list[str]:
+    """Return the names under which BatchNormalization layers in a layer compute.
+
+    In a graph, what `TimeDistributed` calls has the name of the wrapper.
+    """
+    found = []
+    for part in layers_in(layer):
+        is_wrapper = isinstance(part, keras.layers.TimeDistributed)
+        if isinstance(part.layer if is_wrapper else part, keras.layers.BatchNormalization):
+            found.append(part.name)
+    return found

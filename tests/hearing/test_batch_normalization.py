@@ -4,6 +4,9 @@ Where the inputs of a layer do not depend on what another one has normalized, th
 plain Keras on the full batch.
 """
 
+import gc
+import warnings
+
 import keras
 import numpy as np
 import pytest
@@ -128,6 +131,21 @@ CASES = {
 def test_of_other_layers_and_data(case, settings, float64):
     make, data = CASES[case]
     assert difference(make, settings, data(41)) <= TOLERANCE["float64"]
+
+
+def per_time_step():
+    inputs = keras.Input((3, 4))
+    normal = layers.TimeDistributed(layers.BatchNormalization(momentum=0.8))(inputs)
+    return keras.Model(inputs, layers.Dense(2)(layers.Flatten()(normal)))
+
+
+@pytest.mark.parametrize("settings", ["split", "windows"])
+def test_under_the_name_of_a_wrapper_they_are_the_same_and_no_other_warning_comes(
+    settings, float64
+):
+    x, y = dense_data(24, 12)
+    data = x.reshape(24, 3, 4), y
+    assert difference(per_time_step, settings, data, epochs=1) <= TOLERANCE["float64"]
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -343,6 +361,38 @@ def test_a_call_in_a_function_that_was_traced_before_moves_them_itself_and_is_to
         for factor in (1.0, 2.0):
             expected = 0.99 * expected + 0.01 * factor * move
     np.testing.assert_allclose(model.normal.moving_mean, expected, rtol=1e-4)
+
+
+def operations(graph):
+    """Return the operations of a graph and of all functions that it may call."""
+    definition = graph.as_graph_def()
+    functions = [node for f in definition.library.function for node in f.node_def]
+    return [node.op for node in (*definition.node, *functions)]
+
+
+@pytest.mark.parametrize("settings", ["split", "recomputed", "windows", "both"])
+def test_no_pass_over_activations_and_no_buffer_is_added(settings):
+    """A layer that is not heard reduces as often. What is kept are two vectors for each layer."""
+    own, rows = SETTINGS[settings]
+    x, y = dense_data(12, 7)
+    reductions = []
+    for layer in (layers.BatchNormalization, MovesItself):
+        normal = layer(scale=False, center=False)
+        model = accumulate(keras.Sequential([keras.Input((7,)), normal, layers.Dense(2)]), **own)
+        model.compile("sgd", "mse")
+        draw = tf.function(lambda data, model=model: model.train_step(data), autograph=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            graph = draw.get_concrete_function((tf.constant(x[:rows]), tf.constant(y[:rows]))).graph
+        found = operations(graph)
+        reductions.append([found.count(name) for name in ("Mean", "SquaredDifference")])
+        if layer is MovesItself:
+            break
+        living = [v for v in gc.get_objects() if issubclass(type(v), tf.Variable)]
+        kept = [v for v in living if v.shape == (7,) and "moving" not in v.name]
+        assert len(kept) == (2 if "accumulation_steps" in own else 0)
+    assert reductions[0] == reductions[1]
+    assert reductions[0][0] > 0
 
 
 def test_layers_are_left_as_they_were():
