@@ -12,7 +12,13 @@ from ga_model._kept import Kept
 from ga_model._settings import Settings
 from ga_model.automatic._auto import AutomaticSize
 from ga_model.base._identity import is_in
-from ga_model.base._internals import compiled_loss, layers_in, loss_tracker, metrics_exchange
+from ga_model.base._internals import (
+    compiled_loss,
+    has_metrics,
+    layers_in,
+    loss_tracker,
+    metrics_exchange,
+)
 from ga_model.batch import _step
 from ga_model.batch._window import Counter, Window
 from ga_model.graphs._microbatch import Batch
@@ -145,7 +151,7 @@ class Accumulation(Kept):
     def _check_metrics(self) -> None:
         """Raise if metrics are to be updated or put back where replicas cannot exchange."""
         known = [loss_tracker(self._model), *getattr(compiled_loss(self._model), "metrics", ())]
-        others = [m for m in self._model.metrics if not is_in(m, known)]
+        others = [m for m in self._model.metrics if has_metrics(m) and not is_in(m, known)]
         names = [m.name for m in others if type(m) is not keras.metrics.Mean]  # which waits
         is_split = self.settings.microbatch_size is not None
         if self.settings.skip_nonfinite:

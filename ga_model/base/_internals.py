@@ -181,6 +181,12 @@ def metrics_exchange() -> bool:
     return "synchronization" not in inspect.signature(keras.Variable.__init__).parameters
 
 
+def has_metrics(metric: Any) -> bool:
+    """Return whether a metric updates any: for `metrics=[]`, Keras makes one that updates none."""
+    given = [getattr(metric, n, metric) for n in ("_user_metrics", "_user_weighted_metrics")]
+    return any(part is not None for part in keras.tree.flatten(given))
+
+
 # Losses.
 
 

@@ -5,6 +5,8 @@ have unlike numbers of rows, some of them none. With `--replicas 2` or 3 the tes
 files that compare with the full batch train on so many devices, too.
 """
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -456,6 +458,18 @@ def test_metrics_are_updated_on_any_replica_or_refused(float64):
     for weight, expected in zip(model.get_weights(), reference.get_weights(), strict=True):
         np.testing.assert_allclose(weight, expected, rtol=1e-12)
     assert_logs_match(model, reference)  # of one update, whatever Keras makes of several
+
+
+def test_where_replicas_exchange_metrics_only_those_that_there_are_are_refused(monkeypatch):
+    """As up to Keras 3.9. For an empty list, Keras makes a metric all the same."""
+    monkeypatch.setattr("ga_model._accumulation.metrics_exchange", lambda: True)
+    for metrics in ([], ["mae"]):
+        with mirrored(2).scope():
+            model = accumulate(dense_model(), microbatch_size=3)
+            model.compile("sgd", "mse", metrics=metrics)
+        refused = pytest.raises(ValueError, match=r"compile_metrics.*keras>=3")
+        with refused if metrics else contextlib.nullcontext():
+            model.fit(*dense_data(24), batch_size=24, verbose=0)
 
 
 def test_bad_microbatches_are_left_out_on_any_replica(float64):
