@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -12,9 +13,36 @@ def function_of(node: Any) -> Any:
     return getattr(type(node), "_forward_cls", None)
 
 
+def takes_leaf(node: Any) -> bool:
+    """Return whether a node of PyTorch's autograd gets a tensor that it accumulates a gradient of,
+    such as a weight."""
+    names = (following.name() for following, _ in node.next_functions if following is not None)
+    return any(name.endswith("AccumulateGrad") for name in names)
+
+
 def results_of(node: Any) -> list[Any]:
     """Return the shape, dtype and device of what a node of PyTorch's autograd gave."""
     return list(node._input_metadata)
+
+
+def divisor_of(node: Any) -> float | None:
+    """Return the number by which a node of PyTorch's autograd divides what it gets, or None.
+
+    Of means, that of the values; of a division, a number that no gradient goes to.
+    """
+    name = node.name()
+    if name == "DivBackward0":
+        other = node._saved_other
+        is_number = other.numel() == 1 and node.next_functions[1][0] is None
+        return float(other) if is_number else None
+    if name in ("MeanBackward0", "MeanBackward1"):
+        (result,) = results_of(node)
+        return float(math.prod(node._saved_self_sym_sizes)) / max(int(math.prod(result.shape)), 1)
+    if getattr(node, "_saved_reduction", None) != 1:  # a loss of PyTorch's that is a mean
+        return None
+    if hasattr(node, "_saved_total_weight"):
+        return float(node._saved_total_weight)
+    return float(node._saved_self.numel())
 
 
 def times_written(tensor: Any) -> int:

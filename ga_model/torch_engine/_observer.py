@@ -6,11 +6,13 @@ import math
 from collections.abc import Callable, Hashable
 from typing import Any
 
+import keras
 import torch
 
 from ga_model.base._internals import added_to_valid_entries, mask_of
 from ga_model.hearing._compiled_copy import same_rank, seeing
 from ga_model.hearing._weights import Term
+from ga_model.torch_engine._divisors import Divided, divisors_of
 from ga_model.torch_engine._split import num_rows
 
 _MEANS = ("mean", "sum_over_batch_size", "mean_with_sample_weight")
@@ -56,12 +58,22 @@ def observer_of(entry: Any, compiled: Any, listener: Callable[[], Any]) -> Any:
                     value, weight = _with_once(value, weight, once, losses.is_first_of_window)
             if kind == "sum" and is_number and sample_weight is None:
                 weight, of = None, "sum"
+            if isinstance(kind, Divided) and of == "rows" and sample_weight is None:
+                weight, of = _read(kind, values, y_pred), ("divided", name)
+                if weight == 0.0:  # and the value no number
+                    value = 0.0 * sum(leaf.sum() for leaf in keras.tree.flatten(y_pred))
             is_product = is_product and reduction != "mean_with_sample_weight"
         in_total = value if entry.loss_weights is None else value * entry.loss_weights
         compiled._terms.append(Term(name, weight, of, in_total, value, is_product))
         return value
 
     return observe
+
+
+def _read(kind: Divided, values: Any, y_pred: Any) -> float:
+    """Return by what a loss is divided."""
+    weight = kind.weight(divisors_of(values, keras.tree.flatten(y_pred)))
+    return float("nan") if weight is None else weight
 
 
 def _denominator(

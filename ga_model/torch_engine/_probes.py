@@ -2,12 +2,13 @@
 
 There is no graph to be read before a step runs. So a loss is computed on a microbatch and on its
 halves: of a mean over samples, or a sum, the gradients of the halves are those of the whole, but
-for a factor that tells which. Likewise a model is called on a microbatch and on its halves.
+for a factor that tells which, or the numbers that the loss is divided by (`_divisors`). Likewise a
+model is called on a microbatch and on its halves.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import torch
@@ -15,6 +16,7 @@ import torch
 from ga_model.base._internals import layers_in, seeds, takes_training
 from ga_model.hearing._models import unrecorded
 from ga_model.torch_engine._autograd import unheard
+from ga_model.torch_engine._divisors import Tried, Watch, divisors_of
 from ga_model.torch_engine._split import num_rows, part_of
 from ga_model.torch_engine._state import unchanged
 
@@ -30,8 +32,8 @@ class DoesNotAddUpError(ValueError):
     """
 
 
-def kind_of_loss(loss: Any, y_true: Any, y_pred: Any) -> str | None:
-    """Return what a loss is over samples: "rows", "mean", "sum" or "other".
+def kind_of_loss(loss: Any, y_true: Any, y_pred: Any, watch: Watch) -> Any:
+    """Return what a loss is over samples: "rows", "mean", "sum", `Divided` or "other".
 
     With "rows" it gives a value for each, else one number. None where the samples do not tell:
     there is one, or no gradient.
@@ -39,6 +41,7 @@ def kind_of_loss(loss: Any, y_true: Any, y_pred: Any) -> str | None:
     Args:
         loss: a `keras.losses.Loss`.
         y_true, y_pred: as it is called with.
+        watch: what was tried of it before.
     """
     rows = num_rows(y_pred)
     if rows < 2:
@@ -52,16 +55,30 @@ def kind_of_loss(loss: Any, y_true: Any, y_pred: Any) -> str | None:
     half = rows // 2
     shares = [(0, rows), (0, half), (half, rows)]
     parts = [_gradients(loss, part_of(y_true, *s), part_of(y_pred, *s), s, rows) for s in shares]
-    if any(part is None for part in parts):
+    whole, first, second = parts
+    if whole is None or first is None or second is None:
         return "other"
-    (is_number, whole), *halves = parts  # type: ignore[misc]
-    if all(not bool(g.any()) for g in whole):
-        return None
-    if not is_number:
-        return "rows" if _equal(whole, _joined(halves, [1.0, 1.0])) else "other"
-    if _equal(whole, _joined(halves, [half / rows, 1.0 - half / rows])):
-        return "mean"
-    return "sum" if _equal(whole, _joined(halves, [1.0, 1.0])) else "other"
+    tried = Tried(whole.divisors, first.divisors, second.divisors, rows)
+    if not any(bool(g.any()) for g in whole.gradients) or not all(map(_is_finite, whole.gradients)):
+        return watch.kind_without_gradient(tried) if whole.is_number else None
+
+    def fits(factors: list[float]) -> bool:
+        joined = zip(first.gradients, second.gradients)
+        halves = [torch.cat([_times(a, factors[0]), _times(b, factors[1])]) for a, b in joined]
+        return all(is_close(g, h, _OF_LOSSES) for g, h in zip(whole.gradients, halves))
+
+    if not whole.is_number:
+        return watch.note(tried, "rows" if fits([1.0, 1.0]) else "other")
+    return watch.kind_of(fits, tried, rows, half)
+
+
+def _is_finite(tensor: Any) -> bool:
+    return bool(torch.isfinite(tensor).all())
+
+
+def _times(gradient: Any, factor: float) -> Any:
+    """Return a gradient times a number. One of which nothing counts may be NaN."""
+    return gradient * factor if factor else torch.zeros_like(gradient)
 
 
 def detached(data: Any) -> Any:
@@ -76,17 +93,6 @@ def joined(first: Any, second: Any) -> Any:
         return torch.cat([detached(a), detached(b)]) if len(getattr(a, "shape", ())) else b
 
     return keras.tree.map_structure(together, first, second)
-
-
-def is_to_try(times: int) -> bool:
-    """Return whether to try again what halves of one microbatch may show by chance.
-
-    That is done with the first 8 microbatches, and then ever more rarely.
-
-    Args:
-        times: of the microbatch, from 1.
-    """
-    return times <= 8 or times & (times - 1) == 0
 
 
 def are_alike(data: Any) -> bool:
@@ -116,10 +122,23 @@ def _is_alike(tensor: Any) -> bool:
     return tensor.ndim == 0 or bool((tensor == tensor[:1]).all())
 
 
+class _Found(NamedTuple):
+    """What a loss gives for some samples.
+
+    Attributes:
+        is_number: whether it is one number for all of them.
+        gradients: with respect to predictions.
+        divisors: of it.
+    """
+
+    is_number: bool
+    gradients: list[Any]
+    divisors: list[float]
+
+
 def _gradients(
     loss: Any, y_true: Any, y_pred: Any, share: tuple[int, int], rows: int
-) -> tuple[bool, list[Any]] | None:
-    """Return whether a loss is one number, and its gradients with respect to predictions."""
+) -> _Found | None:
     y_pred = keras.tree.map_structure(lambda x: x.detach().requires_grad_(), y_pred)
     leaves = keras.tree.flatten(y_pred)
     with torch.enable_grad(), unrecorded(), unheard():
@@ -127,7 +146,8 @@ def _gradients(
         if values.ndim and values.shape[0] != share[1] - share[0]:
             return None
         if not values.requires_grad:
-            return values.ndim == 0, [torch.zeros_like(leaf) for leaf in leaves]
+            return _Found(values.ndim == 0, [torch.zeros_like(leaf) for leaf in leaves], [])
+        divisors = divisors_of(values)
         total = values
         if values.ndim:  # of unlike values, lest those of different samples stand for another
             factors = torch.arange(1, rows + 1, dtype=values.dtype, device=values.device)
@@ -135,16 +155,7 @@ def _gradients(
             total = (values * factors.reshape(-1, *[1] * (values.ndim - 1))).sum()
         gradients = torch.autograd.grad(total, leaves, allow_unused=True)
     gradients = [torch.zeros_like(v) if g is None else g for g, v in zip(gradients, leaves)]
-    return values.ndim == 0, gradients
-
-
-def _joined(halves: list[Any], factors: list[float]) -> list[Any]:
-    pairs = zip(*(gradients for _, gradients in halves))
-    return [torch.cat([a * factors[0], b * factors[1]]) for a, b in pairs]
-
-
-def _equal(ones: list[Any], others: list[Any]) -> bool:
-    return all(is_close(one, other, _OF_LOSSES) for one, other in zip(ones, others))
+    return _Found(values.ndim == 0, gradients, divisors)
 
 
 def is_close(one: Any, other: Any, tolerance: float = _OF_MODELS) -> bool:

@@ -8,18 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-import torch
 
-from ga_model.base._internals import compiled_loss, takes_training
 from ga_model.base._messages import batch_normalization_messages
 from ga_model.hearing import _messages, _weights
-from ga_model.hearing._compiled_copy import copy_with
-from ga_model.hearing._metric_calls import MetricCalls
-from ga_model.hearing._models import computes_loss_as_keras, is_of_keras, unpack, unrecorded
+from ga_model.hearing._models import computes_loss_as_keras, is_of_keras, unpack
 from ga_model.hearing._moments_heard import is_known, telling
 from ga_model.torch_engine import _refusals
 from ga_model.torch_engine._batch_logs import BatchLogs
-from ga_model.torch_engine._observer import observer_of
 from ga_model.torch_engine._probes import DoesNotAddUpError
 from ga_model.torch_engine._split import Batch
 from ga_model.torch_engine._state import (
@@ -28,14 +23,14 @@ from ga_model.torch_engine._state import (
     Snapshot,
     Writes,
     clear_gradients,
-    unchanged,
 )
-from ga_model.torch_engine._step_probe import UnknownLossError
+from ga_model.torch_engine._step_probe import Trial, UnknownLossError
 from ga_model.torch_engine._terms import Position
 from ga_model.torch_engine._torch_calls import split_calls
 from ga_model.torch_engine._torch_recorder import Recording, record
 from ga_model.torch_engine._torch_statistics import listening
 from ga_model.torch_engine._torch_window import Window, power_of_two
+from ga_model.torch_engine._weights_ahead import weights_ahead
 
 
 def run(
@@ -104,7 +99,7 @@ class _Run:
         self._num_counted = 0
         self._whole: _weights.Whole | None = None
         if batch.is_split and is_alone:  # what terms weigh in the others' batches is not known
-            weights = functools.cache(functools.partial(_weights_ahead, model, batch))
+            weights = functools.cache(functools.partial(weights_ahead, model, batch))
             self._whole = _weights.Whole(lambda: float(batch.rows), window.steps == 1, weights)
 
     def logs(self) -> Any:
@@ -178,7 +173,10 @@ class _Run:
         before = Before(model) if probe.is_first else None
         probe.is_first = False
         try:
-            return self._recorded(data, logs, keeps_gradients)
+            result = self._recorded(data, logs, keeps_gradients)
+            if probe.has_changed():  # before there is an update
+                probe.look(self._gradients_of, self._batch.two_or_more(index), is_after=True)
+            return result
         except UnknownLossError:
             if before is None:  # another loss than that of the first microbatch
                 raise RuntimeError(_refusals.unknown_loss_message(model.name)) from None
@@ -186,20 +184,21 @@ class _Run:
         probe.look(self._gradients_of, self._batch.two_or_more(index))
         return self._recorded(data, logs, keeps_gradients)
 
-    def _gradients_of(self, data: Any) -> dict[Any, Any]:
-        """Return the gradients that the step has of some samples, and make no update."""
+    def _gradients_of(self, data: Any) -> Trial:
+        """Return what the step gives for some samples, and make no update."""
         # As of a window that is this one microbatch: nothing is folded, and nothing refused.
         position = self._position(False)._replace(window=Window(self._model, 1), is_window=True)
         clear_gradients(self._model)
         with record(self._model, data, position, False) as recording:
             self._train_step(data)
         self._accumulation.release()
-        return {
+        gradients = {
             (number, id(v)): gradient
             for number, part in enumerate(recording.parts)
             for v in part.variables
             if (gradient := part.gradient(v)) is not None
         }
+        return Trial(gradients, recording.divisors, recording.is_worked_over)
 
     def _position(self, defers_logs: bool) -> Position:
         """Return where the next microbatch stands."""
@@ -262,36 +261,3 @@ class _Run:
             raise RuntimeError(_messages.not_recorded_message(self._model.name, []))
         if names := writes.others(is_alone=self._window.steps == 1):
             recording.losses.tell(_messages.written_message(self._model.name, names))
-
-
-def _weights_ahead(model: Any, batch: Batch) -> list[float]:
-    """Return what the terms of the compiled loss weigh in a batch: the model runs forward once."""
-    compiled = compiled_loss(model)
-    if compiled is None:
-        return []
-    totals: list[float] = []
-    terms: list[_weights.Term] = []
-    copy = copy_with(
-        compiled,
-        lambda entry, copy: observer_of(entry, copy, lambda: _Ahead()),
-        terms.append,
-        MetricCalls(None),
-    )
-    with torch.no_grad(), unrecorded(), unchanged(model), keras.StatelessScope():
-        for index in range(batch.num_microbatches):
-            x, y, sample_weight = unpack(batch.microbatch(index))
-            terms.clear()
-            y_pred = model(x, training=False) if takes_training(model) else model(x)
-            copy(y, y_pred, sample_weight)
-            weights = [0.0 if term.weight is None else float(term.weight) for term in terms]
-            totals = [a + b for a, b in zip(totals, weights)] if totals else weights
-    return totals
-
-
-class _Ahead:
-    """The losses of a pass that looks ahead, of which nothing is told."""
-
-    is_first_of_window = True
-
-    def kind_of(self, *args: Any) -> None:
-        return None

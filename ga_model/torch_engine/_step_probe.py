@@ -2,14 +2,15 @@
 
 The step runs on a microbatch and on its halves, and makes no update. Of a mean over samples the
 gradients of the halves add up, weighted by samples, to that of the whole; of a sum they add up as
-they are. Meanwhile layers that drop values or add noise pass on what they get, and
-BatchNormalization layers normalize by their running averages.
+they are; of a sum that is divided by another number, weighted by that. Meanwhile layers that drop
+values or add noise pass on what they get, and BatchNormalization layers normalize by their running
+averages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 
@@ -18,7 +19,14 @@ from ga_model.base._in_front import InFront
 from ga_model.base._internals import layers_in
 from ga_model.hearing._models import unpack
 from ga_model.torch_engine import _refusals
-from ga_model.torch_engine._probes import is_to_try, joined
+from ga_model.torch_engine._divisors import (
+    Divided,
+    Tried,
+    Watch,
+    divisors_of,
+    is_to_try,
+)
+from ga_model.torch_engine._probes import joined
 from ga_model.torch_engine._split import num_rows, part_of
 from ga_model.torch_engine._state import Before
 
@@ -35,6 +43,20 @@ _NORMALIZATION = keras.layers.BatchNormalization
 _is_quiet = ThreadValue(False)
 
 
+class Trial(NamedTuple):
+    """What a step gave that ran without an update.
+
+    Attributes:
+        gradients: by what tells them apart.
+        divisors: of each loss that it took the gradient of.
+        is_worked_over: whether it applies other gradients than PyTorch gave.
+    """
+
+    gradients: dict[Any, Any]
+    divisors: list[list[float]]
+    is_worked_over: bool
+
+
 class UnknownLossError(Exception):
     """Nothing tells what the loss of a step averages over."""
 
@@ -46,15 +68,20 @@ class StepProbe:
         model: the `AccumulatingModel`.
 
     Attributes:
-        kind: "mean" or "sum", or None as long as nobody asked.
+        kind: "mean", "sum" or `Divided`, or None as long as nobody asked.
         is_first: whether no microbatch has trained the model so far.
+        is_trying: whether the step runs to find out.
     """
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self.kind: str | None = None
+        self.kind: Any = None
         self.is_first = True
+        self.is_trying = False
         self._times = 0
+        self._watch = Watch(prefers_divisors=True)
+        self._has_changed = False
+        self._expected: Tried | None = None  # of the next microbatch
         self._waiting: Any = None  # a sample that came alone
 
     def is_due(self) -> bool:
@@ -64,12 +91,32 @@ class StepProbe:
         self._times += 1
         return is_to_try(self._times)
 
-    def look(self, gradients_of: Callable[[Any], dict[Any, Any]], data: Any) -> None:
+    def has_changed(self) -> bool:
+        """Return whether the last microbatch is to be tried, as its loss is divided otherwise."""
+        return self._has_changed
+
+    def weight_of(self, loss: Any, rows: int) -> float | None:
+        """Return what a microbatch weighs that has this loss, or None for a sum."""
+        divisors = divisors_of(loss)
+        self._has_changed = self._watch.has_changed(divisors, rows)
+        if not isinstance(self.kind, Divided):
+            return None if self.kind == "sum" else float(rows)
+        weight, expected = self.kind.weight(divisors), self._expected
+        self._expected = None
+        is_as_tried = True  # as far as layers have hidden nothing
+        if expected is not None and expected.rows == rows:
+            is_as_tried = self.kind.weight(expected.whole) == weight
+        if weight is None or not is_as_tried:
+            raise RuntimeError(_refusals.unknown_loss_message(self._model.name))
+        return weight
+
+    def look(self, gradients_of: Callable[[Any], Trial], data: Any, is_after: bool = False) -> None:
         """Compare the gradients of a microbatch with those of its halves.
 
         Args:
-            gradients_of: runs the step without an update, and returns its gradients.
+            gradients_of: runs the step without an update, and returns what it gave.
             data: the microbatch, as `train_step` gets it.
+            is_after: whether the step has run on it.
 
         Raises:
             RuntimeError: they are those of neither a mean nor a sum, or do not tell.
@@ -78,13 +125,24 @@ class StepProbe:
             # Two alike tell a mean from a sum, and two that differ whether samples are compared.
             before, self._waiting = self._waiting or data, data
             data = joined(before, data)
-        found = self._kind_of(gradients_of, data) or self.kind or "other"
+        self.is_trying, self._has_changed = True, False
+        self._watch.takes_divisors = self._model._accumulation.processes() is None
+        try:
+            found = self._kind_of(gradients_of, data) or self.kind or "other"
+        finally:
+            self.is_trying = False
         if found == "other" or self.kind not in (None, found):
             raise RuntimeError(_refusals.unknown_loss_message(self._model.name))
         self.kind = found
+        if is_after:
+            self._expected = None
 
-    def _kind_of(self, gradients_of: Callable[[Any], Any], data: Any) -> str | None:
-        """Return "mean", "sum" or "other", or None where gradients are zero or not finite."""
+    def _kind_of(self, gradients_of: Callable[[Any], Trial], data: Any) -> Any:
+        """Return a kind or "other", or None where gradients are zero or not finite.
+
+        Raises:
+            RuntimeError: the step applies other gradients than PyTorch gave, and it is "other".
+        """
         rows = num_rows(unpack(data)[0])
         half = rows // 2
         layers = layers_in(self._model)
@@ -96,15 +154,26 @@ class StepProbe:
                     found.append(gradients_of(part_of(data, begin, end)))
             finally:
                 before.put_back()
-        whole, first, second = found
-        if not 0.0 < _square_of(whole) < float("inf"):
-            return None
-        share = half / rows
+        whole, *halves = found
+        tried = None
+        if all(len(trial.divisors) == 1 for trial in found):
+            divisors, first, second = (trial.divisors[0] for trial in found)
+            tried = Tried(divisors, first, second, rows)
+        if not 0.0 < _square_of(whole.gradients) < float("inf"):
+            return self._watch.kind_without_gradient(tried)
         dtypes = {layer.compute_dtype for layer in layers}
         tolerance = _OF_HALVES if dtypes & {"float16", "bfloat16"} else _TOLERANCE
-        if _is_sum_of(whole, [(first, share), (second, 1.0 - share)], tolerance):
-            return "mean"
-        return "sum" if _is_sum_of(whole, [(first, 1.0), (second, 1.0)], tolerance) else "other"
+
+        def fits(factors: list[float]) -> bool:
+            # Of a half of which nothing counts, gradients may be NaN.
+            parts = [(trial.gradients, f) for trial, f in zip(halves, factors) if f]
+            return _is_sum_of(whole.gradients, parts, tolerance)
+
+        kind = self._watch.kind_of(fits, tried, rows, half)
+        if kind == "other" and whole.is_worked_over:
+            raise RuntimeError(_refusals.worked_over_message(self._model.name))
+        self._expected = tried
+        return kind
 
 
 def _is_sum_of(

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 import keras
 
 from ga_model.base._identity import is_in
-from ga_model.base._internals import arguments_of_loss
+from ga_model.base._internals import arguments_of_loss, compiled_loss, losses_in, raw
 from ga_model.base._internals_activities import is_sum_of_activities
 from ga_model.hearing import _messages, _weights
 from ga_model.hearing._models import is_of_keras, unpack
 from ga_model.hearing._step_terms import StepTerms
 from ga_model.torch_engine import _probes, _refusals
+from ga_model.torch_engine._divisors import Divided, Watch, divisors_of, is_to_try
 from ga_model.torch_engine._probes import DoesNotAddUpError
 from ga_model.torch_engine._split import num_rows
 
@@ -44,6 +45,12 @@ class Position(NamedTuple):
     must_add_up: bool
 
 
+class _Tried(NamedTuple):
+    """What a microbatch weighs whose step was tried, None for a sum."""
+
+    weight: float | None
+
+
 class StepLosses(StepTerms):
     """The losses of one recorded step, as they become known while it runs.
 
@@ -59,6 +66,7 @@ class StepLosses(StepTerms):
     def __init__(self, model: Any, data: Any, position: Position) -> None:
         super().__init__(model, data, position)
         self.totals: list[Any] = []
+        self._tried: _Tried | None = None
 
     @property
     def has_rule(self) -> bool:
@@ -111,7 +119,7 @@ class StepLosses(StepTerms):
             self.tell(_refusals.unreadable_addition_message(self._model.name))
         return kind == "sum"
 
-    def kind_of(self, name: str, loss: Any, values: Any, y_true: Any, y_pred: Any) -> str | None:
+    def kind_of(self, name: str, loss: Any, values: Any, y_true: Any, y_pred: Any) -> Any:
         """Return what a compiled loss is over samples, as `_probes.kind_of_loss` does, or None.
 
         Raises:
@@ -156,9 +164,25 @@ class StepLosses(StepTerms):
 
     def _weight_of_rule(self) -> Any:
         weight = super()._weight_of_rule()
-        if weight is None and (kind := self._model._accumulation.step_probe.kind) is not None:
-            return "sum" if kind == "sum" else float(self.num_rows())
+        if weight is None and self._tried is not None:
+            return "sum" if self._tried.weight is None else self._tried.weight
         return weight if weight is None or isinstance(weight, str) else float(weight)
+
+    def note_tried(self, loss: Any) -> Any:
+        """Note a loss of which was tried what it averages over, and return it.
+
+        One that is divided by zero is none: it is zero then, and no NaN.
+
+        Raises:
+            RuntimeError: it is not known what it is divided by.
+        """
+        probe = self._model._accumulation.step_probe
+        if self._tried is not None and isinstance(probe.kind, Divided):  # another loss
+            raise RuntimeError(_refusals.unknown_loss_message(self._model.name))
+        self._tried = _Tried(probe.weight_of(loss, self.num_rows()))
+        if self._tried.weight != 0.0:
+            return loss
+        return sum((raw(v) * 0.0).sum() for v in self._model.trainable_weights)
 
     def is_known(self, loss: Any) -> bool:
         """Return whether it is known what a loss that a step differentiates averages over."""
@@ -184,7 +208,8 @@ class Probes:
         self._has_called = False
         self.mixes_samples = False
         self.kinds_of_additional: list[str] = []
-        self._kinds: dict[str, str] = {}
+        self._kinds: dict[str, Any] = {}
+        self._watches: dict[str, Watch] = {}
         self._times: dict[str, int] = {}
         self._waiting: dict[str, tuple[Any, Any]] = {}  # samples that came one at a time
 
@@ -204,7 +229,7 @@ class Probes:
                 self.mixes_samples, self.kinds_of_additional = probe.mixes_samples, probe.kinds
                 return
 
-    def kind_of(self, name: str, loss: Any, values: Any, y_true: Any, y_pred: Any) -> str | None:
+    def kind_of(self, name: str, loss: Any, values: Any, y_true: Any, y_pred: Any) -> Any:
         """Return what a loss is over samples, or None where it is Keras's own and so known.
 
         It may divide by something that is alike in the halves of one microbatch by chance, so it is
@@ -213,17 +238,30 @@ class Probes:
         if values is None or not isinstance(loss, keras.losses.Loss) or _is_known(loss):
             return None
         times = self._times[name] = self._times.get(name, 0) + 1
-        known = self._kinds.get(name)
-        if known == "other" or (known is not None and not _probes.is_to_try(times)):
+        known, rows = self._kinds.get(name), num_rows(y_pred)
+        watch = self._watches.setdefault(name, Watch(prefers_divisors=False))
+        watch.takes_divisors = self._model._accumulation.processes() is None
+        divisors = divisors_of(values, keras.tree.flatten(y_pred))
+        is_other = known is not None and watch.has_changed(divisors, rows)
+        if known == "other" or not (known is None or is_other or is_to_try(times)):
             return known
-        if num_rows(y_pred) == 1:
+        if rows == 1:
             # Two alike tell a mean from a sum, and two that differ whether samples are compared.
             before = self._waiting.pop(name, (y_true, y_pred))
             self._waiting[name] = _probes.detached(y_true), _probes.detached(y_pred)
             y_true, y_pred = (_probes.joined(*pair) for pair in zip(before, (y_true, y_pred)))
-        found = _probes.kind_of_loss(loss, y_true, y_pred)
+        found = _probes.kind_of_loss(loss, y_true, y_pred, watch)
         if found is not None:
-            self._kinds[name] = found if known in (None, found) else "other"
+            is_same = known in (None, found) or (isinstance(found, Divided) and self._is_alone())
+            self._kinds[name] = found if is_same else "other"
+        return self._kinds.get(name)
+
+    def _is_alone(self) -> bool:
+        """Return whether the model has one loss, which microbatches are weighted by."""
+        return len(losses_in(compiled_loss(self._model))) == 1 and not self.kinds_of_additional
+
+    def known_kind_of(self, name: str, *args: Any) -> Any:
+        """Return what was found of a loss so far, or None."""
         return self._kinds.get(name)
 
 

@@ -28,6 +28,7 @@ from ga_model.hearing._models import recording_of_thread
 from ga_model.hearing._stand_ins import stand_in
 from ga_model.torch_engine import _refusals
 from ga_model.torch_engine._autograd import heard
+from ga_model.torch_engine._divisors import divisors_of
 from ga_model.torch_engine._gradient_hooks import not_linear_hook, noting_hooks
 from ga_model.torch_engine._observer import observer_of
 from ga_model.torch_engine._own_gradients import not_linear
@@ -52,6 +53,8 @@ class Recording:
         metrics: what metrics got that waits for the full batch.
         losses: what is known of the step's losses.
         registered_hooks: pairs of a tensor that the step has computed, and a hook on its gradient.
+        divisors: of each loss that the step takes the gradient of, where it is tried.
+        is_worked_over: whether other gradients are applied than PyTorch gave, where it is tried.
     """
 
     def __init__(self, model: Any, data: Any, position: Position, keeps_gradients: bool) -> None:
@@ -63,6 +66,8 @@ class Recording:
         self._position = position
         self.losses = StepLosses(model, data, position)
         self.registered_hooks: list[tuple[Any, Any]] = []
+        self.divisors: list[list[float]] = []
+        self.is_worked_over = False
         self._folded: list[Any] = []  # losses as they enter the sum
         self._taken: list[Any] = []  # losses as the step has them
         self._given: dict[int, tuple[Any, int]] = {}  # gradients as PyTorch gave them
@@ -101,12 +106,17 @@ class Recording:
 
     def _fold(self, loss: Any) -> Any:
         """Return a loss as it enters the window's sum."""
+        probe = self.model._accumulation.step_probe
         if self._position.is_window:  # of which nothing is divided
+            if probe.is_trying:
+                self.divisors.append(divisors_of(loss))
             return loss
         self._taken.append(loss)
         self._look_at_gradients(loss)
         if not (self._position.window.is_trial or self.losses.is_known(loss)):
             raise UnknownLossError
+        if probe.kind is not None:
+            loss = self.losses.note_tried(loss)
         terms, window = self.losses.terms(), self._position.window
         if terms.regularization and window.processes is not None:
             raise ValueError(_refusals.sum_with_regularizers_message(self.model.name))
@@ -156,9 +166,12 @@ class Recording:
             raise RuntimeError(_messages.applied_twice_message(name, optimizer.name))
         _validate.check_single_accumulation([optimizer], self.model.accumulation_steps)
         gradients, variables = list(gradients), list(variables)
-        is_free = self.keeps_gradients or self._position.is_window
+        is_trying = self.model._accumulation.step_probe.is_trying
+        is_free = self.keeps_gradients or (self._position.is_window and not is_trying)
         if not (is_free or all(map(self._is_as_given, gradients))):
-            raise RuntimeError(_refusals.worked_over_message(name))
+            if not is_trying:
+                raise RuntimeError(_refusals.worked_over_message(name))
+            self.is_worked_over = True
         if not optimizer.built:
             with keras.name_scope(optimizer.name):
                 optimizer.build(variables)
