@@ -132,6 +132,7 @@ class AccumulatingModel(ModelSettings, _Base):
             TypeError, ValueError: a setting has the wrong type or value.
             ValueError: the optimizer has `gradient_accumulation_steps` and would accumulate as
                 well, or `skip_nonfinite` would hide overflows from a LossScaleOptimizer.
+            ValueError: `jit_compile=True`, where Keras runs on PyTorch.
         """
         given = passed(
             accumulation_steps=accumulation_steps,
@@ -141,6 +142,7 @@ class AccumulatingModel(ModelSettings, _Base):
         )
         settings = dataclasses.replace(self._accumulation.settings, **given)
         check_names_for("compile", super().compile, kwargs, NAMES)
+        self._check_compile_arguments(kwargs)
         is_half = self.dtype_policy.name == "mixed_float16"
         adds_scaling = is_half and kwargs.get("auto_scale_loss", True)
         settings.check_with(optimizers_in([*args, *kwargs.values()]), adds_scaling)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ga_model._accumulation import Accumulation
@@ -22,6 +23,9 @@ class Hooks(_Base):
 
     train_function: Any
     jit_compile: Any
+
+    def _check_compile_arguments(self, arguments: Mapping[str, Any]) -> None:
+        """Do nothing: the model can be compiled with all that Keras takes."""
 
     def _aggregate_additional_loss(self, loss: Any) -> Any:
         total = super()._aggregate_additional_loss(loss)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ga_model.hearing._models import current_recording
@@ -20,6 +20,7 @@ class Hooks(_Base):
 
     train_function: Any
     jit_compile: Any
+    name: str
     _accumulation: Any
 
     @property
@@ -60,6 +61,11 @@ class Hooks(_Base):
         recording = current_recording(self)
         if recording is None or not recording.keeps_gradients:
             super().zero_grad(set_to_none)
+
+    def _check_compile_arguments(self, arguments: Mapping[str, Any]) -> None:
+        """Raise ValueError if the model cannot be compiled with keyword arguments."""
+        if arguments.get("jit_compile") is True:
+            raise ValueError(_refusals.compiled_message(self.name))
 
     def make_train_function(self, force: bool = False) -> Any:
         """Make the function that `fit` calls with each batch."""
