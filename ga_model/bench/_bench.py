@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 
 import keras
 import numpy as np
-import tensorflow as tf
 from keras import layers
 
 from ga_model._wrap import accumulate
+from ga_model.bench._backend_functions import gradient_function, repeated
 from ga_model.bench._bench_cases import CASES, Case, random_numbers
+from ga_model.tools._cpu import on_cpu
 from ga_model.tools._memory import peak_memory, reset_peak_memory
 from ga_model.tools._process import in_own_process
 
@@ -140,10 +141,11 @@ def _name(case: str, jit_compile: bool) -> str:
     return f"{case} with XLA" if jit_compile else case
 
 
+@on_cpu()
 def measure_memory(case: str, jit_compile: bool, way: str, num_microbatches: int) -> Memory:
     """Train one window in this process, of which nothing else must have been asked yet.
 
-    Something small is trained first, so that what TensorFlow itself takes is not counted.
+    Something small is trained first, so that what the backend itself takes is not counted.
     """
     _warm_up(jit_compile)
     reset_peak_memory()
@@ -158,11 +160,12 @@ def measure_memory(case: str, jit_compile: bool, way: str, num_microbatches: int
         way,
         num_microbatches,
         None if before is None or after is None else after - before,
-        sum(v.value.dtype.size * int(np.prod(v.shape)) for v in variables),
+        sum(np.dtype(v.dtype).itemsize * int(np.prod(v.shape)) for v in variables),
         sum(values.nbytes for values in CASES[case].make_data(training.rows)),
     )
 
 
+@on_cpu()
 def measure_times(
     case: str, jit_compile: bool, num_microbatches: list[int], seconds: float
 ) -> Times:
@@ -198,11 +201,7 @@ def measure_times(
 
 
 def _warm_up(jit_compile: bool) -> None:
-    """Start TensorFlow, on the CPU: memory of a GPU is not the process's, and its work not awaited.
-
-    Something small is trained for that.
-    """
-    tf.config.set_visible_devices([], "GPU")
+    """Start the backend. Something small is trained for that."""
 
     def make_model() -> Any:
         return keras.Sequential([keras.Input((4,)), layers.Dense(10, "softmax")])
@@ -247,12 +246,10 @@ class Training:
             self._function = self.model.train_function
         self._is_window = way in (WHOLE, SIZE, RECOMPUTING)  # each batch
         self.rows = rows = case.rows * (num_microbatches if self._is_window else 1)
-        # The number of rows is not part of the dataset's type, and no function is traced for it.
-        rows_of_batch = tf.data.Dataset.from_tensor_slices(case.make_data(rows)).batch(rows)
-        self._iterator = iter(rows_of_batch.cache().repeat())
+        self._batches = repeated(case.make_data(rows))
         if way == FLOOR:
             self.run(1)  # TensorFlow copies a table at every use once its rows were written to
-            self._function = _gradient_function(self.model)
+            self._function = gradient_function(self.model)
 
     def run(self, microbatches: int) -> float:
         """Train on so many microbatches, whole windows of them, and return the seconds it took."""
@@ -260,7 +257,7 @@ class Training:
             self.model.accumulation_steps = self.num_microbatches
         begin = time.perf_counter()
         for _ in range(microbatches // self.num_microbatches if self._is_window else microbatches):
-            self._function(self._iterator)
+            self._function(self._batches)
         return time.perf_counter() - begin
 
 
@@ -277,20 +274,3 @@ def _make_model(case: Case, jit_compile: bool, way: str, num_microbatches: int) 
         accumulate(model, microbatch_size=case.rows, loss_over="batch")
     model.compile(optimizer, "sparse_categorical_crossentropy", jit_compile=jit_compile)
     return model
-
-
-def _gradient_function(model: Any) -> Callable[[Any], Any]:
-    """Return Keras's train function around a batch's loss and gradients, with nothing after."""
-
-    def train_step(data: Any) -> Any:
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = model.compute_loss(x, y, model(x, training=True), training=True)
-        gradients = tape.gradient(loss, model.trainable_variables)
-        results = [loss, *tf.nest.flatten(gradients, expand_composites=True)]
-        # Returned as logs, or they would not be computed.
-        return {str(i): result for i, result in enumerate(results)}
-
-    model.train_step = train_step
-    model.make_train_function(force=True)
-    return model.train_function  # type: ignore[no-any-return]

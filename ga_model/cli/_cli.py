@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         backend = os.environ.get("KERAS_BACKEND") or "tensorflow"
         if backend == "tensorflow":
             start_tensorflow()  # before anything else imports it
-        elif (words[0], backend) != ("check", "torch"):
+        elif backend != "torch":
             raise ToldError(_backend_message(words[0], backend))
         from ga_model.cli import _commands
 
@@ -85,8 +85,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _backend_message(command: str, backend: str) -> str:
     return (
-        f"{command!r} needs the TensorFlow backend of Keras (`check` also runs on PyTorch). "
-        f"Received: KERAS_BACKEND={backend!r}. Set KERAS_BACKEND=tensorflow, or leave it unset."
+        f"{command!r} runs on the TensorFlow and PyTorch backends of Keras. "
+        f"Received: KERAS_BACKEND={backend!r}. Set it to tensorflow or torch, or leave it unset."
     )
 
 

@@ -1,7 +1,4 @@
-"""What the commands do, once their arguments are read. Importing it takes long.
-
-`demo` and `bench` import TensorFlow, which `check` on PyTorch does without.
-"""
+"""What the commands do, once their arguments are read. Importing it takes long."""
 
 from __future__ import annotations
 
@@ -25,6 +22,7 @@ def demo(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     from ga_model.demo import _demo
     from ga_model.demo._options import Settings
 
+    _check_dtype(parser, options.dtype)
     samples, steps = options.batch_size, options.accumulation_steps
     if samples % steps:
         parser.error(
@@ -52,11 +50,7 @@ def demo(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Check a model of the user's."""
-    if options.dtype == "float64" and keras.backend.backend() != "tensorflow":
-        parser.error(
-            "--dtype float64 is for the TensorFlow backend: Keras has no float64 on others. "
-            "Received: it on another one. Set KERAS_BACKEND=tensorflow, or leave the option out."
-        )
+    _check_dtype(parser, options.dtype)
     if options.dtype is not None:
         keras.config.set_floatx(options.dtype)
         keras.config.set_dtype_policy(options.dtype)
@@ -82,6 +76,13 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 def bench(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Run the benchmark."""
+    is_on_torch = keras.backend.backend() == "torch"
+    jit = options.jit or ("off" if is_on_torch else "both")
+    if is_on_torch and jit != "off":
+        parser.error(
+            "--jit is for the TensorFlow backend: on PyTorch no step is compiled. "
+            f"Received: --jit {jit} with KERAS_BACKEND=torch. Pass --jit off, or leave it out."
+        )
     try:
         from rich.console import Console
         from rich.progress import Progress
@@ -89,7 +90,7 @@ def bench(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         parser.error('rich is not installed. Run: pip install "ga_model[demo]"')
     from ga_model.bench import _bench, _bench_report
 
-    jit_compile = {"off": [False], "on": [True], "both": [False, True]}[options.jit]
+    jit_compile = {"off": [False], "on": [True], "both": [False, True]}[jit]
     models, numbers = (list(dict.fromkeys(v)) for v in (options.models, options.microbatches))
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=1.0)
@@ -106,6 +107,15 @@ def bench(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if options.plot is not None:
         _bench_report.draw(measured).savefig(options.plot)
     return 0
+
+
+def _check_dtype(parser: argparse.ArgumentParser, dtype: str | None) -> None:
+    """Exit if Keras does not compute in a dtype."""
+    if dtype == "float64" and keras.backend.backend() != "tensorflow":
+        parser.error(
+            "--dtype float64 is for the TensorFlow backend: Keras has no float64 on others. "
+            "Received: it on another one. Set KERAS_BACKEND=tensorflow, or leave the option out."
+        )
 
 
 def _write_json(file: Path, value: dict[str, Any]) -> None:

@@ -192,7 +192,7 @@ def _bench_parser() -> argparse.ArgumentParser:
         metavar="K",
         help="microbatches per window (default: 1 4 16)",
     )
-    add("--jit", choices=["off", "on", "both"], default="both", help="XLA (default: %(default)s)")
+    add("--jit", choices=["off", "on", "both"], help="XLA (default: both; on PyTorch off)")
     add(
         "--minutes",
         type=positive_number,

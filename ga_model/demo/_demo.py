@@ -17,12 +17,13 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from ga_model._wrap import accumulate
 from ga_model.demo import _plot, _report
+from ga_model.demo._batches import shuffled_batches
 from ga_model.demo._options import Settings
 from ga_model.demo._report import Result, Run
+from ga_model.tools._cpu import on_cpu
 from ga_model.tools._errors import ToldError
 from ga_model.tools._memory import peak_memory
 from ga_model.tools._process import ProcessError, in_own_process
@@ -182,9 +183,9 @@ def make_model(size: int) -> keras.Model:
     )
 
 
+@on_cpu()
 def train(run: Run, settings: Settings) -> Result:
     """Train the network in this process, with Keras's progress on standard output."""
-    tf.config.set_visible_devices([], "GPU")  # whose memory is not the process's
     keras.config.set_floatx(settings.dtype)
     keras.config.set_dtype_policy(settings.dtype)
     keras.utils.set_random_seed(settings.seed)
@@ -198,11 +199,7 @@ def train(run: Run, settings: Settings) -> Result:
     model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
     start = model.get_weights()
 
-    x, y = tf.constant(data.x), tf.constant(data.y)
-    # Shuffled before it is cut into batches: the order does not depend on the batch size.
-    rows = tf.data.Dataset.range(len(x)).shuffle(len(x), seed=settings.seed)
-    batches = rows.batch(run.batch_size).map(lambda i: (tf.gather(x, i), tf.gather(y, i)))
-
+    batches = shuffled_batches(data.x, data.y, run.batch_size, settings.seed)
     base_memory = peak_memory()
     started = time.perf_counter()
     history = model.fit(

@@ -113,7 +113,7 @@ def test_every_way_does_what_it_is_called(way):
     always, once = [True] * number, [False] * (number - 1) + [True]
     expected = {FLOOR: [False] * number, KERAS: once, STEPS: once}
     assert changes == expected.get(way, always)
-    batch = next(training._iterator)[0]
+    batch = next(training._batches)[0]
     assert len(batch) == (number if way in (WHOLE, SIZE, RECOMPUTING) else 1) * small_case().rows
     like = _bench.Training(small_case(), False, way, 2, training)
     if way in (STEPS, SIZE, RECOMPUTING, WHOLE):
@@ -138,7 +138,7 @@ def test_all_ways_are_timed_on_equally_many_rows(monkeypatch):
     monkeypatch.setattr(AccumulatingModel, "make_train_function", make_function)
     monkeypatch.setattr(
         _bench,
-        "_gradient_function",
+        "gradient_function",
         lambda model: make_function(model) or model.train_function,
     )
     monkeypatch.setattr(_bench.time, "perf_counter", lambda: clock[0])

@@ -13,6 +13,11 @@ from pairs import TOLERANCE, torch
 
 import ga_model
 from ga_model import GradientAccumulator, accumulate
+from ga_model.bench import _bench
+from ga_model.bench._bench_cases import random_numbers
+from ga_model.demo import _demo, _report
+from ga_model.demo._batches import shuffled_batches
+from ga_model.demo._options import Settings
 
 
 def test_importing_and_training_imports_no_tensorflow():
@@ -85,14 +90,68 @@ def test_variables_that_gradients_overwrite_are_refused():
         model.train_on_batch(*dense_data(6))
 
 
-def test_the_command_line_says_that_it_needs_tensorflow(monkeypatch, capsys):
+def said_by_command(capsys, *words):
     from ga_model.cli._cli import main
 
+    try:
+        status = main(words)
+    except SystemExit as error:
+        status = error.code
+    return status, capsys.readouterr().err
+
+
+def test_commands_say_what_needs_tensorflow(monkeypatch, capsys):
     monkeypatch.setenv("KERAS_BACKEND", "torch")
-    assert main(["demo"]) == 2
-    assert (
-        "Received: KERAS_BACKEND='torch'. Set KERAS_BACKEND=tensorflow" in capsys.readouterr().err
+    for words, said in (
+        (["demo", "--dtype", "float64"], "Received: it on another one."),
+        (["bench", "--jit", "on"], "Received: --jit on with KERAS_BACKEND=torch."),
+    ):
+        status, error = said_by_command(capsys, *words)
+        assert status == 2
+        assert said in error
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    assert "Received: KERAS_BACKEND='jax'" in said_by_command(capsys, "demo")[1]
+
+
+def test_batches_of_the_demonstration_come_in_one_order():
+    x, y = np.arange(10.0), np.arange(10)
+    orders = [
+        [torch.cat([y for _, y in batches]).tolist() for _ in range(2)]
+        for batches in (shuffled_batches(x, y, size, 1) for size in (3, 5))
+    ]
+    assert orders[0] == orders[1]
+    assert orders[0][0] != orders[0][1]
+    assert sorted(orders[0][0]) == list(range(10))
+
+
+def test_the_demonstration_trains_alike(monkeypatch):
+    x, y = np.random.default_rng(0).random((20, 8, 8, 1), "float32"), np.arange(20) % 10
+    monkeypatch.setattr(_demo, "load_dataset", lambda settings: _demo.Dataset(x, y, x, y))
+    settings = Settings(batch_size=8, accumulation_steps=2, epochs=1, optimizer="sgd")
+    results = [_demo.train(run, settings) for run in _demo.make_runs(settings)]
+    assert [result.updates for result in results] == [3, 3, 3, 5]
+    assert _report.judge(results, "float32").is_reproduced
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("way", _bench.WAYS)
+def test_ways_of_the_benchmark_update_where_they_are_to(way):
+    number = 2
+    case = _bench.Case(
+        lambda: keras.Sequential([keras.Input((4,)), keras.layers.Dense(10, "softmax")]),
+        keras.optimizers.SGD,
+        random_numbers(4),
+        3,
     )
+    training = _bench.Training(case, False, way, number)
+    changes = []
+    for _ in range(number):
+        before = training.model.get_weights()
+        assert training.run(number if training.rows == 6 else 1) > 0.0
+        changes.append(any(map(np.any, map(np.subtract, training.model.get_weights(), before))))
+    once = [False, True]
+    expected = {_bench.FLOOR: [False] * 2, _bench.KERAS: once, _bench.STEPS: once}
+    assert changes == expected.get(way, [True] * 2)
 
 
 # Loops of the user's own.
