@@ -288,11 +288,11 @@ MUTATIONS = [
         "replicas/test_strategy.py::test_every_setting_matches_the_whole_batch",
     ),
     Mutation(
-        "a replica's sum is left out",
-        "replicas/_strategy.py",
-        'all_reduce("SUM", values)',
-        'all_reduce("MEAN", values)',
-        "replicas/test_strategy.py::test_bad_microbatches_are_left_out_on_any_replica",
+        "a replica's gradients are left out where an optimizer clips",
+        "replicas/_optimizers.py",
+        'context.all_reduce("SUM", present)',
+        "present",
+        "replicas/test_strategy.py::test_every_setting_matches_the_whole_batch",
     ),
     Mutation(
         "a loss scale optimizer sees one replica's overflow only",

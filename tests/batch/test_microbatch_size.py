@@ -402,11 +402,14 @@ class OwnLogs(keras.Model):
 
 @pytest.mark.parametrize("way", ["graph", "jit", "eager"])
 @pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum"])
-def test_logs_of_a_step_of_ones_own_are_those_of_the_whole_batch(reduction, way, float64):
+@pytest.mark.parametrize("loss_over", ["microbatch", "auto"])
+def test_logs_of_a_step_of_ones_own_are_those_of_the_whole_batch(
+    loss_over, reduction, way, float64
+):
     logs = []
     x, y = dense_data(33)
     for size in (None, 5):
-        model = accumulate(seeded(OwnLogs), microbatch_size=size)
+        model = accumulate(seeded(OwnLogs), microbatch_size=size, loss_over=loss_over)
         loss = keras.losses.MeanSquaredError(reduction=reduction)
         model.compile(keras.optimizers.SGD(0.001), loss, **WAYS[way])
         model.build((None, 4))

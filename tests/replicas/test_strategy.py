@@ -58,9 +58,10 @@ def adam(**kwargs):
 @float32_in_the_sweep
 def test_every_setting_matches_the_whole_batch(name, settings, replicas, dtype):
     make, make_data = ZOO[name]
+    arguments = adam(clipnorm=0.05 if name == "regularized" else None)  # of what all have
     # 29 rows: a last batch of 5, shared out as 3 + 2 or 2 + 2 + 1, in a partial window.
     model, reference, start = fit_pair(
-        make, adam(), make_data(29), rows=8, replicas=replicas, **settings
+        make, arguments, make_data(29), rows=8, replicas=replicas, **settings
     )
     assert model.optimizer.iterations.numpy() == reference.optimizer.iterations.numpy()
     difference = relative_difference(model.get_weights(), reference.get_weights(), start)
