@@ -529,10 +529,10 @@ class ForwardMode(OwnStep):
 
 
 CALLS = {
+    "shared": Shared,
     "several": SeveralCalls,
     "nests": Nests,
     "keywords": Keywords,
-    "shared": Shared,
     "attention": Attention,
     "masks": Masks,
     "logits": Logits,
