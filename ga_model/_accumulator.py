@@ -1,4 +1,4 @@
-"""The sum of gradients that users see: for training loops of their own."""
+"""The public sum of gradients, for custom training loops."""
 
 from __future__ import annotations
 
@@ -17,31 +17,30 @@ from ga_model.sums._window_sum import WindowSum
 class GradientAccumulator:
     """Sums weighted gradients over microbatches and applies their mean to an optimizer.
 
-    Use it in a training loop of your own: the windows of `fit` sum in the same way. It works inside
-    and outside of `tf.function`, but `add` not with sparse gradients in one that XLA compiles. The
-    update equals that of the optimizer on the whole window when each weight says how much its
-    microbatch counts in the loss's mean: the number of rows for a mean over rows, the number of
-    valid tokens for a mean over tokens.
+    Use it in your own training loop; `fit` sums windows in the same way. It works inside and
+    outside `tf.function` (but `add` not with sparse gradients under XLA). The update equals that of
+    the optimizer on the full batch if each weight is what the microbatch's loss is divided by: the
+    number of samples for a mean over samples, the number of valid tokens for a mean over tokens.
 
-    There is one buffer per variable that has a gradient, made by the first `add`: float32 for
-    float16 and bfloat16 variables, else the variable's own dtype. A variable whose gradients are
-    None is handed to the optimizer with None. For a variable with `overwrite_with_gradient`, such
-    as a float8 layer's scale, the largest value counts.
+    The first `add` creates one buffer per variable that has a gradient: float32 for float16 and
+    bfloat16 variables, otherwise the variable's dtype. A variable whose gradients are None is
+    passed to the optimizer with None. For a variable with `overwrite_with_gradient`, such as the
+    scale of a float8 layer, the largest value is used.
 
-    Of `tf.IndexedSlices` the rows are kept one behind the other; where they outnumber the
-    variable's by more than a quarter, those of equal indices are summed, and adaptive optimizers
-    and clipping differ from the full batch: see `summed_variables`. Rows whose indices do not come
-    from the samples, such as those of positions, are added one by one, as the full batch has each
-    of them once. For that, take the gradients and call `add` in one `tf.function` that gets the
-    samples as arguments: eagerly, it is not known what indices come from.
+    The rows of `tf.IndexedSlices` are concatenated. If they are more than 1.25 times the rows of
+    the variable, rows with equal indices are summed, and adaptive optimizers and clipping differ
+    from the full batch: see `summed_variables`. Rows whose indices do not depend on the samples,
+    such as positions, are added element by element, because the full batch has each of them once.
+    For this, take the gradients and call `add` in one `tf.function` that gets the samples as
+    arguments: in eager mode, it is unknown where indices come from.
 
-    Under a `tf.distribute` strategy make it in the strategy's scope and call `add` in
-    `strategy.run`, with the gradients that `optimizer.apply` would take there: of a loss that is
-    divided by the number of replicas, as Keras's losses are. Replicas communicate in `apply` only,
-    which may be called there or outside.
+    Under a `tf.distribute` strategy, create it in the strategy's scope and call `add` in
+    `strategy.run`, with the gradients that you would pass to `optimizer.apply` there: those of a
+    loss that is divided by the number of replicas, as Keras losses are. Replicas communicate only
+    in `apply`, which may be called there or outside.
 
     Attributes:
-        num_microbatches: int64 scalar variable, microbatches added since the last reset.
+        num_microbatches: int64 scalar variable, microbatches added since the last update or reset.
 
     Example:
 
@@ -61,7 +60,7 @@ class GradientAccumulator:
         microbatch_step(x, y)
         if step % 4 == 0:
             accumulator.apply(optimizer)
-    accumulator.apply(optimizer)  # what is left; nothing happens if nothing is
+    accumulator.apply(optimizer)  # the rest of the epoch; an empty window changes nothing
     ```
     """
 
@@ -79,19 +78,20 @@ class GradientAccumulator:
         Args:
             gradients: one per variable: a tensor of its shape, `tf.IndexedSlices` or None.
             variables: the variables, the same ones in the same order in every call.
-            weight: scalar number or tensor, what the microbatch counts in the window's mean (rows,
-                or tokens, of a loss that is their mean). It has to be said: microbatches of unlike
-                sizes that count alike are not the mean of the window. Zero changes nothing. None in
-                every call for a loss that is a sum: the gradients are then summed and not divided.
-                (In a graph `x.shape[0]` may be None, and `tf.shape(x)[0]` is not.)
+            weight: scalar number or tensor, what the microbatch's loss is divided by: the number of
+                samples for a mean over samples, of tokens for a mean over tokens. It is required,
+                because microbatches of different sizes must not have the same weight. A microbatch
+                with weight 0 is skipped. If the loss is a sum, pass None in every call: gradients
+                are then summed and not divided. (In a graph, use `tf.shape(x)[0]`; `x.shape[0]` may
+                be None.)
 
         Raises:
-            TypeError: these are no lists or the like, or no variables.
-            ValueError: the lengths differ, or in the first call the shapes; the variables are not
-                those of the first call; `weight` is no scalar number, or None in one call and a
-                number in another; or the accumulator was made under another strategy, or is
-                called outside of `strategy.run`.
-            RuntimeError: a variable whose gradient was None at first has one now.
+            TypeError: `gradients` or `variables` is not a list, or these are not variables.
+            ValueError: the lengths differ, or in the first call the shapes; the variables differ
+                from those of the first call; `weight` is not a scalar number, or None in one call
+                and a number in another; or the accumulator is used under a different strategy than
+                it was created in, or outside `strategy.run`.
+            RuntimeError: a variable has a gradient, but had none in the first call.
         """
         if not (_validate.is_list(gradients) and _validate.is_list(variables)):
             types = [f"{type(value).__name__!r}" for value in (gradients, variables)]
@@ -111,25 +111,25 @@ class GradientAccumulator:
 
     @property
     def summed_variables(self) -> list[Any]:
-        """Those of the variables whose rows were summed in a window so far, to bound the memory.
+        """Variables whose rows were summed in some window, to limit memory.
 
-        What SGD without clipping makes of them is the same. Other optimizers treat each row of a
-        sparse gradient by itself: their updates then are not those of the full batch. `apply` warns
-        of it where it is called eagerly.
+        For SGD without clipping this makes no difference. Other optimizers treat each row of a
+        sparse gradient separately, so their updates differ from the full batch. `apply` warns about
+        it when called eagerly.
         """
         return self._sum.summed_variables()
 
     def mean(self) -> list[Any]:
         """Return the window's gradient, in the variables' dtypes.
 
-        One per variable: a tensor, `tf.IndexedSlices` or None, as the first that was added.
+        One per variable: a tensor, `tf.IndexedSlices` or None, like the first that was added.
 
-        That is sum(w_i * g_i) / sum(w_i), or sum(g_i) where the weights are None. Not finite where
-        the weights sum to zero. With several replicas, the replica's share of it: the shares add up
-        to the window's gradient, as optimizers add them up.
+        This is sum(w_i * g_i) / sum(w_i), or sum(g_i) if the weights are None. It is not finite if
+        the weights sum to zero. With several replicas, it is the share of this replica; optimizers
+        add up the shares.
 
         Raises:
-            ValueError: with several replicas, called outside of `strategy.run`.
+            ValueError: with several replicas, called outside `strategy.run`.
         """
         return self._sum.mean()
 
@@ -144,8 +144,8 @@ class GradientAccumulator:
             optimizer: a `keras.optimizers.Optimizer`.
 
         Raises:
-            TypeError: `optimizer` is none.
-            ValueError: it accumulates gradients itself.
+            TypeError: `optimizer` is not an optimizer.
+            ValueError: the optimizer has `gradient_accumulation_steps`.
             RuntimeError: traced in a `tf.function` before any gradient was added.
         """
         if isinstance(optimizer, type) or not hasattr(optimizer, "apply"):
@@ -166,7 +166,7 @@ class GradientAccumulator:
         return f"<GradientAccumulator: {number} microbatches, {variables} variables>"
 
     def reset(self) -> None:
-        """Forget the open window. Dense buffers stay allocated."""
+        """Discard the open window. Dense buffers stay allocated."""
         self._sum.reset()
 
 

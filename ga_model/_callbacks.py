@@ -1,4 +1,4 @@
-"""Close the window where an epoch ends, and change its size from one to the next."""
+"""Close the window at the end of an epoch, and change its size during training."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class CloseWindow(keras.callbacks.Callback):
     """Starts `fit` with an empty window and leaves none open at an epoch's end.
 
     `AccumulatingModel.fit` puts it before all other callbacks, so that validation, checkpoints and
-    whatever else looks at the weights at the end of an epoch sees the epoch's last update.
+    everything else that reads the weights at the end of an epoch sees the epoch's last update.
 
     Args:
         model: the model.
-        listeners: callbacks that are told of updates, by their `on_update_end`.
+        listeners: callbacks whose `on_update_end` is called after updates.
     """
 
     def __init__(self, model: Any, listeners: Sequence[Any] = ()) -> None:
@@ -65,20 +65,20 @@ class CloseWindow(keras.callbacks.Callback):
 
 
 class _TellUpdates(CloseWindow):
-    """The same, with listeners: Keras waits for the result of a batch only if somebody asks."""
+    """With listeners. Separate, as Keras waits for the result of each batch if a callback needs it."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.tell_of_updates(logs)
 
 
 def count_updates(model: Any) -> int:
-    """Return the updates of a model's optimizer so far, of several those of the busiest."""
+    """Return the updates of a model's optimizer so far; of several optimizers, the largest."""
     optimizers = optimizers_in(vars(model))
     return max((int(num_updates(optimizer).numpy()) for optimizer in optimizers), default=0)
 
 
 def run_fit(model: Any, fit: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run the `fit` of a model's own class, with windows that close where epochs end.
+    """Run the `fit` of a model's own class, and close windows at the end of epochs.
 
     Args:
         model: an `AccumulatingModel`.
@@ -86,7 +86,7 @@ def run_fit(model: Any, fit: Callable[..., Any], args: Any, kwargs: dict[str, An
         args, kwargs: its arguments.
 
     Raises:
-        TypeError: it takes no callbacks, and windows are to be closed.
+        TypeError: it does not accept callbacks, which close windows.
     """
     parameters = inspect.signature(fit).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -156,26 +156,25 @@ def closing_windows(model: Any, callbacks: Any, is_verbose: bool) -> Iterator[An
 class AccumulationScheduler(keras.callbacks.Callback):
     """Change `accumulation_steps` during training: by the epoch, or by the number of updates.
 
-    For recipes that let the batch grow. A window that is open keeps its size, and the next one has
-    the new one; nothing is traced again. What counts are the epochs of `fit`, or the updates that
-    the optimizer has made in its life, `optimizer.iterations` (of several optimizers, the largest),
-    so that training that is resumed from a backup or a saved model goes on where it was. By update,
-    the number is read before every batch; with `steps_per_execution` above 1, every execution.
+    Use it to increase the batch size during training. A new value takes effect with the next
+    window, without retracing. The schedule counts the epochs of `fit`, or the updates that the
+    optimizer has made so far, `optimizer.iterations` (with several optimizers, the largest), so
+    training that is resumed from a backup or a saved model continues the schedule. By update, the
+    count is read before every batch; with `steps_per_execution` above 1, before every execution.
 
     Args:
-        schedule: the `accumulation_steps` of each epoch, or of each window: a dict from the first
-            epoch (or number of updates made so far), counted from 0, to an integer >= 1 that holds
-            from there on; 0 must be a key. Or a function that takes the epoch (or number of
-            updates) and returns the integer.
+        schedule: the `accumulation_steps` of each epoch, or of each window: a dict that maps the
+            first epoch (or number of updates made so far), counted from 0, to an integer >= 1; 0
+            must be a key. Or a function that takes the epoch (or number of updates) and returns the
+            integer.
         by: "epoch" or "update".
-        log: whether `accumulation_steps`, as it is at the epoch's end, and `num_updates`, the
-            updates of the optimizer so far, are added to the logs of every epoch. Callbacks that
-            stand behind this one in the list, such as TensorBoard and CSVLogger, and the `History`
-            have them.
+        log: whether to add `accumulation_steps`, as of the end of the epoch, and `num_updates`, the
+            updates of the optimizer so far, to the logs of every epoch. The `History` has them, and
+            callbacks that follow this one in the list, such as TensorBoard and CSVLogger.
 
     Raises:
-        TypeError, ValueError: an argument is not what it should be. While training: the function
-            returns no integer >= 1, or the model is no `AccumulatingModel`.
+        TypeError, ValueError: an argument is invalid. While training: the function does not return
+            an integer >= 1, or the model is not an `AccumulatingModel`.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""Measure the gradient noise scale while a model trains, and say what it means for the batch."""
+"""Measure the gradient noise scale during training, and what it means for the batch size."""
 
 from __future__ import annotations
 
@@ -14,63 +14,63 @@ _LOG = "gradient_noise_scale"
 
 
 class GradientNoiseScale(keras.callbacks.Callback):
-    """Measure the gradient noise scale of a model while it trains: whether a larger batch pays.
+    """Measure the gradient noise scale during training, to see whether a larger batch pays.
 
-    The noise scale is tr(Sigma) / |G|^2, with Sigma the covariance of the gradients of single
+    The noise scale is tr(Sigma) / |G|^2, where Sigma is the covariance of the gradients of single
     samples and G their mean. With batches of B samples and a noise scale of B_noise, training takes
     1 + B_noise / B times the fewest updates possible, and 1 + B / B_noise times the fewest samples.
-    So far below the noise scale twice the batch halves the updates, and far above it doubles the
-    samples for nothing.
+    So a batch far below the noise scale can be doubled to halve the updates; doubling one far above
+    it only doubles the samples.
 
-    How much the gradients of a window's microbatches differ gives an unbiased estimate of both
-    numbers, from gradients that are there anyway. They are averaged over updates in the training
-    step, and read at the end of an epoch or when an attribute is read. Weights, updates and logs
-    are those of training without it. It costs one more pass over the gradients for each microbatch
-    and each update, and with several replicas one more exchange of gradients for each update.
+    How much the gradients of a window's microbatches differ gives unbiased estimates of both
+    numbers, from gradients that are computed anyway. They are averaged over updates in the training
+    step, and read at the end of an epoch or when you read an attribute. Weights, updates and other
+    logs do not change. It costs one more pass over the gradients for each microbatch and each
+    update, and with several replicas one more exchange of gradients per update.
 
-    The logs of an epoch get `gradient_noise_scale`, for the `History`, and for callbacks behind
-    this one in the list, such as TensorBoard and CSVLogger. Where a `train_step` applies several
-    optimizers, each has a noise scale of its own, and the name of the model's attribute is added:
-    `gradient_noise_scale_generator_optimizer`.
+    The logs of an epoch get `gradient_noise_scale`, for the `History`, and for callbacks that
+    follow this one in the list, such as TensorBoard and CSVLogger. If a `train_step` applies
+    several optimizers, each has its own noise scale, and the name of the model's attribute is
+    appended: `gradient_noise_scale_generator_optimizer`.
 
-    What to bear in mind:
+    Notes:
 
-    * It is the paper's B_simple, which takes the Hessian for a multiple of the identity. It tells
-      the order of magnitude, and the numbers of updates and samples are those with a learning rate
-      that is chosen for each batch size.
-    * It changes while a model trains, mostly it grows. Look at it over the epochs.
+    * It is B_simple of the paper, which assumes that the Hessian is a multiple of the identity.
+      Read it as an order of magnitude. The numbers of updates and samples assume a learning rate
+      chosen for each batch size.
+    * It changes during training; usually it grows. Follow it over the epochs.
     * It counts what the loss averages over: samples, tokens, or the sum of sample weights. The
-      estimate takes these for alike and drawn at random. Tokens of one text are neither, and what
-      comes out holds for texts of about the length that they have.
-    * Microbatches must be drawn at random: shuffle the data.
-    * A window of one microbatch tells nothing and is left out, and so is an update that is skipped
-      because gradients are not finite. Windows of few microbatches tell little.
+      estimate assumes that these are drawn independently. Tokens of one text are not, so the result
+      holds for texts of about the same length.
+    * Microbatches must be random samples: shuffle the data.
+    * Windows of one microbatch are ignored, and so are updates that are skipped because gradients
+      are not finite. Windows of few microbatches give noisy estimates.
 
-    A callback that is passed to `fit` again goes on where it ended, with the same compiled model.
-    BackupAndRestore does not keep what it has.
+    If you pass the callback to `fit` again, with the same compiled model, it continues its
+    averages. BackupAndRestore does not save them.
 
     Args:
-        decay: how much of an average is kept at every update, at least 0 and below 1. The averages
-            are those of about the last 1 / (1 - decay) updates, and unbiased from the first on.
-        unit: what the words call what the loss averages over, such as "tokens".
-        verbose: whether the words are printed where the training ends.
+        decay: how much of an average is kept at every update, >= 0 and < 1. The averages are those
+            of about the last 1 / (1 - decay) updates, and unbiased from the first one.
+        unit: the name of what the loss averages over, such as "tokens", for the printed text.
+        verbose: whether to print the text at the end of training.
 
     Attributes:
-        noise_scale: the noise scale, a float, in what the loss averages over. Infinite where the
-            estimate of |G|^2 is not positive: the noise hides the gradient. NaN before the first
-            window of two microbatches.
+        noise_scale: the noise scale, a float, in units of what the loss averages over. Infinite if
+            the estimate of |G|^2 is not positive: the noise hides the gradient. NaN before the
+            first window of two microbatches.
         trace_of_covariance: average of the estimates of tr(Sigma).
         squared_gradient_norm: average of the estimates of |G|^2.
-        batch_size: average of the windows' weights, in what the loss averages over.
-        noise_scales: dict from the name of an optimizer's attribute to what was measured for it,
-            which has `noise_scale`, `averages` with the other three, and words. The attributes
-            above are those of one optimizer.
+        batch_size: average of the windows' weights, in units of what the loss averages over.
+        noise_scales: dict that maps the name of each optimizer's attribute to its measurement, with
+            `noise_scale`, `averages` (the other three) and the printed text. Use it if there are
+            several optimizers; the attributes above need a single one.
 
     Raises:
-        TypeError, ValueError: an argument is not what it should be. While training: the model is
-            no `AccumulatingModel`, its settings allow one microbatch per window only, or its loss
-            is a sum; or an attribute of one optimizer is read where there are several.
-        RuntimeError: another one measures the same model.
+        TypeError, ValueError: an argument is invalid. While training: the model is not an
+            `AccumulatingModel`, its settings allow only one microbatch per window, or its loss is a
+            sum; or an attribute for one optimizer is read although there are several.
+        RuntimeError: another callback measures the same model.
 
     Example:
 
@@ -85,7 +85,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
 
     References:
         McCandlish et al., "An Empirical Model of Large-Batch Training", arXiv 1812.06162. The
-        estimates, and what they become for microbatches of unlike weights: `sums/_noise.py`.
+        estimates for microbatches of different weights: `sums/_noise.py`.
     """
 
     def __init__(

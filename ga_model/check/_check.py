@@ -1,4 +1,4 @@
-"""Show on a user's own model whether accumulation gives the updates of the full batch."""
+"""Check on a user's own model whether accumulation makes the updates of the full batch."""
 
 from __future__ import annotations
 
@@ -47,46 +47,45 @@ def check_equivalence(
     loss_over: str | None = UNCHANGED,
     updates: int = 3,
 ) -> EquivalenceReport:
-    """Compare accumulation with the full batch, on a model of yours and a few of its samples.
+    """Compare accumulation with the full batch, on your own model and a few samples.
 
-    Trains the model through `fit` from its present weights, first with plain Keras on whole
-    windows, then with accumulation on the same samples in the same order, and compares all weights
-    and the state of all optimizers. How much of a difference is rounding is measured, too: by a
-    third training, with plain Keras on whole windows again, that starts from weights to which a
-    rounding error was added.
+    Trains the model with `fit` from its current weights: first with plain Keras on full batches,
+    then with accumulation on the same samples in the same order. It compares all weights and the
+    state of all optimizers. To measure how much of a difference is rounding, it trains plain Keras
+    on full batches again, from weights with an added rounding error.
 
-    Afterwards weights, optimizers, metrics, random state and settings are what they were, and so is
-    any other variable that the step uses. What was not built yet is built, as by a first batch. Not
-    put back are attributes of layers and other Python objects that training changes, and in eager
-    mode what TensorFlow's own random operations draw. The model need not be an `AccumulatingModel`,
-    and does not become one.
+    Afterwards, weights, optimizers, metrics, random state, settings and all other variables of the
+    step are restored. A model that was not built yet is built, as by a first batch. Not restored
+    are attributes of layers and other Python objects that training changes, and in eager mode the
+    state of TensorFlow's own random operations. The model need not be an `AccumulatingModel`, and
+    does not become one.
 
-    For the comparison `Dropout` layers drop the same units of every sample in all three trainings,
-    and Keras's other random layers are switched off; the report says which.
+    For the comparison, `Dropout` layers drop the same units of every sample in all three trainings,
+    and other random layers of Keras are switched off; the report names them.
 
     Args:
         model: a compiled `keras.Model`.
-        x, y, sample_weight: samples as `fit` takes them: arrays, tensors, pandas objects, or nests
-            of them, with samples along axis 0. No datasets or generators. The first `batch_size *
-            accumulation_steps * updates` samples are used. With fewer, the last window is a partial
-            one.
+        x, y, sample_weight: samples, as you pass them to `fit`: arrays, tensors, pandas objects, or
+            nested structures of them, with samples on axis 0. No datasets or generators. The first
+            `batch_size * accumulation_steps * updates` samples are used. With fewer, the last
+            window is partial.
         batch_size: samples per batch of `fit`.
         accumulation_steps: batches per window, an integer >= 1. None is 1. By default, the model's
             setting.
-        microbatch_size: samples that each batch is split into, an integer >= 1. None leaves batches
-            whole. By default, the model's setting.
+        microbatch_size: samples per microbatch, an integer >= 1. None keeps batches whole. By
+            default, the model's setting.
         loss_over: "auto", "microbatch" or "batch". None is "auto". By default, the model's setting.
-        updates: how many to make, an integer >= 1.
+        updates: number of updates to compare, an integer >= 1.
 
     Returns:
-        An `EquivalenceReport`. Print it, or ask for its `equivalent`.
+        An `EquivalenceReport`. Print it, or read its `equivalent`.
 
     Raises:
-        TypeError, ValueError: an argument is not what it should be, there are too few samples for
-            two microbatches.
+        TypeError, ValueError: an argument is invalid, or there are too few samples for two
+            microbatches.
         RuntimeError: the model is not compiled, or an optimizer that only the `train_step` of an
-            eager model knows is not built.
-        NotImplementedError: the model was made for several replicas.
+            eager model uses is not built.
+        NotImplementedError: the model was created for several replicas.
 
     Example:
 

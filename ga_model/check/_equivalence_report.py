@@ -69,18 +69,18 @@ class EquivalenceReport(NamedTuple):
     """Whether accumulation made the updates of plain Keras on the full batch.
 
     `str(report)` is a text with a table of the variables that differ most, which notebooks show as
-    HTML; `report.to_dict()` has all of it in plain Python values, and `report.assert_equivalent()`
-    is for tests.
+    HTML. `report.to_dict()` returns everything as plain Python values, and
+    `report.assert_equivalent()` is for tests.
 
     Attributes:
-        batch_size, accumulation_steps, microbatch_size, loss_over: what was compared.
+        batch_size, accumulation_steps, microbatch_size, loss_over: the settings compared.
         updates: number of windows. Each makes an update, unless the optimizer skips it.
-        samples: how many they used.
+        samples: number of samples used.
         variables: a `VariableDifference` for each weight and each variable of an optimizer.
         is_finite: whether the full batch gave finite weights.
-        random_layers: what was done about layers that draw random numbers.
-        reasons: what was found out about why the trainings differ, in sentences. Where they do not,
-            what accumulation has warned of.
+        random_layers: how layers that draw random numbers were handled.
+        reasons: sentences that say why the trainings differ. If they do not differ, the warnings of
+            accumulation.
 
     Example:
 
@@ -110,9 +110,9 @@ class EquivalenceReport(NamedTuple):
     def verdict(self) -> str:
         """One of "equivalent", "different" and "undecided".
 
-        Undecided where rounding alone, or random numbers that cannot be shared, make trainings
-        differ: the check can then not tell. Of the weights that the full batch changes, some may
-        be left open: half of the variables, if they have a tenth of the entries.
+        Undecided if rounding alone, or random numbers that cannot be shared, make trainings differ.
+        Up to half of the variables that the full batch changes may be undecided, if they have at
+        most a tenth of the entries.
         """
         if not self.is_finite:
             return "undecided"
