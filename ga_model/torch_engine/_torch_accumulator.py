@@ -1,4 +1,4 @@
-"""The sum of gradients that users see: for training loops of their own."""
+"""The public sum of gradients on PyTorch, for custom training loops."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from ga_model.torch_engine._torch_window import Window
 class GradientAccumulator:
     """Sums weighted gradients over microbatches and applies their mean to an optimizer.
 
-    As on TensorFlow, where Keras runs on PyTorch. There is one buffer per variable that has a
-    gradient: float32 for float16 and bfloat16 variables, else the variable's own dtype. Gradients
-    are copied: clear them as you would without.
+    The same class as on TensorFlow, for the PyTorch backend. There is one buffer per variable that
+    has a gradient: float32 for float16 and bfloat16 variables, otherwise the variable's dtype.
+    Gradients are copied, so clear them as usual.
 
-    With a `process_group`, each process adds the gradients of its own samples, and `apply`, which
-    all call equally often, sums gradients and weights over processes: the update of one process
-    with all microbatches, however many samples each has. Take gradients that are not synchronized,
-    in a `with ddp.no_sync():` if the model is wrapped in `DistributedDataParallel`.
+    With a `process_group`, each process adds the gradients of its own samples. `apply`, which all
+    must call equally often, sums gradients and weights over processes: the update of one process on
+    all microbatches, however many samples each has. Pass gradients that are not synchronized: use
+    `with ddp.no_sync():` if the model is wrapped in `DistributedDataParallel`.
 
     Args:
         process_group: the processes that make updates together, such as
@@ -49,7 +49,7 @@ class GradientAccumulator:
         accumulator.add(gradients, variables, weight=len(x))
         if step % 4 == 0:
             accumulator.apply(optimizer)
-    accumulator.apply(optimizer)  # what is left; nothing happens if nothing is
+    accumulator.apply(optimizer)  # the rest of the epoch; an empty window changes nothing
     ```
     """
 
