@@ -65,7 +65,7 @@ class CloseWindow(keras.callbacks.Callback):
 
 
 class _TellUpdates(CloseWindow):
-    """With listeners. Separate, as Keras waits for the result of each batch if a callback needs it."""
+    """With listeners. Separate, since Keras waits for each batch if a callback needs its result."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.tell_of_updates(logs)
