@@ -19,7 +19,7 @@ _SIGNIFICANT = 1e-2
 
 
 def reasons(model: Any, plan: Plan, report: EquivalenceReport) -> list[str]:
-    """Return what can be said about why the trainings of `report` differ, in sentences.
+    """Return sentences that say why the trainings of `report` differ.
 
     What accumulation has warned of comes first. Where that is nothing, looks at the first window,
     at the weights that the trainings started from: do the outputs of a sample depend on the others,
@@ -36,20 +36,20 @@ def _of_structure(model: Any, report: EquivalenceReport) -> list[str]:
     found = []
     if report.random_layers.left:
         found.append(
-            f"The layers {report.random_layers.left} draw random numbers that two trainings can "
-            "not share. For the check, set what they draw to zero, or let their `call` take "
-            "`training` and draw nothing without it."
+            f"The layers {report.random_layers.left} draw random numbers that two trainings cannot "
+            "share. For the check, set their noise to zero, or let their `call` take `training` "
+            "and draw only if it is True."
         )
     if not any(variable.is_moved_weight for variable in report.variables):
         found.append(
-            "The full batch changes no weight, so there is nothing to compare. Take a larger "
-            "learning rate, unfreeze a layer, or make more updates."
+            "The full batch changes no weight, so there is nothing to compare. Use a larger "
+            "learning rate, unfreeze a layer, or compare more updates."
         )
     elif report.is_finite and report.verdict == "undecided" and not report.random_layers.left:
         found.append(
-            "A rounding error in each start weight leads plain Keras as far away. "
+            "Rounding alone changes plain Keras's result as much. "
             f"{backend.MORE_EXACT} If that does not "
-            "help, random numbers are drawn that no `keras.random.SeedGenerator` of a layer gives."
+            "help, the step draws random numbers without a `keras.random.SeedGenerator`."
         )
     differing = {variable.path for variable in report.variables if not variable.is_equal}
     changing = [
@@ -60,8 +60,8 @@ def _of_structure(model: Any, report: EquivalenceReport) -> list[str]:
     ]
     if changing and report.verdict == "different":
         found.append(
-            f"The layers {changing} change weights in every forward pass, and not by an optimizer: "
-            "once per microbatch, where the full batch does it once."
+            f"The layers {changing} write to their weights in every forward pass: "
+            "once per microbatch, but only once on the full batch."
         )
     return found
 
@@ -72,15 +72,15 @@ def _of_first_window(model: Any, plan: Plan) -> list[str]:
     parts = [_Pass(model, plan.slice(*p)) for p in _places(rows, plan.microbatch_rows)]
     if whole.outputs is not None and _differs(whole.outputs, [part.outputs for part in parts]):
         return [
-            "The outputs of a sample depend on the other samples of its batch. A layer of the "
-            "model computes with statistics of the batch, or compares samples."
+            "The outputs for one sample depend on the other samples of its batch. A layer uses "
+            "statistics of the batch, or compares samples."
         ]
     if not is_of_keras(model, "train_step"):
         return [
-            "The model has a `train_step` of its own, and what it does beside computing gradients "
-            "happens once per microbatch. `microbatch_size` alone, with `loss_over='auto'`, runs "
-            "the step once per update. Where `microbatch_weight` is overridden, it has to return "
-            "what the loss is divided by."
+            "The model has a custom `train_step`, which runs once per microbatch, and with it all "
+            "that it does besides computing gradients. With `microbatch_size` alone and "
+            "`loss_over='auto'`, it runs once per update. An overridden `microbatch_weight` must "
+            "return what the loss is divided by."
         ]
     if not whole.gradients:
         return []
@@ -93,23 +93,23 @@ def _of_first_window(model: Any, plan: Plan) -> list[str]:
             factor = _factor(of_whole[begin:end], of_part)
             if factor is None:
                 return [
-                    "The loss compares samples of a batch with one another, or divides by a number "
-                    "that depends on all of them: for the full batch its gradient with respect "
-                    "to a sample's outputs is another one than for the microbatch. Such a loss "
+                    "The loss compares samples of a batch, or divides by a number that depends on "
+                    "all of them: its gradient with respect to a sample's outputs differs between "
+                    "the full batch and a microbatch. Such a loss "
                     'needs the full batch: use `microbatch_size` alone, with `loss_over="auto"`.'
                 ]
             factors.append(factor)
     shares = ", ".join(f"{factor:.3g}" for factor in factors[: len(parts)])
     return [
-        f"In the full batch the microbatches' gradients count {shares}, and accumulation took "
-        "other weights. What a loss averages over is read from its reduction, mask and sample "
-        "weights. Where a loss of your own averages over something else, override "
-        "`microbatch_weight`, or return the values of the samples."
+        f"On the full batch, the gradients of the microbatches have the weights {shares}, but "
+        "accumulation used different ones. What a loss averages over is read from its reduction, "
+        "mask and sample weights. If a custom loss averages over something else, override "
+        "`microbatch_weight`, or return one value per sample."
     ]
 
 
 def _places(rows: int, size: int) -> list[tuple[int, int]]:
-    """Return where the parts of so many samples begin and end."""
+    """Return where the microbatches of this many samples begin and end."""
     return [(begin, min(begin + size, rows)) for begin in range(0, rows, size)]
 
 

@@ -47,7 +47,7 @@ class VariableDifference(NamedTuple):
 
     @property
     def tolerance(self) -> float:
-        """The largest difference that counts as equal, or infinity where nothing can be said."""
+        """The largest difference that counts as equal; infinite if rounding hides everything."""
         if "int" in self.dtype or self.dtype == "bool":
             return 0.0
         rounding = math.inf if math.isnan(self.rounding) else self.rounding
@@ -61,7 +61,7 @@ class VariableDifference(NamedTuple):
 
     @property
     def is_told(self) -> bool:
-        """Whether the comparison says anything about the variable."""
+        """Whether the variable can be compared."""
         return math.isfinite(self.tolerance)
 
 
@@ -150,8 +150,8 @@ class EquivalenceReport(NamedTuple):
     def to_dict(self) -> dict[str, Any]:
         """Return the report in plain Python values, the worst variables first.
 
-        `tolerance` and `is_equal` of a variable of which nothing can be said are None. What is not
-        finite is a string.
+        `tolerance` and `is_equal` of a variable that cannot be compared are None. Numbers that are
+        not finite are strings.
         """
         return {
             "verdict": self.verdict,
@@ -177,7 +177,7 @@ class EquivalenceReport(NamedTuple):
         return f"<EquivalenceReport: {self._heading()}>"
 
     def _repr_html_(self) -> str:
-        """Return the report as a notebook shows it."""
+        """Return the report as HTML, for notebooks."""
         header, *rows = self._rows()
         cells = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
         table = "".join(f"<tr>{row}</tr>" for row in cells)
@@ -187,7 +187,7 @@ class EquivalenceReport(NamedTuple):
         return f"<p><b>{heading}</b></p><table><tr>{head}</tr>{table}</table>{remarks}"
 
     def text(self, has_table: bool = True) -> str:
-        """Return what `str(report)` is, or the same without its table."""
+        """Return `str(report)`, with or without its table."""
         parts = [self._heading(), *self._remarks()]
         parts = [textwrap.fill(part, 100) for part in parts]
         if has_table:
@@ -204,11 +204,11 @@ class EquivalenceReport(NamedTuple):
             settings += f", loss_over={self.loss_over!r}"
         number = "1 update" if self.updates == 1 else f"{self.updates} updates"
         worst = next((v for v in self.worst if v.is_told), None)
-        found = "it is not shown whether they are those of plain Keras on the full batch"
+        found = "the check cannot tell whether they equal those of plain Keras on the full batch"
         if self.verdict != "undecided" and worst is not None:
-            is_not = "" if self.equivalent else "not "
+            equal = "equal" if self.equivalent else "differ from"
             found = (
-                f"they are {is_not}those of plain Keras on the full batch. Largest difference "
+                f"they {equal} those of plain Keras on the full batch. Largest difference "
                 f"{worst.difference:.1e}, equal up to {worst.tolerance:.1e} ({worst.path})"
             )
         return f"{self.verdict.capitalize()}: {number} with {settings}; {found}."
@@ -236,20 +236,22 @@ class EquivalenceReport(NamedTuple):
         if not self.is_finite:
             remarks.append(
                 "The full batch gives weights that are not finite. "
-                "Check the data, or take a smaller learning rate."
+                "Check the data, or use a smaller learning rate."
             )
         if shared:
             remarks.append(
                 f"All trainings dropped the same units of every sample in: {_list(shared)}."
             )
         if off:
-            remarks.append(f"Switched off, as they draw other numbers each time: {_list(off)}.")
+            remarks.append(
+                f"Switched off, because they draw different numbers each time: {_list(off)}."
+            )
         untold = [v for v in self.variables if not v.is_told]
         if untold and self.is_finite:
             remarks.append(
-                f"Not told: {len(untold)} of {len(self.variables)} variables. A rounding error in "
-                "the start weights changes as much what they become, as it does for instance where "
-                "a gradient is zero in exact arithmetic."
+                f"Not compared: {len(untold)} of {len(self.variables)} variables. Rounding alone "
+                "changes them as much, for example because their gradient is zero in exact "
+                "arithmetic."
             )
         return remarks
 

@@ -16,7 +16,7 @@ from ga_model.replicas import _optimizers, _strategy
 # Where rounding hides everything else.
 MORE_EXACT = (
     "Check in float64: `keras.config.set_floatx('float64')`, "
-    "`keras.config.set_dtype_policy('float64')`, and make the model anew."
+    "`keras.config.set_dtype_policy('float64')`, and create the model again."
 )
 
 

@@ -16,50 +16,48 @@ same samples in the same order: with full batches; with the same batches that
 accumulates to the same updates; and with small batches alone. Then compare their
 weights, peak memory and time.
 
-Each training has a process of its own, on the CPU, so that its peak memory is its
-own. What this needs is installed by: pip install "ga_model[demo]"
+Each training runs in a separate process on the CPU, to measure its peak memory.
+To install what it needs: pip install "ga_model[demo]"
 """
 
 _AFTER_DEMO = """\
-Exit status: 0 if both ways gave the full batch's weights within the tolerance,
-1 if one did not, 2 if there is no result (a bad argument, a training that failed).
+Exit status: 0 if both methods reproduce the weights of the full batch within the
+tolerance, 1 if one does not, 2 on errors (a bad argument, a failed training).
 
 Tolerance, on ||w - w_full|| / ||w_full - w_start|| of the worst variable:
 {tolerances}.
-Rounding differs with the order of a sum, and training amplifies it: in float32 to
-1e-4 at most with the defaults. The smallest mistake, one ragged batch that counts
-like a full one, gives 4e-3. With lion, whose signs flip, and at learning rates that
-are nearly too high, float32 cannot tell the two apart and --dtype float64 does.
+Rounding depends on the order of a sum, and training amplifies it: in float32 to at
+most 1e-4 with the defaults. The smallest mistake, one short batch that counts like
+a full one, gives 4e-3. With lion, or at very high learning rates, float32 cannot
+distinguish the two; use --dtype float64.
 """
 
 _CHECK = """\
-Check that accumulation makes the updates of the full batch, on a model of yours.
+Check on your own model that accumulation makes the updates of the full batch.
 
-FILE.py:function names a function without arguments in a script of yours that returns
-a compiled model and some of its data: (model, x, y), or also sample weights. The
-file is imported and the function is called; see `ga_model.check_equivalence` for
-what is done with the model.
+FILE.py:function names a function of your script, without arguments, that returns a
+compiled model and some data: (model, x, y) or (model, x, y, sample_weight). The file
+is imported and the function is called; `ga_model.check_equivalence` explains the
+check.
 """
 
 _AFTER_CHECK = """\
-Exit status: 0 if the updates are shown to be equal, 1 if they are shown to differ,
-3 if neither can be shown, 2 if there is no result (a bad argument, a script that
-failed).
+Exit status: 0 if the updates are equal, 1 if they differ, 3 if the check is
+undecided, 2 on errors (a bad argument, a script that fails).
 """
 
 _BENCH = """\
 Time and peak memory of accumulation, side by side with plain Keras.
 
-Every model is trained in every way; the tables show ratios to plain Keras with
-batches of the microbatch's size: below 1 is faster, or takes less memory. What this
-needs is installed by: pip install "ga_model[demo]"
+Every model is trained with every method; the tables show ratios to plain Keras with
+batches of the size of a microbatch: below 1 is faster, or takes less memory. To
+install what it needs: pip install "ga_model[demo]"
 """
 
 _AFTER_BENCH = """\
-Times are taken in alternation, round after round, in one process for each model; what
-is shown is the median of the rounds' ratios, +- half of the distance between their
-quartiles. Memory is the peak that making and training the model add in a process of
-its own.
+Times are measured in turns, round after round, in one process per model; the tables
+show the median of the rounds' ratios, +- half of the distance between their quartiles.
+Memory is the peak that creating and training the model adds in a separate process.
 """
 
 
@@ -122,13 +120,13 @@ def _demo_parser() -> argparse.ArgumentParser:
         "--seed",
         type=integer_from(0, 2**32 - 1),
         default=default.seed,
-        help="of the split, the start weights and the order of samples (default: %(default)s)",
+        help="of the split, the initial weights and the order of samples (default: %(default)s)",
     )
     add(
         "--plot",
         type=plot_path,
         metavar="FILE",
-        help="draw loss and memory into a file, such as demo.png (needs matplotlib)",
+        help="save a plot of loss and memory, such as demo.png (needs matplotlib)",
     )
     return parser
 
@@ -136,7 +134,7 @@ def _demo_parser() -> argparse.ArgumentParser:
 def _check_parser() -> argparse.ArgumentParser:
     parser = _parser_of("check", _CHECK, _AFTER_CHECK)
     add = parser.add_argument
-    add("script", metavar="FILE.py:function", help="what returns the model and the data")
+    add("script", metavar="FILE.py:function", help="a function that returns the model and data")
     add(
         "--batch-size",
         type=integer_from(1),
@@ -149,12 +147,12 @@ def _check_parser() -> argparse.ArgumentParser:
         "--microbatch-size",
         type=integer_from(1),
         metavar="M",
-        help="samples per microbatch (default of both: what the model is set to)",
+        help="samples per microbatch (default of both: the model's settings)",
     )
     add(
         "--loss-over",
         choices=["auto", "microbatch", "batch"],
-        help="what the loss sees at a time (default: what the model is set to)",
+        help="what the loss sees at a time (default: the model's setting)",
     )
     add(
         "--updates",
@@ -166,11 +164,11 @@ def _check_parser() -> argparse.ArgumentParser:
     add(
         "--dtype",
         choices=["float32", "float64"],
-        help="Keras's default dtype while the script makes its model; rounding hides least in "
-        "float64 (default: what Keras is set to)",
+        help="default dtype of Keras while the script creates its model; float64 has the least "
+        "rounding (default: Keras's setting)",
     )
-    add("--table", action="store_true", help="show the variables that differ most in any case")
-    add("--json", type=path, metavar="FILE", help="write the report into a file, too")
+    add("--table", action="store_true", help="always show the variables that differ most")
+    add("--json", type=path, metavar="FILE", help="also write the report to a file")
     return parser
 
 
@@ -198,11 +196,11 @@ def _bench_parser() -> argparse.ArgumentParser:
         type=positive_number,
         default=4.5,
         metavar="M",
-        help="about how long to measure; every way is timed three times at least "
+        help="about how long to measure; every method is timed at least three times "
         "(default: %(default)g)",
     )
-    add("--json", type=path, metavar="FILE", help="write every measurement into a file, too")
-    add("--plot", type=plot_path, metavar="FILE", help="draw the ratios into a file")
+    add("--json", type=path, metavar="FILE", help="also write every measurement to a file")
+    add("--plot", type=plot_path, metavar="FILE", help="save a plot of the ratios")
     return parser
 
 

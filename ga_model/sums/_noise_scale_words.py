@@ -39,16 +39,16 @@ class NoiseScale(NamedTuple):
         updates = min(number, round(1 / (1 - self.decay)))
         of = f"mean of about the last {updates:,} updates" if updates > 1 else "of one update"
         if norm <= 0.0:
-            chance = " Of so few updates it may be chance." if updates < _FEW_UPDATES else ""
+            chance = " With so few updates, this may be chance." if updates < _FEW_UPDATES else ""
             return (
                 "The noise hides the gradient: the estimate of its squared norm is not positive "
-                f"({norm:.2g}, {of}).{chance} A window has {_count(batch_size)} {unit}, and far "
+                f"({norm:.2g}, {of}).{chance} A window has {_count(batch_size)} {unit}, far "
                 "fewer than the noise scale, or the training has converged. To measure it, average "
-                "over more updates with a larger `decay`, or take larger windows."
+                "over more updates with a larger `decay`, or use larger windows."
             )
         if noise_scale < _LEAST:
             return (
-                f"No noise was seen in the gradient ({of}): a smaller batch than "
+                f"The gradient has no measurable noise ({of}): a smaller batch than "
                 f"{_count(batch_size)} {unit} makes the same updates."
             )
         larger, smaller = (
@@ -82,7 +82,7 @@ def _verdict(batch_size: float, noise_scale: float) -> str:
     if batch_size < noise_scale / 2:
         return "A larger batch pays."
     if batch_size > noise_scale * 2:
-        return "A smaller batch pays: this one has many samples for few updates saved."
+        return "A smaller batch pays: this one uses many samples to save few updates."
     return "The batch is about right: a larger or smaller one costs more than it saves."
 
 

@@ -180,7 +180,7 @@ def test_without_it_they_do_not(name, float64):
     if "masks" in name:  # exact by another way
         assert difference(name, loss_over="microbatch") < TOLERANCE[float64]
     else:
-        with pytest.warns(UserWarning, match="computes with several samples|is not linear"):
+        with pytest.warns(UserWarning, match="combines several samples|is not linear"):
             assert difference(name, loss_over="microbatch") > 1e-2
 
 
@@ -1033,7 +1033,7 @@ def test_check_equivalence_tells_and_proves(float64):
     check_equivalence(model, x, y, **settings).assert_equivalent()
     report = check_equivalence(model, x, y, **settings, accumulation_steps=3, loss_over="batch")
     assert report.verdict == "different"
-    assert any("computes with several samples" in reason for reason in report.reasons)
+    assert any("combines several samples" in reason for reason in report.reasons)
 
 
 @pytest.mark.parametrize("way", [{}, EAGER])

@@ -131,7 +131,7 @@ def test_steps_match_in_single_precision(name):
 @pytest.mark.parametrize("name", ["SimCLR", "root of a mean"])
 def test_without_it_they_do_not_match_and_it_is_told(name, float64):
     with pytest.warns(
-        UserWarning, match=r"Received: .*, in which .*(computes with several samples|is not linear)"
+        UserWarning, match=r"Received: .*, in which .*(combines several samples|is not linear)"
     ):
         control = train(STEPS[name], 5, loss_over="microbatch")
     assert difference(control, train(STEPS[name])) > 1e-2

@@ -465,16 +465,16 @@ def test_the_words_tell_of_a_gradient_that_can_not_be_seen():
         assert scale.noise_scale == math.inf
         assert "The noise hides the gradient" in str(scale)
         assert "larger windows" in str(scale)
-    assert "No noise was seen" in words(-1.0, 128.0)
+    assert "has no measurable noise" in words(-1.0, 128.0)
     assert NoiseScale(Averages(-1.0, 2.0, 128.0, 3), 0.99, "rows").noise_scale == 0.0
 
 
 def test_the_words_hold_at_extremes():
     assert "A window has 1,024:" in words(100.0, 1024.0)
     assert "more than 1,000,000,000 rows" in words(1e25, 128.0)
-    assert "No noise was seen" in words(1e-6, 128.0)
+    assert "has no measurable noise" in words(1e-6, 128.0)
     tiny = Averages(1e-300, 1e300, 128.0, 3)
-    assert "No noise was seen" in str(NoiseScale(tiny, 0.99, "rows"))
+    assert "has no measurable noise" in str(NoiseScale(tiny, 0.99, "rows"))
     for number, is_said in {1: True, 9: True, 100: False}.items():
         text = str(NoiseScale(Averages(3.0, -1.0, 128.0, number), 0.99, "rows"))
         assert ("may be chance" in text) == is_said

@@ -775,7 +775,7 @@ def test_a_step_that_is_traced_again_matches(float64):
 
 
 # Of the steps of the field, what a window of several batches says: nothing where it is exact.
-MIXES = "computes with several samples|is not linear"
+MIXES = "combines several samples|is not linear"
 SAID = {
     "SimCLR": MIXES,
     "Barlow twins": MIXES,

@@ -111,7 +111,7 @@ def test_a_weight_that_is_wrong_is_found():
 
     report = check(with_layer(kind=Ruled), SPLIT)
     assert report.verdict == "different"
-    assert "has to return what the loss is divided by" in " ".join(report.reasons)
+    assert "must return what the loss is divided by" in " ".join(report.reasons)
 
 
 @pytest.mark.filterwarnings("ignore:BatchNormalization layers in training mode")
