@@ -75,7 +75,7 @@ class ModelSettings:
 
     @property
     def loss_over(self) -> str:
-        """What the loss of a split batch sees at a time: "auto", "microbatch" or "batch".
+        """How the loss of a split batch is computed, "auto", "microbatch" or "batch".
 
         With "microbatch", the step runs on each microbatch, and weighted gradients are added up.
         This is exact for losses that are means or sums over samples, and takes one forward and
