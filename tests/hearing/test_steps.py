@@ -599,14 +599,21 @@ class SetsItsLearningRate(OwnLoss):
         x, y = data
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
-        assert isinstance(self.optimizer, keras.optimizers.SGD)
+        optimizer = getattr(self.optimizer, "inner_optimizer", self.optimizer)
+        assert isinstance(optimizer, keras.optimizers.SGD)
         self.optimizer.apply(tape.gradient(loss, self.trainable_variables))
         return {"loss": loss}
 
 
-def test_a_step_can_write_to_its_optimizer_and_apply_without_variables(float64):
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_a_step_can_write_to_its_optimizer_and_apply_without_variables(is_scaled, float64):
+    """Up to Keras 3.11, a LossScaleOptimizer does not know the variables, either."""
+
     def arguments():
-        return {"optimizer": keras.optimizers.SGD(0.1), "loss": "mse"}
+        optimizer = keras.optimizers.SGD(0.1)
+        if is_scaled:
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=1.0)
+        return {"optimizer": optimizer, "loss": "mse"}
 
     def make():
         model = SetsItsLearningRate()
