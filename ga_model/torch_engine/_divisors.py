@@ -177,7 +177,7 @@ class Watch:
         Returns:
             `Divided`, "mean", "sum" or "other".
         """
-        places = [] if tried is None else tried.places()
+        places = tried.places() if tried is not None and self.takes_divisors else []
         means: dict[Any, list[float]] = {
             "mean": [half / rows, 1.0 - half / rows],
             "sum": [1.0, 1.0],
