@@ -357,7 +357,7 @@ MUTATIONS = [
         "reading/_step_loss.py",
         "        if kind == SUM and power == 1.0:\n",
         "        if kind == SUM and power == 1.0:\n            return\n        if False:\n",
-        "reading/test_step_loss.py::test_losses_that_are_quotients_of_sums_match_without_a_word",
+        "reading/test_step_loss.py::test_gradients_of_parts_are_put_together_by_what_is_read",
     ),
     Mutation(
         "a step that clips gradients is not told of",
@@ -379,7 +379,7 @@ MUTATIONS = [
         "automatic/_search.py",
         "self.size = (size + 1) // 2",
         "self.size = size - 1",
-        "automatic/test_auto.py::test_the_last_row_that_does_not_fit_is_an_error",
+        "automatic/test_auto.py::test_a_size_that_does_not_fit_any_more_is_halved",
     ),
     Mutation(
         "the search stops at powers of two",

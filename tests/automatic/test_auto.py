@@ -10,6 +10,7 @@ import functools
 import random
 import re
 import sys
+import types
 import warnings
 
 import keras
@@ -31,6 +32,7 @@ from helpers import (
 from ga_model import AccumulatingModel, accumulate
 from ga_model.automatic import _budget
 from ga_model.automatic._auto import AutomaticSize
+from ga_model.automatic._search import FoundSize
 from ga_model.replicas import _strategy
 from ga_model.tools import _memory
 
@@ -174,7 +176,7 @@ def fit(model, data, rows=12, **kwargs):
 # The search.
 
 
-@pytest.mark.parametrize("limit", [1, 3, 17, 100, 1000])
+@pytest.mark.parametrize("limit", [17, 1, 3, 100, 1000])
 def test_the_largest_size_that_fits_is_found(limit, capsys):
     model = compiled(smooth_model, memory := Memory(limit))
     assert model.microbatch_size == "auto"
@@ -704,6 +706,17 @@ def test_a_step_that_applies_optimizers_in_turn_gets_a_size(way, float64):
     models[0].makes.layers[1].memory.drop_in(0, 2)
     with pytest.raises(RuntimeError, match="retried only if its update has not begun"):
         models[0].train_on_batch(*data)
+
+
+def test_a_size_that_does_not_fit_any_more_is_halved():
+    found, model = FoundSize(), types.SimpleNamespace(name="net")
+    for size, rows, half in ((11, 12, 6), (6, 12, 3), (3, 3, 2), (8, 5, 3), (2, 12, 1)):
+        found.size = size
+        with pytest.warns(UserWarning, match=rf"is\s+retried with {half}\b"):
+            found.halve(model, rows, MemoryError())
+        assert found.size == half
+    with pytest.raises(RuntimeError, match="one sample"):
+        found.halve(model, 12, MemoryError())
 
 
 def test_the_last_row_that_does_not_fit_is_an_error():

@@ -118,10 +118,10 @@ def assert_averages(noise, expected):
 @pytest.mark.parametrize(
     ("name", "way"),
     [
+        *(sweep(name, "two replicas", name != "both") for name in SETTINGS),
         *((name, "graph") for name in SETTINGS),
         *(sweep(name, "eager", name != "both") for name in SETTINGS),
         *(sweep(name, "xla", name == "both") for name in SETTINGS),
-        *(sweep(name, "two replicas", name != "both") for name in SETTINGS),
     ],
 )
 def test_the_estimates_are_those_of_the_formula(name, way, float64):

@@ -27,6 +27,8 @@ from own_training import difference as difference_of_trainings
 from own_training import train
 
 from ga_model import accumulate
+from ga_model.reading._denominators import by_kind
+from ga_model.reading._step_loss import StepReading
 
 
 def errors(z, y):
@@ -58,6 +60,8 @@ def python_of_tf(z):
 def cosines(z, y):
     return z @ tf.transpose(y)
 
+
+SAMPLES, WEIGHTS = (tf.TensorSpec(shape, tf.float64) for shape in ((None, 3), (None,)))
 
 # Of outputs, targets and a mask, which some batches have nothing of.
 EXACT = {
@@ -167,6 +171,38 @@ TOLD = {
     ),
     "neighbours": lambda z, y, m: tf.reduce_mean((z - tf.roll(z, 1, 0)) ** 2),
 }
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("name", EXACT)
+def test_gradients_of_parts_are_put_together_by_what_is_read(name, float64):
+    """The algebra alone: of three parts of a batch, and of all of it."""
+
+    @tf.function(autograph=False, input_signature=[SAMPLES, SAMPLES, WEIGHTS])
+    def gradient(z, y, m):
+        with tf.GradientTape() as tape:
+            tape.watch(z)
+            loss = EXACT[name](z, y, m)
+        found = by_kind(StepReading(loss.graph, None, []).of(loss).denominators)
+        (read,) = found.values()
+        count = 0.0 if read.count is None else read.count
+        divisor = count if read.divisor is None else read.divisor
+        once = 0.0 if read.once is None else read.once
+        numbers = [tf.cast(n, tf.float64) for n in (count, divisor, once, read.least)]
+        return tf.convert_to_tensor(tape.gradient(loss, z)), numbers
+
+    generator = np.random.default_rng(0)
+    z, y = generator.normal(size=(2, 12, 3))
+    m = generator.integers(0, 2, 12).astype("float64")
+    m[::4] = 1.0  # each part has something of it
+    whole, _ = gradient(z, y, m)
+    parts = [gradient(z[rows], y[rows], m[rows]) for rows in np.split(np.arange(12), [4, 9])]
+    is_sum = not parts[0][1][1]
+    gradients = [g * (1.0 if is_sum else divisor) for g, (_, divisor, _, _) in parts]
+    count = sum(float(numbers[0]) for _, numbers in parts)
+    once, least = map(float, parts[0][1][2:])
+    expected = 1.0 if is_sum else max(count + once, least)
+    np.testing.assert_allclose(np.concatenate(gradients) / expected, whole, rtol=1e-10, atol=1e-14)
 
 
 class OwnStep(keras.Model):
