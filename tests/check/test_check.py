@@ -17,6 +17,7 @@ from helpers import dense_data, scope, seeded, set_random_seed, told
 from keras import layers, ops
 
 from ga_model import AccumulatingModel, accumulate, check_equivalence
+from ga_model.check._equivalence_report import VariableDifference
 from ga_model.cli._cli import main
 
 ROWS = 58  # of which the third window is partial, and its last batch or microbatch ragged
@@ -696,6 +697,27 @@ def test_float64_is_held_to_a_closer_tolerance(float64, settings):
     report = check_equivalence(model, x, y, **settings)
     report.assert_equivalent()
     assert all(v.tolerance <= 1e-9 for v in report.variables)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("dtype", "rounding", "largest"),
+    [
+        ("float64", 0.0, 1e-9),
+        ("float32", 0.0, 1e-4),
+        ("float16", 0.0, 1e-2),
+        ("float32", 5e-4, 5e-3),  # ten times what rounding alone does
+        ("int64", 0.0, 0.0),
+    ],
+)
+def test_a_variable_is_equal_up_to_rounding(dtype, rounding, largest):
+    def of(difference):
+        return VariableDifference("w", dtype, 1, True, difference, rounding)
+
+    assert of(largest).is_equal
+    assert of(largest).is_told
+    assert not of(1.01 * largest + 1e-12).is_equal
+    assert not VariableDifference("w", "float32", 1, True, 0.0, 2e-3).is_told  # by rounding alone
 
 
 def test_a_model_on_several_replicas_is_refused():
