@@ -1,6 +1,6 @@
 """Break the package in one place at a time, and see which test notices. For maintainers, by hand.
 
-    python tests/mutations.py                  # all mutations, an hour at most on two cores
+    python tests/mutations.py                  # all mutations, about ten minutes on two cores
     python tests/mutations.py replica noise    # those whose names have one of these words
     python tests/mutations.py --named          # only by the test that should notice
     python tests/mutations.py -m "not deep"    # what the quick tests let through: all but deep
@@ -464,6 +464,27 @@ MUTATIONS = [
         '"different": 1,',
         '"different": 0,',
         "check/test_check.py::test_the_command_checks_a_script",
+    ),
+    Mutation(
+        "the demonstration takes its control for a proof",
+        "demo/_report.py",
+        "    if any(equal for equal, r in zip(is_equal, others) if r.run.is_control):\n",
+        "    if False:\n",
+        "commands/test_demo.py::test_settings_that_can_not_tell_the_runs_apart_prove_nothing",
+    ),
+    Mutation(
+        "the benchmark divides by the fastest round",
+        "bench/_bench_report.py",
+        "np.array(times.seconds[REFERENCE, 1])",
+        "np.min(times.seconds[REFERENCE, 1])",
+        "commands/test_bench.py::test_ratios_are_medians_over_rounds_of_the_same_round",
+    ),
+    Mutation(
+        "the limit of a group of processes is not seen",
+        "tools/_memory.py",
+        "return max(0, min(left))",
+        "return max(0, left[0])",
+        "automatic/test_auto.py::test_a_group_of_processes_may_have_less_memory",
     ),
 ]
 
