@@ -1,4 +1,4 @@
-"""The engine of the backend that Keras runs on, chosen here and nowhere else.
+"""Choose the engine for the backend of Keras, here and nowhere else.
 
 An engine is a module with four names:
 

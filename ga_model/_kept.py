@@ -1,4 +1,4 @@
-"""What is kept for one compiled model, whatever backend Keras runs on."""
+"""The state of one compiled model, on any backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is checked of classes that have the mixin among their bases, and what is made of them."""
+"""Check and prepare classes that have the mixin among their bases."""
 
 from __future__ import annotations
 

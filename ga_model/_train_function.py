@@ -1,4 +1,4 @@
-"""The function that `fit` calls: one of several, by what is set."""
+"""The function that `fit` calls: one of several, chosen by the settings."""
 
 from __future__ import annotations
 

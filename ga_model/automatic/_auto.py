@@ -1,4 +1,4 @@
-"""Find the largest microbatch that fits, and make it smaller where one fails to.
+"""Find the largest microbatch that fits, and halve it if a batch fails.
 
 `microbatch_size="auto"` needs a batch in hand, before it is trained on and after it has failed. So
 batches are fetched here and handed to the train function one by one.

@@ -1,4 +1,4 @@
-"""Trials of a microbatch size: steps without their update, after which all is as it was.
+"""Trials of a microbatch size: steps without their update, which restore all state.
 
 Two microbatches of the size in question go forward and backward, and the sums of their gradients
 are held as in training. In the end everything is put back.

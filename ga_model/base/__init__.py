@@ -1,8 +1,8 @@
-"""What everything else stands on: checks of arguments, texts of errors, private names of Keras.
+"""The base of all rooms: checks of arguments, error messages, private names of Keras.
 
 May import nothing of the package.
 """
 
 from ga_model.base._validate import check_releases
 
-check_releases()  # before anything here looks for a name that an older release has not
+check_releases()  # before any import here fails on an older release

@@ -1,4 +1,4 @@
-"""To call a layer again, with what it found in Python when it was called first."""
+"""Call a layer again with the Python state of its first call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the running thread is in: a value for the duration of a block, and a graph."""
+"""The context of the running thread: a value for the duration of a block, and a graph."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class ThreadValue:
     Replicas of a strategy are traced in threads of their own.
 
     Args:
-        default: what `get` returns outside of all blocks.
+        default: what `get` returns outside all blocks.
     """
 
     def __init__(self, default: Any = None) -> None:

@@ -1,4 +1,4 @@
-"""Lists of tensors and variables, which are told apart as objects: `==` compares their values."""
+"""Lists of tensors and variables, compared by identity: `==` compares their values."""
 
 from __future__ import annotations
 

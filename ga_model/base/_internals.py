@@ -1,4 +1,4 @@
-"""Names that Keras keeps private, each behind a function that says what it is for.
+"""Private names of Keras, each behind a function that says what it is for.
 
 A release that renames one of them breaks this module, or one of those beside it: those of
 activity regularizers are in `_internals_activities`, those of the backends in `_internals_tf` and
@@ -160,7 +160,7 @@ def strategy_of_optimizer(optimizer: Any) -> Any:
 def variables_to_train(optimizer: Any) -> Any:
     """Return the variables that an optimizer was built for.
 
-    Up to Keras 3.11 a LossScaleOptimizer does not know them, and the one inside of it does.
+    Up to Keras 3.11 a LossScaleOptimizer does not know them, and the one inside it does.
     """
     return getattr(optimizer, "inner_optimizer", optimizer)._trainable_variables
 
@@ -168,7 +168,7 @@ def variables_to_train(optimizer: Any) -> Any:
 def num_updates(optimizer: Any) -> Any:
     """Return the variable in which an optimizer counts its updates.
 
-    Up to Keras 3.8 that of a LossScaleOptimizer stands still, and the one inside of it counts.
+    Up to Keras 3.8 that of a LossScaleOptimizer stands still, and the one inside it counts.
     """
     return getattr(optimizer, "inner_optimizer", optimizer).iterations
 

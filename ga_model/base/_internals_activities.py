@@ -1,4 +1,4 @@
-"""What activity regularizers of Keras add to a loss, which its releases do differently."""
+"""What activity regularizers add to a loss, which differs between releases of Keras."""
 
 from __future__ import annotations
 

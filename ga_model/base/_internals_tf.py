@@ -1,4 +1,4 @@
-"""Names that TensorFlow, and Keras on it, keep private: see `_internals`."""
+"""Private names of TensorFlow, and of Keras on it: see `_internals`."""
 
 from __future__ import annotations
 

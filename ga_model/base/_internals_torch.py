@@ -1,4 +1,4 @@
-"""Names that PyTorch keeps private: see `_internals`."""
+"""Private names of PyTorch: see `_internals`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Float64 scalars that weights are computed with: tensors of TensorFlow, elsewhere Python's floats.
+"""Float64 scalars for computing weights: tensors on TensorFlow, floats of Python elsewhere.
 
 A graph needs tensors. Where steps run eagerly, floats are the only float64 that Keras's backends
 share: `keras.backend.result_type("float64", "float64")` is float32 on all but TensorFlow.

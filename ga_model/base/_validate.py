@@ -126,7 +126,7 @@ def check_single_accumulation(
 def accumulating_optimizers(optimizers: Iterable[Any]) -> list[tuple[str, int]]:
     """Return the name and the `gradient_accumulation_steps` of optimizers that have some.
 
-    Those inside of a LossScaleOptimizer and of a MultiOptimizer, too.
+    Those inside a LossScaleOptimizer and of a MultiOptimizer, too.
     """
     inner = [getattr(optimizer, "inner_optimizer", None) or optimizer for optimizer in optimizers]
     parts = [part for o in inner for part in (o, *(getattr(o, "optimizers", None) or ()))]

@@ -1,4 +1,4 @@
 """One batch: its microbatches forward and backward, their sum, the update if the window is full.
 
-May import `calls` and what stands below it.
+May import `calls` and the rooms below it.
 """

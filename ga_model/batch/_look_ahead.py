@@ -1,4 +1,4 @@
-"""What the terms of a loss weigh in a batch, before it is trained on."""
+"""Compute the denominators of loss terms in a batch before it is trained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leave no trace of a microbatch that is left out, because its gradients are not finite."""
+"""Undo all traces of a skipped microbatch, whose gradients are not finite."""
 
 from __future__ import annotations
 

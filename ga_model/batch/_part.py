@@ -1,4 +1,4 @@
-"""What the microbatches of a batch give."""
+"""The results of the microbatches of a batch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The forward and backward passes of one batch, and the sum of what its microbatches give.
+"""The forward and backward passes of one batch, and the sum of its microbatches.
 
-The first microbatch stands outside of the loop over the others: what a first call creates (layers,
-metrics, an optimizer's variables) cannot be created inside of a loop, and the first sum tells what
+The first microbatch stands outside the loop over the others: what a first call creates (layers,
+metrics, an optimizer's variables) cannot be created inside a loop, and the first sum tells what
 the loop carries. All go through one `tf.function`, so the user's step is traced once.
 
 Under XLA that function is compiled, and the loop is not: with it in the cluster, a batch takes many

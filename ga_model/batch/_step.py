@@ -1,4 +1,4 @@
-"""One call of `train_step`: a batch forward and backward, then what comes of the sum.
+"""One call of `train_step`: a batch forward and backward, then the use of its sum.
 
 A batch is one microbatch, or with `microbatch_size` several (`_passes`). Under XLA the update is
 not in the function that computes their gradients: with the conditional update in the cluster, XLA

@@ -1,4 +1,4 @@
-"""The statistics of BatchNormalization in a window, and how they move the running averages."""
+"""The statistics of BatchNormalization in a window, and how they update the running averages."""
 
 from __future__ import annotations
 

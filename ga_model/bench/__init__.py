@@ -1,4 +1,4 @@
 """`python -m ga_model bench`: time and memory of every way to train, side by side.
 
-May import the first level of the package and what stands below it.
+May import the first level of the package and the rooms below it.
 """

@@ -1,7 +1,7 @@
-"""Running a step on the full batch, and its calls of layers by microbatches.
+"""Run a step on the full batch, and split its calls of layers into microbatches.
 
-A call goes forward without keeping activations, and again, one microbatch at a time, when its
-gradient is asked for. Exact for any step, at the cost of one more forward pass.
+A call runs forward without keeping activations, and again, one microbatch at a time, when its
+gradient is taken. Exact for any step, at the cost of one more forward pass.
 
-May import `hearing` and what stands below it.
+May import `hearing` and the rooms below it.
 """

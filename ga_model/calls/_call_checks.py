@@ -1,4 +1,4 @@
-"""Whether a call can be made by microbatches: the reasons why it cannot.
+"""Whether a call can be split into microbatches, or the reasons why not.
 
 All of them are found before anything of the call has run.
 """

@@ -1,4 +1,4 @@
-"""What calls of layers read and write beside their arguments, and how it is put back.
+"""What calls of layers read and write besides their arguments, and how it is restored.
 
 Variables here; the attributes of layers, and the random numbers of Python: `base._call_again`.
 """

@@ -1,4 +1,4 @@
-"""Run a step on a full batch, and its calls of layers by microbatches.
+"""Run a step on the full batch, and split its calls of layers into microbatches.
 
 The step of a model runs once, as it is, on the full batch. What it does with the outputs of layers
 (losses, metrics, updates, in any order and number) is its own. Only the outermost calls of layers

@@ -1,4 +1,4 @@
-"""A layer's call on one microbatch of its arguments, as both passes of a split call make it."""
+"""A layer's call on one microbatch of its arguments, as in both passes of a split call."""
 
 from __future__ import annotations
 

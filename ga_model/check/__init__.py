@@ -1,4 +1,4 @@
-"""`check_equivalence`: train as plain Keras and with accumulation, compare, say why they differ.
+"""`check_equivalence`: train with plain Keras and with accumulation, compare, explain differences.
 
-May import the first level of the package and what stands below it.
+May import the first level of the package and the rooms below it.
 """

@@ -1,4 +1,4 @@
-"""What the check asks of the backend that Keras runs on."""
+"""What the check needs from the backend of Keras."""
 
 from typing import TYPE_CHECKING
 

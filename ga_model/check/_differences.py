@@ -1,4 +1,4 @@
-"""How far trainings lead apart, and the rounding errors that tell how far they may."""
+"""How far trainings differ, and how far rounding errors explain it."""
 
 from __future__ import annotations
 

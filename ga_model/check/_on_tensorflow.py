@@ -1,4 +1,4 @@
-"""What the check asks of TensorFlow. `_on_torch` has the same names."""
+"""What the check needs from TensorFlow. `_on_torch` has the same names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the check asks of PyTorch. `_on_tensorflow` has the same names."""
+"""What the check needs from PyTorch. `_on_tensorflow` has the same names."""
 
 from __future__ import annotations
 

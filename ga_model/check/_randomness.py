@@ -1,4 +1,4 @@
-"""Let two trainings draw the same random numbers, however their rows are cut into microbatches."""
+"""Let two trainings draw the same random numbers, however samples are split into microbatches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Randomness(NamedTuple):
 
     Attributes:
         shared: dropout layers that dropped the same units of every row.
-        off: layers that ran as they do outside of training.
+        off: layers that ran as they do outside training.
         left: layers that drew numbers of their own.
     """
 

@@ -1,4 +1,4 @@
 """`python -m ga_model demo`: the demonstration, its report and its figure.
 
-May import the first level of the package and what stands below it.
+May import the first level of the package and the rooms below it.
 """

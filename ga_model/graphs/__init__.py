@@ -1,4 +1,4 @@
-"""What runs inside of a TensorFlow graph: loops, lists of tensors, a batch cut into microbatches.
+"""Helpers for TensorFlow graphs: loops, lists of tensors, splitting a batch into microbatches.
 
 May import `base`.
 """

@@ -1,9 +1,9 @@
-"""Listening to a `train_step` that knows nothing of accumulation.
+"""Record an unchanged `train_step`.
 
-While a step is recorded, attributes of the model answer with stand-ins: optimizers hand over
-gradients in place of updating, the compiled loss notes what its terms average over, metrics keep
-what waits for the full batch, and BatchNormalization layers tell what they average. From the terms
-follows what a microbatch weighs.
+While a step is recorded, attributes of the model return stand-ins: optimizers return gradients
+instead of updating, the compiled loss records what its terms average over, metrics keep values that
+wait for the full batch, and BatchNormalization layers record their moments. The weight of a
+microbatch follows from the terms of the loss.
 
-May import `sums` and what stands below it.
+May import `sums` and the rooms below it.
 """

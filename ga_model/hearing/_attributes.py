@@ -1,4 +1,4 @@
-"""Attributes of a model that answer with a stand-in while a step of the model is recorded."""
+"""Attributes of a model that return a stand-in while a step of the model is recorded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a batch logs that went through in microbatches.
+"""The logs of a batch that ran in microbatches.
 
 A metric that sees targets and predictions sees every row once, whatever the microbatches are. What
 a step tracks of the loss is another matter: there is one value per microbatch, where the whole

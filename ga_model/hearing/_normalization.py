@@ -1,4 +1,4 @@
-"""The running averages of BatchNormalization, moved by the statistics of all samples at once.
+"""The running averages of BatchNormalization, updated from the statistics of all samples.
 
 The layer computes mean and variance of each microbatch, normalizes by them, and moves its running
 averages. While microbatches run, an attribute of each such layer stands in front of the method that
@@ -69,7 +69,7 @@ class Call(NamedTuple):
 class Listener:
     """Hears what BatchNormalization layers compute in one microbatch.
 
-    A call inside of a branch, a loop or a function is not heard, as its values stay there. The
+    A call inside a branch, a loop or a function is not heard, as its values stay there. The
     layer then moves its averages itself.
     """
 

@@ -1,4 +1,4 @@
-"""Receive the gradients and the loss of a `train_step` that knows nothing of accumulation.
+"""Record the gradients and the loss of an unchanged `train_step`.
 
 While a step is recorded, some things of the model answer differently. An attribute that holds an
 optimizer, or a list or dict of them, answers with a stand-in: it passes on everything but three

@@ -1,4 +1,4 @@
-"""How much a microbatch counts in its window: the algebra.
+"""The weight of a microbatch in its window: the algebra.
 
 Plain Keras on the whole window minimizes one loss over all its rows. The rows arrive in
 microbatches i, and the gradient of the whole has to be put together from the gradients of the

@@ -1,8 +1,8 @@
-"""What a TensorFlow graph tells of a step.
+"""Read from a TensorFlow graph what a step does.
 
-Which tensors follow from the samples; whether a loss adds up over microbatches, and what it is
-divided by; what the tapes took gradients of, and what became of these; which variables were written
-to.
+Which tensors depend on the samples; whether a loss adds up over microbatches, and what it is
+divided by; what the tapes differentiate, and what happens to the gradients; which variables are
+written to.
 
-May import `replicas` and what stands below it.
+May import `replicas` and the rooms below it.
 """

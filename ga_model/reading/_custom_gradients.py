@@ -1,4 +1,4 @@
-"""Gradients that a layer computes by a rule of its own, by `tf.custom_gradient`.
+"""Custom gradients of layers (`tf.custom_gradient`).
 
 The gradients of a loss are linear in what is passed back through its operations. So microbatches
 can be weighed after their gradients are taken. A rule of one's own need not be linear: one that

@@ -1,4 +1,4 @@
-"""What the terms of a loss are divided by, and what keeps microbatches from being added up."""
+"""What the terms of a loss are divided by, and what prevents adding up microbatches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gradients that the tapes of a step take, and what becomes of them before an optimizer.
+"""The gradients that the tapes of a step take, and their way to an optimizer.
 
 A window adds up what the microbatches give to an optimizer. That is the gradient of the full batch
 if the step hands gradients on as its tapes gave them, or has made something of them that is linear:

@@ -1,4 +1,4 @@
-"""What an operation makes of what follows from samples, by the kinds of its inputs."""
+"""The kind of an operation's output, from the kinds of its inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Follow parts of the samples, and samples behind one another, through the graph of a step.
+"""Follow parts of the samples, and concatenated samples, through the graph of a step.
 
 A step joins samples (generated ones behind real ones, two views), takes them apart again, and
 chooses some by a mask. What a loss then averages over is the number of samples, a multiple of it,

@@ -43,7 +43,7 @@ class Reading:
         trusts_layers: whether what is not known keeps samples apart, as layers do.
         rows: the number of samples, if it is known while the graph is made.
         normalizing: names of layers whose means over samples are another matter.
-        arguments: what the inputs of the graph are to samples, if it is one inside of another.
+        arguments: what the inputs of the graph are to samples, if it is one inside another.
     """
 
     def __init__(

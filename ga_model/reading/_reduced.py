@@ -1,4 +1,4 @@
-"""What a step makes of numbers that have been reduced over its samples.
+"""How a step uses numbers that were reduced over its samples.
 
 A sum over samples that is divided by their number, or by a sum of a mask, is a mean. Such numbers
 may be scaled and added up. Everything else that is made of them is no sum over samples.

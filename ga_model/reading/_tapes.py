@@ -1,4 +1,4 @@
-"""Listen to the tapes of a step.
+"""Observe the tapes of a step.
 
 What a step takes the gradient of is known to its `tf.GradientTape` alone, which it makes itself. So
 while a step is drawn, and listened to, a function stands in front of `tf.GradientTape.gradient`. It

@@ -1,4 +1,4 @@
-"""Which variables a step writes to, beside those that it hands to its optimizers.
+"""Which variables a step writes to, besides those it passes to its optimizers.
 
 A step of a window runs once per microbatch. What it writes by itself (a target network, a queue,
 the state of a layer) then moves more often than with the full batch; and an optimizer that is not

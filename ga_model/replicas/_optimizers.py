@@ -14,7 +14,7 @@ from ga_model.replicas import _strategy
 def build(optimizer: Any, variables: Sequence[Any]) -> None:
     """Create the optimizer's variables, as its first `apply` would.
 
-    Done ahead of `_strategy.update_if`, because variables made inside of a branch belong to that
+    Done ahead of `_strategy.update_if`, because variables made inside a branch belong to that
     branch, and out of sight of `tf.function`, as in `_strategy.make_variables`. A
     LossScaleOptimizer has to be seen: this trace has its initial scale in it, and only the second
     one its variable.
@@ -68,7 +68,7 @@ def begins_with_values(optimizer: Any) -> bool:
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that applies an optimizer so that XLA compiles it, where it can.
 
-    Not under a strategy: replicas cannot communicate from inside of another `tf.function`.
+    Not under a strategy: replicas cannot communicate from inside another `tf.function`.
     """
     if tf.distribute.has_strategy() or tf.executing_eagerly():
         return function

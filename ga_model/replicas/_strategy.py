@@ -1,4 +1,4 @@
-"""Replicas: what each has of its own, how they communicate, and conditional updates."""
+"""Replicas: the variables of each, how they communicate, and conditional updates."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def trace(model: Any, data: Any) -> list[tf.Variable]:
 
 
 def make_variables(initial: Callable[[], Any]) -> Any:
-    """Make variables, one copy per replica, outside of the graph that is being traced.
+    """Make variables, one copy per replica, outside the graph that is being traced.
 
     Each replica reads and writes its own copy; elsewhere it is read from the first replica and
     written to all. A variable that `tf.function` sees coming into being makes it trace a second

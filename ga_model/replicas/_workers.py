@@ -1,4 +1,4 @@
-"""Several workers: what Keras does not do with them, and what is said where they fail."""
+"""Several workers: what Keras lacks for them, and errors when they fail."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Weighted sums of gradients: as tensors, in variables, of sparse gradients as lists of rows, and
-what they tell of the noise of gradients.
+"""Weighted sums of gradients: as tensors, in variables, for sparse gradients as lists of rows; and
+the noise of gradients.
 
-May import `reading` and what stands below it.
+May import `reading` and the rooms below it.
 """

@@ -1,4 +1,4 @@
-"""The noise of gradients on TensorFlow: what microbatches tell of it, averaged in variables.
+"""The noise of gradients on TensorFlow: estimates from microbatches, averaged in variables.
 
 What is estimated stands in `_noise`. Under a strategy with R replicas gradients are those of a loss
 divided by R (see `_weights`), so of a microbatch R^2 times the square counts. The window's gradient

@@ -1,4 +1,4 @@
-"""The gradient noise scale, and what it says of the batch in words."""
+"""The gradient noise scale, and a text about what it means for the batch."""
 
 from __future__ import annotations
 

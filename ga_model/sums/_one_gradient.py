@@ -1,4 +1,4 @@
-"""What is summed of one variable's gradient: a tensor, or rows of a table."""
+"""The summed gradient of one variable: a tensor, or rows of a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rows of a sparse gradient are of samples, and which are of places that samples share.
+"""Which rows of a sparse gradient belong to samples, and which to positions they share.
 
 Where an Embedding looks up ids of the samples, each lookup has a row of the gradient, and the full
 batch has the rows of all microbatches. Where it looks up ids that do not come from the samples, as

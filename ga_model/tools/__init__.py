@@ -1,4 +1,4 @@
-"""What the check, the benchmark and the demonstration share: processes, their memory, tables.
+"""Shared by the check, the benchmark and the demonstration: processes, their memory, tables.
 
 May import nothing of the package.
 """

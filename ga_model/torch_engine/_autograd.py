@@ -1,4 +1,4 @@
-"""Listen to where a step takes gradients.
+"""Observe where a step takes gradients.
 
 A step says of what it takes them when it does, by `loss.backward()` or `torch.autograd.grad`. So
 while a step of the user's own is recorded, functions stand in front of `torch.autograd.backward`,

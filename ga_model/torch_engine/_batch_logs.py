@@ -1,4 +1,4 @@
-"""What a batch logs that went through in microbatches.
+"""The logs of a batch that ran in microbatches.
 
 As on TensorFlow: scalars that go into a `keras.metrics.Mean` wait for the full batch, which has one
 value where its microbatches have one each. Of other metrics the updates add up as they are. Numbers

@@ -1,4 +1,4 @@
-"""The engine where Keras runs on PyTorch: what the first level asks of a backend."""
+"""The engine for PyTorch: what the first level needs from a backend."""
 
 from __future__ import annotations
 

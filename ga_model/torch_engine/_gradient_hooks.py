@@ -1,4 +1,4 @@
-"""Hooks of PyTorch, which see gradients on their way, and may change them.
+"""PyTorch hooks that see gradients, and may change them.
 
 In a step on the full batch they run as often as in plain Keras: those of weights when the gradient
 of all samples comes, and calls with others run whole. Where gradients of microbatches are added up,

@@ -1,4 +1,4 @@
-"""What a model answers that Keras and PyTorch ask it."""
+"""Attributes that a model offers Keras and PyTorch."""
 
 from __future__ import annotations
 

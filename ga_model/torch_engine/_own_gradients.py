@@ -1,4 +1,4 @@
-"""Gradients that a layer computes by a rule of its own, by `torch.autograd.Function`.
+"""Custom gradients of layers (`torch.autograd.Function`).
 
 The gradients of a loss are linear in what is passed back through its operations, so microbatches
 can be weighed. A rule of one's own need not be: one that clips what it gets clips other values of a

@@ -1,4 +1,4 @@
-"""Find out by trying whether a loss adds up over samples, and whether a model keeps them apart.
+"""Test by trial whether a loss adds up over samples, and whether a model treats them separately.
 
 There is no graph to be read before a step runs. So a loss is computed on a microbatch and on its
 halves: of a mean over samples, or a sum, the gradients of the halves are those of the whole, but

@@ -1,4 +1,4 @@
-"""Several processes that train one model: what they agree on, and their sums of gradients.
+"""Several processes that train one model: their agreement, and their sums of gradients.
 
 Processes talk at the end of a window, and where an epoch begins and where `fit` ends, and always in
 one way: each first tells all others in a few numbers what it is about to do. So what does not go

@@ -1,4 +1,4 @@
-"""The gradient of what a split call is made of, put together from those of microbatches."""
+"""The gradients of a split call's inputs and weights, assembled from those of microbatches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a microbatch changes beside gradients, and how it is put back."""
+"""The state that a microbatch changes besides gradients, and how it is restored."""
 
 from __future__ import annotations
 

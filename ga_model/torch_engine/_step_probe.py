@@ -1,4 +1,4 @@
-"""Find out by trying what a step of the user's own averages over, where nothing tells.
+"""Find by trial what a custom step averages over.
 
 The step runs on a microbatch and on its halves, and makes no update. Of a mean over samples the
 gradients of the halves add up, weighted by samples, to that of the whole; of a sum they add up as

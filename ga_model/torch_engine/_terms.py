@@ -1,4 +1,4 @@
-"""What the losses of a recorded step average over, and what its microbatch weighs therefore."""
+"""What the losses of a recorded step average over, and the resulting weight of a microbatch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is kept for one compiled model on PyTorch, and how its next batch is trained."""
+"""The state of one compiled model on PyTorch, and how its next batch is trained."""
 
 from __future__ import annotations
 

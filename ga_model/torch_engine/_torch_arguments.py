@@ -1,4 +1,4 @@
-"""The arguments of a call: which of them have samples, and go into it by microbatches."""
+"""The arguments of a call: which have a batch axis, and are split into microbatches."""
 
 from __future__ import annotations
 

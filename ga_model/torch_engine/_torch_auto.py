@@ -1,4 +1,4 @@
-"""`microbatch_size="auto"` on PyTorch: trials of a size, and batches that are repeated.
+"""`microbatch_size="auto"` on PyTorch: trials of a size, and retried batches.
 
 A trial runs a step on the batch without its update: two microbatches go forward and backward, and
 the sums of their gradients are held as in training. In the end everything is put back.

@@ -1,4 +1,4 @@
-"""Whether a call can be made by microbatches, found out by trying it on a few samples.
+"""Test whether a call can be split into microbatches, by trying it on a few samples.
 
 Nothing is written, and nothing is drawn at random, that would show.
 """

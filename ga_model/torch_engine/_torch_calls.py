@@ -1,4 +1,4 @@
-"""Run a step on a full batch, and its calls of layers by microbatches.
+"""Run a step on the full batch, and split its calls of layers into microbatches.
 
 As on TensorFlow (`calls/_calls.py`): the step runs once, as it is, on the full batch. Only the
 outermost calls of layers in it go by microbatches (`_torch_split_call`). A call that cannot be

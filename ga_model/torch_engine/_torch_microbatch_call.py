@@ -1,4 +1,4 @@
-"""A call of a layer on some samples, as both passes of a split call make it. It writes nothing."""
+"""A layer's call on some samples, as in both passes of a split call. It writes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The noise of gradients on PyTorch: what microbatches tell of it, and its averages.
+"""The noise of gradients on PyTorch: estimates from microbatches, and their averages.
 
 What is estimated stands in `sums/_noise`.
 """

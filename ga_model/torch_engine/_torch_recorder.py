@@ -1,4 +1,4 @@
-"""Receive the gradients and the loss of a `train_step` that knows nothing of accumulation.
+"""Record the gradients and the loss of an unchanged `train_step`.
 
 As on TensorFlow (`hearing/_recorder.py`): attributes of the model answer with stand-ins while a
 step is recorded. Beside that, gradients are heard where PyTorch takes them, in steps of the user's

@@ -1,4 +1,4 @@
-"""A call of a layer on all samples that goes by microbatches, forward and backward.
+"""A layer's call on all samples that is split into microbatches, forward and backward.
 
 Forward, each microbatch goes through the layer without its activations being kept. The outputs of
 all samples are what the call gives. When their gradient is asked for, each microbatch goes through

@@ -1,4 +1,4 @@
-"""The running averages of BatchNormalization, moved by the statistics of all samples at once.
+"""The running averages of BatchNormalization, updated from the statistics of all samples.
 
 As on TensorFlow (`hearing/_normalization.py`): while microbatches run, a function stands in front
 of the method that computes mean and variance, and tells a listener. What the layer has written is
