@@ -323,7 +323,7 @@ def test_no_warning_where_one_weight_serves_all_terms(float64):
 
 
 @pytest.mark.one_device("the shares of a batch are not equal")
-@pytest.mark.filterwarnings("ignore:One weight per microbatch:UserWarning")
+@pytest.mark.filterwarnings("ignore:The terms of:UserWarning")
 @pytest.mark.parametrize("reductions", [("sum", "mean"), ("mean", "sum")])
 def test_a_sum_beside_a_mean_is_exact_in_full_windows_of_equal_microbatches(reductions, float64):
     def arguments():
@@ -526,7 +526,7 @@ class AddsLossPerRow(keras.layers.Layer):
         return inputs
 
 
-@pytest.mark.filterwarnings("ignore:One weight per microbatch:UserWarning")
+@pytest.mark.filterwarnings("ignore:The terms of:UserWarning")
 @pytest.mark.one_device("the shares of a batch are not equal")
 @pytest.mark.parametrize(("loss", "rows"), [("mse", 24), (None, 34)])
 def test_an_add_loss_per_row_is_a_sum_as_in_keras(loss, rows, float64):

@@ -164,7 +164,7 @@ def test_a_release_that_is_too_old_is_refused_at_import(name, version, tmp_path)
         [sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=60
     ).stdout
     needed = {"keras": "keras>=3.8", "tensorflow": "tensorflow>=2.18"}[name]
-    assert out == f"`ga_model` needs {needed} and found {version}: run `pip install '{needed}'`.\n"
+    assert out == f"`ga_model` needs {needed}. Received: {version}. Run `pip install '{needed}'`.\n"
 
 
 def test_newer_releases_than_those_that_were_tried_are_let_through(monkeypatch):

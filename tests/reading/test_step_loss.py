@@ -516,7 +516,7 @@ def test_other_losses_are_told_of_once(name, way, float64):
     found, said = difference(lambda: OwnStep(TOLD[name]), **way)
     assert found > 1e-4
     assert len(said) == 1
-    assert "set `microbatch_size` in place of `accumulation_steps`" in said[0]
+    assert "set `microbatch_size` instead of `accumulation_steps`" in said[0]
 
 
 def test_the_message_names_the_operation_and_the_line(float64):

@@ -387,7 +387,7 @@ class Adversarial(keras.Model):
         return {"loss": loss}
 
 
-@pytest.mark.filterwarnings("ignore:The optimizers of a `train_step` are applied:UserWarning")
+@pytest.mark.filterwarnings("ignore:A window applies all optimizers:UserWarning")
 @pytest.mark.every_case
 @pytest.mark.parametrize("way", WAYS)
 def test_several_optimizers_match_the_full_batch(way):
