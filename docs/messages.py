@@ -1,6 +1,6 @@
 """The texts of all errors and warnings, read from the code: `python docs/messages.py` prints them.
 
-The page "All messages" of the site is made of them, and a test holds each to be in a test.
+The page "All messages" of the site lists them, and a test checks that a test quotes each of them.
 """
 
 import ast
@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
-FEWEST_WORDS = 5  # of a text: less is a part of another one
-FIELD = "…"  # what the message puts in
+FEWEST_WORDS = 5  # of a text: shorter ones are parts of others
+FIELD = "…"  # stands for a value
 
 
 class Message(NamedTuple):
@@ -19,7 +19,7 @@ class Message(NamedTuple):
 
     Attributes:
         module: the file, relative to the repository.
-        text: the text, with `FIELD` for each value that is put in.
+        text: the text, with `FIELD` for each value.
     """
 
     module: Path
@@ -38,7 +38,7 @@ def all_messages(package: Path = ROOT / "ga_model") -> list[Message]:
 
 
 def fragments(message: Message) -> list[str]:
-    """Return all runs of three words that the text has for certain."""
+    """Return all runs of three words of the text, without values."""
     parts = [part.split() for part in message.text.split(FIELD)]
     return [" ".join(p[i : i + 3]) for p in parts for i in range(len(p) - 2)]
 
@@ -48,8 +48,8 @@ def page() -> str:
     lines = [
         "# All messages",
         "",
-        f"What errors and warnings say, by the module that says it; {FIELD} is what they put in. "
-        "What is met most often is explained under [questions and messages](../questions.md).",
+        f"All errors and warnings, by module; {FIELD} stands for a value. The most common ones are "
+        "explained under [questions, errors and warnings](../questions.md).",
     ]
     for module, messages in itertools.groupby(all_messages(), lambda message: message.module):
         lines += ["", f"## `{module}`", ""]

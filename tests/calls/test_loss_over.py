@@ -431,9 +431,7 @@ def test_losses_that_layers_add_count_once(loss, way, float64):
     np.testing.assert_allclose(*histories, rtol=1e-12)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Gradients do not exist for variables", "ignore:The terms of"
-)
+@pytest.mark.filterwarnings("ignore:Gradients do not exist for variables", "ignore:The terms of")
 def test_added_losses_keep_what_they_average_over(float64):
     """A sum beside means is exact over full windows of equal batches, and only if it is known."""
     assert (
