@@ -25,7 +25,7 @@ does not fit in memory.
 Commands:
   demo     train one network with and without accumulation, and compare
   check    is accumulation exact for your model? (FILE.py:function)
-  bench    time and memory of accumulation beside plain Keras
+  bench    time and memory, compared with plain Keras
 """
 
 _EPILOG = """\
