@@ -172,7 +172,7 @@ class Accumulation(Kept):
             self.warn_of_what_was_done()
 
     def note_rows(self, batch: Batch) -> None:
-        """Note in the graph if a batch is more than a microbatch, where that is to be told."""
+        """Note in the graph if a batch is more than a microbatch, if a warning may depend on it."""
         if batch.is_long and self._tells_of_size():
             if self._most_rows is None:
                 self._most_rows = _strategy.make_variables(lambda: tf.zeros((), tf.int64))

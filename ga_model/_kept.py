@@ -31,7 +31,7 @@ class Kept:
         is_scheduled: whether a callback of the present `fit` sets `accumulation_steps`.
         is_verbose: whether the present `fit` shows its progress.
         warnings: those that were given.
-        held_back: what is to be told later, in the order in which it came, or None.
+        held_back: warnings for later, in their order, or None.
     """
 
     automatic_size: FoundSize
@@ -101,7 +101,7 @@ class Kept:
         if self.window is not None:
             self.window.discard()
 
-    # What is told.
+    # Warnings.
 
     def warn_once(self, message: str) -> None:
         """Warn, unless the present `compile` has seen the same warning."""

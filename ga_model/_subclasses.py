@@ -58,7 +58,7 @@ def prepare(cls: Any, mixin: type) -> None:
     owner = next(c for c in mro if "train_step" in vars(c))
     if owner is cls or not issubclass(owner, mixin):
         cls.train_step = accumulated(vars(owner)["train_step"])
-    # What the user says stands, also where the mixin stands left of it.
+    # The user's own definition has priority, even behind the mixin.
     for name in ("microbatch_weight", "on_update"):
         if owners := [c for c in mro if c is not mixin and name in vars(c)]:
             setattr(cls, name, vars(owners[0])[name])

@@ -48,7 +48,7 @@ def switching(model: Any, make: Callable[[], Any]) -> Callable[[Any], Any]:
 
 
 def _found_in_graph(error: BaseException) -> str | None:
-    """Return what this package has to say of an error that a graph raised as it ran, or None.
+    """Return what this package adds to an error that a graph raised at run time, or None.
 
     In such an error it stands in between what TensorFlow tells of the graph.
     """

@@ -111,7 +111,7 @@ def _largest(fits: Callable[[int], bool], most: int) -> tuple[int, int | None]:
 
 
 def _show(is_verbose: bool, text: str, is_last: bool) -> None:
-    """Show how the search goes on, in one line where a terminal or a notebook can write it anew."""
+    """Show the progress of the search, in one line if a terminal or notebook can rewrite it."""
     if is_verbose and (sys.stdout.isatty() or "ipykernel" in sys.modules):
         print(f"\r{text:<78}", end="\n" if is_last else "", flush=True)
     elif is_verbose and is_last:

@@ -1,4 +1,4 @@
-"""Functions that stand in front of others while steps run: of methods of objects, whose classes
+"""Functions that shadow others while steps run: methods of objects, whose classes
 are left as they are, and of functions of modules and classes.
 """
 
@@ -14,7 +14,7 @@ _lock = threading.Lock()
 
 
 class _Stand:
-    """What stands in front of one object's method.
+    """What shadows one object's method.
 
     Attributes:
         count: steps that run, of several replicas perhaps.
@@ -36,7 +36,7 @@ def _put(owner: Any, name: str, value: Any) -> None:
 
 
 class InFront:
-    """Lets functions stand in front of a method of objects, or of what modules and classes define.
+    """Lets functions shadow a method of objects, or what modules and classes define.
 
     Args:
         name: of the method.
@@ -51,7 +51,7 @@ class InFront:
 
     @contextlib.contextmanager
     def of(self, owners: Iterable[Any]) -> Iterator[None]:
-        """Let the function stand in front of the method of each object, in a block."""
+        """Let the function shadow the method of each object in a block."""
         owners = list(owners)
         for owner in owners:
             self._stand_in_front(owner)

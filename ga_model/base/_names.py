@@ -100,7 +100,7 @@ def check_names_for(
 
 
 def _right_name(name: str, known: list[str]) -> str | None:
-    """Return the name of the argument that a wrong one most probably stands for, or None."""
+    """Return the most probable right name for a wrong one, or None."""
     if (right := _RIGHT_NAMES.get(name)) in known:
         return right
     close = difflib.get_close_matches(name, known, 1)

@@ -1,6 +1,6 @@
 """The forward and backward passes of one batch, and the sum of its microbatches.
 
-The first microbatch stands outside the loop over the others: what a first call creates (layers,
+The first microbatch runs before the loop over the others: what a first call creates (layers,
 metrics, an optimizer's variables) cannot be created inside a loop, and the first sum tells what
 the loop carries. All go through one `tf.function`, so the user's step is traced once.
 

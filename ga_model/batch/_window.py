@@ -178,7 +178,7 @@ class Window:
             self._update_if = self._make_update()  # one traced before would leave it out
 
     def messages(self, model: str) -> list[str]:
-        """Return what is to be told of the windows so far.
+        """Return the warnings about the windows so far.
 
         Args:
             model: the name of the model.

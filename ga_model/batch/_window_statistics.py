@@ -35,7 +35,7 @@ class WindowStatistics:
         return has_others
 
     def update(self, condition: Any) -> None:
-        """Move the running averages and begin anew, where `condition`, a bool scalar, holds."""
+        """Update the running averages and start again, if `condition`, a bool scalar, holds."""
 
         def move() -> None:
             for call, kept in self._pooled.values():

@@ -113,7 +113,7 @@ def check_equivalence(
 
 def compare(model: Any, plan: Plan) -> EquivalenceReport:
     """Do what `check_equivalence` promises."""
-    said: list[str] = []  # what accumulation has to say about the model goes into the report
+    said: list[str] = []  # warnings of accumulation go into the report
     with (
         _other_warnings_than(said),
         _left_as_it_was(model, plan) as state,

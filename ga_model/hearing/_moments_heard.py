@@ -1,4 +1,4 @@
-"""What stands in front of the method with which BatchNormalization computes mean and variance."""
+"""What shadows the method with which BatchNormalization computes mean and variance."""
 
 from __future__ import annotations
 

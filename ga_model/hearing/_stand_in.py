@@ -10,7 +10,7 @@ class StandIn:
 
     Args:
         original: the object.
-        listener: what a subclass tells of what it is asked.
+        listener: the object that a subclass notifies.
     """
 
     _original: Any

@@ -44,7 +44,7 @@ and does not divide a sum. With gradients g_ri of such losses the update is, for
 
     g = sum_r(sum_i(w_ri * g_ri)) / (sum_r(sum_i(w_ri)) / R)
 
-The R cancels, and what is left is the mean over all microbatches of all replicas, however unlike
+The R cancels, and what is left is the mean over all microbatches of all replicas, however different
 their weights. So each replica divides its own sum by the mean over replicas of the weights, and the
 optimizer's sum is the rest. For the same reason W_t and N above are means over replicas where a
 split batch is shared out. Sums are just added up.
@@ -162,7 +162,7 @@ def combine(
         whole: the batch, where the microbatch is a part of one that is known to count whole.
 
     Raises:
-        ValueError: a loss with reduction None or "none" stands beside another.
+        ValueError: a loss with reduction None or "none" is combined with another.
     """
     name = "add_loss or activity_regularizer"
     compiled = terms

@@ -1,7 +1,7 @@
 """Custom gradients of layers (`tf.custom_gradient`).
 
 The gradients of a loss are linear in what is passed back through its operations. So microbatches
-can be weighed after their gradients are taken. A rule of one's own need not be linear: one that
+can be weighed after their gradients are taken. A custom rule need not be linear: one that
 clips what it gets clips other values of a microbatch than of the full batch, of whose loss each
 sample is a smaller share. Samples may even meet in it, as in the norm of what it gets.
 """

@@ -95,7 +95,7 @@ def _own(tensor: Any) -> tuple[Dependence, list[Any]]:
 
 
 def _captured(placeholder: Any) -> Any:
-    """Return what a placeholder stands for that the function has captured, or None."""
+    """Return the captured tensor of a placeholder, or None."""
     captures = getattr(placeholder.graph, "captures", [])
     return next((outer for outer, inner in captures if inner is placeholder), None)
 

@@ -142,7 +142,7 @@ def mixes_samples(tensors: list[Any], layer: Any) -> bool:
     """Return whether one of the tensors is known to have entries that follow from several samples.
 
     Such as those of a layer that subtracts the mean of the batch, or compares samples. What
-    BatchNormalization does is none of it: another warning tells of that. Operations that are not
+    BatchNormalization does is ignored: it has its own warning. Operations that are not
     known are taken to treat samples one by one. Eagerly, nothing is known.
 
     Args:

@@ -49,7 +49,7 @@ left_out = ThreadValue()
 
 @contextlib.contextmanager
 def unseen() -> Iterator[None]:
-    """Let what is written to here be left out: it is put back, or told of elsewhere."""
+    """Ignore writes in this block: they are undone, or reported elsewhere."""
     graph = graph_being_made()
     first = 0 if graph is None else len(graph.get_operations())
     try:

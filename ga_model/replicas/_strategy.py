@@ -232,7 +232,7 @@ def update_if(
 
     An optimizer synchronizes replicas, also a single one, with `merge_call`, and that is not
     allowed in a branch of the replica's own graph. So the branch stands in cross-replica context
-    and calls the replicas from there (keras#20582 tells of the failure otherwise).
+    and calls the replicas from there (otherwise it fails, see keras#20582).
 
     Args:
         condition: bool scalar, the same on every replica.

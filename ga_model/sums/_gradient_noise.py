@@ -18,7 +18,7 @@ from ga_model.sums._rows import sum_dtype
 
 
 class Squares(NamedTuple):
-    """What one microbatch tells of the noise, or several together.
+    """The contribution of one or several microbatches to the noise.
 
     Attributes:
         total: float64 scalar tensor, the sum of w_i * |g_i|^2, in the unit of the weights w_i.

@@ -1,4 +1,4 @@
-"""Errors that the command line tells of in a sentence, without a traceback."""
+"""Errors that the command line reports in one sentence, without a traceback."""
 
 
 class ToldError(Exception):

@@ -134,7 +134,7 @@ class BatchLogs:
         watched = [*self._watched, loss_tracker(self._model)]
         results: dict[str, Any] = {}
         for metric in self._model.metrics:
-            # Compiled metrics that a step of one's own leaves alone are not built.
+            # Compiled metrics that a custom step does not use are not built.
             if getattr(metric, "built", True) and not is_in(metric, watched):
                 result = metric.result()
                 results.update(result if isinstance(result, dict) else {metric.name: result})

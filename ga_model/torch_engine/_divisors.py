@@ -1,4 +1,4 @@
-"""By what numbers a loss is divided, as PyTorch's autograd tells of its operations.
+"""The numbers a loss is divided by, read from the operations of PyTorch's autograd.
 
 A mean over the samples of a microbatch is divided by their number, and one over the samples or
 tokens that count by a sum of a mask. Which of the numbers in a loss is the one that it is divided

@@ -1,7 +1,7 @@
 """Custom gradients of layers (`torch.autograd.Function`).
 
 The gradients of a loss are linear in what is passed back through its operations, so microbatches
-can be weighed. A rule of one's own need not be: one that clips what it gets clips other values of a
+can be weighed. A custom rule need not be: one that clips what it gets clips other values of a
 microbatch than of the full batch. Whether it is linear is tried, with values of several sizes.
 """
 

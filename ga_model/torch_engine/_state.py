@@ -71,7 +71,7 @@ class Snapshot:
         self._counters = Counters(model)
 
     def restore(self) -> None:
-        """Give them back. What has come into being since begins anew."""
+        """Restore them. What was created since starts again."""
         self._counters.put_back()
         for key, variable in self._variables.items():
             variable.assign(self._values[key])

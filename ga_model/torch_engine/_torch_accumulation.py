@@ -58,7 +58,7 @@ class Accumulation(Kept):
         self._has_batches: bool | None = None  # of an epoch of `fit` that is not closed
 
     def forget_probes(self) -> None:
-        """Find out anew what is found out by trying."""
+        """Repeat what is found by trial."""
         self.probes, self.step_probe = Probes(self._model), StepProbe(self._model)
         self.has_looked_at_gradients = False
 

@@ -101,7 +101,7 @@ class AutomaticSize(FoundSize):
         if self.size < rows or accumulation.accumulates():
             for message in told:
                 accumulation.warn_once(message)
-        else:  # nothing is split, and nothing is to be told
+        else:  # nothing is split, and there is nothing to report
             accumulation.forget_probes()
 
 

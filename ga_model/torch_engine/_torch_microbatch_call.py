@@ -120,7 +120,7 @@ class Autocast:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Run a block in it. Weights are cast anew: one cast without its gradient is not kept."""
+        """Run a block in it. Weights are cast again: a cast without its gradient is not kept."""
         with ExitStack() as stack:
             for device, dtype in self._dtypes.items():
                 stack.enter_context(torch.autocast(device, dtype=dtype, cache_enabled=False))

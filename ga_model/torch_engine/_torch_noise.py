@@ -15,7 +15,7 @@ from ga_model.sums._noise import Averages, estimates
 
 
 class Squares(NamedTuple):
-    """What one microbatch tells of the noise, or several together.
+    """The contribution of one or several microbatches to the noise.
 
     Attributes:
         total: the sum of w_i * |g_i|^2, in the unit of the weights w_i.

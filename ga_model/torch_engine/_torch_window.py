@@ -205,7 +205,7 @@ class Window:
         self._begin()
 
     def messages(self, model: str) -> list[str]:
-        """Return what is to be told of the windows so far: nothing."""
+        """Return the warnings about the windows so far: none."""
         return []
 
 

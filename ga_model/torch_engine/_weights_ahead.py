@@ -47,7 +47,7 @@ def weights_ahead(model: Any, batch: Batch) -> list[float]:
 
 
 class _Ahead:
-    """The losses of a pass that looks ahead, of which nothing is told."""
+    """The losses of a pass that looks ahead, without warnings."""
 
     is_first_of_window = True
 
