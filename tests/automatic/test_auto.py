@@ -317,7 +317,7 @@ def test_the_search_undoes_what_steps_change_of_frozen_weights(make, loss_over, 
         model.train_on_batch(*data)
         if size == "auto":
             memory.drop_in(1 if loss_over == "microbatch" else 4, 2)
-            with pytest.warns(UserWarning, match="repeated with 2"):
+            with pytest.warns(UserWarning, match="retried with 2"):
                 model.train_on_batch(*data)
         else:
             model.microbatch_size = 2
@@ -367,7 +367,7 @@ def test_the_search_undoes_what_inner_graphs_draw():
     assert model.microbatch_size == 5
     assert_same(state(model), before)
     memory.drop_in(1, 3)
-    with pytest.warns(UserWarning, match="repeated with 3"):
+    with pytest.warns(UserWarning, match="retried with 3"):
         model.train_on_batch(*dense_data(12))
     expected = compiled(TracedBefore, Memory(), size=4)
     fit(expected, dense_data(24))
@@ -655,7 +655,7 @@ def test_a_loss_over_the_batch_gets_a_size_and_a_smaller_one(float64):
         assert model.microbatch_size == 4
         assert memory.taken[-8:] == 8 * [4]
         memory.drop_in(drop, 2)
-        with pytest.warns(UserWarning, match="repeated with 2"):
+        with pytest.warns(UserWarning, match="retried with 2"):
             model.train_on_batch(*[part[16:] for part in data])
         assert (
             relative_difference(model.get_weights(), expected.get_weights(), start)
@@ -825,7 +825,7 @@ def test_an_update_that_failed_is_not_repeated_after_another_search():
     model.train_on_batch(x, y)
     assert model.microbatch_size == 12
     memory.limit = 6
-    with pytest.warns(UserWarning, match="repeated with 6"):
+    with pytest.warns(UserWarning, match="retried with 6"):
         model.train_on_batch(x, y)
     optimizer.memory.drop_in(0, 0)
     with pytest.raises(RuntimeError, match="in the update, with 6 samples"):
@@ -855,7 +855,7 @@ def test_replicas_have_one_size(replicas):
     for weight, w in zip(model.get_weights(), expected.get_weights(), strict=True):
         np.testing.assert_array_equal(weight, w)
     memory.drop_in(3, 2)
-    with pytest.warns(UserWarning, match="repeated with 2"):
+    with pytest.warns(UserWarning, match="retried with 2"):
         fit(model, data, rows=24)
     expected.microbatch_size = 2
     fit(expected, data, rows=24)

@@ -252,7 +252,7 @@ def test_a_step_that_applies_optimizers_in_turn_gets_a_size():
     assert_same(state(models[0]), state(models[1]))
     weights = models[0].get_weights()
     models[0].judges.layers[1].memory.drop_in(0, 2)  # before any update
-    with pytest.warns(UserWarning, match="repeated with 2"):
+    with pytest.warns(UserWarning, match="retried with 2"):
         models[0].train_on_batch(*data)
     models[1].microbatch_size = 2
     models[1].train_on_batch(*data)
@@ -304,7 +304,7 @@ def test_the_last_row_that_does_not_fit_is_an_error():
     fit(model, data)
     weights, memory.limit = model.get_weights(), 0
     with (
-        pytest.warns(UserWarning, match="repeated with 1"),
+        pytest.warns(UserWarning, match="retried with 1"),
         pytest.raises(RuntimeError, match="at least one sample must fit"),
     ):
         model.train_on_batch(*data)
@@ -347,4 +347,4 @@ def test_a_size_that_would_take_too_much_is_not_tried(monkeypatch, capsys):
     fit(model, dense_data(256), rows=256, verbose=2)
     assert model.microbatch_size == 17
     assert max(memory.taken[: memory.taken.index(17) + 1]) == 17
-    assert re.search(r"17 samples .*\(18 would take more memory", capsys.readouterr().out)
+    assert re.search(r"17 samples .*\(18 would not fit", capsys.readouterr().out)

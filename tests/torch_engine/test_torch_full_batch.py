@@ -531,7 +531,7 @@ WHOLE = {
     "adds": (lambda: AddsInTraining(3), "it adds different losses in training"),
     "is particular": (
         lambda: IsParticular(3),
-        "with another number of samples it fails",
+        "it raises a .* for a different number of samples",
     ),
     "mixes": (lambda: keras.Sequential([layers.Dense(3), Centers()]), "depend on other samples"),
     "keeps": (lambda: Keeps(3), "stores a tensor in its attribute `kept`"),

@@ -270,7 +270,7 @@ def test_a_model_that_mixes_samples_is_exact_or_told():
         return keras.Sequential([dense_model(), Centers(), layers.Dense(2)])
 
     for size in (4, 1):
-        with pytest.warns(UserWarning, match="outputs for a sample depend on other samples"):
+        with pytest.warns(UserWarning, match="outputs for one sample depend on other samples"):
             found = difference_of_fits(make, sgd("mse"), dense_data(12), rows=12, size=size)
         assert found <= TOLERANCE
     with pytest.warns(UserWarning, match="depend on the others of its microbatch"):
@@ -303,7 +303,7 @@ def test_a_model_that_mixes_samples_is_found_though_the_first_are_alike(kind, ow
     x = generator.integers(0, 7, size=(24, 2)) if kind == "ids" else generator.normal(size=(24, 2))
     x[:5] = x[0]
     y = generator.normal(size=(24, 2))
-    with pytest.warns(UserWarning, match="outputs for a sample depend on other samples"):
+    with pytest.warns(UserWarning, match="outputs for one sample depend on other samples"):
         found = difference_of_fits(make, sgd("mse"), (x, y), rows=12, size=5)
     assert found <= TOLERANCE
 
