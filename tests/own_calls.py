@@ -860,6 +860,6 @@ WHOLE = {
     "tensor in an object": (TensorInAnObject, "a tensor that is not one of its inputs"),
     "root of divergences": (VAEThatAddsARoot, "neither a mean nor a sum"),
     "in a branch": (InABranch, "inside `tf.cond`"),
-    "in a function": (InAFunction, "`tf.function` of its own"),
+    "in a function": (InAFunction, "nested `tf.function`"),
     "in a loop": (InALoop, "a loop"),
 }

@@ -594,7 +594,7 @@ def test_an_accumulator_made_outside_of_the_scope_is_refused():
     with mirrored(2).scope():
         accumulator = GradientAccumulator()
         for call in (add, accumulator.mean):
-            with pytest.raises(ValueError, match=r"in what `strategy\.run` runs"):
+            with pytest.raises(ValueError, match=r"in the function that `strategy\.run` runs"):
                 call()
     mirrored(2).run(add)
     for share in mirrored(2).experimental_local_results(mirrored(2).run(accumulator.mean)[0]):

@@ -409,7 +409,7 @@ def test_microbatches_that_are_not_finite_are_left_out(settings):
     model.compile(**arguments())
     start = model.get_weights()
     rows = 12 if "microbatch_size" in settings else 3
-    with pytest.warns(UserWarning, match="were left out"):
+    with pytest.warns(UserWarning, match="were skipped"):
         model.fit(bad, y, batch_size=rows, shuffle=False, verbose=0)
     assert model.num_skipped_microbatches == 1
     rest = np.r_[0:3, 6:12]
@@ -428,7 +428,7 @@ def test_a_window_of_which_nothing_is_left_changes_nothing():
     model = accumulate(seeded(dense_model), skip_nonfinite=True, microbatch_size=3)
     model.compile(**arguments(optimizer=keras.optimizers.SGD(0.1, weight_decay=0.1)))
     before = model.get_weights()
-    with pytest.warns(UserWarning, match="were left out"):
+    with pytest.warns(UserWarning, match="were skipped"):
         model.train_on_batch(np.full_like(x, np.nan), y)
     assert int(model.optimizer.iterations) == 0
     for a, b in zip(model.get_weights(), before):
