@@ -202,9 +202,9 @@ def test_an_accumulator_refuses_what_it_cannot_add():
     with pytest.raises(TypeError, match="takes a Keras optimizer"):
         accumulator.apply("sgd")
     accumulator.add(gradients, variables, weight=2)
-    with pytest.raises(ValueError, match="None in every call"):
+    with pytest.raises(ValueError, match="or None in every one"):
         accumulator.add(gradients, variables, weight=None)
-    with pytest.raises(ValueError, match="those of the first call"):
+    with pytest.raises(ValueError, match="must belong to the same variables"):
         accumulator.add(gradients[:2], variables[:2], weight=1)
     assert repr(accumulator) == "<GradientAccumulator: 1 microbatches, 4 variables>"
     accumulator.reset()
