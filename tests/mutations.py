@@ -314,11 +314,11 @@ MUTATIONS = [
         "calls/test_loss_over.py::test_both_passes_draw_the_same_numbers",
     ),
     Mutation(
-        "the second pass sees what the step has written to weights since",
+        "the second pass sees what the step has written to variables since",
         "calls/_second_pass.py",
-        "        write(held)\n",
-        "",
-        "calls/test_loss_over.py::test_a_call_that_overwrites_weights_does_so_once",
+        "targets = self._targets(leaves, [*self._kept, *weights], shared)",
+        "targets = self._targets(leaves, weights, shared)",
+        "calls/test_loss_over.py::test_the_second_pass_sees_what_the_first_one_saw",
     ),
     Mutation(
         "losses that layers add count alike in microbatches of different sizes",
