@@ -456,7 +456,7 @@ MUTATIONS = [
         "check/_randomness.py",
         "noise_shape=(1, *others), seed=seed)",
         "noise_shape=None, seed=seed)",
-        "check/test_check.py::test_the_verdict_is_the_known_truth",
+        "check/test_check.py::test_float64_is_held_to_a_closer_tolerance",
     ),
     Mutation(
         "the command's exit status does not tell that a model differs",
