@@ -7,6 +7,7 @@ in the sweep.
 """
 
 import functools
+import pathlib
 import random
 import re
 import sys
@@ -936,7 +937,7 @@ def test_what_rows_take_is_measured(monkeypatch, capsys):
     assert _memory.peak_memory() - start < 700 * 10**6
 
 
-def test_a_group_of_processes_may_have_less_memory(tmp_path):
+def test_a_group_of_processes_may_have_less_memory(tmp_path, monkeypatch):
     (tmp_path / "job").mkdir()
     for folder, limit in ((tmp_path, "max"), (tmp_path / "job", 1000)):
         (folder / "memory.max").write_text(f"{limit}\n")
@@ -945,6 +946,13 @@ def test_a_group_of_processes_may_have_less_memory(tmp_path):
     names = ("memory.max", "memory.current", "inactive_file")
     assert _memory._left_of_groups(tmp_path, ["job", "gone"], *names) == [500]
     assert 0 < _memory.available_memory() <= psutil.virtual_memory().total
+
+    def read(path, own=pathlib.Path.read_text):
+        return "0::/job/gone\n" if str(path) == "/proc/self/cgroup" else own(path)
+
+    monkeypatch.setattr(pathlib.Path, "read_text", read)
+    monkeypatch.setitem(_memory._GROUPS, "0", (str(tmp_path), *names))
+    assert _memory.available_memory() == 500
 
 
 def test_workers_can_not_search():
