@@ -106,9 +106,10 @@ def worked_over_message(model: str, place: str) -> str:
 def own_gradient_message(model: str, rule: str) -> str:
     return (
         "Gradients of microbatches add up to the full-batch gradient only if every custom gradient "
-        "is linear in the upstream gradient. "
+        "is linear in the upstream gradient and separate for each sample. "
         f"Received: {model!r} with {rule}, which may not be: one that clips, for example, clips "
-        f"different values per microbatch. Training differs from the full batch: {EXACT_WAY}."
+        "different values per microbatch, and one that subtracts a mean subtracts a different one. "
+        f"Training differs from the full batch: {EXACT_WAY}."
     )
 
 

@@ -31,7 +31,7 @@ from ga_model.hearing._models import optimizers_in, recording_of_thread
 from ga_model.hearing._normalization import names_by_fate
 from ga_model.hearing._position import Position
 from ga_model.hearing._stand_ins import stand_in
-from ga_model.reading._custom_gradients import not_linear
+from ga_model.reading._custom_gradients import not_additive
 from ga_model.reading._heard_gradients import place_of
 from ga_model.reading._loss_reading import DoesNotAddUpError
 from ga_model.reading._tapes import heard
@@ -220,7 +220,7 @@ class Recording:
             raise RuntimeError(_messages.not_recorded_message(self.model.name, names))
         if self._position.is_update:
             return
-        if self._graph is not None and (op := not_linear(self._graph)) is not None:
+        if self._graph is not None and (op := not_additive(self._graph)) is not None:
             rule = f"a `tf.custom_gradient`, {place_of(op)}"
             self.losses.tell(_messages.own_gradient_message(self.model.name, rule))
         if written.others and self._position.must_add_up:

@@ -3,7 +3,8 @@
 The gradients of a loss are linear in what is passed back through its operations. So microbatches
 can be weighed after their gradients are taken. A custom rule need not be linear: one that
 clips what it gets clips other values of a microbatch than of the full batch, of whose loss each
-sample is a smaller share. Samples may even meet in it, as in the norm of what it gets.
+sample is a smaller share. Samples may even meet in it, as in the norm of what it gets, or in its
+mean, which is linear and another one of a microbatch all the same.
 """
 
 from __future__ import annotations
@@ -14,42 +15,64 @@ from typing import Any
 import tensorflow as tf
 
 from ga_model.base._internals_tf import own_gradient_of
+from ga_model.reading._dependence import dependence_of
 from ga_model.reading._heard_gradients import OF_SHAPE, Work, work_by
-from ga_model.reading._operations import ELEMENTWISE
+from ga_model.reading._operations import BY_SAMPLE, ELEMENTWISE, MEAN, MIXED, SHARED, SUM
+from ga_model.reading._reading import Reading
 
 
-def not_linear(graph: Any) -> Any | None:
-    """Return the first operation of a graph whose own gradient is not known to be linear."""
-    return next((op for op, _ in _not_linear(graph)), None)
+def not_additive(graph: Any) -> Any | None:
+    """Return the first operation of a graph whose own gradients are not known to add up.
+
+    They do if they are linear, and the gradient of a sample follows from that sample.
+    """
+    return next((op for op, _ in _not_additive(graph)), None)
 
 
 def mixing(graph: Any) -> Any | None:
     """Return the first of these whose gradient may compute with several samples."""
-    return next((op for op, is_elementwise in _not_linear(graph) if not is_elementwise), None)
+    return next((op for op, may_mix in _not_additive(graph) if may_mix), None)
 
 
-def _not_linear(graph: Any) -> Iterator[tuple[Any, bool]]:
-    """Yield operations, each with whether its gradient takes entry by entry."""
+def _not_additive(graph: Any) -> Iterator[tuple[Any, bool]]:
+    """Yield operations, each with whether its gradient may compute with several samples."""
     for op in graph.get_operations():
         if op.type == "IdentityN" and (gradient := own_gradient_of(op)) is not None:
-            is_linear, is_elementwise = _read(op, gradient)
-            if not is_linear:
-                yield op, is_elementwise
+            try:
+                drawn, sources = _drawn(op, gradient)
+            except Exception:  # of the user's code, called in a way that it may not know
+                yield op, True
+                continue
+            is_linear, is_elementwise = _read(drawn, len(op.outputs))
+            mixes = _mixes(drawn, op.outputs, sources)
+            if mixes or not is_linear:
+                yield op, mixes or not is_elementwise
 
 
-def _read(op: Any, gradient: Any) -> tuple[bool, bool]:
-    """Return whether a gradient is linear, and whether it takes entry by entry."""
+def _drawn(op: Any, gradient: Any) -> tuple[Any, list[Any]]:
+    """Return the graph of a gradient, and the inputs of the operation that it is with respect to.
+
+    The arguments of the graph are gradients with respect to the outputs of the operation.
+    """
+    sources: list[Any] = []
 
     def drawn(*upstream: Any) -> list[Any]:
         found = tf.nest.flatten(gradient(*upstream), expand_composites=True)
+        sources[:] = [source for source, tensor in zip(op.inputs, found) if tensor is not None]
         return [tensor for tensor in found if tensor is not None]
 
     specs = [tf.TensorSpec(output.shape, output.dtype) for output in op.outputs]
-    try:
-        graph = tf.function(drawn, autograph=False).get_concrete_function(*specs).graph
-    except Exception:  # of the user's code, called in a way that it may not know
-        return False, False
-    works = {id(tensor): Work() for tensor in graph.inputs[: len(specs)]}
+    return tf.function(drawn, autograph=False).get_concrete_function(*specs).graph, sources
+
+
+def _read(graph: Any, number: int) -> tuple[bool, bool]:
+    """Return whether a gradient is linear, and whether it takes entry by entry.
+
+    Args:
+        graph: that it is drawn in.
+        number: of the arguments.
+    """
+    works = {id(tensor): Work() for tensor in graph.inputs[:number]}
     is_elementwise = True
     for made in graph.get_operations():
         inputs = [works.get(id(tensor)) for tensor in made.inputs]
@@ -64,3 +87,25 @@ def _read(op: Any, gradient: Any) -> tuple[bool, bool]:
             work = work_by(made, inputs, [work is None for work in inputs])
         works.update({id(output): work for output in made.outputs})
     return all(works.get(id(t), Work()) == Work() for t in graph.outputs), is_elementwise
+
+
+def _mixes(graph: Any, outputs: Any, sources: list[Any]) -> bool:
+    """Return whether the gradient of a sample is known to follow from others.
+
+    Args:
+        graph: that the gradient is drawn in.
+        outputs: of the operation, whose gradients are the arguments of the graph.
+        sources: what the outputs of the graph are gradients with respect to.
+    """
+    given = [*outputs, *(outer for outer, _ in graph.captures)]
+    kinds = [BY_SAMPLE if _has_samples(tensor) else SHARED for tensor in given]
+    reading = Reading(graph, trusts_layers=True, arguments=kinds)
+    return any(
+        _has_samples(source) and reading.kind_of(tensor) in (MIXED, MEAN, SUM)
+        for source, tensor in zip(sources, graph.outputs)
+    )
+
+
+def _has_samples(tensor: Any) -> bool:
+    """Return whether a tensor most probably has samples: whether it follows from data."""
+    return bool(tensor.shape.rank and dependence_of(tensor).on_values)

@@ -37,6 +37,14 @@ def with_mean(x, upstream):
     return tf.tanh(upstream) - 0.5 * tf.reduce_mean(tf.tanh(upstream), 0)
 
 
+def centered(x, upstream):
+    return upstream - 0.5 * tf.reduce_mean(upstream, 0)
+
+
+def by_a_norm(x, upstream):
+    return upstream / tf.norm(x)
+
+
 def reversed_(x, upstream):
     return -0.3 * upstream
 
@@ -57,7 +65,7 @@ def by_weights(x, upstream):
 
 
 ENTRY_BY_ENTRY = [clipped, bounded, shifted]
-MIXING = [of_norm, with_mean]
+MIXING = [of_norm, with_mean, centered, by_a_norm]
 LINEAR = [reversed_, straight_through, of_a_tape, by_weights]
 every = pytest.mark.parametrize("rule", [*ENTRY_BY_ENTRY, *MIXING, *LINEAR])
 
