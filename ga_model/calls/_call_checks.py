@@ -32,8 +32,8 @@ _UNSEEDED = re.compile(
 )
 
 _OTHER_SAMPLES = (
-    "its outputs for a sample depend on other samples, or follow from Python code "
-    "(`tf.numpy_function`, `tf.py_function`) that may use them"
+    "as far as its graph tells, its outputs for a sample depend on other samples, or follow from "
+    "Python code (`tf.numpy_function`, `tf.py_function`) that may use them"
 )
 
 

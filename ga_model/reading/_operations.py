@@ -17,7 +17,10 @@ MIXED = "something that follows from several samples"
 INSIDE = "an entry for each sample on another axis than the first"
 SHAPE = "the shape of a tensor with samples"
 COUNT = "the number of samples"
-PLACES = "the places that samples have in their batch"
+PLACES = "the places that samples have in their batch, or what follows from these"
+PARTS = "parts of a ragged or sparse tensor that tell where its samples are"
+ONE = "one sample, in a loop over all"
+LIST = "a list with an entry for each sample"
 
 
 def names(text: str) -> frozenset[str]:
@@ -51,6 +54,12 @@ MIXING = OPAQUE | names(
 )
 OF_IMAGES = names(
     "AvgPool Conv2D DepthwiseConv2dNative MaxPool ResizeBilinear ResizeNearestNeighbor "
+)
+# These compute with the last two axes.
+OF_MATRICES = names(
+    "Cholesky Eig Lu LogMatrixDeterminant MatrixDeterminant MatrixExponential MatrixInverse "
+    "MatrixLogarithm MatrixSolve MatrixSolveLs MatrixSquareRoot MatrixTriangularSolve Qr "
+    "SelfAdjointEigV2 Svd "
 )
 OF_LABELS = names("SoftmaxCrossEntropyWithLogits SparseSoftmaxCrossEntropyWithLogits ")
 DIVISIONS = names("Div DivNoNan RealDiv")
@@ -118,7 +127,11 @@ def compares(op: Any, kinds: list[Any]) -> bool:
         return True  # the samples of one lie along another axis of the other
     of_samples = [kind in (BY_SAMPLE, INSIDE) for kind in kinds]
     if op.type == "MatMul":
-        return all(of_samples) or (kinds[0] == BY_SAMPLE and op.get_attr("transpose_a"))
+        sums_samples = kinds[0] == BY_SAMPLE and op.get_attr("transpose_a")
+        sums_samples |= kinds[1] == BY_SAMPLE and not op.get_attr("transpose_b")
+        return all(of_samples) or bool(sums_samples)
+    if op.type == "ReverseSequence" and is_by_sample:
+        return bool(op.get_attr("seq_dim") == 0)
     return False
 
 

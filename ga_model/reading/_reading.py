@@ -6,22 +6,28 @@ one proves nothing. The other one trusts what it does not know, as in layers.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from ga_model.base._internals_tf import graph_of_function
+from ga_model.reading._inner_graphs import BRANCHES, bodies, kind_after
 from ga_model.reading._kinds import keeps_samples, kind_of_mean, kind_of_shape
+from ga_model.reading._one_by_one import is_own, kind_by_parts, kind_in_loop
 from ga_model.reading._operations import (
     ALONG_LAST_AXIS,
     BY_SAMPLE,
     COUNT,
     ELEMENTWISE,
     INSIDE,
+    LIST,
     MEAN,
     MIXED,
     OF_IMAGES,
+    OF_MATRICES,
+    ONE,
+    PARTS,
     PLACES,
     REDUCTIONS,
     SHAPE,
@@ -88,15 +94,15 @@ class Reading:
         """Return what a tensor is to samples, or None if it is not known."""
         return self._known.get(id(tensor))
 
-    def of_output(self, number: int) -> list[str | None]:
-        """Return what an output of the graph is, or nothing where it has fewer."""
-        return [self.kind_of(tensor) for tensor in self._graph.outputs[number : number + 1]]
+    def of_outputs(self) -> list[str | None]:
+        """Return what the outputs of the graph are."""
+        return [self.kind_of(tensor) for tensor in self._graph.outputs]
 
     def _read(self, op: Any) -> None:
         kinds = [self._known.get(id(tensor)) for tensor in op.inputs]
         if op.type == "Placeholder":
             return
-        is_readable = not {None, INSIDE, MIXED, PLACES} & set(kinds)
+        is_readable = not {None, INSIDE, LIST, MIXED, ONE, PARTS, PLACES} & set(kinds)
         kind = self._kind(op, kinds) if is_readable else None
         if op.type in REDUCTIONS and self._is_normalizing(op):
             kind = SHARED
@@ -112,8 +118,8 @@ class Reading:
         if all(kind == SHARED for kind in kinds):
             is_random = "Random" in op.type or (op.op_def is not None and op.op_def.is_stateful)
             return SHARED if not is_random or op.type == "ReadVariableOp" else None
-        if op.type == "Shape" and kinds[0] == BY_SAMPLE:
-            return SHAPE
+        if op.type in ("Shape", "Size") and kinds[0] == BY_SAMPLE:
+            return SHAPE if op.type == "Shape" else COUNT
         if SHAPE in kinds or COUNT in kinds:
             return kind_of_shape(op, kinds)
         if MEAN in kinds or SUM in kinds:
@@ -127,18 +133,22 @@ class Reading:
         """Return what an output most probably is, of an operation that is not known."""
         if op.type in ("Shape", "ShapeN", "Size", "Rank") or not kinds:
             return None
+        if PARTS in kinds:
+            return kind_by_parts(op, kinds)
         if inner:
-            return _of_function(inner, output.value_index)
+            return kind_after(op, kinds, output.value_index, [r.of_outputs() for r in inner])
+        if (kind := kind_in_loop(op, kinds)) is not None:
+            return kind
         if op.type == "Range" and COUNT in kinds:
             return PLACES
-        if kinds[0] == PLACES and op.type in ("Cast", "ExpandDims", "Reshape", "StridedSlice"):
+        if self._follows_from_places(op, kinds):
             return PLACES
         if (
             {MIXED, MEAN, SUM} & set(kinds)
             or compares(op, kinds)
             or self._compares_inside(op, kinds)
         ):
-            return MIXED
+            return BY_SAMPLE if is_own(op, kinds) else MIXED
         if op.type.startswith("TensorList") and op.type != "TensorListLength":
             return self._of_list(op, kinds, output)
         if (axis := self._axis_after(op, kinds)) is not None:
@@ -147,7 +157,8 @@ class Reading:
             return INSIDE if axis else BY_SAMPLE
         rank, is_known = output.shape.rank, {BY_SAMPLE, INSIDE} & set(kinds)
         if not rank:
-            return MIXED if is_known and op.type in REDUCTIONS else None
+            is_number = op.type in REDUCTIONS or output.dtype.is_floating
+            return MIXED if is_known and is_number else None
         if op.type == "Transpose" and is_known:
             stays = values_of(op, 1)[:1] == [0]
             return INSIDE if stays == (kinds[0] == INSIDE) else BY_SAMPLE
@@ -161,10 +172,18 @@ class Reading:
             return BY_SAMPLE
         return INSIDE if is_known else None
 
+    def _follows_from_places(self, op: Any, kinds: list[Any]) -> bool:
+        """Return whether an operation gives numbers that follow from the places of samples."""
+        if op.type in ELEMENTWISE:
+            return PLACES in kinds and not {BY_SAMPLE, INSIDE, MIXED} & set(kinds)
+        return kinds[0] == PLACES and op.type in ("ExpandDims", "Reshape", "StridedSlice")
+
     def _of_list(self, op: Any, kinds: list[Any], output: Any) -> str | None:
         """Return what a list of a loop is to samples, as each tensor in it, or such a tensor."""
         if op.type == "TensorListFromTensor":
-            return {BY_SAMPLE: MIXED, INSIDE: BY_SAMPLE}.get(kinds[0])
+            return {BY_SAMPLE: LIST, INSIDE: BY_SAMPLE, PLACES: MIXED}.get(kinds[0])
+        if kinds[0] == LIST:
+            return BY_SAMPLE if op.type == "TensorListStack" else MIXED
         if op.type in ("TensorListSetItem", "TensorListPushBack"):
             return kinds[-1] if kinds[-1] == BY_SAMPLE else None
         if kinds[0] != BY_SAMPLE:
@@ -188,10 +207,9 @@ class Reading:
 
     def _inner(self, op: Any, kinds: list[Any]) -> list[Reading]:
         """Return readings of the function, the branches or the loop that an operation runs."""
-        is_branch = op.type in ("If", "StatelessIf", "Case", "StatelessCase")
-        arguments = kinds[int(is_branch) :]
+        arguments = kinds[int(op.type in BRANCHES) :]
         return [
-            Reading(graph, True, self._rows, self._normalizing, arguments) for graph in _bodies(op)
+            Reading(graph, True, self._rows, self._normalizing, arguments) for graph in bodies(op)
         ]
 
     def _compares_inside(self, op: Any, kinds: list[Any]) -> bool:
@@ -204,6 +222,12 @@ class Reading:
             return axes[0] is not None and axes[0] in (axes_of(op) or ())
         if op.type in ALONG_LAST_AXIS:
             return bool(axes[0] == rank - 1)
+        if op.type in OF_MATRICES or "FFT" in op.type:
+            number = 2 if op.type in OF_MATRICES else int((re.findall(r"\d", op.type) or [1])[0])
+            return any(
+                axis is not None and axis >= tensor.shape.rank - number
+                for tensor, axis in zip(op.inputs, axes)
+            )
         if op.type in OF_IMAGES or op.type == "Conv3D":
             return bool(axes[0])
         if op.type in ("BatchMatMulV2", "BatchMatMulV3"):
@@ -253,27 +277,3 @@ class Reading:
             return known[0] if ranks == {op.outputs[0].shape.rank} else None
         is_alike = axes[0] and rank == op.outputs[0].shape.rank
         return axes[0] if is_alike and op.type != "Reshape" else None
-
-
-def _bodies(op: Any) -> list[Any]:
-    """Return the graphs of the functions that an operation runs, but for conditions of loops."""
-    if op.op_def is None:
-        return []
-    names_ = [a.name for a in op.op_def.attr if a.type == "func" and a.name != "cond"]
-    graphs = [graph_of_function(op.graph, op.get_attr(name).name) for name in names_]
-    return [graph for graph in graphs if graph is not None]
-
-
-def _of_function(inner: list[Reading], number: int) -> str | None:
-    """Return what an output is that a function, a branch or a loop has computed.
-
-    Args:
-        inner: readings of what may have computed it.
-        number: of the output.
-    """
-    found = [kind for reading in inner for kind in reading.of_output(number)]
-    if {MIXED, MEAN, SUM} & set(found):
-        return MIXED
-    if len(set(found)) == 1:
-        return found[0]
-    return BY_SAMPLE if BY_SAMPLE in found else None

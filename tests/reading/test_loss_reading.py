@@ -334,6 +334,20 @@ def deviation(x):
     return x + tf.tile(tf.math.reduce_std(groups, 0), (4, 1))
 
 
+def mapped_by_place(x):
+    counted = tf.while_loop(
+        lambda i, _: i < tf.shape(x)[0],
+        lambda i, y: (i + 1, y.write(i, x[i] * tf.cast(i, x.dtype))),
+        (0, tf.TensorArray(x.dtype, tf.shape(x)[0], element_shape=x.shape[1:])),
+    )
+    return counted[1].stack()
+
+
+def entries_by_place(x):
+    places = tf.stack([tf.range(tf.shape(x)[0]), tf.argmax(x, 1, output_type="int32")], 1)
+    return tf.tensor_scatter_nd_update(x, places, 2.0 * tf.gather_nd(x, places))
+
+
 MIXING = [
     lambda x: ops.cumprod(x, axis=0),
     lambda x: x * ops.softmax(x[:, 0])[:, None],
@@ -351,6 +365,20 @@ MIXING = [
     lambda x: x + tf.random.stateless_normal(tf.shape(x), [1, 2], dtype=x.dtype),
     lambda x: x * keras.random.uniform(ops.shape(x), seed=3),
     deviation,
+    lambda x: tf.clip_by_global_norm([x], 0.1)[0][0],
+    lambda x: tf.ensure_shape(tf.linalg.qr(x)[0], x.shape),
+    lambda x: tf.transpose(tf.math.real(tf.signal.ifft(tf.cast(tf.transpose(x), tf.complex64)))),
+    lambda x: x / tf.cast(tf.size(x), x.dtype),
+    lambda x: x - tf.ones((1, tf.shape(x)[0])) @ x,
+    lambda x: x * tf.exp(-0.1 * tf.cast(tf.range(tf.shape(x)[0]), x.dtype))[:, None],
+    lambda x: tf.reverse_sequence(x, [3, 2, 2, 2], seq_axis=0, batch_axis=1),
+    lambda x: tf.cond(tf.reduce_max(x) > 1.0, lambda: x, lambda: 0.5 * x),
+    lambda x: tf.while_loop(lambda y: tf.reduce_max(y) > 1.0, lambda y: (0.5 * y,), (x,))[0],
+    lambda x: tf.map_fn(lambda row: row - tf.reduce_mean(x, 0), x),
+    lambda x: tf.vectorized_map(lambda row: row - tf.reduce_mean(x, 0), x),
+    lambda x: tf.gather(x, tf.reverse(tf.range(tf.shape(x)[0]), [0])),
+    lambda x: tf.gather_nd(x, tf.argmax(x, 1)[:, None] % 3),
+    mapped_by_place,
 ]
 SEEDS = keras.random.SeedGenerator(3)
 KEEPING = [
@@ -362,6 +390,14 @@ KEEPING = [
     lambda x: x + keras.random.normal(ops.shape(x), seed=SEEDS),
     lambda x: x + keras.random.normal((4,), seed=3),
     lambda x: tf.einsum("bi,bj->bij", x, x)[:, 0],
+    lambda x: tf.map_fn(lambda row: row * tf.reduce_sum(row), x),
+    lambda x: tf.map_fn(lambda row: row[0] * row[1], (x, 2.0 * x), fn_output_signature=x.dtype),
+    lambda x: tf.vectorized_map(lambda row: row * tf.reduce_sum(row), x),
+    lambda x: x + keras.layers.CategoryEncoding(4, output_mode="count")(tf.cast(x > 0, "int32")),
+    entries_by_place,
+    lambda x: tf.linalg.inv(tf.linalg.diag(2.0 + tf.square(x)))[:, 0],
+    lambda x: x + tf.math.real(tf.signal.fft(tf.cast(x, tf.complex64))),
+    lambda x: tf.cond(tf.size(x) > 0, lambda: x, lambda: 0.5 * x),
 ]
 MODELS = [(of_batch(function), True) for function in MIXING]
 MODELS += [(of_batch(function), False) for function in KEEPING]
