@@ -457,6 +457,24 @@ class RaggedInputs(Calls):
         return self.net(x)
 
 
+class RaggedMeans(RaggedInputs):
+    class Net(RaggedInputs.Net):
+        def call(self, x):
+            return tf.reduce_mean(tf.ragged.map_flat_values(self.embedding, x), 1)
+
+
+class CenteredRagged(RaggedInputs):
+    """Computes with the embeddings of all samples, before it puts those of each together."""
+
+    class Net(RaggedInputs.Net):
+        def call(self, x):
+            values = self.embedding(x.flat_values)
+            return tf.reduce_mean(x.with_flat_values(values - tf.reduce_mean(values, 0)), 1)
+
+    def make(self):
+        self.net = built(self.Net(name="whole"), None)
+
+
 class SparseInputs(Calls):
     """Whose gradient is a list of rows."""
 
@@ -472,6 +490,19 @@ class SparseInputs(Calls):
 
     def outputs(self, x):
         return self.net(x)
+
+
+class CenteredSparse(SparseInputs):
+    class Net(keras.Model):
+        def build(self, shape):
+            self.dense = built(layers.Dense(4, use_bias=False), (None, 6))
+
+        def call(self, x):
+            hidden = self.dense(x)
+            return hidden - tf.reduce_mean(hidden, 0)
+
+    def make(self):
+        self.net = built(self.Net(name="whole"), None)
 
 
 class SparseInputsWithAdam(SparseInputs):
@@ -554,6 +585,7 @@ CALLS = {
     "other outputs": OtherOutputs,
     "gradients of gradients": GradientsOfGradients,
     "ragged inputs": RaggedInputs,
+    "ragged means": RaggedMeans,
     "sparse inputs": SparseInputs,
     "sparse inputs with Adam": SparseInputsWithAdam,
     "stateless": Stateless,
@@ -826,6 +858,8 @@ WHOLE = {
     "table": (GivesATable, r"an output has the shape \(4, 4\) for 3 samples"),
     "ones": (TakesOnes, "it is unclear which of its inputs have a batch axis"),
     "ragged": (TakesRagged, "a ragged or sparse input needs a gradient"),
+    "centered ragged": (CenteredRagged, "depend on other samples"),
+    "centered sparse": (CenteredSparse, "depend on other samples"),
     "every other row": (with_layer(layer_of(lambda x: x[::2])), "depend on"),
     "twice the rows": (with_layer(layer_of(lambda x: tf.concat([x, -x], 0))), "depend on"),
     "centered": (

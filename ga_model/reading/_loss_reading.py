@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from ga_model.base._internals import arguments_of_loss, layers_in
 from ga_model.reading._dependence import dependence_of
-from ga_model.reading._operations import MEAN, MIXED, SUM, names
+from ga_model.reading._operations import BY_SAMPLE, MEAN, MIXED, PARTS, SHARED, SUM, names
 from ga_model.reading._reading import Reading
 
 # Of Keras's own losses, those that compare samples or divide over all of them.
@@ -153,12 +153,12 @@ def mixes_samples(tensors: list[Any], layer: Any) -> bool:
     if not tensors:
         return False
     graph = tensors[0].graph
-    arguments = tf.nest.flatten(getattr(graph, "structured_input_signature", None))
-    if any(isinstance(a, (tf.RaggedTensorSpec, tf.SparseTensorSpec)) for a in arguments):
-        # Their parts have no samples. What is known to depend on the others is the padding.
-        padded = [op for op in graph.get_operations() if op.type == "RaggedTensorToTensor"]
-        return any(op.outputs[0].shape[1:2] == [None] for op in padded)
-    reading = Reading(graph, trusts_layers=True, normalizing=normalizing_names(layer))
+    padded = [op for op in graph.get_operations() if op.type == "RaggedTensorToTensor"]
+    if any(op.outputs[0].shape[1:2] == [None] for op in padded):
+        return True  # to the longest of the samples
+    reading = Reading(
+        graph, True, normalizing=normalizing_names(layer), arguments=_kinds_of_arguments(graph)
+    )
     return any(reading.kind_of(tensor) in (MIXED, MEAN, SUM) for tensor in tensors)
 
 
@@ -173,3 +173,22 @@ def normalizing_names(layer: Any) -> list[str]:
         if isinstance(part.layer if is_wrapper else part, keras.layers.BatchNormalization):
             found.append(part.name)
     return found
+
+
+def _kinds_of_arguments(graph: Any) -> list[str] | None:
+    """Return what the inputs of a graph are, or None where none is ragged or sparse.
+
+    The values of a ragged tensor are read as if each were a sample: what puts several together has
+    to tell by the other parts which are of one sample.
+    """
+    specs = tf.nest.flatten(getattr(graph, "structured_input_signature", None))
+    if not any(isinstance(s, (tf.RaggedTensorSpec, tf.SparseTensorSpec)) for s in specs):
+        return None
+    kinds: list[str] = []
+    for spec in (s for s in specs if isinstance(s, tf.TypeSpec)):
+        count = len(tf.nest.flatten(spec, expand_composites=True))
+        is_ragged = isinstance(spec, tf.RaggedTensorSpec)
+        is_first_of_rows = is_ragged or (isinstance(spec, tf.TensorSpec) and spec.shape.rank != 0)
+        first = BY_SAMPLE if is_first_of_rows else PARTS if count > 1 else SHARED
+        kinds += [first, *[PARTS] * (count - 1)]
+    return kinds
