@@ -610,6 +610,30 @@ class Mixup(Root):
         return super().train_step((x, y))
 
 
+class PhysicsInformed(OwnStep):
+    """Solves an equation of first and second derivatives with respect to inputs (1711.10561)."""
+
+    data = staticmethod(lambda rows: (normal(rows, 2), normal(rows, 2, seed=4)))
+
+    def make(self):
+        self.net = mlp(2, 1, use_bias=False)
+
+    def train_step(self, data):
+        inside, border = data
+        x, time = inside[:, :1], inside[:, 1:]
+        with tf.GradientTape() as tape:
+            with tf.GradientTape() as second:
+                second.watch(x)
+                with tf.GradientTape() as first:
+                    first.watch([x, time])
+                    u = self.net(tf.concat([x, time], 1))
+                by_x, by_time = first.gradient(u, [x, time])
+            residual = by_time + u * by_x - 0.1 * second.gradient(by_x, x)
+            at_border = self.net(border) - tf.sin(border[:, :1])
+            loss = tf.reduce_mean(tf.square(residual)) + tf.reduce_mean(tf.square(at_border))
+        return self.update(tape, loss)
+
+
 STEPS = {
     "SimCLR": SimCLR,
     "Barlow twins": BarlowTwins,
@@ -637,6 +661,7 @@ STEPS = {
     "adversarial": Adversarial,
     "sharpness": Sharpness,
     "mixup": Mixup,
+    "physics": PhysicsInformed,
 }
 
 
