@@ -20,6 +20,7 @@ from ga_model.base._internals import (
     metrics_exchange,
 )
 from ga_model.batch import _step
+from ga_model.batch._proof import adds_up
 from ga_model.batch._window import Counter, Window
 from ga_model.graphs._microbatch import Batch
 from ga_model.hearing._attributes import watch_attributes
@@ -41,6 +42,7 @@ class Accumulation(Kept):
     Attributes:
         noise: the noise of the gradients, as far as it was measured.
         adds_up: whether the loss does over microbatches, as far as it was read.
+        is_proved: whether a step of the user's own is proved to add up, in the graph that is made.
         has_read_loss: whether the loss of an eager model was read.
     """
 
@@ -53,6 +55,7 @@ class Accumulation(Kept):
         self.automatic_size = AutomaticSize()
         self.noise = GradientNoise(Estimate)
         self.adds_up = True
+        self.is_proved = False
         self.has_read_loss = False
         self._has_read_writes = False  # of an eager model
         self._most_rows: Any = None  # variable, of a batch that may be more than a microbatch
@@ -70,11 +73,23 @@ class Accumulation(Kept):
         if self.settings.loss_over != "auto":
             return self.settings.loss_over == "batch"
         is_known = computes_loss_as_keras(self._model) or self._model._has_rule()
-        return not (self.adds_up and is_known)
+        return not (self.adds_up and (is_known or self.is_proved))
 
     def must_add_up(self) -> bool:
         """Return whether the loss is to be read before it is computed by microbatches."""
         return self.settings.loss_over == "auto" and not self._model._has_rule()
+
+    def _is_to_prove(self) -> bool:
+        """Return whether a step is read that runs on full batches if it is not proved to add up."""
+        return (
+            self.settings.loss_over == "auto"
+            and self.size is not None
+            and self.adds_up
+            and not (computes_loss_as_keras(self._model) or self._model._has_rule())
+            and not (self.is_automatic or self.settings.skip_nonfinite or tf.executing_eagerly())
+            and self.measured_noise is None
+            and _strategy.num_replicas() == 1
+        )
 
     def layers_before(self) -> list[Any]:
         """Return the layers that the model had before its first batch.
@@ -118,6 +133,7 @@ class Accumulation(Kept):
         if self.accumulates():
             window = self.window = self.window or Window(model)
         watch_attributes(model)
+        self.is_proved = self._is_to_prove() and adds_up(model, train_step, data)
         run = self.automatic_size.run_step if self.is_automatic else _step.run
         is_sparse = any(isinstance(leaf, tf.SparseTensor) for leaf in tf.nest.flatten(data))
         optimizers = optimizers_in(vars(model))

@@ -46,6 +46,14 @@ def has_forward_derivatives(tensors: list[Any]) -> bool:
     return bool(forwardprop_util.pack_tangents(tensors).tangents)
 
 
+def has_own_gradient(op: tf.Operation) -> bool:
+    """Return whether the gradients of an operation are computed by a rule of the user's."""
+    if op.type == "IdentityN":
+        return own_gradient_of(op) is not None
+    names = {attribute for attribute in op.node_def.attr if attribute == "_gradient_op_type"}
+    return bool(names) and not op.type.endswith("PartitionedCall")
+
+
 def own_gradient_of(op: tf.Operation) -> Callable[..., Any] | None:
     """Return what computes the gradients of an operation, where a `tf.custom_gradient` does.
 

@@ -128,7 +128,8 @@ class Passes:
 
     def _build_if_needed(self) -> None:
         """Create weights and metrics where something needs them before they are trained."""
-        if self._batch.is_split and self._model._accumulation.must_add_up():
+        accumulation = self._model._accumulation
+        if self._batch.is_split and accumulation.must_add_up() and not accumulation.is_proved:
             if not is_built(self._model, self._model.metrics):
                 self._build()
         elif not is_built(self._model) and any(
@@ -221,7 +222,9 @@ class Passes:
             is_update=self._window is None and not self._batch.is_split,
             defers_logs=self._is_part or model.skip_nonfinite,
             can_be_whole=self._batch.is_split and model.loss_over == "auto",
-            must_add_up=self._batch.is_split and model._accumulation.must_add_up(),
+            must_add_up=self._batch.is_split
+            and model._accumulation.must_add_up()
+            and not model._accumulation.is_proved,
         )
         data, calls = self._batch.pack(leaves), contextlib.nullcontext()
         if self._splits_calls:

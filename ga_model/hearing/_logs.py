@@ -50,6 +50,7 @@ class BatchLogs:
     Attributes:
         sums: float64 tensors that are to be summed over the microbatches.
         last: tensors of which the last microbatch's are to be kept.
+        names: of metrics that the step used past their stand-ins.
     """
 
     def __init__(self, recording: Any, logs: Any) -> None:
@@ -60,14 +61,12 @@ class BatchLogs:
         self._updates = recording.metrics.updates
         self._results = recording.metrics.results
         self._watched = recording.metrics.watched
-        self._names = set(self._results_by_name()) if isinstance(logs, dict) else set()
+        self.names = set(self._results_by_name()) if isinstance(logs, dict) else set()
         for metric, value, sample_weight, term in self._updates:
             self.sums += recording.mean_of(value, metric, term)
             if tf.is_tensor(sample_weight) and term is None:
                 self.sums.append(tf.cast(sample_weight, tf.float64))
-        for leaf in self._leaves():
-            if self._source(leaf) is not None:
-                continue
+        for leaf in self.others():
             if _is_number(leaf):
                 self.sums += recording.mean_of(leaf)
             elif leaf is not None:
@@ -111,16 +110,20 @@ class BatchLogs:
         if not isinstance(self._logs, dict):
             return tf.nest.map_structure(lambda leaf: next(finished), self._logs)
         results = self._results_by_name()
-        others = {key: value for key, value in self._logs.items() if key not in self._names}
+        others = {key: value for key, value in self._logs.items() if key not in self.names}
         others = tf.nest.map_structure(lambda leaf: next(finished), others)
-        return {key: results[key] if key in self._names else others[key] for key in self._logs}
+        return {key: results[key] if key in self.names else others[key] for key in self._logs}
 
     def _leaves(self) -> list[Any]:
         """Return the logs but for those that go by a metric's name."""
         logs = self._logs
         if isinstance(logs, dict):
-            logs = {key: value for key, value in logs.items() if key not in self._names}
+            logs = {key: value for key, value in logs.items() if key not in self.names}
         return tf.nest.flatten(logs)  # type: ignore[no-any-return]
+
+    def others(self) -> list[Any]:
+        """Return what is logged, but for what metrics have given."""
+        return [leaf for leaf in self._leaves() if self._source(leaf) is None]
 
     def _source(self, leaf: Any) -> tuple[Any, str | None] | None:
         """Return the metric that gave a log, and the key, if one that was watched did."""

@@ -143,7 +143,7 @@ class StepLosses(StepTerms):
         if term.is_product and self._position.must_add_up:
             raise DoesNotAddUpError
         if term.is_product and self._reads_losses:
-            self._model._warn_once(_messages.product_message(term.name, self._model.name))
+            self.tell(_messages.product_message(term.name, self._model.name))
         self._terms.append(term)
         if self.reads_step:
             self.heard.note(term.raw, Denominator(term.kind, term.weight))
@@ -196,9 +196,9 @@ class StepLosses(StepTerms):
         """Warn of a loss that cannot be put together from microbatches."""
         place = place_of(obstacle.op)
         if obstacle.why == DRAWN:
-            self._model._warn_once(_messages.fixed_seed_message(subject, place))
+            self.tell(_messages.fixed_seed_message(subject, place))
         else:
-            self._model._warn_once(_messages.obstacle_message(subject, place, obstacle.why))
+            self.tell(_messages.obstacle_message(subject, place, obstacle.why))
 
     def mean_of(self, value: Any, metric: Any, term: Any, is_loss: bool) -> _logs.Mean:
         """Return what a scalar counts in the mean over the microbatches of a batch.
@@ -210,7 +210,8 @@ class StepLosses(StepTerms):
             is_loss: whether it is a loss that the step has passed on to an optimizer.
         """
         is_first = self._position.is_first_of_batch
-        terms = self.terms_of_scalar(metric, term, is_loss)
+        terms = self.read_terms(value) if term is None else None
+        terms = terms or self.terms_of_scalar(metric, term, is_loss)
         # Keras tracks the total as it is on one replica, before it is divided by their number.
         replicas = float(_strategy.num_replicas()) if self.is_total(metric) else 1.0
         value = tf.cast(value, tf.float64) / replicas
@@ -220,6 +221,23 @@ class StepLosses(StepTerms):
         weight = tf.cast(terms.weight, tf.float64)
         folded = terms.fold(value, weight, is_first) * replicas
         return _logs.Mean(tf.where(tf.equal(weight, 0.0), tf.zeros_like(folded), folded), weight)
+
+    def read_terms(self, value: Any) -> _weights.LossTerms | None:
+        """Return what a number asks for that a step computes, if it is read to be of one kind."""
+        if not self.reads_step or self._model._has_rule() or not tf.is_symbolic_tensor(value):
+            return None
+        found = by_kind(self.heard.read(value).denominators or ())
+        has_weights = found.pop(OF_WEIGHTS.kind, None) is not None
+        if len(found) != 1:
+            return None
+        (denominator,) = found.values()
+        is_known = not has_weights if denominator.count is None else denominator.divisor is None
+        return _weights.of_weight(denominator.count) if is_known else None
+
+    def known_kinds(self) -> set[Any]:
+        """Return the kinds of what compiled losses and those of layers are divided by."""
+        known = {term.kind for term in self._terms}
+        return known | {"sum" if is_sum else "rows" for _, is_sum in self._additional}
 
     def terms_of(
         self, losses: list[StepLoss] | None, is_first: Any
@@ -245,11 +263,10 @@ class StepLosses(StepTerms):
             if mixing and mixing[0].obstacle is not None:
                 self._warn_of(f"`train_step` of {name!r}", mixing[0].obstacle)
             else:
-                self._model._warn_once(_messages.unread_loss_message(name))
+                self.tell(_messages.unread_loss_message(name))
             return self.terms(), None
         found = by_kind(d for loss in losses for d in loss.denominators or ())
-        known = {term.kind for term in self._terms}
-        known |= {"sum" if is_sum else "rows" for _, is_sum in self._additional}
+        known = self.known_kinds()
         has_regularizers = found.pop(OF_WEIGHTS.kind, None) is not None
         rows = found.get("rows")
         for part in filter(None, (rows, found.get("sum"))):
@@ -262,11 +279,11 @@ class StepLosses(StepTerms):
         means = [d for d in found.values() if d.count is not None]
         if not means:
             if has_regularizers:
-                self._model._warn_once(_messages.not_scaled_message(name))
+                self.tell(_messages.not_scaled_message(name))
             return _weights.of_weight(None), None
         if len(found) > 1:
             kinds = [d.words() for d in found.values()]
-            self._model._warn_once(_messages.unlike_terms_message(name, kinds))
+            self.tell(_messages.unlike_terms_message(name, kinds))
         first = means[0]
         count = tf.cast(first.count, tf.float64)
         if first.divisor is None:
@@ -275,7 +292,7 @@ class StepLosses(StepTerms):
         if first.once is not None:
             if has_regularizers:  # which the rest of the divisor would scale, too
                 kinds = [first.words(), "nothing, as they are those of weights"]
-                self._model._warn_once(_messages.unlike_terms_message(name, kinds))
+                self.tell(_messages.unlike_terms_message(name, kinds))
             once = tf.cast(first.once, tf.float64)
             count += tf.where(is_first, once, tf.zeros_like(once))
         terms = _weights.of_weight(count)._replace(least=first.least)

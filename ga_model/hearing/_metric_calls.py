@@ -28,6 +28,7 @@ class MetricCalls:
         updates: updates that wait for the full batch.
         watched: metrics that the step used through stand-ins.
         results: tensors that metrics gave, with the metric, and the key if it gave a dict.
+        has_late_updates: whether an update that waits came after a result of its metric.
     """
 
     def __init__(self, tracker: Any = None) -> None:
@@ -35,6 +36,7 @@ class MetricCalls:
         self.updates: list[MetricCall] = []
         self.watched: list[Any] = []
         self.results: list[tuple[Any, Any, str | None]] = []
+        self.has_late_updates = False
 
     def waits_for(self, metric: Any, value: Any, sample_weight: Any) -> bool:
         """Return whether an update of a `Mean` has to wait for the full batch.
@@ -48,6 +50,7 @@ class MetricCalls:
 
     def update(self, metric: Any, value: Any, sample_weight: Any, term: Any = None) -> None:
         """Let an update wait. `term` is the loss term that `value` is of, if it is one's."""
+        self.has_late_updates |= any(metric is other for _, other, _ in self.results)
         self.watched.append(metric)
         self.updates.append(MetricCall(metric, value, sample_weight, term))
 

@@ -22,6 +22,7 @@ class Position(NamedTuple):
         defers_logs: whether metrics and logs wait for the full batch.
         can_be_whole: whether the step may run on the full batch instead.
         must_add_up: whether the loss has to be known to add up over microbatches.
+        is_trial: whether the graph is given up when the step is drawn.
     """
 
     units: list[tuple[Any, Any]]
@@ -35,3 +36,4 @@ class Position(NamedTuple):
     defers_logs: bool
     can_be_whole: bool
     must_add_up: bool
+    is_trial: bool = False

@@ -68,6 +68,7 @@ class Recording:
 
     Attributes:
         targets, sums: an entry per optimizer, in the order in which they were applied.
+        given: of each of them, the gradients that it was given.
         metrics: what metrics got that waits for the full batch.
         losses: what is known of the step's losses.
     """
@@ -77,6 +78,7 @@ class Recording:
         self._is_trial = is_trial
         self.targets: list[Target] = []
         self.sums: list[GradientSum] = []
+        self.given: list[list[Any]] = []
         self._applied_at: list[int] = []  # of each target, the number of operations before
         self.metrics = _logs.MetricCalls(loss_tracker(model))
         self._position = position
@@ -84,6 +86,7 @@ class Recording:
         self._graph = self.losses.graph
         self._passed_on: list[Any] = []  # losses, to optimizers
         self._folded: dict[int, tuple[_weights.LossTerms, _sums.Weight]] = {}
+        self._scaled: list[tuple[Any, Any, Any]] = []  # by optimizers: losses, and what they gave
         is_to_read = not is_trial and model._accumulation.is_to_read_writes()
         self._writes = Writes(model) if is_to_read else None
 
@@ -117,8 +120,24 @@ class Recording:
         terms, factor = self.losses.terms_of(losses, is_first)
         weight = self._in_unit(optimizer, terms.weight)
         self._folded[id(optimizer)] = (terms, weight)
-        loss = terms.fold(loss, weight.relative, is_first)
-        return optimizer.scale_loss(loss if factor is None else scaled(loss, factor))
+        folded = terms.fold(loss, weight.relative, is_first)
+        result = optimizer.scale_loss(folded if factor is None else scaled(folded, factor))
+        self._scaled.append((optimizer, loss, result))
+        return result
+
+    def is_folded(self, optimizer: Any) -> bool:
+        """Return whether a loss was passed through `scale_loss` of an optimizer."""
+        return id(optimizer) in self._folded
+
+    def before_scaling(self, optimizer: Any, result: Any) -> Any:
+        """Return the one loss of which an optimizer's `scale_loss` gave `result`, or None."""
+        found = [entry for entry in self._scaled if entry[0] is optimizer]
+        return found[0][1] if len(found) == 1 and found[0][2] is result else None
+
+    @property
+    def first_applied(self) -> int:
+        """The number of operations in front of the first update."""
+        return min(self._applied_at, default=0)
 
     def unit(self, optimizer: Any) -> Any:
         """Return the unit of the optimizer's sum so far, zero before its first microbatch."""
@@ -147,7 +166,8 @@ class Recording:
             raise RuntimeError(_messages.applied_twice_message(self.model.name, optimizer.name))
         _validate.check_single_accumulation([optimizer], self.model.accumulation_steps)
         _validate.check_single_finite_check([optimizer], self.model.skip_nonfinite)
-        _optimizers.build(optimizer, variables)
+        with tf.init_scope() if self._position.is_trial else contextlib.nullcontext():
+            _optimizers.build(optimizer, variables)
         is_folded, factor, given = id(optimizer) in self._folded, None, gradients
         if is_folded:
             terms, weight = self._folded[id(optimizer)]
@@ -156,7 +176,7 @@ class Recording:
             is_first = tf.equal(self.unit(optimizer), 0.0)
             terms, factor = self.losses.terms_of(losses, is_first)
             if not terms.is_plain:
-                self.model._warn_once(_messages.not_scaled_message(self.model.name))
+                self.losses.tell(_messages.not_scaled_message(self.model.name))
             weight = self._in_unit(optimizer, terms.weight)
             if factor is not None:
                 gradients = [scaled(gradient, factor) for gradient in gradients]
@@ -169,6 +189,7 @@ class Recording:
         if noise_of is not None and is_sum:
             raise ValueError(_messages.noise_of_sum_message(self.model.name))
         self.targets.append(Target(optimizer, list(variables), None if is_sum else terms.least))
+        self.given.append(list(given))
         self._applied_at.append(0 if self._graph is None else len(self._graph.get_operations()))
         scale = not (is_folded or is_sum)
         self.sums.append(GradientSum.of(list(gradients), variables, weight, scale, noise_of))

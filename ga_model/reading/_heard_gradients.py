@@ -64,6 +64,8 @@ class HeardGradients:
         self._reading: StepReading | None = None
         self._found: dict[int, StepLoss] = {}  # of a gradient's tensor
         self._gradients: list[Any] = []  # which keeps their ids
+        self._taken: dict[int, tuple[list[Any], list[Any]]] = {}  # of these: targets, and sources
+        self._made: list[range] = []  # numbers of operations that took them
         self._first = 0  # operation behind the first of them
 
     def _reader(self) -> StepReading:
@@ -98,10 +100,14 @@ class HeardGradients:
             return StepLoss(None)
         return self._reader().of(tensor)
 
-    def listen(self, target: Any, sources: Any) -> Any:
+    def listen(self, target: Any, sources: Any, upstream: Any = None) -> Any:
         """Read what a tape takes the gradient of, and return what takes the gradients."""
         tensors = [t for t in tf.nest.flatten(target) if tf.is_tensor(t)]
+        if upstream is not None and self._graph is not None:  # it is that of a sum of products
+            passed = tf.nest.flatten(upstream)
+            tensors = [tf.reduce_sum(t * tf.stop_gradient(u)) for t, u in zip(tensors, passed)]
         losses = [self.read(tensor) for tensor in tensors]
+        number = 0 if self._graph is None else len(self._graph.get_operations())
 
         def tell(gradients: Any) -> None:
             unlike = [loss for loss in losses if loss.denominators is None]
@@ -109,16 +115,28 @@ class HeardGradients:
             whole = unlike[0] if unlike else StepLoss(list(found.values()))
             taken = list(zip(tf.nest.flatten(sources), tf.nest.flatten(gradients)))
             if self._graph is not None:
-                self._first = self._first or len(self._graph.get_operations())
+                self._made.append(range(number, len(self._graph.get_operations())))
+                self._first = self._first or self._made[0].stop
             for source, gradient in taken:
                 tensor = getattr(gradient, "values", gradient)
                 if self._is_here(tensor):
                     self._found[id(tensor)] = whole
                     self._gradients.append(tensor)
+                    self._taken[id(tensor)] = (tensors, tf.nest.flatten(sources))
                 if tf.is_tensor(source) and self._is_here(source) and self._is_here(gradient):
                     self._reader().note_gradient(gradient, source, whole)
 
         return tell
+
+    def taken_of(self, gradient: Any) -> tuple[Any, list[Any]]:
+        """Return of what, and with respect to what, a tape took a gradient: None if of several."""
+        tensor = getattr(gradient, "values", gradient)
+        targets, sources = self._taken.get(id(tensor), ([], []))
+        return (targets[0] if len(targets) == 1 else None), sources
+
+    def has_made(self, number: int) -> bool:
+        """Return whether an operation of the graph, by its number, has taken a gradient."""
+        return any(number in numbers for numbers in self._made)
 
     def losses_of(self, gradients: Any) -> list[StepLoss]:
         """Return the losses that some gradients are of, as the tapes gave them or worked over."""

@@ -20,12 +20,12 @@ _listener = ThreadValue()
 
 
 @contextlib.contextmanager
-def heard(listener: Callable[[Any, Any], Callable[[Any], None]]) -> Iterator[None]:
+def heard(listener: Callable[[Any, Any, Any], Callable[[Any], None]]) -> Iterator[None]:
     """Tell a listener of the gradients that tapes take in this thread.
 
     Args:
-        listener: called with the targets and the sources of each, before it is taken, and returns
-            what is called with the gradients.
+        listener: called with the targets and the sources of each, and what is passed back to the
+            targets or None, before it is taken. It returns what is called with the gradients.
     """
     with _in_front.of([tf.GradientTape]), _listener.set(listener):
         yield
@@ -37,7 +37,7 @@ def _telling(_: Any, gradient: Callable[..., Any]) -> Callable[..., Any]:
         if listener is None:
             return gradient(tape, target, sources, *args, **kwargs)
         with _listener.set(None):  # of what taking a gradient does
-            tell = listener(target, sources)
+            tell = listener(target, sources, args[0] if args else kwargs.get("output_gradients"))
             gradients = gradient(tape, target, sources, *args, **kwargs)
         tell(gradients)
         return gradients

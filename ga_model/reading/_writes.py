@@ -26,6 +26,8 @@ from ga_model.replicas import _strategy
 # random numbers begin.
 _HARMLESS = ("seed_generator_state", "StateVar")
 
+READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape")
+
 
 class Written(NamedTuple):
     """What a step has written to.
