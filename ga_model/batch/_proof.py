@@ -61,11 +61,13 @@ def adds_up(model: Any, train_step: Callable[[Any], Any], data: Any) -> bool:
         tf.TensorSpec([None, *leaf.shape[1:]] if leaf.shape.rank else [], leaf.dtype)
         for leaf in leaves
     ]
-    state = PythonState(model)
+    accumulation, state = model._accumulation, PythonState(model)
+    held_back, accumulation.held_back = accumulation.held_back, []
     try:
         tf.function(draw, autograph=False).get_concrete_function(specs)
+        return not accumulation.held_back
     except Exception:
         return False
     finally:
+        accumulation.held_back = held_back
         state.put_back()
-    return True

@@ -124,6 +124,8 @@ class PartsReading(Reading):
 
     def _length_after(self, op: Any, kinds: list[Any]) -> str | None:
         """Return what an operation makes of numbers of samples."""
+        if op.type == "Mul" and kinds.count(COUNT) > 1:
+            return None  # which is no number of samples
         if op.type in _KEEPS_COUNTS and _LENGTH not in kinds:
             return None if op.type == "Maximum" and self.binds(op) else COUNT
         if op.outputs[0].dtype.is_floating or op.type not in _OF_LENGTHS:

@@ -25,11 +25,15 @@ from ga_model.reading._operations import (
     SHARED,
     SUM,
     has_fixed_seed,
+    names,
     value_of,
     values_of,
 )
 from ga_model.reading._reading import Reading
 
+_POSITIVE = names("Abs Exp OneHot Relu Sigmoid Softmax Softplus Square")
+_KEEP_SIGN = names("Cast ExpandDims Identity Mean Reshape Squeeze StopGradient StridedSlice Sum")
+_OF_POSITIVE = names("Add AddV2 Maximum Minimum Mul")  # if all that goes in is
 _ENTRIES = "the number of entries of a tensor with samples"
 
 
@@ -151,10 +155,23 @@ class StrictReading(Reading):
         """Return what a sum divided by another one is: a mean, if that one is of the data alone."""
         divisor = op.inputs[1]
         found = walk_back([divisor], self._graph, lambda tensor: True)
-        if divisor.shape.rank != 0 or any(t.dtype == tf.resource for t in found):
+        is_of_data = divisor.shape.rank == 0 and all(t.dtype != tf.resource for t in found)
+        if not is_of_data or not _is_positive(divisor):  # or parts of it might cancel out
             return None
         self._divisor[id(op.outputs[0])] = divisor
         return MEAN
+
+
+def _is_positive(tensor: Any) -> bool:
+    """Return whether no entry of a tensor is known to be less than zero."""
+    op = tensor.op
+    if tensor.dtype == tf.bool or op.type in _POSITIVE:
+        return True
+    if op.type == "Const":
+        return bool(np.all(value_of(tensor) >= 0))
+    if op.type in _KEEP_SIGN:
+        return _is_positive(op.inputs[0])
+    return op.type in _OF_POSITIVE and all(map(_is_positive, op.inputs))
 
 
 def follow_from(graph: Any, tensors: Iterable[Any], handles: set[int], passed: set[str]) -> bool:

@@ -133,6 +133,7 @@ EXACT = {
 }
 TOLD = {
     "times the square of the number": lambda z, y, m: total(errors(z, y)) / number(z) / number(z),
+    "by the square of the number": lambda z, y, m: total(errors(z, y)) / (number(z) * number(z)),
     "means by the number": lambda z, y, m: tf.reduce_mean(errors(z, y) / number(z)),
     "a part by the number": lambda z, y, m: tf.reduce_mean(
         errors(z, y) + tf.abs(z[:, 0]) / number(z)
