@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from ga_model.base._call_again import PythonState
+from ga_model.base._internals import is_built, layers_in
 from ga_model.hearing._models import optimizers_in
 from ga_model.hearing._position import Position
 from ga_model.hearing._proof import StepProof
@@ -24,11 +25,15 @@ def adds_up(model: Any, train_step: Callable[[Any], Any], data: Any) -> bool:
         model, train_step: the model, and its step.
         data: the batch.
     """
+    if not all(map(is_built, layers_in(model, include_self=False))):
+        return False
     leaves = [leaf for leaf in tf.nest.flatten(data) if leaf is not None]
     if not all(isinstance(leaf, tf.Tensor) and leaf.shape.rank is not None for leaf in leaves):
         return False
     if len({leaf.shape[0] for leaf in leaves if leaf.shape.rank}) > 1:
         return False
+
+    proofs: list[StepProof] = []
 
     def draw(leaves: list[Any]) -> None:
         remaining = iter(leaves)
@@ -51,7 +56,7 @@ def adds_up(model: Any, train_step: Callable[[Any], Any], data: Any) -> bool:
             must_add_up=False,
             is_trial=True,
         )
-        proof = StepProof(model)
+        proofs.append(proof := StepProof(model))
         with proof.listening(), record(model, microbatch, position) as recording:
             logs = train_step(microbatch)
         with proof.listening():
@@ -70,4 +75,5 @@ def adds_up(model: Any, train_step: Callable[[Any], Any], data: Any) -> bool:
         return False
     finally:
         accumulation.held_back = held_back
-        state.put_back()
+        if not any(proof.has_created for proof in proofs):
+            state.put_back()

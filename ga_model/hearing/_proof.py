@@ -35,6 +35,9 @@ class StepProof:
 
     Args:
         model: the model.
+
+    Attributes:
+        has_created: whether variables were created.
     """
 
     def __init__(self, model: Any) -> None:
@@ -46,6 +49,7 @@ class StepProof:
         self._updates: list[tuple[Any, Any]] = []  # metrics, and their arguments
         self._results: list[Any] = []  # metrics whose result was asked for
         self._is_inside = False  # of a layer
+        self.has_created = False
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -220,9 +224,11 @@ def _require(condition: Any) -> None:
 
 
 def _create(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
-    """Create a variable, but none in a graph that is given up, where it would get no value."""
-    _require(tf.executing_eagerly())
-    return next_creator(**kwargs)
+    """Create a variable, and not in a graph that is given up, where it would get no value."""
+    if not tf.executing_eagerly():
+        _proof.get().has_created = True
+    with tf.init_scope():
+        return next_creator(**kwargs)
 
 
 def _is_of_keras(layer: Any) -> bool:
