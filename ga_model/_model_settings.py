@@ -93,8 +93,9 @@ class ModelSettings:
         replicas the step sees the samples of one replica, as in plain Keras.
 
         "auto", the default, chooses "microbatch" if Keras's `train_step` and `compute_loss` are
-        used with losses that are known to add up, or if `microbatch_weight` is overridden and the
-        step neither clips gradients nor computes with what it has updated; otherwise "batch".
+        used with losses that are known to add up, if your own are proved to add up, or if
+        `microbatch_weight` is overridden and the step neither clips gradients nor computes with
+        what it has updated; otherwise "batch".
         The graph of a custom loss is read to decide.
         """
         return self._accumulation.settings.loss_over

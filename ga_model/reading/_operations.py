@@ -73,7 +73,8 @@ LINEAR = names("Add AddN AddV2 Cast DivNoNan Identity Mul Neg RealDiv Snapshot S
 
 def has_fixed_seed(op: Any) -> bool:
     """Return whether an operation draws the same numbers for any samples, by their places."""
-    if not op.type.startswith("Stateless"):
+    is_control_flow = op.type in ("StatelessCase", "StatelessIf", "StatelessWhile")
+    if not op.type.startswith("Stateless") or is_control_flow:
         return False
     seed = op.inputs[1]
     if seed.op.type.startswith("StatelessRandomGetKeyCounter"):

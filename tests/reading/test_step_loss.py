@@ -512,6 +512,36 @@ def test_numbers_that_are_drawn_by_a_fixed_seed_are_told(float64):
     assert ["draws with a fixed seed" in text for text in said] == [True]
 
 
+def test_a_branch_is_not_taken_for_random_numbers(float64):
+    def chosen(z, y, m):
+        return tf.cond(tf.reduce_mean(y) > 0, lambda: tf.reduce_mean(z**2), lambda: total(z**2))
+
+    _, said = difference(lambda: OwnStep(chosen))
+    assert said
+    assert not any("fixed seed" in text for text in said)
+
+
+class PassesBack(OwnStep):
+    """Takes the gradient of a model's outputs, and passes back that of the loss."""
+
+    def train_step(self, data):
+        x, y, _ = data
+        with tf.GradientTape() as tape:
+            z = self.net(x)
+        with tf.GradientTape() as of_loss:
+            of_loss.watch(z)
+            loss = self.of_outputs(z, y, None)
+        upstream, variables = of_loss.gradient(loss, z), self.net.trainable_variables
+        self.optimizer.apply(tape.gradient(z, variables, output_gradients=upstream), variables)
+        return {"loss": tf.reduce_mean(loss)}
+
+
+@pytest.mark.parametrize("name", ["mean", "sum", "root"])
+def test_gradients_that_are_passed_back_match_or_are_told_of(name, float64):
+    found, said = difference(lambda: PassesBack({**EXACT, **TOLD}[name]))
+    assert said if name == "root" else (found <= TOLERANCE["float64"] and not said)
+
+
 @in_all_ways(TOLD, WAYS[:2], ["root", "contrastive"])
 def test_other_losses_are_told_of_once(name, way, float64):
     found, said = difference(lambda: OwnStep(TOLD[name]), **way)
