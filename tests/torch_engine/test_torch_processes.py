@@ -144,4 +144,4 @@ def test_sums_beside_means_are_exact_for_equal_batches_and_told(way):
 def test_averages_of_batch_normalization_are_told_to_be_of_a_process(way):
     for result in results(2):
         _, messages = result["told"][f"with_batch_normalization {way}"]
-        assert any("a process's own samples" in message for message in messages)
+        assert any("cover only the process's own samples" in message for message in messages)
