@@ -57,7 +57,7 @@ def test_a_wrapped_models_file_is_the_plain_models_file(when, tmp_path):
     assert "ga_model" not in json.dumps(configs[1])
 
 
-def test_a_wrapped_models_file_opens_where_the_package_is_not_installed(tmp_path):
+def test_a_wrapped_models_file_opens_where_the_package_is_not_installed(tmp_path, float64):
     x, y = dense_data(24)
     model = accumulate(dense_model(), accumulation_steps=3)
     model.compile("adam", "mse")
@@ -66,7 +66,7 @@ def test_a_wrapped_models_file_opens_where_the_package_is_not_installed(tmp_path
     np.save(tmp_path / "x.npy", x)
     script = (
         "import sys; sys.modules['ga_model'] = None\n"  # any import of it fails
-        "import keras, numpy as np\n"
+        "import keras, numpy as np; keras.config.set_floatx('float64')\n"
         f"model = keras.models.load_model({str(tmp_path / 'model.keras')!r})\n"
         f"y = model.predict(np.load({str(tmp_path / 'x.npy')!r}))\n"
         f"np.savez({str(tmp_path / 'y.npz')!r}, y, *model.get_weights())\n"
@@ -76,8 +76,8 @@ def test_a_wrapped_models_file_opens_where_the_package_is_not_installed(tmp_path
     predicted, *weights = np.load(tmp_path / "y.npz").values()
     for weight, expected in zip(weights, model.get_weights(), strict=True):
         np.testing.assert_array_equal(weight, expected)
-    # Another process may add up in another order: it has other threads.
-    np.testing.assert_allclose(predicted, model.predict(x, verbose=0), rtol=TOLERANCE["float32"])
+    # Another process may round differently: it has more threads, and rewrites its graphs.
+    np.testing.assert_allclose(predicted, model.predict(x, verbose=0), rtol=TOLERANCE[float64])
 
 
 def test_a_subclass_round_trips_with_its_settings_and_optimizer_state(tmp_path):
@@ -193,7 +193,7 @@ def test_optimizer_state_survives_between_plain_and_accumulating(how, then, floa
 
 @pytest.mark.gate
 @pytest.mark.parametrize("style", ["wrapped", "subclass"])
-def test_an_exported_model_serves_where_the_package_is_not_installed(style, tmp_path):
+def test_an_exported_model_serves_where_the_package_is_not_installed(style, tmp_path, float64):
     x, y = dense_data(24)
     model = accumulate(dense_model()) if style == "wrapped" else SavedNet()
     model.accumulation_steps = 3
@@ -210,7 +210,7 @@ def test_an_exported_model_serves_where_the_package_is_not_installed(style, tmp_
     )
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=120)
     expected = model.predict(x, verbose=0)
-    np.testing.assert_allclose(np.load(tmp_path / "y.npy"), expected, rtol=1e-6)
+    np.testing.assert_allclose(np.load(tmp_path / "y.npy"), expected, rtol=TOLERANCE[float64])
 
 
 @pytest.mark.parametrize("how", ["pickle", copy.deepcopy, keras.models.clone_model])
