@@ -11,11 +11,11 @@ import keras
 def repeated(samples: tuple[Any, Any]) -> Any:
     """Return what a model's train function takes, to train on the same batch again and again."""
     if keras.backend.backend() == "torch":
-        return [tuple(keras.ops.convert_to_tensor(part) for part in samples)]
+        return [keras.tree.map_structure(keras.ops.convert_to_tensor, samples)]
     import tensorflow as tf
 
     # The number of rows is not part of the dataset's type, and no function is traced for it.
-    batches = tf.data.Dataset.from_tensor_slices(samples).batch(len(samples[0]))
+    batches = tf.data.Dataset.from_tensor_slices(samples).batch(len(samples[1]))
     return iter(batches.cache().repeat())
 
 

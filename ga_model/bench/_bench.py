@@ -20,7 +20,8 @@ from keras import layers
 
 from ga_model._wrap import accumulate
 from ga_model.bench._backend_functions import gradient_function, repeated
-from ga_model.bench._bench_cases import CASES, Case, random_numbers
+from ga_model.bench._bench_cases import CASES
+from ga_model.bench._case import Case, random_numbers
 from ga_model.tools._cpu import on_cpu
 from ga_model.tools._memory import peak_memory, reset_peak_memory
 from ga_model.tools._process import in_own_process
@@ -161,7 +162,7 @@ def measure_memory(case: str, jit_compile: bool, way: str, num_microbatches: int
         num_microbatches,
         None if before is None or after is None else after - before,
         sum(np.dtype(v.dtype).itemsize * int(np.prod(v.shape)) for v in variables),
-        sum(values.nbytes for values in CASES[case].make_data(training.rows)),
+        sum(v.nbytes for v in keras.tree.flatten(CASES[case].make_data(training.rows))),
     )
 
 
@@ -272,5 +273,5 @@ def _make_model(case: Case, jit_compile: bool, way: str, num_microbatches: int) 
         accumulate(model, microbatch_size=case.rows, loss_over="microbatch")
     elif way == RECOMPUTING:
         accumulate(model, microbatch_size=case.rows, loss_over="batch")
-    model.compile(optimizer, "sparse_categorical_crossentropy", jit_compile=jit_compile)
+    model.compile(optimizer, case.loss, jit_compile=jit_compile)
     return model

@@ -1,33 +1,16 @@
-"""The models and data of the benchmark."""
+"""The models of the benchmark."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import keras
-import numpy as np
 from keras import layers
 
+from ga_model.bench._case import Case, random_ids, random_numbers
 from ga_model.bench._names import NAMES
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model and the data of one microbatch.
-
-    Attributes:
-        make_model: returns the model, compiled with nothing.
-        make_optimizer: takes the arguments of an optimizer and returns one.
-        make_data: takes a number of rows and returns x and y.
-        rows: of a microbatch.
-    """
-
-    make_model: Callable[[], Any]
-    make_optimizer: Callable[..., Any]
-    make_data: Callable[[int], tuple[Any, Any]]
-    rows: int
+from ga_model.bench._trained_models import TRAINED
 
 
 def _dense() -> Any:
@@ -82,32 +65,13 @@ def _tiny() -> Any:
     return keras.Sequential([keras.Input((8,)), hidden, layers.Dense(10, "softmax")])
 
 
-def random_numbers(*shape: int) -> Callable[[int], tuple[Any, Any]]:
-    """Return what makes rows of a shape, in ten classes."""
-
-    def make(rows: int) -> tuple[Any, Any]:
-        generator = np.random.default_rng(0)
-        x = generator.normal(size=(rows, *shape)).astype("float32")
-        return x, generator.integers(0, 10, size=rows)
-
-    return make
-
-
-def _random_ids(most: int, length: int, targets: tuple[int, ...], classes: int) -> Any:
-    def make(rows: int) -> tuple[Any, Any]:
-        generator = np.random.default_rng(0)
-        x = generator.integers(0, most, size=(rows, length)).astype("int32")
-        return x, generator.integers(0, classes, size=(rows, *targets))
-
-    return make
-
-
 _MADE = (
     Case(_dense, keras.optimizers.Adam, random_numbers(1024), 16),
     Case(_convolutional, keras.optimizers.Adam, random_numbers(32, 32, 3), 8),
-    Case(_transformer, keras.optimizers.AdamW, _random_ids(1000, 64, (64,), 1000), 4),
-    Case(_embedding(200_000, 32), keras.optimizers.SGD, _random_ids(200_000, 32, (), 10), 64),
-    Case(_embedding(1_000_000, 64), keras.optimizers.SGD, _random_ids(1_000_000, 32, (), 10), 32),
+    Case(_transformer, keras.optimizers.AdamW, random_ids(1000, 64, (64,), 1000), 4),
+    Case(_embedding(200_000, 32), keras.optimizers.SGD, random_ids(200_000, 32, (), 10), 64),
+    Case(_embedding(1_000_000, 64), keras.optimizers.SGD, random_ids(1_000_000, 32, (), 10), 32),
     Case(_tiny, keras.optimizers.Adam, random_numbers(8), 8),
+    *TRAINED,
 )
 CASES = dict(zip(NAMES, _MADE, strict=True))

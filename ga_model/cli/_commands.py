@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import keras
 
 from ga_model._settings import NAMES
+from ga_model.bench._names import KERAS_HUB_NAMES
 from ga_model.check import _check
 from ga_model.check._plan import make_plan
 from ga_model.cli import _script
@@ -88,6 +90,9 @@ def bench(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         from rich.progress import Progress
     except ImportError:
         parser.error('rich is not installed. Run: pip install "ga_model[demo]"')
+    hub_models = [model for model in options.models if model in KERAS_HUB_NAMES]
+    if hub_models and importlib.util.find_spec("keras_hub") is None:
+        parser.error(_no_keras_hub_message(hub_models))
     from ga_model.bench import _bench, _bench_report
 
     jit_compile = {"off": [False], "on": [True], "both": [False, True]}[jit]
@@ -116,6 +121,13 @@ def _check_dtype(parser: argparse.ArgumentParser, dtype: str | None) -> None:
             "--dtype float64 is for the TensorFlow backend: Keras has no float64 on others. "
             "Received: it on another one. Set KERAS_BACKEND=tensorflow, or leave the option out."
         )
+
+
+def _no_keras_hub_message(models: list[str]) -> str:
+    return (
+        f"keras-hub is not installed, which makes the models {' '.join(models)}. "
+        "Run: pip install keras-hub. Or choose other `--models`."
+    )
 
 
 def _write_json(file: Path, value: dict[str, Any]) -> None:

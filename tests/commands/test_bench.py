@@ -15,7 +15,11 @@ from keras import layers
 from ga_model import AccumulatingModel
 from ga_model.bench import _bench, _bench_report
 from ga_model.bench._bench import FLOOR, KERAS, RECOMPUTING, REFERENCE, SIZE, STEPS, WAYS, WHOLE
-from ga_model.bench._bench_cases import CASES, Case, random_numbers
+from ga_model.bench._bench_cases import CASES
+from ga_model.bench._case import Case, random_numbers
+from ga_model.bench._names import TRAINED_NAMES
+from ga_model.bench._trained_models import trained_cases
+from ga_model.cli._cli import main
 from ga_model.tools._memory import peak_memory
 from ga_model.tools._process import ProcessError, in_own_process
 
@@ -120,6 +124,27 @@ def test_every_way_does_what_it_is_called(way):
         before = int(training.model.optimizer.iterations)
         like.run(4)
         assert int(training.model.optimizer.iterations) == before + 2
+
+
+SMALL_MODELS = dict(zip(TRAINED_NAMES, trained_cases(1, 32, 8, 50), strict=True))
+
+
+@pytest.mark.parametrize("way", [STEPS, FLOOR, SIZE, RECOMPUTING])
+@pytest.mark.parametrize("name", TRAINED_NAMES[::-1])
+@pytest.mark.filterwarnings("ignore:Gradients of microbatches add up:UserWarning")
+def test_the_models_that_people_train_are_trained(name, way):
+    training = _bench.Training(SMALL_MODELS[name], False, way, 2)
+    before = training.model.get_weights()
+    training.run(2)
+    changed = [not np.array_equal(*pair) for pair in zip(before, training.model.get_weights())]
+    assert any(changed) == (way != FLOOR)
+
+
+def test_models_of_keras_hub_are_refused_without_it(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "keras_hub", None)
+    with pytest.raises(SystemExit):
+        main(["bench", "--models", "dense", "gpt2"])
+    assert "keras-hub is not installed, which makes the models gpt2. " in capsys.readouterr().err
 
 
 def test_all_ways_are_timed_on_equally_many_rows(monkeypatch):
