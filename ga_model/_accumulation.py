@@ -91,6 +91,16 @@ class Accumulation(Kept):
             and _strategy.num_replicas() == 1
         )
 
+    def fills_window(self) -> bool | None:
+        """Return whether the next batch fills its window, or None where the graph has to count."""
+        model = self._model
+        is_counted = model.run_eagerly or model.steps_per_execution != 1
+        is_counted = is_counted or model.distribute_strategy.num_replicas_in_sync != 1
+        if is_counted or not self.accumulates():
+            return None
+        steps = self.settings.accumulation_steps
+        return (steps if self.window is None else self.window.num_missing()) <= 1
+
     def layers_before(self) -> list[Any]:
         """Return the layers that the model had before its first batch.
 

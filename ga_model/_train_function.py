@@ -9,11 +9,15 @@ from typing import Any
 
 import tensorflow as tf
 
+from ga_model.batch._window import fills_window
+
 
 def switching(model: Any, make: Callable[[], Any]) -> Callable[[Any], Any]:
     """Return a train function that goes by what is set at each call.
 
-    There is one function for every way to train that comes up.
+    There is one function for every way to train that comes up. Of a window there are two, where
+    this one is called once per batch: one for batches that are added up, and one for the batch that
+    fills the window, traced when the first window is full.
 
     Args:
         model: an `AccumulatingModel`.
@@ -25,10 +29,15 @@ def switching(model: Any, make: Callable[[], Any]) -> Callable[[Any], Any]:
         accumulation = model._accumulation
         settings = dataclasses.replace(accumulation.settings, accumulation_steps=1)
         is_measured = accumulation.measured_noise is not None
-        way = (accumulation.accumulates(), accumulation.size, settings, is_measured)
+        is_last = accumulation.fills_window()
+        way = (accumulation.accumulates(), is_last, accumulation.size, settings, is_measured)
         if way not in functions:
             functions[way] = make()
-        return functions[way](iterator)
+        with fills_window.set(is_last):
+            logs = functions[way](iterator)
+        if is_last is not None:
+            accumulation.window.count_batch(is_last)
+        return logs
 
     def train_function(iterator: Any) -> Any:
         try:

@@ -18,9 +18,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ga_model.base import _messages
 from ga_model.base._internals import is_built, stateless_scope
 from ga_model.base._internals_tf import NOT_INLINED
+from ga_model.base._messages import late_gradient_message
+from ga_model.batch import _messages
 from ga_model.batch._look_ahead import look_ahead
 from ga_model.batch._nonfinite import undone_if_left_out
 from ga_model.batch._part import Part
@@ -264,7 +265,7 @@ class Passes:
             self.statistics = calls
         ordered = in_order(self.statistics, calls, moments)
         if ordered is None:
-            raise RuntimeError(_changing_calls_message(self._model.name))
+            raise RuntimeError(_messages.changing_calls_message(self._model.name))
         return ordered
 
     def _note_targets(self, recording: Recording) -> None:
@@ -273,7 +274,7 @@ class Passes:
         present = [[value is not None for value in s.values()] for s in sums]
         if self.targets:
             if [id(t.optimizer) for t in targets] != [id(t.optimizer) for t in self.targets]:
-                raise RuntimeError(_changing_targets_message(self._model.name))
+                raise RuntimeError(_messages.changing_targets_message(self._model.name))
             late = [
                 variable
                 for target, *flags in zip(targets, self._present, present)
@@ -281,7 +282,7 @@ class Passes:
                 if now and not before
             ]
             if late:
-                raise RuntimeError(_messages.late_gradient_message(late))
+                raise RuntimeError(late_gradient_message(late))
         else:
             self._present = present
         self.targets = targets
@@ -289,19 +290,3 @@ class Passes:
     def _units_of(self, part: Part) -> list[Any]:
         known = {id(target.optimizer): s.unit for target, s in zip(self.targets, part.sums)}
         return [known.get(id(o), unit) for o, unit in zip(self._optimizers, self._units)]
-
-
-def _changing_targets_message(model: str) -> str:
-    return (
-        "All microbatches of a batch must apply the same optimizers, in the same order. "
-        f"Received: `train_step` of {model!r}, which changes them between microbatches. "
-        "Apply every optimizer in every step, or set `microbatch_size=None`."
-    )
-
-
-def _changing_calls_message(model: str) -> str:
-    return (
-        "All microbatches of a batch must call the same BatchNormalization layers in training "
-        f"mode. Received: {model!r}, which changes them between microbatches. Call every layer in "
-        "every step, or set `microbatch_size=None`."
-    )

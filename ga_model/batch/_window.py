@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from ga_model.base import _messages
+from ga_model.base._context import ThreadValue
 from ga_model.batch._window_statistics import WindowStatistics
 from ga_model.hearing._normalization import Call
 from ga_model.hearing._recorder import Target
@@ -16,6 +17,10 @@ from ga_model.sums._moments import Moments
 from ga_model.sums._noise import GradientNoise
 from ga_model.sums._sums import GradientSum, power_of_two
 from ga_model.sums._window_sum import WindowSum
+
+# Whether the batch that is trained fills its window, where that is known before its graph runs.
+# None leaves it to the graph.
+fills_window = ThreadValue()
 
 
 class Counter:
@@ -35,8 +40,9 @@ class Counter:
 class Window:
     """Collects batches and makes one update of each optimizer when it is full.
 
-    The state is in variables, so one traced function serves every position in the window and every
-    value of `accumulation_steps`.
+    The state is in variables, so a traced function serves every value of `accumulation_steps`, and
+    every position in the window. Where `fills_window` tells whether it is the last one, what is
+    traced is for the last one or for all others, without a condition.
 
     Args:
         model: the `AccumulatingModel`, as it is compiled.
@@ -47,6 +53,10 @@ class Window:
     """
 
     def __init__(self, model: Any) -> None:
+        self._next_known = model.accumulation_steps  # what `_next_steps` has
+        # What `_remaining` has, where only calls that `count_batch` is told of move it; else None.
+        self._known: int | None = None
+        self._is_moved_by_graphs = False
         self._next_steps, self.steps, self._remaining = _strategy.make_variables(
             lambda: [tf.constant(model.accumulation_steps, tf.int64) for _ in range(3)]
         )
@@ -63,11 +73,15 @@ class Window:
 
     def set_steps(self, accumulation_steps: int) -> None:
         """Let the next window have `accumulation_steps` batches."""
+        if accumulation_steps == self._next_known:
+            return
+        self._next_known = accumulation_steps
         self._next_steps.assign(accumulation_steps)
         if not self.is_open():
             self._begin()
 
     def _begin(self) -> None:
+        self._known = None
         steps = self._next_steps.read_value()
         self.steps.assign(steps)
         self._remaining.assign(steps)
@@ -119,8 +133,14 @@ class Window:
         Args:
             noise: what measures the noise of the gradients, or None.
         """
-        self._remaining.assign_sub(1)
-        self._update(tf.less_equal(self._remaining, 0), noise)
+        is_last = fills_window.get()
+        if not is_last:
+            self._remaining.assign_sub(1)
+        if is_last is None:
+            self._is_moved_by_graphs = True
+            self._update(tf.less_equal(self._remaining, 0), noise)
+        elif is_last:
+            self._update(True, noise)
 
     def _update(self, condition: Any, noise: GradientNoise | None) -> None:
         for optimizer, whole in self._sums.values():
@@ -131,7 +151,7 @@ class Window:
         _strategy.run_if(condition, self._begin)
 
     def _make_update(self) -> Any:
-        return self._update if self._run_eagerly else tf.function(self._update)
+        return self._update if self._run_eagerly else tf.function(self._update, autograph=False)
 
     def is_open(self) -> bool:
         """Return whether there are batches that no update has used yet."""
@@ -142,12 +162,27 @@ class Window:
         with tf.init_scope():  # read the values now, also while a graph is traced
             return int(self.steps.numpy() - self._remaining.numpy())
 
+    def num_missing(self) -> int:
+        """Return how many batches are missing until the window is full."""
+        if self._known is None or self._is_moved_by_graphs:
+            self._known = int(self._remaining.numpy())
+        return self._known
+
+    def count_batch(self, is_last: bool) -> None:
+        """Note in Python that a batch was trained, as its graph did."""
+        if is_last:
+            self._known = self._next_known
+        elif self._known is not None:
+            self._known -= 1
+
     def close(self, noise: GradientNoise | None) -> None:
         """Make the update of a partial window. An empty one changes nothing."""
         if not tf.executing_eagerly():
+            self._is_moved_by_graphs = True
             self._update(tf.not_equal(self._remaining, self.steps), noise)
         elif self.is_open():
             self._update_if(True, noise)
+            self._known = None
 
     def note_rows(self, counts: list[Any]) -> None:
         """Note if the parts of a window's batches have numbers of samples whose ratio changes.

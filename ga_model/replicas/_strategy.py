@@ -192,13 +192,20 @@ def exactly_scaled(loss: tf.Tensor, is_sum: bool = False) -> tf.Tensor:
 
 
 def run_if(condition: Any, function: Callable[[], Any]) -> None:
-    """Run `function` in the graph where `condition`, a bool scalar, holds."""
+    """Run `function` in the graph where `condition`, a bool scalar, holds. True is no branch."""
+    if condition is True:
+        function()
+        return
 
     def run() -> tf.Tensor:
         function()
         return tf.constant(0)
 
     tf.cond(tf.convert_to_tensor(condition), run, lambda: tf.constant(0))
+
+
+def _as_condition(condition: Any) -> Any:
+    return condition if condition is True else tf.convert_to_tensor(condition)
 
 
 def run_once_if(condition: Any, function: Callable[[], Any] | None) -> None:
@@ -213,7 +220,7 @@ def run_once_if(condition: Any, function: Callable[[], Any] | None) -> None:
         run_if(strategy.experimental_local_results(condition)[0], function)
 
     if is_on_replica():
-        args = (tf.convert_to_tensor(condition),)
+        args = (_as_condition(condition),)
         tf.distribute.get_replica_context().merge_call(run, args)
     else:
         run_if(condition, function)
@@ -259,7 +266,7 @@ def update_if(
 
         run_if(strategy.experimental_local_results(condition)[0], run)
 
-    args = (tf.convert_to_tensor(condition), weight, *values)
+    args = (_as_condition(condition), weight, *values)
     tf.distribute.get_replica_context().merge_call(branch, args)
 
 

@@ -180,6 +180,20 @@ class GradientSum(NamedTuple):
         )
         return self._replace(gradients=_with_nones(begun, self.gradients))
 
+    def shrink_for(self, other: GradientSum) -> tf.Tensor:
+        """Return what this sum is multiplied by beside another one: a power of two, mostly 1."""
+        return tf.math.divide_no_nan(self.unit, other.unit)
+
+    def case_of(self, other: GradientSum) -> tf.Tensor:
+        """Return what becomes of this sum where another one is added, an int32 scalar tensor.
+
+        0: nothing, as a microbatch without weight is left out, not multiplied. 1: the other one
+        takes its place. 2: they are added. 3: they are, after this one has shrunk.
+        """
+        is_empty, is_first = tf.equal(other.total, 0.0), tf.equal(self.unit, 0.0)
+        is_same_unit = tf.equal(self.shrink_for(other), 1.0)
+        return tf.where(is_empty, 0, tf.where(is_first, 1, tf.where(is_same_unit, 2, 3)))
+
     def plus(
         self, other: GradientSum, variables: Sequence[Any], in_one_pass: bool = False
     ) -> GradientSum:
@@ -194,16 +208,14 @@ class GradientSum(NamedTuple):
                 That is for dense gradients under XLA, which makes one pass over memory of it, and
                 would copy what goes into a branch.
         """
-        shrink = tf.math.divide_no_nan(self.unit, other.unit)  # a power of two, mostly 1
+        shrink = self.shrink_for(other)
         terms = [
             (a, term_like(a, b, v), v)
             for a, b, v in zip(self.gradients, other.gradients, variables)
             if a is not None
         ]
-        # A microbatch without weight is left out, not multiplied.
-        is_empty, is_same_unit = tf.equal(other.total, 0.0), tf.equal(shrink, 1.0)
-        is_first = tf.equal(self.unit, 0.0)
         if in_one_pass:
+            is_empty, is_first = tf.equal(other.total, 0.0), tf.equal(self.unit, 0.0)
             sums = [
                 tf.where(is_empty, a, tf.where(is_first, b, added(multiplied(a, shrink, v), b, v)))
                 for a, b, v in terms
@@ -215,8 +227,7 @@ class GradientSum(NamedTuple):
                 lambda: [added(a, b, v) for a, b, v in terms],
                 lambda: [added(multiplied(a, shrink, v), b, v) for a, b, v in terms],
             ]
-            case = tf.where(is_empty, 0, tf.where(is_first, 1, tf.where(is_same_unit, 2, 3)))
-            sums = tf.switch_case(case, branches)
+            sums = tf.switch_case(self.case_of(other), branches)
         else:
             sums = []
         return GradientSum(

@@ -14,11 +14,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from ga_model.base import _messages, _validate
+from ga_model.base import _validate
+from ga_model.base._messages import late_gradient_message
 from ga_model.replicas import _optimizers, _strategy
-from ga_model.sums import _sums
+from ga_model.sums import _messages, _sums
 from ga_model.sums._gradient_noise import Squares
 from ga_model.sums._noise import GradientNoise
+from ga_model.sums._one_gradient import term_like
 from ga_model.sums._places import Parts
 from ga_model.sums._rows import Rows, sum_dtype
 from ga_model.sums._sums import GradientSum
@@ -63,8 +65,9 @@ class WindowSum:
         """
         self._check_is_on_replica()
         self.prepare(part, variables, least)
-        self._store(self._sum().plus(part, variables))
-        self._count(part)
+        dense, rows = self._parted(part)
+        self._add_in_place(dense)
+        self.add_rest(rows)
 
     def add_compiled(
         self, part: GradientSum, variables: Sequence[Any], least: float | None
@@ -74,11 +77,50 @@ class WindowSum:
         Returns the rest, for `add_rest`: what goes into lists of rows, which XLA cannot keep.
         """
         self.prepare(part, variables, least)
-        dense = [None if isinstance(b, Rows) else g for b, g in zip(self._buffers, part.gradients)]
-        rows = [g if isinstance(b, Rows) else None for b, g in zip(self._buffers, part.gradients)]
-        whole = self._sum(with_rows=False)
-        self._store(whole.plus(part._replace(gradients=dense), variables, in_one_pass=True))
-        return part._replace(gradients=rows, maxima=[None for _ in rows])
+        dense, rows = self._parted(part)
+        self._store(self._sum(with_rows=False).plus(dense, variables, in_one_pass=True))
+        return rows
+
+    def _parted(self, part: GradientSum) -> tuple[GradientSum, GradientSum]:
+        """Return what is added to dense buffers, and what to lists of rows."""
+        is_list = [isinstance(buffer, Rows) for buffer in self._buffers]
+        dense = [None if listed else g for listed, g in zip(is_list, part.gradients)]
+        rows = [g if listed else None for listed, g in zip(is_list, part.gradients)]
+        nothing = [None for _ in is_list]
+        return part._replace(gradients=dense), part._replace(gradients=rows, maxima=nothing)
+
+    def _add_in_place(self, part: GradientSum) -> None:
+        """Add to dense buffers, each as soon as its gradient is there, which is then freed."""
+        so_far = GradientSum([], [], self._total.read_value(), self.unit.read_value())
+        shrink = so_far.shrink_for(part)
+        parts = list(zip(self._buffers, part.gradients, part.maxima, self.variables))
+        pairs = [
+            (buffer, term_like(buffer, gradient, variable))
+            for buffer, gradient, maximum, variable in parts
+            if not (buffer is None or isinstance(buffer, Rows) or maximum is not None)
+        ]
+
+        def branch(write: Callable[[Any, Any], Any]) -> Callable[[], Any]:
+            def run() -> Any:
+                for pair in pairs:
+                    write(*pair)
+                return tf.constant(0)
+
+            return run
+
+        branches = [
+            branch(lambda buffer, term: None),
+            branch(lambda buffer, term: buffer.assign(term)),
+            branch(lambda buffer, term: buffer.assign_add(term)),
+            branch(lambda buffer, term: buffer.assign(buffer * tf.cast(shrink, term.dtype) + term)),
+        ]
+        if pairs:
+            tf.switch_case(so_far.case_of(part), branches)
+        is_first = tf.equal(self.num_microbatches, 0)
+        for buffer, _, maximum, _ in parts:
+            if maximum is not None:
+                before = tf.where(is_first, buffer.dtype.min, buffer)
+                buffer.assign(tf.maximum(before, tf.cast(maximum, buffer.dtype)))
 
     def add_rest(self, rest: GradientSum) -> None:
         """Add what `add_compiled` returned, and count the microbatch."""
@@ -178,7 +220,7 @@ class WindowSum:
         """Return what there is to tell of rows that were summed, one message or none."""
         summed = [] if _optimizers.adds_up_rows(optimizer) else self.summed_variables()
         names = [getattr(variable, "path", variable.name) for variable in summed]
-        return [_summed_rows_message(names, optimizer.name)] if names else []
+        return [_messages.summed_rows_message(names, optimizer.name)] if names else []
 
     def reset(self) -> None:
         """Forget the open window. Dense buffers stay allocated."""
@@ -190,7 +232,7 @@ class WindowSum:
 
     def _check_is_on_replica(self) -> None:
         if _strategy.current() is not self._strategy or not _strategy.is_on_replica():
-            raise ValueError(_accumulator_scope_message())
+            raise ValueError(_messages.accumulator_scope_message())
 
     def is_for(self, variables: Sequence[Any]) -> bool:
         """Return whether `variables` are those whose gradients are summed, in the same order."""
@@ -211,16 +253,16 @@ class WindowSum:
             )
             return
         if not self.is_for(variables):
-            raise ValueError(_unknown_variables_message())
+            raise ValueError(_messages.unknown_variables_message())
         if (least is None) != (self._least is None):
-            raise ValueError(_mixed_weights_message())
+            raise ValueError(_messages.mixed_weights_message())
         late = [
             variable
             for variable, value, buffer in zip(variables, part.values(), self._buffers)
             if value is not None and buffer is None
         ]
         if late:
-            raise RuntimeError(_messages.late_gradient_message(late))
+            raise RuntimeError(late_gradient_message(late))
 
 
 def _check_shapes(pairs: Sequence[tuple[Any, Any]]) -> None:
@@ -230,7 +272,7 @@ def _check_shapes(pairs: Sequence[tuple[Any, Any]]) -> None:
     for value, variable in pairs:
         shape = getattr(value, "shape", None)
         if shape is not None and not tf.TensorShape(variable.shape).is_compatible_with(shape):
-            raise ValueError(_gradient_message(value, variable))
+            raise ValueError(_messages.gradient_message(value, variable))
 
 
 def _nothing(value: Any, variable: Any) -> Any:
@@ -238,44 +280,3 @@ def _nothing(value: Any, variable: Any) -> Any:
     if isinstance(value, (Rows, Parts)):
         return Rows.none(variable)
     return None if value is None else tf.zeros(variable.shape, sum_dtype(variable.dtype))
-
-
-def _summed_rows_message(variables: list[str], optimizer: str) -> str:
-    return (
-        f"A window looked up more rows of {variables} than 1.25 times the size of the table. To "
-        "limit memory, rows with equal ids were summed before the update. On the full batch, "
-        f"{optimizer!r} gets each lookup as a separate row, so its update differs. Use fewer "
-        "`accumulation_steps`, or `microbatch_size`, which does not sum rows."
-    )
-
-
-def _gradient_message(gradient: Any, variable: Any) -> str:
-    return (
-        "A gradient must have the shape of its variable. "
-        f"Received: shapes {tuple(gradient.shape)} and {tuple(variable.shape)}. "
-        "Pass what `tape.gradient(loss, variables)` returns, with the same `variables`."
-    )
-
-
-def _unknown_variables_message() -> str:
-    return (
-        "All gradients of a window must belong to the same variables, in the same order. "
-        "Received: different variables than in the first microbatch. "
-        "After freezing or unfreezing layers, call `model.compile()` again; "
-        "in your own loop, create a new `GradientAccumulator`."
-    )
-
-
-def _mixed_weights_message() -> str:
-    return (
-        "`weight` must be a number in every microbatch of a `GradientAccumulator`, or None in "
-        "every one. Received: both. Pass None only if the loss is a sum."
-    )
-
-
-def _accumulator_scope_message() -> str:
-    return (
-        "A `GradientAccumulator` must be used under the `tf.distribute` strategy it was created "
-        "in. Received: a call from elsewhere. Create it inside `with strategy.scope():`, like the "
-        "model and the optimizer, and call it in the function that `strategy.run` runs."
-    )

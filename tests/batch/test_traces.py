@@ -1,4 +1,8 @@
-"""One trace per function: none for tails, epochs, partial windows or a change of the setting."""
+"""One trace per function: none for tails, epochs, partial windows or a change of the setting.
+
+A window has two functions where `fit` or `train_on_batch` drives it a batch at a time: one for
+batches that are added up, and one for the batch that fills it.
+"""
 
 import keras
 import pytest
@@ -16,12 +20,12 @@ def dataset(x, y):
 
 @pytest.mark.parametrize("jit_compile", [False, True])
 @pytest.mark.parametrize("style", ["wrap", "subclass"])
-def test_one_trace_over_epochs_tails_partial_windows_and_settings(style, jit_compile):
+def test_two_traces_over_epochs_tails_partial_windows_and_settings(style, jit_compile):
     model = make(style, jit_compile=jit_compile)
     for rows, steps in ((34, 3), (24, 3), (34, 2), (30, 5), (34, 4)):
         model.accumulation_steps = steps
         model.fit(dataset(*dense_data(rows)), epochs=2, shuffle=False, verbose=0)
-    assert model.traces == 1
+    assert model.traces == 2
 
 
 def test_plain_training_has_a_function_of_its_own_and_each_is_traced_once():
@@ -29,7 +33,34 @@ def test_plain_training_has_a_function_of_its_own_and_each_is_traced_once():
     for steps in (1, 3, 1, 2, 1):
         model.accumulation_steps = steps
         model.fit(dataset(*dense_data(34)), epochs=2, shuffle=False, verbose=0)
-    assert model.traces == 2
+    assert model.traces == 3
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_the_second_function_is_traced_when_the_first_window_is_full(jit_compile):
+    model, (x, y) = make("wrap", jit_compile=jit_compile), dense_data(8)
+    traces = []
+    for _ in range(7):
+        model.train_on_batch(x, y)
+        traces.append(model.traces)
+    assert traces == [1, 1, 2, 2, 2, 2, 2]
+
+
+def test_batches_that_are_added_up_know_no_optimizer_and_no_update_waits():
+    model, (x, y) = make("wrap"), dense_data(8)
+    for _ in range(6):
+        model.train_on_batch(x, y)
+    adds, updates = model.graphs
+    state = {v.value.ref() for v in model.optimizer.variables}
+    assert not state & {v.ref() for v in adds.variables}
+    assert state & {v.ref() for v in updates.variables}
+    assert "If" not in {op.type for op in adds.get_operations()}
+
+
+def test_several_steps_per_execution_have_one_function_that_counts():
+    model = make("wrap", steps_per_execution=2)
+    model.fit(dataset(*dense_data(34)), epochs=2, shuffle=False, verbose=0)
+    assert model.traces == 1
 
 
 def test_closing_partial_windows_traces_the_update_once(monkeypatch):
@@ -47,7 +78,7 @@ def test_closing_partial_windows_traces_the_update_once(monkeypatch):
     assert len(updates) == 2  # in the step, and where an epoch ends
 
 
-def test_unbuilt_models_trace_no_more_often_than_with_plain_keras():
+def test_unbuilt_models_trace_once_more_than_with_plain_keras():
     counts = []
     for wrap in (False, True):
         model = Counting()
@@ -56,4 +87,22 @@ def test_unbuilt_models_trace_no_more_often_than_with_plain_keras():
         model.compile("adam", "mse")
         model.fit(dataset(*dense_data(34)), epochs=3, shuffle=False, verbose=0)
         counts.append(model.traces)
-    assert counts[1] <= counts[0]
+    assert counts[1] <= counts[0] + 1  # the function for the batch that fills a window
+
+
+def test_batches_of_a_loop_of_ones_own_count_in_a_window_that_python_counts():
+    model, (x, y) = make("wrap"), dense_data(8)
+    own = tf.function(lambda: model.train_step((x, y)))
+    for _ in range(3):  # the first one traces
+        before = int(model.optimizer.iterations)
+        model.train_on_batch(x, y)
+        own()
+        assert int(model.optimizer.iterations) == before
+        model.train_on_batch(x, y)
+        assert int(model.optimizer.iterations) == before + 1
+    for _ in range(2):
+        own()
+    assert model.optimizer.iterations == 3
+    assert not model.has_updated
+    model.train_on_batch(x, y)
+    assert model.optimizer.iterations == 4

