@@ -61,11 +61,11 @@ def _found_in_graph(error: BaseException) -> str | None:
 
     In such an error it stands in between what TensorFlow tells of the graph.
     """
-    starts = "`microbatch_size` splits|Where the calls of layers go"
+    starts = "`microbatch_size` splits|To be split into microbatches"
     found = re.search(rf"assertion failed: \[((?:{starts})[^\]]*)\]([^|\n]*)", str(error))
     if found is None:
         return None
     numbers = [int(number) for number in re.findall(r"= \] \[(\d+)\]", found[2])]
     return found[1].replace(
-        "other numbers of samples", f"{' and '.join(map(str, numbers))} samples"
+        "different numbers of samples", f"{' and '.join(map(str, numbers))} samples"
     )

@@ -337,7 +337,7 @@ def command(case, tmp_path):
 def test_a_backend_that_a_command_does_not_run_on(monkeypatch):
     monkeypatch.setenv("KERAS_BACKEND", "jax")
     with pytest.raises(
-        CommandError, match=r"^.*needs the TensorFlow backend .*KERAS_BACKEND='jax'\. Set"
+        CommandError, match=r"^.*TensorFlow and PyTorch backends .*KERAS_BACKEND='jax'\. Set"
     ):
         run_command("demo")
 
