@@ -485,7 +485,7 @@ def test_bad_microbatches_are_left_out_on_any_replica(float64):
         with pytest.raises(ValueError, match=r"keras>=3\.10, or set `skip_nonfinite=False`"):
             model.fit(x, y, batch_size=24, verbose=0)
         return
-    with pytest.warns(UserWarning, match="left out"):
+    with pytest.warns(UserWarning, match="were skipped"):
         model.fit(x, y, batch_size=24, shuffle=False, verbose=0)
     assert model.num_skipped_microbatches == 2
     reference = seeded(dense_model)

@@ -165,7 +165,7 @@ def test_what_is_left_out_moves_nothing():
     bad = y.copy()
     bad[5:10] = np.nan
     settings = {"microbatch_size": 5, "skip_nonfinite": True}
-    with pytest.warns(UserWarning, match="left out"):
+    with pytest.warns(UserWarning, match="were skipped"):
         found, start = fit(first, settings, 12, (x, bad), epochs=1)
     rest = [np.concatenate([part[:5], part[10:]]) for part in (x, y)]
     expected, _ = fit(first, {}, 12, rest, epochs=1)
