@@ -130,8 +130,8 @@ def unread_loss_message(model: str) -> str:
         f"Received: `train_step` of {model!r}, whose graph cannot be read: it runs eagerly, takes "
         "gradients in a nested function, or has ragged or sparse inputs. Its loss is assumed to be "
         "a mean over samples, and its gradients to reach the optimizer unchanged. If the loss is "
-        f"something else, {EXACT_WAY}. If the step clips gradients, or takes some after an "
-        f"update, {ALONE} for any step."
+        f"something else, {EXACT_WAY}. If the step clips gradients, takes some after an update, or "
+        f"changes a learning rate or a metric that it computes with, {ALONE} for any step."
     )
 
 
@@ -150,6 +150,15 @@ def written_message(model: str, variables: list[str]) -> str:
         "once per microbatch, on the full batch once per update. Do it in a method "
         "`on_update(self)` of the model, which runs after each update, or "
         f"{ALONE}."
+    )
+
+
+def metrics_used_message(model: str, variables: list[str]) -> str:
+    return (
+        "A metric is updated once per microbatch of a window, on the full batch once per update. "
+        f"Received: `train_step` of {model!r}, whose gradients depend on {variables} of a metric "
+        "that it updates. Training differs from the full batch: log metrics only, and compute with "
+        f"a variable that `on_update(self)` assigns, or {ALONE} for any step."
     )
 
 

@@ -35,7 +35,7 @@ from ga_model.reading._custom_gradients import not_additive
 from ga_model.reading._heard_gradients import place_of
 from ga_model.reading._loss_reading import DoesNotAddUpError
 from ga_model.reading._tapes import heard
-from ga_model.reading._writes import NOTHING, Writes, left_out, used_since
+from ga_model.reading._writes import NOTHING, Writes, left_out, used_in, used_since
 from ga_model.replicas import _optimizers
 from ga_model.sums import _sums
 from ga_model.sums._one_gradient import scaled
@@ -228,12 +228,14 @@ class Recording:
 
         Warns:
             UserWarning: it wrote to variables, or BatchNormalization layers did; or a layer has a
-                gradient of its own that is not linear.
+                gradient of its own that is not linear; or gradients follow from metrics.
         """
         if self._is_trial:
             return
         known = [*(t.optimizer for t in self.targets), *optimizers_in(vars(self.model))]
-        written = NOTHING if self._writes is None else self._writes.read(known)
+        waiting = [v for update in self.metrics.updates for v in update.metric.variables]
+        applied_at = {id(t.optimizer): n for t, n in zip(self.targets, self._applied_at)}
+        written = NOTHING if self._writes is None else self._writes.read(known, applied_at, waiting)
         names = [optimizer.name for optimizer in written.optimizers]
         if names or (not self.targets and self.model.trainable_weights):
             if self._writes is not None:
@@ -250,6 +252,14 @@ class Recording:
             self.model._warn_once(message)
         if written.others:
             self.losses.tell(_messages.written_message(self.model.name, written.others))
+        if self._graph is not None:
+            self._warn_of_metrics(written.metrics)
+
+    def _warn_of_metrics(self, variables: list[Any]) -> None:
+        """Warn if gradients follow from metrics, of which these variables were written to."""
+        used = used_in(self._graph, variables, self.given)
+        if used:
+            self.losses.tell(_messages.metrics_used_message(self.model.name, sorted(set(used))))
 
 
 def note_call(tensors: Any, losses: Sequence[Any] = (), is_sum: Sequence[bool] = ()) -> None:

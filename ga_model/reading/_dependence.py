@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,25 +26,6 @@ class Dependence(NamedTuple):
 
 _ALL = Dependence(True, True)
 _NOTHING = Dependence(False, False)
-
-
-def walk_back(tensors: Iterable[Any], graph: Any, goes_on: Callable[[Any], bool]) -> list[Any]:
-    """Return the tensors of a graph that others follow from, and these, each once.
-
-    Args:
-        tensors: where to begin. What is not of the graph is left out.
-        graph: the graph.
-        goes_on: function of a tensor that tells whether to go on to what it was computed from.
-    """
-    found: dict[int, Any] = {}
-    left = list(tensors)
-    while left:
-        tensor = left.pop()
-        is_here = tf.is_symbolic_tensor(tensor) and tensor.graph is graph
-        if is_here and id(tensor) not in found:
-            found[id(tensor)] = tensor
-            left += tensor.op.inputs if goes_on(tensor) else []
-    return list(found.values())
 
 
 def dependence_of(tensor: Any) -> Dependence:

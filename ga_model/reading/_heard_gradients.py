@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from ga_model.base._context import graph_being_made
 from ga_model.reading._denominators import Denominator, StepLoss, by_kind
-from ga_model.reading._dependence import walk_back
+from ga_model.reading._following import walk_back
 from ga_model.reading._loss_reading import normalizing_names
 from ga_model.reading._operations import DIVISIONS, MOVES, PRODUCTS, SHARED, names, value_of
 from ga_model.reading._step_loss import StepReading

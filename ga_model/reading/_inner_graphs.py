@@ -8,7 +8,7 @@ from ga_model.base._internals_tf import graph_of_function
 from ga_model.reading._operations import BY_SAMPLE, LIST, MEAN, MIXED, ONE, SHARED, SUM, names
 
 BRANCHES = names("Case If StatelessCase StatelessIf")
-_LOOPS = names("StatelessWhile While")
+LOOPS = names("StatelessWhile While")
 _OF_SEVERAL = frozenset({MIXED, MEAN, SUM})
 
 
@@ -17,7 +17,7 @@ def bodies(op: Any) -> list[Any]:
     if op.op_def is None:
         return []
     found = [a.name for a in op.op_def.attr if a.type == "func"]
-    found.sort(key=lambda name: name == "cond" and op.type in _LOOPS)
+    found.sort(key=lambda name: name == "cond" and op.type in LOOPS)
     graphs = [graph_of_function(op.graph, op.get_attr(name).name) for name in found]
     return [graph for graph in graphs if graph is not None]
 
@@ -35,7 +35,7 @@ def kind_after(
     """
     if op.type in BRANCHES and kinds[0] in _OF_SEVERAL:
         return MIXED  # samples choose the branch
-    if op.type in _LOOPS:
+    if op.type in LOOPS:
         (body, *condition) = results
         if any(_OF_SEVERAL & set(kinds) for kinds in condition):
             return MIXED

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ga_model.reading._dependence import walk_back
+from ga_model.reading._following import walk_back
 from ga_model.reading._operations import (
     BY_SAMPLE,
     COUNT,

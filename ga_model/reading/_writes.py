@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -19,7 +19,8 @@ import tensorflow as tf
 from ga_model.base._context import ThreadValue, graph_being_made
 from ga_model.base._internals import layers_in, num_updates, own_weights, raw
 from ga_model.base._internals_tf import written_handles
-from ga_model.reading._dependence import walk_back
+from ga_model.reading._dependence import dependence_of
+from ga_model.reading._following import walk_back, written_from
 from ga_model.replicas import _strategy
 
 # Variables that may be written to once per microbatch, by the last part of their names: where
@@ -28,6 +29,8 @@ _HARMLESS = ("seed_generator_state", "StateVar")
 
 READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape")
 
+_OF_BATCH = ("Placeholder", "IteratorGetNext")
+
 
 class Written(NamedTuple):
     """What a step has written to.
@@ -35,15 +38,18 @@ class Written(NamedTuple):
     Attributes:
         normalization: BatchNormalization layers whose statistics have moved.
         optimizers: optimizers that were applied.
-        others: names of other variables. Metrics and random state are none of them.
+        others: names of other variables. Metrics and random state are none of them, and neither
+            are those of known optimizers that every microbatch gives the same value.
+        metrics: variables of metrics, with those of the ones that wait.
     """
 
     normalization: list[Any]
     optimizers: list[Any]
     others: list[str]
+    metrics: list[Any]
 
 
-NOTHING = Written([], [], [])
+NOTHING = Written([], [], [], [])
 
 # Of a graph, where operations begin and end that are left out: a list while a step is recorded.
 left_out = ThreadValue()
@@ -76,6 +82,8 @@ class Writes:
         # Handles that an operation of the graph itself writes to, and no branch: a variable that
         # is made while a graph is gets its first value in one.
         self._assigned: set[int] = set()
+        # Of operations their numbers, and handles that they write to.
+        self._written: list[tuple[int, Any, Any]] = []
         self._unbuilt: list[Any] = []  # optimizers, eagerly
         self._graph = graph_being_made()
         if self._graph is not None:
@@ -87,11 +95,15 @@ class Writes:
             variables += [v for v in vars(model).values() if isinstance(v, tf.Variable)]
             self._before = [(v, tf.identity(v)) for v in map(raw, variables)]
 
-    def read(self, known: Iterable[Any]) -> Written:
+    def read(
+        self, known: Sequence[Any], applied_at: dict[int, int], waiting: Sequence[Any]
+    ) -> Written:
         """Return what was written to.
 
         Args:
             known: optimizers of which it is known.
+            applied_at: by the id of one of them, the number of operations before it was applied.
+            waiting: variables of metrics that are written to later.
         """
         written = self._in_graph() if self._graph is not None else self._eagerly()
 
@@ -109,19 +121,29 @@ class Writes:
                 normalization.append(layer)
             else:
                 names += [variable.path for variable in found]
-        found_in([*_of_optimizers(known), *self._model.metrics_variables])
+        if self._graph is not None:
+            moved = [
+                variable.path
+                for optimizer in known
+                for variable in _of_optimizers([optimizer])
+                if self._moves(variable, applied_at.get(id(optimizer)), waiting)
+            ]
+            names += dict.fromkeys(moved)
+        found_in(_of_optimizers(known))
+        of_metrics = [*waiting, *found_in(self._model.metrics_variables)]
         built = [o for o in self._unbuilt if o.built and not any(o is other for other in known)]
         if not written:
-            return Written(normalization, built, names)
+            return Written(normalization, built, names, of_metrics)
         living = _living((keras.optimizers.Optimizer, keras.metrics.Metric, tf.Variable))
         optimizers = [v for v in living if isinstance(v, keras.optimizers.Optimizer)]
         optimizers = [o for o in optimizers if o.built and found_in([num_updates(o)])] or built
         metrics = [v for v in living if isinstance(v, keras.metrics.Metric)]
-        found_in([*_of_optimizers(optimizers), *(v for m in metrics for v in m.variables)])
+        found_in(_of_optimizers(optimizers))
+        of_metrics += found_in(v for metric in metrics for v in metric.variables)
         if _strategy.num_replicas() == 1:  # or others might be those of a replica in between
             others = map(_name, found_in(v for v in living if isinstance(v, tf.Variable)))
             names += [name for name in others if name not in _HARMLESS]
-        return Written(normalization, optimizers, names)
+        return Written(normalization, optimizers, names, of_metrics)
 
     def undo(self) -> None:
         """Put back what was written to, as far as that has happened: eagerly."""
@@ -133,15 +155,37 @@ class Writes:
         """Return the handles of variables that new operations of the graph write to, as ids."""
         graph: Any = self._graph
         unseen = _spans(graph, left_out.get())
-        written: set[int] = set()
-        assigned: set[int] = set()
         for number, op in enumerate(graph.get_operations()):
             if number >= self._number and not any(number in span for span in unseen):
-                handles = {id(handle) for handle in written_handles(op)}
-                written |= handles
-                assigned |= handles if op.type.startswith("Assign") else set()
+                self._written += [(number, op, handle) for handle in written_handles(op)]
+        assigned = {id(h) for _, op, h in self._written if op.type.startswith("Assign")}
         self._assigned = _captured(graph, assigned)
-        return _captured(graph, written)
+        return _captured(graph, {id(handle) for *_, handle in self._written})
+
+    def _moves(self, variable: Any, first: int | None, waiting: Iterable[Any]) -> bool:
+        """Return whether a window gives an optimizer's variable other values than the full batch.
+
+        It does if the value follows from the samples or from a variable that is written to, as it
+        is itself, or is written after the update: the window updates later.
+
+        Args:
+            variable: the variable.
+            first: the number of operations before the optimizer was applied, or None.
+            waiting: variables that are written to later.
+        """
+        handles = handles_of(variable)
+        own = {id(inner) for outer, inner in self._graph.captures if id(outer) in handles}
+        writes = [write for write in self._written if id(write[2]) in own]
+        if first is not None and any(number >= first for number, *_ in writes):
+            return True
+        sources = [tensor for _, op, handle in writes for tensor in written_from(op, handle)]
+        tensors = walk_back(sources, self._graph)
+        changing = {id(handle) for *_, handle in self._written}
+        return bool(_used(self._graph, tensors, waiting)) or any(
+            id(tensor) in changing
+            or (tensor.op.type in _OF_BATCH and dependence_of(tensor).on_values)
+            for tensor in tensors
+        )
 
     def _eagerly(self) -> set[int]:
         """Return the same of variables that have other values than before."""
@@ -187,6 +231,17 @@ def used_since(
     late = {op.name for op in graph.get_operations()[first:]}
     parts = tf.nest.flatten(gradients, expand_composites=True)
     tensors = walk_back(parts, graph, lambda tensor: tensor.op.name in late)
+    return _used(graph, tensors, variables)
+
+
+def used_in(graph: Any, variables: Iterable[Any], gradients: Iterable[Any]) -> list[str]:
+    """Return the names of variables whose values gradients of a graph follow from."""
+    parts = tf.nest.flatten(gradients, expand_composites=True)
+    return _used(graph, walk_back(parts, graph), variables)
+
+
+def _used(graph: Any, tensors: Iterable[Any], variables: Iterable[Any]) -> list[str]:
+    """Return the names of variables whose handles are among tensors of a graph."""
     used = _captured(graph, {id(tensor) for tensor in tensors})
     return [variable.path for variable in variables if used & handles_of(variable)]
 

@@ -142,6 +142,96 @@ def test_on_the_full_batch_it_is_not(make):
     fit(accumulate(seeded(make), microbatch_size=5), 24)
 
 
+# What a step sets of its optimizer.
+
+
+@tf.function
+def halved(rate):
+    return 0.5 * rate
+
+
+def set_in_a_branch(optimizer, condition, value):
+    rate = optimizer.learning_rate
+    tf.cond(condition, lambda: rate.value.assign(value(rate)), lambda: tf.identity(rate.value))
+
+
+SCHEDULE = keras.optimizers.schedules.CosineDecay(0.05, 4, warmup_target=0.1, warmup_steps=2)
+# Of the optimizer, the model's loss, and its metric for it, before the update.
+RATES_TOLD = {
+    "its own": lambda o, loss, m: o.learning_rate.assign(0.9 * o.learning_rate),
+    "of the loss": lambda o, loss, m: o.learning_rate.assign(0.1 * loss),
+    "less": lambda o, loss, m: o.learning_rate.assign_sub(0.001),
+    "of a metric": lambda o, loss, m: o.learning_rate.assign(0.1 * m.result()),
+    "a function": lambda o, loss, m: o.learning_rate.assign(halved(o.learning_rate.value)),
+    "a branch": lambda o, loss, m: set_in_a_branch(o, o.iterations > 0, lambda rate: rate / 2),
+    "if the loss is": lambda o, loss, m: set_in_a_branch(o, loss > 1.8, lambda _: 0.0),
+}
+RATES_EXACT = {
+    "schedule": lambda o, loss, m: o.learning_rate.assign(SCHEDULE(o.iterations)),
+    "constant": lambda o, loss, m: o.learning_rate.assign(0.05),
+    "attribute": lambda o, loss, m: setattr(o, "learning_rate", 0.05),
+    "branch": lambda o, loss, m: set_in_a_branch(o, o.iterations > 0, lambda _: 0.05),
+}
+
+
+class SetsItsRate(OwnStep):
+    def __init__(self, set_rate, late=False):
+        super().__init__()
+        self.set_rate, self.late = set_rate, late
+        self.tracker = keras.metrics.Mean()
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self.net(x, training=True) - y))
+        self.tracker.update_state(loss)
+        variables = self.net.trainable_variables
+        gradients = tape.gradient(loss, variables)
+        if not self.late:
+            self.set_rate(self.optimizer, loss, self.tracker)
+        self.optimizer.apply(gradients, variables)
+        if self.late:
+            self.set_rate(self.optimizer, loss, self.tracker)
+        return {"loss": self.tracker.result()}
+
+
+def said_of(make, **settings):
+    """Return what is said, and how far the training is from the full batch."""
+    models = [accumulate(seeded(make), **settings), seeded(make)]
+    start = models[1].get_weights()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        for model, rows in zip(models, (24 // settings.get("accumulation_steps", 1), 24)):
+            fit(model, rows)
+    weights, expected = (model.get_weights() for model in models)
+    assert_changed(expected, start)
+    said = [str(w.message) for w in caught if w.category is UserWarning]
+    return said, relative_difference(weights, expected, start)
+
+
+@pytest.mark.parametrize("settings", ["steps", "adding up", "both"])
+@pytest.mark.parametrize("name", RATES_TOLD)
+def test_a_rate_that_a_step_moves_by_itself_is_told_of(name, settings, float64):
+    (said,), off = said_of(lambda: SetsItsRate(RATES_TOLD[name]), **SETTINGS[settings])
+    assert re.search(r"writes to \['\S*learning_rate'\].*on_update", said)
+    assert off > 1e-3
+
+
+@pytest.mark.parametrize("settings", ["steps", "adding up", "both", "size"])
+@pytest.mark.parametrize("name", RATES_EXACT)
+def test_a_rate_that_is_the_same_for_all_microbatches_is_not(name, settings, float64):
+    said, off = said_of(lambda: SetsItsRate(RATES_EXACT[name]), **SETTINGS[settings])
+    assert not said
+    assert off < TOLERANCE[float64]
+
+
+def test_a_rate_that_is_set_after_the_update_is_told_of(float64):
+    """The window updates later."""
+    (said,), off = said_of(lambda: SetsItsRate(RATES_EXACT["constant"], True), accumulation_steps=3)
+    assert "learning_rate" in said
+    assert off > 1e-3
+
+
 class AppliesAnother(OwnStep):
     def beside(self, loss):
         variables = self.target.trainable_variables
@@ -266,3 +356,73 @@ class OfAGuide(OwnStep):
 @pytest.mark.parametrize("settings", [n for n in SETTINGS if n != "adding up"])
 def test_metrics_and_random_state_are_not_told_of(settings, way):
     fit(accumulate(seeded(OfAGuide), **SETTINGS[settings]), 8, **way)
+
+
+# Metrics that a step computes with.
+
+
+class UsesItsMetric(OwnStep):
+    """Has the mean of all losses so far in its loss, or only beside it."""
+
+    def __init__(self, use, tracker=None):
+        super().__init__()
+        self.use = use
+        self.tracker = tracker or keras.metrics.Mean(name="so_far")
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self.net(x, training=True) - y))
+            self.tracker.update_state(loss)
+            loss = self.use(loss, self.tracker)
+        variables = self.net.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss, **{m.name: m.result() for m in self.metrics}}
+
+
+def updated_in(loss, metric):
+    tf.function(lambda: metric.update_state(loss))()
+    return loss
+
+
+METRICS_TOLD = {
+    "scaled": lambda loss, metric: loss / (1.0 + metric.result()),
+    "a power": lambda loss, metric: tf.stop_gradient(metric.result()) * loss,
+    "a function": lambda loss, metric: loss * tf.function(lambda: metric.result())(),
+}
+METRICS_EXACT = {
+    "logged": lambda loss, metric: loss,
+    "added": lambda loss, metric: loss + 3.0 * tf.stop_gradient(metric.result()),
+    "updated in a function": updated_in,
+}
+
+
+@pytest.mark.parametrize("settings", ["steps", "adding up", "both"])
+@pytest.mark.parametrize("name", METRICS_TOLD)
+def test_a_metric_that_a_loss_uses_is_told_of(name, settings, float64):
+    (said,), off = said_of(lambda: UsesItsMetric(METRICS_TOLD[name]), **SETTINGS[settings])
+    assert re.search(r"gradients depend on \['so_far/\S*'.*of a metric", said)
+    assert off > 1e-3
+
+
+@pytest.mark.parametrize("settings", ["steps", "adding up", "both"])
+@pytest.mark.parametrize("name", METRICS_EXACT)
+def test_a_metric_that_no_gradient_follows_from_is_not(name, settings, float64):
+    said, off = said_of(lambda: UsesItsMetric(METRICS_EXACT[name]), **SETTINGS[settings])
+    assert not said
+    assert off < TOLERANCE[float64]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: UsesItsMetric(METRICS_TOLD["scaled"]),
+        lambda: SetsItsRate(RATES_TOLD["its own"]),
+        lambda: SetsItsRate(RATES_TOLD["of a metric"]),
+        lambda: SetsItsRate(RATES_EXACT["constant"], late=True),
+    ],
+)
+def test_on_the_full_batch_both_match_without_a_word(make, float64):
+    said, off = said_of(make, microbatch_size=5)
+    assert not said
+    assert off < TOLERANCE[float64]
