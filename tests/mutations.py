@@ -373,7 +373,7 @@ MUTATIONS = [
     Mutation(
         "a step that writes to variables is not told of",
         "reading/_writes.py",
-        "        return _captured(graph, written)\n",
+        "        return _captured(graph, {id(handle) for *_, handle in self._written})\n",
         "        return set()\n",
         "reading/test_writes.py::test_a_step_that_writes_to_variables_is_told_of_once",
     ),
