@@ -181,7 +181,7 @@ def check_schedule(schedule: Any) -> Callable[[int], int]:
         way_out = "Return the number of batches per update."
         return lambda index: check_integer(f"schedule({index})", schedule(index), way_out)
     keys = [
-        check_integer("key of schedule", key, "Epochs and updates count from 0.", least=0)
+        check_integer("key of schedule", key, "Count epochs and updates from 0.", least=0)
         for key in schedule
     ]
     way_out = "Pass the number of batches per update."

@@ -517,7 +517,7 @@ CASES = [
     (equal_weights, STEPS, "different", "override `microbatch_weight`"),
     (equal_weights_of_embeddings, STEPS, "different", "override `microbatch_weight`"),
     (two_outputs, STEPS, "different", "average over different things"),
-    (embedding_and_adam, STEPS, "different", "rows of equal ids"),
+    (embedding_and_adam, STEPS, "different", "rows with equal ids"),
     (spectral_normalization, STEPS, "different", r"layers \['spectral_normalization'\] write"),
     (lambda: two_optimizers(in_turn=True), STEPS, "different", "before it applies 'adam'"),
     (sampling, STEPS, "undecided", r"\['sampling"),

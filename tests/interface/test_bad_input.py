@@ -44,7 +44,7 @@ X, Y = dense_data(12)
 
 ADVICE = (
     "Pass|Call|Set|Remove|Make|Let|Add|Keep|Define|Write|Return|Give|Count|Create|Rename|Put|After|"
-    "Leave|From a dataset|Pass values|Freeze|Override|Draw"
+    "Leave|From a dataset|Pass values|Freeze|Override|Draw|Turn|Use|Move|Omit"
 )
 HOUSE = re.compile(rf"\w[^\n]+\. Received: [\s\S]+[.)] ({ADVICE})\b[^\n]+[.`)]")
 
@@ -560,7 +560,7 @@ def applies(optimizer):
     return lambda subject: subject[0].apply(optimizer)
 
 
-FOUND = "tensors of 10 and 12 samples.* use `accumulation_steps`"
+FOUND = "tensors with 10 and 12 samples.* use `accumulation_steps`"
 
 
 def on_dataset(make):
@@ -769,7 +769,7 @@ CASES = [
             "a step before its size is found",
             lambda model: tf.function(model.train_step)((X, Y)),
             RuntimeError,
-            r"found by `fit` and `train_on_batch`.* Received: a call of `train_step` of 'net",
+            r"resolved by `fit` and `train_on_batch`.* Received: a direct call of `train_step`",
         ),
         ("eagerly", lambda m: m.train_step((X, Y)), RuntimeError, "before a size was found"),
     ),
@@ -861,7 +861,7 @@ CASES = [
         on(skipping),
         ("noise of one microbatch", fits_measured(), ValueError, "Received: .*microbatch_size=N"),
     ),
-    *cases(on(summed), ("noise of a sum", fits_measured(), ValueError, "the loss is a sum")),
+    *cases(on(summed), ("noise of a sum", fits_measured(), ValueError, "whose loss is a sum")),
     *cases(on(accumulating), ("noise twice", fits_measured(2), RuntimeError, "a second one for")),
     # Schedules.
     *cases(
@@ -970,8 +970,8 @@ CASES = [
             CommandError,
             TARGET + "'model.keras:make",
         ),
-        ("no script", runs("check nowhere.py:make"), CommandError, "Received: 'nowhere.py', which"),
-        ("a folder", runs("check folder.py:make"), CommandError, "Received: 'folder.py', which is"),
+        ("no script", runs("check nowhere.py:make"), CommandError, "Received: 'nowhere.py'. Pass"),
+        ("a folder", runs("check folder.py:make"), CommandError, "Received: 'folder.py'. Pass"),
         (
             "a name in use",
             runs("check json.py:make"),
