@@ -180,7 +180,8 @@ def _bench_parser() -> argparse.ArgumentParser:
         nargs="+",
         choices=NAMES,
         default=list(USUAL_NAMES),
-        help=f"(default: {' '.join(USUAL_NAMES)})",
+        metavar="MODEL",
+        help=f"of {', '.join(NAMES)} (default: {' '.join(USUAL_NAMES)})",
     )
     add(
         "--microbatches",

@@ -851,7 +851,12 @@ CASES = [
         ("a list of decays", measures([0.9]), TypeError, DECAY + r"\[0\.9\]"),
         ("a unit that is a number", measures(unit=8), TypeError, "a string. Received: unit=8"),
         ("verbose of 1", measures(verbose=1), TypeError, "bool. Received: verbose=1"),
-        ("one noise scale of two", reads_one_of_two, ValueError, "one only .* Received: 2 of them"),
+        (
+            "one noise scale of two",
+            reads_one_of_two,
+            ValueError,
+            "a single optimizer.* Received: 2 optimizers",
+        ),
     ),
     *cases(
         on(plain),
