@@ -11,7 +11,7 @@ from ga_model.base._internals_tf import written_handles
 from ga_model.reading._inner_graphs import BRANCHES, LOOPS, bodies
 from ga_model.reading._operations import names
 
-_CALLS = names("PartitionedCall StatefulPartitionedCall")
+_FOLLOWED = names("PartitionedCall StatefulPartitionedCall") | LOOPS
 
 
 def walk_back(
@@ -24,30 +24,65 @@ def walk_back(
         graph: the graph.
         goes_on: function of a tensor that tells whether to go on to what it was computed from.
     """
-    found: dict[int, Any] = {}
-    left = list(tensors)
-    while left:
-        tensor = left.pop()
-        is_here = tf.is_symbolic_tensor(tensor) and tensor.graph is graph
-        if is_here and id(tensor) not in found:
-            found[id(tensor)] = tensor
-            left += _inputs(tensor) if goes_on(tensor) else []
-    return list(found.values())
+    return list(_Walk(graph, goes_on).back(tensors))
 
 
-def _inputs(tensor: Any) -> list[Any]:
-    """Return what a tensor is computed from, as far as that is known."""
-    op = tensor.op
-    graphs = bodies(op) if op.type in _CALLS else []
-    if len(graphs) != 1:
-        return list(op.inputs)
-    return _passed_in(op, graphs[0], graphs[0].outputs[tensor.value_index :][:1])
+class _Walk:
+    """Follows tensors of one graph back, and through the graphs that its operations run.
+
+    What was found in an inner graph is kept, so that each is walked through once, however many
+    of its outputs are followed.
+    """
+
+    def __init__(self, graph: Any, goes_on: Callable[[Any], bool] = lambda tensor: True) -> None:
+        self._graph = graph
+        self._goes_on = goes_on
+        self._found: dict[int, Any] = {}
+        self._inner: dict[str, list[_Walk]] = {}
+
+    def back(self, tensors: Iterable[Any]) -> Iterable[Any]:
+        """Return all that was found so far, with what these tensors follow from."""
+        left = list(tensors)
+        while left:
+            tensor = left.pop()
+            is_here = tf.is_symbolic_tensor(tensor) and tensor.graph is self._graph
+            if is_here and id(tensor) not in self._found:
+                self._found[id(tensor)] = tensor
+                left += self._inputs(tensor) if self._goes_on(tensor) else []
+        return self._found.values()
+
+    def passed_in(self, arguments: list[Any], tensors: Iterable[Any]) -> list[Any]:
+        """Return those of a function's arguments that tensors of its graph follow from."""
+        self.back(tensors)
+        return [a for a, own in zip(arguments, self._graph.inputs) if id(own) in self._found]
+
+    def _inputs(self, tensor: Any) -> list[Any]:
+        """Return what a tensor is computed from, as far as that is known."""
+        op = tensor.op
+        graphs = bodies(op) if op.type in _FOLLOWED else []
+        if len(graphs) != 1 + (op.type in LOOPS):
+            return list(op.inputs)
+        walks = self._inner.setdefault(op.name, [_Walk(graph) for graph in graphs])
+        if op.type in LOOPS:
+            return _carried(op, graphs, walks, tensor.value_index)
+        output = graphs[0].outputs[tensor.value_index :][:1]
+        return walks[0].passed_in(_arguments(op), output)
 
 
-def _passed_in(op: Any, graph: Any, tensors: Iterable[Any]) -> list[Any]:
-    """Return the inputs of an operation that tensors of a graph which it runs follow from."""
-    found = {id(tensor) for tensor in walk_back(tensors, graph)}
-    return [outer for outer, own in zip(_arguments(op), graph.inputs) if id(own) in found]
+def _carried(op: Any, graphs: list[Any], walks: list[_Walk], number: int) -> list[Any]:
+    """Return the inputs of a loop that one of its outputs follows from.
+
+    An output is what the body makes of all that it follows from, which other runs of the body have
+    made. The condition tells how often.
+    """
+    body, condition = graphs
+    places = list(range(len(op.inputs)))
+    found = {number, *walks[1].passed_in(places, condition.outputs)}
+    while True:
+        more = walks[0].passed_in(places, [body.outputs[place] for place in found])
+        if found.issuperset(more):
+            return [op.inputs[place] for place in sorted(found)]
+        found.update(more)
 
 
 def _arguments(op: Any) -> list[Any]:
@@ -75,5 +110,5 @@ def written_from(op: Any, handle: Any) -> list[Any]:
         writes = [(part, h) for part in graph.get_operations() for h in written_handles(part)]
         for part, inner in writes:
             if id(inner) in own:
-                found += _passed_in(op, graph, written_from(part, inner))
+                found += _Walk(graph).passed_in(_arguments(op), written_from(part, inner))
     return found

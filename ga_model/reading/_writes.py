@@ -21,7 +21,6 @@ from ga_model.base._internals import layers_in, num_updates, own_weights, raw
 from ga_model.base._internals_tf import written_handles
 from ga_model.reading._dependence import dependence_of
 from ga_model.reading._following import walk_back, written_from
-from ga_model.reading._inner_graphs import LOOPS
 from ga_model.replicas import _strategy
 
 # Variables that may be written to once per microbatch, by the last part of their names: where
@@ -238,8 +237,7 @@ def used_since(
 def used_in(graph: Any, variables: Iterable[Any], gradients: Iterable[Any]) -> list[str]:
     """Return the names of variables whose values gradients of a graph follow from."""
     parts = tf.nest.flatten(gradients, expand_composites=True)
-    # Not through loops: those of this package pass on all that a model has.
-    return _used(graph, walk_back(parts, graph, lambda t: t.op.type not in LOOPS), variables)
+    return _used(graph, walk_back(parts, graph), variables)
 
 
 def _used(graph: Any, tensors: Iterable[Any], variables: Iterable[Any]) -> list[str]:

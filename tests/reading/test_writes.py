@@ -397,11 +397,7 @@ METRICS_EXACT = {
 }
 
 
-# A batch that is recomputed gives its gradients by loops, which are not followed.
-NOT_TOLD = pytest.param("both", marks=pytest.mark.xfail(reason="metrics behind loops are not told"))
-
-
-@pytest.mark.parametrize("settings", ["steps", "adding up", NOT_TOLD])
+@pytest.mark.parametrize("settings", ["steps", "adding up", "both"])
 @pytest.mark.parametrize("name", METRICS_TOLD)
 def test_a_metric_that_a_loss_uses_is_told_of(name, settings, float64):
     (said,), off = said_of(lambda: UsesItsMetric(METRICS_TOLD[name]), **SETTINGS[settings])
