@@ -190,7 +190,7 @@ class Passes:
         """Add the sums of the batch to the window, where that is not done yet."""
         for target, gradients in zip(self.targets, part.sums):
             add = self._window.add_rest if self._adds_in_cluster else self._window.add
-            add(target, gradients)
+            add(target, gradients, tf.greater(part.num_counted, 0))
 
     def make_buffers(self, part: Part) -> None:
         """Let the window have what `add_to_window` will add to."""

@@ -114,10 +114,7 @@ def _apply(target: Target, part: GradientSum, num_counted: Any | None, model: An
         _optimizers.apply(target.optimizer, gradients, target.variables)
 
     def update(part: GradientSum) -> None:
-        share = part.of_replica(target.variables)
-        is_empty = tf.equal(share.total, 0.0)
-        total = tf.where(is_empty, tf.ones_like(share.total), share.total)
-        share = share._replace(total=total)
+        share = part.of_replica(target.variables).or_zero()
         if estimate is not None:
             estimate.update(part, share, target.optimizer)
         function = _optimizers.compiled(apply) if model.jit_compile else apply

@@ -92,7 +92,10 @@ class Window:
     def _sum_of(self, optimizer: Any) -> WindowSum:
         """Return the optimizer's sum, made on first use."""
         if id(optimizer) not in self._sums:
-            self._sums[id(optimizer)] = (optimizer, WindowSum(self._jit_compile))
+            self._sums[id(optimizer)] = (
+                optimizer,
+                WindowSum(self._jit_compile, needs_weight=False),
+            )
             self._update_if = self._make_update()  # one traced before would leave it out
         return self._sums[id(optimizer)][1]
 
@@ -100,14 +103,20 @@ class Window:
         """Return the unit of the optimizer's sum so far (float64 scalar)."""
         return self._sum_of(optimizer).unit.read_value()
 
-    def add(self, target: Target, part: GradientSum) -> None:
-        """Add what a batch had for one optimizer."""
+    def add(self, target: Target, part: GradientSum, has_counted: Any) -> None:
+        """Add what a batch had for one optimizer.
+
+        Args:
+            target: the optimizer and its variables.
+            part: the gradients.
+            has_counted: bool scalar tensor, whether any microbatch was not left out.
+        """
         whole = self._sum_of(target.optimizer)
         if self._run_eagerly and not whole.is_for(target.variables) and not self.is_open():
             # Layers were frozen or unfrozen since the last window. Graphs keep what they have.
             del self._sums[id(target.optimizer)]
             whole = self._sum_of(target.optimizer)
-        whole.add(part, target.variables, target.least)
+        whole.add(part, target.variables, target.least, has_counted)
 
     def make_buffers(self, target: Target, part: GradientSum) -> None:
         """Make what `add` adds to, where it is not there yet."""
@@ -123,9 +132,9 @@ class Window:
         whole = self._sum_of(target.optimizer)
         return whole.add_compiled(part, target.variables, target.least)
 
-    def add_rest(self, target: Target, rest: GradientSum) -> None:
+    def add_rest(self, target: Target, rest: GradientSum, has_counted: Any) -> None:
         """Add what `add_compiled` returned."""
-        self._sum_of(target.optimizer).add_rest(rest)
+        self._sum_of(target.optimizer).add_rest(rest, has_counted)
 
     def end_batch(self, noise: GradientNoise | None) -> None:
         """Count the batch, and update if it fills the window.

@@ -281,9 +281,14 @@ class GradientSum(NamedTuple):
         divisor = tf.math.divide_no_nan(weight, self.unit)
         share = self.begin(variables)._replace(  # which has no gradients where there is no weight
             maxima=[m if m is None else _strategy.max_over_replicas(m) for m in self.maxima],
-            total=tf.where(tf.equal(divisor, 0.0), tf.ones_like(divisor), divisor),
+            total=divisor,
         )
-        return share.with_slices(variables)
+        return share.or_zero().with_slices(variables)
+
+    def or_zero(self) -> GradientSum:
+        """Return the sum so that without any weight its mean is that of zeros, and not 0 / 0."""
+        total = tf.where(tf.equal(self.total, 0.0), tf.ones_like(self.total), self.total)
+        return self._replace(total=total)
 
     def with_slices(self, variables: Sequence[Any]) -> GradientSum:
         """Return the sum with `tf.IndexedSlices` for the rows of variables."""

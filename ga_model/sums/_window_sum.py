@@ -34,6 +34,8 @@ class WindowSum:
     Args:
         jit_compile: whether XLA may compile the updates. There is then one optimizer in all of
             them.
+        needs_weight: whether a window whose weights are all zero makes no update. Otherwise it
+            makes one with gradients of zero, as plain Keras does.
 
     Attributes:
         num_microbatches: int64 scalar variable, microbatches added since the last reset.
@@ -41,7 +43,7 @@ class WindowSum:
         variables: those whose gradients are summed; none before the first microbatch.
     """
 
-    def __init__(self, jit_compile: bool = False) -> None:
+    def __init__(self, jit_compile: bool = False, needs_weight: bool = True) -> None:
         self._strategy = _strategy.current()
         self.num_microbatches, self._total, self.unit = _strategy.make_variables(
             lambda: [tf.zeros((), dtype) for dtype in (tf.int64, tf.float64, tf.float64)]
@@ -52,9 +54,16 @@ class WindowSum:
         self._squares: Squares | None = None  # of variables, once somebody asks for the noise
         self._least: float | None = None  # see `add`
         self._jit_compile = jit_compile
+        self._needs_weight = needs_weight
         self._compiled: Callable[..., Any] | None = None  # what then makes the updates
 
-    def add(self, part: GradientSum, variables: Sequence[Any], least: float | None) -> None:
+    def add(
+        self,
+        part: GradientSum,
+        variables: Sequence[Any],
+        least: float | None,
+        has_counted: Any = True,
+    ) -> None:
         """Add weighted gradients, whose unit has grown from that of the window.
 
         Args:
@@ -62,12 +71,13 @@ class WindowSum:
             variables: the variables.
             least: what the sum of the window's weights counts as at least, or None where gradients
                 are summed and not averaged.
+            has_counted: whether they are those of a microbatch that was not left out.
         """
         self._check_is_on_replica()
         self.prepare(part, variables, least)
         dense, rows = self._parted(part)
         self._add_in_place(dense)
-        self.add_rest(rows)
+        self.add_rest(rows, has_counted)
 
     def add_compiled(
         self, part: GradientSum, variables: Sequence[Any], least: float | None
@@ -122,11 +132,11 @@ class WindowSum:
                 before = tf.where(is_first, buffer.dtype.min, buffer)
                 buffer.assign(tf.maximum(before, tf.cast(maximum, buffer.dtype)))
 
-    def add_rest(self, rest: GradientSum) -> None:
-        """Add what `add_compiled` returned, and count the microbatch."""
+    def add_rest(self, rest: GradientSum, has_counted: Any = True) -> None:
+        """Add what `add_compiled` returned, and count the microbatch if it was not left out."""
         if any(value is not None for value in rest.gradients):
             self._store(self._sum(with_dense=False).plus(rest, self.variables))
-        self._count(rest)
+        self._count(rest, has_counted)
 
     def _sum(self, with_dense: bool = True, with_rows: bool = True) -> GradientSum:
         """Return the sum so far, that of all variables or without those of a kind."""
@@ -152,7 +162,7 @@ class WindowSum:
             if value is not None:
                 tf.nest.map_structure(lambda b, v: b.assign(tf.cast(v, b.dtype)), buffer, value)
 
-    def _count(self, part: GradientSum) -> None:
+    def _count(self, part: GradientSum, has_counted: Any) -> None:
         shrink = tf.math.divide_no_nan(self.unit, part.unit)  # a power of two, mostly 1
         if part.squares is not None:
             self._squares = self._squares or _strategy.make_variables(Squares.of_nothing)
@@ -160,7 +170,7 @@ class WindowSum:
             tf.nest.map_structure(lambda s, value: s.assign(value), self._squares, squares)
         self._total.assign(self._total * shrink + part.total)
         self.unit.assign(part.unit)
-        self.num_microbatches.assign_add(1)
+        self.num_microbatches.assign_add(tf.cast(has_counted, tf.int64))
 
     def _read_squares(self) -> Squares:
         return tf.nest.map_structure(lambda s: s.read_value(), self._squares)  # type: ignore[no-any-return]
@@ -176,7 +186,7 @@ class WindowSum:
     ) -> None:
         """Update the variables with the mean, and start the next window.
 
-        An empty window, and one whose weights sum to zero, changes nothing.
+        An empty window changes nothing.
 
         Args:
             optimizer: a `keras.optimizers.Optimizer`.
@@ -188,6 +198,8 @@ class WindowSum:
         def on_replica() -> None:
             _optimizers.build(optimizer, variables)
             weight = self._total * self.unit  # units differ between replicas
+            if not self._needs_weight:
+                weight = tf.cast(self.num_microbatches, tf.float64)
             estimate = None if noise is None else noise.of(optimizer)
             update = functools.partial(self._update, optimizer, estimate)
             _strategy.update_if(condition, weight, update, after=self.reset)
@@ -201,8 +213,10 @@ class WindowSum:
             gradients = share.mean(self.variables, self._least)
             _optimizers.apply(optimizer, gradients, self.variables)
 
+        if not self._needs_weight:
+            _strategy.run_if(tf.equal(self._total, 0.0), self._clear)
         whole = self._sum()
-        share = whole.of_replica(self.variables)
+        share = whole.of_replica(self.variables).or_zero()
         if estimate is not None:
             estimate.update(whole._replace(squares=self._read_squares()), share, optimizer)
         # For each number of rows XLA would compile again: a window's are sums of many numbers.
@@ -210,6 +224,12 @@ class WindowSum:
         if self._jit_compile and not has_rows and not tf.executing_eagerly():
             self._compiled = self._compiled or _optimizers.compiled(apply)
         (self._compiled or apply)(share)
+
+    def _clear(self) -> None:
+        """Zero the dense buffers, which have an earlier window's sum until something has weight."""
+        for buffer in self._buffers:
+            if not (buffer is None or isinstance(buffer, Rows)):
+                buffer.assign(tf.zeros_like(buffer))
 
     def summed_variables(self) -> list[Any]:
         """Return those of the variables whose rows were summed in a window so far."""

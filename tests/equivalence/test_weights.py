@@ -30,7 +30,6 @@ from reductions import (
 from zoo import masked_data, masked_recurrent, regularized, two_outputs, two_outputs_data
 
 from ga_model import AccumulatingModel, accumulate
-from ga_model.base._internals import added_to_valid_entries
 
 
 @pytest.mark.parametrize("kind", ["positions", "rows", "none", "zeros"])
@@ -347,30 +346,19 @@ def test_a_microbatch_of_weight_zero_changes_nothing(float64):
         np.testing.assert_allclose(w, r, rtol=1e-12)
 
 
-def test_a_window_of_weight_zero_makes_no_update_and_no_nan(float64):
-    x, y = masked_data(12)
-    x[:] = 0.0  # all masked
-    model = accumulate(seeded(masked_recurrent), accumulation_steps=3)
-    model.compile("adam", "mse")
-    start = model.get_weights()
-    model.fit(x, y, batch_size=4, verbose=0)
-    # Where Keras adds an epsilon to the count of a mask, there is something to divide by.
-    assert model.optimizer.iterations == int(added_to_valid_entries() > 0)
-    for w, s in zip(model.get_weights(), start, strict=True):
-        np.testing.assert_array_equal(w, s)
+@pytest.mark.parametrize("way", [{}, {"jit_compile": True}, {"run_eagerly": True}])
+def test_a_window_without_weight_makes_the_update_that_plain_keras_makes(way, float64):
+    """Its gradient is zero: momentum, weight decay and the schedule go on."""
+    x, y = masked_data(36)
+    x[12:24] = 0.0  # the second of three windows is masked whole
 
+    def arguments():
+        rate = keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)
+        optimizer = keras.optimizers.AdamW(rate, weight_decay=0.1)
+        return {"optimizer": optimizer, "loss": "mse", **way}
 
-def test_a_window_of_weight_zero_makes_no_update_in_a_function_that_xla_compiles():
-    x, y = dense_data(24)
-    model = accumulate(seeded(dense_model), accumulation_steps=3)
-    model.compile(**compile_with("mean_with_sample_weight")(), jit_compile=True)
-    for weight, iterations in ((1.0, 1), (0.0, 1), (1.0, 2)):
-        before = model.get_weights()
-        model.fit(x, y, sample_weight=np.full(24, weight), batch_size=8, verbose=0)
-        assert model.optimizer.iterations == iterations
-        for now, was in zip(model.get_weights(), before, strict=True):
-            assert np.all(np.isfinite(now))
-            assert np.array_equal(now, was) == (weight == 0.0)
+    difference = difference_of_fits(masked_recurrent, arguments, (x, y), rows=4, steps=3)
+    assert difference <= TOLERANCE[float64]
 
 
 class CountsPositions(AccumulatingModel, keras.Sequential):
