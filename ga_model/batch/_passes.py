@@ -236,7 +236,7 @@ class Passes:
         is_heard = not position.is_update and stateless_scope() is None
         with heard_layers(model), listening(is_heard) as hears:
             with record(model, data, position, is_trial) as recording, calls:
-                logs = self._train_step(data)
+                logs = recording.logs = self._train_step(data)
             found = ([], []) if hears is None else hears.heard()
         moments = self._in_order(*found)
         self._note_targets(recording)

@@ -93,6 +93,16 @@ def order_message(model: str, first: str, second: str, variables: list[str]) -> 
     )
 
 
+def late_values_message(model: str, optimizer: str, variables: list[str]) -> str:
+    return (
+        "A window applies optimizers at its end. "
+        f"Received: `train_step` of {model!r}, which applies {optimizer!r} and then computes logs "
+        f"or metrics with {variables}: on the full batch these are updated by then, in a window "
+        "they are not. Logs differ from the full batch, and weights do not: compute them before "
+        f"the update, or {ALONE} for any order."
+    )
+
+
 def worked_over_message(model: str, place: str) -> str:
     return (
         "Gradients must reach the optimizer unchanged, because a window sums them first. "

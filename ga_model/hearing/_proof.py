@@ -195,7 +195,7 @@ class StepProof:
             if handles:
                 is_seed = all(outer.get(handle) in of_seeds for handle in handles)
                 _require(is_seed and op.name in self._drawing)
-            if number >= recording.first_applied and op.type in READS:
+            if number >= recording.updates.first and op.type in READS:
                 _require(outer.get(id(op.inputs[0])) not in late)
             if op.name not in self._of_keras:
                 is_gradient = recording.losses.heard.has_made(number)

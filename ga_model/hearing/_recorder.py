@@ -31,11 +31,12 @@ from ga_model.hearing._models import optimizers_in, recording_of_thread
 from ga_model.hearing._normalization import names_by_fate
 from ga_model.hearing._position import Position
 from ga_model.hearing._stand_ins import stand_in
+from ga_model.hearing._updates import Updates
 from ga_model.reading._custom_gradients import not_additive
 from ga_model.reading._heard_gradients import place_of
 from ga_model.reading._loss_reading import DoesNotAddUpError
 from ga_model.reading._tapes import heard
-from ga_model.reading._writes import NOTHING, Writes, left_out, used_in, used_since
+from ga_model.reading._writes import NOTHING, Writes, left_out, used_in
 from ga_model.replicas import _optimizers
 from ga_model.sums import _sums
 from ga_model.sums._one_gradient import scaled
@@ -71,6 +72,8 @@ class Recording:
         given: of each of them, the gradients that it was given.
         metrics: what metrics got that waits for the full batch.
         losses: what is known of the step's losses.
+        updates: when the step has applied optimizers.
+        logs: what the step has returned.
     """
 
     def __init__(self, model: Any, data: Any, position: Position, is_trial: bool = False) -> None:
@@ -79,14 +82,15 @@ class Recording:
         self.targets: list[Target] = []
         self.sums: list[GradientSum] = []
         self.given: list[list[Any]] = []
-        self._applied_at: list[int] = []  # of each target, the number of operations before
         self.metrics = _logs.MetricCalls(loss_tracker(model))
         self._position = position
         self.losses = StepLosses(model, data, position, is_trial)
         self._graph = self.losses.graph
+        self.updates = Updates(model.name, self._graph)
         self._passed_on: list[Any] = []  # losses, to optimizers
         self._folded: dict[int, tuple[_weights.LossTerms, _sums.Weight]] = {}
         self._scaled: list[tuple[Any, Any, Any]] = []  # by optimizers: losses, and what they gave
+        self.logs: Any = None
         is_to_read = not is_trial and model._accumulation.is_to_read_writes()
         self._writes = Writes(model) if is_to_read else None
 
@@ -134,11 +138,6 @@ class Recording:
         found = [entry for entry in self._scaled if entry[0] is optimizer]
         return found[0][1] if len(found) == 1 and found[0][2] is result else None
 
-    @property
-    def first_applied(self) -> int:
-        """The number of operations in front of the first update."""
-        return min(self._applied_at, default=0)
-
     def unit(self, optimizer: Any) -> Any:
         """Return the unit of the optimizer's sum so far, zero before its first microbatch."""
         units = [unit for other, unit in self._position.units if other is optimizer]
@@ -184,27 +183,16 @@ class Recording:
         if self.losses.reads_step:
             is_weighted_here = not is_folded and not is_sum and factor is None
             self._warn_of_work_on(given, is_weighted_here)
-            self._warn_of_order(optimizer, given)
+            for message in self.updates.messages_of_gradients(optimizer, given):
+                self.losses.tell(message)
         noise_of = None if self.model._accumulation.measured_noise is None else optimizer
         if noise_of is not None and is_sum:
             raise ValueError(_messages.noise_of_sum_message(self.model.name))
         self.targets.append(Target(optimizer, list(variables), None if is_sum else terms.least))
         self.given.append(list(given))
-        self._applied_at.append(0 if self._graph is None else len(self._graph.get_operations()))
+        self.updates.add(optimizer, list(variables))
         scale = not (is_folded or is_sum)
         self.sums.append(GradientSum.of(list(gradients), variables, weight, scale, noise_of))
-
-    def _warn_of_order(self, optimizer: Any, gradients: Sequence[Any]) -> None:
-        """Warn if gradients follow from what another optimizer was to update before."""
-        if self._graph is None:
-            return
-        for target, first in zip(self.targets, self._applied_at):
-            names = used_since(self._graph, first, target.variables, gradients)
-            if names:
-                message = _messages.order_message(
-                    self.model.name, target.optimizer.name, optimizer.name, names
-                )
-                self.losses.tell(message)
 
     def _warn_of_work_on(self, gradients: Sequence[Any], may_shift: bool) -> None:
         """Warn if the step has made something of gradients that a sum of them does not give.
@@ -234,7 +222,7 @@ class Recording:
             return
         known = [*(t.optimizer for t in self.targets), *optimizers_in(vars(self.model))]
         waiting = [v for update in self.metrics.updates for v in update.metric.variables]
-        applied_at = {id(t.optimizer): n for t, n in zip(self.targets, self._applied_at)}
+        applied_at = self.updates.by_optimizer()
         written = NOTHING if self._writes is None else self._writes.read(known, applied_at, waiting)
         names = [optimizer.name for optimizer in written.optimizers]
         if names or (not self.targets and self.model.trainable_weights):
@@ -254,6 +242,10 @@ class Recording:
             self.losses.tell(_messages.written_message(self.model.name, written.others))
         if self._graph is not None:
             self._warn_of_metrics(written.metrics)
+            of_metrics = [] if self._writes is None else self._writes.values_for(written.metrics)
+            waiting = [update.value for update in self.metrics.updates]
+            for message in self.updates.messages_of_values([of_metrics, waiting, self.logs]):
+                self.model._warn_once(message)
 
     def _warn_of_metrics(self, variables: list[Any]) -> None:
         """Warn if gradients follow from metrics, of which these variables were written to."""

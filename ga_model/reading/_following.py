@@ -100,6 +100,8 @@ def written_from(op: Any, handle: Any) -> list[Any]:
     """
     if op.type == "AssignVariableOp":
         return [op.inputs[1]]
+    if op.type in ("AssignAddVariableOp", "AssignSubVariableOp"):
+        return [handle, op.inputs[1]]
     graphs = bodies(op)
     if not graphs or op.type in LOOPS:
         return [handle]

@@ -28,6 +28,8 @@ def kind_of_shape(op: Any, kinds: list[Any]) -> str | None:
     """Return what an operation gives that computes with numbers of samples, or None."""
     if op.type in ("Identity", "Cast"):
         return str(kinds[0])
+    if op.type == "Minimum" and set(kinds) == {COUNT}:  # in `tf.eye`
+        return COUNT
     if op.type in ("RealDiv", "DivNoNan") and kinds == [SUM, COUNT]:
         return MEAN
     if op.type == "StridedSlice" and kinds[0] == SHAPE:
@@ -37,9 +39,10 @@ def kind_of_shape(op: Any, kinds: list[Any]) -> str | None:
             return None
         if begin[0] > 0:
             return SHARED
-        return COUNT if op.get_attr("shrink_axis_mask") == 1 else None
-    if op.type in ("Pack", "ConcatV2") and kinds[0] == COUNT:
-        return SHAPE if set(kinds[1:]) <= {SHARED} else None
+        return COUNT if op.get_attr("shrink_axis_mask") == 1 else SHAPE
+    if op.type in ("Pack", "ConcatV2"):
+        first, *others = [kind for t, kind in zip(op.inputs, kinds) if t.shape != (0,)]
+        return SHAPE if first in (COUNT, SHAPE) and set(others) <= {SHARED} else None
     if op.type in ("Reshape", "BroadcastTo") and kinds == [BY_SAMPLE, SHAPE]:
         if op.type == "BroadcastTo" and op.inputs[0].shape.rank != op.outputs[0].shape.rank:
             return None

@@ -17,6 +17,7 @@ MIXED = "something that follows from several samples"
 INSIDE = "an entry for each sample on another axis than the first"
 SHAPE = "the shape of a tensor with samples"
 COUNT = "the number of samples"
+NUMBER = "another number that follows from the number of samples"
 PLACES = "the places that samples have in their batch, or what follows from these"
 PARTS = "parts of a ragged or sparse tensor that tell where its samples are"
 ONE = "one sample, in a loop over all"
@@ -95,6 +96,8 @@ def compares(op: Any, kinds: list[Any]) -> bool:
         return bool({BY_SAMPLE, INSIDE} & set(kinds))
     if op.type.startswith("FusedBatchNorm"):
         return bool(is_by_sample and op.get_attr("is_training"))
+    if op.type.startswith("MatrixDiag"):
+        return bool(is_by_sample and shape.rank == 1)  # each sample gets its own column
     if op.type == "Split":
         return kinds[1] == BY_SAMPLE and axis_of(op, 0, op.inputs[1].shape.rank) == 0
     if op.type == "SplitV":
@@ -110,7 +113,7 @@ def compares(op: Any, kinds: list[Any]) -> bool:
         return (is_by_sample and 0 in axes) or (has_samples_last and 1 in axes)
     if op.type in ALONG_LAST_AXIS and has_samples_last:
         return True
-    if {COUNT, PLACES} & set(kinds) and op.type in ELEMENTWISE:
+    if {COUNT, NUMBER, PLACES} & set(kinds) and op.type in ELEMENTWISE:
         return BY_SAMPLE in kinds
     if is_by_sample and op.type in ("StridedSlice", "Unpack"):
         return not KEEPS[op.type](op, kinds, [shape.rank])

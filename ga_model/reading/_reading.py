@@ -24,6 +24,7 @@ from ga_model.reading._operations import (
     LIST,
     MEAN,
     MIXED,
+    NUMBER,
     OF_IMAGES,
     OF_MATRICES,
     ONE,
@@ -102,7 +103,7 @@ class Reading:
         kinds = [self._known.get(id(tensor)) for tensor in op.inputs]
         if op.type == "Placeholder":
             return
-        is_readable = not {None, INSIDE, LIST, MIXED, ONE, PARTS, PLACES} & set(kinds)
+        is_readable = not {None, INSIDE, LIST, MIXED, NUMBER, ONE, PARTS, PLACES} & set(kinds)
         kind = self._kind(op, kinds) if is_readable else None
         if op.type in REDUCTIONS and self._is_normalizing(op):
             kind = SHARED
@@ -139,10 +140,13 @@ class Reading:
             return kind_after(op, kinds, output.value_index, [r.of_outputs() for r in inner])
         if (kind := kind_in_loop(op, kinds)) is not None:
             return kind
-        if op.type == "Range" and COUNT in kinds:
-            return PLACES
-        if self._follows_from_places(op, kinds):
-            return PLACES
+        if {COUNT, NUMBER} & set(kinds) and set(kinds) <= {COUNT, NUMBER, SHARED}:
+            if op.type == "Range":
+                return PLACES
+            if op.type in ELEMENTWISE and not output.shape.rank:
+                return NUMBER
+        if PLACES in kinds and not {BY_SAMPLE, INSIDE, MIXED} & set(kinds):
+            return None if op.type.startswith("TensorList") else PLACES
         if (
             {MIXED, MEAN, SUM} & set(kinds)
             or compares(op, kinds)
@@ -171,12 +175,6 @@ class Reading:
         if is_known and output.shape[0] in (self._rows, *lengths):  # of several views perhaps
             return BY_SAMPLE
         return INSIDE if is_known else None
-
-    def _follows_from_places(self, op: Any, kinds: list[Any]) -> bool:
-        """Return whether an operation gives numbers that follow from the places of samples."""
-        if op.type in ELEMENTWISE:
-            return PLACES in kinds and not {BY_SAMPLE, INSIDE, MIXED} & set(kinds)
-        return kinds[0] == PLACES and op.type in ("ExpandDims", "Reshape", "StridedSlice")
 
     def _of_list(self, op: Any, kinds: list[Any], output: Any) -> str | None:
         """Return what a list of a loop is to samples, as each tensor in it, or such a tensor."""

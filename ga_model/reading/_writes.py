@@ -173,19 +173,24 @@ class Writes:
             first: the number of operations before the optimizer was applied, or None.
             waiting: variables that are written to later.
         """
-        handles = handles_of(variable)
-        own = {id(inner) for outer, inner in self._graph.captures if id(outer) in handles}
-        writes = [write for write in self._written if id(write[2]) in own]
-        if first is not None and any(number >= first for number, *_ in writes):
+        if first is not None and any(n >= first for n, *_ in self._writes_to([variable])):
             return True
-        sources = [tensor for _, op, handle in writes for tensor in written_from(op, handle)]
-        tensors = walk_back(sources, self._graph)
+        tensors = walk_back(self.values_for([variable]), self._graph)
         changing = {id(handle) for *_, handle in self._written}
         return bool(_used(self._graph, tensors, waiting)) or any(
             id(tensor) in changing
             or (tensor.op.type in _OF_BATCH and dependence_of(tensor).on_values)
             for tensor in tensors
         )
+
+    def values_for(self, variables: Iterable[Any]) -> list[Any]:
+        """Return what the values that are written to variables follow from, in a graph."""
+        return [t for _, op, handle in self._writes_to(variables) for t in written_from(op, handle)]
+
+    def _writes_to(self, variables: Iterable[Any]) -> list[tuple[int, Any, Any]]:
+        handles = {handle for variable in variables for handle in handles_of(variable)}
+        own = {id(inner) for outer, inner in self._graph.captures if id(outer) in handles}
+        return [write for write in self._written if id(write[2]) in own]
 
     def _eagerly(self) -> set[int]:
         """Return the same of variables that have other values than before."""

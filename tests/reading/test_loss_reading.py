@@ -348,7 +348,40 @@ def entries_by_place(x):
     return tf.tensor_scatter_nd_update(x, places, 2.0 * tf.gather_nd(x, places))
 
 
+def number(x):
+    return tf.shape(x)[0]
+
+
+# Numbers that samples have by their place, or that follow from how many there are.
+PLACES = [
+    lambda x: tf.linspace(tf.constant(0.0), tf.constant(1.0), number(x))[:, None],
+    lambda x: tf.eye(number(x))[:, :1],
+    lambda x: tf.one_hot(tf.range(number(x)), 3)[:, :1],
+    lambda x: tf.gather(tf.range(100.0), tf.range(number(x)))[:, None],
+    lambda x: tf.cast(tf.concat([[0], tf.range(1, number(x))], 0), x.dtype)[:, None],
+    lambda x: tf.tile(tf.cast(tf.range(number(x)), x.dtype)[:, None], [1, 4]),
+    lambda x: tf.cast(tf.stack([tf.range(number(x))] * 2, 1), x.dtype)[:, :1],
+    lambda x: tf.cumsum(tf.ones(tf.concat([tf.shape(x)[:1], [1]], 0))),
+    lambda x: 1.0 / (tf.cast(number(x), x.dtype) + 1.0),
+    lambda x: 1.0 / tf.cast(tf.maximum(number(x), 1), x.dtype),
+]
+NO_PLACES = [
+    lambda x: tf.linspace(tf.constant(0.0), tf.constant(1.0), tf.shape(x)[1]),
+    lambda x: tf.one_hot(tf.argmax(x, 1), 4),
+    lambda x: tf.ones(tf.concat([tf.shape(x)[:-1], [1]], 0)),
+    lambda x: tf.broadcast_to([[2.0]], tf.concat([tf.shape(x)[:-1], [1]], 0)),
+    lambda x: tf.tile([[2.0]], [number(x), 1]),
+    lambda x: tf.reshape(2.0 * tf.reshape(x, [number(x) * 2, -1]), [number(x), -1]),
+    lambda x: tf.gather_nd(x, tf.stack([tf.range(number(x)), 0 * tf.range(number(x))], 1))[:, None],
+]
+
+
+def times(function):
+    return lambda x: x * function(x)
+
+
 MIXING = [
+    *map(times, PLACES),
     lambda x: ops.cumprod(x, axis=0),
     lambda x: x * ops.softmax(x[:, 0])[:, None],
     lambda x: x + tf.math.unsorted_segment_mean(x, tf.zeros_like(x[:, 0], "int32"), 1),
@@ -382,6 +415,7 @@ MIXING = [
 ]
 SEEDS = keras.random.SeedGenerator(3)
 KEEPING = [
+    *map(times, NO_PLACES),
     lambda x: ops.cumsum(x, axis=1),
     lambda x: ops.softmax(x, axis=1),
     lambda x: tf.nn.softmax(tf.reshape(x, (-1, 2, 2)), 1)[:, 0],

@@ -707,7 +707,7 @@ class TwoOptimizers(OwnStep):
         if self.uses:
             gradients = [g * norm for g in gradients]
         self.second.apply(gradients, others)
-        return {"loss": loss, "norm": norm}
+        return {"loss": loss}
 
 
 @pytest.mark.parametrize("uses", [False, True])
