@@ -140,9 +140,11 @@ class Trials:
         part = passes.sum_over_microbatches()
         if window is not None:
             passes.make_buffers(part)
-        tensors = tf.nest.flatten([s.values() for s in part.sums], expand_composites=True)
-        numbers = [tf.reduce_sum(tf.cast(t, tf.float32)) for t in tensors if t is not None]
-        return tf.add_n([tf.zeros(()), *numbers])
+        leaves = tf.nest.flatten([s.values() for s in part.sums], expand_composites=True)
+        tensors = [leaf for leaf in leaves if leaf is not None]
+        numbers = [tf.reduce_sum(tf.cast(t, tf.float32)) for t in tensors if t.dtype != tf.variant]
+        with tf.control_dependencies(tensors):  # lists of rows cannot be added up
+            return tf.add_n([tf.zeros(()), *numbers])
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from ga_model.base._context import graph_being_made
 from ga_model.base._identity import is_in, unique
 from ga_model.base._internals import layers_in, raw
 from ga_model.base._internals_tf import is_followed
-from ga_model.calls._call_state import NotingScope, read, state_of, write
+from ga_model.calls._call_state import EagerScope, NotingScope, read, state_of, write
 from ga_model.calls._microbatch_call import MicrobatchCall, leaves_of
 from ga_model.graphs._microbatch import rows_of
 from ga_model.hearing._models import instances_in
@@ -123,7 +123,7 @@ def check_followed(call: MicrobatchCall) -> None:
     variables = unique(call.layer.variables)
     values = [(variable, tf.stop_gradient(variable.value)) for variable in variables]
     before = read(state_of(call.layer))
-    with tf.GradientTape() as tape, keras.StatelessScope(values):
+    with tf.GradientTape() as tape, EagerScope(values):
         outputs = leaves_of(call.run(inputs, shared))
     # Functions that were traced before know no scope: they write, and read weights directly.
     write(before)

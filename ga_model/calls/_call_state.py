@@ -43,6 +43,17 @@ def state_of(layer: Any) -> list[Any]:
     return unique(variables)
 
 
+class EagerScope(keras.StatelessScope):
+    """A scope that keeps variables from being written, and forgets what inner graphs write.
+
+    That is a tensor of theirs, which is of no use outside.
+    """
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        if not tf.is_symbolic_tensor(update[1]):
+            super().add_update(update)
+
+
 class NotingScope(keras.StatelessScope):
     """A scope that keeps nothing from being written, and notes what was there before.
 

@@ -104,6 +104,20 @@ class Counting(keras.layers.Layer):
         return x * (1.0 + 0.01 * tf.cast(self.calls, x.dtype))
 
 
+class Looking(keras.layers.Layer):
+    """Adds entries of a table, whose gradient has rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = keras.layers.Embedding(200, 4)
+
+    def build(self, shape):
+        self.table.build(shape)
+
+    def call(self, x):
+        return x + keras.ops.mean(self.table(keras.ops.cast(x > 0.0, "int32")), axis=1)
+
+
 def smooth_model(memory):
     return keras.Sequential(
         [
@@ -119,6 +133,7 @@ def model_with_state(memory):
     return keras.Sequential(
         [
             keras.Input((4,)),
+            Looking(),
             keras.layers.Dense(6, activation="tanh"),
             keras.layers.BatchNormalization(),
             Counting(),
