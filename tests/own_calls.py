@@ -559,6 +559,28 @@ class ForwardMode(OwnStep):
         return self.update(tape, loss)
 
 
+class ScalesBy(layers.Layer):
+    """Has a gradient of its own with respect to its weight, which is passed to it."""
+
+    def build(self, shape):
+        self.weight = self.add_weight(shape=(6,), initializer="ones")
+
+    def call(self, x):
+        @tf.custom_gradient
+        def scaled(x, weight):
+            return x * weight, lambda up: (up * weight, tf.reduce_sum(up * x, 0))
+
+        return scaled(x, tf.convert_to_tensor(self.weight))
+
+
+class OwnGradient(Calls):
+    def make(self):
+        self.net = keras.Sequential([keras.Input((6,)), ScalesBy(), layers.Dense(3)])
+
+    def outputs(self, x):
+        return self.net(x)
+
+
 CALLS = {
     "shared": Shared,
     "several": SeveralCalls,
@@ -590,6 +612,7 @@ CALLS = {
     "sparse inputs with Adam": SparseInputsWithAdam,
     "stateless": Stateless,
     "Jacobian in a loop": JacobianInALoop,
+    "gradient of its own": OwnGradient,
 }
 
 
@@ -689,6 +712,14 @@ class RunningMean(layers.Layer):
     def call(self, x):
         self.mean.assign(0.9 * self.mean + 0.1 * tf.reduce_mean(x, 0))
         return (x - self.mean) @ self.weight
+
+
+class Rematerializes(layers.Layer):
+    def build(self, shape):
+        self.dense = built(layers.Dense(4, activation="tanh"), shape)
+
+    def call(self, x):
+        return tf.recompute_grad(lambda x: self.dense(x))(x)
 
 
 class SpectralNormalization(Between):
@@ -886,6 +917,7 @@ WHOLE = {
     ),
     "variable of TensorFlow": (TrainsItsVariable, "not its own weights"),
     "stateful": (Stateful, r"it writes to \[.whole/"),
+    "rematerialized": (with_layer(Rematerializes), "inside it reads weights: 'IdentityN' in"),
     "running mean": (with_layer(RunningMean), r"it writes to \[.whole/"),
     "spectral normalization": (SpectralNormalization, r"it writes to \[.whole/"),
     "features in an attribute": (RemembersFeatures, "in its attribute `features`"),

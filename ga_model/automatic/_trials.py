@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from ga_model.automatic._budget import Budget
 from ga_model.base._context import ThreadValue
-from ga_model.base._internals import is_built
+from ga_model.base._internals import is_built, raw
 from ga_model.batch._passes import Passes
 from ga_model.batch._window import Window
 from ga_model.graphs._microbatch import Batch
@@ -164,8 +164,16 @@ def _stateless(train_step: Callable[[Any], Any], data: Any) -> Any:
     Where an allocation fails in a function that XLA compiled, variables that it writes to are left
     with memory that was freed (TensorFlow 2.21, on a CPU).
     """
-    with keras.StatelessScope():
+    with _Unwritten():
         return train_step(data)
+
+
+class _Unwritten(keras.StatelessScope):
+    """A scope in which variables keep their values, also for regularizers, which ask it."""
+
+    def get_current_value(self, variable: Any) -> Any:
+        value = super().get_current_value(variable)
+        return raw(variable) if value is None else value
 
 
 def failures(model: Any) -> tuple[type[Exception], ...]:

@@ -20,7 +20,7 @@ from ga_model.calls._microbatch_call import MicrobatchCall, leaves_of
 from ga_model.graphs._microbatch import rows_of
 from ga_model.hearing._models import instances_in
 from ga_model.hearing._splitting import NotByRowsError
-from ga_model.reading._custom_gradients import mixing
+from ga_model.reading._custom_gradients import mixing, reading_variables
 from ga_model.reading._heard_gradients import place_of
 from ga_model.reading._loss_reading import kind_of_scalar, mixes_samples
 from ga_model.replicas import _strategy
@@ -58,6 +58,9 @@ def check_outputs(outputs: list[Any], layer: Any) -> None:
         nodes += [n for f in graph.as_graph_def().library.function for n in f.node_def]
         if (op := mixing(graph)) is not None:
             raise NotByRowsError(f"its custom gradient may mix samples: {place_of(op)}")
+        if (op := reading_variables(graph)) is not None:
+            reason = "a `tf.custom_gradient` or `keras.remat` inside it reads weights"
+            raise NotByRowsError(f"{reason}: {place_of(op)}")
         unseeded = sorted({node.op for node in nodes if _UNSEEDED.match(node.op)})
         if unseeded:
             raise NotByRowsError(f"it draws unseeded random numbers, by {unseeded}")

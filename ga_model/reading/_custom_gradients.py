@@ -9,13 +9,16 @@ mean, which is linear and another one of a microbatch all the same.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
+from ga_model.base._identity import is_in
 from ga_model.base._internals_tf import own_gradient_of
 from ga_model.reading._dependence import dependence_of
+from ga_model.reading._following import walk_back
 from ga_model.reading._heard_gradients import OF_SHAPE, Work, work_by
 from ga_model.reading._operations import BY_SAMPLE, ELEMENTWISE, MEAN, MIXED, SHARED, SUM
 from ga_model.reading._reading import Reading
@@ -32,6 +35,24 @@ def not_additive(graph: Any) -> Any | None:
 def mixing(graph: Any) -> Any | None:
     """Return the first of these whose gradient may compute with several samples."""
     return next((op for op, may_mix in _not_additive(graph) if may_mix), None)
+
+
+def reading_variables(graph: Any) -> Any | None:
+    """Return the first result of a `tf.custom_gradient` whose function reads variables itself.
+
+    TensorFlow gives these gradients to variables only, and not to values that take their place.
+    """
+    for op in graph.get_operations():
+        if op.type == "IdentityN" and "_gradient_op_type" in op.node_def.attr:
+            result, *passed = op.inputs  # the function's results, what it gets, and variables
+            found = walk_back([result], graph, functools.partial(_is_none_of, passed))
+            if any(tensor.dtype == tf.resource for tensor in found):
+                return op
+    return None
+
+
+def _is_none_of(tensors: list[Any], tensor: Any) -> bool:
+    return not is_in(tensor, tensors)
 
 
 def _not_additive(graph: Any) -> Iterator[tuple[Any, bool]]:
