@@ -30,21 +30,25 @@ START_UP = re.compile(
 # Run behind the last cell of a notebook, with its names.
 CHECKS = {
     "batch_normalization": """
-losses = [history["loss"] for history in runs.values()]
-assert losses[0] != losses[1] == losses[2] == losses[3]
+plain, pooled, moved = runs.values()
+assert plain["loss"] != pooled["loss"] == moved["loss"]
+far_off = [np.abs(np.log(np.divide(way["val_loss"], plain["val_loss"]))).max() for way in (pooled, moved)]
+assert far_off[0] < 0.15 < 0.3 < far_off[1]
 assert far["averages pooled"] <= 1e-5
 assert far["averages moved by each microbatch"] > 0.1
-assert verdicts == {"batch_normalization": "different", "frozen": "equivalent",
-                    "by_groups": "equivalent"}
-plain, rematerialized, split, both = (megabytes for megabytes, _ in measured.values())
-assert rematerialized < 0.8 * plain
-assert both < split < plain / 3
-losses = [loss for _, loss in measured.values()]
-np.testing.assert_allclose(losses, losses[0], rtol=1e-5)
+assert verdicts == {"frozen": "equivalent", "by_groups": "equivalent"}
+plain, rematerialized, split, both = (megabytes for megabytes, *_ in measured.values())
+assert rematerialized < 0.9 * plain
+assert both < 1.05 * split < 0.75 * plain
+assert max(changed) <= 1e-5
 """,
     "contrastive_learning": """
 full, split, control = memory_of.values()
-assert split < full / 3
+assert split < full / 2.5
+losses = [losses for _, _, losses in trained.values()]
+assert losses[0][-1] < losses[0][0] - 0.5
+np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4)
+assert losses[2][-1] < losses[0][-1]
 _, split, control = (
     max(
         np.linalg.norm(w - r) / np.linalg.norm(r - s)
@@ -52,7 +56,7 @@ _, split, control = (
     )
     for model, _, _ in trained.values()
 )
-assert split < 0.01 < 0.5 < control
+assert split < 1e-4 < 0.1 < control
 """,
     "gan_and_custom_loop": """
 assert difference["split into 32"] <= 1e-4
@@ -74,8 +78,8 @@ assert bits[-1] < 4.5 < bits[0]
 """,
     "memory_and_time": """
 by_size = dict(zip(SIZES, memory))
-assert by_size[8] < plain["memory"] / 2
-assert by_size[128] < 1.2 * plain["memory"]
+assert by_size[8] < plain_memory / 2
+assert by_size[128] < 1.2 * plain_memory
 assert by_size[8] < by_size[32] < by_size[128]
 """,
     "quick_start": """
