@@ -69,8 +69,8 @@ assert by_ones_difference > 1e-3
 assert 50 < noise_of[512, 8] < 512 < noise_of[512, 40]
 """,
     "keras_hub_language_model": """
-assert split_memory < full_memory / 2
-assert split_updates == full_updates == 3
+assert split_memory < 0.75 * full_memory
+assert split_updates == full_updates == 2
 assert split_difference <= 1e-4
 assert control_difference > 0.1
 assert int(model.optimizer.iterations) == num_updates
