@@ -43,7 +43,7 @@ assert both < 1.05 * split < 0.75 * plain
 assert max(changed) <= 1e-5
 """,
     "contrastive_learning": """
-full, split, control = memory_of.values()
+full, split = memory_of.values()
 assert split < full / 2.5
 losses = [losses for _, _, losses in trained.values()]
 assert losses[0][-1] < losses[0][0] - 0.5
