@@ -30,6 +30,7 @@ class AutomaticSize(FoundSize):
 
     def __init__(self) -> None:
         super().__init__()
+        self.has_any_rows = False
         self._variables: list[tf.Variable] = []  # that a step may change before its update
         # Variable, whether the update of a batch may have begun. Functions that are traced hold it.
         self._has_sums: Any = None
@@ -52,6 +53,8 @@ class AutomaticSize(FoundSize):
         Warns:
             UserWarning: a batch did not fit any more, and the size was halved.
         """
+        specs = tf.nest.flatten(getattr(iterator, "element_spec", ()), expand_composites=True)
+        self.has_any_rows = any(spec.shape.rank and spec.shape[0] is None for spec in specs)
         logs = None
         for index in range(model.steps_per_execution):
             try:

@@ -45,6 +45,8 @@ def run(
     is_whole, adds_up = accumulation.splits_calls(), accumulation.must_add_up()
     batch = Batch(data, accumulation.size, is_whole, not is_whole, adds_up)
     accumulation.note_rows(batch)
+    if accumulation.is_automatic and accumulation.automatic_size.has_any_rows:
+        batch.forget_rows()
     is_heard = window is not None or model.skip_nonfinite or is_of_keras(model, "train_step")
     if is_whole and not is_heard:
         return _run_unheard(model, train_step, batch, note_sums)

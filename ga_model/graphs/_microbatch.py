@@ -85,6 +85,22 @@ class Batch:
         if not is_whole:
             self.num_microbatches = tf.maximum((self.rows + size - 1) // size, 1)
 
+    def forget_rows(self) -> None:
+        """Let the step see tensors with any number of samples, as those of data that has so.
+
+        The losses that Keras logs for each output are weighted by a number that shapes tell.
+        """
+        if tf.executing_eagerly():
+            return
+        self.static_rows = None
+        self.leaves = [
+            tf.raw_ops.PlaceholderWithDefault(input=leaf, shape=[None, *leaf.shape[1:]])
+            if isinstance(leaf, tf.Tensor) and leaf.shape.rank
+            else leaf
+            for leaf in self.leaves
+        ]
+        self.data = self.pack(self.leaves)
+
     def microbatch(self, index: Any) -> list[Any]:
         """Return the leaves of one microbatch.
 

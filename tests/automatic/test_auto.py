@@ -447,6 +447,22 @@ def test_training_is_that_with_the_size_as_a_number(make, settings):
     assert logs == expected_logs
 
 
+@pytest.mark.gate
+def test_losses_of_outputs_are_logged_as_with_the_size_as_a_number():
+    """Keras weights them by a number of samples that shapes tell, and here they do not."""
+    x, y = dense_data(30)
+    logs = []
+    for size in ("auto", 20):
+        inputs = keras.Input((4,))
+        outputs = [keras.layers.Dense(2, kernel_initializer="ones")(inputs) for _ in range(2)]
+        model = accumulate(keras.Model(inputs, outputs), microbatch_size=size)
+        model.compile("sgd", ["mse", "mae"])
+        logs.append(model.fit(x, [y, y], batch_size=20, shuffle=False, verbose=0).history)
+    assert {k: v[0] for k, v in logs[0].items()} == pytest.approx(
+        {k: v[0] for k, v in logs[1].items()}
+    )
+
+
 class Rows(keras.utils.PyDataset):
     def __init__(self, x, y):
         super().__init__()
