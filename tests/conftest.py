@@ -57,7 +57,7 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     """Put the heart first, and leave a test's cases to the gate or the sweep as CONTRIBUTING says.
 
-    Of the cases after the first, the gate takes the 1st, the 4th and so on.
+    The gate takes one case in six: from the first of a test marked so, from the second of others.
     """
     items.sort(key=lambda item: "equivalence" not in item.path.parts)
     seen = collections.Counter()
@@ -66,7 +66,8 @@ def pytest_collection_modifyitems(config, items):
             continue
         test = (item.path, item.originalname)
         if seen[test]:
-            is_taken = seen[test] % 3 == 1 or item.get_closest_marker("gate_every_case")
+            first = 0 if item.get_closest_marker("gate") else 1
+            is_taken = seen[test] % 6 == first or item.get_closest_marker("gate_every_case")
             item.add_marker("gate" if is_taken else "sweep")
         seen[test] += 1
     if helpers.num_replicas > 1:

@@ -175,7 +175,7 @@ def test_files_that_are_linked_are_there(name):
         assert ":" in link or Path(file).exists(), link
 
 
-@pytest.mark.gate
+@pytest.mark.sweep
 @pytest.mark.parametrize("script", sorted((DOCS / "maintainers/reports").glob("*.py")), ids=str)
 def test_the_scripts_of_reports_to_keras_print_what_stands_there(script):
     assert len(script.read_text().splitlines()) <= 20

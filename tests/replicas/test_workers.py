@@ -22,6 +22,7 @@ from helpers import (
     ROOT,
     dense_data,
     dense_model,
+    in_the_sweep,
     metrics_of_replicas_add_up,
     python_blocks,
     relative_difference,
@@ -104,7 +105,7 @@ def whole_batch(start, x, y, rows, epochs, **kwargs):
 
 @pytest.mark.parametrize(
     ("number", "names"),
-    [(2, ["steps", "size"]), pytest.param(3, ["both"], marks=pytest.mark.sweep)],
+    [(2, ["both"]), in_the_sweep(2, ["steps", "size"]), in_the_sweep(3, ["both"])],
 )
 def test_fit_evaluate_and_predict_match_one_process_on_the_whole_batch(
     number, names, data, tmp_path
@@ -156,9 +157,10 @@ def test_workers_that_are_seeded_alike_share_out_the_rows_of_a_shuffled_epoch(da
     assert abs(np.load(tmp_path / "other0.npy") - loss) > 1e-3
 
 
-def test_a_worker_that_dies_is_reported_and_a_restart_goes_on(data, tmp_path):
+@pytest.mark.parametrize("number", [2, in_the_sweep(3)])
+def test_a_worker_that_dies_is_reported_and_a_restart_goes_on(number, data, tmp_path):
     start, x, y = data
-    dead, *others = sorted(run_job(3, tmp_path, "die"), key=lambda result: result[2])
+    dead, *others = sorted(run_job(number, tmp_path, "die"), key=lambda result: result[2])
     assert dead[0] == -9
     for status, output, ended in others:
         assert status == 1
@@ -167,16 +169,16 @@ def test_a_worker_that_dies_is_reported_and_a_restart_goes_on(data, tmp_path):
         assert "epoch 3" not in output
 
     # One that lost its backup: nobody trains, everybody is told.
-    shutil.move(tmp_path / "backup2", tmp_path / "lost")
-    for status, output, _ in run_job(3, tmp_path, "resume"):
+    shutil.move(tmp_path / "backup1", tmp_path / "lost")
+    for status, output, _ in run_job(number, tmp_path, "resume"):
         assert status == 1
         assert "All workers must start with the same epoch" in output
 
-    shutil.copytree(tmp_path / "backup0", tmp_path / "backup2", dirs_exist_ok=True)
-    run_to_the_end(3, tmp_path, "resume")
+    shutil.copytree(tmp_path / "backup0", tmp_path / "backup1", dirs_exist_ok=True)
+    run_to_the_end(number, tmp_path, "resume")
     rows = 3 * worker.ROWS
     expected = whole_batch(start, x, y, rows, worker.EPOCHS).get_weights()
-    for index in range(3):
+    for index in range(number):
         with np.load(tmp_path / f"resumed{index}.npz") as result:
             weights = [result[f"arr_{i}"] for i in range(len(start))]
         assert relative_difference(weights, expected, start) <= 1e-12
