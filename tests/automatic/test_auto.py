@@ -2,8 +2,7 @@
 
 What fits is decided by a layer, by the number of rows. Where more come, it fails as an allocation
 does: in a graph a `MemoryError` in a `tf.numpy_function` becomes a `ResourceExhaustedError`. A real
-allocation that fails takes ten seconds, because TensorFlow waits for memory to be freed; those are
-in the sweep.
+allocation that fails takes ten seconds, because TensorFlow waits for memory to be freed.
 """
 
 import functools
@@ -717,7 +716,7 @@ class Adversaries(keras.Model):
 
 
 @pytest.mark.gate
-@pytest.mark.parametrize("way", [{}, {"run_eagerly": True}], ids=str)
+@pytest.mark.parametrize("way", [{"run_eagerly": True}, {}], ids=str)
 def test_a_step_that_applies_optimizers_in_turn_gets_a_size(way, float64):
     """And no second chance: nobody knows what it has updated."""
     data = dense_data(32)
@@ -795,7 +794,7 @@ class Allocating(keras.layers.Layer):
         return shape
 
 
-@pytest.mark.sweep
+@pytest.mark.gate
 @pytest.mark.parametrize("settings", [{}, {"run_eagerly": True}, {"jit_compile": True}])
 def test_an_allocation_that_fails_is_found(settings):
     def make(memory):

@@ -600,7 +600,7 @@ def memory_of(way):
     return _bench.measure_memory("twelve convolutions", False, way, 16).size
 
 
-@pytest.mark.sweep
+@pytest.mark.gate
 def test_memory_is_that_of_a_microbatch():
     """Peak memory in processes of their own."""
     ways = (_bench.REFERENCE, _bench.SIZE, _bench.WHOLE)

@@ -527,6 +527,7 @@ class OneAfterTheOther(WithDropout):
         return tf.concat(parts, 0)
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("way", [{}, in_the_sweep(XLA), in_the_sweep(EAGER)])
 def test_both_passes_draw_the_same_numbers(way, float64):
     """Weights and seeds are those of plain Keras on the same parts, one after the other."""
@@ -586,6 +587,7 @@ class HalfPrecision(MaskedMean):
         return self.tracked(loss)
 
 
+@pytest.mark.gate
 def test_loss_scaling_matches_as_near_as_half_precision_rounds():
     set_dtype("mixed_float16")
     differences = []
@@ -603,6 +605,7 @@ def test_loss_scaling_matches_as_near_as_half_precision_rounds():
     assert max(differences) < 5e-3
 
 
+@pytest.mark.gate
 @pytest.mark.one_device("makes replicas itself")
 @pytest.mark.parametrize("make", [in_the_sweep(Mean), Root])
 def test_each_replica_runs_the_step_on_its_own_samples_as_in_plain_keras(make, float64):

@@ -836,6 +836,7 @@ def test_the_command_checks_a_script(script, tmp_path, capsys):
     assert capsys.readouterr().out.startswith("Undecided")
 
 
+@pytest.mark.gate
 def test_the_command_checks_in_float64(script, capsys):
     settings = ["--batch-size", "8", "--microbatch-size", "4", "--dtype", "float64"]
     assert main(["check", f"{script}:make", *settings, "--table"]) == 0

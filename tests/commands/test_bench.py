@@ -244,6 +244,7 @@ def test_a_function_runs_in_a_process_of_its_own():
     assert before < psutil.Process().memory_info().rss  # and not what this process has used
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(
     ("function", "message"),
     [

@@ -63,6 +63,7 @@ def test_what_a_package_index_shows_has_no_link_that_leads_nowhere():
     assert "their gradients are summed" in description.lower()
 
 
+@pytest.mark.gate
 def test_the_start_pages_examples_run(tmp_path, capsys):
     names = run_page("docs/start.md", tmp_path)
     assert names["model"].optimizer.iterations == 8

@@ -88,7 +88,7 @@ def test_a_frozen_application_matches_the_whole_batch(settings, float64):
     assert_equal_training(lambda: mobile_net(frozen=True), classification, images(34), settings)
 
 
-@pytest.mark.gate
+@pytest.mark.sweep
 def test_an_application_that_is_not_frozen_trains_and_its_layers_are_named():
     with pytest.warns(UserWarning, match="BatchNormalization layers in training mode") as caught:
         model, start = train(

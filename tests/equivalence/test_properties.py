@@ -205,9 +205,9 @@ def check(training, **compile_args):
 @pytest.mark.parametrize(
     ("compile_args", "number", "is_deep"),
     [
+        ({"run_eagerly": True}, 8, False),
+        ({}, 6, False),
         ({"jit_compile": True}, 2, False),
-        ({}, 10, False),
-        ({"run_eagerly": True}, 30, False),
         pytest.param({}, 1_000, True, marks=pytest.mark.deep),
         pytest.param({"run_eagerly": True}, 2_000, True, marks=pytest.mark.deep),
         pytest.param({"jit_compile": True}, 100, True, marks=pytest.mark.deep),
@@ -247,7 +247,7 @@ WEIGHTS = st.lists(
 
 
 @pytest.mark.gate
-@examples(200)
+@examples(60)
 @given(
     st.builds(
         Windows,

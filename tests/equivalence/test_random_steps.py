@@ -197,7 +197,6 @@ STEPS_OF_WINDOWS = st.builds(
     ("way", "number", "is_deep"),
     [
         ({}, 2, False),
-        ({}, 4, False),
         ({"run_eagerly": True}, 8, False),
         pytest.param({}, 300, True, marks=pytest.mark.deep),
         pytest.param({"run_eagerly": True}, 500, True, marks=pytest.mark.deep),
@@ -218,7 +217,7 @@ def test_updates_are_the_big_batchs(way, number, is_deep, float64):
 
 @pytest.mark.gate
 @pytest.mark.parametrize(
-    ("number", "is_deep"), [(8, False), pytest.param(300, True, marks=pytest.mark.deep)]
+    ("number", "is_deep"), [(5, False), pytest.param(300, True, marks=pytest.mark.deep)]
 )
 def test_windows_are_the_big_batchs_or_are_told_of(number, is_deep, float64):
     @examples(number, is_deep)

@@ -211,6 +211,7 @@ def scalars(folder):
     return found
 
 
+@pytest.mark.gate
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:tensorflow")
 def test_tensorboard_shows_the_big_batchs_curves(way, float64, tmp_path):
     shown = []
@@ -261,6 +262,7 @@ def test_terminate_on_nan_stops_in_the_same_window(way, float64):
     assert batches == [2, 2]
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("swap_on_epoch", [False, True])
 def test_swap_ema_weights(swap_on_epoch, way, float64, tmp_path):
     """Validation, and what is saved at an epoch's end, sees the averages."""

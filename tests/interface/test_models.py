@@ -135,6 +135,7 @@ def test_compile_keeps_the_setting_unless_it_is_given():
 # What is checked at import.
 
 
+@pytest.mark.gate
 def test_another_backend_is_refused_at_import():
     script = (
         "import keras; keras.backend.backend = lambda: 'jax'\n"
@@ -148,6 +149,7 @@ def test_another_backend_is_refused_at_import():
     assert "KERAS_BACKEND=tensorflow" in out
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(
     ("name", "version"), [("keras", "3.7.0"), ("tensorflow", "2.17.1"), ("keras", "2.15.0")]
 )

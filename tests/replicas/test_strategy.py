@@ -94,6 +94,7 @@ def test_masks_that_differ_between_replicas_match_the_whole_batch(
         assert_equal_logs(model, reference)
 
 
+@pytest.mark.gate
 def test_control_plain_keras_weighs_replicas_alike(float64):
     x, y = masked_data(25)
 
@@ -151,6 +152,7 @@ def test_a_loss_scale_optimizer_sees_an_overflow_on_any_replica(settings, replic
     assert difference <= TOLERANCE["float32"]
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(("case", "replicas"), list(zip(UNLIKE, (2, 3) * 3)))
 def test_terms_of_unlike_weights_are_exact_in_a_batch(case, replicas, float64):
     make, arguments, make_data = UNLIKE[case]
@@ -369,6 +371,7 @@ def test_microbatches_of_a_batch_are_summed_before_replicas_are(float64):
     assert counts.gradients() == 2 * len(model.trainable_variables)
 
 
+@pytest.mark.gate
 def test_nothing_is_traced_again(float64):
     with mirrored(2).scope():
         model = accumulate(Counting(), accumulation_steps=2)
@@ -383,6 +386,7 @@ def test_nothing_is_traced_again(float64):
 # Around `fit`.
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(
     ("settings", "error"),
     [
