@@ -11,7 +11,6 @@ Covered by `test_zoo_matches_plain_keras_on_the_same_batches`, through `fit` in 
 The rest is shown on a small model each.
 """
 
-import dataclasses
 import warnings
 from typing import NamedTuple
 
@@ -47,9 +46,6 @@ from reductions import (
 from zoo import OPTIMIZERS, ZOO, embedding, embedding_data, masked_data, masked_recurrent
 
 from ga_model import AccumulatingModel, accumulate
-from ga_model.bench import _bench
-from ga_model.bench._bench_cases import CASES, random_numbers
-from ga_model.tools._process import in_own_process
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning:keras")
@@ -582,31 +578,6 @@ def test_sparse_gradients_reach_the_optimizer_as_rows(jit_compile, float64):
         trained.append(model.get_weights())
     assert all(isinstance(gradient, tf.IndexedSlices) for gradient in received)
     assert relative_difference(*trained, start) <= TOLERANCE[float64]
-
-
-def twelve_convolutions():
-    """Nearly all of the memory is activations."""
-    hidden = [keras.layers.Conv2D(32, 3, padding="same", activation="relu") for _ in range(12)]
-    head = [keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(10, "softmax")]
-    return keras.Sequential([keras.Input((64, 64, 3)), *hidden, *head])
-
-
-def memory_of(way):
-    """Return the bytes that training a window of 16 microbatches of 16 rows adds, here."""
-    case = CASES["convolutional"]
-    data = random_numbers(64, 64, 3)
-    case = dataclasses.replace(case, make_model=twelve_convolutions, make_data=data, rows=16)
-    CASES["twelve convolutions"] = case
-    return _bench.measure_memory("twelve convolutions", False, way, 16).size
-
-
-@pytest.mark.gate
-def test_memory_is_that_of_a_microbatch():
-    """Peak memory in processes of their own."""
-    ways = (_bench.REFERENCE, _bench.SIZE, _bench.WHOLE)
-    plain, split, whole = (in_own_process(way, memory_of, way) for way in ways)
-    assert 0 < split < 1.5 * plain
-    assert split < 0.25 * whole
 
 
 @pytest.mark.parametrize("steps", [1, 3])

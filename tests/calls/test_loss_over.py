@@ -880,7 +880,7 @@ def test_the_model_is_traced_once_per_pass(jit_compile):
 def memory_of(way, loss_over):
     """Return the bytes that training on batches of 16 microbatches of 16 rows adds, here."""
 
-    def make_model():
+    def make_model():  # nearly all of the memory is activations
         inputs = keras.Input((64, 64, 3))
         x = inputs
         for _ in range(12):
@@ -906,9 +906,10 @@ def test_memory_is_that_of_a_microbatch():
         (_bench.WHOLE, "microbatch"),
     ]
     plain, split, twice, whole = (in_own_process(way[0], memory_of, *way) for way in ways)
+    assert 0 < split < 1.5 * plain
     assert 0 < twice < 1.5 * plain
     assert twice < 1.2 * split
-    assert twice < 0.25 * whole
+    assert max(split, twice) < 0.25 * whole
 
 
 # Settings and wrong uses.

@@ -1,4 +1,4 @@
-"""Ten thousand windows: nothing grows, nothing is traced again, nothing drifts."""
+"""Thousands of windows: nothing grows, nothing is traced again, nothing drifts."""
 
 import gc
 
@@ -7,38 +7,43 @@ import numpy as np
 import psutil
 import pytest
 import tensorflow as tf
-from helpers import TOLERANCE, relative_difference, seeded
+from helpers import TOLERANCE, in_the_sweep, relative_difference, seeded
 
 from ga_model import AccumulationScheduler, GradientAccumulator, accumulate
 
-WINDOWS = 10_000
-SCHEDULE = {0: 1, 1_000: 3, 3_000: 2, 6_000: 4, 9_000: 1}  # by update
-BATCHES = sum(
-    steps * (end - begin)
-    for (begin, steps), end in zip(SCHEDULE.items(), [*list(SCHEDULE)[1:], WINDOWS])
-)
+pytestmark = pytest.mark.gate
 
-pytestmark = pytest.mark.sweep
+NUMBERS = [2_000, in_the_sweep(10_000)]  # of windows
 
 
-def batches():
+def schedule_of(number):
+    """Return a schedule by update."""
+    tenth = number // 10
+    return {0: 1, tenth: 3, 3 * tenth: 2, 6 * tenth: 4, 9 * tenth: 1}
+
+
+def batches_of(number):
+    schedule = schedule_of(number)
+    ends = [*list(schedule)[1:], number]
+    return sum(steps * (end - begin) for (begin, steps), end in zip(schedule.items(), ends))
+
+
+def batches(number):
     """Yield (x, y) of 1 to 8 rows with 1 to 5 positions each, row by row of a cycle of 97."""
     generator = np.random.default_rng(0)
     shapes = generator.integers([1, 1], [9, 6], size=(97, 2))
     pool = [(generator.normal(size=(*s, 3)), generator.normal(size=(*s, 2))) for s in shapes]
-    for i in range(BATCHES):
+    for i in range(batches_of(number)):
         yield pool[i % len(pool)]
 
 
-def windows():
+def windows(number):
     """Yield the same rows, those of a window at a time."""
-    remaining = batches()
-    updates = 0
-    while updates < WINDOWS:
-        steps = [steps for begin, steps in SCHEDULE.items() if begin <= updates][-1]
+    remaining = batches(number)
+    for update in range(number):
+        steps = [steps for begin, steps in schedule_of(number).items() if begin <= update][-1]
         window = [next(remaining) for _ in range(steps)]
         yield tuple(np.concatenate([flat(part[i]) for part in window]) for i in range(2))
-        updates += 1
 
 
 def flat(values):
@@ -46,9 +51,9 @@ def flat(values):
     return values.reshape(-1, 1, values.shape[-1])
 
 
-def dataset(make, size):
+def dataset(make, number, size):
     specs = [tf.TensorSpec((None, None, size), tf.float64) for size in (3, 2)]
-    data = tf.data.Dataset.from_generator(make, output_signature=tuple(specs))
+    data = tf.data.Dataset.from_generator(lambda: make(number), output_signature=tuple(specs))
     return data.apply(tf.data.experimental.assert_cardinality(size))
 
 
@@ -66,12 +71,13 @@ class Probe(keras.callbacks.Callback):
         self.memory = []
 
     def on_train_batch_end(self, batch, logs=None):
-        if batch % 1_000 == 0:
+        if batch % 500 == 0:
             gc.collect()
             self.memory.append(psutil.Process().memory_info().rss)
 
 
-def test_windows_of_changing_sizes_and_shapes(float64):
+@pytest.mark.parametrize("number", NUMBERS)
+def test_windows_of_changing_sizes_and_shapes(number, float64):
     traced = []
 
     class Counted(keras.Model):
@@ -84,7 +90,7 @@ def test_windows_of_changing_sizes_and_shapes(float64):
         return Counted(plain.inputs, plain.outputs)
 
     def compiled(model):
-        rate = keras.optimizers.schedules.CosineDecay(0.01, WINDOWS, alpha=0.1)
+        rate = keras.optimizers.schedules.CosineDecay(0.01, number, alpha=0.1)
         model.compile(keras.optimizers.Adam(rate), "mse")
         return model
 
@@ -93,20 +99,22 @@ def test_windows_of_changing_sizes_and_shapes(float64):
     model.optimizer.build(model.trainable_variables)
     start = model.get_weights()
     probe = Probe()
-    callbacks = [AccumulationScheduler(SCHEDULE, by="update"), probe]
-    model.fit(dataset(batches, BATCHES), callbacks=callbacks, shuffle=False, verbose=0)
-    reference.fit(dataset(windows, WINDOWS), shuffle=False, verbose=0)
-    assert model.optimizer.iterations == reference.optimizer.iterations == WINDOWS
+    callbacks = [AccumulationScheduler(schedule_of(number), by="update"), probe]
+    data = dataset(batches, number, batches_of(number))
+    model.fit(data, callbacks=callbacks, shuffle=False, verbose=0)
+    reference.fit(dataset(windows, number, number), shuffle=False, verbose=0)
+    assert model.optimizer.iterations == reference.optimizer.iterations == number
     assert len(traced) == 3  # for windows of one batch; to fill windows of several, to finish them
     quarter = len(probe.memory) // 4
     growth = max(probe.memory[quarter:]) - probe.memory[quarter]
-    assert growth < 100 * WINDOWS  # 0.07 MB was measured; a scalar tensor per window is more
+    assert growth < 100 * number  # 0.07 MB was measured; a scalar tensor per window is more
     difference = relative_difference(model.get_weights(), reference.get_weights(), start)
     assert difference <= TOLERANCE[float64]
 
 
-@pytest.mark.parametrize("kind", ["dense", "rows"])
-def test_buffers_do_not_drift(kind):
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("kind", ["rows", in_the_sweep("dense")])
+def test_buffers_do_not_drift(kind, number):
     """The mean of a late window is as near to a sum in float64 as that of an early one."""
     generator = np.random.default_rng(0)
     variable = keras.Variable(np.zeros((50, 3), "float32"))
@@ -126,7 +134,7 @@ def test_buffers_do_not_drift(kind):
         return mean
 
     errors = []
-    for _ in range(WINDOWS):
+    for _ in range(number):
         total, exact = 0.0, np.zeros((50, 3))
         for _ in range(generator.integers(1, 5)):
             number, weight = generator.integers(1, 80), generator.uniform(0.1, 100.0)
@@ -138,7 +146,7 @@ def test_buffers_do_not_drift(kind):
         error = np.linalg.norm(mean_and_update().numpy() - exact / total)
         errors.append(error / np.linalg.norm(exact / total))
     assert max(errors) < 1e-6
-    tenth = WINDOWS // 10
+    tenth = number // 10
     assert np.median(errors[-tenth:]) < 1.2 * np.median(errors[:tenth])
     assert add.experimental_get_tracing_count() <= 3  # the first shape, and any shape
     assert mean_and_update.experimental_get_tracing_count() == 1
