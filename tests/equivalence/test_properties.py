@@ -206,7 +206,7 @@ def check(training, **compile_args):
     ("compile_args", "number", "is_deep"),
     [
         ({"run_eagerly": True}, 8, False),
-        ({}, 6, False),
+        ({}, 4, False),
         ({"jit_compile": True}, 2, False),
         pytest.param({}, 1_000, True, marks=pytest.mark.deep),
         pytest.param({"run_eagerly": True}, 2_000, True, marks=pytest.mark.deep),

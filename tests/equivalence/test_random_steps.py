@@ -197,7 +197,7 @@ STEPS_OF_WINDOWS = st.builds(
     ("way", "number", "is_deep"),
     [
         ({}, 2, False),
-        ({"run_eagerly": True}, 8, False),
+        ({"run_eagerly": True}, 3, False),
         pytest.param({}, 300, True, marks=pytest.mark.deep),
         pytest.param({"run_eagerly": True}, 500, True, marks=pytest.mark.deep),
         pytest.param({"jit_compile": True}, 30, True, marks=pytest.mark.deep),
