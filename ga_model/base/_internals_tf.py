@@ -71,6 +71,11 @@ def own_gradient_of(op: tf.Operation) -> Callable[..., Any] | None:
     return None if is_own else lambda *upstream: function(op, *upstream)
 
 
+def has_custom_gradient(op: tf.Operation) -> bool:
+    """Return whether an operation has the results of a `tf.custom_gradient`, also TensorFlow's."""
+    return "_gradient_op_type" in op.node_def.attr
+
+
 def written_handles(op: tf.Operation) -> list[Any]:
     """Return the handles of the variables that an operation writes to."""
     return list(get_read_write_resource_inputs(op)[1])

@@ -16,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from ga_model.base._identity import is_in
-from ga_model.base._internals_tf import own_gradient_of
+from ga_model.base._internals_tf import has_custom_gradient, own_gradient_of
 from ga_model.reading._dependence import dependence_of
 from ga_model.reading._following import walk_back
 from ga_model.reading._heard_gradients import OF_SHAPE, Work, work_by
@@ -43,7 +43,7 @@ def reading_variables(graph: Any) -> Any | None:
     TensorFlow gives these gradients to variables only, and not to values that take their place.
     """
     for op in graph.get_operations():
-        if op.type == "IdentityN" and "_gradient_op_type" in op.node_def.attr:
+        if op.type == "IdentityN" and has_custom_gradient(op):
             result, *passed = op.inputs  # the function's results, what it gets, and variables
             found = walk_back([result], graph, functools.partial(_is_none_of, passed))
             if any(tensor.dtype == tf.resource for tensor in found):
