@@ -227,9 +227,10 @@ class WindowSum:
 
     def _clear(self) -> None:
         """Zero the dense buffers, which have an earlier window's sum until something has weight."""
+        zero = self._total.read_value()  # constants would be kept in memory, as large as these
         for buffer in self._buffers:
             if not (buffer is None or isinstance(buffer, Rows)):
-                buffer.assign(tf.zeros_like(buffer))
+                buffer.assign(tf.fill(buffer.shape, tf.cast(zero, buffer.dtype)))
 
     def summed_variables(self) -> list[Any]:
         """Return those of the variables whose rows were summed in a window so far."""
