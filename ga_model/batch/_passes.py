@@ -188,9 +188,10 @@ class Passes:
 
     def add_to_window(self, part: Part) -> None:
         """Add the sums of the batch to the window, where that is not done yet."""
+        add = self._window.add_rest if self._adds_in_cluster else self._window.add
+        has_counted = tf.greater(part.num_counted, 0)
         for target, gradients in zip(self.targets, part.sums):
-            add = self._window.add_rest if self._adds_in_cluster else self._window.add
-            add(target, gradients, tf.greater(part.num_counted, 0))
+            add(target, gradients, has_counted)
 
     def make_buffers(self, part: Part) -> None:
         """Let the window have what `add_to_window` will add to."""

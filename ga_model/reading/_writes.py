@@ -173,9 +173,10 @@ class Writes:
             first: the number of operations before the optimizer was applied, or None.
             waiting: variables that are written to later.
         """
-        if first is not None and any(n >= first for n, *_ in self._writes_to([variable])):
+        writes = self._writes_to([variable])
+        if first is not None and any(number >= first for number, *_ in writes):
             return True
-        tensors = walk_back(self.values_for([variable]), self._graph)
+        tensors = walk_back(_values_of(writes), self._graph)
         changing = {id(handle) for *_, handle in self._written}
         return bool(_used(self._graph, tensors, waiting)) or any(
             id(tensor) in changing
@@ -185,7 +186,7 @@ class Writes:
 
     def values_for(self, variables: Iterable[Any]) -> list[Any]:
         """Return what the values that are written to variables follow from, in a graph."""
-        return [t for _, op, handle in self._writes_to(variables) for t in written_from(op, handle)]
+        return _values_of(self._writes_to(variables))
 
     def _writes_to(self, variables: Iterable[Any]) -> list[tuple[int, Any, Any]]:
         handles = {handle for variable in variables for handle in handles_of(variable)}
@@ -196,6 +197,10 @@ class Writes:
         """Return the same of variables that have other values than before."""
         changed = [v for v, value in self._before if not bool(tf.reduce_all(tf.equal(v, value)))]
         return {handle for variable in changed for handle in handles_of(variable)}
+
+
+def _values_of(writes: Iterable[tuple[int, Any, Any]]) -> list[Any]:
+    return [tensor for _, op, handle in writes for tensor in written_from(op, handle)]
 
 
 def written_by_functions(graph: Any, first: int, unseen: Any) -> set[int]:
