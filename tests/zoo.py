@@ -58,13 +58,13 @@ def embedding_data(rows):
     return ids, dense_data(rows)[1]
 
 
-def masked_recurrent():
+def masked_recurrent(**regularizers):
     return keras.Sequential(
         [
             keras.Input((5, 3)),
             layers.Masking(),
             layers.SimpleRNN(4, return_sequences=True),
-            layers.Dense(2),
+            layers.Dense(2, **regularizers),
         ]
     )
 

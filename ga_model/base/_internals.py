@@ -166,11 +166,19 @@ def variables_to_train(optimizer: Any) -> Any:
 
 
 def num_updates(optimizer: Any) -> Any:
-    """Return the variable in which an optimizer counts its updates.
+    """Return the number of updates that an optimizer has made.
 
     Up to Keras 3.8 that of a LossScaleOptimizer stands still, and the one inside it counts.
     """
     return getattr(optimizer, "inner_optimizer", optimizer).iterations
+
+
+def counter_of(optimizer: Any) -> Any:
+    """Return the variable in which an optimizer counts what it was given.
+
+    That is not `iterations` if it has `gradient_accumulation_steps`.
+    """
+    return getattr(optimizer, "inner_optimizer", optimizer)._iterations
 
 
 def metrics_exchange() -> bool:

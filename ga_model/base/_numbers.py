@@ -10,6 +10,9 @@ from typing import Any
 
 import keras
 
+# What a microbatch without weight counts beside others: nothing, in float64.
+LEAST_WEIGHT = 2.0**-60
+
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
 
@@ -26,6 +29,11 @@ if keras.backend.backend() == "tensorflow":
     def constant(value: Any) -> Any:
         """Return a scalar that is nothing to differentiate."""
         return tf.stop_gradient(value)
+
+    def not_zero(weight: Any, rows: Any) -> Any:
+        """Return a weight, or the least one where it is zero and there are rows."""
+        is_zero = tf.equal(weight, tf.zeros_like(weight)) & tf.greater(rows, 0)
+        return tf.where(is_zero, float64(LEAST_WEIGHT), float64(weight))
 
     def like(tensor: Any, value: Any) -> Any:
         """Return a scalar in the dtype of a tensor that it is multiplied with or added to."""
@@ -45,6 +53,9 @@ else:
 
     def constant(value: Any) -> Any:
         return value
+
+    def not_zero(weight: Any, rows: Any) -> Any:
+        return LEAST_WEIGHT if rows and not weight else weight
 
     def like(tensor: Any, value: Any) -> Any:
         return value.to(tensor.dtype) if hasattr(value, "to") else float(value)

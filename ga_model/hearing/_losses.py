@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from ga_model.base import _numbers
 from ga_model.base._context import graph_being_made
 from ga_model.base._internals_activities import (
     adds_up_activities,
@@ -286,6 +287,8 @@ class StepLosses(StepTerms):
             self.tell(_messages.unlike_terms_message(name, kinds))
         first = means[0]
         count = tf.cast(first.count, tf.float64)
+        if has_regularizers and first.is_safe:
+            count = _numbers.not_zero(count, self.num_rows())
         if first.divisor is None:
             return _weights.of_weight(count), None
         divisor = tf.cast(first.divisor, tf.float64)

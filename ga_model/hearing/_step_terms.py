@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ga_model.base import _numbers
 from ga_model.base._internals import loss_tracker
 from ga_model.hearing import _messages, _weights
 from ga_model.hearing._models import unpack
@@ -72,7 +73,9 @@ class StepTerms:
         )
         if terms.mismatch and not position.is_window:
             self._model._warn_once(_messages.one_weight_message(terms.exact, terms.mismatch))
-        return terms
+        if not (regularization and self._terms) or terms.weight is None:
+            return terms
+        return terms._replace(weight=_numbers.not_zero(terms.weight, self.num_rows()))
 
     def _weight_of_rule(self) -> Any:
         """Return what a rule of the user's own says that the microbatch weighs, or None."""

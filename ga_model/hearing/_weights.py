@@ -22,7 +22,8 @@ Terms beside the compiled loss:
 
 * Weight regularizers depend on no rows, so every microbatch has the same one. In a window of
   means it takes part like everything else: sum_i(w_i * r) / sum_i(w_i) = r. In a window of sums it
-  is counted with the first microbatch only.
+  is counted with the first microbatch only. Where all w_i are zero (masked, say), the loss of plain
+  Keras is r. So beside a regularizer a weight of zero counts as one too small to change a sum.
 * Activity regularizers are means over rows since Keras 3.14, and a scalar of `add_loss` is taken as
   one. A tensor of `add_loss` that is no scalar is summed by Keras, and counts as a sum.
 

@@ -37,6 +37,7 @@ class Denominator(NamedTuple):
         once: scalar tensor, what the full batch adds to the count once.
         least: what the count of the full batch counts as at least.
         others: counts of other terms of this kind, which may be those of another part of the batch.
+        is_safe: whether a term is zero where it is divided by zero, and not NaN.
     """
 
     kind: Hashable
@@ -45,6 +46,7 @@ class Denominator(NamedTuple):
     once: Any = None
     least: float = 0.0
     others: tuple[Any, ...] = ()
+    is_safe: bool = False
 
     @property
     def of_loss(self) -> str:
@@ -82,7 +84,9 @@ def by_kind(denominators: Iterable[Denominator]) -> dict[Hashable, Denominator]:
         first = found.setdefault(denominator.kind, denominator)
         counts = {id(c): c for d in (first, denominator) for c in d.counts()}
         others = tuple(counts.values())[first.count is not None :]
-        found[first.kind] = first._replace(others=others)
+        found[first.kind] = first._replace(
+            others=others, is_safe=first.is_safe and denominator.is_safe
+        )
     return found
 
 

@@ -230,7 +230,8 @@ class ReducedReading(PartsReading):
         elif id(bottom) in self._of_weights:
             return MIXED
         elif kinds == [SUM, SUM] and set(of_top) == {"sum"}:
-            found = Denominator(("sum of weights", id(bottom)), bottom)
+            is_safe = op.type == "DivNoNan"
+            found = Denominator(("sum of weights", id(bottom)), bottom, is_safe=is_safe)
         elif kinds == [SUM, BOUND] and set(of_top) == {"sum"}:
             total, once, least = self._base[id(bottom)]
             if least is None:

@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 
 from ga_model.base._context import ThreadValue, graph_being_made
-from ga_model.base._internals import layers_in, num_updates, own_weights, raw
+from ga_model.base._internals import counter_of, layers_in, own_weights, raw
 from ga_model.base._internals_tf import written_handles
 from ga_model.reading._dependence import dependence_of
 from ga_model.reading._following import walk_back, written_from
@@ -136,7 +136,7 @@ class Writes:
             return Written(normalization, built, names, of_metrics)
         living = _living((keras.optimizers.Optimizer, keras.metrics.Metric, tf.Variable))
         optimizers = [v for v in living if isinstance(v, keras.optimizers.Optimizer)]
-        optimizers = [o for o in optimizers if o.built and found_in([num_updates(o)])] or built
+        optimizers = [o for o in optimizers if o.built and found_in([counter_of(o)])] or built
         metrics = [v for v in living if isinstance(v, keras.metrics.Metric)]
         found_in(_of_optimizers(optimizers))
         of_metrics += found_in(v for metric in metrics for v in metric.variables)

@@ -11,6 +11,7 @@ Covered by `test_zoo_matches_plain_keras_on_the_same_batches`, through `fit` in 
 The rest is shown on a small model each.
 """
 
+import functools
 import warnings
 from typing import NamedTuple
 
@@ -150,13 +151,15 @@ def test_regularizers_count_once_per_batch(reduction, dtype):
     assert_equal_logs(model, reference)
 
 
+@pytest.mark.parametrize("regularizers", [{"kernel_regularizer": "l2"}, {}])
 @pytest.mark.parametrize("way", ["graph", "eager"])
-def test_a_batch_without_weight_makes_the_update_that_plain_keras_makes(way, float64):
-    """Its gradient is zero, and the momentum goes on."""
+def test_a_batch_without_weight_makes_the_update_that_plain_keras_makes(way, regularizers, float64):
+    """Its gradient is that of regularizers, and the momentum goes on."""
     x, y = masked_data(36)
     x[12:24] = 0.0  # the second of three batches is masked whole
+    make = functools.partial(masked_recurrent, **regularizers)
     model, reference, start = fit_pair(
-        masked_recurrent, compile_with("mean", **WAYS[way]), (x, y), rows=12, steps=1, size=5
+        make, compile_with("mean", **WAYS[way]), (x, y), rows=12, steps=1, size=5
     )
     assert model.optimizer.iterations == reference.optimizer.iterations == 6
     difference = relative_difference(model.get_weights(), reference.get_weights(), start)

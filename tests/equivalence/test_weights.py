@@ -1,6 +1,7 @@
 """Every reduction, masked or weighted, equals the full batch; the mean of means does not."""
 
 import contextlib
+import functools
 import warnings
 
 import keras
@@ -346,9 +347,12 @@ def test_a_microbatch_of_weight_zero_changes_nothing(float64):
         np.testing.assert_allclose(w, r, rtol=1e-12)
 
 
+@pytest.mark.parametrize("regularizers", [{"kernel_regularizer": "l2"}, {}])
 @pytest.mark.parametrize("way", [{}, {"jit_compile": True}, {"run_eagerly": True}])
-def test_a_window_without_weight_makes_the_update_that_plain_keras_makes(way, float64):
-    """Its gradient is zero: momentum, weight decay and the schedule go on."""
+def test_a_window_without_weight_makes_the_update_that_plain_keras_makes(
+    way, regularizers, float64
+):
+    """Its gradient is that of regularizers: momentum, weight decay and the schedule go on."""
     x, y = masked_data(36)
     x[12:24] = 0.0  # the second of three windows is masked whole
 
@@ -357,7 +361,8 @@ def test_a_window_without_weight_makes_the_update_that_plain_keras_makes(way, fl
         optimizer = keras.optimizers.AdamW(rate, weight_decay=0.1)
         return {"optimizer": optimizer, "loss": "mse", **way}
 
-    difference = difference_of_fits(masked_recurrent, arguments, (x, y), rows=4, steps=3)
+    make = functools.partial(masked_recurrent, **regularizers)
+    difference = difference_of_fits(make, arguments, (x, y), rows=4, steps=3)
     assert difference <= TOLERANCE[float64]
 
 

@@ -486,6 +486,17 @@ def test_beside_regularizers_means_match(name, float64):
     assert found < TOLERANCE[float64]
 
 
+def test_beside_regularizers_a_mean_of_nothing_matches(float64):
+    """Then the gradient is that of the regularizers alone."""
+
+    def mean_of_nothing(z, y, m):
+        return tf.math.divide_no_nan(total(errors(z, y) * 0.0 * m), total(0.0 * m))
+
+    found, said = difference(lambda: OwnStep(mean_of_nothing, kernel_regularizer="l2"))
+    assert not said
+    assert found < TOLERANCE[float64]
+
+
 def test_beside_losses_of_layers_means_match(float64):
     def make():
         adds = layers.Dense(4, "tanh", activity_regularizer=MeanOfSquares(0.01))

@@ -358,6 +358,13 @@ def test_metrics_and_random_state_are_not_told_of(settings, way):
     fit(accumulate(seeded(OfAGuide), **SETTINGS[settings]), 8, **way)
 
 
+def test_an_optimizer_of_another_model_may_accumulate_by_itself():
+    """It is looked at where a step writes to something that no layer or optimizer of it has."""
+    other = keras.optimizers.Adam(gradient_accumulation_steps=2)
+    other.build([keras.Variable(1.0)])
+    fit(accumulate(seeded(OfAGuide), accumulation_steps=2), 8)
+
+
 # Metrics that a step computes with.
 
 
