@@ -95,7 +95,7 @@ class Accumulation(Kept):
         """Return whether the next batch fills its window, or None where the graph has to count."""
         model = self._model
         is_counted = model.run_eagerly or model.steps_per_execution != 1
-        is_counted = is_counted or model.distribute_strategy.num_replicas_in_sync != 1
+        is_counted = is_counted or self._has_replicas()
         if is_counted or not self.accumulates():
             return None
         steps = self.settings.accumulation_steps
@@ -209,8 +209,10 @@ class Accumulation(Kept):
         return 0 if self._most_rows is None else int(self._most_rows.numpy())
 
     def _tells_of_size(self) -> bool:
-        is_one = self._model.distribute_strategy.num_replicas_in_sync == 1
-        return super()._tells_of_size() and is_one
+        return super()._tells_of_size() and not self._has_replicas()
+
+    def _has_replicas(self) -> bool:
+        return self._model.distribute_strategy.num_replicas_in_sync > 1  # type: ignore[no-any-return]
 
     def end_fit(self) -> None:
         super().end_fit()

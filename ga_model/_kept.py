@@ -142,13 +142,23 @@ class Kept:
             for name, steps in _validate.accumulating_optimizers(optimizers_in(vars(self._model))):
                 self._model._warn_once(_accumulates_itself_message(name, steps))
 
+    def warn_of_saving(self) -> None:
+        """Warn of a file that is written while a window is open."""
+        if self.has_open_window():
+            self._model._warn_once(_saved_in_window_message(self._model.name))
+
     def warn_of_what_was_done(self) -> None:
         """Warn of what has been done so far and could not tell itself, as in a graph."""
         model = self._model
         if model.num_skipped_microbatches:
-            model._warn_once(_skipped_message(model.name))
+            is_regularized = any(getattr(w, "regularizer", None) for w in model.trainable_weights)
+            model._warn_once(_skipped_message(model.name, self._has_replicas() and is_regularized))
         for message in [] if self.window is None else self.window.messages(model.name):
             model._warn_once(message)
+
+    def _has_replicas(self) -> bool:
+        """Return whether several replicas train the model in this process."""
+        return False
 
     def begin_epoch(self, epoch: int) -> None:
         """Note that an epoch of `fit` begins."""
@@ -186,10 +196,25 @@ def _one_update_message(model: str, steps: int, number: int) -> str:
     )
 
 
-def _skipped_message(model: str) -> str:
-    return (
+def _skipped_message(model: str, has_shares: bool) -> str:
+    message = (
         f"Microbatches of {model!r} with NaN or Inf in their gradients were skipped "
         "(`skip_nonfinite=True`). `model.num_skipped_microbatches` counts them."
+    )
+    if not has_shares:
+        return message
+    return (
+        f"{message} If the loss is a sum, a replica that skipped all of its microbatches had no "
+        "share in the weight regularizers, so they were weaker in that update: use a mean."
+    )
+
+
+def _saved_in_window_message(model: str) -> str:
+    return (
+        f"{model!r} was saved while a window is open: the file has the weights of the last update, "
+        "and not the gradients of the batches since then, which a training that goes on from it "
+        "will not have. Save at the end of an epoch, where no window is open, or after every "
+        "multiple of `accumulation_steps` batches, or call `close_window()` before."
     )
 
 

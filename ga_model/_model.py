@@ -240,6 +240,11 @@ class AccumulatingModel(ModelSettings, _Base):
             raise RuntimeError(_no_optimizer_message(self.name))
         return getattr(train_step, "python_function", train_step)(data)  # of a `tf.function`
 
+    def save_own_variables(self, store: Any) -> None:
+        """Save what `keras.Model.save_own_variables` does. Files do not have an open window."""
+        self._accumulation.warn_of_saving()
+        super().save_own_variables(store)
+
     def get_compile_config(self) -> dict[str, Any]:
         """Return the model class's compile configuration, with the settings."""
         config: dict[str, Any] = super().get_compile_config()

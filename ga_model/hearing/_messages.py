@@ -172,6 +172,15 @@ def metrics_used_message(model: str, variables: list[str]) -> str:
     )
 
 
+def metric_of_batches_message(model: str, metric: str, place: str, way_out: str) -> str:
+    return (
+        "A metric that averages one number per batch has other numbers to average if the batch is "
+        f"a microbatch. Received: the metric {metric!r} of {model!r}, whose number is made by "
+        f"{place}. Its log differs from that of the full batch, and weights do not: return one "
+        f"value per sample, or {way_out}."
+    )
+
+
 def one_weight_message(exact: list[str], approximate: list[str]) -> str:
     return (
         "The terms of this loss average over different things, but a microbatch has only one "

@@ -20,6 +20,7 @@ from ga_model.base._in_front import InFront
 from ga_model.base._internals import layers_in, seeds
 from ga_model.base._internals_tf import has_own_gradient, written_handles
 from ga_model.hearing._logs import BatchLogs
+from ga_model.hearing._metric_values import counts_samples, is_of_user
 from ga_model.hearing._recorder import Recording
 from ga_model.reading._denominators import OF_SUM, OF_WEIGHTS, by_kind
 from ga_model.reading._loss_reading import DoesNotAddUpError
@@ -138,7 +139,7 @@ class StepProof:
         """Check what metrics get, and return that."""
         used = []
         for metric, arguments in self._updates:
-            _require(_counts_samples(metric))
+            _require(counts_samples(metric))
             leaves = [leaf for leaf in tf.nest.flatten(arguments) if tf.is_tensor(leaf)]
             kinds = {reading.kind_of(leaf) if leaf.shape.rank else None for leaf in leaves}
             _require(kinds == {BY_SAMPLE})
@@ -238,24 +239,8 @@ def _is_of_keras(layer: Any) -> bool:
     return all(
         type(part).__module__.startswith("keras.")
         and not isinstance(part, keras.layers.Lambda)
-        and not any(_is_of_user(value) for value in vars(part).values())
+        and not any(is_of_user(value) for value in vars(part).values())
         for part in layers_in(layer)
-    )
-
-
-def _is_of_user(value: Any) -> bool:
-    """Return whether a value is a function, or is called like one, that is not Keras's."""
-    module = getattr(value, "__module__", None) or type(value).__module__
-    return callable(value) and not module.startswith("keras.")
-
-
-def _counts_samples(metric: Any) -> bool:
-    """Return whether a metric is one of Keras's own that counts what it gets of each sample."""
-    parts = metric.metrics if type(metric).__name__ == "CompileMetrics" else [metric]
-    return all(
-        type(part).__module__.startswith("keras.")
-        and not any(_is_of_user(value) for value in vars(part).values())
-        for part in [metric, *parts]
     )
 
 

@@ -23,10 +23,11 @@ import tensorflow as tf
 
 from ga_model.base import _validate
 from ga_model.base._context import graph_being_made
-from ga_model.base._internals import loss_tracker
-from ga_model.base._messages import batch_normalization_messages
+from ga_model.base._internals import compiled_loss, loss_tracker
+from ga_model.base._messages import ALONE, batch_normalization_messages
 from ga_model.hearing import _logs, _messages, _weights
 from ga_model.hearing._losses import StepLosses
+from ga_model.hearing._metric_values import of_batches
 from ga_model.hearing._models import optimizers_in, recording_of_thread
 from ga_model.hearing._normalization import names_by_fate
 from ga_model.hearing._position import Position
@@ -242,10 +243,34 @@ class Recording:
             self.losses.tell(_messages.written_message(self.model.name, written.others))
         if self._graph is not None:
             self._warn_of_metrics(written.metrics)
+            self._tell_of_metrics_of_batches()
             of_metrics = [] if self._writes is None else self._writes.values_for(written.metrics)
             waiting = [update.value for update in self.metrics.updates]
             for message in self.updates.messages_of_values([of_metrics, waiting, self.logs]):
                 self.model._warn_once(message)
+
+    def _tell_of_metrics_of_batches(self) -> None:
+        """Tell of metrics that average a number over batches. Those that wait do not."""
+        if self._writes is None:
+            return
+        of_losses = getattr(compiled_loss(self.model), "metrics", ())
+        waiting = [update.metric for update in self.metrics.updates]
+        found = of_batches(
+            self.model.metrics,
+            [loss_tracker(self.model), *of_losses, *waiting],
+            self._writes.values_for,
+            self.losses.heard.read,
+        )
+        is_split = self._position.whole is not None
+        way_out = 'set `loss_over="batch"`' if is_split else ALONE
+        for metric in found:
+            if is_split or not metric.is_mean:
+                message = _messages.metric_of_batches_message(
+                    self.model.name, metric.name, metric.place, way_out
+                )
+                # For a log of a layer's, the full batch is too much: it has all its activations.
+                tell = self.model._warn_once if metric.is_of_layer else self.losses.tell
+                tell(message)
 
     def _warn_of_metrics(self, variables: list[Any]) -> None:
         """Warn if gradients follow from metrics, of which these variables were written to."""

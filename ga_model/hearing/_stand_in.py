@@ -29,3 +29,8 @@ class StandIn:
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._original, name, value)
+
+
+def original_of(value: Any) -> Any:
+    """Return what a stand-in stands for, or the value itself if it is none."""
+    return vars(value)["_original"] if isinstance(value, StandIn) else value

@@ -14,6 +14,16 @@ def summed_rows_message(variables: list[str], optimizer: str) -> str:
     )
 
 
+def rescaled_message(variables: list[str]) -> str:
+    return (
+        "Float8 layers remember how large gradients are, to scale the next ones. "
+        f"Received: {variables}, in a window that is partial, or whose microbatches have different "
+        "weights: there they saw gradients of another scale than on the full batch, and round the "
+        "next ones differently. Let the batches of an epoch be a multiple of `accumulation_steps`, "
+        "or use `microbatch_size`."
+    )
+
+
 def gradient_message(gradient: Any, variable: Any) -> str:
     return (
         "A gradient must have the shape of its variable. "

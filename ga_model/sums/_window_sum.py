@@ -51,6 +51,7 @@ class WindowSum:
         self.variables: list[Any] = []
         self._buffers: list[Any] = []  # of each variable a `tf.Variable`, `Rows` of them, or None
         self._summed: list[Any] = []  # of each variable a bool `tf.Variable`, or None
+        self._is_rescaled: Any = None  # bool `tf.Variable`, if a variable remembers its gradients
         self._squares: Squares | None = None  # of variables, once somebody asks for the noise
         self._least: float | None = None  # see `add`
         self._jit_compile = jit_compile
@@ -215,6 +216,11 @@ class WindowSum:
 
         if not self._needs_weight:
             _strategy.run_if(tf.equal(self._total, 0.0), self._clear)
+        if (
+            self._is_rescaled is not None
+        ):  # in its unit, the weight of a full window of like ones is 1
+            is_other = tf.greater(tf.abs(self._total - 1.0), 1e-6)
+            self._is_rescaled.assign(self._is_rescaled | is_other)
         whole = self._sum()
         share = whole.of_replica(self.variables).or_zero()
         if estimate is not None:
@@ -238,10 +244,14 @@ class WindowSum:
         return [v for v, flag in pairs if any(map(bool, _strategy.copies(flag)))]
 
     def messages(self, optimizer: Any) -> list[str]:
-        """Return what there is to tell of rows that were summed, one message or none."""
+        """Return what there is to tell of rows that were summed, and of float8 layers."""
         summed = [] if _optimizers.adds_up_rows(optimizer) else self.summed_variables()
         names = [getattr(variable, "path", variable.name) for variable in summed]
-        return [_messages.summed_rows_message(names, optimizer.name)] if names else []
+        found = [_messages.summed_rows_message(names, optimizer.name)] if names else []
+        if self._is_rescaled is not None and any(map(bool, _strategy.copies(self._is_rescaled))):
+            kept = [v.path for v in self.variables if _sums.overwrites(v)]
+            found.append(_messages.rescaled_message(kept))
+        return found
 
     def reset(self) -> None:
         """Forget the open window. Dense buffers stay allocated."""
@@ -272,6 +282,8 @@ class WindowSum:
             self._summed = _strategy.make_variables(
                 lambda: [tf.constant(False) if isinstance(b, Rows) else None for b in self._buffers]
             )
+            if any(map(_sums.overwrites, variables)):
+                self._is_rescaled = _strategy.make_variables(lambda: tf.constant(False))
             return
         if not self.is_for(variables):
             raise ValueError(_messages.unknown_variables_message())

@@ -1,5 +1,7 @@
 """Variables that are trained otherwise, or not at all: quantized, low-rank, without gradient."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -97,3 +99,12 @@ def test_float8_layers_take_the_windows_largest_values(way, optimizer):
     assert len(overwritten) == 12
     difference = relative_difference(model.get_weights(), reference.get_weights(), start)
     assert difference <= TOLERANCE["float32"]
+
+
+@pytest.mark.parametrize("rows", [36, 40])
+def test_float8_layers_are_told_of_in_partial_windows(rows):
+    model = accumulate(seeded(float8), accumulation_steps=3)
+    model.compile("sgd", "mse")
+    partial = pytest.warns(UserWarning, match=r"Float8 layers remember how large .*scale.*partial")
+    with partial if rows % 12 else contextlib.nullcontext():
+        model.fit(*dense_data(rows), batch_size=4, verbose=0)

@@ -1,5 +1,6 @@
 """Files, copies, exports: a wrapped model's are the plain one's, a subclass keeps its settings."""
 
+import contextlib
 import copy
 import json
 import pickle
@@ -231,3 +232,16 @@ def test_a_copied_subclass_keeps_its_settings_and_trains_on(how):
     train(made, x, y, 4)
     assert made.optimizer.iterations == (4 if how is keras.models.clone_model else 8)
     assert model.optimizer.iterations == 4
+
+
+@pytest.mark.parametrize("batches", [4, 3])
+def test_a_file_that_is_written_within_a_window_is_told_of(batches, tmp_path):
+    """A training that goes on from it would miss the window's first batches."""
+    x, y = dense_data(4)
+    model = accumulate(dense_model(), accumulation_steps=3)
+    model.compile("adam", "mse")
+    for _ in range(batches):
+        model.train_on_batch(x, y)
+    is_open = pytest.warns(UserWarning, match="was saved while a window is open: the file has the")
+    with is_open if batches % 3 else contextlib.nullcontext():
+        model.save_weights(tmp_path / "model.weights.h5")

@@ -501,6 +501,20 @@ def test_bad_microbatches_are_left_out_on_any_replica(float64):
     assert_equal_logs(model, reference)
 
 
+def test_skipped_shares_of_regularizers_are_told_of(float64):
+    if not metrics_of_replicas_add_up():
+        pytest.skip("Keras before 3.10 refuses `skip_nonfinite` with replicas, as tested above")
+    x, y = dense_data(8)
+    x[4:] = np.nan  # all of the second replica
+    with mirrored(2).scope():
+        layers = [keras.Input((4,)), keras.layers.Dense(2, kernel_regularizer="l2")]
+        model = accumulate(keras.Sequential(layers), microbatch_size=2, skip_nonfinite=True)
+        model.compile("sgd", keras.losses.MeanSquaredError(reduction="sum"))
+    said = "a replica that skipped all of its microbatches had no share in the weight regularizers"
+    with pytest.warns(UserWarning, match=said):
+        model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+
+
 @pytest.mark.gate
 @pytest.mark.parametrize("replicas", [2, 3])
 @pytest.mark.parametrize("inside", [True, False], ids=["apply in run", "apply outside"])

@@ -1,0 +1,147 @@
+"""Metrics that are given one number of a batch: exact on the full batch, or told of."""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+from helpers import TOLERANCE, dense_data, dense_model, relative_difference, seeded
+from keras import ops
+
+from ga_model import accumulate
+
+WHAT = "A metric that averages one number per batch"
+
+
+def dice(y, z):
+    return 2 * ops.sum(y * z) / (ops.sum(y * y) + ops.sum(z * z))
+
+
+def mean_error(y, z):
+    return ops.mean(ops.abs(y - z))
+
+
+def matches(y, z):
+    """The share of samples whose own target is nearest."""
+    nearest = ops.cast(ops.argmax(ops.matmul(z, ops.transpose(y)), axis=-1), "int32")
+    return ops.mean(ops.cast(nearest == ops.arange(ops.shape(z)[0], dtype="int32"), z.dtype))
+
+
+def errors(y, z):
+    return ops.mean(ops.abs(y - z), axis=-1)
+
+
+class MeanOfDice(keras.metrics.Metric):
+    def __init__(self):
+        super().__init__(name="mean_of_dice")
+        self.sum = self.add_weight(initializer="zeros", name="sum")
+        self.number = self.add_weight(initializer="zeros", name="number")
+
+    def update_state(self, y, z, sample_weight=None):
+        self.sum.assign_add(dice(y, z))
+        self.number.assign_add(1.0)
+
+    def result(self):
+        return self.sum / self.number
+
+
+class Confusion(keras.metrics.Metric):
+    """Counts in a way that puts samples together."""
+
+    def __init__(self):
+        super().__init__(name="confusion")
+        self.matrix = self.add_weight(shape=(2, 2), initializer="zeros", name="matrix")
+
+    def update_state(self, y, z, sample_weight=None):
+        rows = ops.one_hot(ops.argmax(y, -1), 2), ops.one_hot(ops.argmax(z, -1), 2)
+        self.matrix.assign_add(ops.matmul(ops.transpose(rows[0]), rows[1]))
+
+    def result(self):
+        return ops.trace(self.matrix)
+
+
+class TracksItsInputs(keras.layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.tracker = keras.metrics.Mean(name="tracked")
+
+    def call(self, x):
+        self.tracker.update_state(ops.mean(ops.square(x)))
+        return x
+
+
+def tracking():
+    return keras.Sequential([*dense_model().layers, TracksItsInputs()])
+
+
+def fit(make, metrics, rows, settings=None, **kwargs):
+    model = seeded(make)
+    start = model.get_weights()
+    if settings is not None:
+        model = accumulate(model, **settings)
+    model.compile(keras.optimizers.Adam(0.01), "mse", metrics=metrics(), **kwargs)
+    x, y = dense_data(34)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        logs = model.fit(x, y, batch_size=rows, epochs=2, shuffle=False, verbose=0).history
+    said = [str(warning.message) for warning in caught]
+    return start, model.get_weights(), logs, said
+
+
+def compare(make, metrics, rows, settings, **kwargs):
+    """Return what differs in the logs, and what was said. Weights are equal."""
+    start, weights, logs, said = fit(make, metrics, rows, settings, **kwargs)
+    _, expected, known, _ = fit(make, metrics, 12, **kwargs)
+    assert relative_difference(weights, expected, start) < TOLERANCE["float64"]
+    assert logs.keys() == known.keys()
+    return [n for n in known if not np.allclose(logs[n], known[n], rtol=1e-6, atol=0)], said
+
+
+OF_BATCHES = {"dice": dice, "mean_error": mean_error, "matches": matches, "class": MeanOfDice}
+
+
+def given(name):
+    return lambda: [OF_BATCHES[name]() if name == "class" else OF_BATCHES[name]]
+
+
+@pytest.mark.parametrize("way", [{}, {"run_eagerly": True}, {"jit_compile": True}], ids=str)
+@pytest.mark.parametrize("name", OF_BATCHES)
+def test_with_a_microbatch_size_they_get_the_full_batch(name, way, float64):
+    assert compare(dense_model, given(name), 12, {"microbatch_size": 5}, **way) == ([], [])
+
+
+@pytest.mark.parametrize("name", OF_BATCHES)
+def test_added_up_they_are_told_of(name, float64):
+    settings = {"microbatch_size": 5, "loss_over": "microbatch"}
+    (differing,), (said,) = compare(dense_model, given(name), 12, settings)
+    assert WHAT in said
+    assert repr(differing) in said
+    assert 'set `loss_over="batch"`' in said
+    places = {"dice": "'RealDiv'", "class": "'RealDiv'", "matches": "'MatMul'"}
+    assert places.get(name, "a mean over samples") in said
+
+
+@pytest.mark.parametrize("name", ["dice", "matches", "class"])
+def test_in_windows_they_are_told_of(name, float64):
+    (differing,), (said,) = compare(dense_model, given(name), 4, {"accumulation_steps": 3})
+    assert WHAT in said
+    assert repr(differing) in said
+    assert "instead of `accumulation_steps`" in said
+
+
+def test_what_a_layer_tracks_is_told_of(float64):
+    """The full batch, with all activations of the layers around it, is too much for a log."""
+    differing, (said,) = compare(tracking, list, 12, {"microbatch_size": 5})
+    assert differing == ["tracked"]
+    assert WHAT in said
+    assert "'tracked'" in said
+
+
+@pytest.mark.parametrize("settings", [{"microbatch_size": 5}, {"accumulation_steps": 3}], ids=str)
+def test_metrics_that_count_samples_are_not(settings, float64):
+    def metrics():
+        of_keras = [keras.metrics.R2Score(name="r2"), keras.metrics.OneHotMeanIoU(2, name="iou")]
+        return [errors, Confusion(), *of_keras, "mae", "categorical_accuracy"]
+
+    rows = 12 if "microbatch_size" in settings else 4
+    assert compare(dense_model, metrics, rows, settings) == ([], [])
