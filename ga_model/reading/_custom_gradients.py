@@ -20,6 +20,7 @@ from ga_model.base._internals_tf import has_custom_gradient, own_gradient_of
 from ga_model.reading._dependence import dependence_of
 from ga_model.reading._following import walk_back
 from ga_model.reading._heard_gradients import OF_SHAPE, Work, work_by
+from ga_model.reading._inner_graphs import bodies
 from ga_model.reading._operations import BY_SAMPLE, ELEMENTWISE, MEAN, MIXED, SHARED, SUM
 from ga_model.reading._reading import Reading
 
@@ -56,8 +57,14 @@ def _is_none_of(tensors: list[Any], tensor: Any) -> bool:
 
 
 def _not_additive(graph: Any) -> Iterator[tuple[Any, bool]]:
-    """Yield operations, each with whether its gradient may compute with several samples."""
+    """Yield operations, each with whether its gradient may compute with several samples.
+
+    Also those of functions that operations call.
+    """
     for op in graph.get_operations():
+        if op.type.endswith("PartitionedCall"):
+            for inner in bodies(op):
+                yield from _not_additive(inner)
         if op.type == "IdentityN" and (gradient := own_gradient_of(op)) is not None:
             try:
                 drawn, sources = _drawn(op, gradient)
@@ -83,7 +90,9 @@ def _drawn(op: Any, gradient: Any) -> tuple[Any, list[Any]]:
         return [tensor for tensor in found if tensor is not None]
 
     specs = [tf.TensorSpec(output.shape, output.dtype) for output in op.outputs]
-    return tf.function(drawn, autograph=False).get_concrete_function(*specs).graph, sources
+    with op.graph.as_default():
+        graph = tf.function(drawn, autograph=False).get_concrete_function(*specs).graph
+    return graph, sources
 
 
 def _read(graph: Any, number: int) -> tuple[bool, bool]:

@@ -85,11 +85,22 @@ class Own(layers.Layer):
         return with_gradient(x)
 
 
-def train(rule, settings, rows=12, **arguments):
+class InAFunction(Own):
+    """Has it in a function that it calls."""
+
+    def __init__(self, rule):
+        super().__init__(rule)
+        self.function = tf.function(super().call)
+
+    def call(self, x):
+        return self.function(x)
+
+
+def train(rule, settings, rows=12, layer=Own, **arguments):
     """Return the weights before and after, and what was said."""
 
     def make():
-        parts = [layers.Dense(5), Own(rule), layers.Dense(2)]
+        parts = [layers.Dense(5), layer(rule), layers.Dense(2)]
         return accumulate(keras.Sequential([keras.Input((4,)), *parts]), **settings)
 
     model = seeded(make)
@@ -120,9 +131,19 @@ def test_a_split_batch_is_exact(rule, way, float64):
     )
 
 
+@pytest.mark.parametrize("rule", [of_norm, centered, straight_through])
+def test_in_a_function_of_a_layer_a_split_batch_is_exact(rule, float64):
+    difference, said = compare(rule, {"microbatch_size": 5}, layer=InAFunction)
+    assert difference <= TOLERANCE["float64"]
+    assert ["custom gradient may mix samples: " in text for text in said] == [True] * (
+        rule in MIXING
+    )
+
+
+@pytest.mark.parametrize("layer", [Own, InAFunction])
 @every
-def test_what_differs_in_a_window_is_told_and_nothing_else(rule, float64):
-    difference, said = compare(rule, {"accumulation_steps": 3}, rows=4)
+def test_what_differs_in_a_window_is_told_and_nothing_else(rule, layer, float64):
+    difference, said = compare(rule, {"accumulation_steps": 3}, rows=4, layer=layer)
     told = [text for text in said if "which may not be: one that clips" in text]
     if rule in LINEAR:
         assert said == []
