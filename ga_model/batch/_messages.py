@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ga_model.base._messages import ALONE
+
 
 def changing_targets_message(model: str) -> str:
     return (
@@ -16,4 +18,13 @@ def changing_calls_message(model: str) -> str:
         "All microbatches of a batch must call the same BatchNormalization layers in training "
         f"mode. Received: {model!r}, which changes them between microbatches. Call every layer in "
         "every step, or set `microbatch_size=None`."
+    )
+
+
+def unread_gradients_message(model: str, error: Exception) -> str:
+    return (
+        "Whether custom gradients (`tf.custom_gradient`) add up over microbatches is read from the "
+        f"graph of a step. Received: {model!r} with `run_eagerly=True`, whose step cannot run in a "
+        f"graph ({type(error).__name__}). If it has custom gradients that clip or mix samples, "
+        f"{ALONE}."
     )

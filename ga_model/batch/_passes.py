@@ -31,10 +31,17 @@ from ga_model.graphs._loop import loop
 from ga_model.graphs._microbatch import Batch
 from ga_model.hearing import _weights
 from ga_model.hearing._logs import BatchLogs
-from ga_model.hearing._models import computes_loss_as_keras, optimizers_in, unpack, unrecorded
+from ga_model.hearing._models import (
+    computes_as_keras,
+    computes_loss_as_keras,
+    is_of_keras,
+    optimizers_in,
+    unpack,
+    unrecorded,
+)
 from ga_model.hearing._normalization import Call, heard_layers, in_order, listening, pass_on
 from ga_model.hearing._position import Position
-from ga_model.hearing._recorder import Recording, Target, record
+from ga_model.hearing._recorder import Recording, Target, record, tell_of_custom_gradients
 from ga_model.reading._loss_reading import DoesNotAddUpError, is_known
 from ga_model.replicas import _optimizers, _strategy
 from ga_model.sums._moments import Moments
@@ -115,6 +122,8 @@ class Passes:
         self._build_if_needed()
         if tf.executing_eagerly() and batch.is_split and self._model._accumulation.must_add_up():
             self._read_loss()
+        elif tf.executing_eagerly() and (batch.is_split or self._window is not None):
+            self._read_gradients()
         part = microbatch(zero, self._units, batch.microbatch(zero))
         if not batch.is_split:
             return part  # type: ignore[no-any-return]
@@ -152,15 +161,38 @@ class Passes:
 
         tf.function(call, autograph=False).get_concrete_function(self._batch.signature_of(None))
 
+    def _graph_of_microbatch(self) -> Any:
+        """Return the graph of a microbatch, which does not run."""
+        units = [tf.TensorSpec((), tf.float64)] * len(self._units)
+        leaves = self._batch.signature_of(None)
+        draw = tf.function(self._microbatch, autograph=False)
+        return draw.get_concrete_function(tf.TensorSpec((), tf.int64), units, leaves).graph
+
+    def _read_gradients(self) -> None:
+        """Tell of custom gradients that do not add up, once what a first batch creates is there."""
+        model, accumulation = self._model, self._model._accumulation
+        is_there = is_built(model, model.metrics) and all(o.built for o in self._optimizers)
+        if accumulation.has_read_gradients or not is_there:
+            return
+        accumulation.has_read_gradients = True
+        if computes_as_keras(model) and all(map(is_known, keras.tree.flatten(model.loss))):
+            return
+        trial_of, self._trial_of = self._trial_of, 1
+        try:
+            graph = self._graph_of_microbatch()
+        except Exception as error:  # of a step that runs eagerly only
+            if is_of_keras(model, "train_step"):  # or that has been told of
+                model._warn_once(_messages.unread_gradients_message(model.name, error))
+        else:
+            tell_of_custom_gradients(graph, model.name, model._warn_once)
+        self._trial_of, self.targets = trial_of, []
+
     def _read_loss(self) -> None:
         """Raise DoesNotAddUpError if the loss is not known to add up, before anything runs."""
         if self._model._accumulation.has_read_loss:
             return
-        units = [tf.TensorSpec((), tf.float64)] * len(self._units)
-        leaves = self._batch.signature_of(None)
-        draw = tf.function(self._microbatch, autograph=False)
         try:
-            draw.get_concrete_function(tf.TensorSpec((), tf.int64), units, leaves)
+            self._graph_of_microbatch()
         except DoesNotAddUpError:
             raise
         except Exception as error:  # of a step that runs eagerly only

@@ -16,7 +16,7 @@ callback's thread that reads `model.optimizer` meanwhile gets the optimizer itse
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -232,9 +232,8 @@ class Recording:
             raise RuntimeError(_messages.not_recorded_message(self.model.name, names))
         if self._position.is_update:
             return
-        if self._graph is not None and (op := not_additive(self._graph)) is not None:
-            rule = f"a `tf.custom_gradient`, {place_of(op)}"
-            self.losses.tell(_messages.own_gradient_message(self.model.name, rule))
+        if self._graph is not None:
+            tell_of_custom_gradients(self._graph, self.model.name, self.losses.tell)
         if written.others and self._position.must_add_up:
             raise DoesNotAddUpError
         for message in batch_normalization_messages(*names_by_fate(written.normalization)):
@@ -277,6 +276,13 @@ class Recording:
         used = used_in(self._graph, variables, self.given)
         if used:
             self.losses.tell(_messages.metrics_used_message(self.model.name, sorted(set(used))))
+
+
+def tell_of_custom_gradients(graph: Any, model: str, tell: Callable[[str], None]) -> None:
+    """Tell of a custom gradient in a graph that is not known to add up over microbatches."""
+    if (op := not_additive(graph)) is not None:
+        rule = f"a `tf.custom_gradient`, {place_of(op)}"
+        tell(_messages.own_gradient_message(model, rule))
 
 
 def note_call(tensors: Any, losses: Sequence[Any] = (), is_sum: Sequence[bool] = ()) -> None:

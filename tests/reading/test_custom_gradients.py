@@ -154,6 +154,32 @@ def test_what_differs_in_a_window_is_told_and_nothing_else(rule, layer, float64)
         assert difference > 1e-3
 
 
+class RunsEagerlyOnly(Own):
+    def call(self, x):
+        assert float(x[0, 0]) < 1e9
+        return super().call(x)
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+@pytest.mark.parametrize("rule", [clipped, centered, reversed_])
+def test_eagerly_it_is_told_once(rule, float64):
+    settings = {"accumulation_steps": 3}
+    difference, said = compare(rule, settings, rows=4, run_eagerly=True)
+    assert ["which may not be: one that clips" in text for text in said] == [True] * (
+        rule not in LINEAR
+    )
+    assert (difference <= TOLERANCE["float64"]) == (rule in LINEAR)
+
+
+def test_what_cannot_run_in_a_graph_is_not_read(float64):
+    arguments = {"rows": 4, "layer": RunsEagerlyOnly, "run_eagerly": True}
+    _, said = compare(clipped, {"accumulation_steps": 3}, **arguments)
+    (text,) = said
+    assert "is read from the graph of a step. Received: 'sequential" in text
+
+
 @pytest.mark.parametrize("rule", [clipped, of_norm])
 def test_where_microbatches_are_asked_for_it_is_told(rule, float64):
     difference, said = compare(rule, {"microbatch_size": 5, "loss_over": "microbatch"})
