@@ -30,6 +30,7 @@ from ga_model.calls._calls import split_calls
 from ga_model.graphs._loop import loop
 from ga_model.graphs._microbatch import Batch
 from ga_model.hearing import _weights
+from ga_model.hearing._custom_gradients import messages_of_custom_gradients
 from ga_model.hearing._logs import BatchLogs
 from ga_model.hearing._models import (
     computes_as_keras,
@@ -41,7 +42,7 @@ from ga_model.hearing._models import (
 )
 from ga_model.hearing._normalization import Call, heard_layers, in_order, listening, pass_on
 from ga_model.hearing._position import Position
-from ga_model.hearing._recorder import Recording, Target, record, tell_of_custom_gradients
+from ga_model.hearing._recorder import Recording, Target, record
 from ga_model.reading._loss_reading import DoesNotAddUpError, is_known
 from ga_model.replicas import _optimizers, _strategy
 from ga_model.sums._moments import Moments
@@ -184,7 +185,8 @@ class Passes:
             if is_of_keras(model, "train_step"):  # or that has been told of
                 model._warn_once(_messages.unread_gradients_message(model.name, error))
         else:
-            tell_of_custom_gradients(graph, model.name, model._warn_once)
+            for message in messages_of_custom_gradients(graph, model.name):
+                model._warn_once(message)
         self._trial_of, self.targets = trial_of, []
 
     def _read_loss(self) -> None:

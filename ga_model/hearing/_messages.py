@@ -172,7 +172,8 @@ def metrics_used_message(model: str, variables: list[str]) -> str:
     )
 
 
-def metric_of_batches_message(model: str, metric: str, place: str, way_out: str) -> str:
+def metric_of_batches_message(model: str, metric: str, place: str, is_split: bool) -> str:
+    way_out = 'set `loss_over="batch"`' if is_split else ALONE
     return (
         "A metric that averages one number per batch has other numbers to average if the batch is "
         f"a microbatch. Received: the metric {metric!r} of {model!r}, whose number is made by "

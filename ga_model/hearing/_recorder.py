@@ -16,7 +16,7 @@ callback's thread that reads `model.optimizer` meanwhile gets the optimizer itse
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -24,8 +24,9 @@ import tensorflow as tf
 from ga_model.base import _validate
 from ga_model.base._context import graph_being_made
 from ga_model.base._internals import compiled_loss, loss_tracker
-from ga_model.base._messages import ALONE, batch_normalization_messages
+from ga_model.base._messages import batch_normalization_messages
 from ga_model.hearing import _logs, _messages, _weights
+from ga_model.hearing._custom_gradients import messages_of_custom_gradients
 from ga_model.hearing._losses import StepLosses
 from ga_model.hearing._metric_values import of_batches
 from ga_model.hearing._models import optimizers_in, recording_of_thread
@@ -33,7 +34,6 @@ from ga_model.hearing._normalization import names_by_fate
 from ga_model.hearing._position import Position
 from ga_model.hearing._stand_ins import stand_in
 from ga_model.hearing._updates import Updates
-from ga_model.reading._custom_gradients import not_additive
 from ga_model.reading._heard_gradients import place_of
 from ga_model.reading._loss_reading import DoesNotAddUpError
 from ga_model.reading._tapes import heard
@@ -233,7 +233,8 @@ class Recording:
         if self._position.is_update:
             return
         if self._graph is not None:
-            tell_of_custom_gradients(self._graph, self.model.name, self.losses.tell)
+            for message in messages_of_custom_gradients(self._graph, self.model.name):
+                self.losses.tell(message)
         if written.others and self._position.must_add_up:
             raise DoesNotAddUpError
         for message in batch_normalization_messages(*names_by_fate(written.normalization)):
@@ -254,35 +255,20 @@ class Recording:
             return
         of_losses = getattr(compiled_loss(self.model), "metrics", ())
         waiting = [update.metric for update in self.metrics.updates]
-        found = of_batches(
-            self.model.metrics,
-            [loss_tracker(self.model), *of_losses, *waiting],
-            self._writes.values_for,
-            self.losses.heard.read,
-        )
+        others = [loss_tracker(self.model), *of_losses, *waiting]
         is_split = self._position.whole is not None
-        way_out = 'set `loss_over="batch"`' if is_split else ALONE
-        for metric in found:
+        read = self.losses.heard.read
+        for metric in of_batches(self.model.metrics, others, self._writes.values_for, read):
             if is_split or not metric.is_mean:
-                message = _messages.metric_of_batches_message(
-                    self.model.name, metric.name, metric.place, way_out
-                )
                 # For a log of a layer's, the full batch is too much: it has all its activations.
                 tell = self.model._warn_once if metric.is_of_layer else self.losses.tell
-                tell(message)
+                tell(_messages.metric_of_batches_message(self.model.name, *metric[:2], is_split))
 
     def _warn_of_metrics(self, variables: list[Any]) -> None:
         """Warn if gradients follow from metrics, of which these variables were written to."""
         used = used_in(self._graph, variables, self.given)
         if used:
             self.losses.tell(_messages.metrics_used_message(self.model.name, sorted(set(used))))
-
-
-def tell_of_custom_gradients(graph: Any, model: str, tell: Callable[[str], None]) -> None:
-    """Tell of a custom gradient in a graph that is not known to add up over microbatches."""
-    if (op := not_additive(graph)) is not None:
-        rule = f"a `tf.custom_gradient`, {place_of(op)}"
-        tell(_messages.own_gradient_message(model, rule))
 
 
 def note_call(tensors: Any, losses: Sequence[Any] = (), is_sum: Sequence[bool] = ()) -> None:
