@@ -35,7 +35,8 @@ class WindowSum:
         jit_compile: whether XLA may compile the updates. There is then one optimizer in all of
             them.
         needs_weight: whether a window whose weights are all zero makes no update. Otherwise it
-            makes one with gradients of zero, as plain Keras does.
+            makes one with gradients of zero, as plain Keras does. That is a window of a model,
+            whose number of microbatches is known.
 
     Attributes:
         num_microbatches: int64 scalar variable, microbatches added since the last reset.
@@ -216,10 +217,8 @@ class WindowSum:
 
         if not self._needs_weight:
             _strategy.run_if(tf.equal(self._total, 0.0), self._clear)
-        if (
-            self._is_rescaled is not None
-        ):  # in its unit, the weight of a full window of like ones is 1
-            is_other = tf.greater(tf.abs(self._total - 1.0), 1e-6)
+        if self._is_rescaled is not None:
+            is_other = tf.greater(tf.abs(self._total - 1.0), 1e-6)  # 1 if full of equal weights
             self._is_rescaled.assign(self._is_rescaled | is_other)
         whole = self._sum()
         share = whole.of_replica(self.variables).or_zero()
@@ -282,7 +281,7 @@ class WindowSum:
             self._summed = _strategy.make_variables(
                 lambda: [tf.constant(False) if isinstance(b, Rows) else None for b in self._buffers]
             )
-            if any(map(_sums.overwrites, variables)):
+            if not self._needs_weight and any(map(_sums.overwrites, variables)):
                 self._is_rescaled = _strategy.make_variables(lambda: tf.constant(False))
             return
         if not self.is_for(variables):
