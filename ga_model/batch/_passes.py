@@ -18,7 +18,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ga_model.base._internals import is_built, stateless_scope
+from ga_model.base._internals import is_built, layers_in, stateless_scope
 from ga_model.base._internals_tf import NOT_INLINED
 from ga_model.base._messages import late_gradient_message
 from ga_model.batch import _messages
@@ -176,18 +176,24 @@ class Passes:
         if accumulation.has_read_gradients or not is_there:
             return
         accumulation.has_read_gradients = True
+        if not is_of_keras(model, "train_step"):  # of which it is told that it is not read
+            return
         if computes_as_keras(model) and all(map(is_known, keras.tree.flatten(model.loss))):
             return
+        before = [(layer, dict(vars(layer))) for layer in layers_in(model)]
         trial_of, self._trial_of = self._trial_of, 1
         try:
             graph = self._graph_of_microbatch()
         except Exception as error:  # of a step that runs eagerly only
-            if is_of_keras(model, "train_step"):  # or that has been told of
-                model._warn_once(_messages.unread_gradients_message(model.name, error))
+            model._warn_once(_messages.unread_gradients_message(model.name, error))
         else:
             for message in messages_of_custom_gradients(graph, model.name):
                 model._warn_once(message)
         self._trial_of, self.targets = trial_of, []
+        for layer, attributes in before:  # as layers of the user's have left them
+            for name in vars(layer).keys() - attributes.keys():
+                del vars(layer)[name]
+            vars(layer).update(attributes)
 
     def _read_loss(self) -> None:
         """Raise DoesNotAddUpError if the loss is not known to add up, before anything runs."""

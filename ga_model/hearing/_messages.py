@@ -139,7 +139,8 @@ def unread_loss_message(model: str) -> str:
         "What a custom loss averages over is read from the graph of the step. "
         f"Received: `train_step` of {model!r}, whose graph cannot be read: it runs eagerly, takes "
         "gradients in a nested function, or has ragged or sparse inputs. Its loss is assumed to be "
-        "a mean over samples, and its gradients to reach the optimizer unchanged. If the loss is "
+        "a mean over samples, its gradients to reach the optimizer unchanged, and custom gradients "
+        "to be linear and separate for each sample. If the loss is "
         f"something else, {EXACT_WAY}. If the step clips gradients, takes some after an update, or "
         f"changes a learning rate or a metric that it computes with, {ALONE} for any step."
     )
@@ -177,7 +178,7 @@ def metric_of_batches_message(model: str, metric: str, place: str, is_split: boo
     return (
         "A metric that averages one number per batch has other numbers to average if the batch is "
         f"a microbatch. Received: the metric {metric!r} of {model!r}, whose number is made by "
-        f"{place}. Its log differs from that of the full batch, and weights do not: return one "
+        f"{place}. Its log may differ from that of the full batch; weights do not. Return one "
         f"value per sample, or {way_out}."
     )
 

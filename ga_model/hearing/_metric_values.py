@@ -16,6 +16,8 @@ from ga_model.hearing._stand_in import original_of
 from ga_model.reading._denominators import NOT_LINEAR, OF_SUM, OF_WEIGHTS, SEVERAL, StepLoss
 from ga_model.reading._heard_gradients import place_of
 
+_SUMS = {OF_SUM.kind, OF_WEIGHTS.kind}
+
 
 def parts_of(metric: Any) -> list[Any]:
     """Return the metrics that one of a model's `metrics` consists of."""
@@ -32,10 +34,11 @@ def is_of_user(value: Any) -> bool:
 
 def counts_samples(metric: Any) -> bool:
     """Return whether a metric is one of Keras's own that counts what it gets of each sample."""
-    return all(
-        type(part).__module__.startswith("keras.") and not any(map(is_of_user, vars(part).values()))
-        for part in [metric, *parts_of(metric)]
-    )
+    parts = [original_of(metric), *parts_of(metric)]
+    held = [value for part in parts for value in vars(part).values()]
+    # Losses reduce what they compute to one number.
+    is_of_others = any(is_of_user(value) or isinstance(value, keras.losses.Loss) for value in held)
+    return all(type(part).__module__.startswith("keras.") for part in parts) and not is_of_others
 
 
 class OfBatches(NamedTuple):
@@ -44,14 +47,14 @@ class OfBatches(NamedTuple):
     Attributes:
         name: of the metric.
         place: what the number is made by.
-        is_mean: whether the number is a mean over samples, whose average differs only where batches
-            do in their numbers of samples.
+        is_alike: whether its log differs in windows only if batches do in their sizes, as far as is
+            known: of a mean over samples, and of what a step or a layer gives to a `Mean`.
         is_of_layer: whether a layer gives it the number.
     """
 
     name: str
     place: str
-    is_mean: bool
+    is_alike: bool
     is_of_layer: bool
 
 
@@ -76,11 +79,32 @@ def of_batches(
             continue
         is_of_function = isinstance(metric, keras.metrics.MeanMetricWrapper)
         breaks = (NOT_LINEAR, SEVERAL) if is_of_function else (NOT_LINEAR,)
-        losses = [read(value) for value in values_for(metric.variables)]
-        kinds = {d.kind for loss in losses for d in loss.denominators or ()}
+        values = values_for(metric.variables)
+        losses = [read(value) for value in values]
+        kinds = {d.kind for loss in losses for d in loss.denominators or ()} - _SUMS
         obstacles = [loss.obstacle for loss in losses]
         places = [o.op for o in obstacles if o is not None and o.why in breaks]
-        if places or kinds - {OF_SUM.kind, OF_WEIGHTS.kind}:
-            place = place_of(places[0]) if places else "a mean over samples"
-            found.append(OfBatches(metric.name, place, not places, is_given_numbers))
+        is_sum = is_of_function and any(map(_is_of_number, values))
+        if places or kinds or is_sum:
+            what = "a mean over samples" if kinds else "a sum over samples"
+            is_mean = kinds and all(map(_is_of_sizes, kinds))
+            is_alike = is_given_numbers or bool(is_mean and not places)
+            place = place_of(places[0]) if places else what
+            found.append(OfBatches(metric.name, place, is_alike, is_given_numbers))
     return found
+
+
+def _is_of_sizes(kind: Any) -> bool:
+    """Return whether a mean is over all samples, or over all entries of these."""
+    return bool(kind == "rows" or kind[0] == "entries")
+
+
+def _is_of_number(value: Any) -> bool:
+    """Return whether a `Mean` has added one number to what it had, and not one for each sample."""
+    op = value.op
+    while op.type in ("AddV2", "Cast", "Identity"):
+        others = [tensor.op for tensor in op.inputs if tensor.op.type != "ReadVariableOp"]
+        if len(others) != 1:
+            return False
+        op = others[0]
+    return bool(op.type == "Sum" and op.inputs[0].shape.rank == 0)

@@ -259,7 +259,7 @@ class Recording:
         is_split = self._position.whole is not None
         read = self.losses.heard.read
         for metric in of_batches(self.model.metrics, others, self._writes.values_for, read):
-            if is_split or not metric.is_mean:
+            if is_split or not metric.is_alike:
                 # For a log of a layer's, the full batch is too much: it has all its activations.
                 tell = self.model._warn_once if metric.is_of_layer else self.losses.tell
                 tell(_messages.metric_of_batches_message(self.model.name, *metric[:2], is_split))

@@ -5,6 +5,7 @@ import warnings
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from helpers import TOLERANCE, dense_data, dense_model, relative_difference, seeded
 from keras import ops
 
@@ -97,11 +98,29 @@ def compare(make, metrics, rows, settings, **kwargs):
     return [n for n in known if not np.allclose(logs[n], known[n], rtol=1e-6, atol=0)], said
 
 
-OF_BATCHES = {"dice": dice, "mean_error": mean_error, "matches": matches, "class": MeanOfDice}
+def number_above(y, z):
+    return ops.sum(ops.cast(z > y, z.dtype))
+
+
+def above_mean(y, z):
+    """A mean over some of the entries."""
+    chosen = ops.cast(y > 0, z.dtype)
+    return ops.sum(chosen * ops.abs(y - z)) / ops.maximum(ops.sum(chosen), 1)
+
+
+OF_BATCHES = {
+    "dice": lambda: dice,
+    "mean_error": lambda: mean_error,
+    "matches": lambda: matches,
+    "class": MeanOfDice,
+    "loss": keras.losses.Dice,
+    "sum": lambda: number_above,
+    "masked": lambda: above_mean,
+}
 
 
 def given(name):
-    return lambda: [OF_BATCHES[name]() if name == "class" else OF_BATCHES[name]]
+    return lambda: [OF_BATCHES[name]()]
 
 
 @pytest.mark.parametrize("way", [{}, {"run_eagerly": True}, {"jit_compile": True}], ids=str)
@@ -118,10 +137,11 @@ def test_added_up_they_are_told_of(name, float64):
     assert repr(differing) in said
     assert 'set `loss_over="batch"`' in said
     places = {"dice": "'RealDiv'", "class": "'RealDiv'", "matches": "'MatMul'"}
-    assert places.get(name, "a mean over samples") in said
+    places |= {"mean_error": "a mean over samples", "sum": "a sum over samples"}
+    assert places.get(name, "made by") in said
 
 
-@pytest.mark.parametrize("name", ["matches", "class", "dice"])
+@pytest.mark.parametrize("name", ["matches", "sum", "loss", "masked", "class", "dice"])
 def test_in_windows_they_are_told_of(name, float64):
     (differing,), (said,) = compare(dense_model, given(name), 4, {"accumulation_steps": 3})
     assert WHAT in said
@@ -145,3 +165,32 @@ def test_metrics_that_count_samples_are_not(settings, float64):
 
     rows = 12 if "microbatch_size" in settings else 4
     assert compare(dense_model, metrics, rows, settings) == ([], [])
+
+
+class TracksItsLoss(keras.Model):
+    """Counts each loss as often as the batch has samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.tracker = dense_model(), keras.metrics.Mean(name="tracked")
+
+    def call(self, x):
+        return self.net(x)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = ops.mean(ops.square(self(x, training=True) - y))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        self.tracker.update_state(loss, sample_weight=tf.shape(x)[0])
+        return {"tracked": self.tracker.result()}
+
+
+def test_a_mean_of_losses_by_samples_is_not(float64):
+    def make():
+        model = TracksItsLoss()
+        model.build((None, 4))
+        return model
+
+    assert compare(make, lambda: None, 4, {"accumulation_steps": 3}) == ([], [])

@@ -173,6 +173,43 @@ def test_eagerly_it_is_told_once(rule, float64):
     assert (difference <= TOLERANCE["float64"]) == (rule in LINEAR)
 
 
+class Remembers(keras.Model):
+    """Keeps what it computed, for its next step."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense, self.last, self.steps = layers.Dense(2), 0.0, 0
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        self.last, self.steps = 0.5 * self.last + logs["loss"], self.steps + 1
+        return {**logs, "last": self.last}
+
+
+class Counts(Own):
+    calls = 0
+
+    def call(self, x):
+        self.calls += 1
+        return super().call(x)
+
+
+def test_eagerly_what_steps_and_layers_keep_is_left_alone():
+    model = accumulate(seeded(Remembers), accumulation_steps=3)
+    model.compile("sgd", "mse", run_eagerly=True)
+    model.fit(*dense_data(24), batch_size=4, verbose=0)
+    assert model.steps == 6
+    counts = Counts(reversed_)
+    model = accumulate(keras.Sequential([keras.Input((4,)), counts, layers.Dense(2)]))
+    model.compile("sgd", "mse", run_eagerly=True, accumulation_steps=3)
+    before = counts.calls
+    model.fit(*dense_data(24), batch_size=4, verbose=0)
+    assert counts.calls == before + 6
+
+
 def test_what_cannot_run_in_a_graph_is_not_read(float64):
     arguments = {"rows": 4, "layer": RunsEagerlyOnly, "run_eagerly": True}
     _, said = compare(clipped, {"accumulation_steps": 3}, **arguments)
