@@ -178,7 +178,7 @@ class Passes:
         accumulation.has_read_gradients = True
         if not is_of_keras(model, "train_step"):  # of which it is told that it is not read
             return
-        if computes_as_keras(model) and all(map(is_known, keras.tree.flatten(model.loss))):
+        if computes_as_keras(model):
             return
         before = [(layer, dict(vars(layer))) for layer in layers_in(model)]
         trial_of, self._trial_of = self._trial_of, 1
