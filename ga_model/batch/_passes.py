@@ -18,7 +18,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ga_model.base._internals import is_built, layers_in, stateless_scope
+from ga_model.base._call_again import PythonState
+from ga_model.base._internals import is_built, stateless_scope
 from ga_model.base._internals_tf import NOT_INLINED
 from ga_model.base._messages import late_gradient_message
 from ga_model.batch import _messages
@@ -172,15 +173,15 @@ class Passes:
     def _read_gradients(self) -> None:
         """Tell of custom gradients that do not add up, once what a first batch creates is there."""
         model, accumulation = self._model, self._model._accumulation
-        is_there = is_built(model, model.metrics) and all(o.built for o in self._optimizers)
-        if accumulation.has_read_gradients or not is_there:
+        if accumulation.has_read_gradients:
+            return
+        if not (is_built(model, model.metrics) and all(o.built for o in self._optimizers)):
             return
         accumulation.has_read_gradients = True
-        if not is_of_keras(model, "train_step"):  # of which it is told that it is not read
+        # A step of the user's own may keep more than what can be put back.
+        if computes_as_keras(model) or not is_of_keras(model, "train_step"):
             return
-        if computes_as_keras(model):
-            return
-        before = [(layer, dict(vars(layer))) for layer in layers_in(model)]
+        state = PythonState(model)
         trial_of, self._trial_of = self._trial_of, 1
         try:
             graph = self._graph_of_microbatch()
@@ -190,10 +191,7 @@ class Passes:
             for message in messages_of_custom_gradients(graph, model.name):
                 model._warn_once(message)
         self._trial_of, self.targets = trial_of, []
-        for layer, attributes in before:  # as layers of the user's have left them
-            for name in vars(layer).keys() - attributes.keys():
-                del vars(layer)[name]
-            vars(layer).update(attributes)
+        state.put_back()
 
     def _read_loss(self) -> None:
         """Raise DoesNotAddUpError if the loss is not known to add up, before anything runs."""
