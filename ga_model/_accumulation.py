@@ -43,7 +43,7 @@ class Accumulation(Kept):
         noise: the noise of the gradients, as far as it was measured.
         adds_up: whether the loss does over microbatches, as far as it was read.
         is_proved: whether a step of the user's own is proved to add up, in the graph that is made.
-        has_read_loss, has_read_gradients: whether those of an eager model were read.
+        has_read_loss, has_read_step: whether those of an eager model were read.
     """
 
     automatic_size: AutomaticSize
@@ -56,7 +56,7 @@ class Accumulation(Kept):
         self.noise = GradientNoise(Estimate)
         self.adds_up = True
         self.is_proved = False
-        self.has_read_loss = self.has_read_gradients = False
+        self.has_read_loss = self.has_read_step = False
         self._has_read_writes = False  # of an eager model
         self._most_rows: Any = None  # variable, of a batch that may be more than a microbatch
         self._kinds: dict[int, tuple[Any, str | None]] = {}  # of activity regularizers

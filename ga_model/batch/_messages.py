@@ -21,10 +21,11 @@ def changing_calls_message(model: str) -> str:
     )
 
 
-def unread_gradients_message(model: str, error: Exception) -> str:
+def unread_step_message(model: str, error: Exception) -> str:
     return (
-        "Whether custom gradients (`tf.custom_gradient`) add up over microbatches is read from the "
-        f"graph of a step. Received: {model!r} with `run_eagerly=True`, whose step cannot run in a "
-        f"graph ({type(error).__name__}). If it has custom gradients that clip or mix samples, "
-        f"{ALONE}."
+        "Whether losses, metrics and custom gradients (`tf.custom_gradient`) add up over "
+        f"microbatches is read from the graph of a step. Received: {model!r} with "
+        f"`run_eagerly=True`, whose step cannot run in a graph ({type(error).__name__}). If it has "
+        "losses or metrics that are no mean over samples, or custom gradients that clip or mix "
+        f"samples, {ALONE}."
     )

@@ -31,10 +31,9 @@ from ga_model.calls._calls import split_calls
 from ga_model.graphs._loop import loop
 from ga_model.graphs._microbatch import Batch
 from ga_model.hearing import _weights
-from ga_model.hearing._custom_gradients import messages_of_custom_gradients
+from ga_model.hearing._code_of_user import has_code_of_user
 from ga_model.hearing._logs import BatchLogs
 from ga_model.hearing._models import (
-    computes_as_keras,
     computes_loss_as_keras,
     is_of_keras,
     optimizers_in,
@@ -105,7 +104,9 @@ class Passes:
             and not (batch.is_split or has_others or tf.executing_eagerly())
             and not self._splits_calls
         )
+        self._num_before: Any = tf.zeros((), tf.int64)
         if window is not None:
+            self._num_before = window.logs.num_counted()
             self._steps, self._parts = window.steps.read_value(), window.parts.read_value()
             self._units = [window.unit(optimizer) for optimizer in self._optimizers]
         self._num_microbatches = tf.cast(self._steps * batch.num_microbatches, tf.float64)
@@ -125,7 +126,7 @@ class Passes:
         if tf.executing_eagerly() and batch.is_split and self._model._accumulation.must_add_up():
             self._read_loss()
         elif tf.executing_eagerly() and (batch.is_split or self._window is not None):
-            self._read_gradients()
+            self._read_step()
         part = microbatch(zero, self._units, batch.microbatch(zero))
         if not batch.is_split:
             return part  # type: ignore[no-any-return]
@@ -163,42 +164,44 @@ class Passes:
 
         tf.function(call, autograph=False).get_concrete_function(self._batch.signature_of(None))
 
-    def _graph_of_microbatch(self) -> Any:
-        """Return the graph of a microbatch, which does not run."""
+    def _draw_microbatch(self) -> None:
+        """Draw a microbatch in a graph that does not run."""
         units = [tf.TensorSpec((), tf.float64)] * len(self._units)
         leaves = self._batch.signature_of(None)
         draw = tf.function(self._microbatch, autograph=False)
-        return draw.get_concrete_function(tf.TensorSpec((), tf.int64), units, leaves).graph
+        draw.get_concrete_function(tf.TensorSpec((), tf.int64), units, leaves)
 
-    def _read_gradients(self) -> None:
-        """Tell of custom gradients that do not add up, once what a first batch creates is there."""
+    def _read_step(self) -> None:
+        """Tell of what does not add up in an eager step, once what a first batch creates is there.
+
+        That is custom gradients, losses and metrics.
+        """
         model, accumulation = self._model, self._model._accumulation
-        if accumulation.has_read_gradients:
+        if accumulation.has_read_step:
             return
         if not (is_built(model, model.metrics) and all(o.built for o in self._optimizers)):
             return
-        accumulation.has_read_gradients = True
+        accumulation.has_read_step = True
         # A step of the user's own may keep more than what can be put back.
-        if computes_as_keras(model) or not is_of_keras(model, "train_step"):
+        if not (has_code_of_user(model) and is_of_keras(model, "train_step")):
             return
         state = PythonState(model)
-        trial_of, self._trial_of = self._trial_of, 1
         try:
-            graph = self._graph_of_microbatch()
+            self._draw_microbatch()
+        except (DoesNotAddUpError, Warning):
+            raise
         except Exception as error:  # of a step that runs eagerly only
-            model._warn_once(_messages.unread_gradients_message(model.name, error))
-        else:
-            for message in messages_of_custom_gradients(graph, model.name):
-                model._warn_once(message)
-        self._trial_of, self.targets = trial_of, []
-        state.put_back()
+            model._warn_once(_messages.unread_step_message(model.name, error))
+        finally:
+            self.targets = []
+            state.put_back()
 
     def _read_loss(self) -> None:
         """Raise DoesNotAddUpError if the loss is not known to add up, before anything runs."""
         if self._model._accumulation.has_read_loss:
             return
         try:
-            self._graph_of_microbatch()
+            self._draw_microbatch()
         except DoesNotAddUpError:
             raise
         except Exception as error:  # of a step that runs eagerly only
@@ -246,7 +249,7 @@ class Passes:
         """Run the model's step on one microbatch, and return what it applies and logs.
 
         Args:
-            num_counted: int64 scalar tensor, microbatches of the batch that have counted so far.
+            num_counted: int64 scalar tensor, microbatches of the batch that have counted before.
             units: of each optimizer's sum so far.
             leaves: the data.
         """
@@ -256,11 +259,11 @@ class Passes:
             self._steps,
             self._num_microbatches,
             self._parts,
-            tf.equal(num_counted, 0),
+            tf.equal(num_counted + self._num_before, 0),
             self._whole,
             self._is_window,
             is_update=self._window is None and not self._batch.is_split,
-            defers_logs=self._is_part or model.skip_nonfinite,
+            defers_logs=self._window is not None or self._is_part or model.skip_nonfinite,
             can_be_whole=self._batch.is_split and model.loss_over == "auto",
             must_add_up=self._batch.is_split
             and model._accumulation.must_add_up()

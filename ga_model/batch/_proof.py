@@ -47,7 +47,7 @@ def adds_up(model: Any, train_step: Callable[[Any], Any], data: Any) -> bool:
             tf.ones((), tf.int64),
             num_microbatches=one,
             parts=one,
-            is_first_of_batch=tf.constant(True),
+            is_first=tf.constant(True),
             whole=None,
             is_window=False,
             is_update=False,

@@ -62,6 +62,11 @@ def run(
         leaves = tf.nest.flatten(given, expand_composites=True)
         tensors.append(note_sums([leaf for leaf in leaves if tf.is_tensor(leaf)]))
     with tf.control_dependencies(tensors):
+        logs = part.last
+        if passes.logs is not None:
+            add_to_window = None if window is None else window.add_logs
+            counts = batch.static_rows, part.num_counted
+            logs = passes.logs.finish(part.logged, part.last, *counts, add_to_window)
         if window is None:
             num_counted = part.num_counted if model.skip_nonfinite else None
             for target, gradients in zip(passes.targets, part.sums):
@@ -73,12 +78,11 @@ def run(
             window.note_rows(part.row_counts)
             window.add_statistics(passes.statistics, part.moments)
             passes.add_to_window(part)
+            window.logs.count(part.num_counted)
             window.end_batch(accumulation.measured_noise)
         if model.skip_nonfinite:
             accumulation.count_skipped(batch.num_microbatches - part.num_counted)
-        if passes.logs is not None:
-            return passes.logs.finish(part.logged, part.last, batch.static_rows, part.num_counted)
-    return part.last
+    return logs
 
 
 def _run_unheard(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Hashable
 from typing import Any
 
 import tensorflow as tf
 
 from ga_model.base import _messages
 from ga_model.base._context import ThreadValue
+from ga_model.batch._window_logs import WindowLogs
 from ga_model.batch._window_statistics import WindowStatistics
 from ga_model.hearing._normalization import Call
 from ga_model.hearing._recorder import Target
@@ -50,6 +52,7 @@ class Window:
     Attributes:
         steps: int64 scalar variable, the size of the open window, or of the next one.
         parts: float64 scalar variable, the power of two at or above it.
+        logs: the logged numbers of the open window.
     """
 
     def __init__(self, model: Any) -> None:
@@ -66,6 +69,7 @@ class Window:
         self._rows: dict[tuple[int, ...], list[Any]] = {}
         self._sums: dict[int, tuple[Any, WindowSum]] = {}
         self._statistics = WindowStatistics()
+        self.logs = WindowLogs()
         self._run_eagerly = model.run_eagerly
         self._jit_compile = bool(model.jit_compile)
         self._on_update = model._on_update
@@ -86,6 +90,7 @@ class Window:
         self.steps.assign(steps)
         self._remaining.assign(steps)
         self.parts.assign(power_of_two(steps))
+        self.logs.reset()
         for kept in itertools.chain(*self._rows.values()):
             kept.assign(tf.zeros_like(kept))
 
@@ -215,6 +220,14 @@ class Window:
             kept.assign(first)
             differs = [tf.not_equal(rows * n[0], n * rows[0]) for n in (first, total)]
             self._is_uneven.assign(self._is_uneven | tf.reduce_any(differs))
+
+    def add_logs(self, key: Hashable, vector: tf.Tensor) -> tf.Tensor:
+        """Add the logged numbers of a batch, as `WindowLogs.add` does."""
+        is_new = not self.logs.has(key)
+        before = self.logs.add(key, vector)
+        if is_new:
+            self._update_if = self._make_update()  # one traced before would not begin with these
+        return before
 
     def add_statistics(self, calls: list[Call], moments: list[Moments]) -> None:
         """Add what BatchNormalization layers have computed of a batch."""

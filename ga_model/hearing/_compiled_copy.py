@@ -76,6 +76,7 @@ class _Tracked(StandIn):
     def update_state(self, value: Any, sample_weight: Any = None) -> None:
         # Keras updates it right after the loss.
         compiled = self._listener
+        compiled._calls.watched.append(self._original)
         compiled._calls.update(self._original, value, sample_weight, compiled._terms[-1])
 
     def result(self) -> Any:

@@ -16,7 +16,7 @@ from ga_model.base._internals_activities import (
     noting_activities,
 )
 from ga_model.graphs._microbatch import num_rows
-from ga_model.hearing import _logs, _messages, _weights
+from ga_model.hearing import _messages, _weights
 from ga_model.hearing._models import computes_loss_as_keras, unpack
 from ga_model.hearing._observed_loss import observed
 from ga_model.hearing._outputs import has_axis_of_samples
@@ -82,14 +82,11 @@ class StepLosses(StepTerms):
             calls = metrics if self._position.defers_logs else None
             check = self._check_adds_up if self._position.must_add_up else None
             read = self._read_values if self._reads_losses and self.graph is not None else None
+            is_first = self._position.is_first
             self._observed = observed(
-                compiled, self.note_term, calls, check, read, self._is_first_of_window
+                compiled, self.note_term, calls, check, read, lambda: is_first
             )
         return self._observed
-
-    def _is_first_of_window(self) -> Any:
-        units = [unit for _, unit in self._position.units]
-        return tf.reduce_all(tf.equal(tf.stack([tf.zeros((), tf.float64), *units]), 0.0))
 
     def _check_adds_up(self, loss: Any, y_true: Any, y_pred: Any) -> None:
         """Raise DoesNotAddUpError if a compiled loss is not known to add up."""
@@ -201,40 +198,6 @@ class StepLosses(StepTerms):
         else:
             self.tell(_messages.obstacle_message(subject, place, obstacle.why))
 
-    def mean_of(self, value: Any, metric: Any, term: Any, is_loss: bool) -> _logs.Mean:
-        """Return what a scalar counts in the mean over the microbatches of a batch.
-
-        Args:
-            value: scalar tensor, of this microbatch.
-            metric: what it is for, if it is a metric's.
-            term: the loss term that it is the value of, or None.
-            is_loss: whether it is a loss that the step has passed on to an optimizer.
-        """
-        is_first = self._position.is_first_of_batch
-        terms = self.read_terms(value) if term is None else None
-        terms = terms or self.terms_of_scalar(metric, term, is_loss)
-        # Keras tracks the total as it is on one replica, before it is divided by their number.
-        replicas = float(_strategy.num_replicas()) if self.is_total(metric) else 1.0
-        value = tf.cast(value, tf.float64) / replicas
-        if terms.weight is None:
-            folded = terms.fold(value, None, is_first) * replicas
-            return _logs.Mean(folded, tf.cast(is_first, tf.float64))
-        weight = tf.cast(terms.weight, tf.float64)
-        folded = terms.fold(value, weight, is_first) * replicas
-        return _logs.Mean(tf.where(tf.equal(weight, 0.0), tf.zeros_like(folded), folded), weight)
-
-    def read_terms(self, value: Any) -> _weights.LossTerms | None:
-        """Return what a number asks for that a step computes, if it is read to be of one kind."""
-        if not self.reads_step or self._model._has_rule() or not tf.is_symbolic_tensor(value):
-            return None
-        found = by_kind(self.heard.read(value).denominators or ())
-        has_weights = found.pop(OF_WEIGHTS.kind, None) is not None
-        if len(found) != 1:
-            return None
-        (denominator,) = found.values()
-        is_known = not has_weights if denominator.count is None else denominator.divisor is None
-        return _weights.of_weight(denominator.count) if is_known else None
-
     def known_kinds(self) -> set[Any]:
         """Return the kinds of what compiled losses and those of layers are divided by."""
         known = {term.kind for term in self._terms}
@@ -286,20 +249,11 @@ class StepLosses(StepTerms):
             kinds = [d.words() for d in found.values()]
             self.tell(_messages.unlike_terms_message(name, kinds))
         first = means[0]
-        count = tf.cast(first.count, tf.float64)
-        if has_regularizers and first.is_safe:
-            count = _numbers.not_zero(count, self.num_rows())
-        if first.divisor is None:
-            return _weights.of_weight(count), None
-        divisor = tf.cast(first.divisor, tf.float64)
-        if first.once is not None:
-            if has_regularizers:  # which the rest of the divisor would scale, too
-                kinds = [first.words(), "nothing, as they are those of weights"]
-                self.tell(_messages.unlike_terms_message(name, kinds))
-            once = tf.cast(first.once, tf.float64)
-            count += tf.where(is_first, once, tf.zeros_like(once))
-        terms = _weights.of_weight(count)._replace(least=first.least)
-        return terms, tf.math.divide_no_nan(divisor, count)
+        if has_regularizers and first.once is not None:  # which the rest of the divisor would scale
+            kinds = [first.words(), "nothing, as they are those of weights"]
+            self.tell(_messages.unlike_terms_message(name, kinds))
+        is_safe = has_regularizers and first.is_safe
+        return weight_and_factor(first, is_first, self.num_rows() if is_safe else None)
 
     def _is_sum_of_samples(self, index: int, value: Any, is_sum: Any) -> bool:
         if is_sum or not tf.is_symbolic_tensor(value):
@@ -316,5 +270,36 @@ class StepLosses(StepTerms):
             self._warn_of(f"a layer of {self._model.name!r}", loss.obstacle)
         return [d.kind for d in loss.denominators or ()] == ["sum"]
 
+    def static_rows(self) -> int | None:
+        """Return the samples of the microbatch where they are known without running the graph."""
+        leaves = tf.nest.flatten(unpack(self._data)[0])
+        shapes = [tuple(getattr(leaf, "shape", ())) for leaf in leaves]
+        return next((shape[0] for shape in shapes if shape), None)
+
     def num_rows(self) -> Any:
         return num_rows(unpack(self._data)[0])
+
+
+def weight_and_factor(
+    denominator: Denominator, is_first: Any, rows: Any = None
+) -> tuple[_weights.LossTerms, Any]:
+    """Return the weight that a mean with a denominator asks for, and the factor that is left.
+
+    Args:
+        denominator: the denominator, which has a count.
+        is_first: bool scalar tensor, whether the window has no microbatch yet.
+        rows: samples of the microbatch, where one without weight counts as a very small one.
+
+    Returns:
+        That, and what the mean or its gradients are to be multiplied by, or None.
+    """
+    count = tf.cast(denominator.count, tf.float64)
+    if rows is not None:
+        count = _numbers.not_zero(count, rows)
+    if denominator.divisor is None:
+        return _weights.of_weight(count), None
+    if denominator.once is not None:
+        once = tf.cast(denominator.once, tf.float64)
+        count += tf.where(is_first, once, tf.zeros_like(once))
+    terms = _weights.of_weight(count)._replace(least=denominator.least)
+    return terms, tf.math.divide_no_nan(tf.cast(denominator.divisor, tf.float64), count)

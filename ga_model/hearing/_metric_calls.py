@@ -1,12 +1,23 @@
-"""Metrics that wait for the full batch, while one of its microbatches is recorded."""
+"""Metrics that wait for the full batch, while one of its microbatches is recorded.
+
+Numbers that go into a `keras.metrics.Mean` or `Sum` come from the step, from a layer, or from a
+metric function that returns one. So while a step is recorded, a function stands in front of
+`update_state` of both classes, and tells the thread's `MetricCalls`.
+"""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import keras
 
+from ga_model.base._context import ThreadValue
+from ga_model.base._in_front import InFront
 from ga_model.hearing._stand_in import StandIn
+
+_calls = ThreadValue()  # the `MetricCalls` of this thread, or None
 
 
 class MetricCall(NamedTuple):
@@ -21,9 +32,6 @@ class MetricCall(NamedTuple):
 class MetricCalls:
     """What metrics got and gave while one microbatch was recorded.
 
-    Args:
-        tracker: Keras's own metric for the loss.
-
     Attributes:
         updates: updates that wait for the full batch.
         watched: metrics that the step used through stand-ins.
@@ -31,28 +39,27 @@ class MetricCalls:
         has_late_updates: whether an update that waits came after a result of its metric.
     """
 
-    def __init__(self, tracker: Any = None) -> None:
-        self._tracker = tracker
+    def __init__(self) -> None:
         self.updates: list[MetricCall] = []
         self.watched: list[Any] = []
         self.results: list[tuple[Any, Any, str | None]] = []
         self.has_late_updates = False
 
-    def waits_for(self, metric: Any, value: Any, sample_weight: Any) -> bool:
-        """Return whether an update of a `Mean` has to wait for the full batch.
+    def waits_for(self, values: Any, sample_weight: Any = None) -> bool:
+        """Return whether an update of a `Mean` or a `Sum` has to wait for the full batch.
 
-        Rows do not, and neither does a scalar with a weight of its own, because they add up over
-        microbatches; Keras's loss tracker does, whose weight is the rows whatever the loss is.
+        Values of samples do not, because they add up over microbatches.
         """
-        if metric is not self._tracker and keras.ops.is_tensor(sample_weight):
-            return False
-        return _is_scalar(value) and _is_scalar(sample_weight)
+        return _is_scalar(values) and _is_scalar(sample_weight)
 
     def update(self, metric: Any, value: Any, sample_weight: Any, term: Any = None) -> None:
         """Let an update wait. `term` is the loss term that `value` is of, if it is one's."""
         self.has_late_updates |= any(metric is other for _, other, _ in self.results)
-        self.watched.append(metric)
         self.updates.append(MetricCall(metric, value, sample_weight, term))
+
+    def values_of(self, metric: Any) -> list[Any]:
+        """Return what a metric got that waits."""
+        return [update.value for update in self.updates if update.metric is metric]
 
     def result(self, metric: Any) -> Any:
         """Return the metric's result, and remember that it is that."""
@@ -70,12 +77,6 @@ class MetricStandIn(StandIn):
     """
 
     def update_state(self, *args: Any, **kwargs: Any) -> Any:
-        if type(self._original).update_state is keras.metrics.Mean.update_state:
-            value, sample_weight = _mean_arguments(*args, **kwargs)
-            if self._listener.waits_for(self._original, value, sample_weight):
-                value = keras.ops.convert_to_tensor(value)
-                self._listener.update(self._original, value, sample_weight)
-                return None
         self._listener.watched.append(self._original)
         return self._original.update_state(*args, **kwargs)
 
@@ -87,8 +88,33 @@ class MetricStandIn(StandIn):
         return self.result()
 
 
-def _mean_arguments(values: Any, sample_weight: Any = None) -> tuple[Any, Any]:
-    return values, sample_weight
+@contextlib.contextmanager
+def waiting(calls: MetricCalls | None) -> Iterator[None]:
+    """Let numbers that this thread gives to metrics wait in a block.
+
+    Args:
+        calls: what is told of them, or None: they do not wait.
+    """
+    if calls is None:
+        with _calls.set(None):
+            yield
+        return
+    with _in_front.of([keras.metrics.Mean, keras.metrics.Sum]), _calls.set(calls):
+        yield
+
+
+def _letting_wait(_: Any, update_state: Callable[..., Any]) -> Callable[..., Any]:
+    def update(metric: Any, values: Any, sample_weight: Any = None) -> Any:
+        calls = _calls.get()
+        if calls is None or not calls.waits_for(values, sample_weight):
+            return update_state(metric, values, sample_weight)
+        calls.update(metric, keras.ops.convert_to_tensor(values), sample_weight)
+        return None
+
+    return update
+
+
+_in_front = InFront("update_state", _letting_wait)
 
 
 def _is_scalar(value: Any) -> bool:

@@ -12,33 +12,9 @@ from typing import Any, NamedTuple
 import keras
 
 from ga_model.base._identity import is_in
-from ga_model.hearing._stand_in import original_of
+from ga_model.hearing._code_of_user import counts_samples, parts_of
 from ga_model.reading._denominators import NOT_LINEAR, OF_SUM, OF_WEIGHTS, SEVERAL, StepLoss
 from ga_model.reading._heard_gradients import place_of
-
-_SUMS = {OF_SUM.kind, OF_WEIGHTS.kind}
-
-
-def parts_of(metric: Any) -> list[Any]:
-    """Return the metrics that one of a model's `metrics` consists of."""
-    metric = original_of(metric)
-    is_compiled = type(metric).__name__ == "CompileMetrics"
-    return list(metric.metrics) if is_compiled else [metric]
-
-
-def is_of_user(value: Any) -> bool:
-    """Return whether a value is a function, or is called like one, that is not Keras's."""
-    module = getattr(value, "__module__", None) or type(value).__module__
-    return callable(value) and not module.startswith("keras.")
-
-
-def counts_samples(metric: Any) -> bool:
-    """Return whether a metric is one of Keras's own that counts what it gets of each sample."""
-    parts = [original_of(metric), *parts_of(metric)]
-    held = [value for part in parts for value in vars(part).values()]
-    # Losses reduce what they compute to one number.
-    is_of_others = any(is_of_user(value) or isinstance(value, keras.losses.Loss) for value in held)
-    return all(type(part).__module__.startswith("keras.") for part in parts) and not is_of_others
 
 
 class OfBatches(NamedTuple):
@@ -47,30 +23,40 @@ class OfBatches(NamedTuple):
     Attributes:
         name: of the metric.
         place: what the number is made by.
-        is_alike: whether its log differs in windows only if batches do in their sizes, as far as is
-            known: of a mean over samples, and of what a step or a layer gives to a `Mean`.
         is_of_layer: whether a layer gives it the number.
     """
 
     name: str
     place: str
-    is_alike: bool
     is_of_layer: bool
 
 
+class MetricValues(NamedTuple):
+    """What metrics get while a step is drawn.
+
+    Attributes:
+        waiting: returns the numbers that wait for the full batch, of a metric.
+        written: returns what is written to variables.
+        read: returns what a tensor is divided by.
+        is_weighted: whether numbers that wait have the weights that they ask for. Else, where the
+            step will run eagerly, they count as means over samples.
+    """
+
+    waiting: Callable[[Any], list[Any]]
+    written: Callable[[Any], list[Any]]
+    read: Callable[[Any], StepLoss]
+    is_weighted: bool
+
+
 def of_batches(
-    metrics: Sequence[Any],
-    others: Sequence[Any],
-    values_for: Callable[[Any], list[Any]],
-    read: Callable[[Any], StepLoss],
+    metrics: Sequence[Any], others: Sequence[Any], given: MetricValues
 ) -> list[OfBatches]:
     """Return metrics that average a number over batches, as the graph of a step tells.
 
     Args:
         metrics: of the model.
         others: of these, those that are not to be looked at.
-        values_for: returns what is written to variables.
-        read: returns what a tensor is divided by.
+        given: what they get.
     """
     found = []
     for metric in (part for whole in metrics for part in parts_of(whole)):
@@ -79,32 +65,23 @@ def of_batches(
             continue
         is_of_function = isinstance(metric, keras.metrics.MeanMetricWrapper)
         breaks = (NOT_LINEAR, SEVERAL) if is_of_function else (NOT_LINEAR,)
-        values = values_for(metric.variables)
-        losses = [read(value) for value in values]
-        kinds = {d.kind for loss in losses for d in loss.denominators or ()} - _SUMS
+        waiting = given.waiting(metric)
+        losses = [given.read(value) for value in waiting or given.written(metric.variables)]
         obstacles = [loss.obstacle for loss in losses]
-        places = [o.op for o in obstacles if o is not None and o.why in breaks]
-        is_sum = is_of_function and any(map(_is_of_number, values))
-        if places or kinds or is_sum:
-            what = "a mean over samples" if kinds else "a sum over samples"
-            is_mean = kinds and all(map(_is_of_sizes, kinds))
-            is_alike = is_given_numbers or bool(is_mean and not places)
-            place = place_of(places[0]) if places else what
-            found.append(OfBatches(metric.name, place, is_alike, is_given_numbers))
+        places = [place_of(o.op) for o in obstacles if o is not None and o.why in breaks]
+        for loss in losses:
+            kinds = {d.kind for d in loss.denominators or ()} - {OF_WEIGHTS.kind}
+            if waiting and len(kinds) > 1:
+                places.append("terms that are divided by different things")
+            elif waiting and not given.is_weighted and not all(map(_is_of_sizes, kinds)):
+                places.append("a sum, or a mean over some of the samples, with `run_eagerly=True`")
+            elif not waiting and kinds - {OF_SUM.kind}:
+                places.append("a mean over samples")
+        if places:
+            found.append(OfBatches(metric.name, places[0], is_given_numbers))
     return found
 
 
 def _is_of_sizes(kind: Any) -> bool:
     """Return whether a mean is over all samples, or over all entries of these."""
     return bool(kind == "rows" or kind[0] == "entries")
-
-
-def _is_of_number(value: Any) -> bool:
-    """Return whether a `Mean` has added one number to what it had, and not one for each sample."""
-    op = value.op
-    while op.type in ("AddV2", "Cast", "Identity"):
-        others = [tensor.op for tensor in op.inputs if tensor.op.type != "ReadVariableOp"]
-        if len(others) != 1:
-            return False
-        op = others[0]
-    return bool(op.type == "Sum" and op.inputs[0].shape.rank == 0)

@@ -8,7 +8,6 @@ from typing import Any
 import keras
 
 from ga_model.base._context import ThreadValue
-from ga_model.base._internals import layers_in
 
 recording_of_thread = ThreadValue()  # the `Recording` that runs in this thread
 
@@ -55,14 +54,6 @@ def is_of_keras(model: Any, name: str) -> bool:
 def computes_loss_as_keras(model: Any) -> bool:
     """Return whether a model has Keras's own `train_step` and `compute_loss`."""
     return all(is_of_keras(model, name) for name in ("train_step", "compute_loss"))
-
-
-def computes_as_keras(model: Any) -> bool:
-    """Return whether a model and its layers compute with code of Keras's alone, up to the loss."""
-    layers = layers_in(model)
-    has_functions = any(isinstance(layer, keras.layers.Lambda) for layer in layers)
-    is_own = [is_of_keras(layer, "call") for layer in layers]
-    return computes_loss_as_keras(model) and not has_functions and all(is_own)
 
 
 def unpack(data: Any) -> Any:

@@ -15,11 +15,11 @@ class Position(NamedTuple):
         steps: int64 scalar tensor, `accumulation_steps` of the window.
         num_microbatches: float64 scalar tensor, those that fill the window.
         parts: float64 scalar tensor, a power of two near that.
-        is_first_of_batch: bool scalar tensor, whether no microbatch of the batch has counted yet.
+        is_first: bool scalar tensor, whether no microbatch of the window has counted yet.
         whole: the batch, if it is split.
         is_window: whether the microbatch is all of its window.
         is_update: whether the step runs once per update, whatever replicas there are.
-        defers_logs: whether metrics and logs wait for the full batch.
+        defers_logs: whether metrics and logs wait for all microbatches of the batch.
         can_be_whole: whether the step may run on the full batch instead.
         must_add_up: whether the loss has to be known to add up over microbatches.
         is_trial: whether the graph is given up when the step is drawn.
@@ -29,7 +29,7 @@ class Position(NamedTuple):
     steps: Any
     num_microbatches: Any
     parts: Any
-    is_first_of_batch: Any
+    is_first: Any
     whole: _weights.Whole | None
     is_window: bool
     is_update: bool

@@ -19,8 +19,9 @@ from ga_model.base._context import ThreadValue, graph_being_made
 from ga_model.base._in_front import InFront
 from ga_model.base._internals import layers_in, seeds
 from ga_model.base._internals_tf import has_own_gradient, written_handles
+from ga_model.hearing._code_of_user import counts_samples, is_layer_of_keras
 from ga_model.hearing._logs import BatchLogs
-from ga_model.hearing._metric_values import counts_samples, is_of_user
+from ga_model.hearing._models import recording_of_thread
 from ga_model.hearing._recorder import Recording
 from ga_model.reading._denominators import OF_SUM, OF_WEIGHTS, by_kind
 from ga_model.reading._loss_reading import DoesNotAddUpError
@@ -79,11 +80,14 @@ class StepProof:
             if is_outermost:
                 self._is_inside = False
                 self._drawing |= names if layer.weights else set()
-            if _is_of_keras(layer):
+            if is_layer_of_keras(layer):
                 self._of_keras |= names
 
     def note_update(self, metric: Any, update: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Update a metric, and note that."""
+        """Update a metric, and note that. The recording notes numbers that wait."""
+        is_given_numbers = type(metric) in (keras.metrics.Mean, keras.metrics.Sum)
+        if is_given_numbers and recording_of_thread.get().metrics.waits_for(*args, **kwargs):
+            return type(metric).update_state(metric, *args, **kwargs)  # what is in front there
         if graph_being_made() is not self._graph or any(metric is m for m in self._results):
             raise DoesNotAddUpError
         if not getattr(metric, "built", True):
@@ -167,7 +171,7 @@ class StepProof:
         kind = reading.of(value) if tf.is_symbolic_tensor(value) else SHARED
         _require(kind is not None)
         if kind != SHARED:
-            _require(value.dtype.is_floating and recording.losses.read_terms(value) is not None)
+            _require(value.dtype.is_floating and recording.numbers.is_mean_or_sum(value))
 
     def _check_operations(self, recording: Recording, used: list[Any]) -> None:
         """Check what the step does beside its losses, and what follows from that.
@@ -230,18 +234,6 @@ def _create(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         _proof.get().has_created = True
     with tf.init_scope():
         return next_creator(**kwargs)
-
-
-def _is_of_keras(layer: Any) -> bool:
-    """Return whether all that a layer computes is code of Keras's."""
-    if isinstance(layer, keras.Model):  # which may hold more than layers
-        return False
-    return all(
-        type(part).__module__.startswith("keras.")
-        and not isinstance(part, keras.layers.Lambda)
-        and not any(is_of_user(value) for value in vars(part).values())
-        for part in layers_in(layer)
-    )
 
 
 def _telling(tell: Callable[..., Any]) -> Callable[[Any, Any], Any]:

@@ -27,8 +27,10 @@ from ga_model.base._internals import compiled_loss, loss_tracker
 from ga_model.base._messages import batch_normalization_messages
 from ga_model.hearing import _logs, _messages, _weights
 from ga_model.hearing._custom_gradients import messages_of_custom_gradients
+from ga_model.hearing._logged_numbers import LoggedNumbers, Mean
 from ga_model.hearing._losses import StepLosses
-from ga_model.hearing._metric_values import of_batches
+from ga_model.hearing._metric_calls import waiting
+from ga_model.hearing._metric_values import MetricValues, of_batches
 from ga_model.hearing._models import optimizers_in, recording_of_thread
 from ga_model.hearing._normalization import names_by_fate
 from ga_model.hearing._position import Position
@@ -73,6 +75,7 @@ class Recording:
         given: of each of them, the gradients that it was given.
         metrics: what metrics got that waits for the full batch.
         losses: what is known of the step's losses.
+        numbers: what is known of the numbers that it logs.
         updates: when the step has applied optimizers.
         logs: what the step has returned.
     """
@@ -83,9 +86,10 @@ class Recording:
         self.targets: list[Target] = []
         self.sums: list[GradientSum] = []
         self.given: list[list[Any]] = []
-        self.metrics = _logs.MetricCalls(loss_tracker(model))
+        self.metrics = _logs.MetricCalls()
         self._position = position
         self.losses = StepLosses(model, data, position, is_trial)
+        self.numbers = LoggedNumbers(model, self.losses, position.is_first)
         self._graph = self.losses.graph
         self.updates = Updates(model.name, self._graph)
         self._passed_on: list[Any] = []  # losses, to optimizers
@@ -106,8 +110,8 @@ class Recording:
         """Return a copy of the compiled loss that notes its terms, always the same one."""
         return self.losses.observed(compiled, self.metrics)
 
-    def mean_of(self, value: Any, metric: Any = None, term: Any = None) -> _logs.Mean:
-        """Return what a scalar counts in the mean over the microbatches of a batch.
+    def mean_of(self, value: Any, metric: Any = None, term: Any = None) -> Mean:
+        """Return what a scalar counts in the mean over the microbatches of a window.
 
         Args:
             value: scalar tensor, of this microbatch.
@@ -115,7 +119,7 @@ class Recording:
             term: the loss term that it is the value of, or None.
         """
         is_loss = any(value is loss for loss in self._passed_on)
-        return self.losses.mean_of(value, metric, term, is_loss)
+        return self.numbers.mean_of(value, metric, term, is_loss)
 
     def scale_loss(self, optimizer: Any, loss: Any) -> Any:
         """Fold the microbatch's weight into the loss, then scale it as the optimizer does."""
@@ -250,19 +254,22 @@ class Recording:
                 self.model._warn_once(message)
 
     def _tell_of_metrics_of_batches(self) -> None:
-        """Tell of metrics that average a number over batches. Those that wait do not."""
+        """Tell of metrics that average a number over batches, and not over samples."""
         if self._writes is None:
             return
         of_losses = getattr(compiled_loss(self.model), "metrics", ())
-        waiting = [update.metric for update in self.metrics.updates]
-        others = [loss_tracker(self.model), *of_losses, *waiting]
+        others = [loss_tracker(self.model), *of_losses]
+        given = MetricValues(
+            self.metrics.values_of,
+            self._writes.values_for,
+            self.losses.heard.read,
+            not self.model.run_eagerly,
+        )
         is_split = self._position.whole is not None
-        read = self.losses.heard.read
-        for metric in of_batches(self.model.metrics, others, self._writes.values_for, read):
-            if is_split or not metric.is_alike:
-                # For a log of a layer's, the full batch is too much: it has all its activations.
-                tell = self.model._warn_once if metric.is_of_layer else self.losses.tell
-                tell(_messages.metric_of_batches_message(self.model.name, *metric[:2], is_split))
+        for metric in of_batches(self.model.metrics, others, given):
+            # For a log of a layer's, the full batch is too much: it has all its activations.
+            tell = self.model._warn_once if metric.is_of_layer else self.losses.tell
+            tell(_messages.metric_of_batches_message(self.model.name, *metric[:2], is_split))
 
     def _warn_of_metrics(self, variables: list[Any]) -> None:
         """Warn if gradients follow from metrics, of which these variables were written to."""
@@ -293,7 +300,8 @@ def record(
         model, data, position, is_trial: as `Recording` takes them.
     """
     recording = Recording(model, data, position, is_trial)
-    with recording_of_thread.set(recording), left_out.set([]):
+    calls = recording.metrics if position.defers_logs else None
+    with recording_of_thread.set(recording), left_out.set([]), waiting(calls):
         with (
             recording.losses.listening(),
             heard(recording.losses.heard.listen)

@@ -19,7 +19,7 @@ import keras
 import torch
 
 from ga_model.base import _validate
-from ga_model.base._internals import loss_tracker, raw
+from ga_model.base._internals import raw
 from ga_model.base._internals_torch import times_written
 from ga_model.hearing import _messages
 from ga_model.hearing._compiled_copy import copy_with
@@ -62,7 +62,7 @@ class Recording:
         self.keeps_gradients = keeps_gradients
         self.parts: list[Part] = []
         self.relative_weight: float | None = None
-        self.metrics = MetricCalls(loss_tracker(model))
+        self.metrics = MetricCalls()
         self._position = position
         self.losses = StepLosses(model, data, position)
         self.registered_hooks: list[tuple[Any, Any]] = []

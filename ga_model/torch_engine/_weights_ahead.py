@@ -30,7 +30,7 @@ def weights_ahead(model: Any, batch: Batch) -> list[float]:
         compiled,
         lambda entry, copy: observer_of(entry, copy, lambda: ahead),
         terms.append,
-        MetricCalls(None),
+        MetricCalls(),
     )
     with torch.no_grad(), unrecorded(), unchanged(model), keras.StatelessScope():
         for index in range(batch.num_microbatches):

@@ -46,6 +46,12 @@ class MeanOfDice(keras.metrics.Metric):
         return self.sum / self.number
 
 
+class MeanOfMeans(MeanOfDice):
+    def update_state(self, y, z, sample_weight=None):
+        self.sum.assign_add(mean_error(y, z))
+        self.number.assign_add(1.0)
+
+
 class Confusion(keras.metrics.Metric):
     """Counts in a way that puts samples together."""
 
@@ -62,12 +68,13 @@ class Confusion(keras.metrics.Metric):
 
 
 class TracksItsInputs(keras.layers.Layer):
-    def __init__(self):
+    def __init__(self, function=ops.copy):
         super().__init__()
+        self.function = function
         self.tracker = keras.metrics.Mean(name="tracked")
 
     def call(self, x):
-        self.tracker.update_state(ops.mean(ops.square(x)))
+        self.tracker.update_state(self.function(ops.mean(ops.square(x))))
         return x
 
 
@@ -108,12 +115,20 @@ def above_mean(y, z):
     return ops.sum(chosen * ops.abs(y - z)) / ops.maximum(ops.sum(chosen), 1)
 
 
+def mean_and_sum(y, z):
+    return mean_error(y, z) + number_above(y, z)
+
+
 OF_BATCHES = {
     "dice": lambda: dice,
-    "mean_error": lambda: mean_error,
     "matches": lambda: matches,
     "class": MeanOfDice,
+    "means": MeanOfMeans,
     "loss": keras.losses.Dice,
+    "several": lambda: mean_and_sum,
+}
+OF_SAMPLES = {
+    "mean_error": lambda: mean_error,
     "sum": lambda: number_above,
     "masked": lambda: above_mean,
 }
@@ -137,11 +152,11 @@ def test_added_up_they_are_told_of(name, float64):
     assert repr(differing) in said
     assert 'set `loss_over="batch"`' in said
     places = {"dice": "'RealDiv'", "class": "'RealDiv'", "matches": "'MatMul'"}
-    places |= {"mean_error": "a mean over samples", "sum": "a sum over samples"}
+    places |= {"means": "a mean over samples", "several": "terms that are divided by different"}
     assert places.get(name, "made by") in said
 
 
-@pytest.mark.parametrize("name", ["matches", "sum", "loss", "masked", "class", "dice"])
+@pytest.mark.parametrize("name", OF_BATCHES)
 def test_in_windows_they_are_told_of(name, float64):
     (differing,), (said,) = compare(dense_model, given(name), 4, {"accumulation_steps": 3})
     assert WHAT in said
@@ -149,9 +164,41 @@ def test_in_windows_they_are_told_of(name, float64):
     assert "instead of `accumulation_steps`" in said
 
 
+ADDED_UP = [
+    {"accumulation_steps": 3},
+    {"microbatch_size": 5, "loss_over": "microbatch"},
+    {"microbatch_size": 5},
+]
+
+
+@pytest.mark.parametrize("settings", ADDED_UP, ids=str)
+@pytest.mark.parametrize("name", OF_SAMPLES)
+def test_numbers_that_are_means_or_sums_are_put_together(name, settings, float64):
+    """In one pass: of the full batch a function would see all samples."""
+    shapes = []
+
+    def function(y, z):
+        shapes.append(z.shape[0])
+        return OF_SAMPLES[name]()(y, z)
+
+    rows = 12 if "microbatch_size" in settings else 4
+    assert compare(dense_model, lambda: [function], rows, settings) == ([], [])
+    assert 12 not in shapes[: len(shapes) // 2]
+
+
+@pytest.mark.parametrize("settings", ADDED_UP, ids=str)
+def test_what_a_layer_tracks_is_put_together(settings, float64):
+    rows = 12 if "microbatch_size" in settings else 4
+    assert compare(tracking, list, rows, settings) == ([], [])
+
+
 def test_what_a_layer_tracks_is_told_of(float64):
     """The full batch, with all activations of the layers around it, is too much for a log."""
-    differing, (said,) = compare(tracking, list, 12, {"microbatch_size": 5})
+
+    def model():
+        return keras.Sequential([*dense_model().layers, TracksItsInputs(ops.sqrt)])
+
+    differing, (said,) = compare(model, list, 12, {"microbatch_size": 5})
     assert differing == ["tracked"]
     assert WHAT in said
     assert "'tracked'" in said

@@ -1,0 +1,284 @@
+"""Logs of windows: those of plain Keras on the full batch, whatever the loss averages over."""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import TOLERANCE, dense_data, float32_in_the_sweep, relative_difference, seeded
+from keras import ops
+
+from ga_model import accumulate
+
+SAMPLES, ROWS, STEPS = 22, 2, 3  # of a window: 6, and the last one of an epoch has 4
+POSITIONS = 4
+
+
+def tokens(seed=3):
+    """Ids of which some are masked: of the first batch none, of the third all but one."""
+    rng = np.random.default_rng(seed)
+    x = rng.integers(1, 12, (SAMPLES, POSITIONS)).astype("int32")
+    x[2:, 1:] *= rng.integers(0, 2, (SAMPLES - 2, POSITIONS - 1)).astype("int32")
+    x[4:6, :] = 0
+    x[4, 0] = 1
+    return x, rng.normal(size=(SAMPLES, POSITIONS, 2)).astype(keras.config.floatx())
+
+
+def tagger():
+    return keras.Sequential(
+        [
+            keras.Input((POSITIONS,), dtype="int32"),
+            keras.layers.Embedding(12, 4, mask_zero=True),
+            keras.layers.Dense(2),
+        ]
+    )
+
+
+def two_taggers():
+    ids = keras.Input((POSITIONS,), dtype="int32")
+    vectors = keras.layers.Embedding(12, 4, mask_zero=True)(ids)
+    dense = keras.layers.Dense(2, name="each")(vectors)
+    mean = keras.layers.Dense(2, name="all")(ops.mean(vectors, axis=1))
+    return keras.Model(ids, {"each": dense, "all": mean})
+
+
+def dense():
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+
+
+def regularized():
+    layers = [keras.Input((4,)), keras.layers.Dense(2, kernel_regularizer="l2")]
+    return keras.Sequential(layers)
+
+
+class TracksItsInputs(keras.layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.tracker = keras.metrics.Mean(name="tracked")
+        self.sum = keras.metrics.Sum(name="summed")
+
+    def call(self, x):
+        self.tracker.update_state(ops.mean(ops.square(x)))
+        self.sum.update_state(ops.mean(ops.square(x)))
+        return x
+
+
+def tracking():
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(2), TracksItsInputs()])
+
+
+class Steps(keras.Model):
+    """A step with trackers of its own, which logs numbers too."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(2)
+        self.error = keras.metrics.Mean(name="error")
+        self.chosen = keras.metrics.Mean(name="chosen")
+        self.total = keras.metrics.Sum(name="total")
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        x, y = data
+        chosen = tf.cast(y > 0, y.dtype)
+        with tf.GradientTape() as tape:
+            errors = (y - self(x)) ** 2
+            loss = tf.reduce_sum(chosen * errors) / tf.reduce_sum(chosen)
+        variables = self.trainable_variables
+        rate = tf.identity(self.optimizer.learning_rate)
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        self.error.update_state(tf.reduce_mean(errors))
+        self.chosen.update_state(loss, sample_weight=x.shape[0])
+        self.total.update_state(tf.reduce_sum(errors))
+        return {
+            "now": loss,
+            "sum": tf.reduce_sum(errors),
+            "rate": rate,
+            **{m.name: m.result() for m in (self.error, self.chosen, self.total)},
+        }
+
+    @property
+    def metrics(self):
+        return [self.error, self.chosen, self.total]
+
+
+def steps():
+    model = Steps()
+    model(np.zeros((1, 4)))
+    return model
+
+
+def mean_error(y, z):
+    return ops.mean(ops.abs(y - z))
+
+
+def number_above(y, z):
+    return ops.sum(ops.cast(z > y, z.dtype))
+
+
+def above_mean(y, z):
+    chosen = ops.cast(y > 0, z.dtype)
+    return ops.sum(chosen * ops.abs(y - z)) / ops.maximum(ops.sum(chosen), 1)
+
+
+def plain_data():
+    return dense_data(SAMPLES)
+
+
+def weighed():
+    x, y = dense_data(SAMPLES)
+    return x, y, np.linspace(0.1, 3, SAMPLES)
+
+
+def weighed_mean():
+    return keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+
+
+def summed():
+    return keras.losses.MeanSquaredError(reduction="sum")
+
+
+CASES = {
+    "mask": (tagger, tokens, lambda: {"loss": "mse", "metrics": ["mae"]}),
+    "outputs": (
+        two_taggers,
+        lambda: (tokens()[0], {"each": tokens(4)[1], "all": tokens(5)[1][:, 0]}),
+        lambda: {
+            "loss": {"each": summed(), "all": summed()},
+            "loss_weights": {"all": 0.5, "each": 1},
+        },
+    ),
+    "functions": (
+        dense,
+        plain_data,
+        lambda: {"loss": "mse", "metrics": [mean_error, number_above, above_mean, "mae"]},
+    ),
+    "steps": (steps, plain_data, dict),
+    "sum": (regularized, plain_data, lambda: {"loss": summed()}),
+    "weights": (dense, weighed, lambda: {"loss": weighed_mean(), "weighted_metrics": ["mae"]}),
+    "layer": (tracking, plain_data, lambda: {"loss": "mse"}),
+}
+
+RUNS = {"graph": {}, "xla": {"jit_compile": True}, "eager": {"run_eagerly": True}, "static": {}}
+SETTINGS = {
+    "windows": {"accumulation_steps": STEPS},
+    "both": {"accumulation_steps": STEPS, "microbatch_size": 1},
+    "skipping": {"accumulation_steps": STEPS, "skip_nonfinite": True},
+}
+
+
+class Logs(keras.callbacks.Callback):
+    """Keeps the logs of all batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen.append((batch, dict(logs)))
+
+
+def trained(case, rows, settings, run):
+    """Return weights, logs of the updates and of the epochs of a training without a warning."""
+    make, data, arguments = CASES[case]
+    model = seeded(make)
+    start = model.get_weights()
+    if settings is not None:
+        model = accumulate(model, **settings)
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.05, 1, 0.9)
+    model.compile(keras.optimizers.SGD(schedule, momentum=0.9), **arguments(), **RUNS[run])
+    logs, batches = Logs(), tf.data.Dataset.from_tensor_slices(data())
+    batches = batches.take(SAMPLES if run != "static" else SAMPLES - 4)
+    batches = batches.batch(rows, drop_remainder=run == "static")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        fit = {"shuffle": False, "callbacks": [logs], "verbose": 0}
+        history = model.fit(batches, epochs=2, **fit).history
+    return start, model.get_weights(), logs.seen, history
+
+
+def difference(logs, expected):
+    """Return the largest relative difference of two dicts of numbers, or lists of them."""
+    assert logs.keys() == expected.keys()
+    return max(np.max(np.abs(np.divide(logs[k], expected[k]) - 1)) for k in expected)
+
+
+def check(case, run, settings):
+    start, *expected = trained(case, ROWS * STEPS, None, run)
+    _, *found = trained(case, ROWS, SETTINGS[settings], run)
+    tolerance = TOLERANCE[keras.config.floatx()]
+    assert relative_difference(found[0], expected[0], start) < tolerance
+    num_batches = found[1][-1][0] + 1
+    ends = [logs for n, logs in found[1] if (n + 1) % STEPS == 0 or n + 1 == num_batches]
+    for logs, (_, known) in zip(ends, expected[1], strict=True):
+        assert difference(logs, known) < tolerance
+    assert difference(found[2], expected[2]) < tolerance
+
+
+@float32_in_the_sweep
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("case", ["mask", "outputs", "sum", "weights", "layer"])
+def test_losses_of_windows_are_those_of_the_full_batch(dtype, case, run, settings):
+    check(case, run, settings)
+
+
+@float32_in_the_sweep
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("run", ["graph", "static", "xla"])
+@pytest.mark.parametrize("case", ["steps", "functions"])
+def test_numbers_of_windows_are_those_of_the_full_batch(dtype, case, run, settings):
+    check(case, run, settings)
+
+
+def fit(model, x, y, **kwargs):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        model.fit(x, y, batch_size=4, shuffle=False, verbose=0, **kwargs)
+    return [str(warning.message) for warning in caught if warning.category is UserWarning]
+
+
+@pytest.mark.parametrize("metric", [number_above, above_mean, mean_error])
+def test_eagerly_metrics_that_are_no_mean_over_samples_are_told(metric):
+    model = accumulate(dense(), accumulation_steps=STEPS)
+    model.compile("sgd", "mse", metrics=[metric], run_eagerly=True)
+    said = fit(model, *plain_data(), epochs=2)
+    assert len(said) == (metric is not mean_error)
+    assert all(repr(metric.__name__) in text for text in said)
+
+
+@pytest.mark.parametrize("run_eagerly", [True, False])
+def test_losses_that_compare_samples_are_told_eagerly_too(run_eagerly):
+    def dice(y, z):
+        return 1 - 2 * ops.sum(y * z) / (ops.sum(y * y) + ops.sum(z * z))
+
+    model = accumulate(dense(), accumulation_steps=STEPS)
+    model.compile("sgd", dice, run_eagerly=run_eagerly)
+    (said,) = fit(model, *plain_data())
+    assert "'dice'" in said
+    assert "RealDiv" in said
+
+
+def test_what_cannot_be_read_eagerly_is_told():
+    def error(y, z):
+        return ops.mean((y - np.asarray(z)) ** 2, axis=-1) if tf.executing_eagerly() else 1 / 0
+
+    model = accumulate(dense(), accumulation_steps=STEPS)
+    model.compile("sgd", "mse", metrics=[error], run_eagerly=True)
+    (said,) = fit(model, *plain_data())
+    assert "cannot run in a graph (ZeroDivisionError)" in said
+
+
+def test_metrics_that_are_reset_within_a_window_begin_again():
+    model = accumulate(seeded(tagger), accumulation_steps=STEPS)
+    model.compile("sgd", "mse")
+    x, y = tokens()
+    batches = [(x[i : i + ROWS], y[i : i + ROWS]) for i in range(0, ROWS * STEPS, ROWS)]
+    expected = float(model.test_on_batch(x[: ROWS * STEPS], y[: ROWS * STEPS]))
+    for batch in batches:
+        model.reset_metrics()
+        loss = model.train_on_batch(*batch)
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)  # of the window, and nothing twice
