@@ -56,6 +56,7 @@ class StepLosses(StepTerms):
         heard: what is known of the step's losses, and the gradients of its tapes if it is read.
         row_counts: numbers of samples that are to keep their ratio from microbatch to microbatch:
             an int64 vector for each optimizer whose losses average over several parts of a batch.
+        told: operations that keep losses from being put together, of which was told.
     """
 
     def __init__(self, model: Any, data: Any, position: Position, is_trial: bool) -> None:
@@ -65,6 +66,7 @@ class StepLosses(StepTerms):
         self._compares_samples: bool | None = None
         self._activities: list[tuple[Any, Any, Any]] | None = None  # if they are noted
         self.row_counts: list[Any] = []
+        self.told: list[Any] = []
         # Whether this may be one of several microbatches, and it is not proved that they add up.
         self._is_part = not (is_trial or position.is_update or position.must_add_up)
         self._reads_losses = self._is_part and not model._has_rule()
@@ -193,6 +195,7 @@ class StepLosses(StepTerms):
     def _warn_of(self, subject: str, obstacle: Obstacle) -> None:
         """Warn of a loss that cannot be put together from microbatches."""
         place = place_of(obstacle.op)
+        self.told.append(obstacle.op)
         if obstacle.why == DRAWN:
             self.tell(_messages.fixed_seed_message(subject, place))
         else:

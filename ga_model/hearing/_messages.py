@@ -173,13 +173,13 @@ def metrics_used_message(model: str, variables: list[str]) -> str:
     )
 
 
-def metric_of_batches_message(model: str, metric: str, place: str, is_split: bool) -> str:
+def number_of_batches_message(model: str, number: str, place: str, is_split: bool) -> str:
     way_out = 'set `loss_over="batch"`' if is_split else ALONE
     return (
-        "A metric that averages one number per batch has other numbers to average if the batch is "
-        f"a microbatch. Received: the metric {metric!r} of {model!r}, whose number is made by "
-        f"{place}. Its log may differ from that of the full batch; weights do not. Return one "
-        f"value per sample, or {way_out}."
+        "A number that a metric or a log has of each batch is put together from microbatches, "
+        "which is exact for one mean or sum over samples. Received: "
+        f"{number} of {model!r}, made by {place}. It may differ from that of the full batch; "
+        f"weights do not. Return one value per sample, or {way_out}."
     )
 
 

@@ -1,4 +1,4 @@
-"""Metrics that are given one number of a batch, such as its Dice coefficient.
+"""Metrics and logs that are given one number of a batch, such as its Dice coefficient.
 
 A metric that counts what it gets of each sample has counted the same when all microbatches are
 through. One that averages a number over the batches that it sees has averaged other numbers.
@@ -12,12 +12,45 @@ from typing import Any, NamedTuple
 import keras
 
 from ga_model.base._identity import is_in
+from ga_model.base._internals import compiled_loss, loss_tracker
+from ga_model.hearing import _messages
 from ga_model.hearing._code_of_user import counts_samples, parts_of
 from ga_model.reading._denominators import NOT_LINEAR, OF_SUM, OF_WEIGHTS, SEVERAL, StepLoss
 from ga_model.reading._heard_gradients import place_of
 
 
-class OfBatches(NamedTuple):
+def tell_of_numbers(recording: Any, written: Callable[[Any], list[Any]]) -> None:
+    """Tell of numbers for metrics and logs that are no means or sums over samples.
+
+    Args:
+        recording: of a step that was drawn in a graph.
+        written: returns what it has written to variables.
+    """
+    model, losses, calls = recording.model, recording.losses, recording.metrics
+    numbers = _Numbers(
+        calls.values_of, written, losses.heard.read, losses.told, not model.run_eagerly
+    )
+    is_split = recording.is_split()
+
+    def message(what: str, place: str) -> str:
+        return _messages.number_of_batches_message(model.name, what, place, is_split)
+
+    of_losses = getattr(compiled_loss(model), "metrics", ())
+    for metric in _of_batches(model.metrics, [loss_tracker(model), *of_losses], numbers):
+        # For a log of a layer's, the full batch is too much: it has all its activations.
+        tell = model._warn_once if metric.is_of_layer else losses.tell
+        tell(message(f"the metric {metric.name!r}", metric.place))
+    results = [result for result, *_ in calls.results]
+    logs = recording.logs if isinstance(recording.logs, dict) else {}
+    for name, value in logs.items():
+        is_number = keras.ops.is_tensor(value) and keras.backend.is_float_dtype(value.dtype)
+        if is_number and not is_in(value, results):
+            place = numbers.place_of(value)
+            if place is not None:
+                model._warn_once(message(f"the log {name!r}", place))
+
+
+class _OfBatches(NamedTuple):
     """A metric that averages a number over batches.
 
     Attributes:
@@ -31,13 +64,14 @@ class OfBatches(NamedTuple):
     is_of_layer: bool
 
 
-class MetricValues(NamedTuple):
-    """What metrics get while a step is drawn.
+class _Numbers(NamedTuple):
+    """What metrics and logs get while a step is drawn.
 
     Attributes:
         waiting: returns the numbers that wait for the full batch, of a metric.
         written: returns what is written to variables.
         read: returns what a tensor is divided by.
+        told: operations of which losses were told.
         is_weighted: whether numbers that wait have the weights that they ask for. Else, where the
             step will run eagerly, they count as means over samples.
     """
@@ -45,18 +79,44 @@ class MetricValues(NamedTuple):
     waiting: Callable[[Any], list[Any]]
     written: Callable[[Any], list[Any]]
     read: Callable[[Any], StepLoss]
+    told: list[Any]
     is_weighted: bool
 
+    def place_of(self, value: Any, breaks: Sequence[str] = (NOT_LINEAR,)) -> str | None:
+        """Return by what a number that waits is made, if it is no mean or sum over samples.
 
-def of_batches(
-    metrics: Sequence[Any], others: Sequence[Any], given: MetricValues
-) -> list[OfBatches]:
+        Args:
+            value: the number.
+            breaks: obstacles that count.
+        """
+        loss = self.read(value)
+        obstacle = loss.obstacle
+        if obstacle is not None and obstacle.why in breaks:
+            return None if is_in(obstacle.op, self.told) else place_of(obstacle.op)
+        kinds = _kinds_of(loss)
+        if len(kinds) > 1:
+            return "terms that are divided by different things"
+        if not self.is_weighted and not all(map(_is_of_sizes, kinds)):
+            return "a sum, or a mean over some of the samples, with `run_eagerly=True`"
+        return None
+
+    def place_of_written(self, value: Any, breaks: Sequence[str]) -> str | None:
+        """Return by what a value is made that a metric adds up, if it is no sum over samples."""
+        loss = self.read(value)
+        if loss.obstacle is not None and loss.obstacle.why in breaks:
+            return place_of(loss.obstacle.op)
+        return "a mean over samples" if _kinds_of(loss) - {OF_SUM.kind} else None
+
+
+def _of_batches(
+    metrics: Sequence[Any], others: Sequence[Any], numbers: _Numbers
+) -> list[_OfBatches]:
     """Return metrics that average a number over batches, as the graph of a step tells.
 
     Args:
         metrics: of the model.
         others: of these, those that are not to be looked at.
-        given: what they get.
+        numbers: what they get.
     """
     found = []
     for metric in (part for whole in metrics for part in parts_of(whole)):
@@ -65,21 +125,19 @@ def of_batches(
             continue
         is_of_function = isinstance(metric, keras.metrics.MeanMetricWrapper)
         breaks = (NOT_LINEAR, SEVERAL) if is_of_function else (NOT_LINEAR,)
-        waiting = given.waiting(metric)
-        losses = [given.read(value) for value in waiting or given.written(metric.variables)]
-        obstacles = [loss.obstacle for loss in losses]
-        places = [place_of(o.op) for o in obstacles if o is not None and o.why in breaks]
-        for loss in losses:
-            kinds = {d.kind for d in loss.denominators or ()} - {OF_WEIGHTS.kind}
-            if waiting and len(kinds) > 1:
-                places.append("terms that are divided by different things")
-            elif waiting and not given.is_weighted and not all(map(_is_of_sizes, kinds)):
-                places.append("a sum, or a mean over some of the samples, with `run_eagerly=True`")
-            elif not waiting and kinds - {OF_SUM.kind}:
-                places.append("a mean over samples")
-        if places:
-            found.append(OfBatches(metric.name, places[0], is_given_numbers))
+        waiting = numbers.waiting(metric)
+        places = [numbers.place_of(value, breaks) for value in waiting]
+        if not waiting:
+            written = numbers.written(metric.variables)
+            places = [numbers.place_of_written(value, breaks) for value in written]
+        place = next(filter(None, places), None)
+        if place is not None:
+            found.append(_OfBatches(metric.name, place, is_given_numbers))
     return found
+
+
+def _kinds_of(loss: StepLoss) -> set[Any]:
+    return {d.kind for d in loss.denominators or ()} - {OF_WEIGHTS.kind}
 
 
 def _is_of_sizes(kind: Any) -> bool:

@@ -23,14 +23,13 @@ import tensorflow as tf
 
 from ga_model.base import _validate
 from ga_model.base._context import graph_being_made
-from ga_model.base._internals import compiled_loss, loss_tracker
 from ga_model.base._messages import batch_normalization_messages
 from ga_model.hearing import _logs, _messages, _weights
 from ga_model.hearing._custom_gradients import messages_of_custom_gradients
 from ga_model.hearing._logged_numbers import LoggedNumbers, Mean
 from ga_model.hearing._losses import StepLosses
 from ga_model.hearing._metric_calls import waiting
-from ga_model.hearing._metric_values import MetricValues, of_batches
+from ga_model.hearing._metric_values import tell_of_numbers
 from ga_model.hearing._models import optimizers_in, recording_of_thread
 from ga_model.hearing._normalization import names_by_fate
 from ga_model.hearing._position import Position
@@ -105,6 +104,10 @@ class Recording:
         Where logs wait for the full batch, metrics have a stand-in too.
         """
         return stand_in(value, self, self.metrics if self._position.defers_logs else None)
+
+    def is_split(self) -> bool:
+        """Return whether the step runs on one of several microbatches of a batch."""
+        return self._position.whole is not None
 
     def observed_loss(self, compiled: Any) -> Any:
         """Return a copy of the compiled loss that notes its terms, always the same one."""
@@ -247,29 +250,12 @@ class Recording:
             self.losses.tell(_messages.written_message(self.model.name, written.others))
         if self._graph is not None:
             self._warn_of_metrics(written.metrics)
-            self._tell_of_metrics_of_batches()
+            if self._writes is not None:
+                tell_of_numbers(self, self._writes.values_for)
             of_metrics = [] if self._writes is None else self._writes.values_for(written.metrics)
             waiting = [update.value for update in self.metrics.updates]
             for message in self.updates.messages_of_values([of_metrics, waiting, self.logs]):
                 self.model._warn_once(message)
-
-    def _tell_of_metrics_of_batches(self) -> None:
-        """Tell of metrics that average a number over batches, and not over samples."""
-        if self._writes is None:
-            return
-        of_losses = getattr(compiled_loss(self.model), "metrics", ())
-        others = [loss_tracker(self.model), *of_losses]
-        given = MetricValues(
-            self.metrics.values_of,
-            self._writes.values_for,
-            self.losses.heard.read,
-            not self.model.run_eagerly,
-        )
-        is_split = self._position.whole is not None
-        for metric in of_batches(self.model.metrics, others, given):
-            # For a log of a layer's, the full batch is too much: it has all its activations.
-            tell = self.model._warn_once if metric.is_of_layer else self.losses.tell
-            tell(_messages.metric_of_batches_message(self.model.name, *metric[:2], is_split))
 
     def _warn_of_metrics(self, variables: list[Any]) -> None:
         """Warn if gradients follow from metrics, of which these variables were written to."""

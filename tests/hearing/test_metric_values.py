@@ -11,7 +11,7 @@ from keras import ops
 
 from ga_model import accumulate
 
-WHAT = "A metric that averages one number per batch"
+WHAT = "A number that a metric or a log has of each batch"
 
 
 def dice(y, z):
@@ -241,3 +241,36 @@ def test_a_mean_of_losses_by_samples_is_not(float64):
         return model
 
     assert compare(make, lambda: None, 4, {"accumulation_steps": 3}) == ([], [])
+
+
+class LogsNumbers(TracksItsLoss):
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            errors = ops.mean(ops.square(self(x, training=True) - y), axis=-1)
+            loss = ops.mean(errors)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        rate = tf.identity(self.optimizer.learning_rate)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        self.tracker.update_state(errors)
+        return {
+            "rate": rate,
+            "now": loss,
+            "worst": ops.sqrt(loss),
+            "norm": tf.linalg.global_norm(gradients),
+            "tracked": self.tracker.result(),
+        }
+
+
+def test_logs_that_are_no_means_over_samples_are_told_of(float64):
+    def make():
+        model = LogsNumbers()
+        model.build((None, 4))
+        return model
+
+    differing, said = compare(make, lambda: None, 4, {"accumulation_steps": 3})
+    assert differing == ["norm", "worst"]
+    for name, text in zip(differing[::-1], said, strict=True):
+        assert WHAT in text
+        assert f"the log {name!r}" in text
+    assert compare(make, lambda: None, 12, {"microbatch_size": 5}) == ([], [])
