@@ -21,19 +21,14 @@ from ga_model.graphs._microbatch import rows_of
 from ga_model.hearing._models import instances_in
 from ga_model.hearing._splitting import NotByRowsError
 from ga_model.reading._custom_gradients import mixing, reading_variables
-from ga_model.reading._heard_gradients import place_of
-from ga_model.reading._loss_reading import kind_of_scalar, mixes_samples
+from ga_model.reading._loss_reading import kind_of_scalar, why_mixed
+from ga_model.reading._place import place_of
 from ga_model.replicas import _strategy
 
 # Operations that draw other numbers every time that they run.
 _UNSEEDED = re.compile(
     "Random(?!.*Dataset)|Stateful(Uniform|Standard|Truncated|Random)|TruncatedNormal|Multinomial"
     "|ParameterizedTruncatedNormal|RngReadAndSkip|SampleDistorted"
-)
-
-_OTHER_SAMPLES = (
-    "as far as its graph tells, its outputs for a sample depend on other samples, or follow from "
-    "Python code (`tf.numpy_function`, `tf.py_function`) that may use them"
 )
 
 
@@ -51,8 +46,8 @@ def check_outputs(outputs: list[Any], layer: Any) -> None:
     for output in outputs:
         if not isinstance(output, tf.Tensor) or output.shape.rank == 0:
             raise NotByRowsError(f"an output has the shape {output.shape}")
-    if mixes_samples(outputs, layer):
-        raise NotByRowsError(_OTHER_SAMPLES)
+    if (reason := why_mixed(outputs, layer)) is not None:
+        raise NotByRowsError(reason)
     if (graph := graph_being_made()) is not None:
         nodes = [op.node_def for op in graph.get_operations()]
         nodes += [n for f in graph.as_graph_def().library.function for n in f.node_def]

@@ -6,7 +6,7 @@ from typing import Any
 
 from ga_model.hearing import _messages
 from ga_model.reading._custom_gradients import not_additive
-from ga_model.reading._heard_gradients import place_of
+from ga_model.reading._place import place_of
 
 
 def messages_of_custom_gradients(graph: Any, model: str) -> list[str]:

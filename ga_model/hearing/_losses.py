@@ -31,13 +31,14 @@ from ga_model.reading._denominators import (
     StepLoss,
     by_kind,
 )
-from ga_model.reading._heard_gradients import HeardGradients, place_of
+from ga_model.reading._heard_gradients import HeardGradients
 from ga_model.reading._loss_reading import (
     DoesNotAddUpError,
     check_adds_up,
     kind_of_scalar,
-    mixes_samples,
+    why_mixed,
 )
+from ga_model.reading._place import place_of
 from ga_model.replicas import _strategy
 
 
@@ -56,7 +57,8 @@ class StepLosses(StepTerms):
         heard: what is known of the step's losses, and the gradients of its tapes if it is read.
         row_counts: numbers of samples that are to keep their ratio from microbatch to microbatch:
             an int64 vector for each optimizer whose losses average over several parts of a batch.
-        told: operations that keep losses from being put together, of which was told.
+        told: operations that keep losses from being put together, of which was told,
+        told_kinds: and kinds of denominators that do so together.
     """
 
     def __init__(self, model: Any, data: Any, position: Position, is_trial: bool) -> None:
@@ -67,6 +69,7 @@ class StepLosses(StepTerms):
         self._activities: list[tuple[Any, Any, Any]] | None = None  # if they are noted
         self.row_counts: list[Any] = []
         self.told: list[Any] = []
+        self.told_kinds: set[Any] = set()
         # Whether this may be one of several microbatches, and it is not proved that they add up.
         self._is_part = not (is_trial or position.is_update or position.must_add_up)
         self._reads_losses = self._is_part and not model._has_rule()
@@ -93,7 +96,7 @@ class StepLosses(StepTerms):
     def _check_adds_up(self, loss: Any, y_true: Any, y_pred: Any) -> None:
         """Raise DoesNotAddUpError if a compiled loss is not known to add up."""
         check_adds_up(loss, y_true, y_pred)
-        if mixes_samples(tf.nest.flatten(y_pred), self._model):
+        if why_mixed(tf.nest.flatten(y_pred), self._model) is not None:
             raise DoesNotAddUpError
         shapes = [leaf.shape for leaf in tf.nest.flatten(y_pred)]
         if self._compares_samples is None and any(None in shape[1:] for shape in shapes):
@@ -249,6 +252,7 @@ class StepLosses(StepTerms):
                 self.tell(_messages.not_scaled_message(name))
             return _weights.of_weight(None), None
         if len(found) > 1:
+            self.told_kinds |= set(found)
             kinds = [d.words() for d in found.values()]
             self.tell(_messages.unlike_terms_message(name, kinds))
         first = means[0]

@@ -15,8 +15,9 @@ from ga_model.base._identity import is_in
 from ga_model.base._internals import compiled_loss, loss_tracker
 from ga_model.hearing import _messages
 from ga_model.hearing._code_of_user import counts_samples, parts_of
+from ga_model.hearing._losses import StepLosses
 from ga_model.reading._denominators import NOT_LINEAR, OF_SUM, OF_WEIGHTS, SEVERAL, StepLoss
-from ga_model.reading._heard_gradients import place_of
+from ga_model.reading._place import place_of
 
 
 def tell_of_numbers(recording: Any, written: Callable[[Any], list[Any]]) -> None:
@@ -27,22 +28,22 @@ def tell_of_numbers(recording: Any, written: Callable[[Any], list[Any]]) -> None
         written: returns what it has written to variables.
     """
     model, losses, calls = recording.model, recording.losses, recording.metrics
-    numbers = _Numbers(
-        calls.values_of, written, losses.heard.read, losses.told, not model.run_eagerly
-    )
-    is_split = recording.is_split()
+    numbers = _Numbers(calls.values_of, written, losses, not model.run_eagerly)
+    is_split, is_ruled = recording.is_split(), model._has_rule()
 
     def message(what: str, place: str) -> str:
         return _messages.number_of_batches_message(model.name, what, place, is_split)
 
     of_losses = getattr(compiled_loss(model), "metrics", ())
     for metric in _of_batches(model.metrics, [loss_tracker(model), *of_losses], numbers):
+        if metric.is_given_numbers and is_ruled:  # of losses, of which the rule tells
+            continue
         # For a log of a layer's, the full batch is too much: it has all its activations.
-        tell = model._warn_once if metric.is_of_layer else losses.tell
+        tell = model._warn_once if metric.is_given_numbers else losses.tell
         tell(message(f"the metric {metric.name!r}", metric.place))
     results = [result for result, *_ in calls.results]
-    logs = recording.logs if isinstance(recording.logs, dict) else {}
-    for name, value in logs.items():
+    is_read = isinstance(recording.logs, dict) and not is_ruled
+    for name, value in recording.logs.items() if is_read else ():
         is_number = keras.ops.is_tensor(value) and keras.backend.is_float_dtype(value.dtype)
         if is_number and not is_in(value, results):
             place = numbers.place_of(value)
@@ -56,12 +57,12 @@ class _OfBatches(NamedTuple):
     Attributes:
         name: of the metric.
         place: what the number is made by.
-        is_of_layer: whether a layer gives it the number.
+        is_given_numbers: whether the step, or a layer, gives it the number.
     """
 
     name: str
     place: str
-    is_of_layer: bool
+    is_given_numbers: bool
 
 
 class _Numbers(NamedTuple):
@@ -70,16 +71,14 @@ class _Numbers(NamedTuple):
     Attributes:
         waiting: returns the numbers that wait for the full batch, of a metric.
         written: returns what is written to variables.
-        read: returns what a tensor is divided by.
-        told: operations of which losses were told.
+        losses: what is known of the step's losses.
         is_weighted: whether numbers that wait have the weights that they ask for. Else, where the
             step will run eagerly, they count as means over samples.
     """
 
     waiting: Callable[[Any], list[Any]]
     written: Callable[[Any], list[Any]]
-    read: Callable[[Any], StepLoss]
-    told: list[Any]
+    losses: StepLosses
     is_weighted: bool
 
     def place_of(self, value: Any, breaks: Sequence[str] = (NOT_LINEAR,)) -> str | None:
@@ -89,12 +88,12 @@ class _Numbers(NamedTuple):
             value: the number.
             breaks: obstacles that count.
         """
-        loss = self.read(value)
+        loss = self.losses.heard.read(value)
         obstacle = loss.obstacle
         if obstacle is not None and obstacle.why in breaks:
-            return None if is_in(obstacle.op, self.told) else place_of(obstacle.op)
+            return None if is_in(obstacle.op, self.losses.told) else place_of(obstacle.op)
         kinds = _kinds_of(loss)
-        if len(kinds) > 1:
+        if len(kinds) > 1 and not kinds <= self.losses.told_kinds:
             return "terms that are divided by different things"
         if not self.is_weighted and not all(map(_is_of_sizes, kinds)):
             return "a sum, or a mean over some of the samples, with `run_eagerly=True`"
@@ -102,7 +101,7 @@ class _Numbers(NamedTuple):
 
     def place_of_written(self, value: Any, breaks: Sequence[str]) -> str | None:
         """Return by what a value is made that a metric adds up, if it is no sum over samples."""
-        loss = self.read(value)
+        loss = self.losses.heard.read(value)
         if loss.obstacle is not None and loss.obstacle.why in breaks:
             return place_of(loss.obstacle.op)
         return "a mean over samples" if _kinds_of(loss) - {OF_SUM.kind} else None

@@ -35,8 +35,8 @@ from ga_model.hearing._normalization import names_by_fate
 from ga_model.hearing._position import Position
 from ga_model.hearing._stand_ins import stand_in
 from ga_model.hearing._updates import Updates
-from ga_model.reading._heard_gradients import place_of
 from ga_model.reading._loss_reading import DoesNotAddUpError
+from ga_model.reading._place import place_of
 from ga_model.reading._tapes import heard
 from ga_model.reading._writes import NOTHING, Writes, left_out, used_in
 from ga_model.replicas import _optimizers
@@ -133,7 +133,13 @@ class Recording:
         weight = self._in_unit(optimizer, terms.weight)
         self._folded[id(optimizer)] = (terms, weight)
         folded = terms.fold(loss, weight.relative, is_first)
-        result = optimizer.scale_loss(folded if factor is None else scaled(folded, factor))
+        folded = folded if factor is None else scaled(folded, factor)
+        # The gradient is that of the folded loss, and the value, which may be logged, the loss's.
+        passed_on = tf.stop_gradient(loss - folded) + folded
+        result = optimizer.scale_loss(passed_on)
+        if self.losses.reads_step:
+            self.losses.heard.note_same(result, loss)
+        self._passed_on.append(result)
         self._scaled.append((optimizer, loss, result))
         return result
 

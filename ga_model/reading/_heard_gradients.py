@@ -8,8 +8,6 @@ norm that it clips by, it would compute of the full batch's.
 
 from __future__ import annotations
 
-import os
-import sysconfig
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -32,8 +30,6 @@ _CHOICES = names("Select SelectV2")
 # Linear in the first input, whatever entries the others put together.
 _SCATTERED = names("SegmentSum SegmentSumV2 UnsortedSegmentSum")
 OF_SHAPE = names("OnesLike Rank Shape ShapeN Size ZerosLike")
-
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 
 
 class Work(NamedTuple):
@@ -80,6 +76,11 @@ class HeardGradients:
         """Take it as known what a scalar is divided by."""
         if self._is_here(tensor):
             self._reader().note(tensor, denominator)
+
+    def note_same(self, tensor: Any, other: Any) -> None:
+        """Take it as known that a tensor is to samples what another one is."""
+        if self._is_here(tensor) and self._is_here(other):
+            self._reader().note_same(tensor, other)
 
     def note_samples(self, outputs: Any) -> None:
         """Take it as known that outputs of a call have an entry of axis 0 for each sample."""
@@ -232,14 +233,3 @@ def _adds_what_is_fixed(op: Any, is_fixed: list[bool]) -> bool:
 def _is_zero(tensor: Any) -> bool:
     value = value_of(tensor)
     return tensor.op.type == "ZerosLike" or (value is not None and not np.any(value))
-
-
-def place_of(op: Any) -> str:
-    """Return an operation's type and the line of the user's that made it, for a message."""
-    frames = [
-        frame
-        for frame in op.traceback or ()
-        if not frame.filename.startswith(_LIBRARIES)
-        and f"{os.sep}ga_model{os.sep}" not in frame.filename
-    ]
-    return f"{op.type!r}" + (f" in {frames[-1].filename}:{frames[-1].lineno}" if frames else "")

@@ -19,10 +19,17 @@ import tensorflow as tf
 from ga_model.base._internals import arguments_of_loss, layers_in
 from ga_model.reading._dependence import dependence_of
 from ga_model.reading._operations import BY_SAMPLE, MEAN, MIXED, PARTS, SHARED, SUM, names
+from ga_model.reading._place import place_of
 from ga_model.reading._reading import Reading
 
 # Of Keras's own losses, those that compare samples or divide over all of them.
 _NOT_BY_SAMPLE = names("Circle Dice Tversky circle dice tversky ")
+
+
+_OTHER_SAMPLES = (
+    "as far as its graph tells, its outputs for a sample depend on other samples, or follow from "
+    "Python code (`tf.numpy_function`, `tf.py_function`) that may use them"
+)
 
 
 class DoesNotAddUpError(Exception):
@@ -138,12 +145,12 @@ def kind_of_function(function: Callable[[Any], Any], values: Any) -> str | None:
         return None
 
 
-def mixes_samples(tensors: list[Any], layer: Any) -> bool:
-    """Return whether one of the tensors is known to have entries that follow from several samples.
+def why_mixed(tensors: list[Any], layer: Any) -> str | None:
+    """Return why tensors may have entries that follow from several samples, or None.
 
-    Such as those of a layer that subtracts the mean of the batch, or compares samples. What
-    BatchNormalization does is ignored: it has its own warning. Operations that are not
-    known are taken to treat samples one by one. Eagerly, nothing is known.
+    Such as those of a layer that subtracts the mean of the batch, compares samples, or uses an
+    operation that is not known. What BatchNormalization does is ignored: it has its own warning.
+    Eagerly, nothing is known.
 
     Args:
         tensors: outputs of a layer.
@@ -151,15 +158,19 @@ def mixes_samples(tensors: list[Any], layer: Any) -> bool:
     """
     tensors = [tensor for tensor in tensors if tf.is_symbolic_tensor(tensor)]
     if not tensors:
-        return False
+        return None
     graph = tensors[0].graph
     padded = [op for op in graph.get_operations() if op.type == "RaggedTensorToTensor"]
     if any(op.outputs[0].shape[1:2] == [None] for op in padded):
-        return True  # to the longest of the samples
+        return _OTHER_SAMPLES  # to the longest of the samples
     reading = Reading(
         graph, True, normalizing=normalizing_names(layer), arguments=_kinds_of_arguments(graph)
     )
-    return any(reading.kind_of(tensor) in (MIXED, MEAN, SUM) for tensor in tensors)
+    if not any(reading.kind_of(tensor) in (MIXED, MEAN, SUM) for tensor in tensors):
+        return None
+    if not reading.unknown:
+        return _OTHER_SAMPLES
+    return f"it uses an operation that may mix samples: {place_of(reading.unknown[0])}"
 
 
 def normalizing_names(layer: Any) -> list[str]:

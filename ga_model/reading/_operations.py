@@ -115,7 +115,9 @@ def compares(op: Any, kinds: list[Any]) -> bool:
         return True
     if {COUNT, NUMBER, PLACES} & set(kinds) and op.type in ELEMENTWISE:
         return BY_SAMPLE in kinds
-    if is_by_sample and op.type in ("StridedSlice", "Unpack"):
+    if is_by_sample and op.type in ("MirrorPad", "Pad", "PadV2"):
+        return values_of(op, 1)[:2] not in ([], [0, 0])
+    if is_by_sample and op.type in ("Slice", "StridedSlice", "Unpack"):
         return not KEEPS[op.type](op, kinds, [shape.rank])
     if is_by_sample and op.type in ("Cumsum", "Cumprod", "CumulativeLogsumexp", "ReverseV2"):
         return 0 in (axes_of(op) or ())
@@ -255,6 +257,11 @@ def _unstack(op: Any, kinds: list[Any], ranks: list[int]) -> bool:
     return op.get_attr("axis") not in (0, -ranks[0])
 
 
+def _slice(op: Any, kinds: list[Any], ranks: list[int]) -> bool:
+    is_all = values_of(op, 2)[:1] == [-1] or kinds[2] == SHAPE
+    return bool(values_of(op, 1)[:1] == [0] and is_all)
+
+
 KEEPS: dict[str, Callable[[Any, list[Any], list[int]], bool]] = {
     "BatchMatMulV2": _matrix_product,
     "ConcatV2": _concatenation,
@@ -265,6 +272,7 @@ KEEPS: dict[str, Callable[[Any, list[Any], list[int]], bool]] = {
     "Pad": lambda op, kinds, ranks: values_of(op, 1)[:2] == [0, 0],
     "PadV2": lambda op, kinds, ranks: values_of(op, 1)[:2] == [0, 0],
     "Reshape": _reshape,
+    "Slice": _slice,
     "Split": lambda op, kinds, ranks: axis_of(op, 0, ranks[1]) > 0,
     "SplitV": lambda op, kinds, ranks: axis_of(op, 2, ranks[0]) > 0,
     "Squeeze": lambda op, kinds, ranks: _squeezed(op, ranks[0]),

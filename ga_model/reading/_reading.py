@@ -1,7 +1,8 @@
 """Follow the samples of a batch through the operations of a graph.
 
 There are two readers. A proof takes nothing for granted: what is not known to treat samples one by
-one proves nothing. The other one trusts what it does not know, as in layers.
+one proves nothing. The other one, of layers, looks for what puts samples together, and trusts
+operations that are used in many ways, such as a reshape.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from ga_model.reading._apart import APART
 from ga_model.reading._inner_graphs import BRANCHES, bodies, kind_after
 from ga_model.reading._kinds import keeps_samples, kind_of_mean, kind_of_shape
 from ga_model.reading._one_by_one import is_own, kind_by_parts, kind_in_loop
@@ -47,10 +49,13 @@ class Reading:
 
     Args:
         graph: of a function whose arguments are tensors with samples.
-        trusts_layers: whether what is not known keeps samples apart, as layers do.
+        trusts_layers: whether operations that may keep samples apart do so, as in layers.
         rows: the number of samples, if it is known while the graph is made.
         normalizing: names of layers whose means over samples are another matter.
         arguments: what the inputs of the graph are to samples, if it is one inside another.
+
+    Attributes:
+        unknown: operations of layers on samples that are not known to keep these apart.
     """
 
     def __init__(
@@ -66,6 +71,7 @@ class Reading:
         self._rows = rows
         self._normalizing = normalizing
         self._axis: dict[int, int] = {}  # of the samples, where it is not the first and is known
+        self.unknown: list[Any] = []
         self._number = 0  # of operations that were read
         if arguments is not None:
             known = zip(graph.inputs, arguments)
@@ -133,7 +139,8 @@ class Reading:
     def _trusted(self, op: Any, kinds: list[Any], output: Any, inner: list[Reading]) -> str | None:
         """Return what an output most probably is, of an operation that is not known."""
         if op.type in ("Shape", "ShapeN", "Size", "Rank") or not kinds:
-            return None
+            # How many entries are chosen of all samples.
+            return MIXED if MIXED in kinds and op.type != "Rank" else None
         if PARTS in kinds:
             return kind_by_parts(op, kinds)
         if inner:
@@ -155,6 +162,9 @@ class Reading:
             return BY_SAMPLE if is_own(op, kinds) else MIXED
         if op.type.startswith("TensorList") and op.type != "TensorListLength":
             return self._of_list(op, kinds, output)
+        if {BY_SAMPLE, INSIDE} & set(kinds) and op.type not in APART:
+            self.unknown.append(op)
+            return MIXED
         if (axis := self._axis_after(op, kinds)) is not None:
             if axis:
                 self._axis[id(output)] = axis
@@ -206,9 +216,11 @@ class Reading:
     def _inner(self, op: Any, kinds: list[Any]) -> list[Reading]:
         """Return readings of the function, the branches or the loop that an operation runs."""
         arguments = kinds[int(op.type in BRANCHES) :]
-        return [
+        readings = [
             Reading(graph, True, self._rows, self._normalizing, arguments) for graph in bodies(op)
         ]
+        self.unknown += [unknown for reading in readings for unknown in reading.unknown]
+        return readings
 
     def _compares_inside(self, op: Any, kinds: list[Any]) -> bool:
         """Return whether an operation computes along an axis that is known to be the samples'."""

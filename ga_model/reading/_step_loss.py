@@ -65,6 +65,15 @@ class StepReading(ReducedReading):
         """Take it as known what a scalar is divided by."""
         self._take(tensor, denominator.of_loss, {denominator.kind: denominator})
 
+    def note_same(self, tensor: Any, other: Any) -> None:
+        """Take it as known that a tensor is to samples what another one is."""
+        self.update()
+        kind, key = self.kind_of(other), id(other)
+        if kind in REDUCED or kind in (BY_SAMPLE, MIXED):
+            self._take(tensor, kind, self._denominators.get(key, {}))
+        if key in self._obstacles:
+            self._obstacles[id(tensor)] = self._obstacles[key]
+
     def note_samples(self, tensor: Any) -> None:
         """Take it as known that a tensor has an entry of axis 0 for each sample."""
         self._take(tensor, BY_SAMPLE, {})

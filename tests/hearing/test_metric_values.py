@@ -274,3 +274,30 @@ def test_logs_that_are_no_means_over_samples_are_told_of(float64):
         assert WHAT in text
         assert f"the log {name!r}" in text
     assert compare(make, lambda: None, 12, {"microbatch_size": 5}) == ([], [])
+
+
+class LogsScaledLosses(LogsNumbers):
+    """Its optimizer gets the loss before the logs do."""
+
+    def train_step(self, data):
+        x, y = data
+        mask = tf.cast(y > 0, y.dtype)
+        with tf.GradientTape() as tape:
+            errors = ops.square(self(x, training=True) - y)
+            loss = ops.sum(mask * errors) / ops.sum(mask)
+            loss = self.optimizer.scale_loss(loss)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        self.tracker.update_state(loss)
+        return {"now": loss, "twice": 2.0 * loss, "tracked": self.tracker.result()}
+
+
+@pytest.mark.parametrize("settings", ADDED_UP[:2], ids=str)
+def test_losses_that_were_passed_through_the_optimizer_are_logged_as_they_are(settings, float64):
+    def make():
+        model = LogsScaledLosses()
+        model.build((None, 4))
+        return model
+
+    rows = 12 if "microbatch_size" in settings else 4
+    assert compare(make, lambda: None, rows, settings) == ([], [])

@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers import TOLERANCE, relative_difference
 from keras import ops
 
 from ga_model import accumulate
@@ -14,7 +15,7 @@ from ga_model.reading._loss_reading import (
     adds_up,
     check_adds_up,
     kind_of_scalar,
-    mixes_samples,
+    why_mixed,
 )
 
 TABLE = tf.constant([1.0, 2.0, 3.0, 4.0])
@@ -381,6 +382,9 @@ def times(function):
 
 
 MIXING = [
+    lambda x: x + tf.slice(x, [0, 0], [1, 4]),
+    lambda x: tf.pad(x, [[1, 0], [0, 0]])[:-1],
+    lambda x: x + tf.cast(tf.shape(tf.where(x > 0))[0], x.dtype),
     *map(times, PLACES),
     lambda x: ops.cumprod(x, axis=0),
     lambda x: x * ops.softmax(x[:, 0])[:, None],
@@ -415,6 +419,9 @@ MIXING = [
 ]
 SEEDS = keras.random.SeedGenerator(3)
 KEEPING = [
+    lambda x: tf.slice(x, [0, 1], [-1, 2]),
+    lambda x: ops.slice(x, [0, 1], [tf.shape(x)[0], 2]),
+    lambda x: tf.pad(x, [[0, 0], [1, 0]]),
     *map(times, NO_PLACES),
     lambda x: ops.cumsum(x, axis=1),
     lambda x: ops.softmax(x, axis=1),
@@ -449,10 +456,63 @@ def test_layers_that_compute_with_other_samples_are_told(make, mixes):
 
     @tf.function(input_signature=[spec], autograph=False)
     def of_microbatch(x):
-        found.append(mixes_samples([model(x, training=True)], model))
+        found.append(why_mixed([model(x, training=True)], model))
 
     of_microbatch.get_concrete_function()
-    assert found == [mixes]
+    assert (found[0] is not None) == mixes
+
+
+def crops(x):
+    images = tf.reshape(x, [-1, 2, 2, 1])
+    first = tf.image.crop_and_resize(images, [[0.0, 0.0, 1.0, 1.0]], [0], [2, 2])
+    return x + tf.cast(tf.reshape(first, [1, 4]), x.dtype)
+
+
+def kernel_gradient(x):
+    images = tf.reshape(x, [-1, 2, 2, 1])
+    gradient = tf.raw_ops.Conv2DBackpropFilter(
+        input=images,
+        filter_sizes=[2, 2, 1, 1],
+        out_backprop=images[:, :1, :1],
+        strides=[1, 1, 1, 1],
+        padding="VALID",
+    )
+    return x + tf.reshape(gradient, [1, 4])
+
+
+def suppresses(x):
+    boxes = tf.cast(x, "float32")
+    number = tf.size(tf.image.non_max_suppression(boxes, boxes[:, 0], 9))
+    return x * tf.cast(number, x.dtype)
+
+
+UNKNOWN = {
+    "CropAndResize": crops,
+    "DynamicStitch": lambda x: tf.dynamic_stitch([tf.range(tf.shape(x)[0])[::-1]], [x]),
+    "Where": lambda x: x + tf.cast(tf.where(tf.ones(tf.shape(x)[:1]))[:, :1], x.dtype),
+    "Conv2DBackpropFilter": kernel_gradient,
+    "NonMaxSuppressionV3": suppresses,
+}
+
+
+@pytest.mark.parametrize("settings", [{}, {"run_eagerly": True}], ids=str)
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_operations_that_may_mix_samples_get_the_full_batch(name, settings, float64):
+    def fit(rows):
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4, "sigmoid")])
+        model.add(keras.layers.Lambda(UNKNOWN[name]))
+        model.add(keras.layers.Dense(4))
+        start = [np.linspace(-1, 1, w.size).reshape(w.shape) for w in model.get_weights()]
+        model.set_weights(start)
+        model = model if rows is None else accumulate(model, microbatch_size=rows)
+        model.compile(keras.optimizers.SGD(0.1), "mse", **settings)
+        x = np.random.default_rng(0).uniform(size=(12, 4))
+        model.fit(x, x, batch_size=12, epochs=2, verbose=0)
+        return model.get_weights(), start
+
+    with pytest.warns(UserWarning, match=f"an operation that may mix samples: '{name}'"):
+        found, _ = fit(5)
+    assert relative_difference(found, *fit(None)) <= TOLERANCE["float64"]
 
 
 def test_a_rank_that_no_graph_knows_is_no_obstacle():
@@ -467,5 +527,6 @@ def test_a_rank_that_no_graph_knows_is_no_obstacle():
     model = keras.Sequential([OfAnyRank(), keras.layers.Dense(1)])
     model = accumulate(model, microbatch_size=2, loss_over="batch")
     model.compile("sgd", "mse")
-    model.fit(np.ones((8, 4), "float32"), np.ones((8, 1)), batch_size=4, verbose=0)
+    with pytest.warns(UserWarning, match="may mix samples: 'SerializeTensor' in"):
+        model.fit(np.ones((8, 4), "float32"), np.ones((8, 1)), batch_size=4, verbose=0)
     assert model.optimizer.iterations == 2
