@@ -1,8 +1,9 @@
 """Operations of TensorFlow that layers use, and that are known to keep samples apart.
 
-They compute with the entries of each sample by themselves where samples are on axis 0, or where
-`Reading` has looked at the axes that they compute along. What is not listed may put samples
-together: a call of a layer that uses it is not split.
+They compute with the entries of each sample by themselves where samples are on axis 0 (`APART`), or
+where they are on another axis and `Reading` has looked at the axes that an operation computes along
+(`APART_INSIDE`). What is not listed may put samples together: a call of a layer that uses it is not
+split.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _BY_ENTRY = names(
 _BY_IMAGE = names(
     "AdjustContrastv2 AdjustHue AdjustSaturation AvgPool3D AvgPool3DGrad AvgPoolGrad "
     "BatchToSpaceND CombinedNonMaxSuppression Conv Conv2DBackpropInput Conv2DBackpropInputV2 "
-    "Conv3D Conv3DBackpropInput Conv3DBackpropInputV2 DepthToSpace "
+    "Conv3DBackpropInput Conv3DBackpropInputV2 DepthToSpace "
     "DepthwiseConv2dNativeBackpropInput Dilation2D DrawBoundingBoxes DrawBoundingBoxesV2 "
     "ExtractGlimpse ExtractGlimpseV2 ExtractImagePatches ExtractVolumePatches FractionalAvgPool "
     "FractionalMaxPool FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3 HSVToRGB "
@@ -46,15 +47,18 @@ _BY_IMAGE = names(
     "ResizeBicubicGrad ResizeBilinearGrad ResizeNearestNeighborGrad ScaleAndTranslate "
     "SpaceToBatchND SpaceToDepth"
 )
-# Of sequences, matrices, transforms, and along axes that are looked at.
 _BY_ROW = names(
-    "ApproxTopK BandedTriangularSolve BatchMatMul BatchMatMulV2 BatchMatMulV3 BlockLSTM "
-    "BlockLSTMV2 CTCLoss CTCLossV2 CholeskyGrad ConjugateTranspose Cross CudnnRNN CudnnRNNV2 "
-    "CudnnRNNV3 Cumprod Cumsum CumulativeLogsumexp Einsum FFT FFT2D FFT3D GRUBlockCell IFFT IFFT2D "
-    "IFFT3D IRFFT IRFFT2D IRFFT3D InTopK InTopKV2 LSTMBlockCell LowerBound MatMul MatrixBandPart "
-    "MatrixDiag MatrixDiagPart MatrixDiagPartV2 MatrixDiagPartV3 MatrixDiagV2 MatrixDiagV3 "
-    "MatrixSetDiag MatrixSetDiagV2 MatrixSetDiagV3 NthElement RFFT RFFT2D RFFT3D ReverseSequence "
-    "ReverseV2 Roll SparseMatMul TopK TridiagonalMatMul TridiagonalSolve UpperBound"
+    "ApproxTopK BandedTriangularSolve BatchMatMul CholeskyGrad ConjugateTranspose Cross "
+    "GRUBlockCell InTopK InTopKV2 LSTMBlockCell LowerBound MatrixBandPart MatrixDiag "
+    "MatrixDiagPart MatrixDiagPartV2 MatrixDiagPartV3 MatrixDiagV2 MatrixDiagV3 MatrixSetDiag "
+    "MatrixSetDiagV2 MatrixSetDiagV3 NthElement SparseMatMul TopK TridiagonalMatMul "
+    "TridiagonalSolve UpperBound"
+)
+# Along axes that are looked at, or with time on the first axis and samples on the second.
+_ALONG_AXES = names(
+    "BatchMatMulV2 BatchMatMulV3 BlockLSTM BlockLSTMV2 CTCLoss CTCLossV2 Conv3D CudnnRNN "
+    "CudnnRNNV2 CudnnRNNV3 Cumprod Cumsum CumulativeLogsumexp Einsum FFT FFT2D FFT3D IFFT IFFT2D "
+    "IFFT3D IRFFT IRFFT2D IRFFT3D MatMul RFFT RFFT2D RFFT3D ReverseSequence ReverseV2 Roll"
 )
 _BY_PLACE = names(
     "BroadcastArgs Fill Gather GatherV2 MirrorPad MirrorPadGrad OneHot Pad PadV2 "
@@ -68,7 +72,8 @@ _DRAWING = names(
     "StatelessParameterizedTruncatedNormal StatelessRandomBinomial StatelessRandomGammaV2 "
     "StatelessRandomGammaV3 StatelessRandomPoisson"
 )
-# Each of the `MIXING` has been found to put samples together where it comes to this question.
-APART = (
-    _BY_ENTRY | _BY_IMAGE | _BY_ROW | _BY_PLACE | _DRAWING | ALONG_LAST_AXIS | ELEMENTWISE | MIXING
-) | (OF_IMAGES | OF_LABELS | OF_MATRICES | REDUCTIONS | STRUCTURAL | frozenset(KEEPS))
+# Those that put samples together have been told from those of the same type that do not.
+APART_INSIDE = (_BY_ENTRY | _ALONG_AXES | _BY_PLACE | ALONG_LAST_AXIS | ELEMENTWISE | MIXING) | (
+    OF_IMAGES | OF_LABELS | OF_MATRICES | REDUCTIONS | STRUCTURAL | frozenset(KEEPS)
+)
+APART = APART_INSIDE | _BY_IMAGE | _BY_ROW | _DRAWING

@@ -13,7 +13,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from ga_model.reading._apart import APART
+from ga_model.reading._apart import APART, APART_INSIDE
+from ga_model.reading._axes import axis_after_slice, chooses, joins_samples, keeps_axis, makes_parts
 from ga_model.reading._inner_graphs import BRANCHES, bodies, kind_after
 from ga_model.reading._kinds import keeps_samples, kind_of_mean, kind_of_shape
 from ga_model.reading._one_by_one import is_own, kind_by_parts, kind_in_loop
@@ -72,6 +73,7 @@ class Reading:
         self._normalizing = normalizing
         self._axis: dict[int, int] = {}  # of the samples, where it is not the first and is known
         self.unknown: list[Any] = []
+        self._parts_of_samples: set[int] = set()  # tensors with several entries of axis 0 for each
         self._number = 0  # of operations that were read
         if arguments is not None:
             known = zip(graph.inputs, arguments)
@@ -119,6 +121,8 @@ class Reading:
             trusted = self._trusted(op, kinds, output, inner) if self._trusts_layers else None
             if found := kind or trusted:
                 self._known[id(output)] = found
+            if any(id(t) in self._parts_of_samples for t in op.inputs) or makes_parts(op):
+                self._parts_of_samples.add(id(output))
 
     def _kind(self, op: Any, kinds: list[Any]) -> str | None:
         """Return what the outputs of an operation are, or None if it is not known."""
@@ -162,7 +166,7 @@ class Reading:
             return BY_SAMPLE if is_own(op, kinds) else MIXED
         if op.type.startswith("TensorList") and op.type != "TensorListLength":
             return self._of_list(op, kinds, output)
-        if {BY_SAMPLE, INSIDE} & set(kinds) and op.type not in APART:
+        if not self._keeps_apart(op, kinds):
             self.unknown.append(op)
             return MIXED
         if (axis := self._axis_after(op, kinds)) is not None:
@@ -185,6 +189,18 @@ class Reading:
         if is_known and output.shape[0] in (self._rows, *lengths):  # of several views perhaps
             return BY_SAMPLE
         return INSIDE if is_known else None
+
+    def _keeps_apart(self, op: Any, kinds: list[Any]) -> bool:
+        """Return whether an operation is known to keep samples apart, where they are."""
+        if op.type == "Reshape" and kinds[0] == BY_SAMPLE:
+            # Longer entries of axis 0 have several samples, unless these were in parts.
+            return not joins_samples(op) or id(op.inputs[0]) in self._parts_of_samples
+        if op.type == "Reshape" and INSIDE in kinds:
+            axis = self._axis.get(id(op.inputs[0]))
+            return axis is None or keeps_axis(op, axis)
+        if kinds and kinds[0] == INSIDE:
+            return op.type in APART_INSIDE
+        return not {BY_SAMPLE, INSIDE} & set(kinds) or op.type in APART
 
     def _of_list(self, op: Any, kinds: list[Any], output: Any) -> str | None:
         """Return what a list of a loop is to samples, as each tensor in it, or such a tensor."""
@@ -228,6 +244,9 @@ class Reading:
         if all(axis is None for axis in axes):
             return False
         rank = op.inputs[0].shape.rank
+        place = int(op.type == "Split")
+        if (axis := axes[place]) and chooses(op, axis):
+            return True
         if op.type in (*REDUCTIONS, "Cumsum", "Cumprod", "CumulativeLogsumexp", "ReverseV2"):
             return axes[0] is not None and axes[0] in (axes_of(op) or ())
         if op.type in ALONG_LAST_AXIS:
@@ -267,6 +286,8 @@ class Reading:
         if op.type == "Transpose" and axes[0] is not None:
             order = values_of(op, 1)
             return order.index(axes[0]) if order else None
+        if op.type == "StridedSlice" and axes[0]:
+            return axis_after_slice(op, axes[0])
         if op.type == "ExpandDims" and axes[0] is not None and (new := axes_of(op)):
             return axes[0] + (new[0] <= axes[0])
         if op.type == "Squeeze" and axes[0] is not None and rank is not None:

@@ -381,7 +381,37 @@ def times(function):
     return lambda x: x * function(x)
 
 
+def transposed(function):
+    return lambda x: tf.transpose(function(tf.transpose(x)))
+
+
+# On an axis that is not the first, samples are chosen, moved or put together.
+MIXING_INSIDE = [
+    lambda x: tf.reshape(tf.transpose(x), tf.shape(x)),
+    lambda x: x + tf.transpose(x)[:, :1][:, 0],
+    lambda x: x + tf.gather(tf.transpose(x), [0], axis=1)[:, 0],
+    lambda x: x + tf.linalg.band_part(tf.transpose(x), 1, 0)[:, :1][:, 0],
+    lambda x: x + tf.raw_ops.NthElement(input=tf.transpose(x), n=0)[None],
+    lambda x: x + tf.nn.depth_to_space(tf.transpose(x)[None, None], 2)[0, :, :1, 0],
+    transposed(lambda x: tf.roll(x, 1, 1)),
+    transposed(lambda x: tf.pad(x, [[0, 0], [1, 0]])[:, :-1]),
+    transposed(lambda x: tf.pad(x[:, 1:], [[0, 0], [0, 1]])),
+    transposed(lambda x: tf.concat([x[:, 1:], x[:, :1]], 1)),
+    transposed(lambda x: tf.tile(x, [1, 2])[:, 1 : tf.shape(x)[1] + 1]),
+    transposed(lambda x: tf.slice(x, [0, 0], [4, 1]) + x),
+    transposed(lambda x: tf.nn.conv1d(x[:, :, None], tf.ones((3, 1, 1)), 1, "SAME")[:, :, 0]),
+    transposed(lambda x: tf.nn.lrn(x[:, None, None])[:, 0, 0]),
+]
+KEEPING_INSIDE = [
+    transposed(lambda x: tf.roll(x, 1, 0)),
+    transposed(lambda x: tf.pad(x[1:], [[0, 1], [0, 0]])),
+    transposed(lambda x: tf.concat([x[1:], x[:1]], 0)),
+    transposed(lambda x: x[..., tf.newaxis, :][:, 0]),
+    transposed(lambda x: tf.reshape(tf.reshape(x, [4, -1, 1]), [4, -1])),
+]
 MIXING = [
+    *MIXING_INSIDE,
+    lambda x: tf.reshape(tf.nn.softmax(tf.reshape(x, [-1, 8])), tf.shape(x)),
     lambda x: x + tf.slice(x, [0, 0], [1, 4]),
     lambda x: tf.pad(x, [[1, 0], [0, 0]])[:-1],
     lambda x: x + tf.cast(tf.shape(tf.where(x > 0))[0], x.dtype),
@@ -419,6 +449,9 @@ MIXING = [
 ]
 SEEDS = keras.random.SeedGenerator(3)
 KEEPING = [
+    *KEEPING_INSIDE,
+    lambda x: tf.tensordot(tf.reshape(x, [-1, 2, 2]), tf.ones((2, 3)), 1)[:, 0],
+    lambda x: tf.reshape(2.0 * tf.reshape(x, [-1, 2]), [-1, 4]),
     lambda x: tf.slice(x, [0, 1], [-1, 2]),
     lambda x: ops.slice(x, [0, 1], [tf.shape(x)[0], 2]),
     lambda x: tf.pad(x, [[0, 0], [1, 0]]),
