@@ -57,6 +57,14 @@ class MetricCalls:
         self.has_late_updates |= any(metric is other for _, other, _ in self.results)
         self.updates.append(MetricCall(metric, value, sample_weight, term))
 
+    def updates_by_key(self) -> dict[tuple[int, int], MetricCall]:
+        """Return the updates by the id of their metric, and their number among those of it."""
+        found: dict[tuple[int, int], MetricCall] = {}
+        for update in self.updates:
+            number = sum(update.metric is call.metric for call in found.values())
+            found[id(update.metric), number] = update
+        return found
+
     def values_of(self, metric: Any) -> list[Any]:
         """Return what a metric got that waits."""
         return [update.value for update in self.updates if update.metric is metric]

@@ -1,46 +1,66 @@
-"""The logs of a batch that ran in microbatches.
+"""The logs of a batch that ran in microbatches, or of a window that it is a part of.
 
-As on TensorFlow: scalars that go into a `keras.metrics.Mean` wait for the full batch, which has one
-value where its microbatches have one each. Of other metrics the updates add up as they are. Numbers
-that a step returns are combined with the same weights, and what a metric gave is asked of it again.
+As on TensorFlow (`hearing/_logs.py`): scalars that go into a `keras.metrics.Mean` or `Sum` wait for
+all microbatches of the batch. The metric then has the value of the window so far in place of the
+one it had before. Of other metrics the updates add up as they are. Numbers that a step returns are
+combined with the same weights, and what a metric gave is asked of it again.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Hashable
+from typing import Any, NamedTuple
 
 import keras
 import torch
 
 from ga_model.base._identity import is_in
 from ga_model.base._internals import loss_tracker
-from ga_model.hearing._metric_calls import MetricCall
 
 
-class _Mean:
-    """A mean over the microbatches of a batch."""
+class Amount(NamedTuple):
+    """What a number has come to over microbatches.
 
-    def __init__(self) -> None:
-        self._numerator: Any = 0.0
-        self._denominator = 0.0
-        self._num_added = 0
+    Attributes:
+        numerator, denominator: of their mean, or sum.
+        count: what a metric counts it as, summed.
+        num_added: microbatches that have counted.
+    """
 
-    def add(self, numerator: Any, denominator: float) -> None:
-        if torch.is_tensor(numerator):
-            numerator = numerator.detach()
-            if numerator.device.type != "mps":  # which has no float64
-                numerator = numerator.double()
-        self._numerator = self._numerator + numerator
-        self._denominator += denominator
-        self._num_added += 1
+    numerator: Any = 0.0
+    denominator: float = 0.0
+    count: Any = 0.0
+    num_added: int = 0
+
+    def plus(self, other: Amount) -> Amount:
+        """Return what both come to."""
+        return Amount(*(one + another for one, another in zip(self, other)))
 
     def value(self) -> Any:
-        return self._numerator / self._denominator if self._denominator else 0.0
+        return self.numerator / self.denominator if self.denominator else 0.0
 
-    def is_empty(self) -> bool:
-        """Return whether no microbatch has counted."""
-        return self._num_added == 0
+
+_NOTHING = Amount()
+
+
+class _Update(NamedTuple):
+    """The update of a metric by the number of a batch.
+
+    Attributes:
+        metric: the metric.
+        is_sum: whether what it counts is summed over microbatches. Else it counts once per window.
+        weight: what it counts then.
+    """
+
+    metric: Any
+    is_sum: bool
+    weight: float
+
+    def added(self, amount: Amount) -> tuple[Any, Any]:
+        """Return what an amount adds to the metric: to its total, and to its count."""
+        count = amount.count if self.is_sum else self.weight * min(amount.num_added, 1)
+        return amount.value() * count, count
 
 
 class BatchLogs:
@@ -52,9 +72,9 @@ class BatchLogs:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._updates: list[MetricCall] = []
-        self._means: dict[Any, _Mean] = {}  # of updates by their number, of logs by their place
-        self._weights: dict[int, Any] = {}  # of updates
+        self._updates: dict[Hashable, _Update] = {}
+        self._amounts: dict[Hashable, Amount] = {}  # of the batch
+        self._before: dict[Hashable, Amount] = {}  # of the window
         self._sources: dict[int, tuple[Any, str | None]] = {}  # metrics, by the place of logs
         self._watched: list[Any] = []
         self._logs: Any = None
@@ -68,63 +88,87 @@ class BatchLogs:
             logs: what the step returned.
             counts: whether the microbatch is not left out.
         """
-        metrics, rows = recording.metrics, recording.losses.num_rows()
+        metrics = recording.metrics
         self._watched = list(metrics.watched)
-        self._updates = [call._replace(value=None, term=None) for call in metrics.updates]
         self._logs = logs
         if self._names is None:
             self._names = set(self._results_by_name()) if isinstance(logs, dict) else set()
         with torch.no_grad():
-            for number, (metric, value, sample_weight, term) in enumerate(metrics.updates):
-                mean = self._means.setdefault(("update", number), _Mean())
-                if counts:
-                    mean.add(*recording.mean_of(value, metric, term))
-                is_rows = metric is loss_tracker(self._model) or term is not None
-                if is_rows or torch.is_tensor(sample_weight) or sample_weight == rows:
-                    weight = rows if is_rows else sample_weight
-                    self._weights[number] = self._weights.get(number, 0) + weight * counts
-                else:
-                    self._weights[number] = 1.0 if sample_weight is None else sample_weight
+            for key, call in metrics.updates_by_key().items():
+                count = self._note_update(key, call, recording.losses.num_rows())
+                self._add(key, recording.mean_of(call.value, call.metric, call.term), count, counts)
             for place, (key, leaf) in enumerate(self._leaves()):
                 if key in self._names:
                     continue
                 source = [(m, k) for result, m, k in metrics.results if result is leaf]
                 if source:
                     self._sources[place] = source[0]
-                elif _is_number(leaf):
-                    mean = self._means.setdefault(place, _Mean())
-                    if counts:
-                        mean.add(*recording.mean_of(leaf))
+                elif is_number(leaf):
+                    self._add(_key_of(place, leaf), recording.mean_of(leaf), 1.0, counts)
+
+    def _note_update(self, key: Hashable, call: Any, rows: int) -> Any:
+        """Note the update of a metric, and return what it counts."""
+        metric, _, weight, term = call
+        is_rows = metric is loss_tracker(self._model) or term is not None
+        is_sum = is_rows or torch.is_tensor(weight) or weight == rows
+        weight = rows if is_rows else 1.0 if weight is None else weight
+        self._updates[key] = _Update(metric, is_sum, 1.0 if is_sum else float(weight))
+        return weight
+
+    def _add(self, key: Hashable, mean: tuple[Any, float], count: Any, counts: bool) -> None:
+        amount = Amount(*mean, count, 1) if counts else _NOTHING
+        self._amounts[key] = self._amounts.get(key, _NOTHING).plus(amount)
+
+    def add_to(self, window: dict[Hashable, Amount]) -> None:
+        """Add the numbers of the batch to those of its window."""
+        for key, amount in self._amounts.items():
+            self._before[key] = window.get(key, _NOTHING)
+            window[key] = self._before[key].plus(amount)
 
     def finish(self) -> Any:
-        """Update the metrics, and return the logs of the batch."""
-        for number, call in enumerate(self._updates):
-            mean = self._means["update", number]
-            weight = 0.0 if mean.is_empty() else self._weights[number]
-            call.metric.update_state(mean.value(), sample_weight=weight)
+        """Update the metrics, and return the logs of the batch, or of its window so far."""
+        self._update_metrics()
         results = self._results_by_name()
         values = []
         for place, (key, leaf) in enumerate(self._leaves()):
+            amount = self._so_far(_key_of(place, leaf))
             if isinstance(self._logs, dict) and key in results:
                 values.append(results[key])
             elif place in self._sources:
                 metric, name = self._sources[place]
                 values.append(metric.result() if name is None else metric.result()[name])
-            elif place in self._means:
-                value = math.nan if self._means[place].is_empty() else self._means[place].value()
-                dtype = getattr(leaf, "dtype", None)
-                values.append(value.to(dtype) if dtype and not isinstance(value, float) else value)
+            elif amount is not None:
+                value = amount.value() if amount.num_added else math.nan
+                values.append(float(value) if isinstance(leaf, float) else _like(leaf, value))
             else:
                 values.append(leaf)
         logs = keras.tree.pack_sequence_as(self._logs, values)
         return {key: logs[key] for key in self._logs} if isinstance(logs, dict) else logs
 
+    def _so_far(self, key: Hashable) -> Amount | None:
+        """Return what a number has come to in the window, or None: it is not put together."""
+        if key not in self._amounts:
+            return None
+        return self._before.get(key, _NOTHING).plus(self._amounts[key])
+
+    def _update_metrics(self) -> None:
+        """Put the value of the window so far in the place of the one that metrics have."""
+        # A mean that was reset within the window has nothing of it.
+        resets = {
+            key: isinstance(update.metric, keras.metrics.Mean) and not float(update.metric.count)
+            for key, update in self._updates.items()
+        }
+        for key, update in self._updates.items():
+            metric, now = update.metric, self._so_far(key) or _NOTHING
+            before = _NOTHING if resets[key] else self._before.get(key, _NOTHING)
+            (total, count), (known, known_count) = update.added(now), update.added(before)
+            metric.total.assign_add(keras.ops.cast(total - known, metric.dtype))
+            if isinstance(metric, keras.metrics.Mean):
+                metric.count.assign_add(keras.ops.cast(count - known_count, metric.dtype))
+
     def _leaves(self) -> list[tuple[Any, Any]]:
         """Return the logs in their order, each with the name that it has in a dict of them."""
-        if not isinstance(self._logs, dict):
-            return [(None, leaf) for leaf in keras.tree.flatten(self._logs)]
-        paths = keras.tree.flatten_with_path(self._logs)
-        return [(path[0] if len(path) == 1 else None, leaf) for path, leaf in paths]
+        return leaves_of(self._logs)
 
     def _results_by_name(self) -> dict[str, Any]:
         """Return what metrics give that have no stand-in, by the names they have in Keras's logs.
@@ -141,6 +185,24 @@ class BatchLogs:
         return results
 
 
-def _is_number(leaf: Any) -> bool:
+def leaves_of(logs: Any) -> list[tuple[Any, Any]]:
+    """Return logs in their order, each with the name that it has in a dict of them, or None."""
+    if not isinstance(logs, dict):
+        return [(None, leaf) for leaf in keras.tree.flatten(logs)]
+    paths = keras.tree.flatten_with_path(logs)
+    return [(path[0] if len(path) == 1 else None, leaf) for path, leaf in paths]
+
+
+def _key_of(place: int, leaf: Any) -> Hashable:
+    """Return what tells numbers apart that are logged. Those of other shapes are others."""
+    return ("log", place, tuple(getattr(leaf, "shape", ())))
+
+
+def is_number(leaf: Any) -> bool:
     """Return whether a log can be averaged."""
     return isinstance(leaf, float) or (torch.is_tensor(leaf) and leaf.is_floating_point())
+
+
+def _like(leaf: Any, value: Any) -> Any:
+    """Return a number in the dtype of a tensor, and where that is."""
+    return torch.as_tensor(value).to(leaf)

@@ -105,7 +105,7 @@ class _Run:
     def logs(self) -> Any:
         """Run them, and return the logs of the batch."""
         model, batch = self._model, self._batch
-        defers_logs = batch.is_split or self._skips
+        defers_logs = batch.is_split or self._window.steps > 1 or self._skips
         batch_logs = BatchLogs(model) if defers_logs else None
         keeps_gradients = self._keeps_gradients()
         is_partial = self._window.is_trial and not batch.is_split  # some outputs are any numbers
@@ -120,6 +120,8 @@ class _Run:
             return result
         if self._skips:
             self._accumulation.count_skipped(batch.num_microbatches - self._num_counted)
+        if batch_logs is not None:
+            batch_logs.add_to(self._window.logs)
         self._window.end_batch()
         return result if batch_logs is None else batch_logs.finish()
 
@@ -187,7 +189,9 @@ class _Run:
     def _gradients_of(self, data: Any) -> Trial:
         """Return what the step gives for some samples, and make no update."""
         # As of a window that is this one microbatch: nothing is folded, and nothing refused.
-        position = self._position(False)._replace(window=Window(self._model, 1), is_window=True)
+        position = self._position(False)._replace(
+            window=Window(self._model, 1), is_first=True, is_window=True
+        )
         clear_gradients(self._model)
         with record(self._model, data, position, False) as recording:
             self._train_step(data)
@@ -208,7 +212,7 @@ class _Run:
             window.steps,
             window.steps * batch.num_microbatches * self._num_processes,
             power_of_two(window.steps) * power_of_two(batch.num_microbatches),
-            self._num_counted == 0,
+            not window.has_counted,
             self._whole,
             self._is_window,
             defers_logs,

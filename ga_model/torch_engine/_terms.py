@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import keras
+import torch
 
 from ga_model.base._identity import is_in
 from ga_model.base._internals import arguments_of_loss, compiled_loss, losses_in, raw
@@ -27,10 +28,10 @@ class Position(NamedTuple):
         steps: batches that fill it.
         num_microbatches: microbatches that do.
         parts: a power of two near that.
-        is_first_of_batch: whether no microbatch of the batch has counted yet.
+        is_first: whether no microbatch of the window has counted yet.
         whole: the batch, if it is split.
         is_window: whether the microbatch is all of its window.
-        defers_logs: whether metrics and logs wait for the full batch.
+        defers_logs: whether metrics and logs wait for all microbatches of the batch.
         must_add_up: whether what does not add up over microbatches is refused, and not told.
     """
 
@@ -38,7 +39,7 @@ class Position(NamedTuple):
     steps: int
     num_microbatches: int
     parts: float
-    is_first_of_batch: bool
+    is_first: bool
     whole: _weights.Whole | None
     is_window: bool
     defers_logs: bool
@@ -76,7 +77,7 @@ class StepLosses(StepTerms):
 
     @property
     def is_first_of_window(self) -> bool:
-        return not self._position.window.has_counted
+        return bool(self._position.is_first)
 
     def note_term(self, term: _weights.Term) -> None:
         """Note a term of the compiled loss."""
@@ -144,7 +145,7 @@ class StepLosses(StepTerms):
         self._model._warn_once(message)
 
     def mean_of(self, value: Any, metric: Any, term: Any, is_loss: bool) -> tuple[Any, float]:
-        """Return what a scalar counts in the mean over the microbatches of a batch.
+        """Return what a scalar counts in the mean over the microbatches of a window.
 
         Args:
             value: scalar tensor, of this microbatch.
@@ -155,8 +156,11 @@ class StepLosses(StepTerms):
         Returns:
             A numerator and a denominator. Both are summed over microbatches.
         """
-        is_first = self._position.is_first_of_batch
+        is_first = self.is_first_of_window
         terms = self.terms_of_scalar(metric, term, is_loss)
+        value = torch.as_tensor(value).detach()
+        if value.device.type != "mps":  # which has no float64
+            value = value.double()
         if terms.weight is None:
             return terms.fold(value, None, is_first), float(is_first)
         weight = float(terms.weight)

@@ -23,7 +23,7 @@ from ga_model.base._internals import raw
 from ga_model.base._internals_torch import times_written
 from ga_model.hearing import _messages
 from ga_model.hearing._compiled_copy import copy_with
-from ga_model.hearing._metric_calls import MetricCalls
+from ga_model.hearing._metric_calls import MetricCalls, waiting
 from ga_model.hearing._models import recording_of_thread
 from ga_model.hearing._stand_ins import stand_in
 from ga_model.torch_engine import _refusals
@@ -75,7 +75,7 @@ class Recording:
     def stand_in(self, value: Any) -> Any:
         """Return what stands in for an attribute's value: optimizers, also in lists and dicts.
 
-        Where logs wait for the full batch, metrics have a stand-in too.
+        Where logs wait for all microbatches, metrics have a stand-in too.
         """
         return stand_in(value, self, self.metrics if self._position.defers_logs else None)
 
@@ -88,7 +88,7 @@ class Recording:
         return copies[key].of(self)
 
     def mean_of(self, value: Any, metric: Any = None, term: Any = None) -> tuple[Any, float]:
-        """Return what a scalar counts in the mean over the microbatches of a batch.
+        """Return what a scalar counts in the mean over the microbatches of a window.
 
         Args:
             value: scalar, of this microbatch.
@@ -196,7 +196,10 @@ class Recording:
 def _is_value_of(value: Any, loss: Any) -> bool:
     """Return whether a scalar is a loss, or its value: `loss.detach()` or `loss.item()`."""
     if torch.is_tensor(value):
-        return value is loss or value.data_ptr() == loss.data_ptr()
+        if value is loss or value.data_ptr() == loss.data_ptr():
+            return True
+        if value.ndim or value.requires_grad or loss.ndim:
+            return False
     return bool(value == float(loss))
 
 
@@ -237,6 +240,10 @@ class _Calls:
     def __init__(self, copy: _CompiledCopy) -> None:
         self._copy = copy
 
+    @property
+    def watched(self) -> Any:
+        return self._copy.metrics().watched
+
     def update(self, *args: Any) -> None:
         self._copy.metrics().update(*args)
 
@@ -263,7 +270,8 @@ def record(model: Any, data: Any, position: Position, keeps_gradients: bool) -> 
     """
     recording = Recording(model, data, position, keeps_gradients)
     listening = contextlib.nullcontext() if keeps_gradients else heard(recording)
-    with recording_of_thread.set(recording), listening, _noting_hooks(recording):
+    metrics = waiting(recording.metrics if position.defers_logs else None)
+    with recording_of_thread.set(recording), listening, _noting_hooks(recording), metrics:
         yield recording
     is_missing = not (recording.parts or recording.applies_at_once())
     if is_missing and model.trainable_weights:

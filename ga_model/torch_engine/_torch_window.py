@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ class _Sums(NamedTuple):
     unit: float
     has_counted: bool
     statistics: Statistics
+    logs: dict[Hashable, Any]
 
 
 class Window:
@@ -45,6 +47,7 @@ class Window:
         parts: the sums, one for each optimizer.
         total: the sum of the weights, in `unit`.
         statistics: of BatchNormalization layers.
+        logs: what logged numbers have come to, as `BatchLogs` has them.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Window:
         self.has_counted = False
         self.parts = []
         self.statistics = Statistics()
+        self.logs: dict[Hashable, Any] = {}
 
     def set_steps(self, accumulation_steps: int) -> None:
         """Let the next window have `accumulation_steps` batches."""
@@ -131,6 +135,7 @@ class Window:
             self.unit,
             self.has_counted,
             self.statistics.copy(),
+            dict(self.logs),
         )
         self.parts = []
 
@@ -139,7 +144,8 @@ class Window:
         if (earlier := self._earlier) is not None:
             self.steps, self._num_batches, self.parts, self.total, *_ = earlier
             self.unit, self.has_counted = earlier.unit, earlier.has_counted
-            self.statistics, self._earlier = earlier.statistics, None
+            self.statistics, self.logs = earlier.statistics, earlier.logs
+            self._earlier = None
 
     def _join(self) -> None:
         """Put together what there was before the batch, and what it gave."""
