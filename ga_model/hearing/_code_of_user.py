@@ -7,8 +7,8 @@ from typing import Any
 import keras
 
 from ga_model.base._internals import layers_in
+from ga_model.hearing._metrics_of_user import counts_samples, is_of_user
 from ga_model.hearing._models import computes_loss_as_keras, is_of_keras
-from ga_model.hearing._stand_in import original_of
 from ga_model.reading._loss_reading import is_known
 
 
@@ -35,25 +35,3 @@ def _is_of_keras(layer: Any) -> bool:
     is_known = type(layer).__module__.startswith("keras.")
     has_function = any(is_of_user(value) for value in vars(layer).values())
     return is_known and not has_function and not isinstance(layer, keras.layers.Lambda)
-
-
-def parts_of(metric: Any) -> list[Any]:
-    """Return the metrics that one of a model's `metrics` consists of."""
-    metric = original_of(metric)
-    is_compiled = type(metric).__name__ == "CompileMetrics"
-    return list(metric.metrics) if is_compiled else [metric]
-
-
-def is_of_user(value: Any) -> bool:
-    """Return whether a value is a function, or is called like one, that is not Keras's."""
-    module = getattr(value, "__module__", None) or type(value).__module__
-    return callable(value) and not module.startswith("keras.")
-
-
-def counts_samples(metric: Any) -> bool:
-    """Return whether a metric is one of Keras's own that counts what it gets of each sample."""
-    parts = [original_of(metric), *parts_of(metric)]
-    held = [value for part in parts for value in vars(part).values()]
-    # Losses reduce what they compute to one number.
-    is_of_others = any(is_of_user(value) or isinstance(value, keras.losses.Loss) for value in held)
-    return all(type(part).__module__.startswith("keras.") for part in parts) and not is_of_others

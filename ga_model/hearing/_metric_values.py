@@ -14,8 +14,8 @@ import keras
 from ga_model.base._identity import is_in
 from ga_model.base._internals import compiled_loss, loss_tracker
 from ga_model.hearing import _messages
-from ga_model.hearing._code_of_user import counts_samples, parts_of
 from ga_model.hearing._losses import StepLosses
+from ga_model.hearing._metrics_of_user import counts_samples, parts_of
 from ga_model.reading._denominators import NOT_LINEAR, OF_SUM, OF_WEIGHTS, SEVERAL, StepLoss
 from ga_model.reading._place import place_of
 

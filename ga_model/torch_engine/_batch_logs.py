@@ -92,19 +92,42 @@ class BatchLogs:
         self._watched = list(metrics.watched)
         self._logs = logs
         if self._names is None:
-            self._names = set(self._results_by_name()) if isinstance(logs, dict) else set()
+            names = self._results_by_name(self._watched) if isinstance(logs, dict) else {}
+            self._names = set(names)
         with torch.no_grad():
             for key, call in metrics.updates_by_key().items():
                 count = self._note_update(key, call, recording.losses.num_rows())
-                self._add(key, recording.mean_of(call.value, call.metric, call.term), count, counts)
-            for place, (key, leaf) in enumerate(self._leaves()):
+                mean = recording.mean_of(call.value, call.metric, call.term, key)
+                self._add(key, mean, count, counts)
+            for place, (key, leaf) in enumerate(leaves_of(logs)):
                 if key in self._names:
                     continue
                 source = [(m, k) for result, m, k in metrics.results if result is leaf]
                 if source:
                     self._sources[place] = source[0]
-                elif is_number(leaf):
-                    self._add(_key_of(place, leaf), recording.mean_of(leaf), 1.0, counts)
+                elif _is_number(leaf):
+                    number = _key_of(place, leaf)
+                    if not recording.is_last(number):
+                        self._add(number, recording.mean_of(leaf, key=number), 1.0, counts)
+
+    def names_of_numbers(self, recording: Any, logs: Any) -> dict[tuple[Any, ...], str]:
+        """Return what numbers are called of which the losses of a step tell nothing, by their keys.
+
+        Args:
+            recording: the recording.
+            logs: what the step returned.
+        """
+        found: dict[tuple[Any, ...], str] = {}
+        for key, (metric, value, _, term) in recording.metrics.updates_by_key().items():
+            if term is None and not recording.is_loss(value, metric):
+                found[key] = f"the metric {metric.name!r}"
+        results = [result for result, *_ in recording.metrics.results]
+        names = self._results_by_name(recording.metrics.watched) if isinstance(logs, dict) else {}
+        for place, (name, leaf) in enumerate(leaves_of(logs)):
+            is_of_metric = name in names or is_in(leaf, results)
+            if _is_number(leaf) and not is_of_metric and not recording.is_loss(leaf):
+                found[_key_of(place, leaf)] = f"the log {name!r}"
+        return found
 
     def _note_update(self, key: Hashable, call: Any, rows: int) -> Any:
         """Note the update of a metric, and return what it counts."""
@@ -128,9 +151,9 @@ class BatchLogs:
     def finish(self) -> Any:
         """Update the metrics, and return the logs of the batch, or of its window so far."""
         self._update_metrics()
-        results = self._results_by_name()
+        results = self._results_by_name(self._watched)
         values = []
-        for place, (key, leaf) in enumerate(self._leaves()):
+        for place, (key, leaf) in enumerate(leaves_of(self._logs)):
             amount = self._so_far(_key_of(place, leaf))
             if isinstance(self._logs, dict) and key in results:
                 values.append(results[key])
@@ -166,16 +189,15 @@ class BatchLogs:
             if isinstance(metric, keras.metrics.Mean):
                 metric.count.assign_add(keras.ops.cast(count - known_count, metric.dtype))
 
-    def _leaves(self) -> list[tuple[Any, Any]]:
-        """Return the logs in their order, each with the name that it has in a dict of them."""
-        return leaves_of(self._logs)
-
-    def _results_by_name(self) -> dict[str, Any]:
+    def _results_by_name(self, watched: list[Any]) -> dict[str, Any]:
         """Return what metrics give that have no stand-in, by the names they have in Keras's logs.
 
         They are those of layers, and others that the model keeps in no attribute.
+
+        Args:
+            watched: metrics that had one.
         """
-        watched = [*self._watched, loss_tracker(self._model)]
+        watched = [*watched, loss_tracker(self._model)]
         results: dict[str, Any] = {}
         for metric in self._model.metrics:
             # Compiled metrics that a custom step does not use are not built.
@@ -193,12 +215,21 @@ def leaves_of(logs: Any) -> list[tuple[Any, Any]]:
     return [(path[0] if len(path) == 1 else None, leaf) for path, leaf in paths]
 
 
-def _key_of(place: int, leaf: Any) -> Hashable:
+def _key_of(place: int, leaf: Any) -> tuple[Any, ...]:
     """Return what tells numbers apart that are logged. Those of other shapes are others."""
     return ("log", place, tuple(getattr(leaf, "shape", ())))
 
 
-def is_number(leaf: Any) -> bool:
+def values_of(recording: Any, logs: Any) -> dict[Hashable, Any]:
+    """Return the numbers that a step gave to metrics and logs, by their keys."""
+    found: dict[Hashable, Any] = {
+        key: call.value for key, call in recording.metrics.updates_by_key().items()
+    }
+    leaves = enumerate(leaf for _, leaf in leaves_of(logs))
+    return {**found, **{_key_of(place, leaf): leaf for place, leaf in leaves if _is_number(leaf)}}
+
+
+def _is_number(leaf: Any) -> bool:
     """Return whether a log can be averaged."""
     return isinstance(leaf, float) or (torch.is_tensor(leaf) and leaf.is_floating_point())
 

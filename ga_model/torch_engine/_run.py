@@ -14,7 +14,7 @@ from ga_model.hearing import _messages, _weights
 from ga_model.hearing._models import computes_loss_as_keras, is_of_keras, unpack
 from ga_model.hearing._moments_heard import is_known, telling
 from ga_model.torch_engine import _refusals
-from ga_model.torch_engine._batch_logs import BatchLogs
+from ga_model.torch_engine._batch_logs import BatchLogs, values_of
 from ga_model.torch_engine._probes import DoesNotAddUpError
 from ga_model.torch_engine._split import Batch
 from ga_model.torch_engine._state import (
@@ -166,16 +166,15 @@ class _Run:
 
     def _microbatch(self, index: int, logs: BatchLogs | None, keeps_gradients: bool) -> Any:
         """Run the model's step on one microbatch, and return what it logs."""
-        data = self._batch.microbatch(index)
         model, probe = self._model, self._accumulation.step_probe
         if self._is_window or self._window.is_trial or computes_loss_as_keras(model):
-            return self._recorded(data, logs, keeps_gradients)
+            return self._recorded(index, logs, keeps_gradients)
         if probe.is_due():
             probe.look(self._gradients_of, self._batch.two_or_more(index))
         before = Before(model) if probe.is_first else None
         probe.is_first = False
         try:
-            result = self._recorded(data, logs, keeps_gradients)
+            result = self._recorded(index, logs, keeps_gradients)
             if probe.has_changed():  # before there is an update
                 probe.look(self._gradients_of, self._batch.two_or_more(index), is_after=True)
             return result
@@ -184,18 +183,27 @@ class _Run:
                 raise RuntimeError(_refusals.unknown_loss_message(model.name)) from None
             before.put_back()
         probe.look(self._gradients_of, self._batch.two_or_more(index))
-        return self._recorded(data, logs, keeps_gradients)
+        return self._recorded(index, logs, keeps_gradients)
 
-    def _gradients_of(self, data: Any) -> Trial:
-        """Return what the step gives for some samples, and make no update."""
+    def _tried(self, data: Any, defers_logs: bool) -> tuple[Recording, Any]:
+        """Run the step on some samples without an update, and return what it gives and logs."""
         # As of a window that is this one microbatch: nothing is folded, and nothing refused.
-        position = self._position(False)._replace(
+        position = self._position(defers_logs)._replace(
             window=Window(self._model, 1), is_first=True, is_window=True
         )
         clear_gradients(self._model)
         with record(self._model, data, position, False) as recording:
-            self._train_step(data)
+            logs = self._train_step(data)
         self._accumulation.release()
+        return recording, logs
+
+    def _numbers_of(self, data: Any) -> tuple[Recording, Any]:
+        """Do so to find out what numbers are."""
+        return self._tried(data, True)
+
+    def _gradients_of(self, data: Any) -> Trial:
+        """Return the gradients that the step gives for some samples."""
+        recording, _ = self._tried(data, False)
         gradients = {
             (number, id(v)): gradient
             for number, part in enumerate(recording.parts)
@@ -219,9 +227,9 @@ class _Run:
             self._must_add_up(),
         )
 
-    def _recorded(self, data: Any, logs: BatchLogs | None, keeps_gradients: bool) -> Any:
+    def _recorded(self, index: int, logs: BatchLogs | None, keeps_gradients: bool) -> Any:
         """Run the model's step on one microbatch, add what it gave, and return what it logs."""
-        model, window = self._model, self._window
+        model, window, data = self._model, self._window, self._batch.microbatch(index)
         position = self._position(logs is not None)
         snapshot = Snapshot(model) if self._skips else None
         writes = None
@@ -247,11 +255,36 @@ class _Run:
             window.statistics.add([] if hears is None else hears.heard)
             self._num_counted += 1
         if logs is not None:
+            self._look_at_numbers(index, recording, result, logs)
             logs.add(recording, result, not is_left_out)
         if is_left_out and snapshot is not None:
             snapshot.restore()
         self._accumulation.release()
         return result
+
+    def _look_at_numbers(self, index: int, recording: Recording, logs: Any, so_far: Any) -> None:
+        """Find out what numbers for metrics and logs are, and tell of those that do not add up.
+
+        Raises:
+            DoesNotAddUpError: a metric needs the full batch, which it can get.
+        """
+        model, accumulation = self._model, self._accumulation
+        if self._is_window or self._window.is_trial:
+            return
+        if not accumulation.numbers.is_due(values_of(recording, logs)):
+            return
+        names = so_far.names_of_numbers(recording, logs)
+        data, is_split = self._batch.two_or_more(index), self._batch.is_split
+        can_be_whole = self._must_add_up() and not accumulation.has_run_by_microbatches
+        for number in accumulation.numbers.look(names, self._numbers_of, data):
+            message = _messages.number_of_batches_message(
+                model.name, number.what, number.place, is_split
+            )
+            # For other logs, the full batch is too much.
+            if can_be_whole and number.is_of_samples:
+                raise DoesNotAddUpError(message)
+            accumulation.numbers.told.add(number.key)
+            model._warn_once(message)
 
     def _tell_of(self, writes: Writes, recording: Recording) -> None:
         """Tell of what a step writes to, and refuse weights that it updates.

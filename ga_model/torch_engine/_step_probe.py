@@ -9,14 +9,16 @@ averages.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import keras
+import torch
 
 from ga_model.base._context import ThreadValue
 from ga_model.base._in_front import InFront
-from ga_model.base._internals import layers_in
+from ga_model.base._internals import layers_in, seeds
 from ga_model.hearing._models import unpack
 from ga_model.torch_engine import _refusals
 from ga_model.torch_engine._divisors import (
@@ -146,14 +148,7 @@ class StepProbe:
         rows = num_rows(unpack(data)[0])
         half = rows // 2
         layers = layers_in(self._model)
-        quiet = [layer for layer in layers if isinstance(layer, (*_NOISE, _NORMALIZATION))]
-        found, before = [], Before(self._model)
-        for begin, end in ((0, rows), (0, half), (half, rows)):
-            try:
-                with _in_front.of(quiet), _is_quiet.set(True):
-                    found.append(gradients_of(part_of(data, begin, end)))
-            finally:
-                before.put_back()
+        found = results_of_halves(self._model, gradients_of, data)
         whole, *halves = found
         tried = None
         if all(len(trial.divisors) == 1 for trial in found):
@@ -174,6 +169,48 @@ class StepProbe:
             raise RuntimeError(_refusals.worked_over_message(self._model.name))
         self._expected = tried
         return kind
+
+
+def results_of_halves(model: Any, run: Callable[[Any], Any], data: Any) -> list[Any]:
+    """Return what a step gives for a microbatch, and for its halves, and change nothing.
+
+    Args:
+        model: the model.
+        run: runs the step without an update, and returns what it gave.
+        data: the microbatch, as `train_step` gets it.
+    """
+    rows = num_rows(unpack(data)[0])
+    half = rows // 2
+    found, before = [], Before(model)
+    for begin, end in ((0, rows), (0, half), (half, rows)):
+        try:
+            with _quiet(model):
+                found.append(run(part_of(data, begin, end)))
+        finally:
+            before.put_back()
+    return found
+
+
+def results_of_again(model: Any, run: Callable[[Any], Any], data: Any) -> Any:
+    """Return what a step gives for a microbatch with other random numbers, and change nothing."""
+    before = Before(model)
+    try:
+        for variable in [state for layer in layers_in(model) for state in seeds(layer)]:
+            variable.assign(variable.value + 1)
+        torch.manual_seed(int(torch.randint(2**31, ())))
+        with _quiet(model):
+            return run(data)
+    finally:
+        before.put_back()
+
+
+@contextlib.contextmanager
+def _quiet(model: Any) -> Iterator[None]:
+    """Let layers that draw or put samples together pass on what they get."""
+    layers = layers_in(model)
+    quiet = [layer for layer in layers if isinstance(layer, (*_NOISE, _NORMALIZATION))]
+    with _in_front.of(quiet), _is_quiet.set(True):
+        yield
 
 
 def _is_sum_of(

@@ -16,6 +16,7 @@ from ga_model.hearing._models import is_of_keras, unpack
 from ga_model.hearing._step_terms import StepTerms
 from ga_model.torch_engine import _probes, _refusals
 from ga_model.torch_engine._divisors import Divided, Watch, divisors_of, is_to_try
+from ga_model.torch_engine._numbers import divisors_of_number
 from ga_model.torch_engine._probes import DoesNotAddUpError
 from ga_model.torch_engine._split import num_rows
 
@@ -144,7 +145,9 @@ class StepLosses(StepTerms):
             raise DoesNotAddUpError(message)
         self._model._warn_once(message)
 
-    def mean_of(self, value: Any, metric: Any, term: Any, is_loss: bool) -> tuple[Any, float]:
+    def mean_of(
+        self, value: Any, metric: Any, term: Any, is_loss: bool, kind: Any
+    ) -> tuple[Any, float]:
         """Return what a scalar counts in the mean over the microbatches of a window.
 
         Args:
@@ -152,12 +155,15 @@ class StepLosses(StepTerms):
             metric: what it is for, if it is a metric's.
             term: the loss term that it is the value of, or None.
             is_loss: whether it is a loss that the step takes the gradient of.
+            kind: what else it is over samples, as `Number.kind` has it.
 
         Returns:
             A numerator and a denominator. Both are summed over microbatches.
         """
         is_first = self.is_first_of_window
-        terms = self.terms_of_scalar(metric, term, is_loss)
+        terms = self._terms_of_kind(kind, value, metric)
+        if terms is None or is_loss or term is not None:
+            terms = self.terms_of_scalar(metric, term, is_loss)
         value = torch.as_tensor(value).detach()
         if value.device.type != "mps":  # which has no float64
             value = value.double()
@@ -165,6 +171,16 @@ class StepLosses(StepTerms):
             return terms.fold(value, None, is_first), float(is_first)
         weight = float(terms.weight)
         return (terms.fold(value, weight, is_first) if weight else 0.0), weight
+
+    def _terms_of_kind(self, kind: Any, value: Any, metric: Any) -> _weights.LossTerms | None:
+        """Return what a number of some kind asks for, or None: what others do."""
+        if kind == "sum":
+            return _weights.of_weight(None)
+        weight = kind.weight(divisors_of_number(value)) if isinstance(kind, Divided) else None
+        is_of_function = isinstance(metric, keras.metrics.MeanMetricWrapper)
+        if weight is None and (kind == "mean" or is_of_function):
+            weight = float(self.num_rows())
+        return None if weight is None else _weights.of_weight(weight)
 
     def _weight_of_rule(self) -> Any:
         weight = super()._weight_of_rule()

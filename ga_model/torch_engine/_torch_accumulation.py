@@ -12,6 +12,7 @@ from ga_model.hearing._models import computes_loss_as_keras, optimizers_in
 from ga_model.sums._noise import GradientNoise
 from ga_model.torch_engine import _refusals, _run
 from ga_model.torch_engine._gradient_hooks import has_hooks
+from ga_model.torch_engine._numbers_probe import NumbersProbe
 from ga_model.torch_engine._probes import DoesNotAddUpError
 from ga_model.torch_engine._process_group import Processes, num_processes
 from ga_model.torch_engine._split import Batch, part_of
@@ -34,6 +35,8 @@ class Accumulation(Kept):
         compiled_copies: copies of compiled losses that tell what they compute.
         probes: what was found out by trying of the model and its losses.
         step_probe: the same of its step.
+        numbers: the same of the numbers that it gives to metrics and logs.
+        has_run_by_microbatches: whether a batch has.
         has_read_writes: whether it was found out what a step writes to.
         has_looked_at_gradients: whether it was found out if gradients are linear.
         process_group: the processes that train the model together, as users set it, or None.
@@ -51,7 +54,7 @@ class Accumulation(Kept):
         self.has_read_writes = False
         self._most_rows = 0
         self._adds_up = True  # as far as is known
-        self._has_run_by_microbatches = False
+        self.has_run_by_microbatches = False
         before = vars(model).get("_accumulation")  # `compile` leaves the group as it is
         self.process_group = getattr(before, "process_group", None)
         self._processes: Processes | None = None
@@ -60,6 +63,7 @@ class Accumulation(Kept):
     def forget_probes(self) -> None:
         """Repeat what is found by trial."""
         self.probes, self.step_probe = Probes(self._model), StepProbe(self._model)
+        self.numbers = NumbersProbe(self._model)
         self.has_looked_at_gradients = False
 
     def set_process_group(self, group: Any) -> None:
@@ -117,7 +121,7 @@ class Accumulation(Kept):
             steps = self.settings.accumulation_steps
             window = self.window = self.window or Window(model, steps, processes)
             self._has_batches = None if self._has_batches is None else True
-        if is_whole or self._has_run_by_microbatches or self.size is None:
+        if is_whole or self.has_run_by_microbatches or self.size is None:
             return _run.run(model, train_step, data, window, self.size, is_whole)
         before = Snapshot(model, of_layers=True)
         try:
@@ -126,7 +130,7 @@ class Accumulation(Kept):
             before.restore()
             self._adds_up = False
             return self.train(train_step, data)
-        self._has_run_by_microbatches = True
+        self.has_run_by_microbatches = True
         return logs
 
     def try_size(self, train_step: Callable[[Any], Any], data: Any, size: int) -> None:

@@ -87,17 +87,30 @@ class Recording:
             copies[key] = _CompiledCopy(self.model, compiled, self._position.defers_logs)
         return copies[key].of(self)
 
-    def mean_of(self, value: Any, metric: Any = None, term: Any = None) -> tuple[Any, float]:
+    def mean_of(
+        self, value: Any, metric: Any = None, term: Any = None, key: Any = None
+    ) -> tuple[Any, float]:
         """Return what a scalar counts in the mean over the microbatches of a window.
 
         Args:
             value: scalar, of this microbatch.
             metric: what it is for, if it is a metric's.
             term: the loss term that it is the value of, or None.
+            key: by which it is known what it is over samples.
         """
+        is_loss = term is None and self.is_loss(value, metric)
+        kind = None if is_loss or term else self.model._accumulation.numbers.kind_of(key)
+        return self.losses.mean_of(value, metric, term, is_loss, kind)
+
+    def is_loss(self, value: Any, metric: Any = None) -> bool:
+        """Return whether a number is a loss of the step, or what Keras tracks of it."""
         losses = [*self.losses.totals, *self._taken]
-        is_loss = any(_is_value_of(value, loss) for loss in losses)
-        return self.losses.mean_of(value, metric, term, is_loss)
+        is_one = any(_is_value_of(value, loss) for loss in losses)
+        return is_one or bool(self.losses.is_total(metric))
+
+    def is_last(self, key: Any) -> bool:
+        """Return whether a number that is logged stays what the last microbatch says."""
+        return bool(self.model._accumulation.numbers.kind_of(key) == "last")
 
     def scale_loss(self, optimizer: Any, loss: Any) -> Any:
         """Fold the microbatch's weight into the loss, then scale it as the optimizer does."""
@@ -108,7 +121,7 @@ class Recording:
         """Return a loss as it enters the window's sum."""
         probe = self.model._accumulation.step_probe
         if self._position.is_window:  # of which nothing is divided
-            if probe.is_trying:
+            if probe.is_trying or self.model._accumulation.numbers.is_trying:
                 self.divisors.append(divisors_of(loss))
             return loss
         self._taken.append(loss)
@@ -200,7 +213,7 @@ def _is_value_of(value: Any, loss: Any) -> bool:
             return True
         if value.ndim or value.requires_grad or loss.ndim:
             return False
-    return bool(value == float(loss))
+    return bool(value == float(loss.detach()))
 
 
 class _CompiledCopy:

@@ -1,0 +1,305 @@
+"""Metrics and logs on PyTorch that are given one number of a batch: exact, or told of."""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+from helpers import dense_data, dense_model, relative_difference, seeded
+from keras import ops
+from pairs import TOLERANCE, torch
+
+from ga_model import accumulate
+
+WHAT = "A number that a metric or a log has of each batch"
+
+
+def dice(y, z):
+    return 2 * ops.sum(y * z) / (ops.sum(y * y) + ops.sum(z * z))
+
+
+def mean_error(y, z):
+    return ops.mean(ops.abs(y - z))
+
+
+def matches(y, z):
+    """The share of samples whose own target is nearest."""
+    nearest = ops.cast(ops.argmax(ops.matmul(z, ops.transpose(y)), axis=-1), "int32")
+    return ops.mean(ops.cast(nearest == ops.arange(ops.shape(z)[0], dtype="int32"), z.dtype))
+
+
+def errors(y, z):
+    return ops.mean(ops.abs(y - z), axis=-1)
+
+
+def number_above(y, z):
+    return ops.sum(ops.cast(z > y, z.dtype))
+
+
+def above_mean(y, z):
+    """A mean over some of the entries."""
+    chosen = ops.cast(y > 0, z.dtype)
+    return ops.sum(chosen * ops.abs(y - z)) / ops.maximum(ops.sum(chosen), 1)
+
+
+def share_above(y, z):
+    """The same, through which no gradient goes."""
+    chosen = ops.cast(y > 0, z.dtype)
+    return ops.sum(chosen * ops.cast(z > y, z.dtype)) / ops.sum(chosen)
+
+
+def mean_and_sum(y, z):
+    return mean_error(y, z) + number_above(y, z)
+
+
+class MeanOfDice(keras.metrics.Metric):
+    def __init__(self):
+        super().__init__(name="mean_of_dice")
+        self.sum = self.add_weight(initializer="zeros", name="sum")
+        self.number = self.add_weight(initializer="zeros", name="number")
+
+    def update_state(self, y, z, sample_weight=None):
+        self.sum.assign_add(dice(y, z))
+        self.number.assign_add(1.0)
+
+    def result(self):
+        return self.sum / self.number
+
+
+class MeanOfMeans(MeanOfDice):
+    def update_state(self, y, z, sample_weight=None):
+        self.sum.assign_add(mean_error(y, z))
+        self.number.assign_add(1.0)
+
+
+class Confusion(keras.metrics.Metric):
+    """Counts in a way that puts samples together."""
+
+    def __init__(self):
+        super().__init__(name="confusion")
+        self.matrix = self.add_weight(shape=(2, 2), initializer="zeros", name="matrix")
+
+    def update_state(self, y, z, sample_weight=None):
+        rows = ops.one_hot(ops.argmax(y, -1), 2), ops.one_hot(ops.argmax(z, -1), 2)
+        self.matrix.assign_add(ops.matmul(ops.transpose(rows[0]), rows[1]))
+
+    def result(self):
+        return ops.trace(self.matrix)
+
+
+class Largest(keras.metrics.Metric):
+    """A maximum, which adds up to nothing, and is that of all batches."""
+
+    def __init__(self):
+        super().__init__(name="largest")
+        self.most = self.add_weight(initializer="zeros", name="most")
+
+    def update_state(self, y, z, sample_weight=None):
+        self.most.assign(ops.maximum(self.most, ops.max(ops.abs(y - z))))
+
+    def result(self):
+        return self.most
+
+
+class TracksItsInputs(keras.layers.Layer):
+    def __init__(self, function=ops.copy):
+        super().__init__()
+        self.function = function
+        self.tracker = keras.metrics.Mean(name="tracked")
+
+    def call(self, x):
+        self.tracker.update_state(self.function(ops.mean(ops.square(x))))
+        return x
+
+
+def tracking(function=ops.copy):
+    return keras.Sequential([*dense_model().layers, TracksItsInputs(function)])
+
+
+def fit(make, metrics, rows, settings=None):
+    model = seeded(make)
+    start = model.get_weights()
+    if settings is not None:
+        model = accumulate(model, **settings)
+    model.compile(keras.optimizers.SGD(0.1), "mse", metrics=metrics())
+    x, y = dense_data(34)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        logs = model.fit(x, y, batch_size=rows, epochs=2, shuffle=False, verbose=0).history
+    said = [str(warning.message) for warning in caught]
+    return start, model.get_weights(), logs, said
+
+
+def compare(make, metrics, settings):
+    """Return what differs in the logs, and what was said. Weights are equal."""
+    rows = 4 if "accumulation_steps" in settings else 12
+    start, weights, logs, said = fit(make, metrics, rows, settings)
+    _, expected, known, _ = fit(make, metrics, 12)
+    assert relative_difference(weights, expected, start) < 10 * TOLERANCE
+    assert logs.keys() == known.keys()
+    return [n for n in known if not np.allclose(logs[n], known[n], rtol=1e-5, atol=0)], said
+
+
+OF_BATCHES = {
+    "dice": lambda: dice,
+    "class": MeanOfDice,
+    "matches": lambda: matches,
+    "means": MeanOfMeans,
+    "loss": keras.losses.Dice,
+    "several": lambda: mean_and_sum,
+    "share": lambda: share_above,
+}
+OF_SAMPLES = {
+    "masked": lambda: above_mean,
+    "sum": lambda: number_above,
+    "mean_error": lambda: mean_error,
+    "confusion": Confusion,
+    "largest": Largest,
+    "loss": keras.losses.MeanSquaredError,
+    "samples": lambda: errors,
+    "keras": lambda: keras.metrics.R2Score(name="r2"),
+}
+STEPS = {"accumulation_steps": 3}
+SIZE = {"microbatch_size": 5}
+BOTH = {"accumulation_steps": 3, "microbatch_size": 3}
+ADDED_UP = {"microbatch_size": 5, "loss_over": "microbatch"}
+
+
+@pytest.mark.parametrize("name", OF_BATCHES)
+def test_with_a_microbatch_size_they_get_the_full_batch(name):
+    assert compare(dense_model, lambda: [OF_BATCHES[name]()], SIZE) == ([], [])
+
+
+@pytest.mark.parametrize("settings", [STEPS, ADDED_UP, BOTH], ids=str)
+@pytest.mark.parametrize("name", OF_BATCHES)
+def test_added_up_they_are_told_of(name, settings):
+    (differing,), (said,) = compare(dense_model, lambda: [OF_BATCHES[name]()], settings)
+    assert WHAT in said
+    assert f"the metric {differing!r}" in said
+    assert ('set `loss_over="batch"`' in said) == (settings is ADDED_UP)
+
+
+@pytest.mark.parametrize("settings", [STEPS, ADDED_UP, SIZE, BOTH], ids=str)
+@pytest.mark.parametrize("name", OF_SAMPLES)
+def test_means_and_sums_over_samples_are_put_together(name, settings):
+    assert compare(dense_model, lambda: [OF_SAMPLES[name]()], settings) == ([], [])
+
+
+@pytest.mark.parametrize("settings", [STEPS, SIZE], ids=str)
+def test_what_a_layer_tracks_is_put_together_or_told(settings):
+    assert compare(tracking, list, settings) == ([], [])
+    differing, (said,) = compare(lambda: tracking(ops.sqrt), list, settings)
+    assert differing == ["tracked"]
+    assert WHAT in said
+    assert "'tracked'" in said
+
+
+def test_metrics_on_masked_outputs_count_samples():
+    def make():
+        ids, embedding = keras.Input((4,), dtype="int32"), keras.layers.Embedding(9, 4, mask_zero=1)
+        return keras.Model(ids, keras.layers.Dense(2)(embedding(ids)))
+
+    rng = np.random.default_rng(1)
+    x, y = rng.integers(0, 9, (12, 4)), rng.normal(size=(12, 4, 2)).astype("float32")
+    model = accumulate(seeded(make), **STEPS)
+    model.compile("sgd", "mse", metrics=[errors])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        logs = model.fit(x, y, batch_size=4, shuffle=False, verbose=0).history
+    plain = seeded(make)
+    plain.compile("sgd", "mse", metrics=[errors])
+    expected = plain.fit(x, y, batch_size=12, shuffle=False, verbose=0).history
+    np.testing.assert_allclose(logs["errors"], expected["errors"], rtol=1e-5)
+
+
+class LogsNumbers(keras.Model):
+    """A step whose loss is over some of the entries, which logs other numbers too."""
+
+    number_of_steps = 0.0
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.tracker = dense_model(), keras.metrics.Mean(name="tracked")
+        self.total = keras.metrics.Sum(name="total")
+
+    def call(self, x):
+        return self.net(x)
+
+    def train_step(self, data):
+        x, y = data
+        self.zero_grad()
+        errors = (self(x, training=True) - y) ** 2
+        chosen = (y > 0).to(y.dtype)
+        loss = (chosen * errors).sum() / chosen.sum()
+        loss.backward()
+        gradients = [w.value.grad for w in self.trainable_weights]
+        norm = torch.stack([g.norm() for g in gradients]).norm()
+        with torch.no_grad():
+            self.optimizer.apply(gradients)
+        self.tracker.update_state(errors.mean())
+        self.total.update_state(errors.sum())
+        return {
+            "now": loss.detach(),
+            "other": (chosen * errors.abs().sqrt()).sum() / chosen.sum(),
+            "mean": errors.mean().item(),
+            "rate": float(self.optimizer.learning_rate),
+            "worst": errors.max().detach(),
+            "norm": norm,
+            "tracked": self.tracker.result(),
+            "total": self.total.result(),
+        }
+
+
+def logging():
+    model = LogsNumbers()
+    model.build((None, 4))
+    return model
+
+
+def test_logs_that_are_no_means_over_samples_are_told_of():
+    differing, said = compare(logging, lambda: None, STEPS)
+    assert set(differing) == {"norm", "worst"}
+    for name, text in zip(("norm", "worst"), said, strict=True):
+        assert WHAT in text
+        assert f"the log {name!r}" in text
+    assert compare(logging, lambda: None, SIZE) == ([], [])
+
+
+def test_single_samples_are_tried_in_pairs():
+    model = accumulate(seeded(dense_model), accumulation_steps=4)
+    model.compile("sgd", "mse", metrics=[dice, mean_error])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        model.fit(*dense_data(8), batch_size=1, shuffle=False, verbose=0)
+    (said,) = (str(warning.message) for warning in caught if warning.category is UserWarning)
+    assert WHAT in said
+    assert "'dice'" in said
+
+
+def test_random_numbers_in_layers_are_no_reason_to_tell():
+    class Noise(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.tracker = keras.metrics.Mean(name="tracked")
+            self.generator = keras.random.SeedGenerator(1)
+
+        def call(self, x):
+            x = x + keras.random.normal(ops.shape(x), seed=self.generator)
+            self.tracker.update_state(ops.mean(ops.square(x)))
+            return x
+
+    model = accumulate(keras.Sequential([dense_model(), Noise()]), accumulation_steps=3)
+    model.compile("sgd", "mse", metrics=[mean_error])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model.fit(*dense_data(24), batch_size=4, verbose=0)
+
+
+def test_what_cannot_be_tried_is_told_of():
+    def of_four(y, z):
+        return mean_error(y, z) if len(z) == 4 else 1 / 0
+
+    model = accumulate(dense_model(), accumulation_steps=3)
+    model.compile("sgd", "mse", metrics=[of_four])
+    with pytest.warns(UserWarning, match=r"'of_four'.*half of a microbatch \(ZeroDivision"):
+        model.fit(*dense_data(12), batch_size=4, verbose=0)
