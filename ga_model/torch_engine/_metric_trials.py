@@ -18,7 +18,7 @@ from ga_model.torch_engine._split import num_rows
 
 _TOLERANCE = 2e-5  # of the variables of metrics
 
-_calls = ThreadValue()  # the arguments that metrics were called with first, by their id, or None
+_calls = ThreadValue()  # the arguments of metrics, by their id, or None
 
 
 class Arguments(NamedTuple):
@@ -91,9 +91,9 @@ def outcome(metric: Any, calls: Sequence[Arguments]) -> Outcome:
 
 
 @contextlib.contextmanager
-def noting(metrics: list[Any]) -> Iterator[dict[int, Arguments]]:
-    """Note in a block what metrics are called with first, by their id."""
-    found: dict[int, Arguments] = {}
+def noting(metrics: list[Any]) -> Iterator[dict[int, list[Arguments]]]:
+    """Note in a block what metrics are called with, by their id."""
+    found: dict[int, list[Arguments]] = {}
     with _in_front.of(metrics), _calls.set(found):
         yield found
 
@@ -101,7 +101,7 @@ def noting(metrics: list[Any]) -> Iterator[dict[int, Arguments]]:
 def _noting(metric: Any, update_state: Callable[..., Any]) -> Callable[..., Any]:
     def update(*args: Any, **kwargs: Any) -> Any:
         if (found := _calls.get()) is not None:
-            found.setdefault(id(metric), Arguments(args, kwargs))
+            found.setdefault(id(metric), []).append(Arguments(args, kwargs))
         return update_state(*args, **kwargs)
 
     return update

@@ -52,7 +52,7 @@ class _Trial(NamedTuple):
 
     Attributes:
         numbers: that go to metrics or to logs.
-        calls: of metrics.
+        calls: of metrics, the first one of each.
         weight: of the loss, None where it is a sum.
     """
 
@@ -114,7 +114,8 @@ class NumbersProbe:
         def tried(data: Any) -> _Trial:
             with noting(metrics) as calls:
                 recording, logs = run(data)
-            return _Trial(values_of(recording, logs), calls, self._weight_of(recording))
+            first = {key: found[0] for key, found in calls.items()}
+            return _Trial(values_of(recording, logs), first, self._weight_of(recording))
 
         self.is_trying = True
         try:

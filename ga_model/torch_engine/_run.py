@@ -14,7 +14,9 @@ from ga_model.hearing import _messages, _weights
 from ga_model.hearing._models import computes_loss_as_keras, is_of_keras, unpack
 from ga_model.hearing._moments_heard import is_known, telling
 from ga_model.torch_engine import _refusals
-from ga_model.torch_engine._batch_logs import BatchLogs, values_of
+from ga_model.torch_engine._batch_logs import BatchLogs
+from ga_model.torch_engine._logged_values import LoggedValues
+from ga_model.torch_engine._optimizer_writes import OptimizerWrites
 from ga_model.torch_engine._probes import DoesNotAddUpError
 from ga_model.torch_engine._split import Batch
 from ga_model.torch_engine._state import (
@@ -185,7 +187,9 @@ class _Run:
         probe.look(self._gradients_of, self._batch.two_or_more(index))
         return self._recorded(index, logs, keeps_gradients)
 
-    def _tried(self, data: Any, defers_logs: bool) -> tuple[Recording, Any]:
+    def _tried(
+        self, data: Any, defers_logs: bool, exchanges: bool = False
+    ) -> tuple[Recording, Any]:
         """Run the step on some samples without an update, and return what it gives and logs."""
         # As of a window that is this one microbatch: nothing is folded, and nothing refused.
         position = self._position(defers_logs)._replace(
@@ -193,13 +197,14 @@ class _Run:
         )
         clear_gradients(self._model)
         with record(self._model, data, position, False) as recording:
+            recording.exchanges = exchanges
             logs = self._train_step(data)
         self._accumulation.release()
         return recording, logs
 
-    def _numbers_of(self, data: Any) -> tuple[Recording, Any]:
+    def _numbers_of(self, data: Any, exchanges: bool = False) -> tuple[Recording, Any]:
         """Do so to find out what numbers are."""
-        return self._tried(data, True)
+        return self._tried(data, True, exchanges)
 
     def _gradients_of(self, data: Any) -> Trial:
         """Return the gradients that the step gives for some samples."""
@@ -235,14 +240,18 @@ class _Run:
         writes = None
         if not self._accumulation.has_read_writes and not self._is_window:
             writes = Writes(model)
+        of_optimizers = self._watch_optimizers(index)
         if keeps_gradients:
             clear_gradients(model)  # of what the user has left there
             window.put_back()
         hearing: Any = contextlib.nullcontext() if self._is_window else listening()
         with record(model, data, position, keeps_gradients) as recording, hearing as hears:
+            recording.writes = of_optimizers
             result = self._train_step(data)
         if writes is not None:
             self._tell_of(writes, recording)
+        if of_optimizers is not None and (names := of_optimizers.names()):
+            model._warn_once(_messages.written_message(model.name, names))
         if not keeps_gradients:
             for part in recording.parts:
                 part.widen()
@@ -255,36 +264,23 @@ class _Run:
             window.statistics.add([] if hears is None else hears.heard)
             self._num_counted += 1
         if logs is not None:
-            self._look_at_numbers(index, recording, result, logs)
+            if not (self._is_window or window.is_trial):
+                data = self._batch.two_or_more(index)
+                values = LoggedValues(recording, result, self._numbers_of, data)
+                values.look(logs, self._batch.is_split, self._must_add_up())
             logs.add(recording, result, not is_left_out)
         if is_left_out and snapshot is not None:
             snapshot.restore()
         self._accumulation.release()
         return result
 
-    def _look_at_numbers(self, index: int, recording: Recording, logs: Any, so_far: Any) -> None:
-        """Find out what numbers for metrics and logs are, and tell of those that do not add up.
-
-        Raises:
-            DoesNotAddUpError: a metric needs the full batch, which it can get.
-        """
-        model, accumulation = self._model, self._accumulation
-        if self._is_window or self._window.is_trial:
-            return
-        if not accumulation.numbers.is_due(values_of(recording, logs)):
-            return
-        names = so_far.names_of_numbers(recording, logs)
-        data, is_split = self._batch.two_or_more(index), self._batch.is_split
-        can_be_whole = self._must_add_up() and not accumulation.has_run_by_microbatches
-        for number in accumulation.numbers.look(names, self._numbers_of, data):
-            message = _messages.number_of_batches_message(
-                model.name, number.what, number.place, is_split
-            )
-            # For other logs, the full batch is too much.
-            if can_be_whole and number.is_of_samples:
-                raise DoesNotAddUpError(message)
-            accumulation.numbers.told.add(number.key)
-            model._warn_once(message)
+    def _watch_optimizers(self, index: int) -> OptimizerWrites | None:
+        """Return what hears of what a step of the user's own writes to its optimizers."""
+        window = self._window
+        if self._is_window or window.is_trial or is_of_keras(self._model, "train_step"):
+            return None
+        is_first = index == 0 and not window.is_open()
+        return OptimizerWrites(self._model, window.written, is_first)
 
     def _tell_of(self, writes: Writes, recording: Recording) -> None:
         """Tell of what a step writes to, and refuse weights that it updates.

@@ -12,6 +12,8 @@ import numpy as np
 from ga_model.base._call_again import PythonState
 from ga_model.base._internals import layers_in, own_state, raw, seeds
 from ga_model.base._internals_torch import times_written
+from ga_model.hearing._models import optimizers_in
+from ga_model.torch_engine._optimizer_writes import variables_of
 from ga_model.torch_engine._torch_microbatch_call import random_state, set_random_state
 
 _NUMBERS = {int, float, np.int32, np.int64, np.float32, np.float64}
@@ -105,12 +107,18 @@ class Before:
 
     def __init__(self, model: Any) -> None:
         self._snapshot, self._python = Snapshot(model), PythonState(model)
+        optimizers = optimizers_in(list(vars(model).values()))
+        numbers = [v for o in optimizers for v in variables_of(o) if raw(v).numel() == 1]
+        self._numbers = [(v, times_written(raw(v)), raw(v).detach().clone()) for v in numbers]
         self._random = random_state()
 
     def put_back(self) -> None:
         """Let it be as it was."""
         self._snapshot.restore()
         self._python.put_back()
+        for variable, version, value in self._numbers:
+            if times_written(raw(variable)) != version:
+                variable.assign(value)
         set_random_state(self._random)
 
 

@@ -30,7 +30,9 @@ from ga_model.torch_engine import _refusals
 from ga_model.torch_engine._autograd import heard
 from ga_model.torch_engine._divisors import divisors_of
 from ga_model.torch_engine._gradient_hooks import not_linear_hook, noting_hooks
+from ga_model.torch_engine._late_values import exchange
 from ga_model.torch_engine._observer import observer_of
+from ga_model.torch_engine._optimizer_writes import OptimizerWrites
 from ga_model.torch_engine._own_gradients import not_linear
 from ga_model.torch_engine._part import Part
 from ga_model.torch_engine._step_probe import UnknownLossError
@@ -55,6 +57,9 @@ class Recording:
         registered_hooks: pairs of a tensor that the step has computed, and a hook on its gradient.
         divisors: of each loss that the step takes the gradient of, where it is tried.
         is_worked_over: whether other gradients are applied than PyTorch gave, where it is tried.
+        writes: what is told of updates, or None.
+        exchanges: whether weights are exchanged for others where they are to be updated.
+        is_told: whether was told that the order of updates matters.
     """
 
     def __init__(self, model: Any, data: Any, position: Position, keeps_gradients: bool) -> None:
@@ -68,6 +73,8 @@ class Recording:
         self.registered_hooks: list[tuple[Any, Any]] = []
         self.divisors: list[list[float]] = []
         self.is_worked_over = False
+        self.writes: OptimizerWrites | None = None
+        self.exchanges = self.is_told = False
         self._folded: list[Any] = []  # losses as they enter the sum
         self._taken: list[Any] = []  # losses as the step has them
         self._given: dict[int, tuple[Any, int]] = {}  # gradients as PyTorch gave them
@@ -153,6 +160,7 @@ class Recording:
     def take_gradient(self, losses: Any, is_graph_kept: bool) -> Any:
         """Return the losses that a step takes gradients of, as they enter the window's sum."""
         if self.parts and not self._position.is_window:  # computed with what is updated later now
+            self.is_told = True
             self.model._warn_once(_refusals.several_optimizers_message(self.model.name))
         if is_graph_kept and self.losses.has_rule:
             return losses  # what is differentiated again, and said to be no loss by the rule
@@ -179,6 +187,8 @@ class Recording:
             raise RuntimeError(_messages.applied_twice_message(name, optimizer.name))
         _validate.check_single_accumulation([optimizer], self.model.accumulation_steps)
         gradients, variables = list(gradients), list(variables)
+        if self.writes is not None:
+            self.writes.note_update(optimizer)
         is_trying = self.model._accumulation.step_probe.is_trying
         is_free = self.keeps_gradients or (self._position.is_window and not is_trying)
         if not (is_free or all(map(self._is_as_given, gradients))):
@@ -190,6 +200,8 @@ class Recording:
                 optimizer.build(variables)
         for variable in variables:  # the gradients are the window's now
             raw(variable).grad = None
+        if self.exchanges:
+            exchange(variables)
         if self.applies_at_once():
             variables, gradients = [], []
         self.parts.append(Part(optimizer, variables, gradients))

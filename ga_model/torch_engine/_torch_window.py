@@ -26,6 +26,7 @@ class _Sums(NamedTuple):
     has_counted: bool
     statistics: Statistics
     logs: dict[Hashable, Any]
+    written: dict[int, Any]
 
 
 class Window:
@@ -48,6 +49,7 @@ class Window:
         total: the sum of the weights, in `unit`.
         statistics: of BatchNormalization layers.
         logs: what logged numbers have come to, as `BatchLogs` has them.
+        written: values that steps have given to variables of optimizers, by their id.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Window:
         self.parts = []
         self.statistics = Statistics()
         self.logs: dict[Hashable, Any] = {}
+        self.written: dict[int, Any] = {}
 
     def set_steps(self, accumulation_steps: int) -> None:
         """Let the next window have `accumulation_steps` batches."""
@@ -136,6 +139,7 @@ class Window:
             self.has_counted,
             self.statistics.copy(),
             dict(self.logs),
+            dict(self.written),
         )
         self.parts = []
 
@@ -145,7 +149,7 @@ class Window:
             self.steps, self._num_batches, self.parts, self.total, *_ = earlier
             self.unit, self.has_counted = earlier.unit, earlier.has_counted
             self.statistics, self.logs = earlier.statistics, earlier.logs
-            self._earlier = None
+            self.written, self._earlier = earlier.written, None
 
     def _join(self) -> None:
         """Put together what there was before the batch, and what it gave."""

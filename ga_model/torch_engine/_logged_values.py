@@ -1,0 +1,78 @@
+"""Find out what a step gives to metrics and logs, and tell what differs from the full batch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from ga_model.hearing import _messages
+from ga_model.hearing._models import is_of_keras
+from ga_model.torch_engine._batch_logs import BatchLogs, values_of
+from ga_model.torch_engine._late_values import uses_late
+from ga_model.torch_engine._probes import DoesNotAddUpError
+
+
+class LoggedValues:
+    """What a step gives to metrics and logs that has run on one of several microbatches.
+
+    Args:
+        recording: of the step.
+        logs: what it has returned.
+        run: runs the step on data without an update, and exchanges weights where it has one if it
+            is to; returns its recording and what it logs.
+        data: the microbatch, of two samples if there are any.
+    """
+
+    def __init__(self, recording: Any, logs: Any, run: Callable[..., Any], data: Any) -> None:
+        self._model = recording.model
+        self._recording = recording
+        self._logs = logs
+        self._run = run
+        self._data = data
+
+    def look(self, so_far: BatchLogs, is_split: bool, must_add_up: bool) -> None:
+        """Find out what they are, where that is due, and tell of what differs.
+
+        Args:
+            so_far: the logs of the batch.
+            is_split: whether it is split.
+            must_add_up: whether a step that does not add up is to see the full batch.
+
+        Raises:
+            DoesNotAddUpError: a metric needs the full batch, which it can get.
+        """
+        self._look_at_late_values()
+        accumulation = self._model._accumulation
+        if not accumulation.numbers.is_due(values_of(self._recording, self._logs)):
+            return
+        names = so_far.names_of_numbers(self._recording, self._logs)
+        can_be_whole = must_add_up and not accumulation.has_run_by_microbatches
+        for number in accumulation.numbers.look(names, self._run, self._data):
+            message = _messages.number_of_batches_message(
+                self._model.name, number.what, number.place, is_split
+            )
+            # For other logs, the full batch is too much.
+            if can_be_whole and number.is_of_samples:
+                raise DoesNotAddUpError(message)
+            accumulation.numbers.told.add(number.key)
+            self._model._warn_once(message)
+
+    def _look_at_late_values(self) -> None:
+        """Find out once if a step of the user's own logs what follows from updated weights."""
+        model, parts = self._model, self._recording.parts
+        accumulation = model._accumulation
+        if is_of_keras(model, "train_step") or accumulation.has_looked_at_late_values:
+            return
+        accumulation.has_looked_at_late_values = True
+        if self._recording.is_told or not parts:
+            return
+        is_late = False
+        with contextlib.suppress(Exception):  # of a step that takes no other weights
+            is_late = uses_late(model, self._run, self._data)
+        if is_late:
+            names = [variable.path for variable in parts[0].variables]
+            names = names if len(names) < 4 else [*names[:3], "..."]
+            model._warn_once(
+                _messages.late_values_message(model.name, parts[0].optimizer.name, names)
+            )
