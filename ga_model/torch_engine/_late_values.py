@@ -1,15 +1,16 @@
-"""Find by trial whether a step computes logs or metrics with weights that it has updated before.
+"""Find by trial whether a step computes logs or metrics with weights that it has updated before,
+or gradients with metrics that it updates.
 
 On the full batch these are updated by then, in a window they are not. So the step runs once more on
 a microbatch, and where it applies an optimizer, weights are exchanged for others. What it then logs
-and gives to metrics is the same, or was computed with them.
+and gives to metrics is the same, or was computed with them. Likewise with other values of metrics.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import keras
 import torch
@@ -23,8 +24,8 @@ from ga_model.torch_engine._state import Before
 _TOLERANCE = 1e-3  # of numbers that are computed twice of the same
 
 
-def uses_late(model: Any, run: Callable[[Any, bool], Any], data: Any) -> bool:
-    """Return whether what a step logs, or gives to metrics, follows from updated weights.
+class OrderProbe:
+    """Runs a step again on a microbatch to find out what follows from what it changes.
 
     Args:
         model: the model, which is left as it is.
@@ -32,20 +33,63 @@ def uses_late(model: Any, run: Callable[[Any, bool], Any], data: Any) -> bool:
             is to; returns its recording and what it logs.
         data: the microbatch.
     """
-    metrics = [metric for whole in model.metrics for metric in parts_of(whole)]
 
-    def given(exchanges: bool) -> list[Any]:
-        before = Before(model)
+    def __init__(self, model: Any, run: Callable[..., Any], data: Any) -> None:
+        self._model = model
+        self._run = run
+        self._data = data
+        self._metrics = [metric for whole in model.metrics for metric in parts_of(whole)]
+        self._plain = self._given()
+
+    def uses_late(self) -> bool:
+        """Return whether what is logged, or given to metrics, follows from updated weights."""
+        return not _are_same(self._plain.values, self._given(exchanges=True).values)
+
+    def metrics_used(self) -> list[str]:
+        """Return the names of variables of metrics that are updated, and gradients follow from."""
+        updated = [metric for metric in self._metrics if id(metric) in self._plain.updated]
+        if not updated or self._has_same_gradients(updated):
+            return []
+        used = [metric for metric in updated if not self._has_same_gradients([metric])]
+        return [variable.path for metric in used for variable in metric.variables]
+
+    def _has_same_gradients(self, metrics: list[Any]) -> bool:
+        """Return whether gradients stay the same with other values of metrics."""
+        return _are_same(self._plain.gradients, self._given(others=metrics).gradients)
+
+    def _given(self, exchanges: bool = False, others: Sequence[Any] = ()) -> _Given:
+        """Return what the step gives.
+
+        Args:
+            exchanges: whether weights are exchanged where they are updated.
+            others: metrics that have other values.
+        """
+        before = Before(self._model)
         try:
-            with noting(metrics) as calls, _weights_kept(model):
-                recording, logs = run(data, exchanges)
+            for variable in [v for metric in others for v in metric.variables]:
+                variable.assign(variable * 1.5 + 1)
+            with noting(self._metrics) as calls, _weights_kept(self._model):
+                recording, logs = self._run(self._data, exchanges)
         finally:
             before.put_back()
         arguments = [[*call] for found in calls.values() for call in found]
-        return list(keras.tree.flatten([list(values_of(recording, logs).values()), arguments]))
+        values = keras.tree.flatten([list(values_of(recording, logs).values()), arguments])
+        gradients = [part.gradient(v) for part in recording.parts for v in part.variables]
+        return _Given(values, gradients, set(calls))
 
-    first, second = given(False), given(True)
-    return len(first) != len(second) or not all(map(_is_same, first, second))
+
+class _Given(NamedTuple):
+    """What a step gave.
+
+    Attributes:
+        values: for logs and metrics.
+        gradients: tensors, or None.
+        updated: ids of metrics.
+    """
+
+    values: list[Any]
+    gradients: list[Any]
+    updated: set[int]
 
 
 @contextlib.contextmanager
@@ -64,6 +108,10 @@ def exchange(variables: list[Any]) -> None:
     """Give variables other values, in other memory: what was computed with them stays valid."""
     for variable in map(raw, variables):
         variable.data = 0.3 - 0.7 * variable.data
+
+
+def _are_same(ones: list[Any], others: list[Any]) -> bool:
+    return len(ones) == len(others) and all(map(_is_same, ones, others))
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from ga_model.hearing import _messages
 from ga_model.hearing._models import is_of_keras
 from ga_model.torch_engine._batch_logs import BatchLogs, values_of
-from ga_model.torch_engine._late_values import uses_late
+from ga_model.torch_engine._late_values import OrderProbe
 from ga_model.torch_engine._probes import DoesNotAddUpError
 
 
@@ -42,7 +42,7 @@ class LoggedValues:
         Raises:
             DoesNotAddUpError: a metric needs the full batch, which it can get.
         """
-        self._look_at_late_values()
+        self._look_at_order()
         accumulation = self._model._accumulation
         if not accumulation.numbers.is_due(values_of(self._recording, self._logs)):
             return
@@ -58,21 +58,24 @@ class LoggedValues:
             accumulation.numbers.told.add(number.key)
             self._model._warn_once(message)
 
-    def _look_at_late_values(self) -> None:
-        """Find out once if a step of the user's own logs what follows from updated weights."""
+    def _look_at_order(self) -> None:
+        """Find out once if a step of the user's own computes with what it changes itself."""
         model, parts = self._model, self._recording.parts
         accumulation = model._accumulation
-        if is_of_keras(model, "train_step") or accumulation.has_looked_at_late_values:
+        if is_of_keras(model, "train_step") or accumulation.has_looked_at_order:
             return
-        accumulation.has_looked_at_late_values = True
+        accumulation.has_looked_at_order = True
         if self._recording.is_told or not parts:
             return
-        is_late = False
+        is_late, used = False, []
         with contextlib.suppress(Exception):  # of a step that takes no other weights
-            is_late = uses_late(model, self._run, self._data)
+            probe = OrderProbe(model, self._run, self._data)
+            is_late, used = probe.uses_late(), probe.metrics_used()
         if is_late:
             names = [variable.path for variable in parts[0].variables]
             names = names if len(names) < 4 else [*names[:3], "..."]
             model._warn_once(
                 _messages.late_values_message(model.name, parts[0].optimizer.name, names)
             )
+        if used:
+            model._warn_once(_messages.metrics_used_message(model.name, used))

@@ -119,10 +119,13 @@ class NumbersProbe:
 
         self.is_trying = True
         try:
-            trials = results_of_halves(self._model, tried, data)
-            found = [OfBatches(key, name, True) for key, name in self._of_samples(metrics, trials)]
+            results = results_of_halves(self._model, tried, data)
+            trials = [next(results)]
             of_samples = [id(metric) for metric in metrics]
             others = {key: name for key, name in names.items() if key[0] not in of_samples}
+            if others or any(call.num_rows() < 2 for call in trials[0].calls.values()):
+                trials += results
+            found = [OfBatches(key, name, True) for key, name in self._of_samples(metrics, trials)]
             if others:
                 rows = num_rows(unpack(data)[0])
                 shares = self._shares(rows, [trial.weight for trial in trials])

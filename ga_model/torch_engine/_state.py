@@ -12,7 +12,7 @@ import numpy as np
 from ga_model.base._call_again import PythonState
 from ga_model.base._internals import layers_in, own_state, raw, seeds
 from ga_model.base._internals_torch import times_written
-from ga_model.hearing._models import optimizers_in
+from ga_model.hearing._models import computes_loss_as_keras, optimizers_in
 from ga_model.torch_engine._optimizer_writes import variables_of
 from ga_model.torch_engine._torch_microbatch_call import random_state, set_random_state
 
@@ -106,7 +106,9 @@ class Before:
     """
 
     def __init__(self, model: Any) -> None:
-        self._snapshot, self._python = Snapshot(model), PythonState(model)
+        # Keras's own step leaves frozen weights as they are, which may be many.
+        self._snapshot = Snapshot(model, of_layers=computes_loss_as_keras(model))
+        self._python = PythonState(model)
         optimizers = optimizers_in(list(vars(model).values()))
         numbers = [v for o in optimizers for v in variables_of(o) if raw(v).numel() == 1]
         self._numbers = [(v, times_written(raw(v)), raw(v).detach().clone()) for v in numbers]

@@ -148,7 +148,7 @@ class StepProbe:
         rows = num_rows(unpack(data)[0])
         half = rows // 2
         layers = layers_in(self._model)
-        found = results_of_halves(self._model, gradients_of, data)
+        found = list(results_of_halves(self._model, gradients_of, data))
         whole, *halves = found
         tried = None
         if all(len(trial.divisors) == 1 for trial in found):
@@ -171,8 +171,8 @@ class StepProbe:
         return kind
 
 
-def results_of_halves(model: Any, run: Callable[[Any], Any], data: Any) -> list[Any]:
-    """Return what a step gives for a microbatch, and for its halves, and change nothing.
+def results_of_halves(model: Any, run: Callable[[Any], Any], data: Any) -> Iterator[Any]:
+    """Yield what a step gives for a microbatch, and for its halves, and change nothing.
 
     Args:
         model: the model.
@@ -181,14 +181,14 @@ def results_of_halves(model: Any, run: Callable[[Any], Any], data: Any) -> list[
     """
     rows = num_rows(unpack(data)[0])
     half = rows // 2
-    found, before = [], Before(model)
+    before = Before(model)
     for begin, end in ((0, rows), (0, half), (half, rows)):
         try:
             with _quiet(model):
-                found.append(run(part_of(data, begin, end)))
+                found = run(part_of(data, begin, end))
         finally:
             before.put_back()
-    return found
+        yield found
 
 
 def results_of_again(model: Any, run: Callable[[Any], Any], data: Any) -> Any:

@@ -38,7 +38,7 @@ class Accumulation(Kept):
         numbers: the same of the numbers that it gives to metrics and logs.
         has_run_by_microbatches: whether a batch has.
         has_read_writes: whether it was found out what a step writes to.
-        has_looked_at_late_values: whether it was found out if logs follow from updated weights.
+        has_looked_at_order: whether it was found out if a step computes with what it changes.
         has_looked_at_gradients: whether it was found out if gradients are linear.
         process_group: the processes that train the model together, as users set it, or None.
     """
@@ -65,7 +65,7 @@ class Accumulation(Kept):
         """Repeat what is found by trial."""
         self.probes, self.step_probe = Probes(self._model), StepProbe(self._model)
         self.numbers = NumbersProbe(self._model)
-        self.has_looked_at_gradients = self.has_looked_at_late_values = False
+        self.has_looked_at_gradients = self.has_looked_at_order = False
 
     def set_process_group(self, group: Any) -> None:
         """Train together with the processes of a group from the next window on, or alone."""

@@ -235,3 +235,40 @@ def test_steps_that_alternate_are_told_of_once():
     *_, said = fit(Alternates, 8, STEPS)
     (said,) = said
     assert "which applies several" in said
+
+
+# What a step computes with metrics that it updates.
+
+
+class Weighted(OwnStep):
+    """Weighs its loss by a metric."""
+
+    is_updated = True
+
+    def train_step(self, data):
+        x, y = data
+        self.zero_grad()
+        loss = ((self(x, training=True) - y) ** 2).mean()
+        (loss / (1.0 + self.tracker.result())).backward()
+        if self.is_updated:
+            self.tracker.update_state(loss)
+        with torch.no_grad():
+            self.optimizer.apply([w.value.grad for w in self.trainable_weights])
+        return {"loss": loss.detach()}
+
+
+class Unmoved(Weighted):
+    is_updated = False
+
+
+@pytest.mark.parametrize("settings", [STEPS, BOTH, ADDED_UP], ids=str)
+def test_gradients_that_depend_on_a_metric_are_told_of(settings):
+    *_, (said,) = compare(Weighted, settings)
+    assert "A metric is updated once per microbatch of a window" in said
+    assert "tracked" in said
+
+
+def test_gradients_that_depend_on_a_metric_that_stays_are_not():
+    off, _, said = compare(Unmoved, STEPS)
+    assert off < 10 * TOLERANCE
+    assert not said
