@@ -121,8 +121,14 @@ class Recording:
 
     def scale_loss(self, optimizer: Any, loss: Any) -> Any:
         """Fold the microbatch's weight into the loss, then scale it as the optimizer does."""
-        self._folded.append(optimizer.scale_loss(self._fold(loss)))
-        return self._folded[-1]
+        folded = self._fold(loss)
+        if folded is not loss:
+            # Its gradient is that of the folded loss, and its value, which may be logged, not.
+            folded = folded + (loss - folded).detach()
+        result = optimizer.scale_loss(folded)
+        self._folded.append(result)
+        self._taken.append(result)
+        return result
 
     def _fold(self, loss: Any) -> Any:
         """Return a loss as it enters the window's sum."""

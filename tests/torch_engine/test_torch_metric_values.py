@@ -265,6 +265,33 @@ def test_logs_that_are_no_means_over_samples_are_told_of():
     assert compare(logging, lambda: None, SIZE) == ([], [])
 
 
+class LogsScaledLosses(LogsNumbers):
+    """Its optimizer gets the loss before the logs do."""
+
+    def train_step(self, data):
+        x, y = data
+        self.zero_grad()
+        chosen = (y > 0).to(y.dtype)
+        loss = (chosen * (self(x, training=True) - y) ** 2).sum() / chosen.sum()
+        loss = self.optimizer.scale_loss(loss)
+        loss.backward()
+        with torch.no_grad():
+            self.optimizer.apply([w.value.grad for w in self.trainable_weights])
+        self.tracker.update_state(loss)
+        twice = 2.0 * loss.detach()
+        return {"now": loss.detach(), "twice": twice, "tracked": self.tracker.result()}
+
+
+@pytest.mark.parametrize("settings", [STEPS, ADDED_UP], ids=str)
+def test_losses_that_were_passed_through_the_optimizer_are_logged_as_they_are(settings):
+    def make():
+        model = LogsScaledLosses()
+        model.build((None, 4))
+        return model
+
+    assert compare(make, lambda: None, settings) == ([], [])
+
+
 def test_single_samples_are_tried_in_pairs():
     model = accumulate(seeded(dense_model), accumulation_steps=4)
     model.compile("sgd", "mse", metrics=[dice, mean_error])
