@@ -257,7 +257,7 @@ MUTATIONS = [
     Mutation(
         "the loss is tracked once per microbatch",
         "hearing/_metric_calls.py",
-        "return _is_scalar(value) and _is_scalar(sample_weight)",
+        "return _is_scalar(values) and _is_scalar(sample_weight)",
         "return False",
         "batch/test_microbatch_size.py"
         "::test_reduction_matches_the_whole_batch_and_so_does_the_loss",
@@ -265,8 +265,8 @@ MUTATIONS = [
     Mutation(
         "numbers that a step logs are not weighted",
         "hearing/_logs.py",
-        "self.sums += recording.mean_of(leaf)",
-        "self.sums += [tf.cast(leaf, tf.float64), tf.ones((), tf.float64)]",
+        "mean = recording.mean_of(leaf)",
+        "mean = recording.mean_of(leaf)._replace(numerator=leaf, denominator=tf.ones_like(leaf))",
         "batch/test_microbatch_size.py::test_logs_of_a_step_of_ones_own_are_those_of_the_whole_batch",
     ),
     Mutation(
@@ -337,8 +337,8 @@ MUTATIONS = [
     Mutation(
         "a call that mixes samples is split",
         "calls/_call_checks.py",
-        "    if mixes_samples(outputs, layer):\n",
-        "    if False:\n",
+        "    if (reason := why_mixed(outputs, layer)) is not None:\n        raise",
+        "    if (reason := why_mixed(outputs, layer)) == 1:\n        raise",
         "calls/test_split_calls.py::test_calls_that_cannot_be_split_are_exact_and_named_once",
     ),
     # What is read of a step.
@@ -482,9 +482,45 @@ MUTATIONS = [
     Mutation(
         "metrics that average a number per batch are not looked at",
         "hearing/_recorder.py",
-        "            self._tell_of_metrics_of_batches()\n",
-        "",
+        "                tell_of_numbers(self, self._writes.values_for)\n",
+        "                pass\n",
         "hearing/test_metric_values.py",
+    ),
+    Mutation(
+        "a metric keeps what it had of its window before",
+        "hearing/_logs.py",
+        "metric.total.assign_add(tf.cast(total - known, metric.dtype))",
+        "metric.total.assign_add(tf.cast(total, metric.dtype))",
+        "batch/test_window_logs.py::test_losses_of_windows_are_those_of_the_full_batch",
+    ),
+    Mutation(
+        "logs of a window begin with those of the window before",
+        "batch/_window.py",
+        "        self.logs.reset()\n",
+        "",
+        "batch/test_window_logs.py::test_losses_of_windows_are_those_of_the_full_batch",
+    ),
+    Mutation(
+        "operations that are not known are trusted in layers",
+        "reading/_reading.py",
+        "        if not self._keeps_apart(op, kinds):\n",
+        "        if False:\n",
+        "reading/test_loss_reading.py::test_operations_that_may_mix_samples_get_the_full_batch",
+    ),
+    Mutation(
+        "samples on another axis are not followed through slices",
+        "reading/_reading.py",
+        "        if (axis := axes[place]) and chooses(op, axis):\n",
+        "        if False:\n",
+        "reading/test_loss_reading.py::test_layers_that_compute_with_other_samples_are_told",
+    ),
+    Mutation(
+        "a loss that the optimizer has got is logged with its weight",
+        "hearing/_recorder.py",
+        "tf.stop_gradient(loss - folded) + folded",
+        "folded",
+        "hearing/test_metric_values.py"
+        "::test_losses_that_were_passed_through_the_optimizer_are_logged_as_they_are",
     ),
     Mutation(
         "numbers that mix samples are not seen in metrics",
