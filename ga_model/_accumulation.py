@@ -27,7 +27,7 @@ from ga_model.hearing._attributes import watch_attributes
 from ga_model.hearing._models import computes_loss_as_keras, optimizers_in
 from ga_model.reading._loss_reading import DoesNotAddUpError, kind_of_function
 from ga_model.replicas import _strategy
-from ga_model.replicas._optimizers import adds_up_rows
+from ga_model.replicas._optimizers import adds_up_rows, compiled
 from ga_model.sums._gradient_noise import Estimate
 from ga_model.sums._noise import GradientNoise
 from ga_model.sums._places import has_columns
@@ -143,6 +143,10 @@ class Accumulation(Kept):
         if self.accumulates():
             window = self.window = self.window or Window(model)
         watch_attributes(model)
+        if window is None and self._splits_nothing(data):
+            logs = compiled(train_step)(data) if model.jit_compile else train_step(data)
+            _strategy.run_once_if(True, model._on_update)
+            return logs
         self.is_proved = self._is_to_prove() and adds_up(model, train_step, data)
         run = self.automatic_size.run_step if self.is_automatic else _step.run
         is_sparse = any(isinstance(leaf, tf.SparseTensor) for leaf in tf.nest.flatten(data))
@@ -153,6 +157,17 @@ class Accumulation(Kept):
             except DoesNotAddUpError:  # of a graph that was about to be made
                 self.adds_up = False
                 return run(model, train_step, data, window)
+
+    def _splits_nothing(self, data: Any) -> bool:
+        """Return whether a batch is one microbatch, as is known before its graph runs."""
+        leaves = [leaf for leaf in tf.nest.flatten(data) if leaf is not None]
+        if not all(isinstance(leaf, tf.Tensor) and leaf.shape.rank is not None for leaf in leaves):
+            return False
+        rows = {leaf.shape[0] for leaf in leaves if leaf.shape.rank}
+        is_alone = _strategy.num_replicas() == 1 and not self.is_automatic
+        is_heard = self.settings.skip_nonfinite or self.measured_noise is not None
+        is_known = is_alone and not is_heard and len(rows) == 1 and None not in rows
+        return bool(is_known and max(rows) <= self.size)
 
     def count_skipped(self, number: Any) -> None:
         """Count microbatches that were left out: an int64 scalar tensor of them."""
