@@ -13,6 +13,7 @@ import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+import keras
 import torch
 
 from ga_model.base._identity import is_in
@@ -101,7 +102,8 @@ class NumbersProbe:
             run: runs the step without an update, and returns its recording and what it logs.
             data: the microbatch, as `train_step` gets it.
         """
-        metrics = [metric for metric in self._metrics() if id(metric) not in self.told]
+        given = {key[0] for key in names}
+        metrics = [metric for metric in self._metrics(given) if id(metric) not in self.told]
         names = {key: name for key, name in names.items() if not self.told & {key, key[0]}}
         if not (metrics or names):
             return []
@@ -168,15 +170,24 @@ class NumbersProbe:
                 number.kinds = None
                 number.note(found, shares, is_random=True)
 
-    def _metrics(self) -> list[Any]:
-        """Return the metrics that may compute with several samples."""
+    def _metrics(self, given: set[Any]) -> list[Any]:
+        """Return the metrics that may compute with several samples.
+
+        Args:
+            given: ids of those that were given a number: some functions of Keras return one, too.
+        """
+
+        def counts(metric: Any) -> bool:
+            is_function = isinstance(metric, keras.metrics.MeanMetricWrapper)
+            return counts_samples(metric) and not (is_function and id(metric) in given)
+
         of_losses = getattr(compiled_loss(self._model), "metrics", ())
         others = [loss_tracker(self._model), *of_losses]
         return [
             metric
             for whole in self._model.metrics
             for metric in parts_of(whole)
-            if not (is_in(metric, others) or counts_samples(metric))
+            if not (is_in(metric, others) or counts(metric))
         ]
 
     def _weight_of(self, recording: Any) -> float | None:

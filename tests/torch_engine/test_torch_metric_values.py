@@ -146,6 +146,7 @@ OF_BATCHES = {
     "matches": lambda: matches,
     "means": MeanOfMeans,
     "loss": keras.losses.Dice,
+    "function of Keras": lambda: keras.losses.dice,
     "several": lambda: mean_and_sum,
     "share": lambda: share_above,
 }
