@@ -20,31 +20,31 @@ def axis_after_slice(op: Any, axis: int) -> int | None:
     if rank is None or number is None:
         return None
     masks = {
-        name: op.get_attr(f"{name}_mask")
-        for name in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")
+        name: op.get_attr(name)
+        for name in ("begin_mask", "end_mask", "ellipsis_mask", "new_axis_mask", "shrink_axis_mask")
     }
 
     def has(name: str, place: int) -> bool:
         return bool(masks[name] >> place & 1)
 
-    num_new = sum(has("new_axis", place) for place in range(number))
-    has_ellipsis = bool(masks["ellipsis"])
+    num_new = sum(has("new_axis_mask", place) for place in range(number))
+    has_ellipsis = bool(masks["ellipsis_mask"])
     skipped = rank - (number - num_new - has_ellipsis)
     before = after = 0  # axes of the input and of the output so far
     for place in range(number):
-        if has("ellipsis", place):
+        if has("ellipsis_mask", place):
             if axis < before + skipped:
                 return after + axis - before
             before, after = before + skipped, after + skipped
-        elif has("new_axis", place):
+        elif has("new_axis_mask", place):
             after += 1
         elif before == axis:
             strides = values_of(op, 3)
-            is_all = has("begin", place) and has("end", place) and strides
-            is_kept = is_all and strides[place] == 1 and not has("shrink_axis", place)
+            is_all = has("begin_mask", place) and has("end_mask", place) and strides
+            is_kept = is_all and strides[place] == 1 and not has("shrink_axis_mask", place)
             return after if is_kept else CHOSEN
         else:
-            before, after = before + 1, after + (not has("shrink_axis", place))
+            before, after = before + 1, after + (not has("shrink_axis_mask", place))
     return after + axis - before
 
 
