@@ -3,69 +3,30 @@
 import warnings
 
 import keras
+import logged
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import TOLERANCE, dense_data, float32_in_the_sweep, relative_difference, seeded
+from helpers import TOLERANCE, float32_in_the_sweep, relative_difference, seeded
 from keras import ops
+from logged import (
+    ROWS,
+    SAMPLES,
+    SETTINGS,
+    STEPS,
+    Logs,
+    above_mean,
+    dense,
+    difference,
+    mean_error,
+    number_above,
+    of_updates,
+    plain_data,
+    tagger,
+    tokens,
+)
 
 from ga_model import accumulate
-
-SAMPLES, ROWS, STEPS = 22, 2, 3  # of a window: 6, and the last one of an epoch has 4
-POSITIONS = 4
-
-
-def tokens(seed=3):
-    """Ids of which some are masked: of the first batch none, of the third all but one."""
-    rng = np.random.default_rng(seed)
-    x = rng.integers(1, 12, (SAMPLES, POSITIONS)).astype("int32")
-    x[2:, 1:] *= rng.integers(0, 2, (SAMPLES - 2, POSITIONS - 1)).astype("int32")
-    x[4:6, :] = 0
-    x[4, 0] = 1
-    return x, rng.normal(size=(SAMPLES, POSITIONS, 2)).astype(keras.config.floatx())
-
-
-def tagger():
-    return keras.Sequential(
-        [
-            keras.Input((POSITIONS,), dtype="int32"),
-            keras.layers.Embedding(12, 4, mask_zero=True),
-            keras.layers.Dense(2),
-        ]
-    )
-
-
-def two_taggers():
-    ids = keras.Input((POSITIONS,), dtype="int32")
-    vectors = keras.layers.Embedding(12, 4, mask_zero=True)(ids)
-    dense = keras.layers.Dense(2, name="each")(vectors)
-    mean = keras.layers.Dense(2, name="all")(ops.mean(vectors, axis=1))
-    return keras.Model(ids, {"each": dense, "all": mean})
-
-
-def dense():
-    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
-
-
-def regularized():
-    layers = [keras.Input((4,)), keras.layers.Dense(2, kernel_regularizer="l2")]
-    return keras.Sequential(layers)
-
-
-class TracksItsInputs(keras.layers.Layer):
-    def __init__(self):
-        super().__init__()
-        self.tracker = keras.metrics.Mean(name="tracked")
-        self.sum = keras.metrics.Sum(name="summed")
-
-    def call(self, x):
-        self.tracker.update_state(ops.mean(ops.square(x)))
-        self.sum.update_state(ops.mean(ops.square(x)))
-        return x
-
-
-def tracking():
-    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(2), TracksItsInputs()])
 
 
 class Steps(keras.Model):
@@ -111,74 +72,16 @@ def steps():
     return model
 
 
-def mean_error(y, z):
-    return ops.mean(ops.abs(y - z))
-
-
-def number_above(y, z):
-    return ops.sum(ops.cast(z > y, z.dtype))
-
-
-def above_mean(y, z):
-    chosen = ops.cast(y > 0, z.dtype)
-    return ops.sum(chosen * ops.abs(y - z)) / ops.maximum(ops.sum(chosen), 1)
-
-
-def plain_data():
-    return dense_data(SAMPLES)
-
-
-def weighed():
-    x, y = dense_data(SAMPLES)
-    return x, y, np.linspace(0.1, 3, SAMPLES)
-
-
-def weighed_mean():
-    return keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
-
-
-def summed():
-    return keras.losses.MeanSquaredError(reduction="sum")
-
-
 CASES = {
-    "mask": (tagger, tokens, lambda: {"loss": "mse", "metrics": ["mae"]}),
-    "outputs": (
-        two_taggers,
-        lambda: (tokens()[0], {"each": tokens(4)[1], "all": tokens(5)[1][:, 0]}),
-        lambda: {
-            "loss": {"each": summed(), "all": summed()},
-            "loss_weights": {"all": 0.5, "each": 1},
-        },
-    ),
+    **logged.CASES,
+    "steps": (steps, plain_data, dict),
     "functions": (
         dense,
         plain_data,
         lambda: {"loss": "mse", "metrics": [mean_error, number_above, above_mean, "mae"]},
     ),
-    "steps": (steps, plain_data, dict),
-    "sum": (regularized, plain_data, lambda: {"loss": summed()}),
-    "weights": (dense, weighed, lambda: {"loss": weighed_mean(), "weighted_metrics": ["mae"]}),
-    "layer": (tracking, plain_data, lambda: {"loss": "mse"}),
 }
-
 RUNS = {"graph": {}, "xla": {"jit_compile": True}, "eager": {"run_eagerly": True}, "static": {}}
-SETTINGS = {
-    "windows": {"accumulation_steps": STEPS},
-    "both": {"accumulation_steps": STEPS, "microbatch_size": 1},
-    "skipping": {"accumulation_steps": STEPS, "skip_nonfinite": True},
-}
-
-
-class Logs(keras.callbacks.Callback):
-    """Keeps the logs of all batches."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.seen.append((batch, dict(logs)))
 
 
 def trained(case, rows, settings, run):
@@ -200,20 +103,12 @@ def trained(case, rows, settings, run):
     return start, model.get_weights(), logs.seen, history
 
 
-def difference(logs, expected):
-    """Return the largest relative difference of two dicts of numbers, or lists of them."""
-    assert logs.keys() == expected.keys()
-    return max(np.max(np.abs(np.divide(logs[k], expected[k]) - 1)) for k in expected)
-
-
 def check(case, run, settings):
     start, *expected = trained(case, ROWS * STEPS, None, run)
     _, *found = trained(case, ROWS, SETTINGS[settings], run)
     tolerance = TOLERANCE[keras.config.floatx()]
     assert relative_difference(found[0], expected[0], start) < tolerance
-    num_batches = found[1][-1][0] + 1
-    ends = [logs for n, logs in found[1] if (n + 1) % STEPS == 0 or n + 1 == num_batches]
-    for logs, (_, known) in zip(ends, expected[1], strict=True):
+    for logs, (_, known) in zip(of_updates(found[1]), expected[1], strict=True):
         assert difference(logs, known) < tolerance
     assert difference(found[2], expected[2]) < tolerance
 
@@ -221,7 +116,7 @@ def check(case, run, settings):
 @float32_in_the_sweep
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("case", ["mask", "outputs", "sum", "weights", "layer"])
+@pytest.mark.parametrize("case", logged.CASES)
 def test_losses_of_windows_are_those_of_the_full_batch(dtype, case, run, settings):
     check(case, run, settings)
 

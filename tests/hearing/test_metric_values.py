@@ -8,74 +8,23 @@ import pytest
 import tensorflow as tf
 from helpers import TOLERANCE, dense_data, dense_model, relative_difference, seeded
 from keras import ops
+from logged import (
+    Confusion,
+    MeanOfDice,
+    MeanOfMeans,
+    TracksItsInputs,
+    above_mean,
+    dice,
+    errors,
+    matches,
+    mean_and_sum,
+    mean_error,
+    number_above,
+)
 
 from ga_model import accumulate
 
 WHAT = "A number that a metric or a log has of each batch"
-
-
-def dice(y, z):
-    return 2 * ops.sum(y * z) / (ops.sum(y * y) + ops.sum(z * z))
-
-
-def mean_error(y, z):
-    return ops.mean(ops.abs(y - z))
-
-
-def matches(y, z):
-    """The share of samples whose own target is nearest."""
-    nearest = ops.cast(ops.argmax(ops.matmul(z, ops.transpose(y)), axis=-1), "int32")
-    return ops.mean(ops.cast(nearest == ops.arange(ops.shape(z)[0], dtype="int32"), z.dtype))
-
-
-def errors(y, z):
-    return ops.mean(ops.abs(y - z), axis=-1)
-
-
-class MeanOfDice(keras.metrics.Metric):
-    def __init__(self):
-        super().__init__(name="mean_of_dice")
-        self.sum = self.add_weight(initializer="zeros", name="sum")
-        self.number = self.add_weight(initializer="zeros", name="number")
-
-    def update_state(self, y, z, sample_weight=None):
-        self.sum.assign_add(dice(y, z))
-        self.number.assign_add(1.0)
-
-    def result(self):
-        return self.sum / self.number
-
-
-class MeanOfMeans(MeanOfDice):
-    def update_state(self, y, z, sample_weight=None):
-        self.sum.assign_add(mean_error(y, z))
-        self.number.assign_add(1.0)
-
-
-class Confusion(keras.metrics.Metric):
-    """Counts in a way that puts samples together."""
-
-    def __init__(self):
-        super().__init__(name="confusion")
-        self.matrix = self.add_weight(shape=(2, 2), initializer="zeros", name="matrix")
-
-    def update_state(self, y, z, sample_weight=None):
-        rows = ops.one_hot(ops.argmax(y, -1), 2), ops.one_hot(ops.argmax(z, -1), 2)
-        self.matrix.assign_add(ops.matmul(ops.transpose(rows[0]), rows[1]))
-
-    def result(self):
-        return ops.trace(self.matrix)
-
-
-class TracksItsInputs(keras.layers.Layer):
-    def __init__(self, function=ops.copy):
-        super().__init__()
-        self.function = function
-        self.tracker = keras.metrics.Mean(name="tracked")
-
-    def call(self, x):
-        self.tracker.update_state(self.function(ops.mean(ops.square(x))))
-        return x
 
 
 def tracking():
@@ -103,20 +52,6 @@ def compare(make, metrics, rows, settings, **kwargs):
     assert relative_difference(weights, expected, start) < TOLERANCE["float64"]
     assert logs.keys() == known.keys()
     return [n for n in known if not np.allclose(logs[n], known[n], rtol=1e-6, atol=0)], said
-
-
-def number_above(y, z):
-    return ops.sum(ops.cast(z > y, z.dtype))
-
-
-def above_mean(y, z):
-    """A mean over some of the entries."""
-    chosen = ops.cast(y > 0, z.dtype)
-    return ops.sum(chosen * ops.abs(y - z)) / ops.maximum(ops.sum(chosen), 1)
-
-
-def mean_and_sum(y, z):
-    return mean_error(y, z) + number_above(y, z)
 
 
 OF_BATCHES = {

@@ -1,0 +1,204 @@
+"""Models, data and metrics whose logs are compared with those of the full batch, on any backend."""
+
+import keras
+import numpy as np
+from helpers import dense_data
+from keras import ops
+
+SAMPLES, ROWS, STEPS = 22, 2, 3  # of a window: 6, and the last one of an epoch has 4
+POSITIONS = 4
+SETTINGS = {
+    "windows": {"accumulation_steps": STEPS},
+    "both": {"accumulation_steps": STEPS, "microbatch_size": 1},
+    "skipping": {"accumulation_steps": STEPS, "skip_nonfinite": True},
+}
+
+
+def tokens(seed=3):
+    """Ids of which some are masked: of the first batch none, of the third all but one."""
+    rng = np.random.default_rng(seed)
+    x = rng.integers(1, 12, (SAMPLES, POSITIONS)).astype("int32")
+    x[2:, 1:] *= rng.integers(0, 2, (SAMPLES - 2, POSITIONS - 1)).astype("int32")
+    x[4:6, :] = 0
+    x[4, 0] = 1
+    return x, rng.normal(size=(SAMPLES, POSITIONS, 2)).astype(keras.config.floatx())
+
+
+def tagger():
+    return keras.Sequential(
+        [
+            keras.Input((POSITIONS,), dtype="int32"),
+            keras.layers.Embedding(12, 4, mask_zero=True),
+            keras.layers.Dense(2),
+        ]
+    )
+
+
+def two_taggers():
+    ids = keras.Input((POSITIONS,), dtype="int32")
+    vectors = keras.layers.Embedding(12, 4, mask_zero=True)(ids)
+    dense = keras.layers.Dense(2, name="each")(vectors)
+    mean = keras.layers.Dense(2, name="all")(ops.mean(vectors, axis=1))
+    return keras.Model(ids, {"each": dense, "all": mean})
+
+
+def dense():
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+
+
+def regularized():
+    layers = [keras.Input((4,)), keras.layers.Dense(2, kernel_regularizer="l2")]
+    return keras.Sequential(layers)
+
+
+class TracksTwice(keras.layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.tracker = keras.metrics.Mean(name="tracked")
+        self.sum = keras.metrics.Sum(name="summed")
+
+    def call(self, x):
+        self.tracker.update_state(ops.mean(ops.square(x)))
+        self.sum.update_state(ops.mean(ops.square(x)))
+        return x
+
+
+def tracking_twice():
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(2), TracksTwice()])
+
+
+def plain_data():
+    return dense_data(SAMPLES)
+
+
+def weighed():
+    x, y = dense_data(SAMPLES)
+    return x, y, np.linspace(0.1, 3, SAMPLES)
+
+
+def weighed_mean():
+    return keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+
+
+def summed():
+    return keras.losses.MeanSquaredError(reduction="sum")
+
+
+CASES = {
+    "mask": (tagger, tokens, lambda: {"loss": "mse", "metrics": ["mae"]}),
+    "outputs": (
+        two_taggers,
+        lambda: (tokens()[0], {"each": tokens(4)[1], "all": tokens(5)[1][:, 0]}),
+        lambda: {
+            "loss": {"each": summed(), "all": summed()},
+            "loss_weights": {"all": 0.5, "each": 1},
+        },
+    ),
+    "sum": (regularized, plain_data, lambda: {"loss": summed()}),
+    "weights": (dense, weighed, lambda: {"loss": weighed_mean(), "weighted_metrics": ["mae"]}),
+    "layer": (tracking_twice, plain_data, lambda: {"loss": "mse"}),
+}
+
+
+class Logs(keras.callbacks.Callback):
+    """Keeps the logs of all batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen.append((batch, {name: float(value) for name, value in logs.items()}))
+
+
+def of_updates(seen):
+    """Return the logs of batches that fill a window, or end an epoch."""
+    num_batches = seen[-1][0] + 1
+    return [logs for n, logs in seen if (n + 1) % STEPS == 0 or n + 1 == num_batches]
+
+
+def difference(logs, expected):
+    """Return the largest relative difference of two dicts of numbers, or lists of them."""
+    assert logs.keys() == expected.keys()
+    return max(np.max(np.abs(np.divide(logs[k], expected[k]) - 1)) for k in expected)
+
+
+# Metrics that are given numbers.
+
+
+def dice(y, z):
+    return 2 * ops.sum(y * z) / (ops.sum(y * y) + ops.sum(z * z))
+
+
+def mean_error(y, z):
+    return ops.mean(ops.abs(y - z))
+
+
+def matches(y, z):
+    """The share of samples whose own target is nearest."""
+    nearest = ops.cast(ops.argmax(ops.matmul(z, ops.transpose(y)), axis=-1), "int32")
+    return ops.mean(ops.cast(nearest == ops.arange(ops.shape(z)[0], dtype="int32"), z.dtype))
+
+
+def errors(y, z):
+    return ops.mean(ops.abs(y - z), axis=-1)
+
+
+def number_above(y, z):
+    return ops.sum(ops.cast(z > y, z.dtype))
+
+
+def above_mean(y, z):
+    """A mean over some of the entries."""
+    chosen = ops.cast(y > 0, z.dtype)
+    return ops.sum(chosen * ops.abs(y - z)) / ops.maximum(ops.sum(chosen), 1)
+
+
+def mean_and_sum(y, z):
+    return mean_error(y, z) + number_above(y, z)
+
+
+class MeanOfDice(keras.metrics.Metric):
+    def __init__(self):
+        super().__init__(name="mean_of_dice")
+        self.sum = self.add_weight(initializer="zeros", name="sum")
+        self.number = self.add_weight(initializer="zeros", name="number")
+
+    def update_state(self, y, z, sample_weight=None):
+        self.sum.assign_add(dice(y, z))
+        self.number.assign_add(1.0)
+
+    def result(self):
+        return self.sum / self.number
+
+
+class MeanOfMeans(MeanOfDice):
+    def update_state(self, y, z, sample_weight=None):
+        self.sum.assign_add(mean_error(y, z))
+        self.number.assign_add(1.0)
+
+
+class Confusion(keras.metrics.Metric):
+    """Counts in a way that puts samples together."""
+
+    def __init__(self):
+        super().__init__(name="confusion")
+        self.matrix = self.add_weight(shape=(2, 2), initializer="zeros", name="matrix")
+
+    def update_state(self, y, z, sample_weight=None):
+        rows = ops.one_hot(ops.argmax(y, -1), 2), ops.one_hot(ops.argmax(z, -1), 2)
+        self.matrix.assign_add(ops.matmul(ops.transpose(rows[0]), rows[1]))
+
+    def result(self):
+        return ops.trace(self.matrix)
+
+
+class TracksItsInputs(keras.layers.Layer):
+    def __init__(self, function=ops.copy):
+        super().__init__()
+        self.function = function
+        self.tracker = keras.metrics.Mean(name="tracked")
+
+    def call(self, x):
+        self.tracker.update_state(self.function(ops.mean(ops.square(x))))
+        return x
