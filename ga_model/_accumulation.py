@@ -134,9 +134,7 @@ class Accumulation(Kept):
         """Run `train_step` on the microbatches of a batch, and update if the window is full."""
         model = self._model
         if self.is_plain():
-            logs = train_step(data)
-            _strategy.run_once_if(True, model._on_update)
-            return logs
+            return self._run_plain(train_step, data)
         self.check_strategy()
         self.warn_of_accumulating_optimizers()
         window = None
@@ -144,9 +142,7 @@ class Accumulation(Kept):
             window = self.window = self.window or Window(model)
         watch_attributes(model)
         if window is None and self._splits_nothing(data):
-            logs = compiled(train_step)(data) if model.jit_compile else train_step(data)
-            _strategy.run_once_if(True, model._on_update)
-            return logs
+            return self._run_plain(compiled(train_step) if model.jit_compile else train_step, data)
         self.is_proved = self._is_to_prove() and adds_up(model, train_step, data)
         run = self.automatic_size.run_step if self.is_automatic else _step.run
         is_sparse = any(isinstance(leaf, tf.SparseTensor) for leaf in tf.nest.flatten(data))
@@ -157,6 +153,11 @@ class Accumulation(Kept):
             except DoesNotAddUpError:  # of a graph that was about to be made
                 self.adds_up = False
                 return run(model, train_step, data, window)
+
+    def _run_plain(self, train_step: Callable[[Any], Any], data: Any) -> Any:
+        logs = train_step(data)
+        _strategy.run_once_if(True, self._model._on_update)
+        return logs
 
     def _splits_nothing(self, data: Any) -> bool:
         """Return whether a batch is one microbatch, as is known before its graph runs."""

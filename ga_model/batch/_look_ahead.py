@@ -40,9 +40,7 @@ def look_ahead(model: Any, batch: Batch, is_window: bool) -> _weights.Whole:
     def of_microbatch(leaves: list[Any], is_first: Any) -> list[Any]:
         x, y, sample_weight = unpack(batch.pack(leaves))
         terms: list[_weights.Term] = []
-        compiled = observed(
-            compiled_loss(model), terms.append, MetricCalls(), is_first=lambda: is_first
-        )
+        compiled = observed(compiled_loss(model), terms.append, MetricCalls(), is_first=is_first)
         with keras.StatelessScope():  # what layers would change, metrics and statistics, stays
             y_pred = model(x, training=False) if takes_training(model) else model(x)
             compiled(y, y_pred, sample_weight)

@@ -87,9 +87,8 @@ class StepLosses(StepTerms):
             calls = metrics if self._position.defers_logs else None
             check = self._check_adds_up if self._position.must_add_up else None
             read = self._read_values if self._reads_losses and self.graph is not None else None
-            is_first = self._position.is_first
             self._observed = observed(
-                compiled, self.note_term, calls, check, read, lambda: is_first
+                compiled, self.note_term, calls, check, read, self._position.is_first
             )
         return self._observed
 

@@ -20,7 +20,7 @@ def observed(
     calls: Any = None,
     check: Callable[[Any, Any, Any], None] | None = None,
     read: Callable[[str, Any], Any] | None = None,
-    is_first: Callable[[], Any] = lambda: True,
+    is_first: Any = True,
 ) -> Any:
     """Return a copy of a compiled loss that notes the term of every loss it computes.
 
@@ -35,7 +35,7 @@ def observed(
         check: called with every loss, its y_true and y_pred, before it is computed, or None.
         read: called with the name of a loss and its values before they are reduced; returns the
             `Denominator` of a single number, or None where that is the rows. Or None.
-        is_first: returns whether nothing stands before in the whole that a mean goes over: a bool
+        is_first: whether nothing stands before in the whole that a mean goes over: a bool
             scalar.
     """
 
@@ -80,7 +80,7 @@ def _observer(entry: Any, compiled: Any, check: Any, read: Any, is_first: Any) -
         if seen:
             weight, kind, once = _denominator(reduction, seen[0], sample_weight, masks, weight)
             if once is not None:
-                value, weight = _with_once(value, weight, once, is_first())
+                value, weight = _with_once(value, weight, once, is_first)
             found = None if read is None else read(name, seen[0])
             if found is not None and sample_weight is None:
                 weight, kind = found.count, found.kind

@@ -91,13 +91,19 @@ def makes_parts(op: Any) -> bool:
     """Return whether there may be several entries of axis 0 for each sample after a reshape."""
     if op.type != "Reshape":
         return False
-    before, after = op.inputs[0].shape[1:], op.outputs[0].shape[1:]
-    is_known = before.is_fully_defined() and after.is_fully_defined()
-    return not is_known or after.num_elements() < before.num_elements()
+    lengths = _lengths_of_entries(op)
+    return lengths is None or lengths[1] < lengths[0]
 
 
 def joins_samples(op: Any) -> bool:
     """Return whether entries of axis 0 are longer after a reshape, so that each has several."""
-    before, after = op.inputs[0].shape[1:], op.outputs[0].shape[1:]
-    is_known = before.is_fully_defined() and after.is_fully_defined()
-    return bool(is_known and after.num_elements() > before.num_elements())
+    lengths = _lengths_of_entries(op)
+    return lengths is not None and lengths[1] > lengths[0]
+
+
+def _lengths_of_entries(op: Any) -> list[int] | None:
+    """Return the length of an entry of axis 0 before a reshape and after it, or None."""
+    entries = [op.inputs[0].shape[1:], op.outputs[0].shape[1:]]
+    if not all(entry.is_fully_defined() for entry in entries):
+        return None
+    return [int(entry.num_elements()) for entry in entries]

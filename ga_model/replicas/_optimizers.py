@@ -66,7 +66,7 @@ def begins_with_values(optimizer: Any) -> bool:
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that applies an optimizer so that XLA compiles it, where it can.
+    """Return a function that may apply an optimizer so that XLA compiles it, where it can.
 
     Not under a strategy: replicas cannot communicate from inside another `tf.function`.
     """
