@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from ga_model.reading._apart import APART, APART_INSIDE
 from ga_model.reading._axes import axis_after_slice, chooses, joins_samples, keeps_axis, makes_parts
-from ga_model.reading._inner_graphs import BRANCHES, bodies, kind_after
+from ga_model.reading._inner_graphs import BRANCHES, LOOPS, bodies, carried_after, kind_after
 from ga_model.reading._kinds import keeps_samples, kind_of_mean, kind_of_shape
 from ga_model.reading._one_by_one import is_own, kind_by_parts, kind_in_loop
 from ga_model.reading._operations import (
@@ -231,10 +231,18 @@ class Reading:
 
     def _inner(self, op: Any, kinds: list[Any]) -> list[Reading]:
         """Return readings of the function, the branches or the loop that an operation runs."""
+        graphs = bodies(op)
+
+        def read(arguments: list[str | None]) -> list[Reading]:
+            return [Reading(g, True, self._rows, self._normalizing, arguments) for g in graphs]
+
         arguments = kinds[int(op.type in BRANCHES) :]
-        readings = [
-            Reading(graph, True, self._rows, self._normalizing, arguments) for graph in bodies(op)
-        ]
+        readings = read(arguments)
+        while op.type in LOOPS and readings:  # what an iteration gives, the next one begins with
+            before, arguments = arguments, carried_after(arguments, readings[0].of_outputs())
+            if arguments == before:
+                break
+            readings = read(arguments)
         self.unknown += [unknown for reading in readings for unknown in reading.unknown]
         return readings
 

@@ -386,6 +386,26 @@ def transposed(function):
 
 
 # On an axis that is not the first, samples are chosen, moved or put together.
+def halved(x, times):
+    return tf.while_loop(lambda i, y: i < times, lambda i, y: (i + 1, 0.5 * y), (0, x))[1]
+
+
+def lagged_mean(x):
+    """A mean over samples, which the next iteration of a loop uses."""
+
+    def body(i, y, mean):
+        return i + 1, y + mean, tf.reduce_mean(y, 0, keepdims=True)
+
+    return tf.while_loop(lambda i, *_: i < 3, body, (0, x, tf.zeros_like(x[:1])))[1]
+
+
+def until_all_are_near(x):
+    def body(y, far):
+        return 0.5 * y, tf.reduce_max(tf.abs(y))
+
+    return tf.while_loop(lambda y, far: far > 1.0, body, (x, tf.constant(2.0, x.dtype)))[0]
+
+
 MIXING_INSIDE = [
     lambda x: tf.reshape(tf.transpose(x), tf.shape(x)),
     lambda x: x + tf.transpose(x)[:, :1][:, 0],
@@ -441,6 +461,12 @@ MIXING = [
     lambda x: tf.reverse_sequence(x, [3, 2, 2, 2], seq_axis=0, batch_axis=1),
     lambda x: tf.cond(tf.reduce_max(x) > 1.0, lambda: x, lambda: 0.5 * x),
     lambda x: tf.while_loop(lambda y: tf.reduce_max(y) > 1.0, lambda y: (0.5 * y,), (x,))[0],
+    lambda x: tf.while_loop(lambda i, y: i < tf.shape(x)[0], lambda i, y: (i + 1, 0.5 * y), (0, x))[
+        1
+    ],
+    lagged_mean,
+    until_all_are_near,
+    lambda x: tf.cond(tf.shape(x)[0] > 5, lambda: x, lambda: 0.5 * x),
     lambda x: tf.map_fn(lambda row: row - tf.reduce_mean(x, 0), x),
     lambda x: tf.vectorized_map(lambda row: row - tf.reduce_mean(x, 0), x),
     lambda x: tf.gather(x, tf.reverse(tf.range(tf.shape(x)[0]), [0])),
@@ -472,6 +498,9 @@ KEEPING = [
     lambda x: tf.linalg.inv(tf.linalg.diag(2.0 + tf.square(x)))[:, 0],
     lambda x: x + tf.math.real(tf.signal.fft(tf.cast(x, tf.complex64))),
     lambda x: tf.cond(tf.size(x) > 0, lambda: x, lambda: 0.5 * x),
+    lambda x: tf.while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, x * y), (0, tf.ones_like(x)))[
+        1
+    ],
 ]
 MODELS = [(of_batch(function), True) for function in MIXING]
 MODELS += [(of_batch(function), False) for function in KEEPING]
