@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from ga_model.base import _messages, _validate
 from ga_model.base._names import answering
+from ga_model.replicas import _optimizers
 from ga_model.sums import _sums
 from ga_model.sums._sums import GradientSum
 from ga_model.sums._window_sum import WindowSum
@@ -155,6 +156,7 @@ class GradientAccumulator:
             if not tf.executing_eagerly():
                 raise RuntimeError(_empty_apply_message())
             return
+        self._sum.in_pairs = _optimizers.overrides_pairs(optimizer)
         self._sum.update(optimizer)
         if self._tells and tf.executing_eagerly():
             for message in self._sum.messages(optimizer):

@@ -117,7 +117,7 @@ def _apply(target: Target, part: GradientSum, num_counted: Any | None, model: An
 
     def apply(share: GradientSum) -> None:
         gradients = share.mean(target.variables, target.least)
-        _optimizers.apply(target.optimizer, gradients, target.variables)
+        _optimizers.apply(target.optimizer, gradients, target.variables, target.in_pairs)
 
     def update(part: GradientSum) -> None:
         share = part.of_replica(target.variables).or_zero()

@@ -104,6 +104,12 @@ class Window:
             self._update_if = self._make_update()  # one traced before would leave it out
         return self._sums[id(optimizer)][1]
 
+    def _sum_for(self, target: Target) -> WindowSum:
+        """Return the sum of a target's optimizer, which is applied as the step did it."""
+        whole = self._sum_of(target.optimizer)
+        whole.in_pairs = target.in_pairs
+        return whole
+
     def unit(self, optimizer: Any) -> tf.Tensor:
         """Return the unit of the optimizer's sum so far (float64 scalar)."""
         return self._sum_of(optimizer).unit.read_value()
@@ -116,16 +122,16 @@ class Window:
             part: the gradients.
             has_counted: bool scalar tensor, whether any microbatch was not left out.
         """
-        whole = self._sum_of(target.optimizer)
+        whole = self._sum_for(target)
         if self._run_eagerly and not whole.is_for(target.variables) and not self.is_open():
             # Layers were frozen or unfrozen since the last window. Graphs keep what they have.
             del self._sums[id(target.optimizer)]
-            whole = self._sum_of(target.optimizer)
+            whole = self._sum_for(target)
         whole.add(part, target.variables, target.least, has_counted)
 
     def make_buffers(self, target: Target, part: GradientSum) -> None:
         """Make what `add` adds to, where it is not there yet."""
-        whole = self._sum_of(target.optimizer)
+        whole = self._sum_for(target)
         if not whole.variables:
             whole.prepare(part, target.variables, target.least)
 
@@ -134,7 +140,7 @@ class Window:
 
         Returns what is left for `add_rest`.
         """
-        whole = self._sum_of(target.optimizer)
+        whole = self._sum_for(target)
         return whole.add_compiled(part, target.variables, target.least)
 
     def add_rest(self, target: Target, rest: GradientSum, has_counted: Any) -> None:

@@ -53,11 +53,13 @@ class Target(NamedTuple):
         variables: the variables.
         least: what the sum of weights counts as at least, or None where the loss is a sum, so that
             its gradients are not divided.
+        in_pairs: whether the step called `apply_gradients`, which the optimizer may override.
     """
 
     optimizer: Any
     variables: list[Any]
     least: float | None
+    in_pairs: bool = False
 
 
 class Recording:
@@ -171,8 +173,14 @@ class Recording:
                 number = tf.cast(self._position.steps, tf.float64) * parts
         return _sums.in_unit(weight, self.unit(optimizer), number)
 
-    def apply(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-        """Keep the gradients of an `optimizer.apply`."""
+    def apply(
+        self,
+        optimizer: Any,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        in_pairs: bool = False,
+    ) -> None:
+        """Keep the gradients of an `optimizer.apply`, or `apply_gradients` if they are in pairs."""
         if self._graph not in (None, graph_being_made()):
             raise RuntimeError(_messages.inner_graph_message(self.model.name))
         if not self._is_trial and any(t.optimizer is optimizer for t in self.targets):
@@ -202,7 +210,8 @@ class Recording:
         noise_of = None if self.model._accumulation.measured_noise is None else optimizer
         if noise_of is not None and is_sum:
             raise ValueError(_messages.noise_of_sum_message(self.model.name))
-        self.targets.append(Target(optimizer, list(variables), None if is_sum else terms.least))
+        least = None if is_sum else terms.least
+        self.targets.append(Target(optimizer, list(variables), least, in_pairs))
         self.given.append(list(given))
         self.updates.add(optimizer, list(variables))
         scale = not (is_folded or is_sum)

@@ -46,5 +46,5 @@ class OptimizerStandIn(StandIn):
 
     def apply_gradients(self, grads_and_vars: Any) -> Any:
         gradients, variables = zip(*grads_and_vars)
-        self.apply(gradients, variables)
+        self._listener.apply(self._original, gradients, variables, in_pairs=True)
         return self._original.iterations

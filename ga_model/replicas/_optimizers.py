@@ -75,7 +75,16 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return tf.function(function, autograph=False, jit_compile=True)  # type: ignore[no-any-return]
 
 
-def apply(optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
+def overrides_pairs(optimizer: Any) -> bool:
+    """Return whether an optimizer has an `apply_gradients` of the user's own."""
+    method = getattr(optimizer, "apply_gradients", None)
+    base = keras.optimizers.Optimizer.apply_gradients
+    return method is not None and getattr(method, "__func__", None) is not base
+
+
+def apply(
+    optimizer: Any, gradients: list[Any], variables: list[Any], in_pairs: bool = False
+) -> None:
     """Apply an optimizer on every replica to the sum over replicas of their gradients.
 
     An optimizer makes that sum itself, after it has clipped each replica's gradients, and a
@@ -83,18 +92,28 @@ def apply(optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
     have to see is the sum. So for them it is made here. The first replica passes it on, the others
     zeros; with loss scaling NaN where it is not finite, or machines would decide differently, and
     wait for one another for ever.
+
+    Args:
+        optimizer: the optimizer.
+        gradients: tensors, `tf.IndexedSlices` and None.
+        variables: the variables.
+        in_pairs: whether its `apply_gradients` does it, and not its `apply`.
     """
     is_scaled = hasattr(optimizer, "inner_optimizer")
     if _strategy.num_replicas() > 1 and (is_scaled or clips(optimizer)):
         gradients = _sum_on_first_replica(gradients, shows_overflow=is_scaled)
-    optimizer.apply(gradients, variables)
+    if in_pairs:
+        optimizer.apply_gradients(zip(gradients, variables))
+    else:
+        optimizer.apply(gradients, variables)
 
 
 def adds_up_rows(optimizer: Any) -> bool:
     """Return whether equal rows of a sparse gradient may be summed before an update."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     linear = (keras.optimizers.SGD.update_step, keras.optimizers.Lion.update_step)
-    return getattr(type(inner), "update_step", None) in linear and not clips(inner)
+    is_linear = getattr(type(inner), "update_step", None) in linear
+    return is_linear and not (clips(inner) or overrides_pairs(inner))
 
 
 def clips(optimizer: Any) -> bool:

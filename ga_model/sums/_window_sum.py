@@ -42,6 +42,7 @@ class WindowSum:
         num_microbatches: int64 scalar variable, microbatches added since the last reset.
         unit: float64 scalar variable, what their weights are counted in.
         variables: those whose gradients are summed; none before the first microbatch.
+        in_pairs: whether the optimizer's `apply_gradients` makes the updates, and not its `apply`.
     """
 
     def __init__(self, jit_compile: bool = False, needs_weight: bool = True) -> None:
@@ -50,6 +51,7 @@ class WindowSum:
             lambda: [tf.zeros((), dtype) for dtype in (tf.int64, tf.float64, tf.float64)]
         )
         self.variables: list[Any] = []
+        self.in_pairs = False
         self._buffers: list[Any] = []  # of each variable a `tf.Variable`, `Rows` of them, or None
         self._summed: list[Any] = []  # of each variable a bool `tf.Variable`, or None
         self._is_rescaled: Any = None  # bool `tf.Variable`, if a variable remembers its gradients
@@ -213,7 +215,7 @@ class WindowSum:
 
         def apply(share: GradientSum) -> None:
             gradients = share.mean(self.variables, self._least)
-            _optimizers.apply(optimizer, gradients, self.variables)
+            _optimizers.apply(optimizer, gradients, self.variables, self.in_pairs)
 
         if not self._needs_weight:
             _strategy.run_if(tf.equal(self._total, 0.0), self._clear)

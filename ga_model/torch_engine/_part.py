@@ -27,13 +27,17 @@ class Part:
         optimizer: the optimizer.
         variables: the variables that it is to update.
         gradients: one per variable, a tensor or None.
+        in_pairs: whether the optimizer's `apply_gradients` makes the update, and not its `apply`.
 
     Attributes:
         squares: what they tell of their noise, or None where nobody asks.
     """
 
-    def __init__(self, optimizer: Any, variables: list[Any], gradients: list[Any]) -> None:
+    def __init__(
+        self, optimizer: Any, variables: list[Any], gradients: list[Any], in_pairs: bool = False
+    ) -> None:
         self.optimizer = optimizer
+        self.in_pairs = in_pairs
         self.variables = variables
         self.squares: Squares | None = None
         self._gradients = {id(v): g for v, g in zip(variables, gradients) if g is not None}
@@ -80,7 +84,7 @@ class Part:
         """Return a copy of the part that is multiplied with a number."""
         gradients = [self._gradients.get(id(v)) for v in self.variables]
         gradients = [None if g is None else g * factor for g in gradients]
-        return Part(self.optimizer, self.variables, gradients)
+        return Part(self.optimizer, self.variables, gradients, self.in_pairs)
 
     def mean(self, total: float) -> list[Any]:
         """Return the sum divided by a number, in the dtypes of the variables."""
@@ -126,4 +130,7 @@ class Part:
             pairs = zip(gradients, self.variables)
             gradients = [None if g is None else g.to(raw(v).dtype) for g, v in pairs]
             self._gradients, tensors = {}, []
-            self.optimizer.apply(gradients, self.variables)
+            if self.in_pairs:
+                self.optimizer.apply_gradients(zip(gradients, self.variables))
+            else:
+                self.optimizer.apply(gradients, self.variables)

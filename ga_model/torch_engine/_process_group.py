@@ -67,7 +67,7 @@ class Processes:
     def __init__(self, group: Any) -> None:
         self._group = group
         self.size = num_processes(group)
-        self._layout: list[tuple[Any, list[Any]]] = []  # optimizers, and what they update
+        self._layout: list[tuple[Any, list[Any], bool]] = []  # what `Part` takes without gradients
         self._has_compared = False
 
     def sum(
@@ -91,8 +91,8 @@ class Processes:
             RuntimeError: the processes do not train the same model, or some measure the noise.
         """
         if parts:
-            self._layout = [(part.optimizer, part.variables) for part in parts]
-        variables = [v for _, variables in self._layout for v in variables]
+            self._layout = [(p.optimizer, p.variables, p.in_pairs) for p in parts]
+        variables = [v for _, variables, _ in self._layout for v in variables]
         prints = [0.0, 0.0] if self._has_compared else _fingerprint(variables)
         kind = _END if is_end else _WINDOW
         device = raw(variables[0]).device if variables else None
@@ -115,7 +115,7 @@ class Processes:
             total = math.fsum(row[2] * (row[3] / largest) for row in told)
         else:
             total = max(row[2] for row in told)
-        parts = parts or [Part(o, v, [None] * len(v)) for o, v in self._layout]
+        parts = parts or [Part(o, v, [None] * len(v), pairs) for o, v, pairs in self._layout]
         for part in parts:
             part.scale(unit / largest if unit and largest else 1.0)
             self._sum_over_processes(part)
@@ -205,9 +205,9 @@ def _buckets(variables: Sequence[Any]) -> Iterator[list[Any]]:
         yield bucket
 
 
-def _shape_of(layout: list[tuple[Any, list[Any]]]) -> float:
+def _shape_of(layout: list[tuple[Any, list[Any], bool]]) -> float:
     """Return a number that tells the variables of one model from those of another."""
-    shapes = [[tuple(v.shape) for v in variables] for _, variables in layout]
+    shapes = [[tuple(v.shape) for v in variables] for _, variables, _ in layout]
     return float(zlib.crc32(repr(shapes).encode()))
 
 

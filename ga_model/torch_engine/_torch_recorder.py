@@ -185,8 +185,14 @@ class Recording:
             if gradient is not None:
                 self._given[id(gradient)] = (gradient, times_written(gradient))
 
-    def apply(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-        """Keep the gradients of an `optimizer.apply`."""
+    def apply(
+        self,
+        optimizer: Any,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        in_pairs: bool = False,
+    ) -> None:
+        """Keep the gradients of an `optimizer.apply`, or `apply_gradients` if they are in pairs."""
         name = self.model.name
         is_again = any(part.optimizer is optimizer for part in self.parts)
         if is_again and not self.applies_at_once():
@@ -210,7 +216,7 @@ class Recording:
             exchange(variables)
         if self.applies_at_once():
             variables, gradients = [], []
-        self.parts.append(Part(optimizer, variables, gradients))
+        self.parts.append(Part(optimizer, variables, gradients, in_pairs))
 
     def applies_at_once(self) -> bool:
         """Return whether optimizers are applied where the step does so: nothing is kept of them."""

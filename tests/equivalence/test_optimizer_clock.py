@@ -15,7 +15,7 @@ from helpers import (
     seeded,
 )
 
-from ga_model import accumulate
+from ga_model import GradientAccumulator, accumulate
 
 
 def schedule():
@@ -55,6 +55,71 @@ if hasattr(keras.optimizers, "MultiOptimizer"):  # since Keras 3.15
         return keras.optimizers.MultiOptimizer(lambda v: by_rank[len(v.shape) == 1])
 
     OPTIMIZERS["several"] = several
+
+
+class NormalizesInPairs(keras.optimizers.SGD):
+    def apply_gradients(self, grads_and_vars):
+        pairs = [(gradient / (1e-3 + tf.norm(gradient)), v) for gradient, v in grads_and_vars]
+        return super().apply_gradients(pairs)
+
+
+def patched():
+    optimizer = keras.optimizers.SGD(0.1)
+    original = optimizer.apply_gradients
+    optimizer.apply_gradients = lambda pairs: original([(2.0 * g, v) for g, v in pairs])
+    return optimizer
+
+
+class AppliesWithoutPairs(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(2)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(y - self(x, training=True)))
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("way", [{"rows": 4, "steps": 3}, {"rows": 12, "steps": 1, "size": 5}])
+@pytest.mark.parametrize(
+    ("make", "optimizer"),
+    [
+        (dense_model, lambda: NormalizesInPairs(0.1)),
+        (AppliesWithoutPairs, lambda: NormalizesInPairs(0.1)),
+        (dense_model, patched),
+    ],
+    ids=["class", "past it", "instance"],
+)
+@pytest.mark.every_case
+def test_the_method_that_a_step_calls_makes_the_update(make, optimizer, way, float64):
+    def arguments():
+        return {"optimizer": optimizer(), "loss": "mse"}
+
+    difference = difference_of_fits(make, arguments, dense_data(34), **way)
+    assert difference <= TOLERANCE[float64]
+
+
+def test_an_accumulator_applies_as_the_optimizer_does(float64):
+    trained = []
+    for accumulates in (True, False):
+        variable = keras.Variable(np.ones(3))
+        gradient = tf.constant([1.0, 2.0, 3.0], tf.float64)
+        optimizer = NormalizesInPairs(0.1)
+        if accumulates:
+            accumulator = GradientAccumulator()
+            accumulator.add([gradient], [variable], weight=1.0)
+            accumulator.apply(optimizer)
+        else:
+            optimizer.apply_gradients([(gradient, variable)])
+        trained.append(variable.numpy())
+    np.testing.assert_allclose(*trained, rtol=1e-14)
 
 
 def test_every_optimizer_of_keras_is_in_a_test():
