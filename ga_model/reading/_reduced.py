@@ -227,22 +227,23 @@ class ReducedReading(PartsReading):
         if kinds == [SUM, COUNT]:
             kind = self.kind_of_length(bottom)
             found = Denominator(kind, bottom)
-        elif id(bottom) in self._of_weights:
-            return MIXED
+        elif id(bottom) in self._of_weights or bottom.shape.num_elements() != 1:
+            return MIXED  # one weight serves no vector
         elif kinds == [SUM, SUM] and set(of_top) == {"sum"}:
             is_safe = op.type == "DivNoNan"
-            found = Denominator(("sum of weights", id(bottom)), bottom, is_safe=is_safe)
+            found = Denominator(("sum of weights", id(bottom)), _scalar(bottom), is_safe=is_safe)
         elif kinds == [SUM, BOUND] and set(of_top) == {"sum"}:
             total, once, least = self._base[id(bottom)]
             if least is None:
                 return MIXED
             name = "rows" if self.kind_of(total) == COUNT else "sum of weights"
-            found = Denominator((name, id(bottom)), total, bottom, once, least)
+            numbers = _scalar(total), _scalar(bottom), None if once is None else _scalar(once)
+            found = Denominator((name, id(bottom)), *numbers, least)
         elif kinds == [MEAN, MEAN] and len(of_top) == 1:
             of_bottom = self._denominators[id(bottom)]
             if set(of_top) == set(of_bottom):
                 rows = next(iter(of_bottom.values())).count
-                count = tf.cast(bottom, tf.float64) * tf.cast(rows, tf.float64)
+                count = tf.cast(_scalar(bottom), tf.float64) * tf.cast(rows, tf.float64)
                 found = Denominator(("mean of weights", id(bottom)), count)
         if found is None:
             return MIXED
@@ -269,3 +270,8 @@ class ReducedReading(PartsReading):
         if total.op.type == "Sum":
             numbers.append(total.op.inputs[0].shape.num_elements() or self._rows)
         return number_of(divisor) in numbers
+
+
+def _scalar(tensor: Any) -> Any:
+    """Return a tensor with one entry as a scalar, whatever axes it has kept."""
+    return tensor if tensor.shape.rank == 0 else tf.reshape(tensor, ())
