@@ -19,7 +19,7 @@ import keras
 import tensorflow as tf
 
 from ga_model.base._call_again import PythonState
-from ga_model.base._internals import is_built, stateless_scope
+from ga_model.base._internals import compiled_loss, is_built, stateless_scope
 from ga_model.base._internals_tf import NOT_INLINED
 from ga_model.base._messages import late_gradient_message
 from ga_model.batch import _messages
@@ -143,8 +143,10 @@ class Passes:
         """Create weights and metrics where something needs them before they are trained."""
         accumulation = self._model._accumulation
         if self._batch.is_split and accumulation.must_add_up() and not accumulation.is_proved:
-            if not is_built(self._model, self._model.metrics):
-                self._build()
+            if not is_built(self._model, [*self._model.metrics, compiled_loss(self._model)]):
+                is_eager = tf.executing_eagerly()  # what cannot be drawn is then not given up
+                with contextlib.suppress(Exception) if is_eager else contextlib.nullcontext():
+                    self._build()
         elif not is_built(self._model) and any(
             map(_optimizers.begins_with_values, self._optimizers)
         ):
@@ -159,6 +161,9 @@ class Passes:
             with unrecorded():
                 outputs = self._model(x)
                 if computes_loss_as_keras(self._model):
+                    loss = compiled_loss(self._model)
+                    if loss is not None:  # which tracks the losses of several outputs
+                        loss(y, outputs, sample_weight)
                     self._model.compute_metrics(x, y, outputs, sample_weight)
             return [leaf for leaf in tf.nest.flatten(outputs) if tf.is_tensor(leaf)]
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from ga_model.base import _numbers
 from ga_model.base._context import graph_being_made
 from ga_model.base._internals_activities import (
     adds_up_activities,
@@ -86,7 +85,7 @@ class StepLosses(StepTerms):
         if self._observed is None:
             calls = metrics if self._position.defers_logs else None
             check = self._check_adds_up if self._position.must_add_up else None
-            read = self._read_values if self._reads_losses and self.graph is not None else None
+            read = self._read_number if self._reads_losses and self.graph is not None else None
             self._observed = observed(
                 compiled, self.note_term, calls, check, read, self._position.is_first
             )
@@ -113,25 +112,47 @@ class StepLosses(StepTerms):
             raise DoesNotAddUpError
         self._model._warn_once(message)
 
-    def _read_values(self, name: str, values: Any) -> Denominator | None:
-        """Return what a compiled loss that gives one number is divided by, if it is not the rows.
+    def _read_number(self, name: str, values: Any, number: Any, assumed: str) -> Denominator | None:
+        """Return what a compiled loss that gives one number for all samples is divided by.
 
         Args:
             name: of the loss.
-            values: what it gave, one number or one for each sample.
+            values: what its `call` gave, or None where its `__call__` is the user's own.
+            number: what its `__call__` gave, mostly a scalar.
+            assumed: the kind of denominator that it has in a step that runs eagerly.
+
+        Returns:
+            That, or None where it has a value for each sample, or is not known.
 
         Warns:
-            UserWarning: it computes with several samples.
+            UserWarning: it computes with several samples, or divides its terms by several things;
+                or it is not what is assumed of a step that will run eagerly.
         """
-        loss = self.heard.read(values)
-        denominators = loss.denominators
-        if denominators is None and loss.obstacle is not None:
-            self._warn_of(f"the loss {name!r} of {self._model.name!r}", loss.obstacle)
-        is_one = values.shape.rank == 0 and denominators is not None and len(denominators) == 1
-        if not is_one or _strategy.num_replicas() > 1:
+        loss = self.heard.read(number if values is None else values)
+        if values is not None and loss.is_by_sample:
             return None
-        found = (denominators or [])[0]
-        return None if found.kind == "rows" or found.divisor is not None else found
+        if loss.denominators is not None:
+            loss = self.heard.read(number)
+        subject = f"the loss {name!r} of {self._model.name!r}"
+        if loss.denominators is None:
+            if loss.obstacle is not None:
+                self._warn_of(subject, loss.obstacle)
+            return None
+        found = by_kind(loss.denominators)
+        has_regularizers = found.pop(OF_WEIGHTS.kind, None) is not None
+        kinds = [denominator.words() for denominator in found.values()]
+        is_shifted = any(d.count is None or d.once is not None for d in found.values())
+        if has_regularizers and is_shifted:
+            kinds.append("nothing, as they are those of weights")
+        if len(kinds) > 1:
+            self.told_kinds |= set(found)
+            self.tell(_messages.unlike_terms_message(subject, kinds))
+        elif self._model.run_eagerly and set(found) - {assumed}:
+            self.tell(_messages.eager_loss_message(subject, *kinds))
+        if not found or _strategy.num_replicas() > 1:
+            return None
+        means = [denominator for denominator in found.values() if denominator.count is not None]
+        return means[0] if means else next(iter(found.values()))
 
     def note_term(self, term: _weights.Term) -> None:
         """Note a term of the compiled loss.
@@ -253,11 +274,11 @@ class StepLosses(StepTerms):
         if len(found) > 1:
             self.told_kinds |= set(found)
             kinds = [d.words() for d in found.values()]
-            self.tell(_messages.unlike_terms_message(name, kinds))
+            self.tell(_messages.unlike_terms_message(f"`train_step` of {name!r}", kinds))
         first = means[0]
         if has_regularizers and first.once is not None:  # which the rest of the divisor would scale
             kinds = [first.words(), "nothing, as they are those of weights"]
-            self.tell(_messages.unlike_terms_message(name, kinds))
+            self.tell(_messages.unlike_terms_message(f"`train_step` of {name!r}", kinds))
         is_safe = has_regularizers and first.is_safe
         return weight_and_factor(first, is_first, self.num_rows() if is_safe else None)
 
@@ -299,13 +320,5 @@ def weight_and_factor(
     Returns:
         That, and what the mean or its gradients are to be multiplied by, or None.
     """
-    count = tf.cast(denominator.count, tf.float64)
-    if rows is not None:
-        count = _numbers.not_zero(count, rows)
-    if denominator.divisor is None:
-        return _weights.of_weight(count), None
-    if denominator.once is not None:
-        once = tf.cast(denominator.once, tf.float64)
-        count += tf.where(is_first, once, tf.zeros_like(once))
-    terms = _weights.of_weight(count)._replace(least=denominator.least)
-    return terms, tf.math.divide_no_nan(tf.cast(denominator.divisor, tf.float64), count)
+    weight, factor = denominator.weight_and_factor(is_first, rows)
+    return _weights.of_weight(weight)._replace(least=denominator.least), factor

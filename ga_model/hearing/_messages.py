@@ -146,12 +146,21 @@ def unread_loss_message(model: str) -> str:
     )
 
 
-def unlike_terms_message(model: str, denominators: list[str]) -> str:
+def unlike_terms_message(subject: str, denominators: list[str]) -> str:
     return (
         "The terms of a loss are divided by different things, but a microbatch has only one "
-        f"weight. Received: `train_step` of {model!r} with terms divided by "
+        f"weight. Received: {subject} with terms divided by "
         f"{', and by '.join(denominators)}. Only the first is exact; for the others, training "
         f"differs from the full batch: {EXACT_WAY}."
+    )
+
+
+def eager_loss_message(subject: str, denominator: str) -> str:
+    return (
+        "With `run_eagerly=True`, a loss that returns a single number for all samples is taken as "
+        f"a mean over samples, or with `reduction='sum'` as a sum. Received: {subject}, which is "
+        f"divided by {denominator}. Return one value per sample, train without `run_eagerly=True`, "
+        f"or {ALONE}."
     )
 
 

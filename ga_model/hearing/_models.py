@@ -44,6 +44,8 @@ def instances_in(value: Any, classes: Any) -> list[Any]:
 
 def is_of_keras(model: Any, name: str) -> bool:
     """Return whether a method of the model is Keras's own, below this package's."""
+    if name in vars(model):  # assigned to the instance
+        return False
     for owner in type(model).__mro__:
         module = str(getattr(vars(owner).get(name), "__module__", "ga_model"))
         if not module.startswith("ga_model"):

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from ga_model.base._internals import added_to_valid_entries, mask_of
 from ga_model.graphs._microbatch import num_rows
 from ga_model.hearing._compiled_copy import copy_with, same_rank, seeing
 from ga_model.hearing._weights import Term
+from ga_model.reading._denominators import Denominator
+from ga_model.reading._loss_reading import DoesNotAddUpError
 from ga_model.replicas import _strategy
 
 
@@ -19,7 +22,7 @@ def observed(
     note: Callable[[Term], None],
     calls: Any = None,
     check: Callable[[Any, Any, Any], None] | None = None,
-    read: Callable[[str, Any], Any] | None = None,
+    read: Callable[[str, Any | None, Any, str], Denominator | None] | None = None,
     is_first: Any = True,
 ) -> Any:
     """Return a copy of a compiled loss that notes the term of every loss it computes.
@@ -33,8 +36,10 @@ def observed(
         calls: the `MetricCalls` that get the updates of metrics which track one of several losses,
             in their place. None updates them.
         check: called with every loss, its y_true and y_pred, before it is computed, or None.
-        read: called with the name of a loss and its values before they are reduced; returns the
-            `Denominator` of a single number, or None where that is the rows. Or None.
+        read: called with the name of a loss, its values before Keras reduces them, or None if it
+            does not, the number that they are reduced to, and the kind of denominator that this
+            has if nothing is read; returns the `Denominator` of a loss that gives a single number
+            for all samples, else None. Or None.
         is_first: whether nothing stands before in the whole that a mean goes over: a bool
             scalar.
     """
@@ -49,6 +54,7 @@ def _observer(entry: Any, compiled: Any, check: Any, read: Any, is_first: Any) -
     """Return a stand-in for one loss: it computes the loss and notes its term in `compiled`."""
     loss, name = entry.loss, entry.name
     reduction = getattr(loss, "reduction", None)
+    is_added = reduction is None or reduction in ("sum", "none")
 
     def in_total(value: Any) -> Any:
         return value if entry.loss_weights is None else value * entry.loss_weights
@@ -60,7 +66,17 @@ def _observer(entry: Any, compiled: Any, check: Any, read: Any, is_first: Any) -
         value = seeing(loss, seen)(y_true, y_pred, sample_weight)
         is_number = bool(seen) and seen[0].shape.rank == 0
         is_product = is_number and sample_weight is not None
-        if reduction in ("sum", "none", None):
+        if check is not None and is_number and is_added:
+            raise DoesNotAddUpError  # it is known to be a mean, of which Keras takes the sum
+        found = None
+        if read is not None and not is_product:
+            values = None if overrides_call(loss) or not seen else seen[0]
+            found = read(name, values, value, "sum" if is_added else "rows")
+        if found is not None:
+            value, term = _read_term(name, value, found, is_first)
+            compiled._terms.append(term._replace(value=in_total(value), raw=value))
+            return value
+        if reduction is None or is_added:
             if reduction == "sum":
                 value = tf.reduce_sum(value)  # Keras leaves the values of no rows as they are
             term = Term(name, None, reduction or "none", in_total(value), value, is_product)
@@ -81,14 +97,34 @@ def _observer(entry: Any, compiled: Any, check: Any, read: Any, is_first: Any) -
             weight, kind, once = _denominator(reduction, seen[0], sample_weight, masks, weight)
             if once is not None:
                 value, weight = _with_once(value, weight, once, is_first)
-            found = None if read is None else read(name, seen[0])
-            if found is not None and sample_weight is None:
-                weight, kind = found.count, found.kind
         is_product = is_product and reduction != "mean_with_sample_weight"
         compiled._terms.append(Term(name, weight, kind, in_total(value), value, is_product))
         return value
 
     return observe
+
+
+def overrides_call(loss: Any) -> bool:
+    """Return whether a loss has a `__call__` of the user's own, or is no `keras.losses.Loss`."""
+    return type(loss).__call__ is not keras.losses.Loss.__call__
+
+
+def _read_term(name: str, value: Any, found: Denominator, is_first: Any) -> tuple[Any, Term]:
+    """Return one number that a loss gave as it enters a sum over microbatches, and its term.
+
+    Args:
+        name: of the loss.
+        value: the number.
+        found: what it was read to be divided by.
+        is_first: bool scalar tensor, whether the window has no microbatch yet.
+    """
+    value = tf.reduce_sum(value)  # a tape sums what is no scalar
+    if found.count is None:
+        return value, Term(name, None, found.kind, is_read=True)
+    weight, factor = found.weight_and_factor(is_first)
+    if factor is not None:
+        value = value * tf.cast(factor, value.dtype)
+    return value, Term(name, weight, found.kind, least=found.least, is_read=True)
 
 
 def _denominator(

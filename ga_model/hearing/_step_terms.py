@@ -39,7 +39,7 @@ class StepTerms:
         """Return what a scalar that is logged asks for: as `mean_of` takes it."""
         terms = self.terms()
         if term is not None:
-            return _weights.of_weight(term.weight)
+            return _weights.of_weight(term.weight)._replace(least=term.least)
         if is_loss or self.is_total(metric):
             return terms
         return _weights.of_weight(self.num_rows() if terms.weight is None else terms.weight)
@@ -71,7 +71,8 @@ class StepTerms:
             position.num_microbatches if whole is None else position.steps,
             whole,
         )
-        if terms.mismatch and not position.is_window:
+        is_read = any(term.is_read for term in self._terms)
+        if terms.mismatch and (is_read or not position.is_window):
             self._model._warn_once(_messages.one_weight_message(terms.exact, terms.mismatch))
         if not (regularization and self._terms) or terms.weight is None:
             return terms

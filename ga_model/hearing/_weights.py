@@ -73,6 +73,8 @@ class Term(NamedTuple):
         value: the term as it stands in the total.
         raw: the same before its weight in the total.
         is_product: whether it is one number for all rows, times the mean or sum of their weights.
+        least: what the sum of the weights of all microbatches counts as at least.
+        is_read: whether it is one number for all rows, of which the graph told the weight.
     """
 
     name: str
@@ -81,6 +83,8 @@ class Term(NamedTuple):
     value: Any = None
     raw: Any = None
     is_product: bool = False
+    least: float = 0.0
+    is_read: bool = False
 
 
 class Whole(NamedTuple):
@@ -185,12 +189,13 @@ def combine(
         (term.value, _numbers.float64(steps) * parts) for term in terms if term.weight is None
     ]
     weight = first.weight
+    unmatched = LossTerms(weight, factors, [], exact, mismatch, first.least)
     if whole is None or not mismatch:
-        return LossTerms(weight, factors, [], exact, mismatch)
+        return unmatched
     if {term.kind for term in means} != {"rows"}:
-        totals = whole.weights()
+        totals = None if any(term.is_read for term in means) else whole.weights()
         if totals is None or len(totals) != len(compiled):
-            return LossTerms(weight, factors, [], exact, mismatch)
+            return unmatched
         totals = [_numbers.constant(total) for total in totals]
         for term, total in zip(compiled, totals):
             if term.weight is not None and term.kind != "rows":

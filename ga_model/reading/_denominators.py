@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple
 
+import tensorflow as tf
+
+from ga_model.base import _numbers
 from ga_model.reading._operations import MEAN, SUM
 
 # Why gradients of microbatches do not add up to that of the full batch.
@@ -57,6 +60,23 @@ class Denominator(NamedTuple):
         """Return the counts of all terms of this kind."""
         return [count for count in (self.count, *self.others) if count is not None]
 
+    def weight_and_factor(self, is_first: Any, rows: Any = None) -> tuple[Any, Any]:
+        """Return the weight that a mean asks for, and the factor of it that is left, or None.
+
+        Args:
+            is_first: bool scalar tensor, whether the window has no microbatch yet.
+            rows: samples of the microbatch, where one without weight counts as a very small one.
+        """
+        count = tf.cast(self.count, tf.float64)
+        if rows is not None:
+            count = _numbers.not_zero(count, rows)
+        if self.divisor is None:
+            return count, None
+        if self.once is not None:
+            once = tf.cast(self.once, tf.float64)
+            count += tf.where(is_first, once, tf.zeros_like(once))
+        return count, tf.math.divide_no_nan(tf.cast(self.divisor, tf.float64), count)
+
     def words(self) -> str:
         """Return what it is, for a message."""
         name = self.kind[0] if isinstance(self.kind, tuple) else self.kind
@@ -96,7 +116,10 @@ class StepLoss(NamedTuple):
     Attributes:
         denominators: those of its terms, each once; or None, if it is not known.
         obstacle: what then keeps it from being put together from microbatches, where that is known.
+        is_by_sample: whether it has an entry of axis 0 for each sample, of which a tape takes the
+            sum.
     """
 
     denominators: list[Denominator] | None
     obstacle: Obstacle | None = None
+    is_by_sample: bool = False

@@ -111,7 +111,7 @@ class StepReading(ReducedReading):
         self.update()
         kind = self.kind_of(tensor)
         if kind == BY_SAMPLE and id(tensor) not in self._powers:
-            return StepLoss([OF_SUM])  # a tape sums what is no scalar
+            return StepLoss([OF_SUM], is_by_sample=True)  # a tape sums what is no scalar
         if kind in REDUCED:
             return StepLoss(list(self._denominators[id(tensor)].values()))
         if kind == BOUND and not self._base[id(tensor)][2]:

@@ -275,6 +275,127 @@ def test_loss_functions_that_reduce_by_themselves_are_weighted_by_rows(float64):
     assert difference <= TOLERANCE[float64]
 
 
+def masked_squares(y_true, y_pred):
+    mask = tf.cast(y_true > 0.8, y_pred.dtype)
+    return tf.reduce_sum(mask * tf.square(y_true - y_pred)), tf.reduce_sum(mask)
+
+
+def safe_masked_mean(y_true, y_pred):
+    total, count = masked_squares(y_true, y_pred)
+    return total / (count + 0.5)
+
+
+def masked_mean_over_one_at_least(y_true, y_pred):
+    total, count = masked_squares(y_true, y_pred)
+    return total / tf.maximum(count, 1.0)
+
+
+class MeanAddedUp(keras.losses.Loss):
+    """A mean over samples, of which Keras takes the sum."""
+
+    def __init__(self):
+        super().__init__(reduction="sum")
+
+    def call(self, y_true, y_pred):
+        return tf.reduce_mean(tf.square(y_true - y_pred))
+
+
+class WeighsByItself(keras.losses.Loss):
+    """Has a `__call__` of its own, with another reduction than it says."""
+
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        weights = tf.square(y_true[:, 0])
+        values = tf.reduce_mean(tf.square(y_true - y_pred), -1)
+        return tf.reduce_sum(weights * values) / tf.reduce_sum(weights)
+
+
+class AddsUpByItself(keras.losses.MeanSquaredError):
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        return tf.reduce_sum(tf.square(y_true - y_pred))
+
+
+NUMBERS = {  # single numbers of all samples
+    "a masked mean with an epsilon": lambda: safe_masked_mean,
+    "a masked mean over one at least": lambda: masked_mean_over_one_at_least,
+    "a sum of means": MeanAddedUp,
+    "a weighted mean of its own": WeighsByItself,
+    "a sum of its own": AddsUpByItself,
+    "a number per output": lambda: lambda y_true, y_pred: tf.reduce_mean((y_true - y_pred) ** 2, 0),
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("size", [None, 5])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_single_numbers_are_weighted_by_what_they_are_divided_by(name, size, float64):
+    model, reference, start = fit_pair(
+        dense_model,
+        lambda: {"optimizer": keras.optimizers.SGD(0.01), "loss": NUMBERS[name]()},
+        dense_data(34),
+        rows=4 if size is None else 12,
+        steps=3 if size is None else 1,
+        size=size,
+    )
+    difference = relative_difference(model.get_weights(), reference.get_weights(), start)
+    assert difference <= TOLERANCE[float64]
+    np.testing.assert_allclose(
+        model.history.history["loss"], reference.history.history["loss"], rtol=1e-12
+    )
+
+
+def fit_number(loss, **settings):
+    model = accumulate(seeded(dense_model), accumulation_steps=3)
+    model.compile("sgd", loss, **settings)
+    model.fit(*dense_data(24), batch_size=4, verbose=0)
+
+
+def test_numbers_of_terms_that_are_divided_by_different_things_are_told(float64):
+    def loss(y_true, y_pred):
+        return tf.reduce_mean(tf.square(y_true - y_pred)) + tf.reduce_sum(tf.abs(y_pred))
+
+    with pytest.warns(UserWarning, match="terms divided by the number of samples, and by nothing"):
+        fit_number(loss)
+
+
+@pytest.mark.parametrize("name", list(NUMBERS)[:4])
+def test_numbers_that_are_no_means_over_samples_are_told_of_in_eager_steps(name, float64):
+    with pytest.warns(UserWarning, match="With `run_eagerly=True`, a loss that returns a single"):
+        fit_number(NUMBERS[name](), run_eagerly=True)
+
+
+def test_a_compute_loss_of_the_instance_is_read(float64):
+    def make():
+        model = dense_model()
+
+        def compute_loss(x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            return tf.reduce_sum(tf.square(y - y_pred))
+
+        model.compute_loss = compute_loss
+        return model
+
+    def arguments():
+        return {"optimizer": keras.optimizers.SGD(0.01)}
+
+    difference = difference_of_fits(make, arguments, dense_data(34), rows=4, steps=3)
+    assert difference <= TOLERANCE[float64]
+
+
+def test_the_losses_of_two_outputs_are_tracked_where_one_needs_the_full_batch(float64):
+    """What tracks them is made by the first step, in a graph that is given up."""
+
+    def root(y_true, y_pred):
+        return tf.sqrt(tf.reduce_mean(tf.square(y_true - y_pred)))
+
+    def arguments():
+        return {"optimizer": keras.optimizers.SGD(0.1), "loss": ["mse", root]}
+
+    difference = difference_of_fits(
+        two_outputs, arguments, two_outputs_data(34), rows=12, steps=1, size=5
+    )
+    assert difference <= TOLERANCE[float64]
+
+
 def test_two_outputs_with_two_reductions_that_agree_match_the_whole_batch(float64):
     def arguments():
         losses = [keras.losses.MeanSquaredError(), keras.losses.MeanAbsoluteError(reduction="mean")]
