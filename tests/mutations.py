@@ -51,6 +51,41 @@ class Mutation(NamedTuple):
 MUTATIONS = [
     # Weights and sums.
     Mutation(
+        "single numbers of compiled losses count as means over samples",
+        "hearing/_observed_loss.py",
+        "        if found is not None:\n            value, term",
+        "        if found is None and found:\n            value, term",
+        "equivalence/test_weights.py::test_single_numbers_are_weighted_by_what_they_are_divided_by",
+    ),
+    Mutation(
+        "an optimizer's own apply_gradients is passed by",
+        "replicas/_optimizers.py",
+        "    if in_pairs:\n",
+        "    if in_pairs is None:\n",
+        "equivalence/test_optimizer_clock.py::test_the_method_that_a_step_calls_makes_the_update",
+    ),
+    Mutation(
+        "a loop is read with what it begins with alone",
+        "reading/_reading.py",
+        "        while op.type in LOOPS and readings:",
+        "        while op.type not in LOOPS and not readings:",
+        "reading/test_loss_reading.py::test_what_an_iteration_gives_the_next_one_begins_with",
+    ),
+    Mutation(
+        "a branch by the number of samples counts as one for all",
+        "reading/_inner_graphs.py",
+        "if kinds[0] in _OF_SEVERAL or is_by_number:",
+        "if kinds[0] in _OF_SEVERAL:",
+        "reading/test_loss_reading.py::test_the_number_of_samples_chooses",
+    ),
+    Mutation(
+        "metrics that count batches are not told of",
+        "hearing/_metric_values.py",
+        "loss.denominators == [] and number_of(added):",
+        "loss.denominators is None and number_of(added):",
+        "hearing/test_metric_values.py::test_a_count_of_batches_is_told_of",
+    ),
+    Mutation(
         "microbatches count alike, whatever their losses average over",
         "hearing/_recorder.py",
         "        weight = self._in_unit(optimizer, terms.weight)\n        self._folded",

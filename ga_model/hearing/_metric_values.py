@@ -16,8 +16,20 @@ from ga_model.base._internals import compiled_loss, loss_tracker
 from ga_model.hearing import _messages
 from ga_model.hearing._losses import StepLosses
 from ga_model.hearing._metrics_of_user import counts_samples, parts_of
-from ga_model.reading._denominators import NOT_LINEAR, OF_SUM, OF_WEIGHTS, SEVERAL, StepLoss
+from ga_model.reading._denominators import (
+    NOT_LINEAR,
+    OF_SUM,
+    OF_WEIGHTS,
+    SEVERAL,
+    UNKNOWN,
+    StepLoss,
+)
+from ga_model.reading._following import added_to_variable
+from ga_model.reading._operations import number_of
 from ga_model.reading._place import place_of
+
+_BREAKS = (NOT_LINEAR, SEVERAL, UNKNOWN)
+_EXTREMES = (("Max", "Maximum"), ("Min", "Minimum"))  # of a batch, and of all so far
 
 
 def tell_of_numbers(recording: Any, written: Callable[[Any], list[Any]]) -> None:
@@ -81,16 +93,11 @@ class _Numbers(NamedTuple):
     losses: StepLosses
     is_weighted: bool
 
-    def place_of(self, value: Any, breaks: Sequence[str] = (NOT_LINEAR,)) -> str | None:
-        """Return by what a number that waits is made, if it is no mean or sum over samples.
-
-        Args:
-            value: the number.
-            breaks: obstacles that count.
-        """
+    def place_of(self, value: Any) -> str | None:
+        """Return by what a number that waits is made, if it is no mean or sum over samples."""
         loss = self.losses.heard.read(value)
         obstacle = loss.obstacle
-        if obstacle is not None and obstacle.why in breaks:
+        if obstacle is not None and obstacle.why in _BREAKS:
             return None if is_in(obstacle.op, self.losses.told) else place_of(obstacle.op)
         kinds = _kinds_of(loss)
         if len(kinds) > 1 and not kinds <= self.losses.told_kinds:
@@ -99,11 +106,17 @@ class _Numbers(NamedTuple):
             return "a sum, or a mean over some of the samples, with `run_eagerly=True`"
         return None
 
-    def place_of_written(self, value: Any, breaks: Sequence[str]) -> str | None:
+    def place_of_written(self, value: Any) -> str | None:
         """Return by what a value is made that a metric adds up, if it is no sum over samples."""
-        loss = self.losses.heard.read(value)
-        if loss.obstacle is not None and loss.obstacle.why in breaks:
-            return place_of(loss.obstacle.op)
+        added = added_to_variable(value)
+        loss = self.losses.heard.read(value if added is None else added)
+        if loss.obstacle is not None and loss.obstacle.why in _BREAKS:
+            made_by = getattr(loss.obstacle.op, "type", None)
+            is_extreme = (made_by, getattr(value.op, "type", None)) in _EXTREMES
+            is_known = is_extreme or is_in(loss.obstacle.op, self.losses.told)
+            return None if is_known else place_of(loss.obstacle.op)
+        if added is not None and loss.denominators == [] and number_of(added):
+            return "a count of batches"
         return "a mean over samples" if _kinds_of(loss) - {OF_SUM.kind} else None
 
 
@@ -122,13 +135,11 @@ def _of_batches(
         is_given_numbers = type(metric) in (keras.metrics.Mean, keras.metrics.Sum)
         if is_in(metric, others) or (counts_samples(metric) and not is_given_numbers):
             continue
-        is_of_function = isinstance(metric, keras.metrics.MeanMetricWrapper)
-        breaks = (NOT_LINEAR, SEVERAL) if is_of_function else (NOT_LINEAR,)
         waiting = numbers.waiting(metric)
-        places = [numbers.place_of(value, breaks) for value in waiting]
+        places = [numbers.place_of(value) for value in waiting]
         if not waiting:
             written = numbers.written(metric.variables)
-            places = [numbers.place_of_written(value, breaks) for value in written]
+            places = [numbers.place_of_written(value) for value in written]
         place = next(filter(None, places), None)
         if place is not None:
             found.append(_OfBatches(metric.name, place, is_given_numbers))

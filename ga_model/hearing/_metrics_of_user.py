@@ -6,14 +6,19 @@ from typing import Any
 
 import keras
 
+from ga_model.base._identity import unique
+from ga_model.base._internals import arguments_of_loss
+from ga_model.hearing._models import instances_in
 from ga_model.hearing._stand_in import original_of
 
 
 def parts_of(metric: Any) -> list[Any]:
-    """Return the metrics that one of a model's `metrics` consists of."""
+    """Return the metrics that one of a model's `metrics` consists of, those held by it last."""
     metric = original_of(metric)
-    is_compiled = type(metric).__name__ == "CompileMetrics"
-    return list(metric.metrics) if is_compiled else [metric]
+    if type(metric).__name__ == "CompileMetrics":
+        return [part for inner in metric.metrics for part in parts_of(inner)]
+    held = instances_in(vars(metric), keras.metrics.Metric)
+    return unique([metric, *(part for inner in held for part in parts_of(inner))])
 
 
 def is_of_user(value: Any) -> bool:
@@ -27,5 +32,13 @@ def counts_samples(metric: Any) -> bool:
     parts = [original_of(metric), *parts_of(metric)]
     held = [value for part in parts for value in vars(part).values()]
     # Losses reduce what they compute to one number.
+    if any(0 in _axes_of(part) for part in parts):
+        return False
     is_of_others = any(is_of_user(value) or isinstance(value, keras.losses.Loss) for value in held)
     return all(type(part).__module__.startswith("keras.") for part in parts) and not is_of_others
+
+
+def _axes_of(metric: Any) -> list[Any]:
+    """Return the axes along which one of Keras's metrics is made to compute."""
+    axis = arguments_of_loss(metric).get("axis")
+    return list(axis) if isinstance(axis, (list, tuple)) else [axis]

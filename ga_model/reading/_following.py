@@ -90,6 +90,15 @@ def _arguments(op: Any) -> list[Any]:
     return list(op.inputs)[op.type in BRANCHES :]
 
 
+def added_to_variable(value: Any) -> Any:
+    """Return what is added to the value of a variable, or None if a tensor is no such sum."""
+    op = getattr(value, "op", None)
+    if op is None or op.type not in ("Add", "AddV2"):
+        return None
+    others = [tensor for tensor in op.inputs if tensor.op.type != "ReadVariableOp"]
+    return others[0] if len(others) == 1 else None
+
+
 def written_from(op: Any, handle: Any) -> list[Any]:
     """Return what the value that an operation writes to a variable follows from.
 

@@ -16,6 +16,7 @@ from ga_model.reading._operations import (
     BY_SAMPLE,
     COUNT,
     DIVISIONS,
+    INSIDE,
     MEAN,
     MIXED,
     SHARED,
@@ -82,6 +83,13 @@ class ReducedReading(PartsReading):
         if {COUNT, SCALE} & set(kinds) and set(kinds) <= {BY_SAMPLE, COUNT, SHARED, SCALE}:
             return self._of_scale(op, kinds)
         return None
+
+    def _trusted(self, op: Any, kinds: list[Any], output: Any, inner: list[Any]) -> str | None:
+        if op.type == "MatMul" and kinds == [INSIDE, BY_SAMPLE]:
+            is_transposed = self._axis.get(id(op.inputs[0])) == 1
+            if is_transposed and not (op.get_attr("transpose_a") or op.get_attr("transpose_b")):
+                return self._divided(output, OF_SUM)
+        return super()._trusted(op, kinds, output, inner)
 
     def _sums_products(self, op: Any, kinds: list[Any]) -> bool:
         """Return whether an operation multiplies the entries of samples, and sums over these."""

@@ -110,6 +110,8 @@ class StepReading(ReducedReading):
         """Return what a tensor of which the gradient is taken is divided by."""
         self.update()
         kind = self.kind_of(tensor)
+        if kind == COUNT:
+            return StepLoss([OF_SUM])  # of ones
         if kind == BY_SAMPLE and id(tensor) not in self._powers:
             return StepLoss([OF_SUM], is_by_sample=True)  # a tape sums what is no scalar
         if kind in REDUCED:

@@ -321,6 +321,7 @@ class Scaled(keras.Model):
         return {"loss": loss, "first": data["x"][0], "rows": tf.shape(data["x"])[0]}
 
 
+@pytest.mark.filterwarnings("ignore:A number that a metric or a log has:UserWarning")
 @pytest.mark.parametrize("loss_over", ["microbatch", "auto"])
 def test_scalars_and_none_are_part_of_every_microbatch(loss_over, float64):
     x, y = dense_data(12)

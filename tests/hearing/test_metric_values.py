@@ -54,6 +54,34 @@ def compare(make, metrics, rows, settings, **kwargs):
     return [n for n in known if not np.allclose(logs[n], known[n], rtol=1e-6, atol=0)], said
 
 
+class Adds(keras.metrics.Metric):
+    """The mean over batches of a number, or over samples if `count` counts them."""
+
+    def __init__(self, number, count=lambda z: 1.0):
+        super().__init__(name="adds")
+        self.number, self.count = number, count
+        self.sum = self.add_weight(initializer="zeros", name="sum")
+        self.times = self.add_weight(initializer="zeros", name="times")
+
+    def update_state(self, y, z, sample_weight=None):
+        self.sum.assign_add(self.number(z))
+        self.times.assign_add(self.count(z))
+
+    def result(self):
+        return self.sum / self.times
+
+
+class Largest(Adds):
+    def update_state(self, y, z, sample_weight=None):
+        self.sum.assign(ops.maximum(self.sum, ops.max(z)))
+        self.times.assign(1.0)
+
+
+class MeanOfLargest(keras.metrics.Mean):
+    def update_state(self, y, z, sample_weight=None):
+        super().update_state(ops.max(z))
+
+
 OF_BATCHES = {
     "dice": lambda: dice,
     "matches": lambda: matches,
@@ -61,6 +89,10 @@ OF_BATCHES = {
     "means": MeanOfMeans,
     "loss": keras.losses.Dice,
     "several": lambda: mean_and_sum,
+    "largest": lambda: Adds(ops.max),
+    "batches": lambda: Adds(ops.sum),
+    "mean of largest": MeanOfLargest,
+    "axis of samples": lambda: keras.metrics.CosineSimilarity(axis=0),
 }
 OF_SAMPLES = {
     "mean_error": lambda: mean_error,
@@ -88,6 +120,7 @@ def test_added_up_they_are_told_of(name, float64):
     assert 'set `loss_over="batch"`' in said
     places = {"dice": "'RealDiv'", "class": "'RealDiv'", "matches": "'MatMul'"}
     places |= {"means": "a mean over samples", "several": "terms that are divided by different"}
+    places |= {"largest": "'Max'", "batches": "a count of batches"}
     assert places.get(name, "made by") in said
 
 
@@ -119,6 +152,40 @@ def test_numbers_that_are_means_or_sums_are_put_together(name, settings, float64
     rows = 12 if "microbatch_size" in settings else 4
     assert compare(dense_model, lambda: [function], rows, settings) == ([], [])
     assert 12 not in shapes[: len(shapes) // 2]
+
+
+@pytest.mark.parametrize("settings", ADDED_UP[:2], ids=str)
+@pytest.mark.parametrize(
+    "metric",
+    [lambda: Adds(ops.sum, lambda z: ops.cast(ops.shape(z)[0], z.dtype)), lambda: Largest(ops.max)],
+    ids=["samples", "largest"],
+)
+def test_metrics_that_count_samples_or_keep_the_largest_are_not(metric, settings, float64):
+    rows = 12 if "microbatch_size" in settings else 4
+    assert compare(dense_model, lambda: [metric()], rows, settings) == ([], [])
+
+
+def test_a_count_of_batches_is_told_of(float64):
+    _, (said,) = compare(dense_model, lambda: [Adds(ops.sum)], 4, {"accumulation_steps": 3})
+    assert "a count of batches" in said
+
+
+class Holds(keras.metrics.Metric):
+    def __init__(self):
+        super().__init__(name="holds")
+        self.mean = keras.metrics.Mean()
+
+    def update_state(self, y, z, sample_weight=None):
+        self.mean.update_state(ops.max(z))
+
+    def result(self):
+        return self.mean.result()
+
+
+def test_a_metric_that_another_one_holds_is_told_of(float64):
+    differing, (said,) = compare(dense_model, lambda: [Holds()], 4, {"accumulation_steps": 3})
+    assert differing == ["holds"]
+    assert WHAT in said
 
 
 @pytest.mark.parametrize("settings", ADDED_UP, ids=str)
@@ -193,6 +260,8 @@ class LogsNumbers(TracksItsLoss):
             "now": loss,
             "worst": ops.sqrt(loss),
             "norm": tf.linalg.global_norm(gradients),
+            "largest": ops.max(errors),
+            "samples": tf.cast(tf.shape(x)[0], x.dtype),
             "tracked": self.tracker.result(),
         }
 
@@ -204,8 +273,8 @@ def test_logs_that_are_no_means_over_samples_are_told_of(float64):
         return model
 
     differing, said = compare(make, lambda: None, 4, {"accumulation_steps": 3})
-    assert differing == ["norm", "worst"]
-    for name, text in zip(differing[::-1], said, strict=True):
+    assert sorted(differing) == ["largest", "norm", "worst"]
+    for name, text in zip(["worst", "norm", "largest"], said, strict=True):
         assert WHAT in text
         assert f"the log {name!r}" in text
     assert compare(make, lambda: None, 12, {"microbatch_size": 5}) == ([], [])

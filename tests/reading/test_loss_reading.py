@@ -461,12 +461,6 @@ MIXING = [
     lambda x: tf.reverse_sequence(x, [3, 2, 2, 2], seq_axis=0, batch_axis=1),
     lambda x: tf.cond(tf.reduce_max(x) > 1.0, lambda: x, lambda: 0.5 * x),
     lambda x: tf.while_loop(lambda y: tf.reduce_max(y) > 1.0, lambda y: (0.5 * y,), (x,))[0],
-    lambda x: tf.while_loop(lambda i, y: i < tf.shape(x)[0], lambda i, y: (i + 1, 0.5 * y), (0, x))[
-        1
-    ],
-    lagged_mean,
-    until_all_are_near,
-    lambda x: tf.cond(tf.shape(x)[0] > 5, lambda: x, lambda: 0.5 * x),
     lambda x: tf.map_fn(lambda row: row - tf.reduce_mean(x, 0), x),
     lambda x: tf.vectorized_map(lambda row: row - tf.reduce_mean(x, 0), x),
     lambda x: tf.gather(x, tf.reverse(tf.range(tf.shape(x)[0]), [0])),
@@ -498,9 +492,6 @@ KEEPING = [
     lambda x: tf.linalg.inv(tf.linalg.diag(2.0 + tf.square(x)))[:, 0],
     lambda x: x + tf.math.real(tf.signal.fft(tf.cast(x, tf.complex64))),
     lambda x: tf.cond(tf.size(x) > 0, lambda: x, lambda: 0.5 * x),
-    lambda x: tf.while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, x * y), (0, tf.ones_like(x)))[
-        1
-    ],
 ]
 MODELS = [(of_batch(function), True) for function in MIXING]
 MODELS += [(of_batch(function), False) for function in KEEPING]
@@ -511,9 +502,9 @@ MODELS += [(lambda: mixing(Farthest()), True)]
 MODELS += [(lambda: mixing(keras.layers.Dropout(0.5)), False), (recurrent, False), (images, False)]
 
 
-@pytest.mark.parametrize(("make", "mixes"), MODELS)
-def test_layers_that_compute_with_other_samples_are_told(make, mixes):
-    model, found = make(), []
+def mixes_samples(model):
+    """Return whether a model is told of as one whose outputs depend on other samples."""
+    found = []
     spec = tf.TensorSpec([None, *model.input_shape[1:]], model.inputs[0].dtype)
 
     @tf.function(input_signature=[spec], autograph=False)
@@ -521,7 +512,23 @@ def test_layers_that_compute_with_other_samples_are_told(make, mixes):
         found.append(why_mixed([model(x, training=True)], model))
 
     of_microbatch.get_concrete_function()
-    assert (found[0] is not None) == mixes
+    return found[0] is not None
+
+
+@pytest.mark.parametrize(("make", "mixes"), MODELS)
+def test_layers_that_compute_with_other_samples_are_told(make, mixes):
+    assert mixes_samples(make()) == mixes
+
+
+def test_what_an_iteration_gives_the_next_one_begins_with():
+    assert mixes_samples(of_batch(lagged_mean)())
+    assert mixes_samples(of_batch(until_all_are_near)())
+    assert not mixes_samples(of_batch(lambda x: halved(x, times=3))())
+
+
+def test_the_number_of_samples_chooses():
+    assert mixes_samples(of_batch(lambda x: halved(x, times=tf.shape(x)[0]))())
+    assert mixes_samples(of_batch(lambda x: tf.cond(tf.size(x) > 5, lambda: x, lambda: 0.5 * x))())
 
 
 def crops(x):
