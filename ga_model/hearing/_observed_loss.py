@@ -70,7 +70,10 @@ def _observer(entry: Any, compiled: Any, check: Any, read: Any, is_first: Any) -
             raise DoesNotAddUpError  # it is known to be a mean, of which Keras takes the sum
         found = None
         if read is not None and not is_product:
-            values = None if overrides_call(loss) or not seen else seen[0]
+            # With a mask, a `__call__` of the user's own is taken to pass on to Keras's.
+            is_masked = any(mask_of(tensor) is not None for tensor in (y_pred, *seen))
+            is_own = not seen or (overrides_call(loss) and not is_masked)
+            values = None if is_own else seen[0]
             found = read(name, values, value, "sum" if is_added else "rows")
         if found is not None:
             value, term = _read_term(name, value, found, is_first)
