@@ -193,6 +193,20 @@ class Confusion(keras.metrics.Metric):
         return ops.trace(self.matrix)
 
 
+class Largest(keras.metrics.Metric):
+    """A maximum, which adds up to nothing, and is that of all batches."""
+
+    def __init__(self):
+        super().__init__(name="largest")
+        self.most = self.add_weight(initializer="zeros", name="most")
+
+    def update_state(self, y, z, sample_weight=None):
+        self.most.assign(ops.maximum(self.most, ops.max(ops.abs(y - z))))
+
+    def result(self):
+        return self.most
+
+
 class TracksItsInputs(keras.layers.Layer):
     def __init__(self, function=ops.copy):
         super().__init__()

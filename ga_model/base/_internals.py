@@ -199,8 +199,14 @@ def has_metrics(metric: Any) -> bool:
 
 
 def arguments_of_loss(loss: Any) -> dict[str, Any]:
-    """Return the arguments with which one of Keras's losses calls its function."""
+    """Return the arguments with which one of Keras's losses or metrics calls its function."""
     return getattr(loss, "_fn_kwargs", {})
+
+
+def is_along_samples(loss: Any) -> bool:
+    """Return whether one of Keras's losses or metrics is made to compute along axis 0."""
+    axis = arguments_of_loss(loss).get("axis", getattr(loss, "axis", None))
+    return 0 in (axis if isinstance(axis, (list, tuple)) else [axis])
 
 
 def added_to_valid_entries() -> float:

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from ga_model.base._identity import unique
-from ga_model.base._internals import arguments_of_loss
+from ga_model.base._internals import is_along_samples
 from ga_model.hearing._models import instances_in
 from ga_model.hearing._stand_in import original_of
 
@@ -30,15 +30,9 @@ def is_of_user(value: Any) -> bool:
 def counts_samples(metric: Any) -> bool:
     """Return whether a metric is one of Keras's own that counts what it gets of each sample."""
     parts = [original_of(metric), *parts_of(metric)]
+    if any(map(is_along_samples, parts)):
+        return False
     held = [value for part in parts for value in vars(part).values()]
     # Losses reduce what they compute to one number.
-    if any(0 in _axes_of(part) for part in parts):
-        return False
     is_of_others = any(is_of_user(value) or isinstance(value, keras.losses.Loss) for value in held)
     return all(type(part).__module__.startswith("keras.") for part in parts) and not is_of_others
-
-
-def _axes_of(metric: Any) -> list[Any]:
-    """Return the axes along which one of Keras's metrics is made to compute."""
-    axis = arguments_of_loss(metric).get("axis")
-    return list(axis) if isinstance(axis, (list, tuple)) else [axis]

@@ -53,8 +53,8 @@ def observed(
 def _observer(entry: Any, compiled: Any, check: Any, read: Any, is_first: Any) -> Any:
     """Return a stand-in for one loss: it computes the loss and notes its term in `compiled`."""
     loss, name = entry.loss, entry.name
-    reduction = getattr(loss, "reduction", None)
-    is_added = reduction is None or reduction in ("sum", "none")
+    reduction: Any = getattr(loss, "reduction", None)
+    is_added = reduction in ("sum", "none", None)
 
     def in_total(value: Any) -> Any:
         return value if entry.loss_weights is None else value * entry.loss_weights
@@ -68,18 +68,19 @@ def _observer(entry: Any, compiled: Any, check: Any, read: Any, is_first: Any) -
         is_product = is_number and sample_weight is not None
         if check is not None and is_number and is_added:
             raise DoesNotAddUpError  # it is known to be a mean, of which Keras takes the sum
+        masks = [mask_of(tensor) for tensor in (y_pred, *seen)]
+        masks = [mask for mask in masks if mask is not None]
         found = None
         if read is not None and not is_product:
             # With a mask, a `__call__` of the user's own is taken to pass on to Keras's.
-            is_masked = any(mask_of(tensor) is not None for tensor in (y_pred, *seen))
-            is_own = not seen or (overrides_call(loss) and not is_masked)
+            is_own = not seen or (_overrides_call(loss) and not masks)
             values = None if is_own else seen[0]
             found = read(name, values, value, "sum" if is_added else "rows")
         if found is not None:
             value, term = _read_term(name, value, found, is_first)
             compiled._terms.append(term._replace(value=in_total(value), raw=value))
             return value
-        if reduction is None or is_added:
+        if is_added:
             if reduction == "sum":
                 value = tf.reduce_sum(value)  # Keras leaves the values of no rows as they are
             term = Term(name, None, reduction or "none", in_total(value), value, is_product)
@@ -92,8 +93,6 @@ def _observer(entry: Any, compiled: Any, check: Any, read: Any, is_first: Any) -
             # Keras leaves the division out there. A mean of no rows is NaN, and would be logged.
             has_rows = tf.greater(num_rows(y_pred), 0)
             value = tf.where(has_rows, value, tf.zeros_like(value)) / replicas
-        masks = [mask_of(t) for t in (y_pred, *seen)]
-        masks = [mask for mask in masks if mask is not None]
         weight: Any = num_rows(y_pred)
         kind: Hashable = "rows"  # for a `__call__` that does not come to `call`
         if seen:
@@ -107,7 +106,7 @@ def _observer(entry: Any, compiled: Any, check: Any, read: Any, is_first: Any) -
     return observe
 
 
-def overrides_call(loss: Any) -> bool:
+def _overrides_call(loss: Any) -> bool:
     """Return whether a loss has a `__call__` of the user's own, or is no `keras.losses.Loss`."""
     return type(loss).__call__ is not keras.losses.Loss.__call__
 

@@ -16,7 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ga_model.base._internals import arguments_of_loss, layers_in
+from ga_model.base._internals import is_along_samples, layers_in
 from ga_model.reading._dependence import dependence_of
 from ga_model.reading._operations import BY_SAMPLE, MEAN, MIXED, PARTS, SHARED, SUM, names
 from ga_model.reading._place import place_of
@@ -56,7 +56,7 @@ def is_known(loss: Any) -> bool:
         loss: what `compile` takes for a loss, or what Keras makes of it.
     """
     loss = keras.losses.get(loss)
-    if _has_axis_of_samples(loss):
+    if is_along_samples(loss):
         return False
     kinds = [loss if inspect.isfunction(loss) else type(loss), getattr(loss, "fn", None)]
     return all(
@@ -74,13 +74,6 @@ def _fit(loss: Any, y_true: Any, y_pred: Any) -> bool:
         return True
     higher = y_true if ranks[0] > ranks[1] else y_pred
     return bool(ranks[0] == ranks[1] or higher.shape[-1] == 1 or 0 in ranks)
-
-
-def _has_axis_of_samples(loss: Any) -> bool:
-    """Return whether one of Keras's losses is made to compute along axis 0."""
-    arguments = arguments_of_loss(loss)
-    axis = arguments.get("axis", getattr(loss, "axis", None))
-    return 0 in (axis if isinstance(axis, (list, tuple)) else [axis])
 
 
 def _values_of(loss: Any) -> Callable[..., Any] | None:

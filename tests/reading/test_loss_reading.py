@@ -385,7 +385,6 @@ def transposed(function):
     return lambda x: tf.transpose(function(tf.transpose(x)))
 
 
-# On an axis that is not the first, samples are chosen, moved or put together.
 def halved(x, times):
     return tf.while_loop(lambda i, y: i < times, lambda i, y: (i + 1, 0.5 * y), (0, x))[1]
 
@@ -406,6 +405,7 @@ def until_all_are_near(x):
     return tf.while_loop(lambda y, far: far > 1.0, body, (x, tf.constant(2.0, x.dtype)))[0]
 
 
+# On an axis that is not the first, samples are chosen, moved or put together.
 MIXING_INSIDE = [
     lambda x: tf.reshape(tf.transpose(x), tf.shape(x)),
     lambda x: x + tf.transpose(x)[:, :1][:, 0],

@@ -9,6 +9,7 @@ from helpers import dense_data, dense_model, relative_difference, seeded
 from keras import ops
 from logged import (
     Confusion,
+    Largest,
     MeanOfDice,
     MeanOfMeans,
     TracksItsInputs,
@@ -31,20 +32,6 @@ def share_above(y, z):
     """The same, through which no gradient goes."""
     chosen = ops.cast(y > 0, z.dtype)
     return ops.sum(chosen * ops.cast(z > y, z.dtype)) / ops.sum(chosen)
-
-
-class Largest(keras.metrics.Metric):
-    """A maximum, which adds up to nothing, and is that of all batches."""
-
-    def __init__(self):
-        super().__init__(name="largest")
-        self.most = self.add_weight(initializer="zeros", name="most")
-
-    def update_state(self, y, z, sample_weight=None):
-        self.most.assign(ops.maximum(self.most, ops.max(ops.abs(y - z))))
-
-    def result(self):
-        return self.most
 
 
 def tracking(function=ops.copy):
