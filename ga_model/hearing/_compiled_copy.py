@@ -83,12 +83,27 @@ class _Tracked(StandIn):
         return self._listener._calls.result(self._original)
 
 
-def seeing(loss: Any, seen: list[Any]) -> Any:
-    """Return a twin of a loss that appends its values to `seen` before they are reduced."""
+def seeing(loss: Any, seen: list[Any], tell_reduced: Callable[[Any], None]) -> Any:
+    """Return a twin of a loss that tells what it computes.
+
+    Args:
+        loss: the loss.
+        seen: gets its values before they are reduced.
+        tell_reduced: called with what Keras reduces them to, before a `__call__` of the user's own
+            may compute with it.
+    """
     if not isinstance(loss, keras.losses.Loss):
         return loss
 
-    class Observed(type(loss)):  # type: ignore[misc]
+    class Reducing(keras.losses.Loss):
+        """Stands right in front of Keras's own class, behind those of the user."""
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            number = super().__call__(*args, **kwargs)
+            tell_reduced(number)
+            return number
+
+    class Observed(type(loss), Reducing):  # type: ignore[misc]
         def call(self, y_true: Any, y_pred: Any) -> Any:
             values = super().call(y_true, y_pred)
             # A number, perhaps. Ragged tensors would be refused.

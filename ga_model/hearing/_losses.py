@@ -85,9 +85,10 @@ class StepLosses(StepTerms):
         if self._observed is None:
             calls = metrics if self._position.defers_logs else None
             check = self._check_adds_up if self._position.must_add_up else None
-            read = self._read_number if self._reads_losses and self.graph is not None else None
+            reads = self._reads_losses and self.graph is not None
+            read, tell = (self._read_number, self._note_reduced) if reads else (None, None)
             self._observed = observed(
-                compiled, self.note_term, calls, check, read, self._position.is_first
+                compiled, self.note_term, calls, check, read, tell, self._position.is_first
             )
         return self._observed
 
@@ -111,6 +112,11 @@ class StepLosses(StepTerms):
         if self._position.can_be_whole and self.graph is not None:
             raise DoesNotAddUpError
         self._model._warn_once(message)
+
+    def _note_reduced(self, values: Any, number: Any, denominator: Denominator) -> None:
+        """Take it as known what Keras has divided the values of a loss by, one of each sample."""
+        if self.heard.read(values).is_by_sample:
+            self.heard.note(number, denominator)
 
     def _read_number(self, name: str, values: Any, number: Any, assumed: str) -> Denominator | None:
         """Return what a compiled loss that gives one number for all samples is divided by.

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from ga_model.base._internals import added_to_valid_entries, mask_of
 from ga_model.graphs._microbatch import num_rows
 from ga_model.hearing._compiled_copy import copy_with, same_rank, seeing
 from ga_model.hearing._weights import Term
-from ga_model.reading._denominators import Denominator
+from ga_model.reading._denominators import OF_SUM, Denominator
 from ga_model.reading._loss_reading import DoesNotAddUpError
 from ga_model.replicas import _strategy
 
@@ -23,6 +22,7 @@ def observed(
     calls: Any = None,
     check: Callable[[Any, Any, Any], None] | None = None,
     read: Callable[[str, Any | None, Any, str], Denominator | None] | None = None,
+    tell: Callable[[Any, Any, Denominator], None] | None = None,
     is_first: Any = True,
 ) -> Any:
     """Return a copy of a compiled loss that notes the term of every loss it computes.
@@ -40,17 +40,18 @@ def observed(
             does not, the number that they are reduced to, and the kind of denominator that this
             has if nothing is read; returns the `Denominator` of a loss that gives a single number
             for all samples, else None. Or None.
+        tell: called with values, what Keras reduces them to, and its `Denominator`. Or None.
         is_first: whether nothing stands before in the whole that a mean goes over: a bool
             scalar.
     """
 
     def observer(entry: Any, copy: Any) -> Any:
-        return _observer(entry, copy, check, read, is_first)
+        return _observer(entry, copy, check, read, tell, is_first)
 
     return copy_with(compiled, observer, note, calls)
 
 
-def _observer(entry: Any, compiled: Any, check: Any, read: Any, is_first: Any) -> Any:
+def _observer(entry: Any, compiled: Any, check: Any, read: Any, tell: Any, is_first: Any) -> Any:
     """Return a stand-in for one loss: it computes the loss and notes its term in `compiled`."""
     loss, name = entry.loss, entry.name
     reduction: Any = getattr(loss, "reduction", None)
@@ -63,18 +64,33 @@ def _observer(entry: Any, compiled: Any, check: Any, read: Any, is_first: Any) -
         if check is not None:
             check(loss, y_true, y_pred)
         seen: list[Any] = []
-        value = seeing(loss, seen)(y_true, y_pred, sample_weight)
+        rows = num_rows(y_pred)
+        # For a `__call__` that does not come to Keras's.
+        weight, once, reduced = rows, None, None
+        kind: Hashable = "rows"
+
+        def note_reduced(number: Any) -> None:
+            nonlocal weight, kind, once, reduced
+            reduced = number
+            if is_added:
+                of_keras = OF_SUM
+            else:
+                masks = [mask_of(tensor) for tensor in (y_pred, seen[-1])]
+                masks = [mask for mask in masks if mask is not None]
+                weight, kind, once = _denominator(reduction, seen[-1], sample_weight, masks, rows)
+                divisor = None if once is None else weight + once
+                of_keras = Denominator(kind, weight, divisor, once)
+            if tell is not None:
+                tell(seen[-1], number, of_keras)
+
+        value = seeing(loss, seen, note_reduced)(y_true, y_pred, sample_weight)
         is_number = bool(seen) and seen[0].shape.rank == 0
         is_product = is_number and sample_weight is not None
         if check is not None and is_number and is_added:
             raise DoesNotAddUpError  # it is known to be a mean, of which Keras takes the sum
-        masks = [mask_of(tensor) for tensor in (y_pred, *seen)]
-        masks = [mask for mask in masks if mask is not None]
         found = None
         if read is not None and not is_product:
-            # With a mask, a `__call__` of the user's own is taken to pass on to Keras's.
-            is_own = not seen or (_overrides_call(loss) and not masks)
-            values = None if is_own else seen[0]
+            values = seen[0] if value is reduced else None
             found = read(name, values, value, "sum" if is_added else "rows")
         if found is not None:
             value, term = _read_term(name, value, found, is_first)
@@ -93,22 +109,13 @@ def _observer(entry: Any, compiled: Any, check: Any, read: Any, is_first: Any) -
             # Keras leaves the division out there. A mean of no rows is NaN, and would be logged.
             has_rows = tf.greater(num_rows(y_pred), 0)
             value = tf.where(has_rows, value, tf.zeros_like(value)) / replicas
-        weight: Any = num_rows(y_pred)
-        kind: Hashable = "rows"  # for a `__call__` that does not come to `call`
-        if seen:
-            weight, kind, once = _denominator(reduction, seen[0], sample_weight, masks, weight)
-            if once is not None:
-                value, weight = _with_once(value, weight, once, is_first)
+        if once is not None:
+            value, weight = _with_once(value, weight, once, is_first)
         is_product = is_product and reduction != "mean_with_sample_weight"
         compiled._terms.append(Term(name, weight, kind, in_total(value), value, is_product))
         return value
 
     return observe
-
-
-def _overrides_call(loss: Any) -> bool:
-    """Return whether a loss has a `__call__` of the user's own, or is no `keras.losses.Loss`."""
-    return type(loss).__call__ is not keras.losses.Loss.__call__
 
 
 def _read_term(name: str, value: Any, found: Denominator, is_first: Any) -> tuple[Any, Term]:

@@ -647,6 +647,19 @@ def test_a_loss_that_passes_on_to_keras_is_weighted_like_keras(reduction, float6
     assert min(loss.calls for loss in losses) >= 1
 
 
+class Rooted(keras.losses.MeanSquaredError):
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        return tf.sqrt(super().__call__(y_true, y_pred, sample_weight))
+
+
+def test_a_loss_that_changes_what_keras_gives_is_told_of_though_masked(float64):
+    def arguments():
+        return {"optimizer": keras.optimizers.SGD(0.03), "loss": Rooted()}
+
+    with pytest.warns(UserWarning, match="'Sqrt'.*is not linear in a sum or mean"):
+        difference_of_fits(masked_recurrent, arguments, masked_data(34), rows=4, steps=3)
+
+
 class AddsLossPerRow(keras.layers.Layer):
     def call(self, inputs):
         self.add_loss(0.01 * tf.reduce_mean(tf.square(inputs), axis=-1))
