@@ -69,6 +69,11 @@ class LoggedNumbers:
         """Return whether a number is read to be one mean or sum over samples."""
         return self._read(value) is not None
 
+    def is_sum(self, value: Any) -> bool:
+        """Return whether a number is read to be a sum over samples."""
+        read = self._read(value)
+        return read is not None and read[0].weight is None
+
     def _read(self, value: Any) -> tuple[_weights.LossTerms, Any] | None:
         """Return the weight that a number asks for, and what it is to be multiplied by, or None.
 

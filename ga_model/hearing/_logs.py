@@ -92,7 +92,7 @@ class BatchLogs:
             weight = 1.0 if is_one else sample_weight
             self._updates.append(_Update(metric, term is not None, is_count, weight, mean.least))
         for leaf in self.others():
-            if _is_number(leaf) and recording.numbers.follows_from_samples(leaf):
+            if _is_number(leaf, recording.numbers):
                 mean = recording.mean_of(leaf)
                 self.sums += mean[:2]
                 self._combined.append(leaf)
@@ -146,8 +146,9 @@ class BatchLogs:
                 metric, key = source
                 return metric.result() if key is None else metric.result()[key]
             if any(leaf is number for number in self._combined):
-                mean = _divided(next(means), next(means), next(least))
-                return tf.cast(mean / counts, getattr(leaf, "dtype", tf.float32))
+                mean = _divided(next(means), next(means), next(least)) / counts
+                dtype = tf.as_dtype(getattr(leaf, "dtype", tf.float32))
+                return tf.cast(tf.round(mean) if dtype.is_integer else mean, dtype)
             return None if leaf is None else last.pop(0)
 
         finished = iter([of_window(leaf) for leaf in self._leaves()])
@@ -246,11 +247,20 @@ def _divided(numerator: Any, denominator: Any, least: float) -> Any:
     return tf.math.divide_no_nan(numerator, denominator)
 
 
-def _is_number(leaf: Any) -> bool:
-    """Return whether a log can be averaged."""
+def _is_number(leaf: Any, numbers: Any) -> bool:
+    """Return whether a log is put together from those of microbatches: a mean, or a sum.
+
+    Args:
+        leaf: the log.
+        numbers: the `LoggedNumbers` of the step.
+    """
     if isinstance(leaf, float):
-        return True
+        return bool(numbers.follows_from_samples(leaf))
     if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
         return False
-    shape = tf.TensorShape(leaf.shape)
-    return bool(tf.as_dtype(leaf.dtype).is_floating and shape.is_fully_defined())
+    dtype = tf.as_dtype(leaf.dtype)
+    if not tf.TensorShape(leaf.shape).is_fully_defined():
+        return False
+    if dtype.is_integer:
+        return bool(numbers.is_sum(leaf))
+    return bool(dtype.is_floating and numbers.follows_from_samples(leaf))

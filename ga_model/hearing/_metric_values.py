@@ -24,7 +24,7 @@ from ga_model.reading._denominators import (
     UNKNOWN,
     StepLoss,
 )
-from ga_model.reading._following import added_to_variable
+from ga_model.reading._following import added_to_variable, adds_to_variable
 from ga_model.reading._operations import number_of
 from ga_model.reading._place import place_of
 
@@ -56,9 +56,10 @@ def tell_of_numbers(recording: Any, written: Callable[[Any], list[Any]]) -> None
     results = [result for result, *_ in calls.results]
     is_read = isinstance(recording.logs, dict) and not is_ruled
     for name, value in recording.logs.items() if is_read else ():
-        is_number = keras.ops.is_tensor(value) and keras.backend.is_float_dtype(value.dtype)
-        if is_number and not is_in(value, results):
+        if keras.ops.is_tensor(value) and not is_in(value, results):
             place = numbers.place_of(value)
+            if place is None and not keras.backend.is_float_dtype(value.dtype):
+                place = numbers.place_of_integer(value)
             if place is not None:
                 model._warn_once(message(f"the log {name!r}", place))
 
@@ -106,8 +107,20 @@ class _Numbers(NamedTuple):
             return "a sum, or a mean over some of the samples, with `run_eagerly=True`"
         return None
 
-    def place_of_written(self, value: Any) -> str | None:
-        """Return by what a value is made that a metric adds up, if it is no sum over samples."""
+    def place_of_integer(self, value: Any) -> str | None:
+        """Return by what an integer is made, if it is no sum over samples."""
+        return "a mean of integers" if _kinds_of(self.losses.heard.read(value)) - {"sum"} else None
+
+    def places_of_written(self, variables: Sequence[Any]) -> list[str | None]:
+        """Return by what values are made that a metric writes, where they do not add up."""
+        found: list[str | None] = []
+        for variable in variables:
+            values = self.written([variable])
+            is_added = any(value.dtype == "resource" for value in values)  # by the operation
+            found += [self._place_of_written(value, is_added) for value in values]
+        return found
+
+    def _place_of_written(self, value: Any, is_added: bool) -> str | None:
         added = added_to_variable(value)
         loss = self.losses.heard.read(value if added is None else added)
         if loss.obstacle is not None and loss.obstacle.why in _BREAKS:
@@ -117,7 +130,10 @@ class _Numbers(NamedTuple):
             return None if is_known else place_of(loss.obstacle.op)
         if added is not None and loss.denominators == [] and number_of(added):
             return "a count of batches"
-        return "a mean over samples" if _kinds_of(loss) - {OF_SUM.kind} else None
+        kinds = _kinds_of(loss)
+        if kinds and not is_added and not adds_to_variable(value):
+            return "a value that replaces that of the batch before"
+        return "a mean over samples" if kinds - {OF_SUM.kind} else None
 
 
 def _of_batches(
@@ -138,8 +154,7 @@ def _of_batches(
         waiting = numbers.waiting(metric)
         places = [numbers.place_of(value) for value in waiting]
         if not waiting:
-            written = numbers.written(metric.variables)
-            places = [numbers.place_of_written(value) for value in written]
+            places = numbers.places_of_written(metric.variables)
         place = next(filter(None, places), None)
         if place is not None:
             found.append(_OfBatches(metric.name, place, is_given_numbers))

@@ -11,6 +11,7 @@ from ga_model.base._internals_tf import written_handles
 from ga_model.reading._inner_graphs import BRANCHES, LOOPS, bodies
 from ga_model.reading._operations import names
 
+_ADDING = names("Add AddN AddV2 Cast Identity Sub")
 _FOLLOWED = names("PartitionedCall StatefulPartitionedCall") | LOOPS
 
 
@@ -97,6 +98,18 @@ def added_to_variable(value: Any) -> Any:
         return None
     others = [tensor for tensor in op.inputs if tensor.op.type != "ReadVariableOp"]
     return others[0] if len(others) == 1 else None
+
+
+def adds_to_variable(value: Any) -> bool:
+    """Return whether a tensor is a sum of the value of a variable and something else."""
+    left = [value]
+    while left:
+        op = left.pop().op
+        if op.type == "ReadVariableOp":
+            return True
+        if op.type in _ADDING:
+            left += list(op.inputs)[: 1 if op.type in ("Cast", "Sub") else None]
+    return False
 
 
 def written_from(op: Any, handle: Any) -> list[Any]:

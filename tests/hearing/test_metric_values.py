@@ -77,6 +77,24 @@ class MeanOfLargest(keras.metrics.Mean):
         super().update_state(ops.max(z))
 
 
+class OfLastBatch(Adds):
+    def update_state(self, y, z, sample_weight=None):
+        self.sum.assign(self.number(z))
+        self.times.assign(1.0)
+
+
+class Decaying(OfLastBatch):
+    def update_state(self, y, z, sample_weight=None):
+        self.sum.assign(0.9 * self.sum + self.number(z))
+        self.times.assign(1.0)
+
+
+class AddsAtOnce(Adds):
+    def update_state(self, y, z, sample_weight=None):
+        self.sum.assign(self.sum + ops.sum(z) + ops.sum(y))
+        self.times.assign_add(ops.cast(ops.shape(z)[0], z.dtype))
+
+
 OF_BATCHES = {
     "dice": lambda: dice,
     "matches": lambda: matches,
@@ -87,6 +105,8 @@ OF_BATCHES = {
     "largest": lambda: Adds(ops.max),
     "batches": lambda: Adds(ops.sum),
     "mean of largest": MeanOfLargest,
+    "last batch": lambda: OfLastBatch(ops.sum),
+    "decaying": lambda: Decaying(ops.sum),
     "axis of samples": lambda: keras.metrics.CosineSimilarity(axis=0),
 }
 OF_SAMPLES = {
@@ -116,6 +136,7 @@ def test_added_up_they_are_told_of(name, float64):
     places = {"dice": "'RealDiv'", "class": "'RealDiv'", "matches": "'MatMul'"}
     places |= {"means": "a mean over samples", "several": "terms that are divided by different"}
     places |= {"largest": "'Max'", "batches": "a count of batches"}
+    places |= dict.fromkeys(["last batch", "decaying"], "a value that replaces that of the batch")
     assert places.get(name, "made by") in said
 
 
@@ -152,8 +173,12 @@ def test_numbers_that_are_means_or_sums_are_put_together(name, settings, float64
 @pytest.mark.parametrize("settings", ADDED_UP[:2], ids=str)
 @pytest.mark.parametrize(
     "metric",
-    [lambda: Adds(ops.sum, lambda z: ops.cast(ops.shape(z)[0], z.dtype)), Largest],
-    ids=["samples", "largest"],
+    [
+        lambda: Adds(ops.sum, lambda z: ops.cast(ops.shape(z)[0], z.dtype)),
+        Largest,
+        lambda: AddsAtOnce(None),
+    ],
+    ids=["samples", "largest", "two sums"],
 )
 def test_metrics_that_count_samples_or_keep_the_largest_are_not(metric, settings, float64):
     rows = 12 if "microbatch_size" in settings else 4
@@ -163,6 +188,11 @@ def test_metrics_that_count_samples_or_keep_the_largest_are_not(metric, settings
 def test_a_count_of_batches_is_told_of(float64):
     _, (said,) = compare(dense_model, lambda: [Adds(ops.sum)], 4, {"accumulation_steps": 3})
     assert "a count of batches" in said
+
+
+def test_a_metric_that_keeps_its_last_batch_is_told_of(float64):
+    _, (said,) = compare(dense_model, lambda: [OfLastBatch(ops.sum)], 4, {"accumulation_steps": 3})
+    assert "a value that replaces that of the batch before" in said
 
 
 class Holds(keras.metrics.Metric):
@@ -257,6 +287,9 @@ class LogsNumbers(TracksItsLoss):
             "norm": tf.linalg.global_norm(gradients),
             "largest": ops.max(errors),
             "samples": tf.cast(tf.shape(x)[0], x.dtype),
+            "number": tf.shape(x)[0],
+            "chosen": tf.math.count_nonzero(errors > 1),
+            "middle": tf.cast(1000 * tf.sqrt(tf.reduce_sum(errors)), tf.int32),
             "tracked": self.tracker.result(),
         }
 
@@ -268,8 +301,8 @@ def test_logs_that_are_no_means_over_samples_are_told_of(float64):
         return model
 
     differing, said = compare(make, lambda: None, 4, {"accumulation_steps": 3})
-    assert sorted(differing) == ["largest", "norm", "worst"]
-    for name, text in zip(["worst", "norm", "largest"], said, strict=True):
+    assert sorted(differing) == ["largest", "middle", "norm", "worst"]
+    for name, text in zip(["worst", "norm", "largest", "middle"], said, strict=True):
         assert WHAT in text
         assert f"the log {name!r}" in text
     assert compare(make, lambda: None, 12, {"microbatch_size": 5}) == ([], [])
