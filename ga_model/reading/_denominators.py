@@ -15,6 +15,7 @@ SEVERAL = "combines several samples"
 NOT_LINEAR = "is not linear in a sum or mean over samples"
 OF_GRADIENT = "uses a gradient with respect to samples, which is divided by their number"
 DRAWN = "draws with a fixed seed"
+HIDDEN = "divides by something inside of a nested function"
 UNKNOWN = "may combine several samples"
 
 

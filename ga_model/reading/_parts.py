@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from ga_model.reading._alike import Alike
 from ga_model.reading._operations import (
     BY_SAMPLE,
     COUNT,
@@ -39,6 +40,7 @@ class PartsReading(Reading):
     def __init__(self, *args: Any) -> None:
         self._length: dict[int, Any] = {}  # of axis 0, where it is not that of the samples
         self._blocks: dict[int, int] = {}  # of samples behind one another, where it is not one
+        self._alike = Alike()
         super().__init__(*args)
 
     def kind_of_length(self, tensor: Any) -> Any:
@@ -82,7 +84,7 @@ class PartsReading(Reading):
         if self._rows is not None and set(kinds) == {SHARED, SHAPE} and op.type in _SHAPING:
             return SHARED  # the shape is perhaps that of weights, see `_shape`
         if op.type == "Where" and kinds == [BY_SAMPLE]:
-            self._length[id(output)] = ("chosen", id(op))
+            self._length[id(output)] = ("chosen", self._alike.number_of(output))
             return _CHOSEN
         if kinds[:1] == [_CHOSEN]:
             is_moved = op.type in ("Squeeze", "Reshape", "Cast", "Identity", "StridedSlice")

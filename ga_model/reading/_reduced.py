@@ -6,7 +6,7 @@ may be scaled and added up. Everything else that is made of them is no sum over 
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -43,16 +43,25 @@ class ReducedReading(PartsReading):
         graph: that the step is drawn in.
         rows: samples of the microbatch, if that is known while the graph is made.
         normalizing: names of BatchNormalization layers.
+        arguments: what the inputs of the graph are to samples, if it is one inside another.
+        of_weights: ids of tensors that follow from weights.
     """
 
-    def __init__(self, graph: Any, rows: int | None, normalizing: list[str]) -> None:
+    def __init__(
+        self,
+        graph: Any,
+        rows: int | None,
+        normalizing: Sequence[str],
+        arguments: Sequence[str | None] | None = None,
+        of_weights: Iterable[int] = (),
+    ) -> None:
         self._denominators: dict[int, dict[Hashable, Denominator]] = {}
         self._base: dict[int, tuple[Any, Any, float | None]] = {}  # of `BOUND`: see `_bound`
         # Of values that were divided by a number of samples, or by a power of it.
         self._powers: dict[int, tuple[float, Denominator]] = {}
-        self._of_weights: set[int] = set()
+        self._of_weights = set(of_weights)
         self._rows_tensor: Any = None
-        super().__init__(graph, True, rows, normalizing)
+        super().__init__(graph, True, rows, normalizing, arguments)
 
     def _inherited(self, op: Any) -> dict[Hashable, Denominator]:
         return by_kind(
@@ -239,20 +248,21 @@ class ReducedReading(PartsReading):
             return MIXED  # one weight serves no vector
         elif kinds == [SUM, SUM] and set(of_top) == {"sum"}:
             is_safe = op.type == "DivNoNan"
-            found = Denominator(("sum of weights", id(bottom)), _scalar(bottom), is_safe=is_safe)
+            kind = ("sum of weights", self._alike.number_of(bottom))
+            found = Denominator(kind, _scalar(bottom), is_safe=is_safe)
         elif kinds == [SUM, BOUND] and set(of_top) == {"sum"}:
             total, once, least = self._base[id(bottom)]
             if least is None:
                 return MIXED
             name = "rows" if self.kind_of(total) == COUNT else "sum of weights"
             numbers = _scalar(total), _scalar(bottom), None if once is None else _scalar(once)
-            found = Denominator((name, id(bottom)), *numbers, least)
+            found = Denominator((name, self._alike.number_of(bottom)), *numbers, least)
         elif kinds == [MEAN, MEAN] and len(of_top) == 1:
             of_bottom = self._denominators[id(bottom)]
             if set(of_top) == set(of_bottom):
                 rows = next(iter(of_bottom.values())).count
                 count = tf.cast(_scalar(bottom), tf.float64) * tf.cast(rows, tf.float64)
-                found = Denominator(("mean of weights", id(bottom)), count)
+                found = Denominator(("mean of weights", self._alike.number_of(bottom)), count)
         if found is None:
             return MIXED
         return self._divided(output, found)

@@ -16,8 +16,11 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
+import tensorflow as tf
+
 from ga_model.reading._denominators import (
     DRAWN,
+    HIDDEN,
     NOT_LINEAR,
     OF_GRADIENT,
     OF_SUM,
@@ -28,6 +31,7 @@ from ga_model.reading._denominators import (
     Obstacle,
     StepLoss,
 )
+from ga_model.reading._inner_graphs import BRANCHES, LOOPS, bodies
 from ga_model.reading._operations import (
     BY_SAMPLE,
     COUNT,
@@ -52,14 +56,13 @@ class StepReading(ReducedReading):
 
     Args:
         graph: that the step is drawn in. It may grow: `of` reads what has come.
-        rows: samples of the microbatch, if that is known while the graph is made.
-        normalizing: names of BatchNormalization layers.
+        args: what `ReducedReading` takes besides.
     """
 
-    def __init__(self, graph: Any, rows: int | None, normalizing: list[str]) -> None:
+    def __init__(self, graph: Any, *args: Any) -> None:
         self._obstacles: dict[int, Obstacle] = {}
         self._noted: dict[int, tuple[str, dict[Hashable, Denominator]]] = {}
-        super().__init__(graph, rows, normalizing)
+        super().__init__(graph, *args)
 
     def note(self, tensor: Any, denominator: Denominator) -> None:
         """Take it as known what a scalar is divided by."""
@@ -157,6 +160,39 @@ class StepReading(ReducedReading):
                 self._obstacles[id(output)] = (
                     self._obstacles[id(inherited[0])] if inherited else self._obstacle(op)
                 )
+
+    def _trusted(self, op: Any, kinds: list[Any], output: Any, inner: list[Any]) -> str | None:
+        kind = super()._trusted(op, kinds, output, inner)
+        is_loss = kind == MIXED and bool(inner) and output.shape.rank == 0
+        is_of_all = set(kinds) <= {BY_SAMPLE, SHARED, None} and op.type not in LOOPS
+        return self._reduced_inside(op, kinds, output) if is_loss and is_of_all else kind
+
+    def _reduced_inside(self, op: Any, kinds: list[Any], output: Any) -> str:
+        """Return what a scalar is that a function, or a branch of `tf.cond`, has computed."""
+        first = int(op.type in BRANCHES)
+        tensors, arguments = list(op.inputs)[first:], kinds[first:]
+        samples = [t for t, kind in zip(tensors, arguments) if kind == BY_SAMPLE]
+        found = []
+        for graph in bodies(op):
+            pairs = zip(tensors, graph.inputs)
+            weights = [id(own) for tensor, own in pairs if id(tensor) in self._of_weights]
+            with graph.as_default():  # what is counted there stays there
+                reading = StepReading(graph, self._rows, self._normalizing, arguments, weights)
+                loss = reading.of(graph.outputs[output.value_index])
+            if loss.denominators is None:
+                self._obstacles[id(output)] = loss.obstacle or Obstacle(op, UNKNOWN)
+                return MIXED
+            found.append({d.kind for d in loss.denominators})
+        is_known = found[0] <= {"rows", "sum", OF_WEIGHTS.kind}
+        is_of_all = all(self.kind_of_length(t) == "rows" for t in samples)
+        if any(kinds != found[0] for kinds in found) or not (is_known and is_of_all):
+            self._obstacles[id(output)] = Obstacle(op, HIDDEN)
+            return MIXED
+        of_rows = Denominator("rows", tf.shape(samples[0], out_type=tf.int64)[0])
+        by_name = {"rows": of_rows, "sum": OF_SUM, OF_WEIGHTS.kind: OF_WEIGHTS}
+        denominators: dict[Hashable, Denominator] = {kind: by_name[kind] for kind in found[0]}
+        self._denominators[id(output)] = denominators
+        return next(iter(denominators.values())).of_loss if len(denominators) == 1 else TERMS
 
     def _obstacle(self, op: Any) -> Obstacle:
         """Return why what an operation gives is no sum over samples, where its inputs are."""

@@ -61,6 +61,29 @@ def cosines(z, y):
     return z @ tf.transpose(y)
 
 
+@tf.function
+def nested_mean(z, y):
+    return tf.reduce_mean(errors(z, y))
+
+
+@tf.function
+def nested_sum(z, y):
+    if tf.shape(z)[1] > 2:
+        return total(errors(z, y))
+    return total(tf.abs(z - y))
+
+
+@tf.function
+def nested_mask(z, y, m):
+    return total(errors(z, y) * m) / (total(m) + 1.0)
+
+
+@tf.function
+def nested_root(z, y):
+    return tf.sqrt(tf.reduce_mean(errors(z, y)))
+
+
+SETTING = tf.Variable([1.0, 2.0], trainable=False)
 SAMPLES, WEIGHTS = (tf.TensorSpec(shape, tf.float64) for shape in ((None, 3), (None,)))
 
 # Of outputs, targets and a mask, which some batches have nothing of.
@@ -72,6 +95,21 @@ EXACT = {
     "sum by samples": lambda z, y, m: total(errors(z, y)) / tf.cast(tf.shape(z)[0], z.dtype),
     "sum by entries": lambda z, y, m: total(tf.square(z - y)) / tf.cast(tf.size(z), z.dtype),
     "masked": lambda z, y, m: total(errors(z, y) * m) / total(m),
+    "two masked": lambda z, y, m: (
+        total(errors(z, y) * m) / (total(m) + 1e-3)
+        + 0.3 * total(tf.abs(z[:, 0]) * m) / (total(m) + 1e-3)
+    ),
+    "chosen twice": lambda z, y, m: (
+        tf.reduce_mean(tf.boolean_mask(errors(z, y), m > 0))
+        + 0.3 * tf.reduce_mean(tf.boolean_mask(tf.abs(z), m > 0))
+    ),
+    "nested": lambda z, y, m: 2.0 * nested_mean(z, y),
+    "nested sum": lambda z, y, m: nested_sum(z, y) / number(z),
+    "branches": lambda z, y, m: tf.cond(
+        tf.reduce_sum(SETTING) > 0,
+        lambda: tf.reduce_mean(errors(z, y)),
+        lambda: tf.reduce_mean(tf.abs(z)),
+    ),
     "masked, epsilon": lambda z, y, m: total(errors(z, y) * m) / (total(m) + 1e-3),
     "masked, at least one": lambda z, y, m: total(errors(z, y) * m) / tf.maximum(total(m), 1.0),
     "masked, no NaN": lambda z, y, m: tf.math.divide_no_nan(total(errors(z, y) * m), total(m)),
@@ -132,6 +170,8 @@ EXACT = {
     "stopped": lambda z, y, m: tf.reduce_mean(errors(z, y)) + tf.stop_gradient(total(z) ** 2),
 }
 TOLD = {
+    "nested mask": lambda z, y, m: nested_mask(z, y, m),
+    "nested root": lambda z, y, m: nested_root(z, y),
     "times the square of the number": lambda z, y, m: total(errors(z, y)) / number(z) / number(z),
     "by the square of the number": lambda z, y, m: total(errors(z, y)) / (number(z) * number(z)),
     "means by the number": lambda z, y, m: tf.reduce_mean(errors(z, y) / number(z)),
@@ -567,6 +607,19 @@ def test_other_losses_are_told_of_once(name, way, float64):
 def test_the_message_names_the_operation_and_the_line(float64):
     _, _, (said,) = fit(lambda: OwnStep(TOLD["root"]), 3)
     assert f"'Sqrt' in {__file__}:" in said
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("name", ["two masked", "nested"])
+def test_losses_of_one_divisor_match_however_it_is_written(name, float64):
+    found, said = difference(lambda: OwnStep(EXACT[name]))
+    assert found <= TOLERANCE["float64"]
+    assert said == []
+
+
+def test_a_divisor_in_a_nested_function_is_told_of_as_such(float64):
+    _, _, (said,) = fit(lambda: OwnStep(TOLD["nested mask"]), 3)
+    assert "divides by something inside of a nested function" in said
 
 
 def test_a_rule_of_the_users_has_the_last_word(float64):
