@@ -14,8 +14,8 @@ def repeated(samples: tuple[Any, Any]) -> Any:
         return [keras.tree.map_structure(keras.ops.convert_to_tensor, samples)]
     import tensorflow as tf
 
-    # The number of rows is not part of the dataset's type, and no function is traced for it.
-    batches = tf.data.Dataset.from_tensor_slices(samples).batch(len(samples[1]))
+    batches = tf.data.Dataset.from_tensor_slices(samples)
+    batches = batches.batch(len(samples[1]), drop_remainder=True)  # all of one known size
     return iter(batches.cache().repeat())
 
 

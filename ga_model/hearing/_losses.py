@@ -115,7 +115,7 @@ class StepLosses(StepTerms):
 
     def _note_reduced(self, values: Any, number: Any, denominator: Denominator) -> None:
         """Take it as known what Keras has divided the values of a loss by, one of each sample."""
-        if self.heard.read(values).is_by_sample:
+        if number.shape.rank == 0 and self.heard.read(values).is_by_sample:
             self.heard.note(number, denominator)
 
     def _read_number(self, name: str, values: Any, number: Any, assumed: str) -> Denominator | None:

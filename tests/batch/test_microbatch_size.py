@@ -337,8 +337,7 @@ def test_scalars_and_none_are_part_of_every_microbatch(loss_over, float64):
     assert relative_difference(trained[1][0], trained[0][0], start) <= TOLERANCE[float64]
     for split, whole in zip(trained[1][1], trained[0][1], strict=True):
         np.testing.assert_allclose(split["loss"], whole["loss"], rtol=1e-12)
-        # Of the last microbatch, where logs are put together: it is no floating-point number.
-        assert split["rows"] == (2 if loss_over == "microbatch" else 12)
+        assert split["rows"] == 12
 
 
 def test_rows_keep_their_order(float64):
