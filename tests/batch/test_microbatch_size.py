@@ -210,6 +210,7 @@ def test_terms_of_unlike_weights_warn_where_they_can_not_be_exact(make, steps, f
         model.fit(x, y, batch_size=12, shuffle=False, verbose=0)
 
 
+@pytest.mark.gate
 def test_looking_ahead_leaves_random_state_and_statistics_alone(float64):
     """Dropout draws as often, and running averages move as often, as there are microbatches."""
 

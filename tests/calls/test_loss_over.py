@@ -777,6 +777,7 @@ def test_a_batch_that_is_not_finite_is_left_out_whole(float64):
     assert all(np.all(np.isfinite(w)) for w in model.get_weights())
 
 
+@pytest.mark.gate
 @pytest.mark.one_device("makes replicas itself")
 @pytest.mark.parametrize("name", [name for name in LOSSES if name != "Dice"])
 def test_each_replica_compares_its_own_rows_as_in_plain_keras(name, float64):

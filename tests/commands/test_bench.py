@@ -129,6 +129,7 @@ def test_every_way_does_what_it_is_called(way):
 SMALL_MODELS = dict(zip(TRAINED_NAMES, trained_cases(1, 32, 8, 50), strict=True))
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("way", [STEPS, FLOOR, SIZE, RECOMPUTING])
 @pytest.mark.parametrize("name", TRAINED_NAMES[::-1])
 @pytest.mark.filterwarnings("ignore:Gradients of microbatches add up:UserWarning")

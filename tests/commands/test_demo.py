@@ -115,6 +115,7 @@ def test_plot_leaves_out_memory_that_is_not_known():
     assert "n/a" in _report.table(results)
 
 
+@pytest.mark.gate
 def test_training_that_fails_shows_its_error():
     settings = replace(SETTINGS, optimizer="no such optimizer")
     with pytest.raises(

@@ -165,6 +165,7 @@ TASKS = {
 }
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("settings", WAYS, ids=str)
 @pytest.mark.parametrize("task", TASKS)
 def test_a_task_model_of_keras_hub_matches_the_whole_batch(task, settings, float64):
@@ -176,6 +177,7 @@ def test_a_task_model_of_keras_hub_matches_the_whole_batch(task, settings, float
 # KerasTuner.
 
 
+@pytest.mark.gate
 @pytest.mark.filterwarnings(r"ignore:(currentThread|getName)\(\) is deprecated:DeprecationWarning")
 def test_keras_tuner_searches_with_accumulating_models(tmp_path):
     x, y = dense_data(24)

@@ -396,6 +396,7 @@ def test_no_pass_over_activations_and_no_buffer_is_added(settings):
     assert reductions[0][0] > 0
 
 
+@pytest.mark.gate
 def test_layers_are_left_as_they_were():
     for settings in SETTINGS.values():
         model, _ = fit(first, settings[0], dense_data(24), settings[1])

@@ -58,6 +58,7 @@ def test_a_wrapped_models_file_is_the_plain_models_file(when, tmp_path):
     assert "ga_model" not in json.dumps(configs[1])
 
 
+@pytest.mark.gate
 def test_a_wrapped_models_file_opens_where_the_package_is_not_installed(tmp_path, float64):
     x, y = dense_data(24)
     model = accumulate(dense_model(), accumulation_steps=3)
