@@ -52,7 +52,7 @@ MUTATIONS = [
     # Weights and sums.
     Mutation(
         "single numbers of compiled losses count as means over samples",
-        "hearing/_observed_loss.py",
+        "recording/_observed_loss.py",
         "        if found is not None:\n            value, term",
         "        if found is None and found:\n            value, term",
         "equivalence/test_weights.py::test_single_numbers_are_weighted_by_what_they_are_divided_by",
@@ -80,24 +80,24 @@ MUTATIONS = [
     ),
     Mutation(
         "metrics that count batches are not told of",
-        "hearing/_metric_values.py",
+        "recording/_metric_values.py",
         "loss.denominators == [] and number_of(added):",
         "loss.denominators is None and number_of(added):",
-        "hearing/test_metric_values.py::test_a_count_of_batches_is_told_of",
+        "recording/test_metric_values.py::test_a_count_of_batches_is_told_of",
     ),
     Mutation(
         "metrics that keep a number of the last batch are not told of",
-        "hearing/_metric_values.py",
+        "recording/_metric_values.py",
         "        if kinds and not is_added and not adds_to_variable(value):",
         "        if kinds and is_added and not adds_to_variable(value):",
-        "hearing/test_metric_values.py::test_a_metric_that_keeps_its_last_batch_is_told_of",
+        "recording/test_metric_values.py::test_a_metric_that_keeps_its_last_batch_is_told_of",
     ),
     Mutation(
         "integers among the logs are those of the last microbatch",
-        "hearing/_logs.py",
+        "recording/_logs.py",
         "        return bool(numbers.is_sum(leaf))",
         "        return False",
-        "hearing/test_metric_values.py::test_logs_that_are_no_means_over_samples_are_told_of",
+        "recording/test_metric_values.py::test_logs_that_are_no_means_over_samples_are_told_of",
     ),
     Mutation(
         "sums of one mask are taken for sums of several masks",
@@ -115,7 +115,7 @@ MUTATIONS = [
     ),
     Mutation(
         "microbatches count alike, whatever their losses average over",
-        "hearing/_recorder.py",
+        "recording/_recorder.py",
         "        weight = self._in_unit(optimizer, terms.weight)\n        self._folded",
         "        weight = self._in_unit(optimizer, terms.weight if terms.weight is None else 1.0)\n"
         "        self._folded",
@@ -123,21 +123,21 @@ MUTATIONS = [
     ),
     Mutation(
         "gradients of a step that does not call scale_loss are not weighted",
-        "hearing/_recorder.py",
+        "recording/_recorder.py",
         "scale = not (is_folded or is_sum)",
         "scale = False",
         "hearing/test_steps.py::test_a_train_step_of_the_users_own_matches_the_whole_batch",
     ),
     Mutation(
         "a mask is ignored",
-        "hearing/_observed_loss.py",
+        "recording/_observed_loss.py",
         "valid, added = tf.math.count_nonzero(mask, dtype=tf.float64), added_to_valid_entries()",
         "valid, added = tf.cast(tf.size(mask), tf.float64), added_to_valid_entries()",
         "equivalence/test_weights.py::test_ignored_class_counts_like_a_mask",
     ),
     Mutation(
         "sample weights do not count in a mean over them",
-        "hearing/_observed_loss.py",
+        "recording/_observed_loss.py",
         'by_sample_weight = reduction == "mean_with_sample_weight" and sample_weight is not None',
         "by_sample_weight = False",
         "equivalence/test_weights.py::test_reduction_matches_the_whole_batch",
@@ -327,24 +327,24 @@ MUTATIONS = [
     ),
     Mutation(
         "numbers that a step logs are not weighted",
-        "hearing/_logs.py",
+        "recording/_logs.py",
         "mean = recording.mean_of(leaf)",
         "mean = recording.mean_of(leaf)._replace(numerator=leaf, denominator=tf.ones_like(leaf))",
         "batch/test_microbatch_size.py::test_logs_of_a_step_of_ones_own_are_those_of_the_whole_batch",
     ),
     Mutation(
         "running averages move once per microbatch",
-        "hearing/_normalization.py",
+        "recording/_normalization.py",
         "                raw(variable).assign(value)",
         "                pass",
-        "hearing/test_batch_normalization.py::test_they_are_those_of_the_full_batch",
+        "recording/test_batch_normalization.py::test_they_are_those_of_the_full_batch",
     ),
     Mutation(
         "the variance of parts leaves out how far their means are apart",
         "sums/_moments.py",
         " + (step * share) * (step * rest),",
         ",",
-        "hearing/test_batch_normalization.py::test_moments_of_parts_are_those_of_all",
+        "recording/test_batch_normalization.py::test_moments_of_parts_are_those_of_all",
     ),
     # Replicas.
     Mutation(
@@ -428,7 +428,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a step that clips gradients is not told of",
-        "hearing/_recorder.py",
+        "recording/_recorder.py",
         "if work.breaks is not None:",
         "if False:",
         "reading/test_step_loss.py::test_gradients_that_are_clipped_are_told_of_once",
@@ -544,14 +544,14 @@ MUTATIONS = [
     ),
     Mutation(
         "metrics that average a number per batch are not looked at",
-        "hearing/_recorder.py",
+        "recording/_recorder.py",
         "                tell_of_numbers(self, self._writes.values_for)\n",
         "                pass\n",
-        "hearing/test_metric_values.py",
+        "recording/test_metric_values.py",
     ),
     Mutation(
         "a metric keeps what it had of its window before",
-        "hearing/_logs.py",
+        "recording/_logs.py",
         "metric.total.assign_add(tf.cast(total - known, metric.dtype))",
         "metric.total.assign_add(tf.cast(total, metric.dtype))",
         "batch/test_window_logs.py::test_losses_of_windows_are_those_of_the_full_batch",
@@ -579,18 +579,18 @@ MUTATIONS = [
     ),
     Mutation(
         "a loss that the optimizer has got is logged with its weight",
-        "hearing/_recorder.py",
+        "recording/_recorder.py",
         "tf.stop_gradient(loss - folded) + folded",
         "folded",
-        "hearing/test_metric_values.py"
+        "recording/test_metric_values.py"
         "::test_losses_that_were_passed_through_the_optimizer_are_logged_as_they_are",
     ),
     Mutation(
         "numbers that mix samples are not seen in metrics",
-        "hearing/_metric_values.py",
+        "recording/_metric_values.py",
         "(NOT_LINEAR, SEVERAL) if is_of_function else",
         "",
-        "hearing/test_metric_values.py",
+        "recording/test_metric_values.py",
     ),
     Mutation(
         "what is saved within a window is not told",

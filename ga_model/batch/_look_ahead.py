@@ -14,9 +14,9 @@ from ga_model.base._internals import compiled_loss, takes_training
 from ga_model.graphs._loop import loop
 from ga_model.graphs._microbatch import Batch
 from ga_model.hearing import _weights
-from ga_model.hearing._logs import MetricCalls
 from ga_model.hearing._models import computes_loss_as_keras, unpack
-from ga_model.hearing._observed_loss import observed
+from ga_model.recording._logs import MetricCalls
+from ga_model.recording._observed_loss import observed
 from ga_model.replicas import _strategy
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from ga_model.hearing._recorder import Target
+from ga_model.recording._recorder import Target
 from ga_model.sums._moments import Moments
 from ga_model.sums._sums import GradientSum
 

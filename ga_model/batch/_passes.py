@@ -31,8 +31,6 @@ from ga_model.calls._calls import split_calls
 from ga_model.graphs._loop import loop
 from ga_model.graphs._microbatch import Batch
 from ga_model.hearing import _weights
-from ga_model.hearing._code_of_user import has_code_of_user
-from ga_model.hearing._logs import BatchLogs
 from ga_model.hearing._models import (
     computes_loss_as_keras,
     is_of_keras,
@@ -40,10 +38,12 @@ from ga_model.hearing._models import (
     unpack,
     unrecorded,
 )
-from ga_model.hearing._normalization import Call, heard_layers, in_order, listening, pass_on
 from ga_model.hearing._position import Position
-from ga_model.hearing._recorder import Recording, Target, record
 from ga_model.reading._loss_reading import DoesNotAddUpError, is_known
+from ga_model.recording._code_of_user import has_code_of_user
+from ga_model.recording._logs import BatchLogs
+from ga_model.recording._normalization import Call, heard_layers, in_order, listening, pass_on
+from ga_model.recording._recorder import Recording, Target, record
 from ga_model.replicas import _optimizers, _strategy
 from ga_model.sums._moments import Moments
 from ga_model.sums._sums import power_of_two

@@ -11,8 +11,8 @@ from ga_model.base._call_again import PythonState
 from ga_model.base._internals import is_built, layers_in
 from ga_model.hearing._models import optimizers_in
 from ga_model.hearing._position import Position
-from ga_model.hearing._proof import StepProof
-from ga_model.hearing._recorder import record
+from ga_model.recording._proof import StepProof
+from ga_model.recording._recorder import record
 
 
 def adds_up(model: Any, train_step: Callable[[Any], Any], data: Any) -> bool:

@@ -16,7 +16,7 @@ from ga_model.batch._passes import Passes, calls_by_microbatches
 from ga_model.batch._window import Window
 from ga_model.graphs._microbatch import Batch
 from ga_model.hearing._models import is_of_keras
-from ga_model.hearing._recorder import Target
+from ga_model.recording._recorder import Target
 from ga_model.replicas import _optimizers, _strategy
 from ga_model.sums._sums import GradientSum
 

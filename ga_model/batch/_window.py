@@ -12,8 +12,8 @@ from ga_model.base import _messages
 from ga_model.base._context import ThreadValue
 from ga_model.batch._window_logs import WindowLogs
 from ga_model.batch._window_statistics import WindowStatistics
-from ga_model.hearing._normalization import Call
-from ga_model.hearing._recorder import Target
+from ga_model.recording._normalization import Call
+from ga_model.recording._recorder import Target
 from ga_model.replicas import _strategy
 from ga_model.sums._moments import Moments
 from ga_model.sums._noise import GradientNoise

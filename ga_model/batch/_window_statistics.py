@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ga_model.hearing._normalization import Call
+from ga_model.recording._normalization import Call
 from ga_model.replicas import _strategy
 from ga_model.sums._moments import Moments
 

@@ -3,5 +3,5 @@
 A call runs forward without keeping activations, and again, one microbatch at a time, when its
 gradient is taken. Exact for any step, at the cost of one more forward pass.
 
-May import `hearing` and the rooms below it.
+May import `recording` and the rooms below it.
 """

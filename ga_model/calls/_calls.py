@@ -22,9 +22,9 @@ from ga_model.base._internals import layers_in
 from ga_model.calls._call_arguments import Arguments
 from ga_model.calls._microbatch_call import MicrobatchCall
 from ga_model.calls._split_call import SplitCall, Turns
-from ga_model.hearing._normalization import heard_layers
-from ga_model.hearing._recorder import note_call
 from ga_model.hearing._splitting import Splitting
+from ga_model.recording._normalization import heard_layers
+from ga_model.recording._recorder import note_call
 
 _splitting = ThreadValue()  # how calls are split in this thread, or None
 

@@ -26,8 +26,8 @@ from ga_model.calls._call_state import NotingScope, state_of
 from ga_model.calls._microbatch_call import MicrobatchCall, attached_to, leaves_of
 from ga_model.graphs import _lists
 from ga_model.graphs._loop import loop
-from ga_model.hearing._normalization import Call, listening, names_by_fate, pass_on
 from ga_model.hearing._splitting import NotByRowsError
+from ga_model.recording._normalization import Call, listening, names_by_fate, pass_on
 from ga_model.sums._moments import Moments
 
 # Of layers that ran eagerly, the kinds of calls that were checked.

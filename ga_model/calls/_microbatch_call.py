@@ -24,7 +24,7 @@ from ga_model.graphs import _lists
 from ga_model.graphs._microbatch import rows_of
 from ga_model.hearing._models import unrecorded
 from ga_model.hearing._moments_heard import listener
-from ga_model.hearing._normalization import Listener
+from ga_model.recording._normalization import Listener
 
 # Keras's losses take the input of these operations, if an output is one's result.
 _ACTIVATIONS = {"Softmax": tf.nn.softmax, "Sigmoid": tf.sigmoid}

@@ -25,7 +25,7 @@ from ga_model.calls._microbatch_call import (
 from ga_model.graphs import _lists
 from ga_model.graphs._loop import loop
 from ga_model.graphs._microbatch import Batch
-from ga_model.hearing._recorder import note_call
+from ga_model.recording._recorder import note_call
 from ga_model.sums._sums import GradientSum, Weight
 
 

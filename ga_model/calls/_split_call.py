@@ -44,9 +44,9 @@ from ga_model.calls._call_state import read
 from ga_model.calls._first_pass import FirstPass
 from ga_model.calls._microbatch_call import MicrobatchCall, is_differentiable, with_attached
 from ga_model.calls._second_pass import SecondPass
-from ga_model.hearing._recorder import note_call
 from ga_model.hearing._splitting import NotByRowsError
 from ga_model.reading._writes import unseen
+from ga_model.recording._recorder import note_call
 
 
 class Turns:

@@ -5,5 +5,5 @@ instead of updating, the compiled loss records what its terms average over, metr
 wait for the full batch, and BatchNormalization layers record their moments. The weight of a
 microbatch follows from the terms of the loss.
 
-May import `sums` and the rooms below it.
+May import `base`. Knows nothing of TensorFlow or PyTorch.
 """

@@ -1,9 +1,9 @@
 """The logs of a batch that ran in microbatches, or of a window that it is a part of.
 
-As on TensorFlow (`hearing/_logs.py`): scalars that go into a `keras.metrics.Mean` or `Sum` wait for
-all microbatches of the batch. The metric then has the value of the window so far in place of the
-one it had before. Of other metrics the updates add up as they are. Numbers that a step returns are
-combined with the same weights, and what a metric gave is asked of it again.
+As on TensorFlow (`recording/_logs.py`): scalars that go into a `keras.metrics.Mean` or `Sum` wait
+for all microbatches of the batch. The metric then has the value of the window so far in place of
+the one it had before. Of other metrics the updates add up as they are. Numbers that a step returns
+are combined with the same weights, and what a metric gave is asked of it again.
 """
 
 from __future__ import annotations

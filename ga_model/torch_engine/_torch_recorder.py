@@ -1,6 +1,6 @@
 """Record the gradients and the loss of an unchanged `train_step`.
 
-As on TensorFlow (`hearing/_recorder.py`): attributes of the model answer with stand-ins while a
+As on TensorFlow (`recording/_recorder.py`): attributes of the model answer with stand-ins while a
 step is recorded. Beside that, gradients are heard where PyTorch takes them, in steps of the user's
 own: the weight is folded into the loss there if it was not before, and what the step then applies
 has to be what PyTorch gave.

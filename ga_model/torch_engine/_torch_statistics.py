@@ -1,6 +1,6 @@
 """The running averages of BatchNormalization, updated from the statistics of all samples.
 
-As on TensorFlow (`hearing/_normalization.py`): while microbatches run, a function stands in front
+As on TensorFlow (`recording/_normalization.py`): while microbatches run, a function stands in front
 of the method that computes mean and variance, and tells a listener. What the layer has written is
 put back, what was heard is pooled, and the averages move once per update.
 """

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from ga_model.hearing import _weights
-from ga_model.hearing._losses import StepLosses, weight_and_factor
 from ga_model.reading._denominators import OF_WEIGHTS, by_kind
+from ga_model.recording._losses import StepLosses, weight_and_factor
 from ga_model.replicas import _strategy
 
 

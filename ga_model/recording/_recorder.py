@@ -24,21 +24,22 @@ import tensorflow as tf
 from ga_model.base import _validate
 from ga_model.base._context import graph_being_made
 from ga_model.base._messages import batch_normalization_messages
-from ga_model.hearing import _logs, _messages, _weights
-from ga_model.hearing._custom_gradients import messages_of_custom_gradients
-from ga_model.hearing._logged_numbers import LoggedNumbers, Mean
-from ga_model.hearing._losses import StepLosses
+from ga_model.hearing import _messages, _weights
 from ga_model.hearing._metric_calls import waiting
-from ga_model.hearing._metric_values import tell_of_numbers
 from ga_model.hearing._models import optimizers_in, recording_of_thread
-from ga_model.hearing._normalization import names_by_fate
 from ga_model.hearing._position import Position
 from ga_model.hearing._stand_ins import stand_in
-from ga_model.hearing._updates import Updates
 from ga_model.reading._loss_reading import DoesNotAddUpError
 from ga_model.reading._place import place_of
 from ga_model.reading._tapes import heard
 from ga_model.reading._writes import NOTHING, Writes, left_out, used_in
+from ga_model.recording import _logs
+from ga_model.recording._custom_gradients import messages_of_custom_gradients
+from ga_model.recording._logged_numbers import LoggedNumbers, Mean
+from ga_model.recording._losses import StepLosses
+from ga_model.recording._metric_values import tell_of_numbers
+from ga_model.recording._normalization import names_by_fate
+from ga_model.recording._updates import Updates
 from ga_model.replicas import _optimizers
 from ga_model.sums import _sums
 from ga_model.sums._one_gradient import scaled

@@ -14,7 +14,6 @@ import keras
 from ga_model.base._identity import is_in
 from ga_model.base._internals import compiled_loss, loss_tracker
 from ga_model.hearing import _messages
-from ga_model.hearing._losses import StepLosses
 from ga_model.hearing._metrics_of_user import counts_samples, parts_of
 from ga_model.reading._denominators import (
     NOT_LINEAR,
@@ -27,6 +26,7 @@ from ga_model.reading._denominators import (
 from ga_model.reading._following import added_to_variable, adds_to_variable
 from ga_model.reading._operations import number_of
 from ga_model.reading._place import place_of
+from ga_model.recording._losses import StepLosses
 
 _BREAKS = (NOT_LINEAR, SEVERAL, UNKNOWN)
 _EXTREMES = (("Max", "Maximum"), ("Min", "Minimum"))  # of a batch, and of all so far

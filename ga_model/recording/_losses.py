@@ -17,8 +17,6 @@ from ga_model.base._internals_activities import (
 from ga_model.graphs._microbatch import num_rows
 from ga_model.hearing import _messages, _weights
 from ga_model.hearing._models import computes_loss_as_keras, unpack
-from ga_model.hearing._observed_loss import observed
-from ga_model.hearing._outputs import has_axis_of_samples
 from ga_model.hearing._position import Position
 from ga_model.hearing._step_terms import StepTerms
 from ga_model.reading._denominators import (
@@ -38,6 +36,8 @@ from ga_model.reading._loss_reading import (
     why_mixed,
 )
 from ga_model.reading._place import place_of
+from ga_model.recording._observed_loss import observed
+from ga_model.recording._outputs import has_axis_of_samples
 from ga_model.replicas import _strategy
 
 

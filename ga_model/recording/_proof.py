@@ -19,16 +19,16 @@ from ga_model.base._context import ThreadValue, graph_being_made
 from ga_model.base._in_front import InFront
 from ga_model.base._internals import layers_in, seeds
 from ga_model.base._internals_tf import has_own_gradient, written_handles
-from ga_model.hearing._code_of_user import is_layer_of_keras
-from ga_model.hearing._logs import BatchLogs
 from ga_model.hearing._metrics_of_user import counts_samples
 from ga_model.hearing._models import recording_of_thread
-from ga_model.hearing._recorder import Recording
 from ga_model.reading._denominators import OF_SUM, OF_WEIGHTS, by_kind
 from ga_model.reading._loss_reading import DoesNotAddUpError
 from ga_model.reading._operations import BY_SAMPLE, COUNT, MEAN, SHARED, SUM
 from ga_model.reading._strict import StrictReading, follow_from
 from ga_model.reading._writes import READS, handles_of
+from ga_model.recording._code_of_user import is_layer_of_keras
+from ga_model.recording._logs import BatchLogs
+from ga_model.recording._recorder import Recording
 
 _proof = ThreadValue()  # the `StepProof` of this thread, or None
 
