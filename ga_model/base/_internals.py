@@ -181,6 +181,13 @@ def counter_of(optimizer: Any) -> Any:
     return getattr(optimizer, "inner_optimizer", optimizer)._iterations
 
 
+def written_by_updates(optimizer: Any) -> list[Any]:
+    """Return the variables of an optimizer that each update writes to."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    rate = getattr(inner, "_learning_rate", None)
+    return [v for v in inner.variables if v is not rate] if inner.built else []
+
+
 def metrics_exchange() -> bool:
     """Return whether replicas exchange the update of a metric, which a loop cannot contain.
 

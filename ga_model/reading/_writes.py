@@ -29,6 +29,7 @@ _HARMLESS = ("seed_generator_state", "StateVar")
 
 READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape")
 
+_VARIABLES = (keras.Variable, tf.Variable)
 _OF_BATCH = ("Placeholder", "IteratorGetNext")
 
 
@@ -239,9 +240,13 @@ def used_since(
         gradients: tensors, or None.
     """
     late = {op.name for op in graph.get_operations()[first:]}
+    variables = list(variables)
+    given = [part for part in tf.nest.flatten(gradients) if isinstance(part, _VARIABLES)]
+    handles = {handle for part in given for handle in handles_of(part)}
     parts = tf.nest.flatten(gradients, expand_composites=True)
     tensors = walk_back(parts, graph, lambda tensor: tensor.op.name in late)
-    return _used(graph, tensors, variables)
+    used = [variable.path for variable in variables if handles_of(variable) & handles]
+    return list(dict.fromkeys([*used, *_used(graph, tensors, variables)]))
 
 
 def used_in(graph: Any, variables: Iterable[Any], gradients: Iterable[Any]) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from ga_model.base._internals import written_by_updates
 from ga_model.hearing import _messages
 from ga_model.reading._writes import used_since
 
@@ -65,7 +66,10 @@ class Updates:
     def _used_by(self, tensors: Sequence[Any]) -> list[tuple[_Update, list[str]]]:
         if self._graph is None:
             return []
-        pairs = [(u, used_since(self._graph, u.first, u.variables, tensors)) for u in self._made]
-        found = [(update, names) for update, names in pairs if names]
+        found = []
+        for update in self._made:
+            written = [*update.variables, *written_by_updates(update.optimizer)]
+            if names := used_since(self._graph, update.first, written, tensors):
+                found.append((update, names))
         self._is_told = self._is_told or bool(found)
         return found

@@ -17,6 +17,7 @@ import torch
 
 from ga_model.base._identity import is_in
 from ga_model.base._internals import loss_tracker
+from ga_model.torch_engine._numbers import is_integer
 
 
 class Amount(NamedTuple):
@@ -161,8 +162,7 @@ class BatchLogs:
                 metric, name = self._sources[place]
                 values.append(metric.result() if name is None else metric.result()[name])
             elif amount is not None:
-                value = amount.value() if amount.num_added else math.nan
-                values.append(float(value) if isinstance(leaf, float) else _like(leaf, value))
+                values.append(_like(leaf, amount.value() if amount.num_added else math.nan))
             else:
                 values.append(leaf)
         logs = keras.tree.pack_sequence_as(self._logs, values)
@@ -230,10 +230,17 @@ def values_of(recording: Any, logs: Any) -> dict[Hashable, Any]:
 
 
 def _is_number(leaf: Any) -> bool:
-    """Return whether a log can be averaged."""
-    return isinstance(leaf, float) or (torch.is_tensor(leaf) and leaf.is_floating_point())
+    """Return whether a log can be averaged or summed."""
+    if torch.is_tensor(leaf):
+        return not (leaf.dtype == torch.bool or leaf.is_complex())
+    return isinstance(leaf, (float, int)) and not isinstance(leaf, bool)
 
 
 def _like(leaf: Any, value: Any) -> Any:
-    """Return a number in the dtype of a tensor, and where that is."""
-    return torch.as_tensor(value).to(leaf)
+    """Return a number as another one is: an integer, or a tensor of some dtype on some device.
+
+    An integer of no samples is zero.
+    """
+    if is_integer(leaf):
+        value = torch.as_tensor(value).double().nan_to_num().round()
+    return torch.as_tensor(value).to(leaf) if torch.is_tensor(leaf) else type(leaf)(value)

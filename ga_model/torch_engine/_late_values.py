@@ -15,12 +15,14 @@ from typing import Any, NamedTuple
 import keras
 import torch
 
-from ga_model.base._internals import raw
+from ga_model.base._internals import counter_of, raw
 from ga_model.hearing._metrics_of_user import parts_of
+from ga_model.hearing._models import optimizers_in
 from ga_model.torch_engine._batch_logs import values_of
 from ga_model.torch_engine._metric_trials import noting
 from ga_model.torch_engine._state import Before
 
+WEIGHTS, COUNTERS = "weights", "counters"  # of updates
 _TOLERANCE = 1e-3  # of numbers that are computed twice of the same
 
 
@@ -41,9 +43,18 @@ class OrderProbe:
         self._metrics = [metric for whole in model.metrics for metric in parts_of(whole)]
         self._plain = self._given()
 
-    def uses_late(self) -> bool:
-        """Return whether what is logged, or given to metrics, follows from updated weights."""
-        return not _are_same(self._plain.values, self._given(exchanges=True).values)
+    def used_late(self) -> list[str]:
+        """Return the names of what is updated, and used for logs or metrics after that."""
+        target = self._plain.target
+        if target is None:
+            return []
+        for what, names in (
+            (WEIGHTS, [variable.path for variable in target.variables]),
+            (COUNTERS, [counter_of(target.optimizer).path]),
+        ):
+            if not _are_same(self._plain.values, self._given(what).values):
+                return names if len(names) < 4 else [*names[:3], "..."]
+        return []
 
     def metrics_used(self) -> list[str]:
         """Return the names of variables of metrics that are updated, and gradients follow from."""
@@ -57,11 +68,11 @@ class OrderProbe:
         """Return whether gradients stay the same with other values of metrics."""
         return _are_same(self._plain.gradients, self._given(others=metrics).gradients)
 
-    def _given(self, exchanges: bool = False, others: Sequence[Any] = ()) -> _Given:
+    def _given(self, exchanged: str | None = None, others: Sequence[Any] = ()) -> _Given:
         """Return what the step gives.
 
         Args:
-            exchanges: whether weights are exchanged where they are updated.
+            exchanged: what is exchanged where weights are updated: `WEIGHTS`, `COUNTERS` or None.
             others: metrics that have other values.
         """
         before = Before(self._model)
@@ -69,13 +80,14 @@ class OrderProbe:
             for variable in [v for metric in others for v in metric.variables]:
                 variable.assign(variable * 1.5 + 1)
             with noting(self._metrics) as calls, _weights_kept(self._model):
-                recording, logs = self._run(self._data, exchanges)
+                recording, logs = self._run(self._data, exchanged)
         finally:
             before.put_back()
         arguments = [[*call] for found in calls.values() for call in found]
         values = keras.tree.flatten([list(values_of(recording, logs).values()), arguments])
         gradients = [part.gradient(v) for part in recording.parts for v in part.variables]
-        return _Given(values, gradients, set(calls))
+        target = recording.parts[0] if recording.parts else None
+        return _Given(values, gradients, set(calls), target)
 
 
 class _Given(NamedTuple):
@@ -85,17 +97,20 @@ class _Given(NamedTuple):
         values: for logs and metrics.
         gradients: tensors, or None.
         updated: ids of metrics.
+        target: of its first update, or None.
     """
 
     values: list[Any]
     gradients: list[Any]
     updated: set[int]
+    target: Any
 
 
 @contextlib.contextmanager
 def _weights_kept(model: Any) -> Iterator[None]:
-    """Put back in the end the weights that are exchanged in a block."""
-    weights = [raw(variable) for variable in model.trainable_weights]
+    """Put back in the end what is exchanged in a block."""
+    counters = [counter_of(optimizer) for optimizer in optimizers_in(vars(model))]
+    weights = [raw(variable) for variable in [*model.trainable_weights, *counters]]
     before = [weight.data for weight in weights]
     try:
         yield
@@ -104,8 +119,18 @@ def _weights_kept(model: Any) -> Iterator[None]:
             weight.data = data
 
 
-def exchange(variables: list[Any]) -> None:
-    """Give variables other values, in other memory: what was computed with them stays valid."""
+def exchange(what: str, optimizer: Any, variables: list[Any]) -> None:
+    """Give variables other values, in other memory: what was computed with them stays valid.
+
+    Args:
+        what: `WEIGHTS` or `COUNTERS`.
+        optimizer: that is applied.
+        variables: to these.
+    """
+    if what == COUNTERS:
+        counter = raw(counter_of(optimizer))
+        counter.data = 2 * counter.data + 1000
+        return
     for variable in map(raw, variables):
         variable.data = 0.3 - 0.7 * variable.data
 
@@ -115,7 +140,7 @@ def _are_same(ones: list[Any], others: list[Any]) -> bool:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    if not (torch.is_tensor(one) or isinstance(one, float)):
+    if not (torch.is_tensor(one) or isinstance(one, (float, int))):
         return True
     first, second = (torch.as_tensor(value).detach().double() for value in (one, other))
     if first.shape != second.shape:

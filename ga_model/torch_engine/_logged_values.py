@@ -19,8 +19,8 @@ class LoggedValues:
     Args:
         recording: of the step.
         logs: what it has returned.
-        run: runs the step on data without an update, and exchanges weights where it has one if it
-            is to; returns its recording and what it logs.
+        run: runs the step on data without an update, and exchanges what it has updated where it has
+            one, `WEIGHTS` or `COUNTERS`; returns its recording and what it logs.
         data: the microbatch, of two samples if there are any.
     """
 
@@ -67,15 +67,13 @@ class LoggedValues:
         accumulation.has_looked_at_order = True
         if self._recording.is_told or not parts:
             return
-        is_late, used = False, []
+        late, used = [], []
         with contextlib.suppress(Exception):  # of a step that takes no other weights
             probe = OrderProbe(model, self._run, self._data)
-            is_late, used = probe.uses_late(), probe.metrics_used()
-        if is_late:
-            names = [variable.path for variable in parts[0].variables]
-            names = names if len(names) < 4 else [*names[:3], "..."]
+            late, used = probe.used_late(), probe.metrics_used()
+        if late:
             model._warn_once(
-                _messages.late_values_message(model.name, parts[0].optimizer.name, names)
+                _messages.late_values_message(model.name, parts[0].optimizer.name, late)
             )
         if used:
             model._warn_once(_messages.metrics_used_message(model.name, used))

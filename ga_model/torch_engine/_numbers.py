@@ -86,9 +86,9 @@ class Number:
         tried = _tried(values, shares.rows)
         kinds = self.kinds
         if kinds is None:
-            kinds = ["last"] if isinstance(values[0], float) else []
+            kinds = ["last"] if not torch.is_tensor(values[0]) or is_integer(values[0]) else []
             kinds += [Divided(place, 1.0) for place in tried.places()]  # by rows, perhaps
-            kinds += ["mean", "loss", "sum"]
+            kinds += ["sum"] if is_integer(values[0]) else ["mean", "loss", "sum"]
         errors = {kind: _error(kind, numbers, shares, tried) for kind in kinds}
         least = min(errors.values(), default=0.0) if is_random else shares.tolerance * size + _LEAST
         self.kinds = [kind for kind, error in errors.items() if error <= least]
@@ -97,6 +97,11 @@ class Number:
             found = [numbers[self.kind.place] for numbers in divisors]
             self._least = min((divisor for divisor in found if divisor), default=0.0)
         return bool(self.kinds)
+
+
+def is_integer(value: Any) -> bool:
+    """Return whether a number is an integer, or a tensor of some."""
+    return not value.is_floating_point() if torch.is_tensor(value) else isinstance(value, int)
 
 
 def _error(kind: Any, numbers: list[Any], shares: Shares, tried: Tried) -> float:

@@ -188,7 +188,7 @@ class _Run:
         return self._recorded(index, logs, keeps_gradients)
 
     def _tried(
-        self, data: Any, defers_logs: bool, exchanges: bool = False
+        self, data: Any, defers_logs: bool, exchanged: str | None = None
     ) -> tuple[Recording, Any]:
         """Run the step on some samples without an update, and return what it gives and logs."""
         # As of a window that is this one microbatch: nothing is folded, and nothing refused.
@@ -197,14 +197,14 @@ class _Run:
         )
         clear_gradients(self._model)
         with record(self._model, data, position, False) as recording:
-            recording.exchanges = exchanges
+            recording.exchanged = exchanged
             logs = self._train_step(data)
         self._accumulation.release()
         return recording, logs
 
-    def _numbers_of(self, data: Any, exchanges: bool = False) -> tuple[Recording, Any]:
+    def _numbers_of(self, data: Any, exchanged: str | None = None) -> tuple[Recording, Any]:
         """Do so to find out what numbers are."""
-        return self._tried(data, True, exchanges)
+        return self._tried(data, True, exchanged)
 
     def _gradients_of(self, data: Any) -> Trial:
         """Return the gradients that the step gives for some samples."""

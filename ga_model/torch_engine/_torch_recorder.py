@@ -58,7 +58,7 @@ class Recording:
         divisors: of each loss that the step takes the gradient of, where it is tried.
         is_worked_over: whether other gradients are applied than PyTorch gave, where it is tried.
         writes: what is told of updates, or None.
-        exchanges: whether weights are exchanged for others where they are to be updated.
+        exchanged: what is exchanged for something else where it is to be updated, or None.
         is_told: whether was told that the order of updates matters.
     """
 
@@ -74,7 +74,8 @@ class Recording:
         self.divisors: list[list[float]] = []
         self.is_worked_over = False
         self.writes: OptimizerWrites | None = None
-        self.exchanges = self.is_told = False
+        self.exchanged: str | None = None
+        self.is_told = False
         self._folded: list[Any] = []  # losses as they enter the sum
         self._taken: list[Any] = []  # losses as the step has them
         self._given: dict[int, tuple[Any, int]] = {}  # gradients as PyTorch gave them
@@ -212,8 +213,8 @@ class Recording:
                 optimizer.build(variables)
         for variable in variables:  # the gradients are the window's now
             raw(variable).grad = None
-        if self.exchanges:
-            exchange(variables)
+        if self.exchanged is not None:
+            exchange(self.exchanged, optimizer, variables)
         if self.applies_at_once():
             variables, gradients = [], []
         self.parts.append(Part(optimizer, variables, gradients, in_pairs))

@@ -57,6 +57,14 @@ def norm_of_weights(model, x, y, before):
     return {"norm": tf.norm(model.net.trainable_variables[0])}
 
 
+def updates(model, x, y, before):
+    return {"updates": model.optimizer.iterations}
+
+
+def rate(model, x, y, before):
+    return {"rate": model.optimizer.learning_rate}
+
+
 def of_predictions_before(model, x, y, before):
     model.of_rows.update_state(y, before)
     model.tracker.update_state(tf.reduce_mean(before))
@@ -78,7 +86,8 @@ def said_of(late, settings):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         for model, rows in zip(models, (24 // settings.get("accumulation_steps", 1), 24)):
-            model.compile(keras.optimizers.SGD(0.1))
+            schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.9)
+            model.compile(keras.optimizers.SGD(0.1 if late is not rate else schedule))
             model.optimizer.build(model.net.trainable_variables)
             history = model.fit(*dense_data(24), batch_size=rows, shuffle=False, verbose=0)
             logs.append([history.history[name][0] for name in sorted(history.history)])
@@ -88,7 +97,9 @@ def said_of(late, settings):
 
 
 @pytest.mark.parametrize("settings", SETTINGS[:3])
-@pytest.mark.parametrize("late", [of_rows, tracked, in_a_function, returned, norm_of_weights])
+@pytest.mark.parametrize(
+    "late", [of_rows, rate, updates, tracked, in_a_function, returned, norm_of_weights]
+)
 def test_logs_of_updated_weights_are_told_of_once(late, settings, float64):
     said, off, logs = said_of(late, settings)
     (said,) = [message for message in said if "takes the memory of the full batch" not in message]
@@ -97,12 +108,19 @@ def test_logs_of_updated_weights_are_told_of_once(late, settings, float64):
     assert not np.allclose(*logs, rtol=1e-6)
 
 
-@pytest.mark.parametrize("late", [of_predictions_before, of_rows, tracked, returned])
+@pytest.mark.parametrize("late", [of_predictions_before, of_rows, tracked, returned, rate, updates])
 def test_on_the_full_batch_they_match_without_a_word(late, float64):
     said, off, logs = said_of(late, SETTINGS[3])
     assert not said
     assert off < TOLERANCE[float64]
     np.testing.assert_allclose(*logs, rtol=TOLERANCE[float64])
+
+
+@pytest.mark.parametrize("settings", SETTINGS[:3])
+def test_a_rate_that_no_update_changes_is_not_told_of(settings, float64):
+    said, _, logs = said_of(lambda model, *_: {"rate": model.optimizer.learning_rate}, settings)
+    assert not said
+    np.testing.assert_allclose(*logs)
 
 
 @pytest.mark.parametrize("settings", SETTINGS[:3])

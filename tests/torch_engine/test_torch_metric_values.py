@@ -150,6 +150,7 @@ class LogsNumbers(keras.Model):
 
     def train_step(self, data):
         x, y = data
+        updates = int(self.optimizer.iterations)
         self.zero_grad()
         errors = (self(x, training=True) - y) ** 2
         chosen = (y > 0).to(y.dtype)
@@ -168,6 +169,10 @@ class LogsNumbers(keras.Model):
             "rate": float(self.optimizer.learning_rate),
             "worst": errors.max().detach(),
             "norm": norm,
+            "samples": x.shape[0],
+            "chosen": chosen.sum().to(torch.int32),
+            "most": int(100 * errors.max()),
+            "updates": updates,
             "tracked": self.tracker.result(),
             "total": self.total.result(),
         }
@@ -181,8 +186,8 @@ def logging():
 
 def test_logs_that_are_no_means_over_samples_are_told_of():
     differing, said = compare(logging, lambda: None, STEPS)
-    assert set(differing) == {"norm", "worst"}
-    for name, text in zip(("norm", "worst"), said, strict=True):
+    assert set(differing) == {"norm", "worst", "most"}
+    for name, text in zip(("most", "norm", "worst"), sorted(said), strict=True):
         assert WHAT in text
         assert f"the log {name!r}" in text
     assert compare(logging, lambda: None, SIZE) == ([], [])

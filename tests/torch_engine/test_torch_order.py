@@ -170,8 +170,13 @@ class Weighs(OwnStep):
         return {"late": sum(ops.sum(ops.square(w)) for w in self.trainable_weights)}
 
 
+class Counts(OwnStep):
+    def after(self, x, y):
+        return {"late": int(self.optimizer.iterations)}
+
+
 @pytest.mark.parametrize("settings", [STEPS, BOTH, ADDED_UP], ids=str)
-@pytest.mark.parametrize("make", [Predicts, Measures, Weighs])
+@pytest.mark.parametrize("make", [Predicts, Counts, Measures, Weighs])
 def test_values_of_updated_weights_are_told_of(make, settings):
     off, names, (said,) = compare(make, settings)
     assert off < 10 * TOLERANCE
@@ -180,7 +185,7 @@ def test_values_of_updated_weights_are_told_of(make, settings):
     assert "computes logs or metrics with" in said
 
 
-@pytest.mark.parametrize("make", [Predicts, Measures, Weighs])
+@pytest.mark.parametrize("make", [Predicts, Counts, Measures, Weighs])
 def test_with_a_microbatch_size_they_are_exact(make):
     off, names, said = compare(make, SIZE)
     assert off < 10 * TOLERANCE
