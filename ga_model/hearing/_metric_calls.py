@@ -37,6 +37,7 @@ class MetricCalls:
         watched: metrics that the step used through stand-ins.
         results: tensors that metrics gave, with the metric, and the key if it gave a dict.
         has_late_updates: whether an update that waits came after a result of its metric.
+        resets: metrics that the step has reset.
     """
 
     def __init__(self) -> None:
@@ -44,6 +45,7 @@ class MetricCalls:
         self.watched: list[Any] = []
         self.results: list[tuple[Any, Any, str | None]] = []
         self.has_late_updates = False
+        self.resets: list[Any] = []
 
     def waits_for(self, values: Any, sample_weight: Any = None) -> bool:
         """Return whether an update of a `Mean` or a `Sum` has to wait for the full batch.
@@ -56,6 +58,9 @@ class MetricCalls:
         """Let an update wait. `term` is the loss term that `value` is of, if it is one's."""
         self.has_late_updates |= any(metric is other for _, other, _ in self.results)
         self.updates.append(MetricCall(metric, value, sample_weight, term))
+
+    def note(self, metric: Any, arguments: Any) -> None:
+        """Note what the step gives to a metric, where somebody looks at that."""
 
     def updates_by_key(self) -> dict[tuple[int, int], MetricCall]:
         """Return the updates by the id of their metric, and their number among those of it."""
@@ -86,7 +91,12 @@ class MetricStandIn(StandIn):
 
     def update_state(self, *args: Any, **kwargs: Any) -> Any:
         self._listener.watched.append(self._original)
+        self._listener.note(self._original, (args, kwargs))
         return self._original.update_state(*args, **kwargs)
+
+    def reset_state(self) -> None:
+        self._listener.resets.append(self._original)
+        self._original.reset_state()
 
     def result(self) -> Any:
         return self._listener.result(self._original)

@@ -29,11 +29,20 @@ from ga_model.replicas import _strategy
 
 
 class MetricCalls(_metric_calls.MetricCalls):
-    """What metrics got and gave. In an inner graph, a branch of `tf.cond` say, none waits."""
+    """What metrics got and gave. In an inner graph, a branch of `tf.cond` say, none waits.
+
+    Attributes:
+        given: metrics, and the tensors that the step has given them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._graph = graph_being_made()
+        self.given: list[tuple[Any, list[Any]]] = []
+
+    def note(self, metric: Any, arguments: Any) -> None:
+        tensors = filter(tf.is_symbolic_tensor, tf.nest.flatten(arguments))
+        self.given.append((metric, list(tensors)))
 
     def waits_for(self, values: Any, sample_weight: Any = None) -> bool:
         is_here = self._graph in (None, graph_being_made())

@@ -36,7 +36,7 @@ from ga_model.reading._loss_reading import (
     why_mixed,
 )
 from ga_model.reading._place import place_of
-from ga_model.recording._observed_loss import observed
+from ga_model.recording._observed_loss import Readers, observed
 from ga_model.recording._outputs import has_axis_of_samples
 from ga_model.replicas import _strategy
 
@@ -86,9 +86,14 @@ class StepLosses(StepTerms):
             calls = metrics if self._position.defers_logs else None
             check = self._check_adds_up if self._position.must_add_up else None
             reads = self._reads_losses and self.graph is not None
-            read, tell = (self._read_number, self._note_reduced) if reads else (None, None)
+            readers = Readers(self._read_number, self._note_reduced, self._look_at_weights)
             self._observed = observed(
-                compiled, self.note_term, calls, check, read, tell, self._position.is_first
+                compiled,
+                self.note_term,
+                calls,
+                check,
+                readers if reads else None,
+                self._position.is_first,
             )
         return self._observed
 
@@ -117,6 +122,14 @@ class StepLosses(StepTerms):
         """Take it as known what Keras has divided the values of a loss by, one of each sample."""
         if number.shape.rank == 0 and self.heard.read(values).is_by_sample:
             self.heard.note(number, denominator)
+
+    def _look_at_weights(self, name: str, sample_weight: Any) -> None:
+        """Warn of sample weights that follow from several samples."""
+        obstacle = self.heard.read(sample_weight).obstacle
+        if obstacle is not None:
+            self._warn_of(
+                f"the sample weights of the loss {name!r} of {self._model.name!r}", obstacle
+            )
 
     def _read_number(self, name: str, values: Any, number: Any, assumed: str) -> Denominator | None:
         """Return what a compiled loss that gives one number for all samples is divided by.

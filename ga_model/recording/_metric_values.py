@@ -6,12 +6,12 @@ through. One that averages a number over the batches that it sees has averaged o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
 
-from ga_model.base._identity import is_in
+from ga_model.base._identity import is_in, unique
 from ga_model.base._internals import compiled_loss, loss_tracker
 from ga_model.hearing import _messages
 from ga_model.hearing._metrics_of_user import counts_samples, parts_of
@@ -26,6 +26,7 @@ from ga_model.reading._denominators import (
 from ga_model.reading._following import added_to_variable, adds_to_variable
 from ga_model.reading._operations import number_of
 from ga_model.reading._place import place_of
+from ga_model.recording._logs import MetricCalls
 from ga_model.recording._losses import StepLosses
 
 _BREAKS = (NOT_LINEAR, SEVERAL, UNKNOWN)
@@ -53,6 +54,8 @@ def tell_of_numbers(recording: Any, written: Callable[[Any], list[Any]]) -> None
         # For a log of a layer's, the full batch is too much: it has all its activations.
         tell = model._warn_once if metric.is_given_numbers else losses.tell
         tell(message(f"the metric {metric.name!r}", metric.place))
+    for metric_of_samples, made_by in _worked_over(calls, numbers):
+        losses.tell(message(f"the metric {metric_of_samples.name!r}", made_by))
     results = [result for result, *_ in calls.results]
     is_read = isinstance(recording.logs, dict) and not is_ruled
     for name, value in recording.logs.items() if is_read else ():
@@ -107,6 +110,14 @@ class _Numbers(NamedTuple):
             return "a sum, or a mean over some of the samples, with `run_eagerly=True`"
         return None
 
+    def place_of_samples(self, value: Any) -> str | None:
+        """Return by what a metric's argument is made that does not follow sample by sample."""
+        loss = self.losses.heard.read(value)
+        if loss.obstacle is not None and loss.obstacle.why in (NOT_LINEAR, SEVERAL):
+            return None if is_in(loss.obstacle.op, self.losses.told) else place_of(loss.obstacle.op)
+        is_reduced = not loss.is_by_sample and bool(_kinds_of(loss))
+        return place_of(value.op) if is_reduced else None
+
     def place_of_integer(self, value: Any) -> str | None:
         """Return by what an integer is made, if it is no sum over samples."""
         return "a mean of integers" if _kinds_of(self.losses.heard.read(value)) - {"sum"} else None
@@ -159,6 +170,24 @@ def _of_batches(
         if place is not None:
             found.append(_OfBatches(metric.name, place, is_given_numbers))
     return found
+
+
+def _worked_over(calls: MetricCalls, numbers: _Numbers) -> Iterator[tuple[Any, str]]:
+    """Yield metrics that count samples, and what a step does that they do not see them one by one.
+
+    Args:
+        calls: what the step gave to metrics.
+        numbers: what is known of these.
+    """
+    for metric in unique(calls.resets):
+        yield metric, "`reset_state`, which the step calls"
+    waiting = [update.metric for update in calls.updates]
+    for metric, tensors in calls.given:
+        is_counting = counts_samples(metric) and not is_in(metric, calls.resets)
+        given = [t for t in tensors if t.shape.rank != 0 or not is_in(metric, waiting)]
+        place = next(filter(None, map(numbers.place_of_samples, given)), None)
+        if is_counting and place is not None:
+            yield metric, place
 
 
 def _kinds_of(loss: StepLoss) -> set[Any]:

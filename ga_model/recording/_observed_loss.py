@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -16,13 +16,29 @@ from ga_model.reading._loss_reading import DoesNotAddUpError
 from ga_model.replicas import _strategy
 
 
+class Readers(NamedTuple):
+    """What reads the losses of a step in its graph.
+
+    Attributes:
+        read: called with the name of a loss, its values before Keras reduces them, or None if it
+            does not, the number that they are reduced to, and the kind of denominator that this
+            has if nothing is read; returns the `Denominator` of a loss that gives a single number
+            for all samples, else None.
+        note_reduced: called with values, what Keras reduces them to, and its `Denominator`.
+        look_at_weights: called with the name of a loss, and its sample weights.
+    """
+
+    read: Callable[[str, Any | None, Any, str], Denominator | None]
+    note_reduced: Callable[[Any, Any, Denominator], None]
+    look_at_weights: Callable[[str, Any], None]
+
+
 def observed(
     compiled: Any,
     note: Callable[[Term], None],
     calls: Any = None,
     check: Callable[[Any, Any, Any], None] | None = None,
-    read: Callable[[str, Any | None, Any, str], Denominator | None] | None = None,
-    tell: Callable[[Any, Any, Denominator], None] | None = None,
+    readers: Readers | None = None,
     is_first: Any = True,
 ) -> Any:
     """Return a copy of a compiled loss that notes the term of every loss it computes.
@@ -36,22 +52,18 @@ def observed(
         calls: the `MetricCalls` that get the updates of metrics which track one of several losses,
             in their place. None updates them.
         check: called with every loss, its y_true and y_pred, before it is computed, or None.
-        read: called with the name of a loss, its values before Keras reduces them, or None if it
-            does not, the number that they are reduced to, and the kind of denominator that this
-            has if nothing is read; returns the `Denominator` of a loss that gives a single number
-            for all samples, else None. Or None.
-        tell: called with values, what Keras reduces them to, and its `Denominator`. Or None.
+        readers: what reads losses, or None.
         is_first: whether nothing stands before in the whole that a mean goes over: a bool
             scalar.
     """
 
     def observer(entry: Any, copy: Any) -> Any:
-        return _observer(entry, copy, check, read, tell, is_first)
+        return _observer(entry, copy, check, readers, is_first)
 
     return copy_with(compiled, observer, note, calls)
 
 
-def _observer(entry: Any, compiled: Any, check: Any, read: Any, tell: Any, is_first: Any) -> Any:
+def _observer(entry: Any, compiled: Any, check: Any, readers: Readers | None, is_first: Any) -> Any:
     """Return a stand-in for one loss: it computes the loss and notes its term in `compiled`."""
     loss, name = entry.loss, entry.name
     reduction: Any = getattr(loss, "reduction", None)
@@ -80,8 +92,8 @@ def _observer(entry: Any, compiled: Any, check: Any, read: Any, tell: Any, is_fi
                 weight, kind, once = _denominator(reduction, seen[-1], sample_weight, masks, rows)
                 divisor = None if once is None else weight + once
                 of_keras = Denominator(kind, weight, divisor, once)
-            if tell is not None:
-                tell(seen[-1], number, of_keras)
+            if readers is not None:
+                readers.note_reduced(seen[-1], number, of_keras)
 
         value = seeing(loss, seen, note_reduced)(y_true, y_pred, sample_weight)
         is_number = bool(seen) and seen[0].shape.rank == 0
@@ -89,9 +101,11 @@ def _observer(entry: Any, compiled: Any, check: Any, read: Any, tell: Any, is_fi
         if check is not None and is_number and is_added:
             raise DoesNotAddUpError  # it is known to be a mean, of which Keras takes the sum
         found = None
-        if read is not None and not is_product:
+        if readers is not None and sample_weight is not None:
+            readers.look_at_weights(name, sample_weight)
+        if readers is not None and not is_product:
             values = seen[0] if value is reduced else None
-            found = read(name, values, value, "sum" if is_added else "rows")
+            found = readers.read(name, values, value, "sum" if is_added else "rows")
         if found is not None:
             value, term = _read_term(name, value, found, is_first)
             compiled._terms.append(term._replace(value=in_total(value), raw=value))

@@ -659,6 +659,39 @@ def test_a_loss_that_changes_what_keras_gives_is_told_of_though_masked(float64):
         model.train_on_batch(*masked_data(4))
 
 
+class WeighsItsSamples(keras.Sequential):
+    """Computes sample weights in its step."""
+
+    def __init__(self, weights):
+        super().__init__(dense_model().layers)
+        self.weights_of = weights
+
+    def train_step(self, data):
+        x, y = data
+        return super().train_step((x, y, self.weights_of(tf.abs(y[:, 0]))))
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("is_normalized", [True, False])
+def test_sample_weights_of_a_step_are_exact_or_told_of(is_normalized, float64):
+    def arguments():
+        return {"optimizer": keras.optimizers.SGD(0.03), "loss": "mse"}
+
+    def make():
+        return WeighsItsSamples(lambda w: w / tf.reduce_max(w) if is_normalized else w)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        difference = difference_of_fits(make, arguments, dense_data(34), rows=4, steps=3)
+    said = [str(warning.message) for warning in caught]
+    if is_normalized:
+        assert difference > 1e-3
+        assert any("sample weights" in text and "combines several samples" in text for text in said)
+    else:
+        assert difference <= TOLERANCE[float64]
+        assert said == []
+
+
 class AddsLossPerRow(keras.layers.Layer):
     def call(self, inputs):
         self.add_loss(0.01 * tf.reduce_mean(tf.square(inputs), axis=-1))

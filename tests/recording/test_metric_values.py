@@ -308,6 +308,62 @@ def test_logs_that_are_no_means_over_samples_are_told_of(float64):
     assert compare(make, lambda: None, 12, {"microbatch_size": 5}) == ([], [])
 
 
+class GivesSamples(TracksItsLoss):
+    """Gives metrics of Keras what a function makes of targets and outputs."""
+
+    def __init__(self, give):
+        super().__init__()
+        self.give = give
+        self.error = keras.metrics.MeanSquaredError(name="error")
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            z = self(x, training=True)
+            loss = ops.mean(ops.square(z - y))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        self.give(self, y, z)
+        return {m.name: m.result() for m in (self.tracker, self.error)}
+
+
+def number_of_samples(y):
+    return ops.shape(y)[0]
+
+
+GIVEN = {  # and by what, if they do not follow sample by sample
+    "centered": (lambda m, y, z: m.tracker.update_state(ops.abs(z - ops.mean(z, 0))), "'Sub'"),
+    "reset": (lambda m, y, z: (m.error.reset_state(), m.error.update_state(y, z)), "`reset_state`"),
+    "one row": (
+        lambda m, y, z: m.error.update_state(*(ops.reshape(a, (1, -1)) for a in (y, z))),
+        "'Reshape'",
+    ),
+    "pairs": (lambda m, y, z: m.tracker.update_state(ops.max(z @ ops.transpose(y), 1)), "'MatMul'"),
+    "means": (lambda m, y, z: m.error.update_state(ops.mean(y, 0), ops.mean(z, 0)), "'Mean'"),
+    "samples": (lambda m, y, z: m.error.update_state(y, z, y[:, 0] > 0), None),
+    "weighted number": (
+        lambda m, y, z: m.tracker.update_state(ops.mean(z), number_of_samples(z)),
+        None,
+    ),
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("name", GIVEN)
+def test_what_a_step_gives_to_metrics_follows_sample_by_sample_or_is_told_of(name, float64):
+    give, told = GIVEN[name]
+
+    def make():
+        model = GivesSamples(give)
+        model.build((None, 4))
+        return model
+
+    differing, said = compare(make, lambda: None, 4, {"accumulation_steps": 3})
+    assert len(differing) == len(said) == (told is not None)
+    assert all(WHAT in text and told in text for text in said)
+    assert compare(make, lambda: None, 12, {"microbatch_size": 5}) == ([], [])
+
+
 class LogsScaledLosses(LogsNumbers):
     """Its optimizer gets the loss before the logs do."""
 
