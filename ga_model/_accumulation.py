@@ -141,6 +141,8 @@ class Accumulation(Kept):
         if self.accumulates():
             window = self.window = self.window or Window(model)
         watch_attributes(model)
+        if window is None:
+            self._make_most_rows()
         if window is None and self._splits_nothing(data):
             return self._run_plain(compiled(train_step) if model.jit_compile else train_step, data)
         self.is_proved = self._is_to_prove() and adds_up(model, train_step, data)
@@ -216,10 +218,14 @@ class Accumulation(Kept):
     def note_rows(self, batch: Batch) -> None:
         """Note in the graph if a batch is more than a microbatch, if a warning may depend on it."""
         if batch.is_long and self._tells_of_size():
-            if self._most_rows is None:
-                self._most_rows = _strategy.make_variables(lambda: tf.zeros((), tf.int64))
+            self._make_most_rows()
             rows = tf.maximum(self._most_rows, batch.rows)
             self._most_rows.assign(rows)
+
+    def _make_most_rows(self) -> None:
+        """Make the variable of `note_rows`: a function that traced before could not make it."""
+        if self._most_rows is None:
+            self._most_rows = _strategy.make_variables(lambda: tf.zeros((), tf.int64))
 
     def _most_samples(self) -> int:
         return 0 if self._most_rows is None else int(self._most_rows.numpy())

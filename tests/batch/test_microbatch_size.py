@@ -322,6 +322,16 @@ class Scaled(keras.Model):
         return {"loss": loss, "first": data["x"][0], "rows": tf.shape(data["x"])[0]}
 
 
+def test_a_batch_of_known_size_may_be_split_after_one_that_was_not():
+    model = accumulate(seeded(dense_model), microbatch_size=4)
+    model.compile("adam", "mse")
+    data = tf.data.Dataset.from_tensor_slices(dense_data(24))
+    for rows in (4, 12):
+        model.fit(data.batch(rows, drop_remainder=True), shuffle=False, verbose=0)
+    assert int(model.optimizer.iterations) == 6 + 2
+
+
+
 @pytest.mark.filterwarnings("ignore:A number that a metric or a log has:UserWarning")
 @pytest.mark.parametrize("loss_over", ["microbatch", "auto"])
 def test_scalars_and_none_are_part_of_every_microbatch(loss_over, float64):
