@@ -83,14 +83,14 @@ class _Tracked(StandIn):
         return self._listener._calls.result(self._original)
 
 
-def seeing(loss: Any, seen: list[Any], tell_reduced: Callable[[Any], None]) -> Any:
+def seeing(loss: Any, seen: list[Any], tell_reduced: Callable[[Any, Any], None]) -> Any:
     """Return a twin of a loss that tells what it computes.
 
     Args:
         loss: the loss.
         seen: gets its values before they are reduced.
-        tell_reduced: called with what Keras reduces them to, before a `__call__` of the user's own
-            may compute with it.
+        tell_reduced: called with what Keras reduces them to, and the sample weights that it got,
+            before a `__call__` of the user's own may compute with that.
     """
     if not isinstance(loss, keras.losses.Loss):
         return loss
@@ -98,9 +98,9 @@ def seeing(loss: Any, seen: list[Any], tell_reduced: Callable[[Any], None]) -> A
     class Reducing(keras.losses.Loss):
         """Stands right in front of Keras's own class, behind those of the user."""
 
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            number = super().__call__(*args, **kwargs)
-            tell_reduced(number)
+        def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+            number = super().__call__(y_true, y_pred, sample_weight)
+            tell_reduced(number, sample_weight)
             return number
 
     class Observed(type(loss), Reducing):  # type: ignore[misc]

@@ -8,12 +8,14 @@ metric function that returns one. So while a step is recorded, a function stands
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import keras
 
 from ga_model.base._context import ThreadValue
+from ga_model.base._identity import unique
 from ga_model.base._in_front import InFront
 from ga_model.hearing._stand_in import StandIn
 
@@ -59,8 +61,9 @@ class MetricCalls:
         self.has_late_updates |= any(metric is other for _, other, _ in self.results)
         self.updates.append(MetricCall(metric, value, sample_weight, term))
 
-    def note(self, metric: Any, arguments: Any) -> None:
-        """Note what the step gives to a metric, where somebody looks at that."""
+    def updating(self, metric: Any, arguments: Any) -> contextlib.AbstractContextManager[None]:
+        """Note in a block that code of Keras's updates a metric, where somebody looks at that."""
+        return contextlib.nullcontext()
 
     def updates_by_key(self) -> dict[tuple[int, int], MetricCall]:
         """Return the updates by the id of their metric, and their number among those of it."""
@@ -91,7 +94,6 @@ class MetricStandIn(StandIn):
 
     def update_state(self, *args: Any, **kwargs: Any) -> Any:
         self._listener.watched.append(self._original)
-        self._listener.note(self._original, (args, kwargs))
         return self._original.update_state(*args, **kwargs)
 
     def reset_state(self) -> None:
@@ -117,22 +119,53 @@ def waiting(calls: MetricCalls | None) -> Iterator[None]:
         with _calls.set(None):
             yield
         return
-    with _in_front.of([keras.metrics.Mean, keras.metrics.Sum]), _calls.set(calls):
+    givers = _in_front.of([keras.metrics.Mean, keras.metrics.Sum]), _noting.of(_of_samples())
+    with givers[0], givers[1], _calls.set(calls):
         yield
 
 
 def _letting_wait(_: Any, update_state: Callable[..., Any]) -> Callable[..., Any]:
     def update(metric: Any, values: Any, sample_weight: Any = None) -> Any:
         calls = _calls.get()
-        if calls is None or not calls.waits_for(values, sample_weight):
+        if calls is None:
             return update_state(metric, values, sample_weight)
+        if not calls.waits_for(values, sample_weight):
+            with calls.updating(metric, (values, sample_weight)):
+                return update_state(metric, values, sample_weight)
         calls.update(metric, keras.ops.convert_to_tensor(values), sample_weight)
         return None
 
     return update
 
 
+def _noted(_: Any, update_state: Callable[..., Any]) -> Callable[..., Any]:
+    def update(metric: Any, *args: Any, **kwargs: Any) -> Any:
+        calls = _calls.get()
+        if calls is None:
+            return update_state(metric, *args, **kwargs)
+        with calls.updating(metric, (args, kwargs)):
+            return update_state(metric, *args, **kwargs)
+
+    return update
+
+
 _in_front = InFront("update_state", _letting_wait)
+_noting = InFront("update_state", _noted)
+
+
+@functools.cache
+def _of_samples() -> list[Any]:
+    """Return the classes of Keras that count what they get of each sample by code of their own."""
+    public = [value for value in vars(keras.metrics).values() if isinstance(value, type)]
+    classes = unique(part for metric in public for part in metric.__mro__)
+    means = (keras.metrics.Mean, keras.metrics.Sum)  # what functions give goes on to these
+    return [
+        value
+        for value in classes
+        if "update_state" in vars(value)
+        and value is not keras.metrics.Metric
+        and not issubclass(value, means)
+    ]
 
 
 def _is_scalar(value: Any) -> bool:

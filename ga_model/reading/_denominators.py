@@ -76,7 +76,9 @@ class Denominator(NamedTuple):
         if self.once is not None:
             once = tf.cast(self.once, tf.float64)
             count += tf.where(is_first, once, tf.zeros_like(once))
-        return count, tf.math.divide_no_nan(tf.cast(self.divisor, tf.float64), count)
+        # What is divided may be more than what is counted, and be there where that is zero.
+        count = _numbers.not_zero(count, 1)
+        return count, tf.cast(self.divisor, tf.float64) / count
 
     def words(self) -> str:
         """Return what it is, for a message."""

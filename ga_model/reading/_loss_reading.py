@@ -43,10 +43,14 @@ def check_adds_up(loss: Any, y_true: Any, y_pred: Any) -> None:
         loss: a `keras.losses.Loss`, or what Keras takes for one.
         y_true, y_pred: what it is called with.
     """
-    if not (
-        (is_known(loss) and _fit(loss, y_true, y_pred)) or adds_up(_values_of(loss), y_true, y_pred)
-    ):
+    is_of_keras = looks_at_samples_alone(loss, y_true, y_pred)
+    if not (is_of_keras or adds_up(_values_of(loss), y_true, y_pred)):
         raise DoesNotAddUpError
+
+
+def looks_at_samples_alone(loss: Any, y_true: Any, y_pred: Any) -> bool:
+    """Return whether a loss is one of Keras's own that looks at these samples one by one."""
+    return is_known(loss) and _fit(loss, y_true, y_pred)
 
 
 def is_known(loss: Any) -> bool:
@@ -72,8 +76,11 @@ def _fit(loss: Any, y_true: Any, y_pred: Any) -> bool:
     name = str(getattr(loss, "name", "") or getattr(loss, "__name__", loss))
     if None in ranks or any(kind in name.lower() for kind in ("sparse", "ctc")):
         return True
+    if "generalized" in name.lower():  # it takes labels of any rank for those of one
+        return bool(ranks[0] == 1)
     higher = y_true if ranks[0] > ranks[1] else y_pred
-    return bool(ranks[0] == ranks[1] or higher.shape[-1] == 1 or 0 in ranks)
+    is_column = abs(ranks[0] - ranks[1]) == 1 and higher.shape[-1] == 1  # which Keras removes
+    return bool(ranks[0] == ranks[1] or is_column or 0 in ranks)
 
 
 def _values_of(loss: Any) -> Callable[..., Any] | None:

@@ -104,6 +104,9 @@ class ReducedReading(PartsReading):
         """Return whether an operation multiplies the entries of samples, and sums over these."""
         if op.type == "L2Loss":
             return kinds == [BY_SAMPLE]
+        if op.type in ("ScatterNd", "UnsortedSegmentSum"):  # by what each sample says
+            is_of_samples = kinds[1] == BY_SAMPLE or (op.type, kinds[1]) == ("ScatterNd", SHARED)
+            return kinds[0] == BY_SAMPLE and is_of_samples and kinds[2] == SHARED
         if op.type == "MatMul" and kinds == [BY_SAMPLE, BY_SAMPLE]:
             return bool(op.get_attr("transpose_a") and not op.get_attr("transpose_b"))
         if op.type != "Einsum" or not set(kinds) <= {BY_SAMPLE, SHARED}:

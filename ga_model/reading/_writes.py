@@ -185,9 +185,15 @@ class Writes:
             for tensor in tensors
         )
 
-    def values_for(self, variables: Iterable[Any]) -> list[Any]:
-        """Return what the values that are written to variables follow from, in a graph."""
-        return _values_of(self._writes_to(variables))
+    def values_for(self, variables: Iterable[Any], but: Sequence[range] = ()) -> list[Any]:
+        """Return what the values that are written to variables follow from, in a graph.
+
+        Args:
+            variables: the variables.
+            but: numbers of operations that are left out.
+        """
+        writes = self._writes_to(variables)
+        return _values_of(w for w in writes if not any(w[0] in numbers for numbers in but))
 
     def _writes_to(self, variables: Iterable[Any]) -> list[tuple[int, Any, Any]]:
         handles = {handle for variable in variables for handle in handles_of(variable)}

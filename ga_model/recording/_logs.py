@@ -16,7 +16,8 @@ anything else, and of what follows from no sample, the last microbatch's stands.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import keras
@@ -33,16 +34,26 @@ class MetricCalls(_metric_calls.MetricCalls):
 
     Attributes:
         given: metrics, and the tensors that the step has given them.
+        of_keras: numbers of the operations by which code of Keras's has updated metrics.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._graph = graph_being_made()
         self.given: list[tuple[Any, list[Any]]] = []
+        self.of_keras: list[range] = []
 
-    def note(self, metric: Any, arguments: Any) -> None:
+    @contextlib.contextmanager
+    def updating(self, metric: Any, arguments: Any) -> Iterator[None]:
+        graph = graph_being_made()
+        if graph is None or graph is not self._graph:
+            yield
+            return
         tensors = filter(tf.is_symbolic_tensor, tf.nest.flatten(arguments))
         self.given.append((metric, list(tensors)))
+        first = len(graph.get_operations())
+        yield
+        self.of_keras.append(range(first, len(graph.get_operations())))
 
     def waits_for(self, values: Any, sample_weight: Any = None) -> bool:
         is_here = self._graph in (None, graph_being_made())

@@ -86,7 +86,9 @@ class StepLosses(StepTerms):
             calls = metrics if self._position.defers_logs else None
             check = self._check_adds_up if self._position.must_add_up else None
             reads = self._reads_losses and self.graph is not None
-            readers = Readers(self._read_number, self._note_reduced, self._look_at_weights)
+            readers = Readers(
+                self._read_number, self._note_values, self._note_reduced, self._look_at_weights
+            )
             self._observed = observed(
                 compiled,
                 self.note_term,
@@ -117,6 +119,12 @@ class StepLosses(StepTerms):
         if self._position.can_be_whole and self.graph is not None:
             raise DoesNotAddUpError
         self._model._warn_once(message)
+
+    def _note_values(self, values: Any, arguments: Any) -> None:
+        """Take it as known that the values of a loss of Keras's own follow from one sample each."""
+        arguments = tf.nest.flatten(arguments)
+        if all(self.heard.read(argument).obstacle is None for argument in arguments):
+            self.heard.note_samples(values)
 
     def _note_reduced(self, values: Any, number: Any, denominator: Denominator) -> None:
         """Take it as known what Keras has divided the values of a loss by, one of each sample."""

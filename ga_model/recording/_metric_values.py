@@ -24,7 +24,7 @@ from ga_model.reading._denominators import (
     StepLoss,
 )
 from ga_model.reading._following import added_to_variable, adds_to_variable
-from ga_model.reading._operations import number_of
+from ga_model.reading._operations import OPAQUE, number_of
 from ga_model.reading._place import place_of
 from ga_model.recording._logs import MetricCalls
 from ga_model.recording._losses import StepLosses
@@ -33,15 +33,19 @@ _BREAKS = (NOT_LINEAR, SEVERAL, UNKNOWN)
 _EXTREMES = (("Max", "Maximum"), ("Min", "Minimum"))  # of a batch, and of all so far
 
 
-def tell_of_numbers(recording: Any, written: Callable[[Any], list[Any]]) -> None:
+def tell_of_numbers(recording: Any, written: Callable[[Any, Any], list[Any]]) -> None:
     """Tell of numbers for metrics and logs that are no means or sums over samples.
 
     Args:
         recording: of a step that was drawn in a graph.
-        written: returns what it has written to variables.
+        written: returns what it has written to variables, but by some operations.
     """
     model, losses, calls = recording.model, recording.losses, recording.metrics
-    numbers = _Numbers(calls.values_of, written, losses, not model.run_eagerly)
+
+    def written_by_user(variables: Any) -> list[Any]:
+        return written(variables, calls.of_keras)
+
+    numbers = _Numbers(calls.values_of, written_by_user, losses, not model.run_eagerly)
     is_split, is_ruled = recording.is_split(), model._has_rule()
 
     def message(what: str, place: str) -> str:
@@ -113,8 +117,10 @@ class _Numbers(NamedTuple):
     def place_of_samples(self, value: Any) -> str | None:
         """Return by what a metric's argument is made that does not follow sample by sample."""
         loss = self.losses.heard.read(value)
-        if loss.obstacle is not None and loss.obstacle.why in (NOT_LINEAR, SEVERAL):
-            return None if is_in(loss.obstacle.op, self.losses.told) else place_of(loss.obstacle.op)
+        obstacle = loss.obstacle
+        is_known = obstacle is not None and (obstacle.why != UNKNOWN or obstacle.op.type in OPAQUE)
+        if obstacle is not None and is_known:
+            return None if is_in(obstacle.op, self.losses.told) else place_of(obstacle.op)
         is_reduced = not loss.is_by_sample and bool(_kinds_of(loss))
         return place_of(value.op) if is_reduced else None
 
@@ -160,9 +166,10 @@ def _of_batches(
     found = []
     for metric in (part for whole in metrics for part in parts_of(whole)):
         is_given_numbers = type(metric) in (keras.metrics.Mean, keras.metrics.Sum)
-        if is_in(metric, others) or (counts_samples(metric) and not is_given_numbers):
-            continue
         waiting = numbers.waiting(metric)
+        is_counting = counts_samples(metric) and not (is_given_numbers or waiting)
+        if is_in(metric, others) or is_counting:
+            continue
         places = [numbers.place_of(value) for value in waiting]
         if not waiting:
             places = numbers.places_of_written(metric.variables)
@@ -183,10 +190,9 @@ def _worked_over(calls: MetricCalls, numbers: _Numbers) -> Iterator[tuple[Any, s
         yield metric, "`reset_state`, which the step calls"
     waiting = [update.metric for update in calls.updates]
     for metric, tensors in calls.given:
-        is_counting = counts_samples(metric) and not is_in(metric, calls.resets)
         given = [t for t in tensors if t.shape.rank != 0 or not is_in(metric, waiting)]
         place = next(filter(None, map(numbers.place_of_samples, given)), None)
-        if is_counting and place is not None:
+        if place is not None and not is_in(metric, calls.resets):
             yield metric, place
 
 

@@ -12,7 +12,7 @@ from ga_model.graphs._microbatch import num_rows
 from ga_model.hearing._compiled_copy import copy_with, same_rank, seeing
 from ga_model.hearing._weights import Term
 from ga_model.reading._denominators import OF_SUM, Denominator
-from ga_model.reading._loss_reading import DoesNotAddUpError
+from ga_model.reading._loss_reading import DoesNotAddUpError, looks_at_samples_alone
 from ga_model.replicas import _strategy
 
 
@@ -24,11 +24,13 @@ class Readers(NamedTuple):
             does not, the number that they are reduced to, and the kind of denominator that this
             has if nothing is read; returns the `Denominator` of a loss that gives a single number
             for all samples, else None.
+        note_values: called with the values of a loss of Keras's own, and what it got.
         note_reduced: called with values, what Keras reduces them to, and its `Denominator`.
         look_at_weights: called with the name of a loss, and its sample weights.
     """
 
     read: Callable[[str, Any | None, Any, str], Denominator | None]
+    note_values: Callable[[Any, Any], None]
     note_reduced: Callable[[Any, Any, Denominator], None]
     look_at_weights: Callable[[str, Any], None]
 
@@ -81,18 +83,22 @@ def _observer(entry: Any, compiled: Any, check: Any, readers: Readers | None, is
         weight, once, reduced = rows, None, None
         kind: Hashable = "rows"
 
-        def note_reduced(number: Any) -> None:
+        def note_reduced(number: Any, weights: Any) -> None:
             nonlocal weight, kind, once, reduced
             reduced = number
+            if readers is not None and weights is not None:
+                readers.look_at_weights(name, weights)
             if is_added:
                 of_keras = OF_SUM
             else:
                 masks = [mask_of(tensor) for tensor in (y_pred, seen[-1])]
                 masks = [mask for mask in masks if mask is not None]
-                weight, kind, once = _denominator(reduction, seen[-1], sample_weight, masks, rows)
+                weight, kind, once = _denominator(reduction, seen[-1], weights, masks, rows)
                 divisor = None if once is None else weight + once
                 of_keras = Denominator(kind, weight, divisor, once)
             if readers is not None:
+                if looks_at_samples_alone(loss, y_true, y_pred):
+                    readers.note_values(seen[-1], (y_true, y_pred))
                 readers.note_reduced(seen[-1], number, of_keras)
 
         value = seeing(loss, seen, note_reduced)(y_true, y_pred, sample_weight)
@@ -101,8 +107,6 @@ def _observer(entry: Any, compiled: Any, check: Any, readers: Readers | None, is
         if check is not None and is_number and is_added:
             raise DoesNotAddUpError  # it is known to be a mean, of which Keras takes the sum
         found = None
-        if readers is not None and sample_weight is not None:
-            readers.look_at_weights(name, sample_weight)
         if readers is not None and not is_product:
             values = seen[0] if value is reduced else None
             found = readers.read(name, values, value, "sum" if is_added else "rows")

@@ -29,7 +29,7 @@ def observer_of(entry: Any, compiled: Any, listener: Callable[[], Any]) -> Any:
     loss, name = entry.loss, entry.name
     reduction = getattr(loss, "reduction", None)
     seen: list[Any] = []
-    twin = seeing(loss, seen, lambda number: None)
+    twin = seeing(loss, seen, lambda number, weights: None)
 
     def observe(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         seen.clear()

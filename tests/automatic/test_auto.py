@@ -370,7 +370,7 @@ class TracedBefore(keras.Model):
         return self.dense(self.recurrent(x, training=training) + self.recurrent(2.0 * x))
 
 
-@pytest.mark.gate
+@pytest.mark.sweep
 def test_the_search_undoes_what_inner_graphs_draw():
     model = compiled(TracedBefore, memory := Memory(), size=4)
     fit(model, dense_data(24))
@@ -633,7 +633,7 @@ def test_a_repeated_batch_loses_no_row(steps, microbatches, limit, sizes, eager,
     assert difference <= TOLERANCE["float64"]
 
 
-@pytest.mark.gate
+@pytest.mark.sweep
 @pytest.mark.parametrize("steps", [pytest.param(1, marks=pytest.mark.sweep), 3])
 def test_a_repeated_batch_leaves_no_trace_in_what_steps_change(steps, float64):
     """Running statistics, counters and random state are those of a run that knew it before."""
@@ -716,7 +716,7 @@ class Adversaries(keras.Model):
         return {"loss": loss}
 
 
-@pytest.mark.gate
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", [{"run_eagerly": True}, {}], ids=str)
 def test_a_step_that_applies_optimizers_in_turn_gets_a_size(way, float64):
     """And no second chance: nobody knows what it has updated."""
@@ -880,7 +880,7 @@ def test_setting_it_again_traces_nothing_again_but_the_search():
     assert counts[0] is counts[1] is counts[2]
 
 
-@pytest.mark.gate
+@pytest.mark.sweep
 @pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=pytest.mark.sweep)])
 def test_replicas_have_one_size(replicas):
     data = dense_data(24)

@@ -331,7 +331,6 @@ def test_a_batch_of_known_size_may_be_split_after_one_that_was_not():
     assert int(model.optimizer.iterations) == 6 + 2
 
 
-
 @pytest.mark.filterwarnings("ignore:A number that a metric or a log has:UserWarning")
 @pytest.mark.parametrize("loss_over", ["microbatch", "auto"])
 def test_scalars_and_none_are_part_of_every_microbatch(loss_over, float64):

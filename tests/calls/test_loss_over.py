@@ -1072,3 +1072,39 @@ def test_a_sum_over_a_known_number_of_samples_is_a_mean(float64):
         model.fit(batches.batch(16, drop_remainder=True), epochs=2, shuffle=False, verbose=0)
         weights.append(model.get_weights())
     assert relative_difference(weights[1], weights[0], start) < TOLERANCE[float64]
+
+
+def softmax_model():
+    layers = [keras.Input((4,)), keras.layers.Dense(3, activation="softmax")]
+    return keras.Sequential(layers)
+
+
+def scalar_model():
+    layers = [keras.Input((4,)), keras.layers.Dense(1), keras.layers.Flatten()]
+    return keras.Sequential([*layers, keras.layers.Lambda(lambda z: z[:, 0])])
+
+
+BROADCAST = {  # of Keras, along the samples
+    "a column of labels": (
+        softmax_model,
+        keras.losses.CategoricalGeneralizedCrossEntropy,
+        lambda y: np.argmax(y, -1)[:, None],
+    ),
+    "targets of two more axes": (scalar_model, lambda: "mse", lambda y: y[:, :1, None]),
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("name", BROADCAST)
+def test_losses_of_keras_that_compare_samples_by_the_shapes_of_targets_match(name, float64):
+    make, loss, targets = BROADCAST[name]
+    x, y = dense_data(24)
+    trained = []
+    for settings in ({}, {"microbatch_size": 5}):
+        model = seeded(make)
+        start = model.get_weights()
+        model = accumulate(model, **settings) if settings else model
+        model.compile(keras.optimizers.SGD(0.1), loss())
+        model.fit(x, targets(y), batch_size=12, shuffle=False, verbose=0)
+        trained.append(model.get_weights())
+    assert relative_difference(trained[1], trained[0], start) < TOLERANCE[float64]

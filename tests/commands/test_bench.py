@@ -38,7 +38,6 @@ def run(tmp_path_factory):
 
 
 @pytest.mark.gate
-@pytest.mark.gate
 def test_the_table_shows_the_ratios_of_what_was_measured(run):
     printed, measured, _ = run
     lines = [line.split() for line in printed.splitlines() if line.startswith("embedding")]
@@ -79,7 +78,6 @@ def test_the_table_shows_the_ratios_of_what_was_measured(run):
     assert lines[2] == ["embedding", "off", f"{plain_size / 1e6:,.0f}", "MB", *ratios]
 
 
-@pytest.mark.gate
 @pytest.mark.gate
 def test_memory_is_that_of_the_training_alone(run):
     """The table takes 25.6 MB, and Keras's accumulation a copy of it."""

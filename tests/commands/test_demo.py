@@ -61,8 +61,7 @@ def full_run(tmp_path_factory):
     return subprocess.run(command, capture_output=True, text=True, check=False), plot
 
 
-@pytest.mark.gate
-@pytest.mark.gate
+@pytest.mark.sweep
 def test_accumulation_makes_the_updates_of_the_big_batch_and_small_batches_do_not(full_run):
     process, _ = full_run
     assert process.returncode == 0, process.stderr
@@ -76,15 +75,14 @@ def test_accumulation_makes_the_updates_of_the_big_batch_and_small_batches_do_no
     assert "\nReproduced: " in process.stdout
 
 
-@pytest.mark.gate
-@pytest.mark.gate
+@pytest.mark.sweep
 def test_memory_is_that_of_each_run(full_run):
     training = {name: int(cells[7]) for name, cells in rows_of(full_run[0].stdout).items()}
     for name in ("accumulation", "full batch, split"):
         assert 0 < training[name] < 0.75 * training["full batch"]
 
 
-@pytest.mark.gate
+@pytest.mark.sweep
 def test_progress_names_the_run_and_takes_few_lines(full_run):
     lines = full_run[0].stdout.splitlines()
     assert [line for line in lines if line.startswith("[")] == [
@@ -101,7 +99,7 @@ def test_progress_names_the_run_and_takes_few_lines(full_run):
     assert max(map(len, lines)) <= 120
 
 
-@pytest.mark.gate
+@pytest.mark.sweep
 def test_plot_is_a_png(full_run):
     assert full_run[1].read_bytes().startswith(b"\x89PNG")
 

@@ -692,6 +692,34 @@ def test_sample_weights_of_a_step_are_exact_or_told_of(is_normalized, float64):
         assert said == []
 
 
+class WeighsByTheLargest(keras.losses.MeanSquaredError):
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        weights = tf.abs(y_true[:, 0])
+        return super().__call__(y_true, y_pred, weights / tf.reduce_max(weights))
+
+
+def test_sample_weights_of_a_loss_are_told_of_that_follow_from_several_samples(float64):
+    model = accumulate(seeded(dense_model), accumulation_steps=3)
+    model.compile("sgd", WeighsByTheLargest())
+    with pytest.warns(UserWarning, match="the sample weights of.*combines several samples"):
+        model.train_on_batch(*dense_data(4))
+
+
+@pytest.mark.every_case
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("loss", ["hinge", "squared_hinge"])
+def test_losses_that_convert_their_labels_are_exact(loss, float64):
+    x, y = dense_data(34)
+    difference = difference_of_fits(
+        dense_model,
+        lambda: {"optimizer": keras.optimizers.SGD(0.03), "loss": loss},
+        (x, np.sign(y)),
+        rows=4,
+        steps=3,
+    )
+    assert difference <= TOLERANCE[float64]
+
+
 class AddsLossPerRow(keras.layers.Layer):
     def call(self, inputs):
         self.add_loss(0.01 * tf.reduce_mean(tf.square(inputs), axis=-1))

@@ -149,7 +149,7 @@ def test_another_backend_is_refused_at_import():
     assert "KERAS_BACKEND=tensorflow" in out
 
 
-@pytest.mark.gate
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("name", "version"), [("keras", "3.7.0"), ("tensorflow", "2.17.1"), ("keras", "2.15.0")]
 )

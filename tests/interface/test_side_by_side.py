@@ -145,7 +145,7 @@ def difference_in_a_process(method, settings, pickled=None):
         process.join()
 
 
-@pytest.mark.gate
+@pytest.mark.sweep
 def test_a_model_trains_in_a_spawned_process(float64):
     """One that was made here goes there as a pickle, and is wrapped again."""
     pickled = pickle.dumps(make_in_float64({"microbatch_size": 2}))

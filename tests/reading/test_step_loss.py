@@ -95,6 +95,10 @@ EXACT = {
     "sum by samples": lambda z, y, m: total(errors(z, y)) / tf.cast(tf.shape(z)[0], z.dtype),
     "sum by entries": lambda z, y, m: total(tf.square(z - y)) / tf.cast(tf.size(z), z.dtype),
     "masked": lambda z, y, m: total(errors(z, y) * m) / total(m),
+    "all, over those of a mask": lambda z, y, m: (
+        (total(errors(z, y)) + total(m * tf.abs(z[:, 0]))) / tf.maximum(total(m), 1.0)
+    ),
+    "all, over a mask and epsilon": lambda z, y, m: total(errors(z, y)) / (total(m) + 1e-3),
     "two masked": lambda z, y, m: (
         total(errors(z, y) * m) / (total(m) + 1e-3)
         + 0.3 * total(tf.abs(z[:, 0]) * m) / (total(m) + 1e-3)
@@ -610,7 +614,7 @@ def test_the_message_names_the_operation_and_the_line(float64):
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize("name", ["two masked", "nested"])
+@pytest.mark.parametrize("name", ["two masked", "nested", "all, over those of a mask"])
 def test_losses_of_one_divisor_match_however_it_is_written(name, float64):
     found, said = difference(lambda: OwnStep(EXACT[name]))
     assert found <= TOLERANCE["float64"]

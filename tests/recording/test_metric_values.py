@@ -195,6 +195,73 @@ def test_a_metric_that_keeps_its_last_batch_is_told_of(float64):
     assert "a value that replaces that of the batch before" in said
 
 
+class OfOneClass(keras.metrics.AUC):
+    """Passes on a part of what it gets."""
+
+    def update_state(self, y, z, sample_weight=None):
+        super().update_state(y[:, 1] > 0, ops.sigmoid(z[:, 1]))
+
+
+class OfClasses(keras.metrics.MeanIoU):
+    def update_state(self, y, z, sample_weight=None):
+        super().update_state(ops.argmax(y, -1), ops.argmax(z, -1))
+
+
+class F1(keras.metrics.Metric):
+    """Follows from two of Keras's that it holds."""
+
+    def __init__(self, center=ops.copy):
+        super().__init__(name="f1")
+        self.center = center
+        self.parts = [keras.metrics.Precision(), keras.metrics.Recall()]
+
+    def update_state(self, y, z, sample_weight=None):
+        for part in self.parts:
+            part.update_state(y > 0, ops.sigmoid(self.center(z)))
+
+    def result(self):
+        return self.parts[0].result() * self.parts[1].result()
+
+    def reset_state(self):
+        for part in self.parts:
+            part.reset_state()
+
+
+class Matrix(keras.metrics.Metric):
+    """A confusion matrix by a function of TensorFlow."""
+
+    def __init__(self):
+        super().__init__(name="matrix")
+        self.matrix = self.add_weight(shape=(2, 2), initializer="zeros", name="matrix")
+
+    def update_state(self, y, z, sample_weight=None):
+        classes = (tf.argmax(y, -1), tf.argmax(z, -1))
+        self.matrix.assign_add(tf.math.confusion_matrix(*classes, 2, dtype=z.dtype))
+
+    def result(self):
+        return ops.trace(self.matrix)
+
+
+@pytest.mark.parametrize("settings", [{"accumulation_steps": 3}, {"microbatch_size": 5}], ids=str)
+def test_metrics_that_are_made_of_keras_own_are_not_told_of(settings, float64):
+    rows = 12 if "microbatch_size" in settings else 4
+
+    def metrics():
+        return [OfOneClass(name="auc"), OfClasses(num_classes=2, name="iou"), F1(), Matrix()]
+
+    assert compare(dense_model, metrics, rows, settings) == ([], [])
+
+
+def test_what_a_metric_passes_on_to_keras_own_is_told_of(float64):
+    def metrics():
+        return [F1(lambda z: z - ops.mean(z, 0))]
+
+    differing, said = compare(dense_model, metrics, 4, {"accumulation_steps": 3})
+    assert differing == ["f1"]
+    assert all(WHAT in text and "'Sub'" in text for text in said)
+    assert said
+
+
 class Holds(keras.metrics.Metric):
     def __init__(self):
         super().__init__(name="holds")
@@ -339,7 +406,7 @@ GIVEN = {  # and by what, if they do not follow sample by sample
         "'Reshape'",
     ),
     "pairs": (lambda m, y, z: m.tracker.update_state(ops.max(z @ ops.transpose(y), 1)), "'MatMul'"),
-    "means": (lambda m, y, z: m.error.update_state(ops.mean(y, 0), ops.mean(z, 0)), "'Mean'"),
+    "means": (lambda m, y, z: m.error.update_state(ops.mean(y, 0), ops.mean(z, 0)), "made by"),
     "samples": (lambda m, y, z: m.error.update_state(y, z, y[:, 0] > 0), None),
     "weighted number": (
         lambda m, y, z: m.tracker.update_state(ops.mean(z), number_of_samples(z)),
