@@ -135,9 +135,8 @@ class StepLosses(StepTerms):
         """Warn of sample weights that follow from several samples."""
         obstacle = self.heard.read(sample_weight).obstacle
         if obstacle is not None:
-            self._warn_of(
-                f"the sample weights of the loss {name!r} of {self._model.name!r}", obstacle
-            )
+            subject = f"the sample weights of the loss {name!r} of {self._model.name!r}"
+            self._warn_of(subject, obstacle)
 
     def _read_number(self, name: str, values: Any, number: Any, assumed: str) -> Denominator | None:
         """Return what a compiled loss that gives one number for all samples is divided by.
