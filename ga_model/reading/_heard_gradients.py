@@ -19,7 +19,7 @@ from ga_model.reading._denominators import Denominator, StepLoss, by_kind
 from ga_model.reading._following import walk_back
 from ga_model.reading._loss_reading import normalizing_names
 from ga_model.reading._operations import DIVISIONS, MOVES, PRODUCTS, SHARED, names, value_of
-from ga_model.reading._step_loss import StepReading
+from ga_model.reading._step_loss import Noted, StepReading
 
 # Linear in all gradients that go in.
 _SUMS = names("Add AddN AddV2 ConcatV2 Pack Sub")
@@ -57,49 +57,61 @@ class HeardGradients:
         self._model = model
         self._graph = graph
         self._data = data
-        self._reading: StepReading | None = None
+        self._readings: dict[bool, StepReading] = {}  # of values, and of gradients
+        self._noted: Noted = {}  # by both
         self._found: dict[int, StepLoss] = {}  # of a gradient's tensor
         self._gradients: list[Any] = []  # which keeps their ids
         self._taken: dict[int, tuple[list[Any], list[Any]]] = {}  # of these: targets, and sources
         self._made: list[range] = []  # numbers of operations that took them
         self._first = 0  # operation behind the first of them
 
-    def _reader(self) -> StepReading:
-        if self._reading is None:
+    def _reader(self, of_values: bool = False) -> StepReading:
+        """Return what reads values, or else gradients: to these, what is stopped is a constant."""
+        if of_values not in self._readings:
             leaves = tf.nest.flatten(self._data)
             lengths = {t.shape[0] for t in leaves if isinstance(t, tf.Tensor) and t.shape.rank}
             known = next(iter(lengths)) if len(lengths) == 1 else None
-            self._reading = StepReading(self._graph, known, normalizing_names(self._model))
-        return self._reading
+            names = normalizing_names(self._model)
+            self._readings[of_values] = StepReading(
+                self._graph, known, names, noted=self._noted, of_values=of_values
+            )
+        return self._readings[of_values]
+
+    def _readers(self) -> list[StepReading]:
+        self._reader()
+        return list(self._readings.values())
 
     def note(self, tensor: Any, denominator: Denominator) -> None:
         """Take it as known what a scalar is divided by."""
         if self._is_here(tensor):
-            self._reader().note(tensor, denominator)
+            for reader in self._readers():
+                reader.note(tensor, denominator)
 
     def note_same(self, tensor: Any, other: Any) -> None:
         """Take it as known that a tensor is to samples what another one is."""
         if self._is_here(tensor) and self._is_here(other):
-            self._reader().note_same(tensor, other)
+            for reader in self._readers():
+                reader.note_same(tensor, other)
 
     def note_samples(self, outputs: Any) -> None:
         """Take it as known that outputs of a call have an entry of axis 0 for each sample."""
         for tensor in tf.nest.flatten(outputs):
             if self._is_here(tensor) and tensor.shape.rank:
-                self._reader().note_samples(tensor)
+                for reader in self._readers():
+                    reader.note_samples(tensor)
 
     def _is_here(self, tensor: Any) -> bool:
         """Return whether a tensor is of the step's graph, and what is drawn now is no other."""
         is_symbolic = tf.is_symbolic_tensor(tensor)
         return is_symbolic and tensor.graph is self._graph is graph_being_made()
 
-    def read(self, tensor: Any) -> StepLoss:
-        """Return what a tensor is divided by."""
+    def read(self, tensor: Any, of_values: bool = False) -> StepLoss:
+        """Return what a tensor is divided by, whose gradient is taken, or whose value counts."""
         leaves = tf.nest.flatten(self._data)
         has_parts = any(isinstance(t, (tf.RaggedTensor, tf.SparseTensor)) for t in leaves)
         if has_parts or not self._is_here(tensor):  # parts of such tensors have no samples
             return StepLoss(None)
-        return self._reader().of(tensor)
+        return self._reader(of_values).of(tensor)
 
     def listen(self, target: Any, sources: Any, upstream: Any = None) -> Any:
         """Read what a tape takes the gradient of, and return what takes the gradients."""
@@ -125,7 +137,8 @@ class HeardGradients:
                     self._gradients.append(tensor)
                     self._taken[id(tensor)] = (tensors, tf.nest.flatten(sources))
                 if tf.is_tensor(source) and self._is_here(source) and self._is_here(gradient):
-                    self._reader().note_gradient(gradient, source, whole)
+                    for reader in self._readers():
+                        reader.note_gradient(gradient, source, whole)
 
         return tell
 

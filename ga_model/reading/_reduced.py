@@ -45,6 +45,7 @@ class ReducedReading(PartsReading):
         normalizing: names of BatchNormalization layers.
         arguments: what the inputs of the graph are to samples, if it is one inside another.
         of_weights: ids of tensors that follow from weights.
+        stops: whether what `tf.stop_gradient` gives is a constant.
     """
 
     def __init__(
@@ -54,12 +55,14 @@ class ReducedReading(PartsReading):
         normalizing: Sequence[str],
         arguments: Sequence[str | None] | None = None,
         of_weights: Iterable[int] = (),
+        stops: bool = True,
     ) -> None:
         self._denominators: dict[int, dict[Hashable, Denominator]] = {}
         self._base: dict[int, tuple[Any, Any, float | None]] = {}  # of `BOUND`: see `_bound`
         # Of values that were divided by a number of samples, or by a power of it.
         self._powers: dict[int, tuple[float, Denominator]] = {}
         self._of_weights = set(of_weights)
+        self._stops = stops
         self._rows_tensor: Any = None
         super().__init__(graph, True, rows, normalizing, arguments)
 
@@ -178,7 +181,7 @@ class ReducedReading(PartsReading):
         if op.type in STRUCTURAL:
             if set(kinds) & {BY_SAMPLE, BOUND}:
                 return MIXED
-            if op.type == "StopGradient":
+            if op.type == "StopGradient" and self._stops:
                 denominators = {}
             return self._kept(op, denominators, kinds)
         if set(kinds) == {SUM, SHARED} and (bound := self._bound(op, kinds)) is not None:

@@ -13,7 +13,7 @@ up. Everything else mixes samples.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -51,18 +51,32 @@ _WITHOUT_GRADIENT = names("OnesLike Rank Shape ShapeN Size StopGradient ZerosLik
 _READS_WEIGHTS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
 
 
+Noted = dict[int, tuple[str, dict[Hashable, Denominator]]]  # of tensors by their ids
+
+
 class StepReading(ReducedReading):
     """What the tensors of a step are to its samples.
 
     Args:
         graph: that the step is drawn in. It may grow: `of` reads what has come.
-        args: what `ReducedReading` takes besides.
+        rows, normalizing, arguments, of_weights: as `ReducedReading` takes them.
+        noted: what is known of tensors, which the methods that note something add to.
+        of_values: whether it is values that are read, and not gradients.
     """
 
-    def __init__(self, graph: Any, *args: Any) -> None:
+    def __init__(
+        self,
+        graph: Any,
+        rows: int | None,
+        normalizing: Sequence[str],
+        arguments: Sequence[str | None] | None = None,
+        of_weights: Iterable[int] = (),
+        noted: Noted | None = None,
+        of_values: bool = False,
+    ) -> None:
         self._obstacles: dict[int, Obstacle] = {}
-        self._noted: dict[int, tuple[str, dict[Hashable, Denominator]]] = {}
-        super().__init__(graph, *args)
+        self._noted = {} if noted is None else noted
+        super().__init__(graph, rows, normalizing, arguments, of_weights, stops=not of_values)
 
     def note(self, tensor: Any, denominator: Denominator) -> None:
         """Take it as known what a scalar is divided by."""
@@ -143,7 +157,8 @@ class StepReading(ReducedReading):
         if op.type == "IteratorGetNext":
             self._known.update((id(o), BY_SAMPLE if o.shape.rank else SHARED) for o in op.outputs)
         super()._read(op)
-        if op.type == "StopGradient" and self._known.get(id(op.inputs[0])) == MIXED:
+        is_stopped = op.type == "StopGradient" and self._stops
+        if is_stopped and self._known.get(id(op.inputs[0])) == MIXED:
             self._take(op.outputs[0], TERMS, {})  # whatever it is, no gradient goes there
             self._obstacles[id(op.outputs[0])] = self._obstacles[id(op.inputs[0])]
         for output in op.outputs:
@@ -177,7 +192,8 @@ class StepReading(ReducedReading):
             pairs = zip(tensors, graph.inputs)
             weights = [id(own) for tensor, own in pairs if id(tensor) in self._of_weights]
             with graph.as_default():  # what is counted there stays there
-                reading = StepReading(graph, self._rows, self._normalizing, arguments, weights)
+                args = (graph, self._rows, self._normalizing, arguments, weights)
+                reading = StepReading(*args, of_values=not self._stops)
                 loss = reading.of(graph.outputs[output.value_index])
             if loss.denominators is None:
                 self._obstacles[id(output)] = loss.obstacle or Obstacle(op, UNKNOWN)

@@ -81,7 +81,7 @@ class LoggedNumbers:
         """
         if not tf.is_symbolic_tensor(value):
             return None
-        found = by_kind(self._losses.heard.read(value).denominators or ())
+        found = by_kind(self._losses.heard.read(value, of_values=True).denominators or ())
         has_weights = found.pop(OF_WEIGHTS.kind, None) is not None
         if len(found) != 1:
             return None
@@ -107,5 +107,5 @@ class LoggedNumbers:
         """Return whether a number may be another one for other samples."""
         if self._losses.graph is None or not tf.is_symbolic_tensor(value):
             return self._losses.graph is None
-        denominators = self._losses.heard.read(value).denominators
+        denominators = self._losses.heard.read(value, of_values=True).denominators
         return denominators is None or bool(set(by_kind(denominators)) - {OF_WEIGHTS.kind})

@@ -123,7 +123,7 @@ class StepLosses(StepTerms):
     def _note_values(self, values: Any, arguments: Any) -> None:
         """Take it as known that the values of a loss of Keras's own follow from one sample each."""
         arguments = tf.nest.flatten(arguments)
-        if all(self.heard.read(argument).obstacle is None for argument in arguments):
+        if all(self.heard.read(a, of_values=True).obstacle is None for a in arguments):
             self.heard.note_samples(values)
 
     def _note_reduced(self, values: Any, number: Any, denominator: Denominator) -> None:
@@ -133,7 +133,7 @@ class StepLosses(StepTerms):
 
     def _look_at_weights(self, name: str, sample_weight: Any) -> None:
         """Warn of sample weights that follow from several samples."""
-        obstacle = self.heard.read(sample_weight).obstacle
+        obstacle = self.heard.read(sample_weight, of_values=True).obstacle
         if obstacle is not None:
             subject = f"the sample weights of the loss {name!r} of {self._model.name!r}"
             self._warn_of(subject, obstacle)

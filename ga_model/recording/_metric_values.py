@@ -103,7 +103,7 @@ class _Numbers(NamedTuple):
 
     def place_of(self, value: Any) -> str | None:
         """Return by what a number that waits is made, if it is no mean or sum over samples."""
-        loss = self.losses.heard.read(value)
+        loss = self.losses.heard.read(value, of_values=True)
         obstacle = loss.obstacle
         if obstacle is not None and obstacle.why in _BREAKS:
             return None if is_in(obstacle.op, self.losses.told) else place_of(obstacle.op)
@@ -116,7 +116,7 @@ class _Numbers(NamedTuple):
 
     def place_of_samples(self, value: Any) -> str | None:
         """Return by what a metric's argument is made that does not follow sample by sample."""
-        loss = self.losses.heard.read(value)
+        loss = self.losses.heard.read(value, of_values=True)
         obstacle = loss.obstacle
         is_known = obstacle is not None and (obstacle.why != UNKNOWN or obstacle.op.type in OPAQUE)
         if obstacle is not None and is_known:
@@ -126,7 +126,11 @@ class _Numbers(NamedTuple):
 
     def place_of_integer(self, value: Any) -> str | None:
         """Return by what an integer is made, if it is no sum over samples."""
-        return "a mean of integers" if _kinds_of(self.losses.heard.read(value)) - {"sum"} else None
+        return (
+            "a mean of integers"
+            if _kinds_of(self.losses.heard.read(value, of_values=True)) - {"sum"}
+            else None
+        )
 
     def places_of_written(self, variables: Sequence[Any]) -> list[str | None]:
         """Return by what values are made that a metric writes, where they do not add up."""
@@ -139,7 +143,7 @@ class _Numbers(NamedTuple):
 
     def _place_of_written(self, value: Any, is_added: bool) -> str | None:
         added = added_to_variable(value)
-        loss = self.losses.heard.read(value if added is None else added)
+        loss = self.losses.heard.read(value if added is None else added, of_values=True)
         if loss.obstacle is not None and loss.obstacle.why in _BREAKS:
             made_by = getattr(loss.obstacle.op, "type", None)
             is_extreme = (made_by, getattr(value.op, "type", None)) in _EXTREMES

@@ -354,6 +354,8 @@ class LogsNumbers(TracksItsLoss):
             "norm": tf.linalg.global_norm(gradients),
             "largest": ops.max(errors),
             "samples": tf.cast(tf.shape(x)[0], x.dtype),
+            "stopped": 2 * tf.stop_gradient(loss),
+            "stopped root": tf.stop_gradient(ops.sqrt(loss)),
             "number": tf.shape(x)[0],
             "chosen": tf.math.count_nonzero(errors > 1),
             "middle": tf.cast(1000 * tf.sqrt(tf.reduce_sum(errors)), tf.int32),
@@ -368,8 +370,9 @@ def test_logs_that_are_no_means_over_samples_are_told_of(float64):
         return model
 
     differing, said = compare(make, lambda: None, 4, {"accumulation_steps": 3})
-    assert sorted(differing) == ["largest", "middle", "norm", "worst"]
-    for name, text in zip(["worst", "norm", "largest", "middle"], said, strict=True):
+    assert sorted(differing) == ["largest", "middle", "norm", "stopped root", "worst"]
+    names = ["worst", "norm", "largest", "stopped root", "middle"]
+    for name, text in zip(names, said, strict=True):
         assert WHAT in text
         assert f"the log {name!r}" in text
     assert compare(make, lambda: None, 12, {"microbatch_size": 5}) == ([], [])
