@@ -17,6 +17,7 @@ from ga_model.hearing._step_terms import StepTerms
 from ga_model.torch_engine import _probes, _refusals
 from ga_model.torch_engine._divisors import Divided, Watch, divisors_of, is_to_try
 from ga_model.torch_engine._numbers import divisors_of_number
+from ga_model.torch_engine._own_calls import LossCall, OwnCall
 from ga_model.torch_engine._probes import DoesNotAddUpError
 from ga_model.torch_engine._split import num_rows
 
@@ -121,7 +122,13 @@ class StepLosses(StepTerms):
             self.tell(_refusals.unreadable_addition_message(self._model.name))
         return kind == "sum"
 
-    def kind_of(self, name: str, loss: Any, values: Any, y_true: Any, y_pred: Any) -> Any:
+    def computes_itself(self, name: str, call: LossCall, value: Any, reduced: Any) -> bool:
+        """Return whether a compiled loss has a `__call__` of its own, as `OwnCall.look` does."""
+        if self._position.is_window or self.has_rule:
+            return False
+        return bool(self._model._accumulation.probes.computes_itself(name, call, value, reduced))
+
+    def kind_of(self, name: str, call: LossCall) -> Any:
         """Return what a compiled loss is over samples, as `_probes.kind_of_loss` does, or None.
 
         Raises:
@@ -133,7 +140,7 @@ class StepLosses(StepTerms):
         if self._position.is_window or self.has_rule:
             return None
         probes: Probes = self._model._accumulation.probes
-        kind = probes.kind_of(name, loss, values, y_true, y_pred)
+        kind = probes.kind_of(name, call)
         if kind == "other":
             subject = f"the loss {name!r} of {self._model.name!r}"
             self.tell(_refusals.not_additive_message(subject))
@@ -229,6 +236,7 @@ class Probes:
         self.mixes_samples = False
         self.kinds_of_additional: list[str] = []
         self._kinds: dict[str, Any] = {}
+        self._own_calls: dict[str, OwnCall] = {}
         self._watches: dict[str, Watch] = {}
         self._times: dict[str, int] = {}
         self._waiting: dict[str, tuple[Any, Any]] = {}  # samples that came one at a time
@@ -249,14 +257,26 @@ class Probes:
                 self.mixes_samples, self.kinds_of_additional = probe.mixes_samples, probe.kinds
                 return
 
-    def kind_of(self, name: str, loss: Any, values: Any, y_true: Any, y_pred: Any) -> Any:
+    def computes_itself(self, name: str, call: LossCall, value: Any, reduced: Any) -> bool:
+        """Return whether a loss has a `__call__` of its own, as `OwnCall.look` does."""
+        return self._own_calls.setdefault(name, OwnCall()).look(call, value, reduced)
+
+    def is_known_to_compute_itself(self, name: str, *args: Any) -> bool:
+        """Return what was found of that so far."""
+        return name in self._own_calls and self._own_calls[name].computes_itself
+
+    def kind_of(self, name: str, call: LossCall) -> Any:
         """Return what a loss is over samples, or None where it is Keras's own and so known.
 
         It may divide by something that is alike in the halves of one microbatch by chance, so it is
         computed on halves more often.
         """
+        loss, values, y_pred = call.loss, call.values, call.y_pred
         if values is None or not isinstance(loss, keras.losses.Loss) or _is_known(loss):
             return None
+        if call.computes_itself and (call.has_mask() or self._own_calls[name].is_late):
+            return "other"  # what its mask does is not tried
+        y_true = call.targets()
         times = self._times[name] = self._times.get(name, 0) + 1
         known, rows = self._kinds.get(name), num_rows(y_pred)
         watch = self._watches.setdefault(name, Watch(prefers_divisors=False))
@@ -270,7 +290,8 @@ class Probes:
             before = self._waiting.pop(name, (y_true, y_pred))
             self._waiting[name] = _probes.detached(y_true), _probes.detached(y_pred)
             y_true, y_pred = (_probes.joined(*pair) for pair in zip(before, (y_true, y_pred)))
-        found = _probes.kind_of_loss(loss, y_true, y_pred, watch)
+        dtype = None if call.computes_itself else loss.dtype
+        found = _probes.kind_of_loss(call.compute(), dtype, y_true, y_pred, watch)
         if found is not None:
             is_same = known in (None, found) or (isinstance(found, Divided) and self._is_alone())
             self._kinds[name] = found if is_same else "other"
