@@ -289,8 +289,8 @@ class _Run:
             DoesNotAddUpError: as `logs`.
             RuntimeError: it updates weights.
         """
-        self._accumulation.has_read_writes = True
         if writes.has_trained():
             raise RuntimeError(_messages.not_recorded_message(self._model.name, []))
         if names := writes.others(is_alone=self._window.steps == 1):
             recording.losses.tell(_messages.written_message(self._model.name, names))
+        self._accumulation.has_read_writes = True  # else it is done on the full batch

@@ -157,12 +157,12 @@ class Recording:
         """Find out once whether all gradients are linear, and tell if they are not."""
         accumulation = self.model._accumulation
         if not accumulation.has_looked_at_gradients:
-            accumulation.has_looked_at_gradients = True
             rule = not_linear_hook(self.model, self.registered_hooks)
             if (name := not_linear([loss])) is not None:
                 rule = f"the `torch.autograd.Function` {name!r}"
             if rule is not None:
                 self.losses.tell(_messages.own_gradient_message(self.model.name, rule))
+            accumulation.has_looked_at_gradients = True  # else it is done on the full batch
 
     def take_gradient(self, losses: Any, is_graph_kept: bool) -> Any:
         """Return the losses that a step takes gradients of, as they enter the window's sum."""

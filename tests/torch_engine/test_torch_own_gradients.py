@@ -82,3 +82,9 @@ def test_where_microbatches_are_asked_for_it_is_told():
     difference, said = compare(Clipped, {"microbatch_size": 5, "loss_over": "microbatch"})
     assert difference > 1e-3
     assert ["which may not be: one that clips" in text for text in said] == [True]
+
+
+def test_what_differs_is_told_with_both_settings():
+    difference, said = compare(Clipped, {"accumulation_steps": 3, "microbatch_size": 3}, rows=4)
+    assert difference > 1e-3
+    assert sum("which may not be: one that clips" in text for text in said) == 1
