@@ -183,7 +183,7 @@ class ModelProbe:
 
     Attributes:
         mixes_samples: whether its outputs for a sample depend on the others.
-        kinds: of each loss that its layers add, "mean", "sum" or "other".
+        kinds: of each loss that its layers add, as `kind_of_addition` has it.
     """
 
     def __init__(self, model: Any, x: Any) -> None:
@@ -223,14 +223,18 @@ def is_whole_of(outputs: Any, parts: list[Any], rows: int) -> bool:
     return True
 
 
-def kind_of_addition(whole: float, first: float, second: float, share: float) -> str:
+def kind_of_addition(whole: float, first: float, second: float, share: float) -> str | None:
     """Return what a loss that a layer adds is over samples: "mean", "sum" or "other".
+
+    None where it is zero, which does not tell.
 
     Args:
         whole, first, second: its values for some samples, and for two parts of them.
         share: of the samples that the first part has.
     """
     size = 1e-3 * max(abs(whole), abs(first), abs(second))
+    if not size:
+        return None
     if abs(whole - share * first - (1.0 - share) * second) <= size:
         return "mean"
     return "sum" if abs(whole - first - second) <= size else "other"

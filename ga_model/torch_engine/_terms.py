@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import keras
@@ -118,6 +119,8 @@ class StepLosses(StepTerms):
         probes: Probes = self._model._accumulation.probes
         kinds = probes.kinds_of_additional
         kind = kinds[index] if index < len(kinds) else "other"
+        if kind is None and bool(torch.as_tensor(value).any()):
+            kind = "other"  # it was zero in all trials, and is not now
         if kind == "other":
             self.tell(_refusals.unreadable_addition_message(self._model.name))
         return kind == "sum"
@@ -234,7 +237,7 @@ class Probes:
         self._model = model
         self._has_called = False
         self.mixes_samples = False
-        self.kinds_of_additional: list[str] = []
+        self.kinds_of_additional: list[str | None] = []
         self._kinds: dict[str, Any] = {}
         self._own_calls: dict[str, OwnCall] = {}
         self._watches: dict[str, Watch] = {}
@@ -242,20 +245,24 @@ class Probes:
         self._waiting: dict[str, tuple[Any, Any]] = {}  # samples that came one at a time
 
     def call(self, microbatches: Iterable[Any]) -> None:
-        """Call the model on a microbatch and on its halves, once.
+        """Call the model on a microbatch and on its halves, until they tell.
 
         Args:
-            microbatches: inputs. Those whose samples are alike tell nothing, and others are waited
-                for.
+            microbatches: inputs. Those whose samples are alike tell nothing, and neither does a
+                loss that is zero: others are waited for.
         """
-        if self._has_called or not self._model.built:
+        if not self._model.built:
             return
         for x in microbatches:
-            if num_rows(x) > 1 and not _probes.are_alike(_probes.apart(x)):
-                self._has_called = True
-                probe = _probes.ModelProbe(self._model, x)
-                self.mixes_samples, self.kinds_of_additional = probe.mixes_samples, probe.kinds
+            if self._has_called and None not in self.kinds_of_additional:
                 return
+            if num_rows(x) > 1 and not _probes.are_alike(_probes.apart(x)):
+                probe = _probes.ModelProbe(self._model, x)
+                known = self.kinds_of_additional if self._has_called else probe.kinds
+                self.mixes_samples |= probe.mixes_samples
+                pairs = zip_longest(known, probe.kinds)
+                self.kinds_of_additional = [new if old is None else old for old, new in pairs]
+                self._has_called = True
 
     def computes_itself(self, name: str, call: LossCall, value: Any, reduced: Any) -> bool:
         """Return whether a loss has a `__call__` of its own, as `OwnCall.look` does."""

@@ -20,7 +20,7 @@ from ga_model.torch_engine._torch_arguments import Arguments
 from ga_model.torch_engine._torch_microbatch_call import random_kept, run_on
 
 
-def kinds_of_losses(layer: Any, arguments: Arguments, training: Any) -> list[str]:
+def kinds_of_losses(layer: Any, arguments: Arguments, training: Any) -> list[str | None]:
     """Check that a layer treats samples one by one, and return what the losses are that it adds.
 
     Args:
@@ -29,7 +29,7 @@ def kinds_of_losses(layer: Any, arguments: Arguments, training: Any) -> list[str
         training: whether it trains, or None.
 
     Returns:
-        For each loss "mean" or "sum".
+        For each loss "mean" or "sum", or None where it is zero, which does not tell.
 
     Raises:
         NotByRowsError: outputs for a sample depend on others, or a loss is neither; the call uses

@@ -57,14 +57,16 @@ class SplitCall:
         layer: the layer.
         arguments: what it was called with.
         training: whether it is called in training, or None.
-        kinds: of the losses that the layer adds, "mean" or "sum".
+        kinds: of the losses that the layer adds, "mean" or "sum", or None: they were zero so far.
 
     Attributes:
         normalizing: names of BatchNormalization layers that have normalized microbatches: those
             whose running averages move by the statistics of all samples, and others.
     """
 
-    def __init__(self, layer: Any, arguments: Arguments, training: Any, kinds: list[str]) -> None:
+    def __init__(
+        self, layer: Any, arguments: Arguments, training: Any, kinds: list[str | None]
+    ) -> None:
         self.normalizing: tuple[list[str], list[str]] = ([], [])
         self._layer = layer
         self._arguments = arguments
@@ -226,6 +228,8 @@ class SplitCall:
         expected = {id(v) for v in self._changing}
         if len(given.losses) != len(self._kinds):
             raise NotByRowsError("it adds different losses in training")
+        if any(kind is None and loss.any() for loss, kind in zip(given.losses, self._kinds)):
+            raise NotByRowsError("")  # which the next call may answer
         for part, name, value in self._state.changed():
             if instances_in(value, torch.Tensor) and not type(part).__module__.startswith("keras."):
                 raise NotByRowsError(f"it stores a tensor in its attribute `{name}`")
