@@ -16,7 +16,7 @@ from ga_model.hearing import _messages, _weights
 from ga_model.hearing._models import is_of_keras, unpack
 from ga_model.hearing._step_terms import StepTerms
 from ga_model.torch_engine import _probes, _refusals
-from ga_model.torch_engine._divisors import Divided, Watch, divisors_of, is_to_try
+from ga_model.torch_engine._divisors import Divided, Watch, divisors_of, guess, is_to_try
 from ga_model.torch_engine._numbers import divisors_of_number
 from ga_model.torch_engine._own_calls import LossCall, OwnCall
 from ga_model.torch_engine._probes import DoesNotAddUpError
@@ -143,7 +143,7 @@ class StepLosses(StepTerms):
         if self._position.is_window or self.has_rule:
             return None
         probes: Probes = self._model._accumulation.probes
-        kind = probes.kind_of(name, call)
+        kind = probes.kind_of(name, call, self._position.window.guesses)
         if kind == "other":
             subject = f"the loss {name!r} of {self._model.name!r}"
             self.tell(_refusals.not_additive_message(subject))
@@ -240,6 +240,7 @@ class Probes:
         self.kinds_of_additional: list[str | None] = []
         self._kinds: dict[str, Any] = {}
         self._own_calls: dict[str, OwnCall] = {}
+        self._guesses: dict[str, Any] = {}
         self._watches: dict[str, Watch] = {}
         self._times: dict[str, int] = {}
         self._waiting: dict[str, tuple[Any, Any]] = {}  # samples that came one at a time
@@ -272,11 +273,16 @@ class Probes:
         """Return what was found of that so far."""
         return name in self._own_calls and self._own_calls[name].computes_itself
 
-    def kind_of(self, name: str, call: LossCall) -> Any:
+    def kind_of(self, name: str, call: LossCall, guesses: dict[str, Any]) -> Any:
         """Return what a loss is over samples, or None where it is Keras's own and so known.
 
         It may divide by something that is alike in the halves of one microbatch by chance, so it is
         computed on halves more often.
+
+        Args:
+            name: of the loss.
+            call: its call.
+            guesses: what losses were taken for so far in the window, by their name.
         """
         loss, values, y_pred = call.loss, call.values, call.y_pred
         if values is None or not isinstance(loss, keras.losses.Loss) or _is_known(loss):
@@ -299,7 +305,11 @@ class Probes:
             y_true, y_pred = (_probes.joined(*pair) for pair in zip(before, (y_true, y_pred)))
         dtype = None if call.computes_itself else loss.dtype
         found = _probes.kind_of_loss(call.compute(), dtype, y_true, y_pred, watch)
+        if found is None and known is None and values.ndim == 0:
+            self._guesses = guesses
+            return guesses.setdefault(name, guess(divisors))
         if found is not None:
+            known = guesses.pop(name, known)
             is_same = known in (None, found) or (isinstance(found, Divided) and self._is_alone())
             self._kinds[name] = found if is_same else "other"
         return self._kinds.get(name)
@@ -310,7 +320,7 @@ class Probes:
 
     def known_kind_of(self, name: str, *args: Any) -> Any:
         """Return what was found of a loss so far, or None."""
-        return self._kinds.get(name)
+        return self._kinds.get(name, self._guesses.get(name))
 
 
 def _is_known(loss: Any) -> bool:
