@@ -17,7 +17,7 @@ import keras
 import torch
 
 from ga_model.base._call_again import PythonState
-from ga_model.base._internals import layers_in, raw, seeds, set_mask
+from ga_model.base._internals import layers_in, own_state, raw, seeds, set_mask
 from ga_model.base._internals_torch import times_written
 from ga_model.hearing._models import instances_in
 from ga_model.hearing._moments_heard import is_known, listener
@@ -25,6 +25,7 @@ from ga_model.hearing._splitting import NotByRowsError
 from ga_model.torch_engine._gradient_hooks import without_hooks
 from ga_model.torch_engine._refusals import changed_message
 from ga_model.torch_engine._source_sum import SourceSum
+from ga_model.torch_engine._tensors import Tensors
 from ga_model.torch_engine._torch_arguments import Arguments
 from ga_model.torch_engine._torch_microbatch_call import (
     TENSOR,
@@ -83,6 +84,7 @@ class SplitCall:
         self._changing = [v for part in self._normal for v in part.non_trainable_variables]
         self._changing += [v for part in layers for v in seeds(part)]
         self._autocast = Autocast()
+        self._tensors = Tensors(layer, [v for part in layers for v in own_state(part)])
         changing = {id(v) for v in self._changing}
         others = [(v.path, raw(v)) for v in layer.variables if id(v) not in changing]
         found = [*(("an input", t) for t in arguments.tensors), *others]
@@ -101,6 +103,7 @@ class SplitCall:
             found = _Split.apply(self, is_source, *inputs, *self._weights)
         except NotByRowsError:
             self._state.put_back()
+            self._tensors.put_back()
             set_random_state(random)
             raise
         tensors, masks = list(found[: self._form.num_tensors]), found[self._form.num_tensors :]
@@ -233,6 +236,8 @@ class SplitCall:
         for part, name, value in self._state.changed():
             if instances_in(value, torch.Tensor) and not type(part).__module__.startswith("keras."):
                 raise NotByRowsError(f"it stores a tensor in its attribute `{name}`")
+        if changed := self._tensors.changed():
+            raise NotByRowsError(f"it writes to {changed} in each call")
         others = [v.path for v in given.written if id(v) not in expected]
         others = [path for path in others if not path.endswith("seed_generator_state")]
         if others:
