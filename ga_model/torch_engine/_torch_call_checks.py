@@ -63,7 +63,7 @@ def kinds_of_losses(layer: Any, arguments: Arguments, training: Any) -> list[str
             raise NotByRowsError(
                 "it uses a tensor or variable that is neither its input nor its weight"
             )
-        if (name := not_linear([*given.tensors, *given.losses])) is not None:
+        if (name := not_linear([*given.tensors, *given.losses], stop - start)) is not None:
             raise NotByRowsError(f"its custom gradient {name!r} may mix samples")
         return [t.detach() for t in given.tensors], [float(v.detach()) for v in given.losses]
 

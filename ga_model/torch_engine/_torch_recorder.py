@@ -162,8 +162,9 @@ class Recording:
         """Find out once whether all gradients are linear, and tell if they are not."""
         accumulation = self.model._accumulation
         if not accumulation.has_looked_at_gradients:
-            rule = not_linear_hook(self.model, self.registered_hooks)
-            if (name := not_linear([loss])) is not None:
+            rows = self.losses.num_rows()
+            rule = not_linear_hook(self.model, self.registered_hooks, rows)
+            if (name := not_linear([loss], rows)) is not None:
                 rule = f"the `torch.autograd.Function` {name!r}"
             if rule is not None:
                 self.losses.tell(_messages.own_gradient_message(self.model.name, rule))
