@@ -13,6 +13,7 @@ from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 import torch
 
 from ga_model.base._identity import is_in
@@ -108,8 +109,7 @@ class BatchLogs:
                     self._sources[place] = source[0]
                 elif _is_number(leaf):
                     number = _key_of(place, leaf)
-                    if not recording.is_last(number):
-                        self._add(number, recording.mean_of(leaf, key=number), 1.0, counts)
+                    self._add(number, recording.mean_of(leaf, key=number), 1.0, counts)
 
     def names_of_numbers(self, recording: Any, logs: Any) -> dict[tuple[Any, ...], str]:
         """Return what numbers are called of which the losses of a step tell nothing, by their keys.
@@ -120,14 +120,16 @@ class BatchLogs:
         """
         found: dict[tuple[Any, ...], str] = {}
         for key, (metric, value, _, term) in recording.metrics.updates_by_key().items():
-            if term is None and not recording.is_loss(value, metric):
+            if term is None and not recording.is_loss(value, metric, key):
                 found[key] = f"the metric {metric.name!r}"
         results = [result for result, *_ in recording.metrics.results]
         names = self._results_by_name(recording.metrics.watched) if isinstance(logs, dict) else {}
         for place, (name, leaf) in enumerate(leaves_of(logs)):
             is_of_metric = name in names or is_in(leaf, results)
-            if _is_number(leaf) and not is_of_metric and not recording.is_loss(leaf):
-                found[_key_of(place, leaf)] = f"the log {name!r}"
+            if _is_number(leaf) and not is_of_metric:
+                number = _key_of(place, leaf)
+                if not recording.is_loss(leaf, key=number):
+                    found[number] = f"the log {name!r}"
         return found
 
     def _note_update(self, key: Hashable, call: Any, rows: int) -> Any:
@@ -170,7 +172,7 @@ class BatchLogs:
 
     def _so_far(self, key: Hashable) -> Amount | None:
         """Return what a number has come to in the window, or None: it is not put together."""
-        if key not in self._amounts:
+        if key not in self._amounts or self._model._accumulation.numbers.kind_of(key) == "last":
             return None
         return self._before.get(key, _NOTHING).plus(self._amounts[key])
 
@@ -233,6 +235,8 @@ def _is_number(leaf: Any) -> bool:
     """Return whether a log can be averaged or summed."""
     if torch.is_tensor(leaf):
         return not (leaf.dtype == torch.bool or leaf.is_complex())
+    if isinstance(leaf, (np.generic, np.ndarray)):
+        return np.issubdtype(leaf.dtype, np.integer) or np.issubdtype(leaf.dtype, np.floating)
     return isinstance(leaf, (float, int)) and not isinstance(leaf, bool)
 
 
@@ -243,4 +247,6 @@ def _like(leaf: Any, value: Any) -> Any:
     """
     if is_integer(leaf):
         value = torch.as_tensor(value).double().nan_to_num().round()
+    if isinstance(leaf, (np.generic, np.ndarray)):
+        return torch.as_tensor(value).cpu().numpy().astype(leaf.dtype)[()]
     return torch.as_tensor(value).to(leaf) if torch.is_tensor(leaf) else type(leaf)(value)

@@ -236,6 +236,17 @@ class Watch:
         return self.tried is not None and place in self.tried.places()
 
 
+def guess(divisors: list[float]) -> str:
+    """Return what a loss may be over samples whose gradient is zero: "mean" or "sum".
+
+    It may be counted so as long as its gradient stays zero in the window.
+
+    Args:
+        divisors: of it.
+    """
+    return "mean" if divisors else "sum"
+
+
 def is_to_try(times: int) -> bool:
     """Return whether to try again what halves of one microbatch may show by chance.
 

@@ -48,12 +48,13 @@ def has_hooks(model: Any) -> bool:
     return is_hooked or any(map(has_hooks_on_gradients, _modules_in(model)))
 
 
-def not_linear_hook(model: Any, registered: list[tuple[Any, Any]]) -> str | None:
-    """Return what the first hook is that is not known to be linear, or None.
+def not_linear_hook(model: Any, registered: list[tuple[Any, Any]], rows: int) -> str | None:
+    """Return what the first hook is that is not known to be linear and separate, or None.
 
     Args:
         model: the model.
         registered: pairs of a tensor and its hook, of tensors that a step computes.
+        rows: samples of the step.
     """
     for part in _modules_in(model):
         if has_hooks_on_gradients(part):
@@ -64,19 +65,19 @@ def not_linear_hook(model: Any, registered: list[tuple[Any, Any]]) -> str | None
         if has_hooks_on_sum(weight) or not all(_is_linear(weight, hook) for hook in hooks):
             return f"a hook on the gradient of {variable.path!r}"
     for tensor, hook in registered:
-        if not _is_linear(tensor, hook):
+        if not _is_linear(tensor, hook, rows):
             name = getattr(hook, "__qualname__", type(hook).__name__)
             return f"the hook {name!r} on a tensor (`register_hook`)"
     return None
 
 
-def _is_linear(tensor: Any, hook: Callable[[Any], Any]) -> bool:
+def _is_linear(tensor: Any, hook: Callable[[Any], Any], rows: int | None = None) -> bool:
     def pass_back(upstream: list[Any]) -> list[Any]:
         gradient = upstream[0].clone()  # which the hook may write to
         found = hook(gradient)
         return [gradient if found is None else found]
 
-    return is_linear(pass_back, [tensor])
+    return is_linear(pass_back, [tensor], rows)
 
 
 @contextlib.contextmanager

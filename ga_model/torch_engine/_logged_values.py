@@ -44,7 +44,8 @@ class LoggedValues:
         """
         self._look_at_order()
         accumulation = self._model._accumulation
-        if not accumulation.numbers.is_due(values_of(self._recording, self._logs)):
+        is_first = self._recording.losses.is_first_of_window
+        if not accumulation.numbers.is_due(values_of(self._recording, self._logs), is_first):
             return
         names = so_far.names_of_numbers(self._recording, self._logs)
         can_be_whole = must_add_up and not accumulation.has_run_by_microbatches

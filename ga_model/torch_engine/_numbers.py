@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ga_model.torch_engine._divisors import Divided, Tried, divisors_of
@@ -56,14 +57,40 @@ class Number:
     def __init__(self) -> None:
         self.kinds: list[Any] | None = None
         self._least = 0.0  # of its divisor
+        self._last: Any = None  # its value, where no samples change it
+        self._is_loss: bool | None = None
 
     @property
     def kind(self) -> Any:
         """The first kind that fits, or None."""
         return self.kinds[0] if self.kinds else None
 
-    def is_to_try(self, value: Any) -> bool:
-        """Return whether its divisor may be another from some value on, as `max(number, 1)` is."""
+    @property
+    def kind_of_sum(self) -> Any:
+        """What it is put together as, should it turn out that samples change it."""
+        return next((kind for kind in self.kinds or () if kind != "last"), None)
+
+    def is_loss(self, is_equal: bool, is_zero: bool) -> bool:
+        """Return whether it is the value of a loss, as it has been so far where both are zero."""
+        if not (is_equal and is_zero):
+            self._is_loss = is_equal and self._is_loss is not False
+        return self._is_loss is not False
+
+    def is_to_try(self, value: Any, is_first: bool) -> bool:
+        """Return whether it may be another kind from some value on.
+
+        Samples change what differs within a window; and a divisor may be as `max(number, 1)` is.
+
+        Args:
+            value: of a microbatch.
+            is_first: whether that is the first one of its window.
+        """
+        if self.kind == "last":
+            before, self._last = self._last, value
+            if is_first or before is None or bool((torch.as_tensor(value == before)).all()):
+                return False
+            self.kinds = (self.kinds or [])[1:]
+            return True
         if not isinstance(self.kind, Divided):
             return False
         weight = self.kind.weight(divisors_of_number(value))
@@ -101,7 +128,11 @@ class Number:
 
 def is_integer(value: Any) -> bool:
     """Return whether a number is an integer, or a tensor of some."""
-    return not value.is_floating_point() if torch.is_tensor(value) else isinstance(value, int)
+    if torch.is_tensor(value):
+        return not value.is_floating_point()
+    if isinstance(value, (np.generic, np.ndarray)):
+        return np.issubdtype(value.dtype, np.integer)
+    return isinstance(value, int)
 
 
 def _error(kind: Any, numbers: list[Any], shares: Shares, tried: Tried) -> float:

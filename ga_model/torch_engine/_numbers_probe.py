@@ -85,12 +85,25 @@ class NumbersProbe:
         """Return what a number is, as `Number.kind` has it."""
         return self._numbers[key].kind if key in self._numbers else None
 
-    def is_due(self, values: dict[Hashable, Any]) -> bool:
-        """Return whether to try, with a microbatch that has these numbers, by their keys."""
+    def kind_of_sum(self, key: Hashable) -> Any:
+        """Return what it is put together as, as `Number.kind_of_sum` has it."""
+        return self._numbers[key].kind_of_sum if key in self._numbers else None
+
+    def is_loss(self, key: Hashable, is_equal: bool, is_zero: bool) -> bool:
+        """Return whether a number is the value of a loss, as `Number.is_loss` does."""
+        return self._numbers.setdefault(key, Number()).is_loss(is_equal, is_zero)
+
+    def is_due(self, values: dict[Hashable, Any], is_first: bool) -> bool:
+        """Return whether to try, with a microbatch that has these numbers, by their keys.
+
+        Args:
+            values: the numbers.
+            is_first: whether the microbatch is the first one of its window.
+        """
         self._times += 1
         known = self._numbers
-        is_other = any(k in known and known[k].is_to_try(v) for k, v in values.items())
-        return is_other or is_to_try(self._times)
+        others = [known[k].is_to_try(v, is_first) for k, v in values.items() if k in known]
+        return any(others) or is_to_try(self._times)
 
     def look(
         self, names: dict[tuple[Any, ...], str], run: Callable[[Any], Any], data: Any

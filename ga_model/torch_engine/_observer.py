@@ -13,6 +13,7 @@ from ga_model.base._internals import added_to_valid_entries, mask_of
 from ga_model.hearing._compiled_copy import same_rank, seeing
 from ga_model.hearing._weights import Term
 from ga_model.torch_engine._divisors import Divided, divisors_of
+from ga_model.torch_engine._own_calls import LossCall
 from ga_model.torch_engine._split import num_rows
 
 _MEANS = ("mean", "sum_over_batch_size", "mean_with_sample_weight")
@@ -29,40 +30,45 @@ def observer_of(entry: Any, compiled: Any, listener: Callable[[], Any]) -> Any:
     loss, name = entry.loss, entry.name
     reduction = getattr(loss, "reduction", None)
     seen: list[Any] = []
-    twin = seeing(loss, seen, lambda number, weights: None)
+    reduced: list[Any] = []
+    twin = seeing(loss, seen, lambda number, weights: reduced.append(number))
 
     def observe(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         seen.clear()
+        reduced.clear()
         if torch.is_tensor(sample_weight):  # which Keras multiplies with the mask in place
             sample_weight = sample_weight.clone()
         value = twin(y_true, y_pred, sample_weight)
-        values = seen[0] if seen else None
-        seen.clear()
         losses = listener()
-        kind = losses.kind_of(name, loss, values, y_true, y_pred)
+        call = LossCall(loss, seen[0] if seen else None, y_true, y_pred, sample_weight)
+        if losses.computes_itself(name, call, value, reduced[-1] if reduced else None):
+            call = call._replace(values=value, computes_itself=True)
+        seen.clear()
+        reduced.clear()
+        values = call.values
+        kind = losses.kind_of(name, call)
         is_number = values is not None and values.ndim == 0
-        is_product = is_number and sample_weight is not None
+        # Else they are the `__call__`'s own, and tried with it.
+        is_product = is_number and sample_weight is not None and not call.computes_itself
         rows = num_rows(y_pred)
         weight: Any = rows
-        of: Hashable = "rows"  # for a `__call__` that does not come to `call`
-        if reduction not in _MEANS:
-            if reduction == "sum":
-                value = value.sum()  # Keras leaves the values of no rows as they are
-            weight, of = None, reduction or "none"
-        else:
-            value = value.sum()  # of no rows, as above
-            if values is not None:
-                masks = [mask for t in (y_pred, values) if (mask := mask_of(t)) is not None]
-                weight, of, once = _denominator(reduction, values, sample_weight, masks, rows)
-                if once:
-                    value, weight = _with_once(value, weight, once, losses.is_first_of_window)
-            if kind == "sum" and is_number and sample_weight is None:
+        of: Hashable = "rows"
+        value = value.sum()  # Keras leaves the values of no rows as they are
+        if kind is not None and is_number and not is_product:
+            if kind == "sum":
                 weight, of = None, "sum"
-            if isinstance(kind, Divided) and of == "rows" and sample_weight is None:
+            if isinstance(kind, Divided):
                 weight, of = _read(kind, values, y_pred), ("divided", name)
                 if weight == 0.0:  # and the value no number
                     value = 0.0 * sum(leaf.sum() for leaf in keras.tree.flatten(y_pred))
-            is_product = is_product and reduction != "mean_with_sample_weight"
+        elif reduction not in _MEANS:
+            weight, of = None, reduction or "none"
+        elif values is not None:
+            masks = [mask for t in (y_pred, values) if (mask := mask_of(t)) is not None]
+            weight, of, once = _denominator(reduction, values, sample_weight, masks, rows)
+            if once:
+                value, weight = _with_once(value, weight, once, losses.is_first_of_window)
+        is_product = is_product and reduction != "mean_with_sample_weight"
         in_total = value if entry.loss_weights is None else value * entry.loss_weights
         compiled._terms.append(Term(name, weight, of, in_total, value, is_product))
         return value

@@ -8,6 +8,7 @@ model is called on a microbatch and on its halves.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import keras
@@ -32,21 +33,23 @@ class DoesNotAddUpError(ValueError):
     """
 
 
-def kind_of_loss(loss: Any, y_true: Any, y_pred: Any, watch: Watch) -> Any:
+def kind_of_loss(
+    compute: Callable[[Any, Any], Any], dtype: Any, y_true: Any, y_pred: Any, watch: Watch
+) -> Any:
     """Return what a loss is over samples: "rows", "mean", "sum", `Divided` or "other".
 
     With "rows" it gives a value for each, else one number. None where the samples do not tell:
     there is one, or no gradient.
 
     Args:
-        loss: a `keras.losses.Loss`.
-        y_true, y_pred: as it is called with.
+        compute: takes y_true and y_pred, and returns values or a number.
+        dtype: that both are converted to first, or None.
+        y_true, y_pred: nests of tensors.
         watch: what was tried of it before.
     """
     rows = num_rows(y_pred)
     if rows < 2:
         return None
-    dtype = getattr(loss, "dtype", None)
     y_true, y_pred = (
         keras.tree.map_structure(lambda x: keras.ops.convert_to_tensor(x, dtype=dtype), y)
         for y in (y_true, y_pred)
@@ -54,7 +57,7 @@ def kind_of_loss(loss: Any, y_true: Any, y_pred: Any, watch: Watch) -> Any:
     y_pred = apart(detached(y_pred))
     half = rows // 2
     shares = [(0, rows), (0, half), (half, rows)]
-    parts = [_gradients(loss, part_of(y_true, *s), part_of(y_pred, *s), s, rows) for s in shares]
+    parts = [_gradients(compute, part_of(y_true, *s), part_of(y_pred, *s), s, rows) for s in shares]
     whole, first, second = parts
     if whole is None or first is None or second is None:
         return "other"
@@ -137,12 +140,12 @@ class _Found(NamedTuple):
 
 
 def _gradients(
-    loss: Any, y_true: Any, y_pred: Any, share: tuple[int, int], rows: int
+    compute: Callable[[Any, Any], Any], y_true: Any, y_pred: Any, share: tuple[int, int], rows: int
 ) -> _Found | None:
     y_pred = keras.tree.map_structure(lambda x: x.detach().requires_grad_(), y_pred)
     leaves = keras.tree.flatten(y_pred)
     with torch.enable_grad(), unrecorded(), unheard():
-        values = keras.ops.convert_to_tensor(loss.call(y_true, y_pred))
+        values = keras.ops.convert_to_tensor(compute(y_true, y_pred))
         if values.ndim and values.shape[0] != share[1] - share[0]:
             return None
         if not values.requires_grad:
@@ -180,7 +183,7 @@ class ModelProbe:
 
     Attributes:
         mixes_samples: whether its outputs for a sample depend on the others.
-        kinds: of each loss that its layers add, "mean", "sum" or "other".
+        kinds: of each loss that its layers add, as `kind_of_addition` has it.
     """
 
     def __init__(self, model: Any, x: Any) -> None:
@@ -220,14 +223,18 @@ def is_whole_of(outputs: Any, parts: list[Any], rows: int) -> bool:
     return True
 
 
-def kind_of_addition(whole: float, first: float, second: float, share: float) -> str:
+def kind_of_addition(whole: float, first: float, second: float, share: float) -> str | None:
     """Return what a loss that a layer adds is over samples: "mean", "sum" or "other".
+
+    None where it is zero, which does not tell.
 
     Args:
         whole, first, second: its values for some samples, and for two parts of them.
         share: of the samples that the first part has.
     """
     size = 1e-3 * max(abs(whole), abs(first), abs(second))
+    if not size:
+        return None
     if abs(whole - share * first - (1.0 - share) * second) <= size:
         return "mean"
     return "sum" if abs(whole - first - second) <= size else "other"

@@ -169,22 +169,24 @@ class _Run:
     def _microbatch(self, index: int, logs: BatchLogs | None, keeps_gradients: bool) -> Any:
         """Run the model's step on one microbatch, and return what it logs."""
         model, probe = self._model, self._accumulation.step_probe
+        guesses = self._window.guesses
         if self._is_window or self._window.is_trial or computes_loss_as_keras(model):
             return self._recorded(index, logs, keeps_gradients)
         if probe.is_due():
-            probe.look(self._gradients_of, self._batch.two_or_more(index))
+            probe.look(self._gradients_of, self._batch.two_or_more(index), guesses)
         before = Before(model) if probe.is_first else None
         probe.is_first = False
         try:
             result = self._recorded(index, logs, keeps_gradients)
             if probe.has_changed():  # before there is an update
-                probe.look(self._gradients_of, self._batch.two_or_more(index), is_after=True)
+                data = self._batch.two_or_more(index)
+                probe.look(self._gradients_of, data, guesses, is_after=True)
             return result
         except UnknownLossError:
             if before is None:  # another loss than that of the first microbatch
                 raise RuntimeError(_refusals.unknown_loss_message(model.name)) from None
             before.put_back()
-        probe.look(self._gradients_of, self._batch.two_or_more(index))
+        probe.look(self._gradients_of, self._batch.two_or_more(index), guesses)
         return self._recorded(index, logs, keeps_gradients)
 
     def _tried(
@@ -289,8 +291,8 @@ class _Run:
             DoesNotAddUpError: as `logs`.
             RuntimeError: it updates weights.
         """
-        self._accumulation.has_read_writes = True
         if writes.has_trained():
             raise RuntimeError(_messages.not_recorded_message(self._model.name, []))
         if names := writes.others(is_alone=self._window.steps == 1):
             recording.losses.tell(_messages.written_message(self._model.name, names))
+        self._accumulation.has_read_writes = True  # else it is done on the full batch

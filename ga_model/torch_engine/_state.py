@@ -14,6 +14,7 @@ from ga_model.base._internals import layers_in, own_state, raw, seeds
 from ga_model.base._internals_torch import times_written
 from ga_model.hearing._models import computes_loss_as_keras, optimizers_in
 from ga_model.torch_engine._optimizer_writes import variables_of
+from ga_model.torch_engine._tensors import Tensors
 from ga_model.torch_engine._torch_microbatch_call import random_state, set_random_state
 
 _NUMBERS = {int, float, np.int32, np.int64, np.float32, np.float64}
@@ -53,7 +54,7 @@ def _numbers_of(part: Any) -> dict[str, Any]:
 
 class Snapshot:
     """The values of all variables of a model but the weights that are trained, of its metrics, and
-    its `Counters`.
+    its `Counters` and `Tensors`.
 
     Args:
         model: the model.
@@ -71,10 +72,12 @@ class Snapshot:
         }
         self._values = {key: v.value.detach().clone() for key, v in self._variables.items()}
         self._counters = Counters(model)
+        self._tensors = Tensors(model)
 
     def restore(self) -> None:
         """Restore them. What was created since starts again."""
         self._counters.put_back()
+        self._tensors.put_back()
         for key, variable in self._variables.items():
             variable.assign(self._values[key])
         for metric in self._model.metrics:
@@ -140,18 +143,24 @@ class Writes:
         by_layers = {id(part.kernel) for part in layers if _writes_weight(part)}
         trained = [v for v in model.trainable_weights if id(v) not in by_layers]
         known |= {id(v) for v in trained}
-        self._others = [(v, _version(v)) for v in model.variables if id(v) not in known]
+        others = [v for v in model.variables if id(v) not in known]
+        self._others = [(v, _version(v)) for v in others]
+        if computes_loss_as_keras(model):  # which leaves frozen weights as they are
+            state = {id(v) for part in layers for v in own_state(part)}
+            others = [v for v in others if id(v) in state]
+        self._tensors = Tensors(model, others)
         self._trained = [(v, _version(v)) for v in trained]
         self._counters = Counters(model)
 
     def others(self, is_alone: bool) -> list[str]:
-        """Return what was written to, and is to be once per update: variables, and attributes.
+        """Return what was written to, and is to be once per update: variables, tensors, attributes.
 
         Args:
             is_alone: whether the batch is an update by itself, before which attributes are put
                 back with each microbatch.
         """
         paths = [v.path for v, version in self._others if _version(v) != version]
+        paths = list(dict.fromkeys([*paths, *self._tensors.changed()]))
         return paths if is_alone else [*paths, *self._counters.changed()]
 
     def has_trained(self) -> bool:

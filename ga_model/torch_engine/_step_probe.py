@@ -26,6 +26,7 @@ from ga_model.torch_engine._divisors import (
     Tried,
     Watch,
     divisors_of,
+    guess,
     is_to_try,
 )
 from ga_model.torch_engine._probes import joined
@@ -83,6 +84,8 @@ class StepProbe:
         self._times = 0
         self._watch = Watch(prefers_divisors=True)
         self._has_changed = False
+        self._guess: Any = "mean"
+        self._is_guess = False  # as gradients were zero so far
         self._expected: Tried | None = None  # of the next microbatch
         self._waiting: Any = None  # a sample that came alone
 
@@ -91,7 +94,7 @@ class StepProbe:
         if self.kind is None:
             return False
         self._times += 1
-        return is_to_try(self._times)
+        return self._is_guess or is_to_try(self._times)
 
     def has_changed(self) -> bool:
         """Return whether the last microbatch is to be tried, as its loss is divided otherwise."""
@@ -112,12 +115,19 @@ class StepProbe:
             raise RuntimeError(_refusals.unknown_loss_message(self._model.name))
         return weight
 
-    def look(self, gradients_of: Callable[[Any], Trial], data: Any, is_after: bool = False) -> None:
+    def look(
+        self,
+        gradients_of: Callable[[Any], Trial],
+        data: Any,
+        guesses: dict[str, Any],
+        is_after: bool = False,
+    ) -> None:
         """Compare the gradients of a microbatch with those of its halves.
 
         Args:
             gradients_of: runs the step without an update, and returns what it gave.
             data: the microbatch, as `train_step` gets it.
+            guesses: what the step was taken for so far in the window, by the model's name.
             is_after: whether the step has run on it.
 
         Raises:
@@ -130,10 +140,19 @@ class StepProbe:
         self.is_trying, self._has_changed = True, False
         self._watch.takes_divisors = self._model._accumulation.processes() is None
         try:
-            found = self._kind_of(gradients_of, data) or self.kind or "other"
+            found = self._kind_of(gradients_of, data)
         finally:
             self.is_trying = False
-        if found == "other" or self.kind not in (None, found):
+        name, known = self._model.name, self.kind
+        if self._is_guess:
+            known = guesses.get(name)
+        if found is None:  # its gradients are zero
+            found = guesses.setdefault(name, self._guess) if known is None else known
+            self._is_guess |= known is None
+        elif self._is_guess:
+            self._is_guess = False
+            guesses.pop(name, None)
+        if found == "other" or known not in (None, found):
             raise RuntimeError(_refusals.unknown_loss_message(self._model.name))
         self.kind = found
         if is_after:
@@ -155,6 +174,10 @@ class StepProbe:
             divisors, first, second = (trial.divisors[0] for trial in found)
             tried = Tried(divisors, first, second, rows)
         if not 0.0 < _square_of(whole.gradients) < float("inf"):
+            self._guess = guess([d for trial in found for own in trial.divisors for d in own])
+            if tried is not None and self._watch.takes_divisors:
+                places = [Divided(place, tried.unit(place)) for place in tried.places()]
+                self._guess = next(iter(places), self._guess)
             return self._watch.kind_without_gradient(tried)
         dtypes = {layer.compute_dtype for layer in layers}
         tolerance = _OF_HALVES if dtypes & {"float16", "bfloat16"} else _TOLERANCE

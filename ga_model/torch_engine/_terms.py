@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import keras
@@ -15,8 +16,9 @@ from ga_model.hearing import _messages, _weights
 from ga_model.hearing._models import is_of_keras, unpack
 from ga_model.hearing._step_terms import StepTerms
 from ga_model.torch_engine import _probes, _refusals
-from ga_model.torch_engine._divisors import Divided, Watch, divisors_of, is_to_try
+from ga_model.torch_engine._divisors import Divided, Watch, divisors_of, guess, is_to_try
 from ga_model.torch_engine._numbers import divisors_of_number
+from ga_model.torch_engine._own_calls import LossCall, OwnCall
 from ga_model.torch_engine._probes import DoesNotAddUpError
 from ga_model.torch_engine._split import num_rows
 
@@ -117,11 +119,19 @@ class StepLosses(StepTerms):
         probes: Probes = self._model._accumulation.probes
         kinds = probes.kinds_of_additional
         kind = kinds[index] if index < len(kinds) else "other"
+        if kind is None and bool(torch.as_tensor(value).any()):
+            kind = "other"  # it was zero in all trials, and is not now
         if kind == "other":
             self.tell(_refusals.unreadable_addition_message(self._model.name))
         return kind == "sum"
 
-    def kind_of(self, name: str, loss: Any, values: Any, y_true: Any, y_pred: Any) -> Any:
+    def computes_itself(self, name: str, call: LossCall, value: Any, reduced: Any) -> bool:
+        """Return whether a compiled loss has a `__call__` of its own, as `OwnCall.look` does."""
+        if self._position.is_window or self.has_rule:
+            return False
+        return bool(self._model._accumulation.probes.computes_itself(name, call, value, reduced))
+
+    def kind_of(self, name: str, call: LossCall) -> Any:
         """Return what a compiled loss is over samples, as `_probes.kind_of_loss` does, or None.
 
         Raises:
@@ -133,7 +143,7 @@ class StepLosses(StepTerms):
         if self._position.is_window or self.has_rule:
             return None
         probes: Probes = self._model._accumulation.probes
-        kind = probes.kind_of(name, loss, values, y_true, y_pred)
+        kind = probes.kind_of(name, call, self._position.window.guesses)
         if kind == "other":
             subject = f"the loss {name!r} of {self._model.name!r}"
             self.tell(_refusals.not_additive_message(subject))
@@ -227,36 +237,59 @@ class Probes:
         self._model = model
         self._has_called = False
         self.mixes_samples = False
-        self.kinds_of_additional: list[str] = []
+        self.kinds_of_additional: list[str | None] = []
         self._kinds: dict[str, Any] = {}
+        self._own_calls: dict[str, OwnCall] = {}
+        self._guesses: dict[str, Any] = {}
         self._watches: dict[str, Watch] = {}
         self._times: dict[str, int] = {}
         self._waiting: dict[str, tuple[Any, Any]] = {}  # samples that came one at a time
 
     def call(self, microbatches: Iterable[Any]) -> None:
-        """Call the model on a microbatch and on its halves, once.
+        """Call the model on a microbatch and on its halves, until they tell.
 
         Args:
-            microbatches: inputs. Those whose samples are alike tell nothing, and others are waited
-                for.
+            microbatches: inputs. Those whose samples are alike tell nothing, and neither does a
+                loss that is zero: others are waited for.
         """
-        if self._has_called or not self._model.built:
+        if not self._model.built:
             return
         for x in microbatches:
-            if num_rows(x) > 1 and not _probes.are_alike(_probes.apart(x)):
-                self._has_called = True
-                probe = _probes.ModelProbe(self._model, x)
-                self.mixes_samples, self.kinds_of_additional = probe.mixes_samples, probe.kinds
+            if self._has_called and None not in self.kinds_of_additional:
                 return
+            if num_rows(x) > 1 and not _probes.are_alike(_probes.apart(x)):
+                probe = _probes.ModelProbe(self._model, x)
+                known = self.kinds_of_additional if self._has_called else probe.kinds
+                self.mixes_samples |= probe.mixes_samples
+                pairs = zip_longest(known, probe.kinds)
+                self.kinds_of_additional = [new if old is None else old for old, new in pairs]
+                self._has_called = True
 
-    def kind_of(self, name: str, loss: Any, values: Any, y_true: Any, y_pred: Any) -> Any:
+    def computes_itself(self, name: str, call: LossCall, value: Any, reduced: Any) -> bool:
+        """Return whether a loss has a `__call__` of its own, as `OwnCall.look` does."""
+        return self._own_calls.setdefault(name, OwnCall()).look(call, value, reduced)
+
+    def is_known_to_compute_itself(self, name: str, *args: Any) -> bool:
+        """Return what was found of that so far."""
+        return name in self._own_calls and self._own_calls[name].computes_itself
+
+    def kind_of(self, name: str, call: LossCall, guesses: dict[str, Any]) -> Any:
         """Return what a loss is over samples, or None where it is Keras's own and so known.
 
         It may divide by something that is alike in the halves of one microbatch by chance, so it is
         computed on halves more often.
+
+        Args:
+            name: of the loss.
+            call: its call.
+            guesses: what losses were taken for so far in the window, by their name.
         """
+        loss, values, y_pred = call.loss, call.values, call.y_pred
         if values is None or not isinstance(loss, keras.losses.Loss) or _is_known(loss):
             return None
+        if call.computes_itself and (call.has_mask() or self._own_calls[name].is_late):
+            return "other"  # what its mask does is not tried
+        y_true = call.targets()
         times = self._times[name] = self._times.get(name, 0) + 1
         known, rows = self._kinds.get(name), num_rows(y_pred)
         watch = self._watches.setdefault(name, Watch(prefers_divisors=False))
@@ -270,8 +303,13 @@ class Probes:
             before = self._waiting.pop(name, (y_true, y_pred))
             self._waiting[name] = _probes.detached(y_true), _probes.detached(y_pred)
             y_true, y_pred = (_probes.joined(*pair) for pair in zip(before, (y_true, y_pred)))
-        found = _probes.kind_of_loss(loss, y_true, y_pred, watch)
+        dtype = None if call.computes_itself else loss.dtype
+        found = _probes.kind_of_loss(call.compute(), dtype, y_true, y_pred, watch)
+        if found is None and known is None and values.ndim == 0:
+            self._guesses = guesses
+            return guesses.setdefault(name, guess(divisors))
         if found is not None:
+            known = guesses.pop(name, known)
             is_same = known in (None, found) or (isinstance(found, Divided) and self._is_alone())
             self._kinds[name] = found if is_same else "other"
         return self._kinds.get(name)
@@ -282,7 +320,7 @@ class Probes:
 
     def known_kind_of(self, name: str, *args: Any) -> Any:
         """Return what was found of a loss so far, or None."""
-        return self._kinds.get(name)
+        return self._kinds.get(name, self._guesses.get(name))
 
 
 def _is_known(loss: Any) -> bool:

@@ -11,16 +11,17 @@ import keras
 import torch
 
 from ga_model.base._call_again import PythonState
-from ga_model.base._internals import layers_in, seeds
+from ga_model.base._internals import layers_in, own_state, seeds
 from ga_model.hearing._splitting import NotByRowsError
 from ga_model.torch_engine._gradient_hooks import noting_hooks
 from ga_model.torch_engine._own_gradients import nodes_of, not_linear
 from ga_model.torch_engine._probes import apart, are_alike, is_close, is_whole_of, kind_of_addition
+from ga_model.torch_engine._tensors import Tensors
 from ga_model.torch_engine._torch_arguments import Arguments
 from ga_model.torch_engine._torch_microbatch_call import random_kept, run_on
 
 
-def kinds_of_losses(layer: Any, arguments: Arguments, training: Any) -> list[str]:
+def kinds_of_losses(layer: Any, arguments: Arguments, training: Any) -> list[str | None]:
     """Check that a layer treats samples one by one, and return what the losses are that it adds.
 
     Args:
@@ -29,20 +30,21 @@ def kinds_of_losses(layer: Any, arguments: Arguments, training: Any) -> list[str
         training: whether it trains, or None.
 
     Returns:
-        For each loss "mean" or "sum".
+        For each loss "mean" or "sum", or None where it is zero, which does not tell.
 
     Raises:
         NotByRowsError: outputs for a sample depend on others, or a loss is neither; the call uses
             something that is no argument or weight, or does not take fewer samples.
     """
-    if any(True for _ in layer.buffers()):
-        raise NotByRowsError("it has PyTorch buffers, which a call may write to")
     layers = layers_in(layer)
+    if any(True for part in layers for _ in part.buffers()):
+        raise NotByRowsError("it has PyTorch buffers, which a call may write to")
     # Of numbers that are drawn, and of normalization, halves have others.
     draws = any(seeds(part) for part in layers) or any(
         isinstance(part, keras.layers.BatchNormalization) for part in layers
     )
     state, samples = PythonState(layer), _samples_apart(arguments)
+    tensors_before = Tensors(layer, [v for part in layers for v in own_state(part)])
     rows = next(len(t) for t, yes in zip(samples, arguments.has_rows) if yes)
 
     def run(start: int, stop: int) -> Any:
@@ -51,6 +53,7 @@ def kinds_of_losses(layer: Any, arguments: Arguments, training: Any) -> list[str
             for part, t in zip(arguments.part(samples, slice(start, stop)), arguments.tensors)
         ]
         state.put_back()
+        tensors_before.put_back()
         with noting_hooks() as hooks:
             given = run_on(layer, arguments, tensors, False if draws else training, [])
         if hooks:
@@ -60,7 +63,7 @@ def kinds_of_losses(layer: Any, arguments: Arguments, training: Any) -> list[str
             raise NotByRowsError(
                 "it uses a tensor or variable that is neither its input nor its weight"
             )
-        if (name := not_linear([*given.tensors, *given.losses])) is not None:
+        if (name := not_linear([*given.tensors, *given.losses], stop - start)) is not None:
             raise NotByRowsError(f"its custom gradient {name!r} may mix samples")
         return [t.detach() for t in given.tensors], [float(v.detach()) for v in given.losses]
 
@@ -81,6 +84,7 @@ def kinds_of_losses(layer: Any, arguments: Arguments, training: Any) -> list[str
         raise NotByRowsError(reason) from error
     finally:
         state.put_back()
+        tensors_before.put_back()
     triples = zip(losses, parts[0][1], parts[1][1], strict=True)
     kinds = [kind_of_addition(whole, a, b, half / rows) for whole, a, b in triples]
     if "other" in kinds:

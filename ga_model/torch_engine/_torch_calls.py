@@ -26,11 +26,12 @@ from ga_model.torch_engine._torch_arguments import Arguments
 from ga_model.torch_engine._torch_call_checks import kinds_of_losses
 from ga_model.torch_engine._torch_split_call import SplitCall
 
+_Found = list[str | None] | str
 _splitting = ThreadValue()  # how calls are split in this thread, or None
 
 # Of each layer, what is known of the kinds of calls that were tried: what the losses are that it
 # adds, or why it cannot be split.
-_tried: weakref.WeakKeyDictionary[Any, dict[str, list[str] | str]] = weakref.WeakKeyDictionary()
+_tried: weakref.WeakKeyDictionary[Any, dict[str, _Found]] = weakref.WeakKeyDictionary()
 
 
 class _Splitting(Splitting):
@@ -61,11 +62,12 @@ class _Splitting(Splitting):
         return split.outputs(), split.normalizing
 
 
-def _kinds_of(layer: Any, arguments: Arguments, training: Any) -> list[str]:
-    """Return what the losses are that a layer adds, once tried for each kind of call."""
+def _kinds_of(layer: Any, arguments: Arguments, training: Any) -> list[str | None]:
+    """Return what the losses are that a layer adds, tried for each kind of call until they tell."""
     known = _tried.setdefault(layer, {})
     kind = f"{arguments.kind} {training}"
-    if kind not in known:
+    found = known.get(kind)
+    if found is None or (not isinstance(found, str) and None in found):
         try:
             known[kind] = kinds_of_losses(layer, arguments, training)
         except NotByRowsError as error:

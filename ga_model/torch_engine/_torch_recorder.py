@@ -106,19 +106,24 @@ class Recording:
             term: the loss term that it is the value of, or None.
             key: by which it is known what it is over samples.
         """
-        is_loss = term is None and self.is_loss(value, metric)
-        kind = None if is_loss or term else self.model._accumulation.numbers.kind_of(key)
+        is_loss = term is None and self.is_loss(value, metric, key)
+        kind = None if is_loss or term else self.model._accumulation.numbers.kind_of_sum(key)
         return self.losses.mean_of(value, metric, term, is_loss, kind)
 
-    def is_loss(self, value: Any, metric: Any = None) -> bool:
-        """Return whether a number is a loss of the step, or what Keras tracks of it."""
-        losses = [*self.losses.totals, *self._taken]
-        is_one = any(_is_value_of(value, loss) for loss in losses)
-        return is_one or bool(self.losses.is_total(metric))
+    def is_loss(self, value: Any, metric: Any = None, key: Any = None) -> bool:
+        """Return whether a number is a loss of the step, or what Keras tracks of it.
 
-    def is_last(self, key: Any) -> bool:
-        """Return whether a number that is logged stays what the last microbatch says."""
-        return bool(self.model._accumulation.numbers.kind_of(key) == "last")
+        Args:
+            value: the number.
+            metric: what it is for, if it is a metric's.
+            key: by which it is known what it is over samples.
+        """
+        losses = [*self.losses.totals, *self._taken]
+        if self.losses.is_total(metric) or any(_is_loss(value, loss) for loss in losses):
+            return True
+        is_equal = any(_is_value_of(value, loss) for loss in losses)
+        is_zero = is_equal and not bool(value)
+        return bool(self.model._accumulation.numbers.is_loss(key, is_equal, is_zero))
 
     def scale_loss(self, optimizer: Any, loss: Any) -> Any:
         """Fold the microbatch's weight into the loss, then scale it as the optimizer does."""
@@ -157,12 +162,13 @@ class Recording:
         """Find out once whether all gradients are linear, and tell if they are not."""
         accumulation = self.model._accumulation
         if not accumulation.has_looked_at_gradients:
-            accumulation.has_looked_at_gradients = True
-            rule = not_linear_hook(self.model, self.registered_hooks)
-            if (name := not_linear([loss])) is not None:
+            rows = self.losses.num_rows()
+            rule = not_linear_hook(self.model, self.registered_hooks, rows)
+            if (name := not_linear([loss], rows)) is not None:
                 rule = f"the `torch.autograd.Function` {name!r}"
             if rule is not None:
                 self.losses.tell(_messages.own_gradient_message(self.model.name, rule))
+            accumulation.has_looked_at_gradients = True  # else it is done on the full batch
 
     def take_gradient(self, losses: Any, is_graph_kept: bool) -> Any:
         """Return the losses that a step takes gradients of, as they enter the window's sum."""
@@ -231,14 +237,16 @@ class Recording:
         return given is not None and given[1] == times_written(gradient)
 
 
+def _is_loss(value: Any, loss: Any) -> bool:
+    """Return whether a number is a loss, or shares its memory, as `loss.detach()` does."""
+    return torch.is_tensor(value) and (value is loss or value.data_ptr() == loss.data_ptr())
+
+
 def _is_value_of(value: Any, loss: Any) -> bool:
-    """Return whether a scalar is a loss, or its value: `loss.detach()` or `loss.item()`."""
-    if torch.is_tensor(value):
-        if value is loss or value.data_ptr() == loss.data_ptr():
-            return True
-        if value.ndim or value.requires_grad or loss.ndim:
-            return False
-    return bool(value == float(loss.detach()))
+    """Return whether a scalar has the value of a loss, as `loss.item()` does."""
+    if torch.is_tensor(value) and (value.ndim or value.requires_grad or loss.ndim):
+        return False
+    return not getattr(value, "shape", ()) and bool(value == float(loss.detach()))
 
 
 class _CompiledCopy:

@@ -17,7 +17,7 @@ import keras
 import torch
 
 from ga_model.base._call_again import PythonState
-from ga_model.base._internals import layers_in, raw, seeds, set_mask
+from ga_model.base._internals import layers_in, own_state, raw, seeds, set_mask
 from ga_model.base._internals_torch import times_written
 from ga_model.hearing._models import instances_in
 from ga_model.hearing._moments_heard import is_known, listener
@@ -25,6 +25,7 @@ from ga_model.hearing._splitting import NotByRowsError
 from ga_model.torch_engine._gradient_hooks import without_hooks
 from ga_model.torch_engine._refusals import changed_message
 from ga_model.torch_engine._source_sum import SourceSum
+from ga_model.torch_engine._tensors import Tensors
 from ga_model.torch_engine._torch_arguments import Arguments
 from ga_model.torch_engine._torch_microbatch_call import (
     TENSOR,
@@ -57,14 +58,16 @@ class SplitCall:
         layer: the layer.
         arguments: what it was called with.
         training: whether it is called in training, or None.
-        kinds: of the losses that the layer adds, "mean" or "sum".
+        kinds: of the losses that the layer adds, "mean" or "sum", or None: they were zero so far.
 
     Attributes:
         normalizing: names of BatchNormalization layers that have normalized microbatches: those
             whose running averages move by the statistics of all samples, and others.
     """
 
-    def __init__(self, layer: Any, arguments: Arguments, training: Any, kinds: list[str]) -> None:
+    def __init__(
+        self, layer: Any, arguments: Arguments, training: Any, kinds: list[str | None]
+    ) -> None:
         self.normalizing: tuple[list[str], list[str]] = ([], [])
         self._layer = layer
         self._arguments = arguments
@@ -81,6 +84,7 @@ class SplitCall:
         self._changing = [v for part in self._normal for v in part.non_trainable_variables]
         self._changing += [v for part in layers for v in seeds(part)]
         self._autocast = Autocast()
+        self._tensors = Tensors(layer, [v for part in layers for v in own_state(part)])
         changing = {id(v) for v in self._changing}
         others = [(v.path, raw(v)) for v in layer.variables if id(v) not in changing]
         found = [*(("an input", t) for t in arguments.tensors), *others]
@@ -99,6 +103,7 @@ class SplitCall:
             found = _Split.apply(self, is_source, *inputs, *self._weights)
         except NotByRowsError:
             self._state.put_back()
+            self._tensors.put_back()
             set_random_state(random)
             raise
         tensors, masks = list(found[: self._form.num_tensors]), found[self._form.num_tensors :]
@@ -226,9 +231,13 @@ class SplitCall:
         expected = {id(v) for v in self._changing}
         if len(given.losses) != len(self._kinds):
             raise NotByRowsError("it adds different losses in training")
+        if any(kind is None and loss.any() for loss, kind in zip(given.losses, self._kinds)):
+            raise NotByRowsError("")  # which the next call may answer
         for part, name, value in self._state.changed():
             if instances_in(value, torch.Tensor) and not type(part).__module__.startswith("keras."):
                 raise NotByRowsError(f"it stores a tensor in its attribute `{name}`")
+        if changed := self._tensors.changed():
+            raise NotByRowsError(f"it writes to {changed} in each call")
         others = [v.path for v in given.written if id(v) not in expected]
         others = [path for path in others if not path.endswith("seed_generator_state")]
         if others:

@@ -49,6 +49,7 @@ class Window:
         total: the sum of the weights, in `unit`.
         statistics: of BatchNormalization layers.
         logs: what logged numbers have come to, as `BatchLogs` has them.
+        guesses: what losses were taken for whose microbatches did not tell, by their name.
         written: values that steps have given to variables of optimizers, by their id.
     """
 
@@ -72,6 +73,7 @@ class Window:
         self.statistics = Statistics()
         self.logs: dict[Hashable, Any] = {}
         self.written: dict[int, Any] = {}
+        self.guesses: dict[str, Any] = {}
 
     def set_steps(self, accumulation_steps: int) -> None:
         """Let the next window have `accumulation_steps` batches."""

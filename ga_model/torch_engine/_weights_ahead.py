@@ -53,3 +53,4 @@ class _Ahead:
 
     def __init__(self, probes: Probes) -> None:
         self.kind_of = probes.known_kind_of
+        self.computes_itself = probes.is_known_to_compute_itself

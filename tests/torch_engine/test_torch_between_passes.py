@@ -180,3 +180,10 @@ def test_a_state_that_a_layer_keeps_is_exact_where_a_batch_is_split():
     difference, said = compare(keras.Sequential, Codes, {"microbatch_size": 5})
     assert difference <= TOLERANCE
     assert ["it writes to ['" in text for text in said] == [True]
+
+
+def test_a_state_that_a_layer_keeps_is_told_of_with_both_settings():
+    settings = {"accumulation_steps": 3, "microbatch_size": 3}
+    difference, said = compare(keras.Sequential, Codes, settings, rows=4)
+    assert difference > 1e-4
+    assert sum("writes to ['" in text and "once per microbatch" in text for text in said) == 1

@@ -8,7 +8,14 @@ import pytest
 import zoo
 from helpers import dense_data, dense_model
 from keras import layers, ops
-from pairs import TOLERANCE, assert_same_logs, difference_of_fits, difference_of_orders, train
+from pairs import (
+    TOLERANCE,
+    Step,
+    assert_same_logs,
+    difference_of_fits,
+    difference_of_orders,
+    train,
+)
 
 WAYS = {
     "both": {"rows": 4, "steps": 3, "size": 3},
@@ -345,3 +352,57 @@ def test_what_a_layer_adds_is_told_apart_in_steps_of_ones_own():
         return Own([keras.Input((4,)), *adding().layers])
 
     assert_matches(make, sgd("mse"), dense_data(31), "size")
+
+
+class Annealed(layers.Layer):
+    """Adds a loss whose weight is zero in the first epoch."""
+
+    def __init__(self, function):
+        super().__init__(name="annealed")
+        self.function = function
+
+    def build(self, shape):
+        self.factor = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, x):
+        self.add_loss(self.factor * self.function(x))
+        return x
+
+
+class OwnLoss(Step):
+    def forward_loss(self, x, y):
+        return super().forward_loss(x, y) + sum(self.losses)
+
+
+def annealed(function, base=keras.Sequential):
+    def make():
+        parts = [layers.Dense(6, activation="tanh"), Annealed(function), layers.Dense(2)]
+        return base([keras.Input((4,)), *parts])
+
+    class Anneal(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            self.model.get_layer("annealed").factor.assign(0.02 * epoch)
+
+    return make, {"callbacks": [Anneal()]}
+
+
+def squares(x):
+    return ops.sum(ops.square(x))
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("base", [keras.Sequential, OwnLoss])
+def test_what_a_layer_adds_is_found_when_it_is_not_zero(base):
+    make, fit_args = annealed(squares, base)
+    found = difference_of_fits(
+        make, sgd("mse"), dense_data(24), fit_args=fit_args, epochs=3, **WAYS["size"]
+    )
+    assert found <= TOLERANCE
+
+
+def test_what_a_layer_adds_later_that_is_neither_is_told_of():
+    make, fit_args = annealed(lambda x: ops.sqrt(squares(x)))
+    with pytest.warns(UserWarning, match="one that is neither"):
+        train(make, sgd("mse"), dense_data(12), rows=4, fit_args=fit_args, accumulation_steps=3)
+    with pytest.raises(ValueError, match="one that is neither"):
+        train(make, sgd("mse"), dense_data(12), rows=12, fit_args=fit_args, microbatch_size=5)

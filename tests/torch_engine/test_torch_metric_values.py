@@ -21,7 +21,7 @@ from logged import (
     mean_error,
     number_above,
 )
-from pairs import TOLERANCE, torch
+from pairs import TOLERANCE, Step, torch
 
 from ga_model import accumulate
 
@@ -258,3 +258,50 @@ def test_what_cannot_be_tried_is_told_of():
     model.compile("sgd", "mse", metrics=[of_four])
     with pytest.warns(UserWarning, match=r"'of_four'.*half of a microbatch \(ZeroDivision"):
         model.fit(*dense_data(12), batch_size=4, verbose=0)
+
+
+class LogsCounts(Step):
+    """Logs counts beside a loss that is zero where none of the samples is far off."""
+
+    def forward_loss(self, x, y):
+        self.errors = (self(x, training=True) - y) ** 2
+        return torch.relu(self.errors - 0.8).mean()
+
+    def train_step(self, data):
+        _, y = data
+        logs = super().train_step(data)
+        far, errors = self.errors > 0.8, self.errors.detach().cpu().numpy()
+        return {
+            **logs,
+            "item": logs["loss"].item(),
+            "active": far.float().sum(),
+            "numpy": errors.mean(),
+            "array": np.asarray(errors.mean(axis=0)),
+            "count": (errors > 0.8).sum(),
+            "near": float((y > -50.0).float().mean()),
+        }
+
+
+@pytest.mark.parametrize("settings", [STEPS, ADDED_UP], ids=str)
+def test_numbers_that_are_alike_by_chance_are_put_together(settings):
+    x, y = dense_data(72)
+    x[16:20], y[16:20] = 0.001 * x[16:20], 0.001 * y[16:20]  # of which none is far off
+    y[50:52] = -100.0  # after all that is tried was near
+    logs = []
+    for arguments, rows in ((settings, 12 // settings.get("accumulation_steps", 1)), ({}, 12)):
+        model = seeded(lambda: LogsCounts(dense_model().layers))
+        model = accumulate(model, **arguments) if arguments else model
+        model.compile(keras.optimizers.SGD(0.001))
+        seen = []
+        callback = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs, seen=seen: seen.append(dict(logs))
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            model.fit(x, y, batch_size=rows, shuffle=False, verbose=0, callbacks=[callback])
+        logs.append(seen[12 // rows - 1 :: 12 // rows])
+    for found, expected in zip(*logs, strict=True):
+        assert list(found) == list(expected)
+        for name, value in expected.items():
+            np.testing.assert_allclose(found[name], value, rtol=1e-4, err_msg=name)
+            assert type(found[name]) is type(value)

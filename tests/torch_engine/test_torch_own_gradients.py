@@ -23,6 +23,12 @@ class OfNorm(Clipped):
         return upstream / upstream.norm()
 
 
+class Centered(Clipped):
+    @staticmethod
+    def backward(ctx, upstream):
+        return upstream - 0.5 * upstream.mean(0, keepdim=True)
+
+
 class Reversed(Clipped):
     @staticmethod
     def backward(ctx, upstream):
@@ -36,7 +42,7 @@ class StraightThrough(Clipped):
         return upstream * (x.abs() < 1.0)
 
 
-NOT_LINEAR, LINEAR = [Clipped, OfNorm], [Reversed, StraightThrough]
+NOT_LINEAR, LINEAR = [Clipped, OfNorm, Centered], [Reversed, StraightThrough]
 every = pytest.mark.parametrize("rule", [*NOT_LINEAR, *LINEAR])
 
 
@@ -82,3 +88,26 @@ def test_where_microbatches_are_asked_for_it_is_told():
     difference, said = compare(Clipped, {"microbatch_size": 5, "loss_over": "microbatch"})
     assert difference > 1e-3
     assert ["which may not be: one that clips" in text for text in said] == [True]
+
+
+def test_what_differs_is_told_with_both_settings():
+    difference, said = compare(Clipped, {"accumulation_steps": 3, "microbatch_size": 3}, rows=4)
+    assert difference > 1e-3
+    assert sum("which may not be: one that clips" in text for text in said) == 1
+
+
+def test_hooks_on_tensors_that_mix_samples_are_told_of():
+    class Hooked(layers.Layer):
+        def call(self, x):
+            if x.requires_grad:
+                x.register_hook(lambda g: g - 0.5 * g.mean(0, keepdim=True))
+            return x * 1.0
+
+    def make():
+        return keras.Sequential([keras.Input((4,)), layers.Dense(5), Hooked(), layers.Dense(2)])
+
+    difference, said = difference_and_said(make, {"accumulation_steps": 3}, 4)
+    assert difference > 1e-3
+    assert ["on a tensor (`register_hook`), which may not be" in text for text in said] == [True]
+    difference, _ = difference_and_said(make, {"microbatch_size": 5})
+    assert difference <= TOLERANCE

@@ -1,0 +1,63 @@
+"""The tensors that a model keeps besides its variables, and those that are written past PyTorch.
+
+They are the buffers of PyTorch modules, and tensors in attributes of layers of the user's own. What
+a write through `.data` changes, no count of PyTorch tells, so values are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ga_model.base._internals import layers_in, raw
+
+
+class Tensors:
+    """Tensors as they are now.
+
+    Args:
+        layer: the layer, or model, whose buffers and attributes they are, and of the layers in it.
+        variables: others.
+    """
+
+    def __init__(self, layer: Any, variables: Iterable[Any] = ()) -> None:
+        modules = {id(m): (m, part) for part in layers_in(layer) for m in part.modules()}
+        stores = [(part, module._buffers) for module, part in modules.values()]
+        stores += [(part, vars(m)) for m, part in modules.values() if not _is_of_library(m)]
+        self._found = [
+            (f"the tensor `{name}` of {part.name!r}", store, name, tensor, tensor.detach().clone())
+            for part, store in stores
+            for name, tensor in store.items()
+            if torch.is_tensor(tensor) and tensor.device.type != "meta"
+        ]
+        self._found += [(v.path, {}, "", raw(v), raw(v).detach().clone()) for v in variables]
+
+    def changed(self) -> list[str]:
+        """Return the names of those that have another value of the same shape now."""
+        names = []
+        for text, store, name, tensor, value in self._found:
+            now = store.get(name, tensor)
+            is_state = torch.is_tensor(now) and now.shape == value.shape
+            if is_state and not _is_same(now, value):
+                names.append(text)
+        return names
+
+    def put_back(self) -> None:
+        """Let them be as they were."""
+        for _, store, name, tensor, value in self._found:
+            if name:
+                store[name] = tensor
+            if not _is_same(tensor, value):
+                tensor.detach().copy_(value)
+
+
+def _is_same(tensor: Any, value: Any) -> bool:
+    if tensor.dtype != value.dtype:
+        return False
+    return bool(torch.allclose(tensor.detach(), value, rtol=0.0, atol=0.0, equal_nan=True))
+
+
+def _is_of_library(module: Any) -> bool:
+    return f"{type(module).__module__}.".startswith(("keras.", "torch.", "ga_model."))

@@ -1,0 +1,77 @@
+"""On PyTorch, windows whose first microbatches have no gradient, which tells nothing of a loss."""
+
+import keras
+import pytest
+from helpers import dense_data, dense_model
+from keras import ops
+from pairs import TOLERANCE, Step, difference_of_fits, train
+
+WAYS = {"steps": {"rows": 4, "steps": 3}, "both": {"rows": 4, "steps": 3, "size": 3}}
+every_way = pytest.mark.parametrize("way", WAYS)
+
+
+def data(num_empty):
+    """Return samples, the first of which count for nothing."""
+    x, y = dense_data(36)
+    y = abs(y) + 0.1
+    y[:num_empty] *= -1
+    return x, y
+
+
+def counted(y_true, y_pred):
+    return ops.relu(y_true) * ops.square(y_true - y_pred)
+
+
+def total(y_true, y_pred):
+    return 0.1 * ops.sum(counted(y_true, y_pred))
+
+
+def mean(y_true, y_pred):
+    return ops.mean(counted(y_true, y_pred))
+
+
+def sum_of_means(y_true, y_pred):
+    return 0.1 * ops.sum(ops.mean(counted(y_true, y_pred), axis=-1))
+
+
+def arguments(loss=None):
+    return lambda: {"optimizer": keras.optimizers.SGD(0.05), "loss": loss}
+
+
+def step_of(loss):
+    class Own(Step):
+        def forward_loss(self, x, y):
+            return loss(y, self(x, training=True))
+
+    return lambda: Own(dense_model().layers)
+
+
+@pytest.mark.every_case
+@every_way
+@pytest.mark.parametrize("num_empty", [4, 20])  # of one window, or of more
+@pytest.mark.parametrize("loss", [total, mean])
+def test_compiled_losses_match_the_full_batch(loss, num_empty, way):
+    found = difference_of_fits(dense_model, arguments(loss), data(num_empty), **WAYS[way])
+    assert found <= TOLERANCE
+
+
+@pytest.mark.every_case
+@every_way
+@pytest.mark.parametrize("num_empty", [4, 20])
+@pytest.mark.parametrize("loss", [mean, total])
+def test_steps_of_ones_own_match_the_full_batch(loss, num_empty, way):
+    found = difference_of_fits(step_of(loss), arguments(), data(num_empty), **WAYS[way])
+    assert found <= TOLERANCE
+
+
+def test_a_loss_that_turns_out_to_be_another_is_told_of():
+    with pytest.warns(UserWarning, match="are not those of its halves together"):
+        train(dense_model, arguments(sum_of_means), data(4), rows=4, accumulation_steps=3)
+    with pytest.raises(RuntimeError, match="neither those of a mean nor of a sum"):
+        train(step_of(sum_of_means), arguments(), data(4), rows=4, accumulation_steps=3)
+
+
+def test_it_may_turn_out_in_another_window():
+    for make, loss in ((dense_model, sum_of_means), (step_of(sum_of_means), None)):
+        found = difference_of_fits(make, arguments(loss), data(12), **WAYS["steps"])
+        assert found <= TOLERANCE
