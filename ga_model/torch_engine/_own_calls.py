@@ -111,7 +111,7 @@ def _factor_of(loss: Any, y_true: Any, y_pred: Any) -> float | None:
     """Return by what a loss multiplies what Keras reduces it to, as `_factor` does."""
     reduced: list[Any] = []
     with torch.no_grad(), unrecorded():
-        value = seeing(loss, [], reduced.append)(y_true, y_pred)
+        value = seeing(loss, [], lambda number, weights: reduced.append(number))(y_true, y_pred)
     return _factor(value, reduced[-1]) if reduced else None
 
 
