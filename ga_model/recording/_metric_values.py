@@ -51,14 +51,14 @@ def tell_of_numbers(recording: Any, written: Callable[[Any, Any], list[Any]]) ->
     def message(what: str, place: str) -> str:
         return _messages.number_of_batches_message(model.name, what, place, is_split)
 
-    of_losses = getattr(compiled_loss(model), "metrics", ())
-    for metric in _of_batches(model.metrics, [loss_tracker(model), *of_losses], numbers):
+    of_losses = [loss_tracker(model), *getattr(compiled_loss(model), "metrics", ())]
+    for metric in _of_batches(model.metrics, of_losses, numbers):
         if metric.is_given_numbers and is_ruled:  # of losses, of which the rule tells
             continue
         # For a log of a layer's, the full batch is too much: it has all its activations.
         tell = model._warn_once if metric.is_given_numbers else losses.tell
         tell(message(f"the metric {metric.name!r}", metric.place))
-    for metric_of_samples, made_by in _worked_over(calls, numbers):
+    for metric_of_samples, made_by in _worked_over(calls, of_losses, numbers):
         losses.tell(message(f"the metric {metric_of_samples.name!r}", made_by))
     results = [result for result, *_ in calls.results]
     is_read = isinstance(recording.logs, dict) and not is_ruled
@@ -183,11 +183,14 @@ def _of_batches(
     return found
 
 
-def _worked_over(calls: MetricCalls, numbers: _Numbers) -> Iterator[tuple[Any, str]]:
+def _worked_over(
+    calls: MetricCalls, others: Sequence[Any], numbers: _Numbers
+) -> Iterator[tuple[Any, str]]:
     """Yield metrics that count samples, and what a step does that they do not see them one by one.
 
     Args:
         calls: what the step gave to metrics.
+        others: metrics that are not to be looked at.
         numbers: what is known of these.
     """
     for metric in unique(calls.resets):
@@ -196,7 +199,7 @@ def _worked_over(calls: MetricCalls, numbers: _Numbers) -> Iterator[tuple[Any, s
     for metric, tensors in calls.given:
         given = [t for t in tensors if t.shape.rank != 0 or not is_in(metric, waiting)]
         place = next(filter(None, map(numbers.place_of_samples, given)), None)
-        if place is not None and not is_in(metric, calls.resets):
+        if place is not None and not is_in(metric, [*others, *calls.resets]):
             yield metric, place
 
 
