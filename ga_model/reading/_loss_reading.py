@@ -72,7 +72,8 @@ def is_known(loss: Any) -> bool:
 
 def _fit(loss: Any, y_true: Any, y_pred: Any) -> bool:
     """Return whether targets do not broadcast against outputs along the samples."""
-    ranks = [getattr(tensor, "shape", tf.TensorShape(None)).rank for tensor in (y_true, y_pred)]
+    shapes = [getattr(tensor, "shape", None) for tensor in (y_true, y_pred)]  # of NumPy perhaps
+    ranks = [tf.TensorShape(shape).rank for shape in shapes]
     name = str(getattr(loss, "name", "") or getattr(loss, "__name__", loss))
     if None in ranks or any(kind in name.lower() for kind in ("sparse", "ctc")):
         return True

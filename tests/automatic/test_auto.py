@@ -207,6 +207,7 @@ def test_the_largest_size_that_fits_is_found(limit, capsys):
     assert f'microbatch_size="auto": {said}\n' in capsys.readouterr().out
 
 
+@pytest.mark.gate
 def test_the_search_shows_what_it_tries_where_keras_shows_its_progress(capsys, monkeypatch):
     data = dense_data(16)
     fit(compiled(smooth_model, Memory(3)), data, rows=16)
@@ -267,6 +268,7 @@ class DrawsInPython(keras.layers.Layer):
         return x * (1.0 + 0.1 * np.random.rand() + 0.1 * random.random())
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("eager", [False, True])
 def test_the_search_leaves_the_random_state_of_python_and_numpy(eager):
     """Eagerly every trial draws, and in a graph every trace."""
@@ -563,6 +565,7 @@ def test_a_larger_batch_is_searched_again_only_where_the_batch_was_the_limit(mon
     assert len(searched) == 4
 
 
+@pytest.mark.gate
 def test_a_saved_model_searches_anew(tmp_path):
     class Net(AccumulatingModel, keras.Sequential):
         pass
@@ -836,6 +839,7 @@ class Exhausting(keras.optimizers.SGD):
         return super().apply(grads, trainable_variables)
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("steps", [1, 2])
 def test_an_update_that_failed_is_not_repeated(steps):
     optimizer, data = Exhausting(0.1), dense_data(48)
@@ -869,6 +873,7 @@ def test_an_update_that_failed_is_not_repeated_after_another_search():
         model.train_on_batch(x[:6], y[:6])
 
 
+@pytest.mark.gate
 def test_setting_it_again_traces_nothing_again_but_the_search():
     model = compiled(smooth_model, Memory(5), size="auto")
     counts = []

@@ -97,6 +97,7 @@ WAYS = {
 }
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(("steps", "rows"), [(1, 12), (3, 7)])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["dense", "embedding"])

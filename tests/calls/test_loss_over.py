@@ -1094,7 +1094,7 @@ BROADCAST = {  # of Keras, along the samples
 }
 
 
-@pytest.mark.every_case
+@pytest.mark.gate_every_case
 @pytest.mark.parametrize("name", BROADCAST)
 def test_losses_of_keras_that_compare_samples_by_the_shapes_of_targets_match(name, float64):
     make, loss, targets = BROADCAST[name]

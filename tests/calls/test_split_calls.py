@@ -258,6 +258,7 @@ class Unbuilt(Calls):
         return [head(self.net(x)) for head in self.heads]
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("way", [{}, EAGER])
 def test_calls_of_layers_that_are_not_built_match(way, float64):
     trained = []

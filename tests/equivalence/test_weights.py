@@ -706,7 +706,7 @@ def test_sample_weights_of_a_loss_are_told_of_that_follow_from_several_samples(f
         model.train_on_batch(*dense_data(4))
 
 
-@pytest.mark.every_case
+@pytest.mark.gate_every_case
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("loss", ["hinge", "squared_hinge"])
 def test_losses_that_convert_their_labels_are_exact(loss, float64):

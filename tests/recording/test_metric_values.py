@@ -418,7 +418,7 @@ GIVEN = {  # and by what, if they do not follow sample by sample
 }
 
 
-@pytest.mark.every_case
+@pytest.mark.gate_every_case
 @pytest.mark.parametrize("name", GIVEN)
 def test_what_a_step_gives_to_metrics_follows_sample_by_sample_or_is_told_of(name, float64):
     give, told = GIVEN[name]
