@@ -754,6 +754,7 @@ def test_a_size_that_does_not_fit_any_more_is_halved():
         found.halve(model, 12, MemoryError())
 
 
+@pytest.mark.gate
 def test_the_last_row_that_does_not_fit_is_an_error():
     data = dense_data(24)
     model = compiled(smooth_model, memory := Memory(0))
@@ -810,6 +811,7 @@ def test_an_allocation_that_fails_is_found(settings):
     assert model.microbatch_size == 3
 
 
+@pytest.mark.gate
 def test_under_xla_a_batch_is_not_repeated(monkeypatch):
     """TensorFlow leaves variables with freed memory there."""
     model = accumulate(keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)]))
@@ -856,6 +858,7 @@ def test_an_update_that_failed_is_not_repeated(steps):
     assert model.has_updated  # nothing waits
 
 
+@pytest.mark.gate
 def test_an_update_that_failed_is_not_repeated_after_another_search():
     """The function that is used was traced before it."""
     x, y = dense_data(12)

@@ -1085,12 +1085,12 @@ def scalar_model():
 
 
 BROADCAST = {  # of Keras, along the samples
+    "targets of two more axes": (scalar_model, lambda: "mse", lambda y: y[:, :1, None]),
     "a column of labels": (
         softmax_model,
-        keras.losses.CategoricalGeneralizedCrossEntropy,
+        lambda: keras.losses.CategoricalGeneralizedCrossEntropy(),  # since Keras 3.9
         lambda y: np.argmax(y, -1)[:, None],
     ),
-    "targets of two more axes": (scalar_model, lambda: "mse", lambda y: y[:, :1, None]),
 }
 
 

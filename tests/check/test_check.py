@@ -600,6 +600,7 @@ def test_an_unbuilt_model_is_trained_as_if_it_had_not_been_checked():
         np.testing.assert_array_equal(value, expected)
 
 
+@pytest.mark.gate
 def test_an_open_window_and_the_settings_are_kept():
     def trained(is_checked):
         model = accumulate(seeded(with_dropout), accumulation_steps=3)

@@ -111,6 +111,7 @@ def embedding_lm():
     )
 
 
+@pytest.mark.gate
 def test_token_loss_with_very_unequal_token_counts_matches_the_whole_batch(dtype):
     generator = np.random.default_rng(7)
     tokens = generator.integers(1, 9, size=(34, 7)).astype("int32")
@@ -396,6 +397,7 @@ def test_the_losses_of_two_outputs_are_tracked_where_one_needs_the_full_batch(fl
     assert difference <= TOLERANCE[float64]
 
 
+@pytest.mark.gate
 def test_two_outputs_with_two_reductions_that_agree_match_the_whole_batch(float64):
     def arguments():
         losses = [keras.losses.MeanSquaredError(), keras.losses.MeanAbsoluteError(reduction="mean")]

@@ -98,6 +98,7 @@ def test_another_optimizer_and_another_loss(pair):
     assert_same(pair)
 
 
+@pytest.mark.gate
 def test_the_same_optimizer_goes_on_after_another_compile(pair):
     for model, rows in pair:
         optimizer = keras.optimizers.Adam(0.01)

@@ -77,7 +77,7 @@ def test_every_style_matches_the_whole_batch(style, float64):
     assert difference <= TOLERANCE[float64]
 
 
-@pytest.mark.gate
+@pytest.mark.sweep
 def test_both_styles_live_in_one_process(float64):
     """Keras rewrites the bases of a class that is called with functional arguments, for good."""
     bases = AccumulatingModel.__bases__

@@ -143,6 +143,7 @@ def test_a_resumed_run_ends_with_the_uninterrupted_runs_weights(by, schedule, tm
         assert (weight == expected).all()
 
 
+@pytest.mark.gate
 def test_logs_show_the_schedule_where_they_are_asked_to(tmp_path):
     def train(log):
         model = make_model(accumulation_steps=1)

@@ -162,7 +162,7 @@ assert difference <= tests.TOLERANCE["float64"], difference
 """
 
 
-@pytest.mark.gate
+@pytest.mark.sweep
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform cannot fork")
 def test_a_model_trains_in_a_forked_process(request):
     """As long as TensorFlow has not run anything before the fork, which it does not survive."""
