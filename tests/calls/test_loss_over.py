@@ -1088,7 +1088,7 @@ BROADCAST = {  # of Keras, along the samples
     "targets of two more axes": (scalar_model, lambda: "mse", lambda y: y[:, :1, None]),
     "a column of labels": (
         softmax_model,
-        lambda: keras.losses.CategoricalGeneralizedCrossEntropy(),  # since Keras 3.9
+        lambda: keras.losses.CategoricalGeneralizedCrossEntropy(),  # not in Keras 3.8
         lambda y: np.argmax(y, -1)[:, None],
     ),
 }
