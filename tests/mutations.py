@@ -616,8 +616,8 @@ MUTATIONS = [
     Mutation(
         "numbers that mix samples are not seen in metrics",
         "recording/_metric_values.py",
-        "(NOT_LINEAR, SEVERAL) if is_of_function else",
-        "",
+        "_BREAKS = (NOT_LINEAR, SEVERAL, UNKNOWN)",
+        "_BREAKS = ()",
         "recording/test_metric_values.py",
     ),
     Mutation(
