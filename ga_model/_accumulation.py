@@ -143,8 +143,9 @@ class Accumulation(Kept):
         watch_attributes(model)
         if window is None:
             self._make_most_rows()
-        if window is None and self._splits_nothing(data):
-            return self._run_plain(compiled(train_step) if model.jit_compile else train_step, data)
+            if self._splits_nothing(data):
+                step = compiled(train_step) if model.jit_compile else train_step
+                return self._run_plain(step, data)
         self.is_proved = self._is_to_prove() and adds_up(model, train_step, data)
         run = self.automatic_size.run_step if self.is_automatic else _step.run
         is_sparse = any(isinstance(leaf, tf.SparseTensor) for leaf in tf.nest.flatten(data))

@@ -2,7 +2,8 @@
 
 Numbers that go into a `keras.metrics.Mean` or `Sum` come from the step, from a layer, or from a
 metric function that returns one. So while a step is recorded, a function stands in front of
-`update_state` of both classes, and tells the thread's `MetricCalls`.
+`update_state` of both classes, and tells the thread's `MetricCalls`. Another one does in front of
+those of Keras's classes that count samples, which metrics of the user's may hold or extend.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from ga_model.base._identity import unique
 from ga_model.base._in_front import InFront
 from ga_model.hearing._stand_in import StandIn
 
+_MEANS = (keras.metrics.Mean, keras.metrics.Sum)  # what functions give goes on to these
 _calls = ThreadValue()  # the `MetricCalls` of this thread, or None
 
 
@@ -119,23 +121,8 @@ def waiting(calls: MetricCalls | None) -> Iterator[None]:
         with _calls.set(None):
             yield
         return
-    givers = _in_front.of([keras.metrics.Mean, keras.metrics.Sum]), _noting.of(_of_samples())
-    with givers[0], givers[1], _calls.set(calls):
+    with _in_front.of(_MEANS), _noting.of(_of_samples()), _calls.set(calls):
         yield
-
-
-def _letting_wait(_: Any, update_state: Callable[..., Any]) -> Callable[..., Any]:
-    def update(metric: Any, values: Any, sample_weight: Any = None) -> Any:
-        calls = _calls.get()
-        if calls is None:
-            return update_state(metric, values, sample_weight)
-        if not calls.waits_for(values, sample_weight):
-            with calls.updating(metric, (values, sample_weight)):
-                return update_state(metric, values, sample_weight)
-        calls.update(metric, keras.ops.convert_to_tensor(values), sample_weight)
-        return None
-
-    return update
 
 
 def _noted(_: Any, update_state: Callable[..., Any]) -> Callable[..., Any]:
@@ -149,6 +136,19 @@ def _noted(_: Any, update_state: Callable[..., Any]) -> Callable[..., Any]:
     return update
 
 
+def _letting_wait(owner: Any, update_state: Callable[..., Any]) -> Callable[..., Any]:
+    update_now = _noted(owner, update_state)
+
+    def update(metric: Any, values: Any, sample_weight: Any = None) -> Any:
+        calls = _calls.get()
+        if calls is None or not calls.waits_for(values, sample_weight):
+            return update_now(metric, values, sample_weight)
+        calls.update(metric, keras.ops.convert_to_tensor(values), sample_weight)
+        return None
+
+    return update
+
+
 _in_front = InFront("update_state", _letting_wait)
 _noting = InFront("update_state", _noted)
 
@@ -158,13 +158,12 @@ def _of_samples() -> list[Any]:
     """Return the classes of Keras that count what they get of each sample by code of their own."""
     public = [value for value in vars(keras.metrics).values() if isinstance(value, type)]
     classes = unique(part for metric in public for part in metric.__mro__)
-    means = (keras.metrics.Mean, keras.metrics.Sum)  # what functions give goes on to these
     return [
         value
         for value in classes
         if "update_state" in vars(value)
         and value is not keras.metrics.Metric
-        and not issubclass(value, means)
+        and not issubclass(value, _MEANS)
     ]
 
 

@@ -21,6 +21,7 @@ from ga_model.reading._denominators import (
     OF_WEIGHTS,
     SEVERAL,
     UNKNOWN,
+    Obstacle,
     StepLoss,
 )
 from ga_model.reading._following import added_to_variable, adds_to_variable
@@ -103,10 +104,9 @@ class _Numbers(NamedTuple):
 
     def place_of(self, value: Any) -> str | None:
         """Return by what a number that waits is made, if it is no mean or sum over samples."""
-        loss = self.losses.heard.read(value, of_values=True)
-        obstacle = loss.obstacle
-        if obstacle is not None and obstacle.why in _BREAKS:
-            return None if is_in(obstacle.op, self.losses.told) else place_of(obstacle.op)
+        loss = self._read(value)
+        if loss.obstacle is not None and loss.obstacle.why in _BREAKS:
+            return self._place_unless_told(loss.obstacle)
         kinds = _kinds_of(loss)
         if len(kinds) > 1 and not kinds <= self.losses.told_kinds:
             return "terms that are divided by different things"
@@ -116,21 +116,16 @@ class _Numbers(NamedTuple):
 
     def place_of_samples(self, value: Any) -> str | None:
         """Return by what a metric's argument is made that does not follow sample by sample."""
-        loss = self.losses.heard.read(value, of_values=True)
+        loss = self._read(value)
         obstacle = loss.obstacle
-        is_known = obstacle is not None and (obstacle.why != UNKNOWN or obstacle.op.type in OPAQUE)
-        if obstacle is not None and is_known:
-            return None if is_in(obstacle.op, self.losses.told) else place_of(obstacle.op)
+        if obstacle is not None and (obstacle.why != UNKNOWN or obstacle.op.type in OPAQUE):
+            return self._place_unless_told(obstacle)
         is_reduced = not loss.is_by_sample and bool(_kinds_of(loss))
         return place_of(value.op) if is_reduced else None
 
     def place_of_integer(self, value: Any) -> str | None:
         """Return by what an integer is made, if it is no sum over samples."""
-        return (
-            "a mean of integers"
-            if _kinds_of(self.losses.heard.read(value, of_values=True)) - {"sum"}
-            else None
-        )
+        return "a mean of integers" if _kinds_of(self._read(value)) - {OF_SUM.kind} else None
 
     def places_of_written(self, variables: Sequence[Any]) -> list[str | None]:
         """Return by what values are made that a metric writes, where they do not add up."""
@@ -143,18 +138,23 @@ class _Numbers(NamedTuple):
 
     def _place_of_written(self, value: Any, is_added: bool) -> str | None:
         added = added_to_variable(value)
-        loss = self.losses.heard.read(value if added is None else added, of_values=True)
+        loss = self._read(value if added is None else added)
         if loss.obstacle is not None and loss.obstacle.why in _BREAKS:
             made_by = getattr(loss.obstacle.op, "type", None)
             is_extreme = (made_by, getattr(value.op, "type", None)) in _EXTREMES
-            is_known = is_extreme or is_in(loss.obstacle.op, self.losses.told)
-            return None if is_known else place_of(loss.obstacle.op)
+            return None if is_extreme else self._place_unless_told(loss.obstacle)
         if added is not None and loss.denominators == [] and number_of(added):
             return "a count of batches"
         kinds = _kinds_of(loss)
         if kinds and not is_added and not adds_to_variable(value):
             return "a value that replaces that of the batch before"
         return "a mean over samples" if kinds - {OF_SUM.kind} else None
+
+    def _read(self, value: Any) -> StepLoss:
+        return self.losses.heard.read(value, of_values=True)
+
+    def _place_unless_told(self, obstacle: Obstacle) -> str | None:
+        return None if is_in(obstacle.op, self.losses.told) else place_of(obstacle.op)
 
 
 def _of_batches(
@@ -186,7 +186,7 @@ def _of_batches(
 def _worked_over(
     calls: MetricCalls, others: Sequence[Any], numbers: _Numbers
 ) -> Iterator[tuple[Any, str]]:
-    """Yield metrics that count samples, and what a step does that they do not see them one by one.
+    """Yield metrics that do not get samples one by one, and by what.
 
     Args:
         calls: what the step gave to metrics.
@@ -197,9 +197,11 @@ def _worked_over(
         yield metric, "`reset_state`, which the step calls"
     waiting = [update.metric for update in calls.updates]
     for metric, tensors in calls.given:
+        if is_in(metric, [*others, *calls.resets]):
+            continue
         given = [t for t in tensors if t.shape.rank != 0 or not is_in(metric, waiting)]
         place = next(filter(None, map(numbers.place_of_samples, given)), None)
-        if place is not None and not is_in(metric, [*others, *calls.resets]):
+        if place is not None:
             yield metric, place
 
 
