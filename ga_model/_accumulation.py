@@ -178,6 +178,11 @@ class Accumulation(Kept):
         self.num_skipped = self.num_skipped or Counter()
         self.num_skipped.add(number)
 
+    def note_lost(self, is_lost: Any) -> None:
+        """Note whether a microbatch had a term that was made zero: a bool scalar tensor."""
+        self.num_lost = self.num_lost or Counter()
+        self.num_lost.add(tf.cast(is_lost, tf.int64))
+
     def check_strategy(self) -> None:
         """Raise if the model cannot accumulate under its `tf.distribute` strategy."""
         model = self._model

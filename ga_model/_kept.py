@@ -28,6 +28,7 @@ class Kept:
         noise: what `GradientNoiseScale` measures.
         window: the open window, or the next one; None before the first batch of one.
         num_skipped: microbatches that were left out, once there is training that may do so.
+        num_lost: batches with a term that one of their microbatches lost, likewise.
         is_scheduled: whether a callback of the present `fit` sets `accumulation_steps`.
         is_verbose: whether the present `fit` shows its progress.
         warnings: those that were given.
@@ -42,6 +43,7 @@ class Kept:
         self.settings = settings
         self.window: Any = None
         self.num_skipped: Any = None
+        self.num_lost: Any = None
         self.is_scheduled = self.is_verbose = False
         self._has_ended_epoch = False
         self.warnings: set[str] = set()
@@ -153,6 +155,8 @@ class Kept:
         if model.num_skipped_microbatches:
             is_regularized = any(getattr(w, "regularizer", None) for w in model.trainable_weights)
             model._warn_once(_skipped_message(model.name, self._has_replicas() and is_regularized))
+        if int(self.num_lost or 0):
+            model._warn_once(_messages.lost_term_message(model.name))
         for message in [] if self.window is None else self.window.messages(model.name):
             model._warn_once(message)
 

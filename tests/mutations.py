@@ -323,6 +323,13 @@ MUTATIONS = [
         "batch/test_microbatch_size.py::test_rows_keep_their_order",
     ),
     Mutation(
+        "a term that is divided by zero counts as lost if there was nothing to divide",
+        "recording/_observed_loss.py",
+        "tf.equal(divisor, 0) & tf.reduce_any(tf.not_equal(weight, 0))",
+        "tf.equal(divisor, 0)",
+        "reading/test_step_loss.py::test_a_term_that_is_divided_by_zero_is_told_of_if_it_was_not_zero",
+    ),
+    Mutation(
         "skip_nonfinite counts the microbatches that it keeps",
         "batch/_step.py",
         "accumulation.count_skipped(batch.num_microbatches - part.num_counted)",

@@ -55,6 +55,16 @@ def late_gradient_message(variables: list[Any]) -> str:
     )
 
 
+def lost_term_message(model: str) -> str:
+    return (
+        f"A loss of {model!r} was zero in a microbatch because it was divided by zero "
+        "(`divide_no_nan`, or a sum of weights of both signs), although what was divided was not. "
+        "That microbatch has no weight, and is missing from the update of the full batch. Divide "
+        "by `maximum(number, 1)`, which is exact, use only positive weights, or set a "
+        '`microbatch_size` with `loss_over="batch"`.'
+    )
+
+
 def batch_normalization_messages(pooled: list[str], others: list[str]) -> list[str]:
     """Return the warnings about BatchNormalization layers in training mode.
 

@@ -20,6 +20,7 @@ class Part(NamedTuple):
         last: the last microbatch's, as `BatchLogs.last`; or the logs, where none wait.
         num_counted: int64 scalar tensor, microbatches that were not left out.
         row_counts: as those of `StepLosses`, summed over the microbatches.
+        lost: as those of `StepLosses`, for any of the microbatches.
         moments: what BatchNormalization layers have computed, one per call.
     """
 
@@ -28,6 +29,7 @@ class Part(NamedTuple):
     last: Any
     num_counted: Any
     row_counts: list[Any]
+    lost: list[Any]
     moments: list[Moments]
 
     def plus(self, other: Part, targets: list[Target]) -> Part:
@@ -37,6 +39,7 @@ class Part(NamedTuple):
             other.last,
             self.num_counted + other.num_counted,
             [a + b for a, b in zip(self.row_counts, other.row_counts)],
+            [a | b for a, b in zip(self.lost, other.lost)],
             [a.plus(b) for a, b in zip(self.moments, other.moments)],
         )
 
@@ -52,5 +55,6 @@ class Part(NamedTuple):
             logged=[tf.where(is_finite, value, 0.0) for value in self.logged],
             num_counted=tf.cast(is_finite, tf.int64),
             row_counts=[tf.where(is_finite, counts, 0) for counts in self.row_counts],
+            lost=[is_finite & lost for lost in self.lost],
             moments=[moments.counted_if(is_finite) for moments in self.moments],
         )

@@ -293,6 +293,7 @@ class Passes:
             logs,
             tf.ones((), tf.int64),
             recording.losses.row_counts,
+            recording.losses.lost,
             moments,
         )
         if position.defers_logs:

@@ -74,7 +74,12 @@ def run(
             passes.move_statistics(part)
             is_update = True if num_counted is None else tf.greater(num_counted, 0)
             _strategy.run_once_if(is_update, model._on_update)
+            if part.lost:
+                has_weight = tf.reduce_any([tf.not_equal(s.total, 0.0) for s in part.sums])
+                accumulation.note_lost(has_weight & tf.reduce_any(part.lost))
         else:
+            if part.lost:
+                window.note_lost(tf.reduce_any(part.lost))
             window.note_rows(part.row_counts)
             window.add_statistics(passes.statistics, part.moments)
             passes.add_to_window(part)

@@ -227,6 +227,12 @@ class Window:
             differs = [tf.not_equal(rows * n[0], n * rows[0]) for n in (first, total)]
             self._is_uneven.assign(self._is_uneven | tf.reduce_any(differs))
 
+    def note_lost(self, is_lost: Any) -> None:
+        """Note whether a batch has a term that was made zero: a bool scalar tensor."""
+        for _, whole in self._sums.values():
+            if whole.note_lost(is_lost):
+                self._update_if = self._make_update()  # one traced before would leave it out
+
     def add_logs(self, key: Hashable, vector: tf.Tensor) -> tf.Tensor:
         """Add the logged numbers of a batch, as `WindowLogs.add` does."""
         is_new = not self.logs.has(key)
@@ -250,6 +256,8 @@ class Window:
         found = [text for optimizer, whole in pairs for text in whole.messages(optimizer)]
         if any(map(bool, _strategy.copies(self._is_uneven))):
             found.append(_uneven_parts_message(model))
+        if any(whole.has_lost() for _, whole in pairs):
+            found.append(_messages.lost_term_message(model))
         return found
 
     def discard(self) -> None:

@@ -42,6 +42,7 @@ class Denominator(NamedTuple):
         least: what the count of the full batch counts as at least.
         others: counts of other terms of this kind, which may be those of another part of the batch.
         is_safe: whether a term is zero where it is divided by zero, and not NaN.
+        lost: bool scalar tensors, each whether that made a term zero which had a value.
     """
 
     kind: Hashable
@@ -51,6 +52,7 @@ class Denominator(NamedTuple):
     least: float = 0.0
     others: tuple[Any, ...] = ()
     is_safe: bool = False
+    lost: tuple[Any, ...] = ()
 
     @property
     def of_loss(self) -> str:
@@ -107,8 +109,10 @@ def by_kind(denominators: Iterable[Denominator]) -> dict[Hashable, Denominator]:
         first = found.setdefault(denominator.kind, denominator)
         counts = {id(c): c for d in (first, denominator) for c in d.counts()}
         others = tuple(counts.values())[first.count is not None :]
+        lost = {id(flag): flag for d in (first, denominator) for flag in d.lost}
+        is_safe = first.is_safe and denominator.is_safe
         found[first.kind] = first._replace(
-            others=others, is_safe=first.is_safe and denominator.is_safe
+            others=others, is_safe=is_safe, lost=tuple(lost.values())
         )
     return found
 

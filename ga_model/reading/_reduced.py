@@ -253,9 +253,8 @@ class ReducedReading(PartsReading):
         elif id(bottom) in self._of_weights or bottom.shape.num_elements() != 1:
             return MIXED  # one weight serves no vector
         elif kinds == [SUM, SUM] and set(of_top) == {"sum"}:
-            is_safe = op.type == "DivNoNan"
             kind = ("sum of weights", self._alike.number_of(bottom))
-            found = Denominator(kind, _scalar(bottom), is_safe=is_safe)
+            found = Denominator(kind, _scalar(bottom))
         elif kinds == [SUM, BOUND] and set(of_top) == {"sum"}:
             total, once, least = self._base[id(bottom)]
             if least is None:
@@ -271,6 +270,9 @@ class ReducedReading(PartsReading):
                 found = Denominator(("mean of weights", self._alike.number_of(bottom)), count)
         if found is None:
             return MIXED
+        if op.type == "DivNoNan" and id(bottom) in self._denominators:
+            lost = tf.reduce_all(tf.equal(bottom, 0)) & tf.reduce_any(tf.not_equal(top, 0))
+            found = found._replace(is_safe=True, lost=(lost,))
         return self._divided(output, found)
 
     def _divided(self, output: Any, denominator: Denominator) -> str:

@@ -56,6 +56,7 @@ class StepLosses(StepTerms):
         heard: what is known of the step's losses, and the gradients of its tapes if it is read.
         row_counts: numbers of samples that are to keep their ratio from microbatch to microbatch:
             an int64 vector for each optimizer whose losses average over several parts of a batch.
+        lost: bool scalar tensors, each whether a term was made zero because it was divided by zero,
         told: operations that keep losses from being put together, of which was told,
         told_kinds: and kinds of denominators that do so together.
     """
@@ -67,6 +68,7 @@ class StepLosses(StepTerms):
         self._compares_samples: bool | None = None
         self._activities: list[tuple[Any, Any, Any]] | None = None  # if they are noted
         self.row_counts: list[Any] = []
+        self.lost: list[Any] = []
         self.told: list[Any] = []
         self.told_kinds: set[Any] = set()
         # Whether this may be one of several microbatches, and it is not proved that they add up.
@@ -177,6 +179,7 @@ class StepLosses(StepTerms):
             self.tell(_messages.eager_loss_message(subject, *kinds))
         if not found or _strategy.num_replicas() > 1:
             return None
+        self.lost += [flag for denominator in found.values() for flag in denominator.lost]
         means = [denominator for denominator in found.values() if denominator.count is not None]
         return means[0] if means else next(iter(found.values()))
 
@@ -194,6 +197,7 @@ class StepLosses(StepTerms):
         if term.is_product and self._reads_losses:
             self.tell(_messages.product_message(term.name, self._model.name))
         self._terms.append(term)
+        self.lost += term.lost
         if self.reads_step:
             self.heard.note(term.raw, Denominator(term.kind, term.weight))
 
@@ -282,6 +286,7 @@ class StepLosses(StepTerms):
                 self.tell(_messages.unread_loss_message(name))
             return self.terms(), None
         found = by_kind(d for loss in losses for d in loss.denominators or ())
+        self.lost += [flag for denominator in found.values() for flag in denominator.lost]
         known = self.known_kinds()
         has_regularizers = found.pop(OF_WEIGHTS.kind, None) is not None
         rows = found.get("rows")

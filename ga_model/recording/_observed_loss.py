@@ -82,9 +82,10 @@ def _observer(entry: Any, compiled: Any, check: Any, readers: Readers | None, is
         # For a `__call__` that does not come to Keras's.
         weight, once, reduced = rows, None, None
         kind: Hashable = "rows"
+        lost: tuple[Any, ...] = ()
 
         def note_reduced(number: Any, weights: Any) -> None:
-            nonlocal weight, kind, once, reduced
+            nonlocal weight, kind, once, lost, reduced
             reduced = number
             if readers is not None and weights is not None:
                 readers.look_at_weights(name, weights)
@@ -93,9 +94,9 @@ def _observer(entry: Any, compiled: Any, check: Any, readers: Readers | None, is
             else:
                 masks = [mask_of(tensor) for tensor in (y_pred, seen[-1])]
                 masks = [mask for mask in masks if mask is not None]
-                weight, kind, once = _denominator(reduction, seen[-1], weights, masks, rows)
-                divisor = None if once is None else weight + once
-                of_keras = Denominator(kind, weight, divisor, once)
+                of_keras = _denominator(reduction, seen[-1], weights, masks, rows)
+                weight, kind, once = of_keras.count, of_keras.kind, of_keras.once
+                lost = of_keras.lost
             if readers is not None:
                 if looks_at_samples_alone(loss, y_true, y_pred):
                     readers.note_values(seen[-1], (y_true, y_pred))
@@ -130,7 +131,8 @@ def _observer(entry: Any, compiled: Any, check: Any, readers: Readers | None, is
         if once is not None:
             value, weight = _with_once(value, weight, once, is_first)
         is_product = is_product and reduction != "mean_with_sample_weight"
-        compiled._terms.append(Term(name, weight, kind, in_total(value), value, is_product))
+        term = Term(name, weight, kind, in_total(value), value, is_product, lost=lost)
+        compiled._terms.append(term)
         return value
 
     return observe
@@ -156,10 +158,8 @@ def _read_term(name: str, value: Any, found: Denominator, is_first: Any) -> tupl
 
 def _denominator(
     reduction: str, values: Any, sample_weight: Any, masks: list[Any], rows: tf.Tensor
-) -> tuple[Any, Hashable, Any]:
-    """Return the denominator of a mean over `values`, and its kind, as `keras.losses.Loss` has it.
-
-    And what it has beside that, however many values there are, or None.
+) -> Denominator:
+    """Return the denominator of a mean over `values`, as `keras.losses.Loss` has it.
 
     Args:
         reduction: "mean", "sum_over_batch_size" or "mean_with_sample_weight".
@@ -169,11 +169,13 @@ def _denominator(
         rows: scalar tensor, rows of the microbatch.
     """
     if values.shape.rank == 0:
-        return rows, "rows", None
+        return Denominator("rows", rows)
     by_sample_weight = reduction == "mean_with_sample_weight" and sample_weight is not None
     if not masks and not by_sample_weight:
         is_rows = values.shape[1:].is_fully_defined()
-        return tf.size(values, tf.int64), "rows" if is_rows else ("entries", values.ref()), None
+        return Denominator(
+            "rows" if is_rows else ("entries", values.ref()), tf.size(values, tf.int64)
+        )
     mask = None
     for part in masks:
         mask = part if mask is None else tf.logical_and(mask, part)
@@ -184,8 +186,10 @@ def _denominator(
         shapes = [tf.cast(tf.shape(tensor)[1:], tf.float64) for tensor in (values, mask)]
         per_entry = tf.math.divide_no_nan(*map(tf.reduce_prod, shapes))
         valid, added = tf.math.count_nonzero(mask, dtype=tf.float64), added_to_valid_entries()
-        return valid * per_entry, kind, added * per_entry if added else None
+        count, once = valid * per_entry, added * per_entry if added else None
+        return Denominator(kind, count, None if once is None else count + once, once)
     weight = None if mask is None else tf.cast(mask, tf.float64)
+    lost: tuple[Any, ...] = ()
     if by_sample_weight:
         sample_weight = tf.convert_to_tensor(sample_weight)
         kind = (*kind, sample_weight.ref())
@@ -195,7 +199,9 @@ def _denominator(
         else:
             weight, sample_weight = same_rank(weight, sample_weight)
             weight = weight * sample_weight
-    return tf.reduce_sum(weight), kind, None
+        divisor = tf.reduce_sum(tf.cast(weight, values.dtype))  # as Keras adds up
+        lost = (tf.equal(divisor, 0) & tf.reduce_any(tf.not_equal(weight, 0)),)
+    return Denominator(kind, tf.reduce_sum(weight), lost=lost)
 
 
 def _with_once(value: Any, weight: Any, once: Any, is_first: Any) -> tuple[Any, Any]:

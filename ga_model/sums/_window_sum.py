@@ -55,6 +55,8 @@ class WindowSum:
         self._buffers: list[Any] = []  # of each variable a `tf.Variable`, `Rows` of them, or None
         self._summed: list[Any] = []  # of each variable a bool `tf.Variable`, or None
         self._is_rescaled: Any = None  # bool `tf.Variable`, if a variable remembers its gradients
+        # Whether a term was lost in the open window, and in any so far: see `note_lost`.
+        self._lost: Any = None
         self._squares: Squares | None = None  # of variables, once somebody asks for the noise
         self._least: float | None = None  # see `add`
         self._jit_compile = jit_compile
@@ -219,6 +221,10 @@ class WindowSum:
 
         if not self._needs_weight:
             _strategy.run_if(tf.equal(self._total, 0.0), self._clear)
+        if self._lost is not None:
+            is_lost, was_lost = self._lost
+            has_weight = tf.not_equal(self._total, 0.0) | (_strategy.num_replicas() > 1)
+            was_lost.assign(was_lost | (is_lost & has_weight))
         if self._is_rescaled is not None:
             is_other = tf.greater(tf.abs(self._total - 1.0), 1e-6)  # 1 if full of equal weights
             self._is_rescaled.assign(self._is_rescaled | is_other)
@@ -231,6 +237,21 @@ class WindowSum:
         if self._jit_compile and not has_rows and not tf.executing_eagerly():
             self._compiled = self._compiled or _optimizers.compiled(apply)
         (self._compiled or apply)(share)
+
+    def note_lost(self, is_lost: Any) -> bool:
+        """Note whether a microbatch has a term that was made zero: a bool scalar tensor.
+
+        Returns whether it is the first time.
+        """
+        is_new = self._lost is None
+        if is_new:
+            self._lost = _strategy.make_variables(lambda: [tf.constant(False) for _ in range(2)])
+        self._lost[0].assign(self._lost[0] | is_lost)
+        return is_new
+
+    def has_lost(self) -> bool:
+        """Return whether a window with weight had such a microbatch so far."""
+        return self._lost is not None and any(map(bool, _strategy.copies(self._lost[1])))
 
     def _clear(self) -> None:
         """Zero the dense buffers, which have an earlier window's sum until something has weight."""
@@ -258,6 +279,8 @@ class WindowSum:
         """Forget the open window. Dense buffers stay allocated."""
         for state in (self.num_microbatches, self._total, self.unit):
             state.assign(tf.zeros((), state.dtype))
+        if self._lost is not None:
+            self._lost[0].assign(False)
         for buffer, variable in zip(self._buffers, self.variables):
             if isinstance(buffer, Rows):
                 tf.nest.map_structure(lambda b, v: b.assign(v), buffer, Rows.none(variable))

@@ -20,6 +20,7 @@ from helpers import (
     mirrored,
     relative_difference,
     seeded,
+    told,
 )
 from keras import layers, losses, ops
 from own_steps import STEPS
@@ -539,6 +540,36 @@ def test_beside_regularizers_a_mean_of_nothing_matches(float64):
     found, said = difference(lambda: OwnStep(mean_of_nothing, kernel_regularizer="l2"))
     assert not said
     assert found < TOLERANCE[float64]
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("settings", [{"accumulation_steps": 3}, {"microbatch_size": 5}])
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_a_term_that_is_divided_by_zero_is_told_of_if_it_was_not_zero(is_lost, settings, float64):
+    """Sample weights of both signs, which cancel out in the first microbatch."""
+    x, y = np.ones((15, 4)), np.zeros((15, 2))
+    weights = np.ones(15)
+    weights[:5] = [1, -1, 2, -2, 0] if is_lost else 0
+    model = accumulate(seeded(lambda: keras.Sequential([keras.Input((4,)), layers.Dense(2)])))
+    loss = losses.MeanSquaredError(reduction="mean_with_sample_weight")
+    model.compile("sgd", loss, **settings)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        size = 5 if "accumulation_steps" in settings else 15
+        arguments = {"sample_weight": weights, "batch_size": size, "shuffle": False}
+        model.fit(x, y, epochs=2, verbose=0, **arguments)
+    said = told(caught)
+    assert len(said) == is_lost, said
+    assert all("because it was divided by zero" in text for text in said)
+
+
+def test_a_sum_that_is_divided_by_the_number_of_none_is_told_of(float64):
+    def of_all_over_some(z, y, m):
+        return tf.math.divide_no_nan(total(errors(z, y)), total(tf.cast(y[:, 0] > 1.0, z.dtype)))
+
+    _, said = difference(lambda: OwnStep(of_all_over_some))
+    assert len(said) == 1
+    assert "because it was divided by zero" in said[0]
 
 
 def test_beside_losses_of_layers_means_match(float64):
