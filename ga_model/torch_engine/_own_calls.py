@@ -95,7 +95,7 @@ class OwnCall:
 
     def _is_product(self, call: LossCall, factor: float) -> bool:
         """Return whether a call on the halves gives what Keras does, times the same number."""
-        y_true, y_pred = (_probes.detached(y) for y in (call.y_true, call.y_pred))
+        y_true, y_pred = _probes.detached(call.y_true), _probes.apart(_probes.detached(call.y_pred))
         if num_rows(y_pred) == 1:
             before, self._waiting = self._waiting or (y_true, y_pred), (y_true, y_pred)
             y_true, y_pred = (_probes.joined(*pair) for pair in zip(before, (y_true, y_pred)))

@@ -32,6 +32,7 @@ from ga_model.torch_engine._divisors import (
 from ga_model.torch_engine._probes import joined
 from ga_model.torch_engine._split import num_rows, part_of
 from ga_model.torch_engine._state import Before
+from ga_model.torch_engine._zero_weights import exchanged, zero_weights
 
 # Of gradients, which round otherwise for other numbers of samples.
 _TOLERANCE, _OF_HALVES = 1e-4, 2e-2
@@ -88,6 +89,7 @@ class StepProbe:
         self._is_guess = False  # as gradients were zero so far
         self._expected: Tried | None = None  # of the next microbatch
         self._waiting: Any = None  # a sample that came alone
+        self._has_exchanged = False  # weights that are zero, in a trial
 
     def is_due(self) -> bool:
         """Return whether what was found out is to be tried again, with the next microbatch."""
@@ -141,6 +143,9 @@ class StepProbe:
         self._watch.takes_divisors = self._model._accumulation.processes() is None
         try:
             found = self._kind_of(gradients_of, data)
+            if not self._has_exchanged and self._is_hidden(gradients_of, data):
+                found = "other"
+            self._has_exchanged = True
         finally:
             self.is_trying = False
         name, known = self._model.name, self.kind
@@ -166,20 +171,38 @@ class StepProbe:
         """
         rows = num_rows(unpack(data)[0])
         half = rows // 2
-        layers = layers_in(self._model)
         found = list(results_of_halves(self._model, gradients_of, data))
         whole, *halves = found
-        tried = None
-        if all(len(trial.divisors) == 1 for trial in found):
-            divisors, first, second = (trial.divisors[0] for trial in found)
-            tried = Tried(divisors, first, second, rows)
+        tried = _tried(whole, halves, rows)
         if not 0.0 < _square_of(whole.gradients) < float("inf"):
             self._guess = guess([d for trial in found for own in trial.divisors for d in own])
             if tried is not None and self._watch.takes_divisors:
                 places = [Divided(place, tried.unit(place)) for place in tried.places()]
                 self._guess = next(iter(places), self._guess)
             return self._watch.kind_without_gradient(tried)
-        dtypes = {layer.compute_dtype for layer in layers}
+        kind = self._watch.kind_of(self._fits(whole, halves), tried, rows, half)
+        if kind == "other" and whole.is_worked_over:
+            raise RuntimeError(_refusals.worked_over_message(self._model.name))
+        self._expected = tried
+        return kind
+
+    def _is_hidden(self, gradients_of: Callable[[Any], Trial], data: Any) -> bool:
+        """Return whether gradients are of no kind where weights that are zero are other numbers."""
+        zeros = zero_weights(self._model.trainable_weights)
+        if not zeros:
+            return False
+        with exchanged(zeros):
+            whole, *halves = results_of_halves(self._model, gradients_of, data)
+        if not 0.0 < _square_of(whole.gradients) < float("inf"):
+            return False
+        rows = num_rows(unpack(data)[0])
+        watch = Watch(prefers_divisors=True, takes_divisors=self._watch.takes_divisors)
+        fits = self._fits(whole, halves)
+        return bool(watch.kind_of(fits, _tried(whole, halves, rows), rows, rows // 2) == "other")
+
+    def _fits(self, whole: Trial, halves: list[Trial]) -> Callable[[list[float]], bool]:
+        """Return what returns whether gradients of halves times some factors add up."""
+        dtypes = {layer.compute_dtype for layer in layers_in(self._model)}
         tolerance = _OF_HALVES if dtypes & {"float16", "bfloat16"} else _TOLERANCE
 
         def fits(factors: list[float]) -> bool:
@@ -187,11 +210,15 @@ class StepProbe:
             parts = [(trial.gradients, f) for trial, f in zip(halves, factors) if f]
             return _is_sum_of(whole.gradients, parts, tolerance)
 
-        kind = self._watch.kind_of(fits, tried, rows, half)
-        if kind == "other" and whole.is_worked_over:
-            raise RuntimeError(_refusals.worked_over_message(self._model.name))
-        self._expected = tried
-        return kind
+        return fits
+
+
+def _tried(whole: Trial, halves: list[Trial], rows: int) -> Tried | None:
+    """Return the divisors of a loss, or None where there are several losses."""
+    if any(len(trial.divisors) != 1 for trial in (whole, *halves)):
+        return None
+    divisors, first, second = (trial.divisors[0] for trial in (whole, *halves))
+    return Tried(divisors, first, second, rows)
 
 
 def results_of_halves(model: Any, run: Callable[[Any], Any], data: Any) -> Iterator[Any]:

@@ -21,6 +21,7 @@ from ga_model.torch_engine._numbers import divisors_of_number
 from ga_model.torch_engine._own_calls import LossCall, OwnCall
 from ga_model.torch_engine._probes import DoesNotAddUpError
 from ga_model.torch_engine._split import num_rows
+from ga_model.torch_engine._zero_weights import exchanged, zero_weights
 
 
 class Position(NamedTuple):
@@ -258,12 +259,17 @@ class Probes:
             if self._has_called and None not in self.kinds_of_additional:
                 return
             if num_rows(x) > 1 and not _probes.are_alike(_probes.apart(x)):
-                probe = _probes.ModelProbe(self._model, x)
-                known = self.kinds_of_additional if self._has_called else probe.kinds
-                self.mixes_samples |= probe.mixes_samples
-                pairs = zip_longest(known, probe.kinds)
-                self.kinds_of_additional = [new if old is None else old for old, new in pairs]
+                self._note(_probes.ModelProbe(self._model, x))
+                zeros = zero_weights(self._model.trainable_weights)
+                if zeros and not self._has_called:
+                    with exchanged(zeros):
+                        self._note(_probes.ModelProbe(self._model, x))
                 self._has_called = True
+
+    def _note(self, probe: _probes.ModelProbe) -> None:
+        self.mixes_samples |= probe.mixes_samples
+        pairs = zip_longest(self.kinds_of_additional, probe.kinds)
+        self.kinds_of_additional = [new if old is None else old for old, new in pairs]
 
     def computes_itself(self, name: str, call: LossCall, value: Any, reduced: Any) -> bool:
         """Return whether a loss has a `__call__` of its own, as `OwnCall.look` does."""

@@ -5,6 +5,7 @@ Nothing is written, and nothing is drawn at random, that would show.
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import Any
 
 import keras
@@ -19,6 +20,7 @@ from ga_model.torch_engine._probes import apart, are_alike, is_close, is_whole_o
 from ga_model.torch_engine._tensors import Tensors
 from ga_model.torch_engine._torch_arguments import Arguments
 from ga_model.torch_engine._torch_microbatch_call import random_kept, run_on
+from ga_model.torch_engine._zero_weights import exchanged, zero_weights
 
 
 def kinds_of_losses(layer: Any, arguments: Arguments, training: Any) -> list[str | None]:
@@ -68,15 +70,25 @@ def kinds_of_losses(layer: Any, arguments: Arguments, training: Any) -> list[str
         return [t.detach() for t in given.tensors], [float(v.detach()) for v in given.losses]
 
     half = rows // 2
+
+    def kinds() -> list[str | None]:
+        outputs, losses = run(0, rows)
+        parts = [run(0, half), run(half, rows)]
+        if not is_whole_of(outputs, [tensors for tensors, _ in parts], rows):
+            again, _ = run(0, rows)
+            # Otherwise it draws numbers that nobody can tell of.
+            if len(again) != len(outputs) or all(map(is_close, outputs, again)):
+                raise NotByRowsError("its outputs for one sample depend on other samples")
+        triples = zip(losses, parts[0][1], parts[1][1], strict=True)
+        return [kind_of_addition(whole, a, b, half / rows) for whole, a, b in triples]
+
     try:
         with random_kept(), torch.enable_grad():
-            outputs, losses = run(0, rows)
-            parts = [run(0, half), run(half, rows)]
-            if not is_whole_of(outputs, [tensors for tensors, _ in parts], rows):
-                again, _ = run(0, rows)
-                # Otherwise it draws numbers that nobody can tell of.
-                if len(again) != len(outputs) or all(map(is_close, outputs, again)):
-                    raise NotByRowsError("its outputs for one sample depend on other samples")
+            found = kinds()
+            if zeros := zero_weights(layer.trainable_weights):
+                with exchanged(zeros):
+                    others = kinds()
+                found = [new if old is None else old for old, new in zip_longest(found, others)]
     except NotByRowsError:
         raise
     except Exception as error:  # which a call of all samples will raise again, or get by
@@ -85,11 +97,9 @@ def kinds_of_losses(layer: Any, arguments: Arguments, training: Any) -> list[str
     finally:
         state.put_back()
         tensors_before.put_back()
-    triples = zip(losses, parts[0][1], parts[1][1], strict=True)
-    kinds = [kind_of_addition(whole, a, b, half / rows) for whole, a, b in triples]
-    if "other" in kinds:
+    if "other" in found:
         raise NotByRowsError("it adds a loss that is neither a mean nor a sum over samples")
-    return kinds
+    return found
 
 
 def _samples_apart(arguments: Arguments) -> list[Any]:

@@ -326,8 +326,9 @@ def test_no_layer_sees_more_samples_than_a_microbatch():
 
     Counting.seen = []
     fit(Seen, 5, data=dense_data(12))
-    # It is built by two. It is tried on five and its halves. Then two views go forward, and back.
-    assert Counting.seen == [2, 5, 2, 3, *[5, 5, 2] * 8]
+    # It is built by two. It is tried on five and their halves, and with a bias that is not zero.
+    # Then two views go forward, and back.
+    assert Counting.seen == [2, *[5, 2, 3] * 2, *[5, 5, 2] * 8]
 
 
 def in_batch(y_true, y_pred):

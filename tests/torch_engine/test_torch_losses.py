@@ -1,5 +1,6 @@
 """On PyTorch, losses of every reduction weigh microbatches as the full batch does."""
 
+import contextlib
 import functools
 
 import keras
@@ -313,6 +314,72 @@ def test_a_model_that_mixes_samples_is_found_though_the_first_are_alike(kind, ow
     with pytest.warns(UserWarning, match="outputs for one sample depend on other samples"):
         found = difference_of_fits(make, sgd("mse"), (x, y), rows=12, size=5)
     assert found <= TOLERANCE
+
+
+class Scaled(layers.Layer):
+    """Adds means over samples, times a number that is zero at first."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(), initializer="zeros")
+
+    def call(self, x):
+        return x + self.scale * ops.mean(x, axis=0, keepdims=True)
+
+
+class OwnMean(keras.Sequential):
+    def train_step(self, data):
+        x, y = data
+        self.zero_grad()
+        loss = ops.mean(ops.square(self(x, training=True) - y))
+        loss.backward()
+        self.optimizer.apply([v.value.grad for v in self.trainable_weights])
+        return {"loss": loss.detach()}
+
+
+HIDDEN = {
+    "head": lambda: [Centers(), layers.Dense(2, kernel_initializer="zeros")],
+    "scale": lambda: [Scaled(), layers.Dense(2)],
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("base", [keras.Sequential, OwnMean])
+@pytest.mark.parametrize("kind", HIDDEN)
+def test_a_model_that_mixes_samples_behind_zero_weights_is_exact_or_told(kind, base):
+    def make():
+        return base([keras.Input((4,)), layers.Dense(5, activation="tanh"), *HIDDEN[kind]()])
+
+    data = dense_data(48)
+    with pytest.warns(UserWarning, match="outputs for one sample depend on other samples"):
+        assert difference_of_fits(make, sgd("mse"), data, rows=12, size=5) <= TOLERANCE
+    told = "depend on the others of its microbatch"
+    refused = contextlib.nullcontext()
+    if base is OwnMean:
+        refused = pytest.raises(RuntimeError, match="neither those of a mean nor of a sum")
+    with pytest.warns(UserWarning, match=told), refused:
+        train(make, sgd("mse"), data, rows=4, accumulation_steps=12, epochs=1)
+
+
+class OfZeroWeights(keras.Sequential):
+    """Its loss is divided by a number of predictions, which are alike at first."""
+
+    def train_step(self, data):
+        x, y = data
+        self.zero_grad()
+        z = self(x, training=True)
+        mask = (z.detach()[:, :1] > -0.1).float()
+        loss = ops.sum(mask * ops.square(z - y)) / ops.sum(mask)
+        loss.backward()
+        self.optimizer.apply([v.value.grad for v in self.trainable_weights])
+        return {"loss": loss.detach()}
+
+
+def test_what_a_loss_is_divided_by_behind_zero_weights_is_no_reason_to_refuse():
+    def make():
+        head = layers.Dense(2, kernel_initializer="zeros")
+        return OfZeroWeights([keras.Input((4,)), layers.Dense(5, activation="tanh"), head])
+
+    assert difference_of_fits(make, sgd("mse"), dense_data(24), rows=4, steps=3) <= TOLERANCE
 
 
 def test_dividing_by_the_number_of_microbatches_would_be_seen():
