@@ -70,6 +70,12 @@ def has_hooks_on_gradients(module: Any) -> bool:
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
+def norms_of(tensors: list[Any]) -> list[Any]:
+    """Return the norm of each tensor of PyTorch, all of them at once."""
+    with torch.no_grad():
+        return list(torch._foreach_norm(tensors)) if tensors else []
+
+
 def multiply(tensors: list[Any], factor: float) -> None:
     """Multiply tensors of PyTorch in place, all of them at once."""
     torch._foreach_mul_(tensors, factor)

@@ -12,6 +12,39 @@ from typing import Any
 import torch
 
 from ga_model.base._internals import layers_in, raw
+from ga_model.base._internals_torch import norms_of, times_written
+
+
+class Written:
+    """Tells which tensors are written to from now on: by PyTorch's count, or by their norms.
+
+    Args:
+        named: pairs of a name and a tensor.
+        has_norms: whether norms are compared, too, which see what is written through `.data`.
+    """
+
+    def __init__(self, named: Iterable[tuple[str, Any]], has_norms: bool = True) -> None:
+        self._named = list(named)
+        self._versions = [times_written(tensor) for _, tensor in self._named]
+        self._norms = self._norms_now() if has_norms else None
+
+    def names(self) -> list[str]:
+        """Return the names of those that were written to."""
+        counts = zip(self._named, self._versions)
+        written = [times_written(tensor) != version for (_, tensor), version in counts]
+        if self._norms is not None and not any(written):
+            written = (self._norms_now() != self._norms).tolist()
+        return [name for (name, _), yes in zip(self._named, written) if yes]
+
+    def _norms_now(self) -> Any:
+        """Return the norms in one tensor, of which those that are no numbers are -1."""
+        dense = [t.detach() for _, t in self._named if t.layout == torch.strided]
+        found = iter(norms_of(dense))
+        norms = [
+            next(found).double().cpu() if t.layout == torch.strided else torch.tensor(0.0).double()
+            for _, t in self._named
+        ]
+        return torch.stack(norms).nan_to_num(-1.0) if norms else torch.zeros(0)
 
 
 class Tensors:

@@ -54,6 +54,7 @@ class Accumulation(Kept):
         self.forget_probes()
         self.has_read_writes = False
         self._most_rows = 0
+        self._num_compared = 0
         self._adds_up = True  # as far as is known
         self.has_run_by_microbatches = False
         before = vars(model).get("_accumulation")  # `compile` leaves the group as it is
@@ -71,6 +72,14 @@ class Accumulation(Kept):
         """Train together with the processes of a group from the next window on, or alone."""
         _refusals.check_group(group)
         self.process_group, self._processes, self.window = group, None, None
+
+    def is_to_compare(self) -> bool:
+        """Return whether values are compared to find what is written past PyTorch's count.
+
+        That takes a pass over them, so it is done with the first 8 gradients, and each 16th.
+        """
+        self._num_compared += 1
+        return self._num_compared <= 8 or self._num_compared % 16 == 0
 
     def processes(self) -> Processes | None:
         """Return the processes that train the model together, or None: it is this one alone."""

@@ -20,7 +20,6 @@ import torch
 
 from ga_model.base import _validate
 from ga_model.base._internals import raw
-from ga_model.base._internals_torch import times_written
 from ga_model.hearing import _messages
 from ga_model.hearing._compiled_copy import copy_with
 from ga_model.hearing._metric_calls import MetricCalls, waiting
@@ -36,6 +35,7 @@ from ga_model.torch_engine._optimizer_writes import OptimizerWrites
 from ga_model.torch_engine._own_gradients import not_linear
 from ga_model.torch_engine._part import Part
 from ga_model.torch_engine._step_probe import UnknownLossError
+from ga_model.torch_engine._tensors import Written
 from ga_model.torch_engine._terms import Position, StepLosses
 
 
@@ -78,7 +78,7 @@ class Recording:
         self.is_told = False
         self._folded: list[Any] = []  # losses as they enter the sum
         self._taken: list[Any] = []  # losses as the step has them
-        self._given: dict[int, tuple[Any, int]] = {}  # gradients as PyTorch gave them
+        self._given: dict[int, tuple[Any, Written]] = {}  # gradients as PyTorch gave them
 
     def stand_in(self, value: Any) -> Any:
         """Return what stands in for an attribute's value: optimizers, also in lists and dicts.
@@ -188,9 +188,10 @@ class Recording:
         """Note the gradients that PyTorch gave."""
         if gradients is None:
             gradients = [raw(v).grad for v in self.model.trainable_variables]
-        for gradient in gradients:
-            if gradient is not None:
-                self._given[id(gradient)] = (gradient, times_written(gradient))
+        found = [gradient for gradient in gradients if gradient is not None]
+        compares = self._position.is_window or self.model._accumulation.is_to_compare()
+        written = Written(((str(id(g)), g) for g in found), has_norms=compares)
+        self._given.update((id(g), (g, written)) for g in found)
 
     def apply(
         self,
@@ -210,7 +211,7 @@ class Recording:
             self.writes.note_update(optimizer)
         is_trying = self.model._accumulation.step_probe.is_trying
         is_free = self.keeps_gradients or (self._position.is_window and not is_trying)
-        if not (is_free or all(map(self._is_as_given, gradients))):
+        if not (is_free or self._are_as_given(gradients)):
             if not is_trying:
                 raise RuntimeError(_refusals.worked_over_message(name))
             self.is_worked_over = True
@@ -229,12 +230,14 @@ class Recording:
         """Return whether optimizers are applied where the step does so: nothing is kept of them."""
         return self._position.is_window and self._position.window.is_trial
 
-    def _is_as_given(self, gradient: Any) -> bool:
-        """Return whether a gradient is one that PyTorch gave, as it gave it."""
-        if gradient is None:
-            return True
-        given = self._given.get(id(gradient))
-        return given is not None and given[1] == times_written(gradient)
+    def _are_as_given(self, gradients: list[Any]) -> bool:
+        """Return whether gradients are those that PyTorch gave, as it gave them."""
+        found = [id(gradient) for gradient in gradients if gradient is not None]
+        if any(key not in self._given for key in found):
+            return False
+        given = {id(written): written for _, written in (self._given[key] for key in found)}
+        changed = {name for written in given.values() for name in written.names()}
+        return not changed & set(map(str, found))
 
 
 def _is_loss(value: Any, loss: Any) -> bool:

@@ -121,6 +121,28 @@ class Changing(Own):
         self.optimizer.apply([2.0 * v.value.grad for v in weights], weights)
 
 
+class ByData(Own):
+    """Writes to gradients past PyTorch's count."""
+
+    def update(self):
+        for v in self.trainable_weights:
+            v.value.grad.data.add_(0.1 * v.value.data)
+        super().update()
+
+
+class ClampsLater(Own):
+    """The same, where it first changes something after some batches."""
+
+    num_batches = 0
+
+    def update(self):
+        self.num_batches = self.num_batches + 1
+        if self.num_batches > 4:
+            for v in self.trainable_weights:
+                v.value.grad.data.clamp_(-0.001, 0.001)
+        super().update()
+
+
 class Twice(Own):
     def update(self):
         super().update()
@@ -306,6 +328,7 @@ REFUSED = {
     Masked: (RuntimeError, "neither those of a mean nor of a sum"),
     Clipping: (RuntimeError, "by clipping for example"),
     Changing: (RuntimeError, "by clipping for example"),
+    ByData: (RuntimeError, "by clipping for example"),
     Twice: (RuntimeError, "applies 'SGD' twice"),
     ByGlobalName: (RuntimeError, "if its optimizers are attributes of the model"),
     Never: (RuntimeError, "applies none"),
@@ -325,6 +348,15 @@ def test_steps_that_cannot_be_accumulated_are_refused(kind):
     assert "Received: " in str(caught.value)
     assert all(v.value.grad is None for v in model.trainable_weights)
     assert model.has_updated
+
+
+@pytest.mark.filterwarnings("ignore:.*the attribute `num_batches`:UserWarning")
+def test_gradients_that_are_changed_after_some_batches_are_refused():
+    model = accumulate(make_of(ClampsLater)(), accumulation_steps=2)
+    model.compile("sgd", "mse")
+    with pytest.raises(RuntimeError, match="by clipping for example"):
+        model.fit(*dense_data(24), batch_size=4, verbose=0)
+    assert model.num_batches == 5
 
 
 @pytest.mark.every_case
