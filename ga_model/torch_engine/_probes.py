@@ -9,6 +9,7 @@ model is called on a microbatch and on its halves.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import keras
@@ -221,6 +222,11 @@ def is_whole_of(outputs: Any, parts: list[Any], rows: int) -> bool:
         if not is_close(whole, torch.cat(ones)):
             return False
     return True
+
+
+def filled_in(kinds: list[str | None], others: list[str | None]) -> list[str | None]:
+    """Return the kinds of losses that layers add, those of another trial where one is None."""
+    return [other if kind is None else kind for kind, other in zip_longest(kinds, others)]
 
 
 def kind_of_addition(whole: float, first: float, second: float, share: float) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import keras
@@ -268,8 +267,7 @@ class Probes:
 
     def _note(self, probe: _probes.ModelProbe) -> None:
         self.mixes_samples |= probe.mixes_samples
-        pairs = zip_longest(self.kinds_of_additional, probe.kinds)
-        self.kinds_of_additional = [new if old is None else old for old, new in pairs]
+        self.kinds_of_additional = _probes.filled_in(self.kinds_of_additional, probe.kinds)
 
     def computes_itself(self, name: str, call: LossCall, value: Any, reduced: Any) -> bool:
         """Return whether a loss has a `__call__` of its own, as `OwnCall.look` does."""

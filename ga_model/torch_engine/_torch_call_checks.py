@@ -5,7 +5,6 @@ Nothing is written, and nothing is drawn at random, that would show.
 
 from __future__ import annotations
 
-from itertools import zip_longest
 from typing import Any
 
 import keras
@@ -16,7 +15,14 @@ from ga_model.base._internals import layers_in, own_state, seeds
 from ga_model.hearing._splitting import NotByRowsError
 from ga_model.torch_engine._gradient_hooks import noting_hooks
 from ga_model.torch_engine._own_gradients import nodes_of, not_linear
-from ga_model.torch_engine._probes import apart, are_alike, is_close, is_whole_of, kind_of_addition
+from ga_model.torch_engine._probes import (
+    apart,
+    are_alike,
+    filled_in,
+    is_close,
+    is_whole_of,
+    kind_of_addition,
+)
 from ga_model.torch_engine._tensors import Tensors
 from ga_model.torch_engine._torch_arguments import Arguments
 from ga_model.torch_engine._torch_microbatch_call import random_kept, run_on
@@ -87,8 +93,7 @@ def kinds_of_losses(layer: Any, arguments: Arguments, training: Any) -> list[str
             found = kinds()
             if zeros := zero_weights(layer.trainable_weights):
                 with exchanged(zeros):
-                    others = kinds()
-                found = [new if old is None else old for old, new in zip_longest(found, others)]
+                    found = filled_in(found, kinds())
     except NotByRowsError:
         raise
     except Exception as error:  # which a call of all samples will raise again, or get by

@@ -186,11 +186,13 @@ class Recording:
 
     def note_gradients(self, gradients: Any) -> None:
         """Note the gradients that PyTorch gave."""
+        if self._is_free():
+            return
         if gradients is None:
             gradients = [raw(v).grad for v in self.model.trainable_variables]
         found = [gradient for gradient in gradients if gradient is not None]
         compares = self._position.is_window or self.model._accumulation.is_to_compare()
-        written = Written(((str(id(g)), g) for g in found), has_norms=compares)
+        written = Written(found, has_norms=compares)
         self._given.update((id(g), (g, written)) for g in found)
 
     def apply(
@@ -209,10 +211,8 @@ class Recording:
         gradients, variables = list(gradients), list(variables)
         if self.writes is not None:
             self.writes.note_update(optimizer)
-        is_trying = self.model._accumulation.step_probe.is_trying
-        is_free = self.keeps_gradients or (self._position.is_window and not is_trying)
-        if not (is_free or self._are_as_given(gradients)):
-            if not is_trying:
+        if not (self._is_free() or self._are_as_given(gradients)):
+            if not self._is_trying():
                 raise RuntimeError(_refusals.worked_over_message(name))
             self.is_worked_over = True
         if not optimizer.built:
@@ -230,14 +230,21 @@ class Recording:
         """Return whether optimizers are applied where the step does so: nothing is kept of them."""
         return self._position.is_window and self._position.window.is_trial
 
+    def _is_trying(self) -> bool:
+        return bool(self.model._accumulation.step_probe.is_trying)
+
+    def _is_free(self) -> bool:
+        """Return whether the step may do with gradients what it likes."""
+        return self.keeps_gradients or (self._position.is_window and not self._is_trying())
+
     def _are_as_given(self, gradients: list[Any]) -> bool:
         """Return whether gradients are those that PyTorch gave, as it gave them."""
         found = [id(gradient) for gradient in gradients if gradient is not None]
         if any(key not in self._given for key in found):
             return False
         given = {id(written): written for _, written in (self._given[key] for key in found)}
-        changed = {name for written in given.values() for name in written.names()}
-        return not changed & set(map(str, found))
+        changed = {id(gradient) for written in given.values() for gradient in written.tensors()}
+        return not changed & set(found)
 
 
 def _is_loss(value: Any, loss: Any) -> bool:
