@@ -6,10 +6,15 @@ gives them the same values with each microbatch, before it applies the optimizer
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import keras
 import torch
 
+from ga_model.base._context import ThreadValue
+from ga_model.base._in_front import InFront
 from ga_model.base._internals import raw
 from ga_model.base._internals_torch import times_written
 from ga_model.hearing._models import optimizers_in
@@ -73,3 +78,26 @@ def _copy(variable: Any) -> Any:
 
 def _is_scalar(variable: Any) -> bool:
     return bool(raw(variable).numel() == 1)
+
+
+_recording = ThreadValue()  # that is told, or None
+
+
+@contextlib.contextmanager
+def refusing_others(recording: Any) -> Iterator[None]:
+    """Tell a recording in a block of optimizers that this thread applies past their stand-ins."""
+    owner = next(c for c in keras.optimizers.Optimizer.__mro__ if "apply" in vars(c))
+    with _in_front.of([owner]), _recording.set(recording):
+        yield
+
+
+def _refusing(_: Any, apply: Callable[..., Any]) -> Callable[..., Any]:
+    def refused(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if (recording := _recording.get()) is not None:
+            recording.refuse(optimizer)
+        return apply(optimizer, *args, **kwargs)
+
+    return refused
+
+
+_in_front = InFront("apply", _refusing)

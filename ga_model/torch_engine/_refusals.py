@@ -151,6 +151,26 @@ def worked_over_message(model: str) -> str:
     )
 
 
+def weights_written_message(model: str, weights: list[str]) -> str:
+    return (
+        "In a window, weights change once, when the optimizers are applied at its end. Received: "
+        f"`train_step` of {model!r}, or a layer that it calls, which writes to {weights} itself, "
+        "by clipping or updating them by hand for example: in a window this happens once per "
+        "microbatch, before the update. Clip weights by a constraint (`kernel_constraint`, "
+        "`bias_constraint`), which the optimizer applies after each update, write to them in "
+        f"`on_update(self)`, update them with an optimizer of `keras.optimizers`, or {ALONE}."
+    )
+
+
+def no_update_message(model: str) -> str:
+    return (
+        "Each batch of a window adds its gradients to those of the optimizers that `train_step` "
+        f"applies. Received: `train_step` of {model!r}, which applies none in this batch. Apply "
+        "one in each batch: a step that updates only once in several batches does by itself what "
+        f"`accumulation_steps` is for. Or {ALONE}, for any step."
+    )
+
+
 def several_optimizers_message(model: str) -> str:
     return (
         "A window applies all optimizers of a `train_step` at its end, one after the other. "

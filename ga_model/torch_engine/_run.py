@@ -25,8 +25,10 @@ from ga_model.torch_engine._state import (
     Snapshot,
     Writes,
     clear_gradients,
+    written_weights,
 )
 from ga_model.torch_engine._step_probe import Trial, UnknownLossError
+from ga_model.torch_engine._tensors import Written
 from ga_model.torch_engine._terms import Position
 from ga_model.torch_engine._torch_calls import split_calls
 from ga_model.torch_engine._torch_recorder import Recording, record
@@ -198,9 +200,12 @@ class _Run:
             window=Window(self._model, 1), is_first=True, is_window=True
         )
         clear_gradients(self._model)
+        weights = written_weights(self._model, has_norms=exchanged is None)
         with record(self._model, data, position, False) as recording:
             recording.exchanged = exchanged
             logs = self._train_step(data)
+        if exchanged is None:
+            self._check_updates(weights, recording)
         self._accumulation.release()
         return recording, logs
 
@@ -243,6 +248,9 @@ class _Run:
         if not self._accumulation.has_read_writes and not self._is_window:
             writes = Writes(model)
         of_optimizers = self._watch_optimizers(index)
+        # Those that are written to through `.data` were the first time after the last update.
+        is_first = index == 0 and not window.is_open() and of_optimizers is not None
+        weights = None if self._is_free() else written_weights(model, has_norms=is_first)
         if keeps_gradients:
             clear_gradients(model)  # of what the user has left there
             window.put_back()
@@ -250,6 +258,7 @@ class _Run:
         with record(model, data, position, keeps_gradients) as recording, hearing as hears:
             recording.writes = of_optimizers
             result = self._train_step(data)
+        self._check_updates(weights, recording)
         if writes is not None:
             self._tell_of(writes, recording)
         if of_optimizers is not None and (names := of_optimizers.names()):
@@ -276,23 +285,31 @@ class _Run:
         self._accumulation.release()
         return result
 
+    def _is_free(self) -> bool:
+        """Return whether a step may write to weights: it is the update, or tries one."""
+        return self._is_window or self._window.is_trial
+
+    def _check_updates(self, weights: Written | None, recording: Recording) -> None:
+        """Raise RuntimeError if a step writes to weights by itself, or applies no optimizer."""
+        if weights is not None and (names := weights.names()):
+            names = names if len(names) < 4 else [*names[:3], "..."]
+            raise RuntimeError(_refusals.weights_written_message(self._model.name, names))
+        recording.check_updates()
+
     def _watch_optimizers(self, index: int) -> OptimizerWrites | None:
         """Return what hears of what a step of the user's own writes to its optimizers."""
         window = self._window
-        if self._is_window or window.is_trial or is_of_keras(self._model, "train_step"):
+        if self._is_free() or is_of_keras(self._model, "train_step"):
             return None
         is_first = index == 0 and not window.is_open()
         return OptimizerWrites(self._model, window.written, is_first)
 
     def _tell_of(self, writes: Writes, recording: Recording) -> None:
-        """Tell of what a step writes to, and refuse weights that it updates.
+        """Tell of what a step writes to.
 
         Raises:
             DoesNotAddUpError: as `logs`.
-            RuntimeError: it updates weights.
         """
-        if writes.has_trained():
-            raise RuntimeError(_messages.not_recorded_message(self._model.name, []))
         if names := writes.others(is_alone=self._window.steps == 1):
             recording.losses.tell(_messages.written_message(self._model.name, names))
         self._accumulation.has_read_writes = True  # else it is done on the full batch

@@ -14,7 +14,7 @@ from ga_model.base._internals import layers_in, own_state, raw, seeds
 from ga_model.base._internals_torch import times_written
 from ga_model.hearing._models import computes_loss_as_keras, optimizers_in
 from ga_model.torch_engine._optimizer_writes import variables_of
-from ga_model.torch_engine._tensors import Tensors
+from ga_model.torch_engine._tensors import Tensors, Written
 from ga_model.torch_engine._torch_microbatch_call import random_state, set_random_state
 
 _NUMBERS = {int, float, np.int32, np.int64, np.float32, np.float64}
@@ -140,16 +140,13 @@ class Writes:
         expected = [v for layer in normalization for v in layer.variables]
         expected += [state for layer in layers for state in seeds(layer)]
         known = {id(v) for v in (*expected, *model.metrics_variables)}
-        by_layers = {id(part.kernel) for part in layers if _writes_weight(part)}
-        trained = [v for v in model.trainable_weights if id(v) not in by_layers]
-        known |= {id(v) for v in trained}
+        known |= {id(v) for v in _updated(model)}
         others = [v for v in model.variables if id(v) not in known]
         self._others = [(v, _version(v)) for v in others]
         if computes_loss_as_keras(model):  # which leaves frozen weights as they are
             state = {id(v) for part in layers for v in own_state(part)}
             others = [v for v in others if id(v) in state]
         self._tensors = Tensors(model, others)
-        self._trained = [(v, _version(v)) for v in trained]
         self._counters = Counters(model)
 
     def others(self, is_alone: bool) -> list[str]:
@@ -163,9 +160,16 @@ class Writes:
         paths = list(dict.fromkeys([*paths, *self._tensors.changed()]))
         return paths if is_alone else [*paths, *self._counters.changed()]
 
-    def has_trained(self) -> bool:
-        """Return whether weights were updated."""
-        return any(_version(v) != version for v, version in self._trained)
+
+def _updated(model: Any) -> list[Any]:
+    """Return the weights that are trained, and that no layer of Keras writes to."""
+    by_layers = {id(part.kernel) for part in layers_in(model) if _writes_weight(part)}
+    return [v for v in model.trainable_weights if id(v) not in by_layers]
+
+
+def written_weights(model: Any, has_norms: bool) -> Written:
+    """Return what tells which weights a step writes to by itself, as `Written` does."""
+    return Written([(v.path, raw(v)) for v in _updated(model)], has_norms)
 
 
 def writes_weights(model: Any) -> bool:

@@ -19,30 +19,30 @@ class Written:
     """Tells which tensors are written to from now on: by PyTorch's count, or by their norms.
 
     Args:
-        tensors: the tensors.
+        named: pairs of a name and a tensor.
         has_norms: whether norms are compared, too, which see what is written through `.data`.
     """
 
-    def __init__(self, tensors: list[Any], has_norms: bool) -> None:
-        self._tensors = tensors
-        self._versions = [times_written(tensor) for tensor in tensors]
+    def __init__(self, named: Iterable[tuple[str, Any]], has_norms: bool) -> None:
+        self._named = list(named)
+        self._versions = [times_written(tensor) for _, tensor in self._named]
         self._norms = self._norms_now() if has_norms else None
 
-    def tensors(self) -> list[Any]:
-        """Return those that were written to."""
-        counts = zip(self._tensors, self._versions)
-        written = [times_written(tensor) != version for tensor, version in counts]
+    def names(self) -> list[str]:
+        """Return the names of those that were written to."""
+        counts = zip(self._named, self._versions)
+        written = [times_written(tensor) != version for (_, tensor), version in counts]
         if self._norms is not None and not any(written):
             written = (self._norms_now() != self._norms).tolist()
-        return [tensor for tensor, yes in zip(self._tensors, written) if yes]
+        return [name for (name, _), yes in zip(self._named, written) if yes]
 
     def _norms_now(self) -> Any:
         """Return the norms in one tensor, of which those that are no numbers are -1."""
-        dense = [t.detach() for t in self._tensors if t.layout == torch.strided]
+        dense = [t.detach() for _, t in self._named if t.layout == torch.strided]
         found = iter(norms_of(dense))
         norms = [
             next(found).double().cpu() if t.layout == torch.strided else torch.tensor(0.0).double()
-            for t in self._tensors
+            for _, t in self._named
         ]
         return torch.stack(norms).nan_to_num(-1.0) if norms else torch.zeros(0)
 

@@ -31,7 +31,7 @@ from ga_model.torch_engine._divisors import divisors_of
 from ga_model.torch_engine._gradient_hooks import not_linear_hook, noting_hooks
 from ga_model.torch_engine._late_values import exchange
 from ga_model.torch_engine._observer import observer_of
-from ga_model.torch_engine._optimizer_writes import OptimizerWrites
+from ga_model.torch_engine._optimizer_writes import OptimizerWrites, refusing_others
 from ga_model.torch_engine._own_gradients import not_linear
 from ga_model.torch_engine._part import Part
 from ga_model.torch_engine._step_probe import UnknownLossError
@@ -192,7 +192,7 @@ class Recording:
             gradients = [raw(v).grad for v in self.model.trainable_variables]
         found = [gradient for gradient in gradients if gradient is not None]
         compares = self._position.is_window or self.model._accumulation.is_to_compare()
-        written = Written(found, has_norms=compares)
+        written = Written(((str(id(g)), g) for g in found), has_norms=compares)
         self._given.update((id(g), (g, written)) for g in found)
 
     def apply(
@@ -226,6 +226,18 @@ class Recording:
             variables, gradients = [], []
         self.parts.append(Part(optimizer, variables, gradients, in_pairs))
 
+    def check_updates(self) -> None:
+        """Raise RuntimeError if there are weights to train, and no optimizer is applied to any."""
+        if self.model.trainable_weights and not (self.parts or self.applies_at_once()):
+            raise RuntimeError(_refusals.no_update_message(self.model.name))
+
+    def refuse(self, optimizer: Any) -> None:
+        """Raise RuntimeError as an optimizer is applied that is no attribute of the model."""
+        position = self._position
+        if position.num_microbatches > 1 and not position.window.is_trial:
+            text = _messages.not_recorded_message(self.model.name, [optimizer.name])
+            raise RuntimeError(text)
+
     def applies_at_once(self) -> bool:
         """Return whether optimizers are applied where the step does so: nothing is kept of them."""
         return self._position.is_window and self._position.window.is_trial
@@ -243,8 +255,8 @@ class Recording:
         if any(key not in self._given for key in found):
             return False
         given = {id(written): written for _, written in (self._given[key] for key in found)}
-        changed = {id(gradient) for written in given.values() for gradient in written.tensors()}
-        return not changed & set(found)
+        changed = {name for written in given.values() for name in written.names()}
+        return not changed & set(map(str, found))
 
 
 def _is_loss(value: Any, loss: Any) -> bool:
@@ -325,10 +337,10 @@ def record(model: Any, data: Any, position: Position, keeps_gradients: bool) -> 
         model, data, position, keeps_gradients: as `Recording` takes them.
     """
     recording = Recording(model, data, position, keeps_gradients)
-    listening = contextlib.nullcontext() if keeps_gradients else heard(recording)
+    is_own = not keeps_gradients
+    listening = heard(recording) if is_own else contextlib.nullcontext()
+    refusing = refusing_others(recording) if is_own else contextlib.nullcontext()
     metrics = waiting(recording.metrics if position.defers_logs else None)
-    with recording_of_thread.set(recording), listening, _noting_hooks(recording), metrics:
+    hooks = _noting_hooks(recording)
+    with recording_of_thread.set(recording), listening, refusing, hooks, metrics:
         yield recording
-    is_missing = not (recording.parts or recording.applies_at_once())
-    if is_missing and model.trainable_weights:
-        raise RuntimeError(_messages.not_recorded_message(model.name, []))

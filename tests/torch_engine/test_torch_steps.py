@@ -160,6 +160,32 @@ class ByHand(Own):
             v.value.sub_(0.1 * v.value.grad)
 
 
+class ClipsWeights(Own):
+    """As the first GANs with a Wasserstein distance do."""
+
+    def update(self):
+        super().update()
+        for v in self.trainable_weights:
+            v.assign(ops.clip(v, -0.1, 0.1))
+
+
+class ClipsByData(Own):
+    def update(self):
+        super().update()
+        for v in self.trainable_weights:
+            v.value.data.clamp_(-0.1, 0.1)
+
+
+class OfOwnLossClips(ClipsByData):
+    def train_step(self, data):
+        return OwnLoss.train_step(self, data)
+
+
+class ByOneOfOthers(Own):
+    def update(self):
+        elsewhere["optimizer"].apply([v.value.grad for v in self.trainable_weights])
+
+
 class ByGlobalName(Own):
     def update(self):
         first, *others = self.trainable_weights
@@ -331,8 +357,12 @@ REFUSED = {
     ByData: (RuntimeError, "by clipping for example"),
     Twice: (RuntimeError, "applies 'SGD' twice"),
     ByGlobalName: (RuntimeError, "if its optimizers are attributes of the model"),
-    Never: (RuntimeError, "applies none"),
-    ByHand: (RuntimeError, "applies none"),
+    ByOneOfOthers: (RuntimeError, "which applies .*, stored in a global variable"),
+    Never: (RuntimeError, "applies none in this batch"),
+    ByHand: (RuntimeError, "writes to .*kernel.* itself, by clipping or updating them by hand"),
+    ClipsWeights: (RuntimeError, "writes to .*kernel.* itself, by clipping or updating"),
+    ClipsByData: (RuntimeError, "writes to .*kernel.* itself, by clipping or updating"),
+    OfOwnLossClips: (RuntimeError, "writes to .*kernel.* itself, by clipping or updating"),
 }
 
 
@@ -342,12 +372,30 @@ def test_steps_that_cannot_be_accumulated_are_refused(kind):
     error, words = REFUSED[kind]
     elsewhere["optimizer"] = keras.optimizers.SGD(0.1)
     model = accumulate(make_of(kind)(), accumulation_steps=3)
+    elsewhere["optimizer"].build(model.trainable_variables)
     model.compile(keras.optimizers.SGD(0.1, name="SGD"), "mse")
     with pytest.raises(error, match=words) as caught:
         model.fit(*dense_data(12), batch_size=6, verbose=0)
     assert "Received: " in str(caught.value)
     assert all(v.value.grad is None for v in model.trainable_weights)
     assert model.has_updated
+
+
+class ClipsAfterUpdate(Own):
+    """What it clips was not that large before the first update."""
+
+    def update(self):
+        super().update()
+        for v in self.trainable_weights:
+            v.value.data.clamp_(-2.0, 2.0)
+
+
+def test_weights_that_are_clipped_when_an_update_made_them_large_are_refused():
+    model = accumulate(make_of(ClipsAfterUpdate)(), accumulation_steps=2)
+    model.compile(keras.optimizers.SGD(10.0), "mse")
+    with pytest.raises(RuntimeError, match=r"writes to .* itself, by clipping or updating"):
+        model.fit(*dense_data(24), batch_size=4, verbose=0)
+    assert int(model.optimizer.iterations) == 1
 
 
 @pytest.mark.filterwarnings("ignore:.*the attribute `num_batches`:UserWarning")
@@ -364,7 +412,10 @@ def test_gradients_that_are_changed_after_some_batches_are_refused():
 def test_they_are_exact_where_batches_are_split(kind):
     def make():
         elsewhere["optimizer"] = keras.optimizers.SGD(0.1)
-        return make_of(kind)()
+        model = make_of(kind)()
+        weights = model.trainable_variables
+        elsewhere["optimizer"].build(weights[1:] if kind is ByGlobalName else weights)
+        return model
 
     assert difference_of_fits(make, arguments, dense_data(31), **WAYS["size"]) <= TOLERANCE
 
