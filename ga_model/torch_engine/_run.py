@@ -22,6 +22,7 @@ from ga_model.torch_engine._split import Batch
 from ga_model.torch_engine._state import (
     Before,
     Counters,
+    LaterWrites,
     Snapshot,
     Writes,
     clear_gradients,
@@ -244,8 +245,10 @@ class _Run:
         model, window, data = self._model, self._window, self._batch.microbatch(index)
         position = self._position(logs is not None)
         snapshot = Snapshot(model) if self._skips else None
-        writes = None
-        if not self._accumulation.has_read_writes and not self._is_window:
+        writes, later = None, None if self._is_window else self._accumulation.later_writes
+        if later is not None:
+            later.begin()
+        elif not self._is_window:
             writes = Writes(model)
         of_optimizers = self._watch_optimizers(index)
         # Those that are written to through `.data` were the first time after the last update.
@@ -261,6 +264,8 @@ class _Run:
         self._check_updates(weights, recording)
         if writes is not None:
             self._tell_of(writes, recording)
+        elif later is not None and (names := later.names(is_alone=window.steps == 1)):
+            model._warn_once(_messages.written_message(model.name, names))
         if of_optimizers is not None and (names := of_optimizers.names()):
             model._warn_once(_messages.written_message(model.name, names))
         if not keeps_gradients:
@@ -312,4 +317,5 @@ class _Run:
         """
         if names := writes.others(is_alone=self._window.steps == 1):
             recording.losses.tell(_messages.written_message(self._model.name, names))
-        self._accumulation.has_read_writes = True  # else it is done on the full batch
+        later = self._accumulation.later_writes = LaterWrites(self._model)
+        later.told.update(names)

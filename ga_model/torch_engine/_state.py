@@ -14,7 +14,13 @@ from ga_model.base._internals import layers_in, own_state, raw, seeds
 from ga_model.base._internals_torch import times_written
 from ga_model.hearing._models import computes_loss_as_keras, optimizers_in
 from ga_model.torch_engine._optimizer_writes import variables_of
-from ga_model.torch_engine._tensors import Tensors, Written
+from ga_model.torch_engine._tensors import (
+    Tensors,
+    Written,
+    is_of_library,
+    stores_in,
+    tensors_in,
+)
 from ga_model.torch_engine._torch_microbatch_call import random_state, set_random_state
 
 _NUMBERS = {int, float, np.int32, np.int64, np.float32, np.float64}
@@ -25,10 +31,17 @@ class Counters:
 
     Args:
         model: the model.
+        of_users: whether those of Keras's own layers are left out.
     """
 
-    def __init__(self, model: Any) -> None:
-        self._numbers = [(part, _numbers_of(part)) for part in layers_in(model)]
+    def __init__(self, model: Any, of_users: bool = False) -> None:
+        parts = layers_in(model)
+        self._parts = [part for part in parts if not (of_users and is_of_library(part))]
+        self.take()
+
+    def take(self) -> None:
+        """Take them as they are now."""
+        self._numbers = [(part, _numbers_of(part)) for part in self._parts]
 
     def put_back(self) -> None:
         """Let them be as they were."""
@@ -135,16 +148,10 @@ class Writes:
     """
 
     def __init__(self, model: Any) -> None:
-        layers = layers_in(model)
-        normalization = model._batch_normalization_layers()
-        expected = [v for layer in normalization for v in layer.variables]
-        expected += [state for layer in layers for state in seeds(layer)]
-        known = {id(v) for v in (*expected, *model.metrics_variables)}
-        known |= {id(v) for v in _updated(model)}
-        others = [v for v in model.variables if id(v) not in known]
+        others = _others(model)
         self._others = [(v, _version(v)) for v in others]
         if computes_loss_as_keras(model):  # which leaves frozen weights as they are
-            state = {id(v) for part in layers for v in own_state(part)}
+            state = {id(v) for part in layers_in(model) for v in own_state(part)}
             others = [v for v in others if id(v) in state]
         self._tensors = Tensors(model, others)
         self._counters = Counters(model)
@@ -159,6 +166,46 @@ class Writes:
         paths = [v.path for v, version in self._others if _version(v) != version]
         paths = list(dict.fromkeys([*paths, *self._tensors.changed()]))
         return paths if is_alone else [*paths, *self._counters.changed()]
+
+
+class LaterWrites:
+    """What a step writes to that earlier ones did not, by PyTorch's count of writes.
+
+    A tensor that takes the place of another in an attribute is none: nobody may read it.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._variables = [(v.path, raw(v)) for v in _others(model)]
+        self._stores = stores_in(model)
+        self._counters = Counters(model, of_users=True)
+        self._written = Written([], has_norms=False)
+        self.told: set[str] = set()
+
+    def begin(self) -> None:
+        """Take all that there is now as not written to."""
+        tensors = [(text, tensor) for text, _, _, tensor in tensors_in(self._stores)]
+        self._written = Written([*self._variables, *tensors], has_norms=False)
+        self._counters.take()
+
+    def names(self, is_alone: bool) -> list[str]:
+        """Return what was written to, as `Writes.others` does, and was not told of before."""
+        found = self._written.names()
+        found = found if is_alone else [*found, *self._counters.changed()]
+        new = [name for name in dict.fromkeys(found) if name not in self.told]
+        self.told.update(new)
+        return new
+
+
+def _others(model: Any) -> list[Any]:
+    """Return the variables that a step is not expected to write to."""
+    layers = layers_in(model)
+    expected = [v for layer in model._batch_normalization_layers() for v in layer.variables]
+    expected += [state for layer in layers for state in seeds(layer)]
+    known = {id(v) for v in (*expected, *model.metrics_variables, *_updated(model))}
+    return [v for v in model.variables if id(v) not in known]
 
 
 def _updated(model: Any) -> list[Any]:

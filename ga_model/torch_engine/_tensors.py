@@ -47,6 +47,23 @@ class Written:
         return torch.stack(norms).nan_to_num(-1.0) if norms else torch.zeros(0)
 
 
+def stores_in(layer: Any) -> list[tuple[Any, dict[str, Any]]]:
+    """Return where a layer, and those in it, may keep tensors: pairs of a layer and a dict."""
+    modules = {id(m): (m, part) for part in layers_in(layer) for m in part.modules()}
+    stores = [(part, module._buffers) for module, part in modules.values()]
+    return stores + [(part, vars(m)) for m, part in modules.values() if not is_of_library(m)]
+
+
+def tensors_in(stores: list[tuple[Any, dict[str, Any]]]) -> list[tuple[str, Any, str, Any]]:
+    """Return the tensors that are kept: what messages call each, its dict, its name, and it."""
+    return [
+        (f"the tensor `{name}` of {part.name!r}", store, name, tensor)
+        for part, store in stores
+        for name, tensor in store.items()
+        if torch.is_tensor(tensor) and tensor.device.type != "meta"
+    ]
+
+
 class Tensors:
     """Tensors as they are now.
 
@@ -56,15 +73,8 @@ class Tensors:
     """
 
     def __init__(self, layer: Any, variables: Iterable[Any] = ()) -> None:
-        modules = {id(m): (m, part) for part in layers_in(layer) for m in part.modules()}
-        stores = [(part, module._buffers) for module, part in modules.values()]
-        stores += [(part, vars(m)) for m, part in modules.values() if not _is_of_library(m)]
-        self._found = [
-            (f"the tensor `{name}` of {part.name!r}", store, name, tensor, tensor.detach().clone())
-            for part, store in stores
-            for name, tensor in store.items()
-            if torch.is_tensor(tensor) and tensor.device.type != "meta"
-        ]
+        found = tensors_in(stores_in(layer))
+        self._found = [(*each, each[-1].detach().clone()) for each in found]
         self._found += [(v.path, {}, "", raw(v), raw(v).detach().clone()) for v in variables]
 
     def changed(self) -> list[str]:
@@ -92,5 +102,6 @@ def _is_same(tensor: Any, value: Any) -> bool:
     return bool(torch.allclose(tensor.detach(), value, rtol=0.0, atol=0.0, equal_nan=True))
 
 
-def _is_of_library(module: Any) -> bool:
+def is_of_library(module: Any) -> bool:
+    """Return whether the class of a module is not the user's."""
     return f"{type(module).__module__}.".startswith(("keras.", "torch.", "ga_model."))

@@ -16,7 +16,7 @@ from ga_model.torch_engine._numbers_probe import NumbersProbe
 from ga_model.torch_engine._probes import DoesNotAddUpError
 from ga_model.torch_engine._process_group import Processes, num_processes
 from ga_model.torch_engine._split import Batch, part_of
-from ga_model.torch_engine._state import Snapshot, writes_weights
+from ga_model.torch_engine._state import LaterWrites, Snapshot, writes_weights
 from ga_model.torch_engine._step_probe import StepProbe
 from ga_model.torch_engine._terms import Probes
 from ga_model.torch_engine._torch_auto import AutomaticSize
@@ -37,7 +37,7 @@ class Accumulation(Kept):
         step_probe: the same of its step.
         numbers: the same of the numbers that it gives to metrics and logs.
         has_run_by_microbatches: whether a batch has.
-        has_read_writes: whether it was found out what a step writes to.
+        later_writes: tells of what steps write to later, once it was found out what they do.
         has_looked_at_order: whether it was found out if a step computes with what it changes.
         has_looked_at_gradients: whether it was found out if gradients are linear.
         process_group: the processes that train the model together, as users set it, or None.
@@ -52,7 +52,7 @@ class Accumulation(Kept):
         self.noise = GradientNoise(Estimate)
         self.compiled_copies: dict[Any, Any] = {}
         self.forget_probes()
-        self.has_read_writes = False
+        self.later_writes: LaterWrites | None = None
         self._most_rows = 0
         self._num_compared = 0
         self._adds_up = True  # as far as is known

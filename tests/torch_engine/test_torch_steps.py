@@ -563,6 +563,38 @@ def test_what_a_step_writes_once_per_microbatch_is_told():
         model.fit(*dense_data(8), batch_size=4, verbose=0)
 
 
+class WritesLater(Own):
+    """Begins to write to a variable, a tensor and an attribute after some batches."""
+
+    num_rounds = 0
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.target = self.add_weight(name="target", shape=(2,), trainable=False)
+        self.kept = torch.zeros(2)
+
+    def update(self):
+        super().update()
+        if int(self.optimizer.iterations) > 0:
+            self.target.assign(self.trainable_weights[-1])
+            self.kept += 1.0
+            self.num_rounds = self.num_rounds + 1
+        self.largest = max(float(v.value.abs().max()) for v in self.trainable_weights[:1])
+
+
+def test_what_a_step_starts_to_write_later_is_told_once():
+    model = accumulate(make_of(WritesLater)(), accumulation_steps=2)
+    model.compile("sgd", "mse")
+    with pytest.warns(UserWarning, match="writes to") as told:
+        model.fit(*dense_data(24), batch_size=4, verbose=0)
+    texts = [str(warning.message) for warning in told]
+    first, later = (text for text in texts if "writes to" in text)
+    assert "`largest`" in first
+    assert "target" not in first
+    for name in ("target", "the tensor `kept`", "the attribute `num_rounds`"):
+        assert name in later
+
+
 def test_other_threads_are_not_listened_to():
     backward, grad = torch.autograd.backward, torch.autograd.grad
     model = accumulate(make_of(Own)(), accumulation_steps=2)
