@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import torch
 
 from ga_model.base import _validate
+from ga_model.base._identity import is_in
 from ga_model.base._internals import raw
 from ga_model.hearing import _messages
 from ga_model.hearing._compiled_copy import copy_with
@@ -26,7 +27,7 @@ from ga_model.hearing._metric_calls import MetricCalls, waiting
 from ga_model.hearing._models import recording_of_thread
 from ga_model.hearing._stand_ins import stand_in
 from ga_model.torch_engine import _refusals
-from ga_model.torch_engine._autograd import heard
+from ga_model.torch_engine._autograd import heard, unheard
 from ga_model.torch_engine._divisors import divisors_of
 from ga_model.torch_engine._gradient_hooks import not_linear_hook, noting_hooks
 from ga_model.torch_engine._late_values import exchange
@@ -78,7 +79,9 @@ class Recording:
         self.is_told = False
         self._folded: list[Any] = []  # losses as they enter the sum
         self._taken: list[Any] = []  # losses as the step has them
-        self._given: dict[int, tuple[Any, Written]] = {}  # gradients as PyTorch gave them
+        self._given: dict[Any, _Gradient] = {}  # as PyTorch gave them, by their place
+        self._unfolded: Any = None  # a loss, until its gradient is there
+        self._folded_late: dict[int, list[Any]] = {}  # when that was applied, by the loss's id
 
     def stand_in(self, value: Any) -> Any:
         """Return what stands in for an attribute's value: optimizers, also in lists and dicts.
@@ -170,30 +173,40 @@ class Recording:
                 self.losses.tell(_messages.own_gradient_message(self.model.name, rule))
             accumulation.has_looked_at_gradients = True  # else it is done on the full batch
 
-    def take_gradient(self, losses: Any, is_graph_kept: bool) -> Any:
-        """Return the losses that a step takes gradients of, as they enter the window's sum."""
+    def take_gradient(self, losses: Any, may_go_on: bool = False) -> Any:
+        """Return the losses that a step takes gradients of, as they enter the window's sum.
+
+        Args:
+            losses: a tensor, or several.
+            may_go_on: whether the gradients may be differentiated, and not applied. Then losses
+                enter the sum where they are.
+        """
         if self.parts and not self._position.is_window:  # computed with what is updated later now
             self.is_told = True
             self.model._warn_once(_refusals.several_optimizers_message(self.model.name))
-        if is_graph_kept and self.losses.has_rule:
-            return losses  # what is differentiated again, and said to be no loss by the rule
-        if isinstance(losses, (list, tuple)):
-            return [self.take_gradient(loss, is_graph_kept) for loss in losses]
-        if any(losses is folded for folded in self._folded):
+        if is_in(losses, self._folded):
             return losses
+        if may_go_on:
+            self._unfolded = losses
+            return losses
+        if isinstance(losses, (list, tuple)):
+            return [self.take_gradient(loss) for loss in losses]
         self._folded.append(self._fold(losses))
         return self._folded[-1]
 
     def note_gradients(self, gradients: Any) -> None:
         """Note the gradients that PyTorch gave."""
-        if self._is_free():
+        is_free = self._is_free()
+        if is_free and self._unfolded is None:
             return
         if gradients is None:
             gradients = [raw(v).grad for v in self.model.trainable_variables]
         found = [gradient for gradient in gradients if gradient is not None]
-        compares = self._position.is_window or self.model._accumulation.is_to_compare()
-        written = Written(((str(id(g)), g) for g in found), has_norms=compares)
-        self._given.update((id(g), (g, written)) for g in found)
+        is_watched = self._position.is_window or self.model._accumulation.is_to_compare()
+        has_norms = is_watched and not is_free
+        written = Written(((_place_of(g), g) for g in found), has_norms)
+        loss, self._unfolded = self._unfolded, None
+        self._given.update((_place_of(g), _Gradient(g, written, loss)) for g in found)
 
     def apply(
         self,
@@ -215,6 +228,8 @@ class Recording:
             if not self._is_trying():
                 raise RuntimeError(_refusals.worked_over_message(name))
             self.is_worked_over = True
+        if self._given and not self.keeps_gradients:
+            gradients = [self._as_folded(g, v) for g, v in zip(gradients, variables)]
         if not optimizer.built:
             with keras.name_scope(optimizer.name):
                 optimizer.build(variables)
@@ -251,12 +266,57 @@ class Recording:
 
     def _are_as_given(self, gradients: list[Any]) -> bool:
         """Return whether gradients are those that PyTorch gave, as it gave them."""
-        found = [id(gradient) for gradient in gradients if gradient is not None]
-        if any(key not in self._given for key in found):
-            return False
-        given = {id(written): written for _, written in (self._given[key] for key in found)}
-        changed = {name for written in given.values() for name in written.names()}
-        return not changed & set(map(str, found))
+        found = [self._given_as(gradient) for gradient in gradients if gradient is not None]
+        written = {id(g.written): g.written for g in found if g is not None}
+        changed = {place for each in written.values() for place in each.names()}
+        return not any(g is None or _place_of(g.tensor) in changed for g in found)
+
+    def _given_as(self, gradient: Any) -> _Gradient | None:
+        """Return the gradient that one is, or has the values of, as PyTorch gave it."""
+        found = self._given.get(_place_of(gradient))
+        if found is not None:
+            return found
+        same = (g for g in self._given.values() if g.tensor.shape == gradient.shape)
+        return next((g for g in same if torch.equal(g.tensor, gradient)), None)
+
+    def _as_folded(self, gradient: Any, variable: Any) -> Any:
+        """Return a gradient as it enters the window's sum, where its loss did not before."""
+        given = None if gradient is None else self._given_as(gradient)
+        if given is None or given.loss is None:
+            return gradient
+        if id(given.loss) not in self._folded_late:
+            losses = given.loss if isinstance(given.loss, (list, tuple)) else [given.loss]
+            with torch.enable_grad():
+                self._folded_late[id(given.loss)] = [self._fold(loss) for loss in losses]
+        if self._position.is_window:
+            return gradient.detach()
+        relative = self.relative_weight
+        if self.losses.terms().is_plain and relative != 0.0:
+            return gradient.detach() * (1.0 if relative is None else relative)
+        folded = self._folded_late[id(given.loss)]
+        with unheard(), torch.enable_grad():
+            (found,) = torch.autograd.grad(sum(folded), raw(variable), retain_graph=True)
+        return found
+
+
+class _Gradient(NamedTuple):
+    """A gradient that PyTorch gave.
+
+    Attributes:
+        tensor: the gradient.
+        written: tells if it was written to since.
+        loss: that it is of, if that is still to be folded, or None.
+    """
+
+    tensor: Any
+    written: Written
+    loss: Any
+
+
+def _place_of(tensor: Any) -> str:
+    """Return what tells the memory of a tensor from that of others, as `detach` leaves it."""
+    memory = tensor.data_ptr() if tensor.layout == torch.strided else id(tensor)
+    return f"{memory} {tuple(tensor.shape)} {tensor.layout}"
 
 
 def _is_loss(value: Any, loss: Any) -> bool:

@@ -58,6 +58,25 @@ class ByFunction(Own):
         self.optimizer.apply(list(self.gradients), self.trainable_weights)
 
 
+class Differentiable(Own):
+    """Its gradients could be differentiated once more."""
+
+    def take(self, loss):
+        weights = [v.value for v in self.trainable_weights]
+        self.gradients = torch.autograd.grad(loss, weights, create_graph=True)
+
+    def update(self):
+        self.optimizer.apply([g.detach() for g in self.gradients], self.trainable_weights)
+
+
+class Copies(Own):
+    """Applies copies of gradients."""
+
+    def update(self):
+        weights = self.trainable_weights
+        self.optimizer.apply([v.value.grad.clone() for v in weights], weights)
+
+
 class InPairs(Own):
     def update(self):
         weights = self.trainable_weights
@@ -79,7 +98,9 @@ def arguments():
 
 @pytest.mark.every_case
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", [Own, Scaled, ByFunction, InPairs, Calling])
+@pytest.mark.parametrize(
+    "kind", [Own, Scaled, ByFunction, InPairs, Calling, Differentiable, Copies]
+)
 def test_own_steps_match_the_full_batch(kind, way):
     found = difference_of_fits(make_of(kind), arguments, dense_data(31), **WAYS[way])
     assert found <= TOLERANCE
@@ -306,7 +327,21 @@ class Drops(OwnLoss):
         super().__init__([*parts[:-1], *noise, parts[-1]])
 
 
-TRIED = [OwnLoss, MoreThanComputed, TwoLosses, Summed, Penalized, ComputesLoss, SumOfOwn]
+class DifferentiableMean(Differentiable):
+    def train_step(self, data):
+        return OwnLoss.train_step(self, data)
+
+
+TRIED = [
+    DifferentiableMean,
+    OwnLoss,
+    MoreThanComputed,
+    TwoLosses,
+    Summed,
+    Penalized,
+    ComputesLoss,
+    SumOfOwn,
+]
 
 
 @pytest.mark.every_case
@@ -315,6 +350,19 @@ TRIED = [OwnLoss, MoreThanComputed, TwoLosses, Summed, Penalized, ComputesLoss, 
 def test_what_a_step_of_ones_own_averages_over_is_found_by_trying(kind, way):
     found = difference_of_fits(make_of(kind), arguments, dense_data(31), **WAYS[way])
     assert found <= TOLERANCE
+
+
+@pytest.mark.parametrize("way", ["steps", "both"])
+def test_gradients_of_a_sum_beside_regularizers_may_be_differentiable(way):
+    def make():
+        first = layers.Dense(6, activation="tanh", kernel_regularizer=keras.regularizers.L2(0.1))
+        return Differentiable([keras.Input((4,)), first, layers.Dense(2)])
+
+    def of_sum():
+        loss = keras.losses.MeanSquaredError(reduction="sum")
+        return {"optimizer": keras.optimizers.SGD(0.01), "loss": loss}
+
+    assert difference_of_fits(make, of_sum, dense_data(31), **WAYS[way]) <= TOLERANCE
 
 
 def test_trying_leaves_no_trace():
@@ -439,7 +487,7 @@ def ruled(kind):
 
 @pytest.mark.every_case
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", [OwnLoss, ComputesLoss])
+@pytest.mark.parametrize("kind", [OwnLoss, ComputesLoss, DifferentiableMean])
 def test_a_rule_of_ones_own_makes_them_exact(kind, way):
     found = difference_of_fits(make_of(ruled(kind)), arguments, dense_data(31), **WAYS[way])
     assert found <= TOLERANCE
