@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -68,6 +70,16 @@ def has_hooks_on_calls(module: Any) -> bool:
 def has_hooks_on_gradients(module: Any) -> bool:
     """Return whether gradients of what a module of PyTorch gets or gives go through hooks."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+@contextlib.contextmanager
+def disabled(autocast: Any) -> Iterator[None]:
+    """Let a `torch.autocast` cast nothing if it is entered in a block."""
+    enabled, autocast._enabled = autocast._enabled, False
+    try:
+        yield
+    finally:
+        autocast._enabled = enabled
 
 
 def norms_of(tensors: list[Any]) -> list[Any]:

@@ -4,7 +4,7 @@ The step runs on a microbatch and on its halves, and makes no update. Of a mean 
 gradients of the halves add up, weighted by samples, to that of the whole; of a sum they add up as
 they are; of a sum that is divided by another number, weighted by that. Meanwhile layers that drop
 values or add noise pass on what they get, and BatchNormalization layers normalize by their running
-averages.
+averages, and `torch.autocast` casts nothing, so that nothing is rounded to half precision.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from ga_model.base._context import ThreadValue
 from ga_model.base._in_front import InFront
 from ga_model.base._internals import layers_in, seeds
+from ga_model.base._internals_torch import disabled
 from ga_model.hearing._models import unpack
 from ga_model.torch_engine import _refusals
 from ga_model.torch_engine._divisors import (
@@ -256,11 +257,22 @@ def results_of_again(model: Any, run: Callable[[Any], Any], data: Any) -> Any:
 
 @contextlib.contextmanager
 def _quiet(model: Any) -> Iterator[None]:
-    """Let layers that draw or put samples together pass on what they get."""
+    """Let layers that draw or put samples together pass on what they get, in full precision."""
     layers = layers_in(model)
     quiet = [layer for layer in layers if isinstance(layer, (*_NOISE, _NORMALIZATION))]
-    with _in_front.of(quiet), _is_quiet.set(True):
+    with _in_front.of(quiet), _in_front_of_autocast.of([torch.autocast]), _is_quiet.set(True):
         yield
+
+
+def _casting_nothing(_: Any, enter: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def entered(autocast: Any) -> Any:
+        with disabled(autocast) if _is_quiet.get() else contextlib.nullcontext():
+            return enter(autocast)
+
+    return entered
+
+
+_in_front_of_autocast = InFront("__enter__", _casting_nothing)
 
 
 def _is_sum_of(

@@ -113,6 +113,16 @@ def test_autocast_is_that_of_the_call(base):
     assert (said, NOTED) == ([], {(True, torch.bfloat16)})
 
 
+@pytest.mark.every_case
+@pytest.mark.parametrize("size", [3, None])
+@pytest.mark.parametrize("base", [UnderAutocast, AllUnderAutocast])
+def test_autocast_is_no_reason_to_refuse_a_window(base, size):
+    settings = {"accumulation_steps": 3, "microbatch_size": size}
+    difference, said = compare(base, layers.Dense, settings, rows=4)
+    assert difference <= 2e-2  # what bfloat16 rounds
+    assert said == []
+
+
 def test_outputs_in_objects_run_whole_exactly_and_are_told():
     difference, said = compare(OfObjects, GivesObjects, {"microbatch_size": 5})
     assert difference <= TOLERANCE
