@@ -89,7 +89,7 @@ def kinds_of_losses(layer: Any, arguments: Arguments, training: Any) -> list[str
         return [kind_of_addition(whole, a, b, half / rows) for whole, a, b in triples]
 
     try:
-        with random_kept(), torch.enable_grad():
+        with random_kept(), torch.enable_grad(), _saving_as_always():
             found = kinds()
             if zeros := zero_weights(layer.trainable_weights):
                 with exchanged(zeros):
@@ -105,6 +105,11 @@ def kinds_of_losses(layer: Any, arguments: Arguments, training: Any) -> list[str
     if "other" in found:
         raise NotByRowsError("it adds a loss that is neither a mean nor a sum over samples")
     return found
+
+
+def _saving_as_always() -> Any:
+    """Return a context in which no hook sees what is saved, as `torch.utils.checkpoint` counts."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def _samples_apart(arguments: Arguments) -> list[Any]:

@@ -1,6 +1,7 @@
 """On PyTorch, what changes between a call and its gradient, and between calls of one batch."""
 
 import dataclasses
+import functools
 
 import keras
 import pytest
@@ -121,6 +122,33 @@ def test_autocast_is_no_reason_to_refuse_a_window(base, size):
     difference, said = compare(base, layers.Dense, settings, rows=4)
     assert difference <= 2e-2  # what bfloat16 rounds
     assert said == []
+
+
+class Checkpointed(Step):
+    """Computes the activations again when it takes the gradient."""
+
+    is_reentrant = False
+
+    def forward_loss(self, x, y):
+        outputs = torch.utils.checkpoint.checkpoint(
+            functools.partial(self, training=True),
+            x.clone().requires_grad_(),
+            use_reentrant=self.is_reentrant,
+        )
+        return torch.square(outputs - y).mean()
+
+
+class Reentrant(Checkpointed):
+    is_reentrant = True
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("settings", [{"microbatch_size": 5}, {"accumulation_steps": 3}], ids=str)
+@pytest.mark.parametrize("base", [Checkpointed, Reentrant])
+def test_a_checkpoint_of_the_step_is_exact(base, settings):
+    rows = 12 // settings.get("accumulation_steps", 1)
+    difference, said = compare(base, layers.Dense, settings, rows)
+    assert (difference <= TOLERANCE, said) == (True, [])
 
 
 def test_outputs_in_objects_run_whole_exactly_and_are_told():
