@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import keras
 import torch
 
-from ga_model.base._internals import layers_in, seeds, takes_training
+from ga_model.base._internals import layers_in, raw, seeds, takes_training
 from ga_model.hearing._models import unrecorded
 from ga_model.torch_engine._autograd import unheard
 from ga_model.torch_engine._divisors import Tried, Watch, divisors_of
@@ -181,13 +181,14 @@ class ModelProbe:
     Args:
         model: the model.
         x: the inputs of a microbatch of two samples or more.
+        takes_gradients: whether those of losses that layers add may be looked at.
 
     Attributes:
         mixes_samples: whether its outputs for a sample depend on the others.
         kinds: of each loss that its layers add, as `kind_of_addition` has it.
     """
 
-    def __init__(self, model: Any, x: Any) -> None:
+    def __init__(self, model: Any, x: Any, takes_gradients: bool = False) -> None:
         x, rows = apart(x), num_rows(x)
         half = rows // 2
         has_normalization = bool(model._batch_normalization_layers())
@@ -195,21 +196,29 @@ class ModelProbe:
         self._training = not (has_normalization or draws)
         with unchanged(model):
             outputs, losses = self._call(model, x)
-            parts = [self._call(model, part_of(x, *s)) for s in ((0, half), (half, rows))]
+            shares = [(0, half), (half, rows)]
+            parts = [self._call(model, part_of(x, *s)) for s in shares]
             self.mixes_samples = not is_whole_of(outputs, [o for o, _ in parts], rows)
             if self.mixes_samples:  # or draws numbers that nobody can tell of
                 again, _ = self._call(model, x)
                 pairs = zip(*(keras.tree.flatten(o) for o in (outputs, again)))
                 self.mixes_samples = all(is_close(one, other) for one, other in pairs)
+            if takes_gradients and not all(map(bool, losses)):
+                losses, *others = (
+                    self._call(model, part_of(x, *s), torch.enable_grad())[1]
+                    for s in ((0, rows), *shares)
+                )
+                parts = [(None, found) for found in others]
         self.kinds = [
             kind_of_addition(value, a, b, half / rows)
             for value, a, b in zip(losses, parts[0][1], parts[1][1])
         ]
 
-    def _call(self, model: Any, x: Any) -> Any:
-        with torch.no_grad(), unrecorded():
+    def _call(self, model: Any, x: Any, context: Any = None) -> Any:
+        weights = [raw(v) for v in model.trainable_weights]
+        with context or torch.no_grad(), unrecorded():
             outputs = model(x, training=self._training) if takes_training(model) else model(x)
-            return outputs, [float(keras.ops.sum(loss)) for loss in model.losses]
+            return outputs, [told_by(loss, weights) for loss in model.losses]
 
 
 def is_whole_of(outputs: Any, parts: list[Any], rows: int) -> bool:
@@ -229,18 +238,42 @@ def filled_in(kinds: list[str | None], others: list[str | None]) -> list[str | N
     return [other if kind is None else kind for kind, other in zip_longest(kinds, others)]
 
 
-def kind_of_addition(whole: float, first: float, second: float, share: float) -> str | None:
+def kind_of_addition(whole: Any, first: Any, second: Any, share: float) -> str | None:
     """Return what a loss that a layer adds is over samples: "mean", "sum" or "other".
 
     None where it is zero, which does not tell.
 
     Args:
-        whole, first, second: its values for some samples, and for two parts of them.
+        whole, first, second: what `told_by` gives for some samples, and for two parts of them.
         share: of the samples that the first part has.
     """
-    size = 1e-3 * max(abs(whole), abs(first), abs(second))
+    if any(part.ndim == 0 and part for part in (whole, first, second)):  # and some that are zero
+        whole, first, second = (
+            p if p.ndim == 0 else p.new_zeros(()) for p in (whole, first, second)
+        )
+    norm = torch.linalg.vector_norm
+    size = 1e-3 * max(map(float, map(norm, (whole, first, second))))
     if not size:
         return None
-    if abs(whole - share * first - (1.0 - share) * second) <= size:
+    if float(norm(whole - share * first - (1.0 - share) * second)) <= size:
         return "mean"
-    return "sum" if abs(whole - first - second) <= size else "other"
+    return "sum" if float(norm(whole - first - second)) <= size else "other"
+
+
+def told_by(loss: Any, weights: list[Any]) -> Any:
+    """Return what tells what a loss that a layer adds is over samples: its value, a scalar.
+
+    Where that is zero, it is the gradient of weights, a vector, if there is one.
+
+    Args:
+        loss: of which the graph is there, if it has a gradient.
+        weights: that it may follow from.
+    """
+    loss = keras.ops.convert_to_tensor(loss).sum()
+    value = loss.detach().float()
+    if bool(value) or not (loss.requires_grad and weights):
+        return value
+    with unheard():
+        found = torch.autograd.grad(loss, weights, allow_unused=True, retain_graph=True)
+    gradients = [torch.zeros_like(w) if g is None else g for g, w in zip(found, weights)]
+    return torch.cat([g.detach().float().ravel() for g in gradients])

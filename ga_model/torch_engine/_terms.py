@@ -235,7 +235,7 @@ class Probes:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._has_called = False
+        self._num_called = 0
         self.mixes_samples = False
         self.kinds_of_additional: list[str | None] = []
         self._kinds: dict[str, Any] = {}
@@ -255,15 +255,16 @@ class Probes:
         if not self._model.built:
             return
         for x in microbatches:
-            if self._has_called and None not in self.kinds_of_additional:
+            if self._num_called and None not in self.kinds_of_additional:
                 return
             if num_rows(x) > 1 and not _probes.are_alike(_probes.apart(x)):
-                self._note(_probes.ModelProbe(self._model, x))
+                self._num_called += 1
+                takes_gradients = is_to_try(self._num_called)
+                self._note(_probes.ModelProbe(self._model, x, takes_gradients))
                 zeros = zero_weights(self._model.trainable_weights)
-                if zeros and not self._has_called:
+                if zeros and self._num_called == 1:
                     with exchanged(zeros):
-                        self._note(_probes.ModelProbe(self._model, x))
-                self._has_called = True
+                        self._note(_probes.ModelProbe(self._model, x, takes_gradients))
 
     def _note(self, probe: _probes.ModelProbe) -> None:
         self.mixes_samples |= probe.mixes_samples

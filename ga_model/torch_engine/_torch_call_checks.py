@@ -22,6 +22,7 @@ from ga_model.torch_engine._probes import (
     is_close,
     is_whole_of,
     kind_of_addition,
+    told_by,
 )
 from ga_model.torch_engine._tensors import Tensors
 from ga_model.torch_engine._torch_arguments import Arguments
@@ -55,6 +56,8 @@ def kinds_of_losses(layer: Any, arguments: Arguments, training: Any) -> list[str
     tensors_before = Tensors(layer, [v for part in layers for v in own_state(part)])
     rows = next(len(t) for t, yes in zip(samples, arguments.has_rows) if yes)
 
+    weights = [weight for weight in layer.parameters() if weight.requires_grad]
+
     def run(start: int, stop: int) -> Any:
         tensors = [
             part.detach().requires_grad_(t.requires_grad)
@@ -73,7 +76,7 @@ def kinds_of_losses(layer: Any, arguments: Arguments, training: Any) -> list[str
             )
         if (name := not_linear([*given.tensors, *given.losses], stop - start)) is not None:
             raise NotByRowsError(f"its custom gradient {name!r} may mix samples")
-        return [t.detach() for t in given.tensors], [float(v.detach()) for v in given.losses]
+        return [t.detach() for t in given.tensors], [told_by(v, weights) for v in given.losses]
 
     half = rows // 2
 

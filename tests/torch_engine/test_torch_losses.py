@@ -467,6 +467,28 @@ def test_what_a_layer_adds_is_found_when_it_is_not_zero(base):
     assert found <= TOLERANCE
 
 
+class Surrogate(layers.Layer):
+    """Adds a loss that is zero, with a gradient that is none."""
+
+    def call(self, x):
+        total = 0.01 * ops.sum(ops.square(x))
+        self.add_loss(total - ops.stop_gradient(total))
+        return x
+
+
+@every_way
+def test_what_a_layer_adds_that_is_zero_counts_as_its_gradient_does(way):
+    def make():
+        first = layers.Dense(5, activation="tanh")
+        return keras.Sequential([keras.Input((4,)), first, Surrogate(), layers.Dense(2)])
+
+    def of_sum():
+        loss = keras.losses.MeanSquaredError(reduction="sum")
+        return {"optimizer": keras.optimizers.SGD(0.01), "loss": loss}
+
+    assert difference_of_fits(make, of_sum, dense_data(31), **WAYS[way]) <= TOLERANCE
+
+
 def test_what_a_layer_adds_later_that_is_neither_is_told_of():
     make, fit_args = annealed(lambda x: ops.sqrt(squares(x)))
     with pytest.warns(UserWarning, match="one that is neither"):
