@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
@@ -31,22 +32,21 @@ class CallContext(keras.layers.Layer):
         return function()
 
 
-class PythonState:
-    """The attributes of a layer and of those in it, lists in them, and the state of `random` and
-    `numpy.random`, as they are now.
+class Attributes:
+    """The attributes of objects, and lists, dicts, sets and deques in them, as they are now.
 
-    Variables are not part of it.
+    Arrays, and what other objects hold, are not part of it.
 
     Args:
-        layer: the layer.
+        parts: the objects.
     """
 
-    def __init__(self, layer: Any) -> None:
-        self._layer = layer
-        self._attributes = [(part, dict(vars(part))) for part in layers_in(layer)]
-        values = [value for _, attributes in self._attributes for value in attributes.values()]
-        self._lists = [(value, list(value)) for value in values if isinstance(value, list)]
-        self._random = random.getstate(), np.random.get_state()
+    def __init__(self, parts: Iterable[Any]) -> None:
+        self._attributes = [(part, dict(vars(part))) for part in parts]
+        found: dict[int, tuple[Any, Any]] = {}
+        for _, attributes in self._attributes:
+            _note_contents(attributes.values(), found)
+        self._contents = list(found.values())
 
     def put_back(self) -> None:
         """Let everything be as it was."""
@@ -55,19 +55,62 @@ class PythonState:
             for name in present.keys() - attributes.keys():
                 del present[name]
             present.update(attributes)
-        for value, content in self._lists:
-            list.__setitem__(value, slice(None), content)
+        for value, content in self._contents:
+            _fill(value, content)
+
+
+def _note_contents(values: Iterable[Any], found: dict[int, tuple[Any, Any]]) -> None:
+    """Note containers among values, and in these, with a copy of what each has."""
+    for value in values:
+        if id(value) not in found and isinstance(value, (list, dict, set, deque)):
+            found[id(value)] = value, dict(value) if isinstance(value, dict) else list(value)
+            _note_contents(value.values() if isinstance(value, dict) else value, found)
+
+
+def _fill(value: Any, content: Any) -> None:
+    """Let a container have what it had, whatever a class of Keras's does when it gets that."""
+    if isinstance(value, list):
+        list.__setitem__(value, slice(None), content)
+    elif isinstance(value, dict):
+        dict.clear(value)
+        dict.update(value, content)
+    elif isinstance(value, set):
+        set.clear(value)
+        set.update(value, content)
+    else:
+        value.clear()
+        value.extend(content)
+
+
+class PythonState(Attributes):
+    """The `Attributes` of a layer and of those in it, and the state of `random` and
+    `numpy.random`, as they are now.
+
+    Variables are not part of it.
+
+    Args:
+        layer: the layer.
+        others: other objects.
+    """
+
+    def __init__(self, layer: Any, others: Iterable[Any] = ()) -> None:
+        super().__init__([*layers_in(layer), *others])
+        self._layer = layer
+        self._random = random.getstate(), np.random.get_state()
+
+    def put_back(self) -> None:
+        super().put_back()
         random.setstate(self._random[0])
         np.random.set_state(self._random[1])
 
     def changed(self) -> Iterator[tuple[Any, str, Any]]:
         """Yield what is another now: a layer, the name of its attribute, and that one's value."""
-        contents = {id(value): content for value, content in self._lists}
+        contents = {id(value): content for value, content in self._contents}
         for part, attributes in self._attributes:
             for name, value in vars(part).items():
                 content = contents.get(id(value))
-                is_same_list = content is None or list(map(id, content)) == list(map(id, value))
-                if value is not attributes.get(name) or not is_same_list:
+                has_same = content is None or _ids_in(content) == _ids_in(value)
+                if value is not attributes.get(name) or not has_same:
                     yield part, name, value
 
     @contextlib.contextmanager
@@ -78,3 +121,7 @@ class PythonState:
             yield
         finally:
             now.put_back()
+
+
+def _ids_in(container: Any) -> list[int]:
+    return list(map(id, container.values() if isinstance(container, dict) else container))

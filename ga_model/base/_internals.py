@@ -33,6 +33,7 @@ from keras.src.backend.common import global_state
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from keras.src.losses.loss import scale_loss_for_distribution
+from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 
 # The first two numbers of Keras's version.
 RELEASE = tuple(int(part) for part in keras.__version__.split(".")[:2])
@@ -113,6 +114,16 @@ def own_state(layer: Any) -> list[Any]:
 def seeds(layer: Any) -> list[Any]:
     """Return the states of the `keras.random.SeedGenerator` of a layer itself."""
     return [generator.state for generator in layer._seed_generators]
+
+
+def global_seed() -> Any:
+    """Return the `SeedGenerator` that draws for calls without a seed, or None: there was none."""
+    return global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+
+
+def set_global_seed(generator: Any) -> None:
+    """Let this be the `SeedGenerator` that draws for calls without a seed."""
+    global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, generator)
 
 
 # The method with which BatchNormalization computes mean and variance of `inputs` with a `mask`.

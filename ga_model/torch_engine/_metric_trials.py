@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 
 import keras
 
+from ga_model.base._call_again import Attributes
 from ga_model.base._context import ThreadValue
 from ga_model.base._in_front import InFront
 from ga_model.base._internals import mask_of, set_mask
 from ga_model.hearing._metric_calls import MetricCalls, waiting
+from ga_model.hearing._metrics_of_user import parts_of
 from ga_model.hearing._models import unrecorded
 from ga_model.torch_engine._probes import is_close
 from ga_model.torch_engine._split import num_rows
@@ -72,7 +74,7 @@ class Outcome(NamedTuple):
 
 def outcome(metric: Any, calls: Sequence[Arguments]) -> Outcome:
     """Update a metric that has been reset, and leave it as it was."""
-    attributes = dict(vars(metric))
+    attributes = Attributes(parts_of(metric))
     before = [v.value.detach().clone() for v in metric.variables]
     heard = MetricCalls()
     try:
@@ -82,9 +84,7 @@ def outcome(metric: Any, calls: Sequence[Arguments]) -> Outcome:
                 metric.update_state(*call.args, **call.kwargs)
             state = [v.value.detach().clone() for v in metric.variables]
     finally:
-        for name in vars(metric).keys() - attributes.keys():
-            del vars(metric)[name]
-        vars(metric).update(attributes)
+        attributes.put_back()
         for variable, value in zip(metric.variables, before):
             variable.assign(value)
     return Outcome([update.value for update in heard.updates if update.metric is metric], state)

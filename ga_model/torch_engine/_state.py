@@ -10,8 +10,17 @@ import keras
 import numpy as np
 
 from ga_model.base._call_again import PythonState
-from ga_model.base._internals import layers_in, own_state, raw, seeds
+from ga_model.base._identity import unique
+from ga_model.base._internals import (
+    global_seed,
+    layers_in,
+    own_state,
+    raw,
+    seeds,
+    set_global_seed,
+)
 from ga_model.base._internals_torch import times_written
+from ga_model.hearing._metrics_of_user import parts_of
 from ga_model.hearing._models import computes_loss_as_keras, optimizers_in
 from ga_model.torch_engine._optimizer_writes import variables_of
 from ga_model.torch_engine._tensors import (
@@ -100,12 +109,36 @@ class Snapshot:
 
 @contextlib.contextmanager
 def unchanged(model: Any) -> Iterator[None]:
-    """Leave the state of a model as it was before a block."""
-    snapshot = Snapshot(model)
+    """Leave the state of a model, and of random numbers, as it was before a block."""
+    snapshot, others = Snapshot(model), _Others(model)
     try:
         yield
     finally:
         snapshot.restore()
+        others.put_back()
+
+
+class _Others:
+    """The Python state of a model and its metrics, and that of all random numbers, as it is now.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: Any) -> None:
+        metrics = unique(part for metric in model.metrics for part in parts_of(metric))
+        self._python = PythonState(model, [m for m in metrics if not is_of_library(m)])
+        self._random = random_state()
+        self._seed = global_seed()
+        self._value = None if self._seed is None else raw(self._seed.state).detach().clone()
+
+    def put_back(self) -> None:
+        """Let it be as it was."""
+        self._python.put_back()
+        set_random_state(self._random)
+        set_global_seed(self._seed)
+        if self._seed is not None:
+            self._seed.state.assign(self._value)
 
 
 def clear_gradients(model: Any) -> None:
@@ -124,20 +157,18 @@ class Before:
     def __init__(self, model: Any) -> None:
         # Keras's own step leaves frozen weights as they are, which may be many.
         self._snapshot = Snapshot(model, of_layers=computes_loss_as_keras(model))
-        self._python = PythonState(model)
+        self._others = _Others(model)
         optimizers = optimizers_in(list(vars(model).values()))
         numbers = [v for o in optimizers for v in variables_of(o) if raw(v).numel() == 1]
         self._numbers = [(v, times_written(raw(v)), raw(v).detach().clone()) for v in numbers]
-        self._random = random_state()
 
     def put_back(self) -> None:
         """Let it be as it was."""
         self._snapshot.restore()
-        self._python.put_back()
+        self._others.put_back()
         for variable, version, value in self._numbers:
             if times_written(raw(variable)) != version:
                 variable.assign(value)
-        set_random_state(self._random)
 
 
 class Writes:

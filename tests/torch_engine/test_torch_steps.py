@@ -1,6 +1,8 @@
 """On PyTorch, a `train_step` of one's own is heard as it takes gradients and applies them."""
 
 import contextlib
+import random
+from collections import deque
 
 import keras
 import numpy as np
@@ -378,6 +380,59 @@ def test_trying_leaves_no_trace():
     assert (kind, no_kind) == (Divided(0, 2.0), None)
     for a, b in zip(tried, told, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+class KeepsList(keras.metrics.Metric):
+    def __init__(self):
+        super().__init__(name="kept")
+        self.values = []
+
+    def update_state(self, y, z, sample_weight=None):
+        self.values.append(float(ops.mean(ops.abs(y - z))))
+
+    def result(self):
+        return float(np.median(self.values))
+
+    def reset_state(self):
+        self.values = []
+
+
+class KeepsAll(keras.Sequential):
+    """Keeps what it has seen in Python, and draws random numbers."""
+
+    def __init__(self, parts):
+        super().__init__(parts)
+        self.seen, self.by_name, self.last = set(), {"all": []}, deque(maxlen=3)
+        self.kept, self.drawn = KeepsList(), []
+
+    def train_step(self, data):
+        x, y = data
+        self.zero_grad()
+        self.seen.add(len(self.seen))
+        self.by_name["all"].append(len(self.seen))
+        self.last.append(len(self.seen))
+        draws = [random.random(), np.random.rand(), torch.rand(()), keras.random.uniform(())]
+        self.drawn.append([float(number) for number in draws])
+        z = self(x, training=True)
+        loss = ops.mean(ops.square(z - y))
+        loss.backward()
+        self.optimizer.apply([v.value.grad for v in self.trainable_weights])
+        self.kept.update_state(y, z.detach())
+        return {"loss": loss.detach()}
+
+
+@pytest.mark.filterwarnings("ignore:The metric:UserWarning")
+def test_trying_leaves_no_trace_in_python():
+    def train_one(base):
+        model = accumulate(seeded(make_of(base)), accumulation_steps=2)
+        model.compile(keras.optimizers.SGD(0.1))
+        model.fit(*dense_data(16), batch_size=4, shuffle=False, verbose=0)
+        return model
+
+    tried, told = train_one(KeepsAll), train_one(ruled(KeepsAll))
+    assert (tried.seen, len(tried.kept.values)) == ({0, 1, 2, 3}, 4)
+    assert (tried.by_name["all"], list(tried.last)) == ([1, 2, 3, 4], [2, 3, 4])
+    assert tried.drawn == told.drawn
 
 
 def test_a_step_that_is_no_mean_any_more_later_is_an_error():
