@@ -58,6 +58,20 @@ MUTATIONS = [
         "equivalence/test_weights.py::test_single_numbers_are_weighted_by_what_they_are_divided_by",
     ),
     Mutation(
+        "numbers that change with the number of samples are taken for literals",
+        "reading/_numbers_in_code.py",
+        "                is_unlike = not number.counts",
+        "                is_unlike = False",
+        "reading/test_numbers_in_code.py::test_numbers_that_follow_from_that_of_samples_are_told",
+    ),
+    Mutation(
+        "a literal that is the number of samples is taken for it without a word",
+        "reading/_numbers_in_code.py",
+        "number.counts and number.value * times not in values",
+        "False",
+        "reading/test_numbers_in_code.py::test_a_literal_that_is_their_number_is_told",
+    ),
+    Mutation(
         "an optimizer's own apply_gradients is passed by",
         "replicas/_optimizers.py",
         "    if in_pairs:\n",

@@ -12,6 +12,7 @@ pass over the buffers of it.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -40,6 +41,8 @@ from ga_model.hearing._models import (
 )
 from ga_model.hearing._position import Position
 from ga_model.reading._loss_reading import DoesNotAddUpError, is_known
+from ga_model.reading._numbers_in_code import Numbers, unlike
+from ga_model.reading._place import place_of
 from ga_model.recording._code_of_user import has_code_of_user
 from ga_model.recording._logs import BatchLogs
 from ga_model.recording._normalization import Call, heard_layers, in_order, listening, pass_on
@@ -96,6 +99,8 @@ class Passes:
         self._is_window = window is None and not batch.is_split and not has_others
         self._splits_calls = batch.is_whole and batch.is_long
         self._trial_of = trial_of
+        self._numbers: Numbers = {}  # in the user's code, of a step that is drawn once more
+        self._is_drawn_again = False
         self._window: Any = window
         # With replicas, it would be a replica's function that writes a variable of all.
         self._adds_in_cluster = (
@@ -169,10 +174,10 @@ class Passes:
 
         tf.function(call, autograph=False).get_concrete_function(self._batch.signature_of(None))
 
-    def _draw_microbatch(self) -> None:
-        """Draw a microbatch in a graph that does not run."""
+    def _draw_microbatch(self, rows: int | None = None) -> None:
+        """Draw a microbatch of so many samples, or of any number, in a graph that does not run."""
         units = [tf.TensorSpec((), tf.float64)] * len(self._units)
-        leaves = self._batch.signature_of(None)
+        leaves = self._batch.signature_of(rows)
         draw = tf.function(self._microbatch, autograph=False)
         draw.get_concrete_function(tf.TensorSpec((), tf.int64), units, leaves)
 
@@ -214,6 +219,39 @@ class Passes:
                 raise DoesNotAddUpError from error
         self.targets = []
         self._model._accumulation.has_read_loss = True
+
+    def _tell_of_numbers(self, recording: Recording) -> None:
+        """Warn of numbers in the user's code that follow from that of the samples, which is known.
+
+        The step is drawn for three times as many, and what differs then is looked at once more for
+        the same number of samples: it might differ each time.
+        """
+        self._numbers = recording.losses.numbers()
+        rows = recording.losses.heard.known_rows()
+        if self._is_drawn_again or rows is None or not self._numbers:
+            return
+        changed = list(unlike(self._numbers, self._numbers_for(3 * rows), 3))
+        if changed:
+            again = {id(number) for number in unlike(self._numbers, self._numbers_for(rows), 1)}
+            for number in changed:
+                if number.counts or id(number) not in again:
+                    args = (number.value, place_of(number.op), rows)
+                    recording.losses.tell_of_number(*args, number.counts)
+
+    def _numbers_for(self, rows: int) -> Numbers:
+        """Return the numbers in the code of a step for so many samples: its own, if it has none."""
+        drawn, state = copy.copy(self), PythonState(self._model)
+        drawn.targets, drawn._is_drawn_again = [], True
+        accumulation = self._model._accumulation
+        held_back, accumulation.held_back = accumulation.held_back, []
+        try:
+            drawn._draw_microbatch(rows)
+        except Exception:  # of code that takes no other number of samples
+            return self._numbers
+        finally:
+            accumulation.held_back = held_back
+            state.put_back()
+        return drawn._numbers
 
     def _in_graph(self) -> Any:
         """Return `_microbatch`, as a function that is traced once where a graph is made."""
@@ -285,6 +323,8 @@ class Passes:
             with record(model, data, position, is_trial) as recording, calls:
                 logs = recording.logs = self._train_step(data)
             found = ([], []) if hears is None else hears.heard()
+        if not tf.executing_eagerly():
+            self._tell_of_numbers(recording)
         moments = self._in_order(*found)
         self._note_targets(recording)
         part = Part(

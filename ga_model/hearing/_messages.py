@@ -65,6 +65,27 @@ def obstacle_message(subject: str, place: str, why: str) -> str:
     )
 
 
+def computed_count_message(model: str, number: str, place: str, rows: int) -> str:
+    return (
+        "What Python computes with a number of samples (`x.shape[0]`) is a constant of the graph, "
+        "and so is that of a microbatch. "
+        f"Received: {model!r}, in which {place} computes with {number}, where a microbatch has "
+        f"{rows} samples; with another number of samples it is another. Training differs from the "
+        f"full batch: use the mean, or `tf.shape(x)[0]`, or {EXACT_WAY}."
+    )
+
+
+def constant_count_message(model: str, number: str, place: str, rows: int) -> str:
+    return (
+        "A sum over samples that is divided by their number is a mean, and divided by anything "
+        "else is a sum. "
+        f"Received: {model!r}, in which {place} divides by the constant {number}, which goes with "
+        f"the {rows} samples of a microbatch, but does not follow from them. It is taken for their "
+        "number: if that is not meant, training differs from the full batch. Use the mean, or "
+        f"`tf.shape(x)[0]`, or {EXACT_WAY}."
+    )
+
+
 def fixed_seed_message(subject: str, place: str) -> str:
     return (
         "A fixed seed repeats the same random numbers in every microbatch. "

@@ -18,7 +18,16 @@ from ga_model.base._context import graph_being_made
 from ga_model.reading._denominators import Denominator, StepLoss, by_kind
 from ga_model.reading._following import walk_back
 from ga_model.reading._loss_reading import normalizing_names
-from ga_model.reading._operations import DIVISIONS, MOVES, PRODUCTS, SHARED, names, value_of
+from ga_model.reading._numbers_in_code import Numbers, numbers_in
+from ga_model.reading._operations import (
+    COUNT,
+    DIVISIONS,
+    MOVES,
+    PRODUCTS,
+    SHARED,
+    names,
+    value_of,
+)
 from ga_model.reading._step_loss import Noted, StepReading
 
 # Linear in all gradients that go in.
@@ -68,14 +77,34 @@ class HeardGradients:
     def _reader(self, of_values: bool = False) -> StepReading:
         """Return what reads values, or else gradients: to these, what is stopped is a constant."""
         if of_values not in self._readings:
-            leaves = tf.nest.flatten(self._data)
-            lengths = {t.shape[0] for t in leaves if isinstance(t, tf.Tensor) and t.shape.rank}
-            known = next(iter(lengths)) if len(lengths) == 1 else None
             names = normalizing_names(self._model)
             self._readings[of_values] = StepReading(
-                self._graph, known, names, noted=self._noted, of_values=of_values
+                self._graph, self.known_rows(), names, noted=self._noted, of_values=of_values
             )
         return self._readings[of_values]
+
+    def known_rows(self) -> int | None:
+        """Return the samples of the microbatch, if the graph is made for that number alone."""
+        leaves = tf.nest.flatten(self._data)
+        lengths = {t.shape[0] for t in leaves if isinstance(t, tf.Tensor) and t.shape.rank}
+        return next(iter(lengths)) if len(lengths) == 1 else None
+
+    def numbers(self, others: Iterable[Any]) -> Numbers:
+        """Return the constants in the step's code that its losses follow from.
+
+        Args:
+            others: tensors that losses follow from, beside what tapes took the gradients of.
+        """
+        numbers = {op.name: i for i, op in enumerate(self._graph.get_operations())}
+        targets = [tensor for tensors, _ in self._taken.values() for tensor in tensors]
+
+        def goes_on(tensor: Any) -> bool:
+            return not self.has_made(numbers[tensor.op.name])
+
+        def counts(op: Any, tensor: Any) -> bool:
+            return any(op in r.by_rows or r.kind_of(tensor) == COUNT for r in self._readers())
+
+        return numbers_in(self._graph, [*targets, *others], goes_on, counts)
 
     def _readers(self) -> list[StepReading]:
         self._reader()

@@ -64,6 +64,7 @@ class ReducedReading(PartsReading):
         self._of_weights = set(of_weights)
         self._stops = stops
         self._rows_tensor: Any = None
+        self.by_rows: set[Any] = set()  # operations that take a constant for the number of samples
         super().__init__(graph, True, rows, normalizing, arguments)
 
     def _inherited(self, op: Any) -> dict[Hashable, Denominator]:
@@ -241,6 +242,7 @@ class ReducedReading(PartsReading):
         output = op.outputs[0]
         if kinds[0] in REDUCED and kinds[1] == SHARED:
             if kinds[0] == SUM and set(denominators) == {"sum"} and self._is_number(top, bottom):
+                self.by_rows.add(op)
                 return self._divided(output, Denominator("rows", self._constant_rows()))
             return self._kept(op, denominators, kinds)
         if set(denominators) != {"sum"} and kinds != [MEAN, MEAN]:

@@ -195,6 +195,7 @@ class StepReading(ReducedReading):
                 args = (graph, self._rows, self._normalizing, arguments, weights)
                 reading = StepReading(*args, of_values=not self._stops)
                 loss = reading.of(graph.outputs[output.value_index])
+            self.by_rows |= reading.by_rows
             if loss.denominators is None:
                 self._obstacles[id(output)] = loss.obstacle or Obstacle(op, UNKNOWN)
                 return MIXED
@@ -231,8 +232,10 @@ class StepReading(ReducedReading):
         known = [self._power_of(tensor, is_scaling) for tensor in op.inputs]
         divisors = {divisor.kind: divisor for _, divisor in known if divisor is not None}
         power = power_after(op, [power for power, _ in known]) if len(divisors) == 1 else None
-        if power == 1 and op.type == "Mul" and self._rows is not None:
-            power = 0.0 if self._rows in map(number_of, op.inputs) else power
+        has_rows = self._rows is not None and self._rows in map(number_of, op.inputs)
+        if power == 1 and op.type == "Mul" and has_rows:
+            power = 0.0
+            self.by_rows.add(op)
         for output in op.outputs:
             if id(output) not in self._noted:
                 self._take_power(op, output, power, next(iter(divisors.values())))

@@ -35,6 +35,7 @@ from ga_model.reading._loss_reading import (
     kind_of_scalar,
     why_mixed,
 )
+from ga_model.reading._numbers_in_code import Numbers
 from ga_model.reading._place import place_of
 from ga_model.recording._observed_loss import Readers, observed
 from ga_model.recording._outputs import has_axis_of_samples
@@ -67,6 +68,7 @@ class StepLosses(StepTerms):
         self._observed: Any = None
         self._compares_samples: bool | None = None
         self._activities: list[tuple[Any, Any, Any]] | None = None  # if they are noted
+        self._numbers: list[Any] = []  # that compiled losses gave, or from which these follow
         self.row_counts: list[Any] = []
         self.lost: list[Any] = []
         self.told: list[Any] = []
@@ -156,7 +158,8 @@ class StepLosses(StepTerms):
             UserWarning: it computes with several samples, or divides its terms by several things;
                 or it is not what is assumed of a step that will run eagerly.
         """
-        loss = self.heard.read(number if values is None else values)
+        self._numbers.append(number if values is None else values)
+        loss = self.heard.read(self._numbers[-1])
         if values is not None and loss.is_by_sample:
             return None
         if loss.denominators is not None:
@@ -333,6 +336,26 @@ class StepLosses(StepTerms):
         leaves = tf.nest.flatten(unpack(self._data)[0])
         shapes = [tuple(getattr(leaf, "shape", ())) for leaf in leaves]
         return next((shape[0] for shape in shapes if shape), None)
+
+    def numbers(self) -> Numbers:
+        """Return the constants in the user's code from which losses that are read follow.
+
+        Where microbatches may have any number of samples, none of them is that number.
+        """
+        is_read = self.graph is not None and self._reads_losses
+        return self.heard.numbers(self._numbers) if is_read and self.heard.known_rows() else {}
+
+    def tell_of_number(self, value: float, place: str, rows: int, counts: bool) -> None:
+        """Warn of a number in the user's code.
+
+        Args:
+            value: the number.
+            place: where the code computes with it.
+            rows: samples of the microbatch.
+            counts: whether it is taken for that number though it does not follow from it.
+        """
+        message = _messages.constant_count_message if counts else _messages.computed_count_message
+        self.tell(message(self._model.name, f"{value:g}", place, rows))
 
     def num_rows(self) -> Any:
         return num_rows(unpack(self._data)[0])
