@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 from ga_model.base._context import ThreadValue
-from ga_model.base._internals import layers_in
+from ga_model.base._internals import layers_in, unwrapped
 
 # Whether calls of layers are parts of one that is split already, and so are left as they are.
 inside_of_call = ThreadValue(False)
@@ -62,18 +62,10 @@ class Attributes:
 def _note_contents(values: Iterable[Any], found: dict[int, tuple[Any, Any]]) -> None:
     """Note containers among values, and in these, with a copy of what each has."""
     for value in values:
-        value = _unwrapped(value)
+        value = unwrapped(value)
         if id(value) not in found and isinstance(value, (list, dict, set, deque)):
             found[id(value)] = value, dict(value) if isinstance(value, dict) else list(value)
             _note_contents(value.values() if isinstance(value, dict) else value, found)
-
-
-def _unwrapped(value: Any) -> Any:
-    """Return the dict or list that one of TensorFlow's, which tracks it, keeps."""
-    for name in ("__wrapped__", "_storage"):
-        if isinstance(value, (dict, list)):
-            value = getattr(value, name, value)
-    return value
 
 
 def _fill(value: Any, content: Any) -> None:
@@ -117,9 +109,9 @@ class PythonState(Attributes):
         contents = {id(value): content for value, content in self._contents}
         for part, attributes in self._attributes:
             for name, value in vars(part).items():
-                content = contents.get(id(value := _unwrapped(value)))
+                content = contents.get(id(value := unwrapped(value)))
                 has_same = content is None or _ids_in(content) == _ids_in(value)
-                if value is not _unwrapped(attributes.get(name)) or not has_same:
+                if value is not unwrapped(attributes.get(name)) or not has_same:
                     yield part, name, value
 
     @contextlib.contextmanager

@@ -116,6 +116,14 @@ def seeds(layer: Any) -> list[Any]:
     return [generator.state for generator in layer._seed_generators]
 
 
+def unwrapped(value: Any) -> Any:
+    """Return the dict or list that one of TensorFlow's, which tracks it, keeps."""
+    for name in ("__wrapped__", "_storage"):
+        if isinstance(value, (dict, list)):
+            value = getattr(value, name, value)
+    return value
+
+
 def global_seed() -> Any:
     """Return the `SeedGenerator` that draws for calls without a seed, or None: there was none."""
     return global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)

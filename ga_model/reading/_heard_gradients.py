@@ -20,6 +20,7 @@ from ga_model.reading._following import walk_back
 from ga_model.reading._loss_reading import normalizing_names
 from ga_model.reading._numbers_in_code import Numbers, numbers_in
 from ga_model.reading._operations import (
+    BY_SAMPLE,
     COUNT,
     DIVISIONS,
     MOVES,
@@ -170,6 +171,14 @@ class HeardGradients:
                         reader.note_gradient(gradient, source, whole)
 
         return tell
+
+    def note_jacobian(self, jacobian: Any, target: Any, source: Any) -> None:
+        """Take it as known that a jacobian has an entry of axis 0 for each sample, if both have."""
+        if all(map(self._is_here, (jacobian, target, source))):
+            for reader in self._readers():
+                reader.update()
+                if reader.kind_of(target) == reader.kind_of(source) == BY_SAMPLE:
+                    reader.note_samples(jacobian)
 
     def taken_of(self, gradient: Any) -> tuple[Any, list[Any]]:
         """Return of what, and with respect to what, a tape took a gradient: None if of several."""

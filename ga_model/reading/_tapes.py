@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import tensorflow as tf
 
@@ -19,15 +19,29 @@ from ga_model.base._in_front import InFront
 _listener = ThreadValue()
 
 
-@contextlib.contextmanager
-def heard(listener: Callable[[Any, Any, Any], Callable[[Any], None]]) -> Iterator[None]:
-    """Tell a listener of the gradients that tapes take in this thread.
+class Listener(Protocol):
+    """What is told of gradients."""
 
-    Args:
-        listener: called with the targets and the sources of each, and what is passed back to the
-            targets or None, before it is taken. It returns what is called with the gradients.
-    """
-    with _in_front.of([tf.GradientTape]), _listener.set(listener):
+    def listen(self, target: Any, sources: Any, upstream: Any) -> Callable[[Any], None]:
+        """Take what a gradient will be of.
+
+        Args:
+            target, sources: what is differentiated, and with respect to what.
+            upstream: what is passed back to the targets, or None.
+
+        Returns:
+            What is called with the gradients.
+        """
+
+    def note_jacobian(self, jacobian: Any, target: Any, source: Any) -> None:
+        """Take the derivatives of each sample's targets with respect to its sources."""
+
+
+@contextlib.contextmanager
+def heard(listener: Listener) -> Iterator[None]:
+    """Tell a listener of the gradients that tapes take in this thread."""
+    tapes = [tf.GradientTape]
+    with _gradients.of(tapes), _jacobians.of(tapes), _listener.set(listener):
         yield
 
 
@@ -37,7 +51,9 @@ def _telling(_: Any, gradient: Callable[..., Any]) -> Callable[..., Any]:
         if listener is None:
             return gradient(tape, target, sources, *args, **kwargs)
         with _listener.set(None):  # of what taking a gradient does
-            tell = listener(target, sources, args[0] if args else kwargs.get("output_gradients"))
+            tell = listener.listen(
+                target, sources, args[0] if args else kwargs.get("output_gradients")
+            )
             gradients = gradient(tape, target, sources, *args, **kwargs)
         tell(gradients)
         return gradients
@@ -45,4 +61,17 @@ def _telling(_: Any, gradient: Callable[..., Any]) -> Callable[..., Any]:
     return told
 
 
-_in_front = InFront("gradient", _telling)
+def _telling_of_jacobians(_: Any, batch_jacobian: Callable[..., Any]) -> Callable[..., Any]:
+    def told(tape: Any, target: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
+        listener = _listener.get()
+        with _listener.set(None):
+            jacobian = batch_jacobian(tape, target, source, *args, **kwargs)
+        if listener is not None:
+            listener.note_jacobian(jacobian, target, source)
+        return jacobian
+
+    return told
+
+
+_gradients = InFront("gradient", _telling)
+_jacobians = InFront("batch_jacobian", _telling_of_jacobians)

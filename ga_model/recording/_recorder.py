@@ -306,7 +306,7 @@ def record(
     with recording_of_thread.set(recording), left_out.set([]), waiting(calls):
         with (
             recording.losses.listening(),
-            heard(recording.losses.heard.listen)
+            heard(recording.losses.heard)
             if recording.losses.reads_step
             else contextlib.nullcontext(),
         ):

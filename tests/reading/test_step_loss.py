@@ -370,6 +370,21 @@ class UsesGradientsOfInputs(OwnStep):
         return self.use(self.net, x, y, tape.gradient(loss, x))
 
 
+class UsesJacobians(OwnStep):
+    """Has the derivatives of outputs with respect to inputs in its loss."""
+
+    def __init__(self, use_pfor, outputs_of):
+        super().__init__(None)
+        self.use_pfor, self.outputs_of = use_pfor, outputs_of
+
+    def loss_of(self, x, y, mask):
+        with tf.GradientTape(persistent=True) as tape:
+            tape.watch(x)
+            z = self.outputs_of(self.net(x))
+        jacobian = tape.batch_jacobian(z, x, experimental_use_pfor=self.use_pfor)
+        return tf.reduce_mean(errors(z, y)) + tf.reduce_mean(jacobian**2)
+
+
 class OwnStepThatClips(OwnStep):
     work_over = staticmethod(NOT_LINEAR["norm"])
 
@@ -450,6 +465,23 @@ def test_gradients_of_inputs_whose_length_does_not_matter_match(name, way, float
     found, said = difference(lambda: UsesGradientsOfInputs(*OF_INPUTS_EXACT[name]), **way)
     assert found < TOLERANCE["float64"]
     assert said == []
+
+
+@pytest.mark.parametrize("way", [{}, {"is_static": True}])
+@pytest.mark.parametrize("use_pfor", [True, False])
+def test_jacobians_of_samples_match_without_a_word(use_pfor, way, float64):
+    found, said = difference(lambda: UsesJacobians(use_pfor, tf.math.softplus), **way)
+    assert found < TOLERANCE[float64]
+    assert said == []
+
+
+def test_jacobians_of_what_mixes_samples_are_told_of(float64):
+    def mixed(z):
+        return z / tf.reduce_mean(tf.abs(z))
+
+    found, said = difference(lambda: UsesJacobians(True, mixed))
+    assert found > 1e-3
+    assert len(said) == 1
 
 
 @in_all_ways(OF_INPUTS_TOLD, [{}, {"is_static": True}])

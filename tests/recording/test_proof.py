@@ -15,6 +15,7 @@ from helpers import TOLERANCE, assert_changed, relative_difference, seeded, told
 from keras import layers, losses, ops
 
 from ga_model import accumulate
+from ga_model.base._call_again import Attributes
 from ga_model.batch._proof import adds_up
 from ga_model.hearing._attributes import watch_attributes
 
@@ -514,3 +515,15 @@ def test_parts_of_other_numbers_of_samples_are_not_proved(float64):
             return tf.reduce_mean(tf.square(self.net(x))) + tf.reduce_mean(tf.abs(y))
 
     assert not is_proved(Unlabelled, specs())  # which may have other numbers then
+
+
+def test_what_tensorflow_tracks_is_put_back():
+    """Attributes that are set on a `tf.Module` are wrapped, by proxies and copies."""
+    module = tf.Module()
+    module.counts, module.seen = {"calls": 0, "rows": [8]}, [1, 2]
+    before = Attributes([module])
+    module.counts["calls"] = 1
+    module.counts["rows"].append(5)
+    module.seen.append(3)
+    before.put_back()
+    assert (module.counts, module.seen) == ({"calls": 0, "rows": [8]}, [1, 2])
