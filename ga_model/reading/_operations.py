@@ -157,37 +157,52 @@ def values_of(op: Any, number: int) -> Any:
     return [] if value is None else np.reshape(value, -1).tolist()
 
 
+_MOST_TENSORS = 200  # that are looked at for the value of one
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "AddV2": np.add,
+    "Cast": lambda value: value,
+    "ConcatV2": lambda *values: np.concatenate(values[:-1]),
+    "FloorMod": np.mod,
+    "Mul": np.multiply,
+    "Pack": lambda *values: np.stack(values),
+    "Prod": lambda value, _: np.prod(value),
+    "Range": np.arange,
+    "Sub": np.subtract,
+}
+
+
 def value_of(tensor: Any) -> Any:
     """Return the value of a tensor that follows from constants and ranks, or None."""
-    value = tf.get_static_value(tensor)
-    if value is not None:
-        return value
-    op = tensor.op
+    return _value(tensor, {})
+
+
+def _value(tensor: Any, known: dict[int, Any]) -> Any:
+    """Return what `value_of` does, and keep it: a tensor may be reached in very many ways."""
+    if id(tensor) not in known:
+        known[id(tensor)] = value = tf.get_static_value(tensor)
+        if value is None:
+            known[id(tensor)] = _computed(tensor.op, known)
+    return known[id(tensor)]
+
+
+def _computed(op: Any, known: dict[int, Any]) -> Any:
     if op.type == "Rank":
         return op.inputs[0].shape.rank
-    values = [value_of(given) for given in op.inputs]
-    if not values or any(given is None for given in values):
+    is_known = op.type in _FUNCTIONS or op.type == "StridedSlice"
+    if not is_known or len(known) > _MOST_TENSORS:
         return None
-    if op.type == "StridedSlice" and np.ndim(values[0]) == 1 and not op.get_attr("begin_mask"):
-        first, last, stride = (int(value[0]) for value in values[1:])
-        is_one = op.get_attr("shrink_axis_mask")
-        return values[0][first] if is_one else values[0][first:last:stride]
-    if op.type == "Cast":
-        return values[0]
-    if op.type == "ConcatV2":
-        return np.concatenate(values[:-1])
-    if op.type == "Pack":
-        return np.stack(values)
-    if op.type == "Prod":
-        return np.prod(values[0])
-    functions: dict[str, Any] = {
-        "FloorMod": np.mod,
-        "Sub": np.subtract,
-        "AddV2": np.add,
-        "Mul": np.multiply,
-        "Range": np.arange,
-    }
-    return functions[op.type](*values) if op.type in functions else None
+    values = []
+    for given in op.inputs:
+        if (value := _value(given, known)) is None:
+            return None
+        values.append(value)
+    if op.type != "StridedSlice":
+        return _FUNCTIONS[op.type](*values)
+    if np.ndim(values[0]) != 1 or op.get_attr("begin_mask"):
+        return None
+    first, last, stride = (int(value[0]) for value in values[1:])
+    is_one = op.get_attr("shrink_axis_mask")
+    return values[0][first] if is_one else values[0][first:last:stride]
 
 
 def number_of(tensor: Any) -> float | None:

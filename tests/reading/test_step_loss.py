@@ -29,6 +29,7 @@ from own_training import train
 
 from ga_model import accumulate
 from ga_model.reading._denominators import by_kind
+from ga_model.reading._operations import value_of
 from ga_model.reading._step_loss import StepReading
 
 
@@ -465,6 +466,40 @@ def test_gradients_of_inputs_whose_length_does_not_matter_match(name, way, float
     found, said = difference(lambda: UsesGradientsOfInputs(*OF_INPUTS_EXACT[name]), **way)
     assert found < TOLERANCE["float64"]
     assert said == []
+
+
+class SecondDerivatives(OwnStep):
+    """Solves a differential equation: the second derivatives of outputs are in its loss."""
+
+    def __init__(self):
+        super().__init__(None)
+
+    def loss_of(self, x, y, mask):
+        with tf.GradientTape() as outer:
+            outer.watch(x)
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                z = tf.tanh(self.net(tf.tanh(x)))[:, :1]
+            slopes = inner.gradient(z, x)
+        curvatures = outer.gradient(slopes, x)
+        return tf.reduce_mean(tf.square(curvatures[:, :1] + tf.tanh(z) - y[:, :1]))
+
+
+@pytest.mark.parametrize("way", [{}, {"is_static": True}])
+def test_second_derivatives_match_without_a_word(way, float64):
+    found, said = difference(SecondDerivatives, **way)
+    assert found < TOLERANCE[float64]
+    assert said == []
+
+
+@pytest.mark.parametrize("length", [100, 2000])
+def test_the_value_of_a_long_chain_is_not_looked_for(length):
+    """Each of its tensors is reached in 2 ** n ways, through n others."""
+    with tf.Graph().as_default():
+        chain = tf.raw_ops.Placeholder(dtype=tf.float64, shape=())
+        for _ in range(length):
+            chain = chain + chain
+        assert value_of(chain) is None
 
 
 @pytest.mark.parametrize("way", [{}, {"is_static": True}])
