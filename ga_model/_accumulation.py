@@ -155,7 +155,7 @@ class Accumulation(Kept):
                 return run(model, train_step, data, window)
             except DoesNotAddUpError:  # of a graph that was about to be made
                 self.adds_up = False
-                return run(model, train_step, data, window)
+            return run(model, train_step, data, window)
 
     def _run_plain(self, train_step: Callable[[Any], Any], data: Any) -> Any:
         logs = train_step(data)

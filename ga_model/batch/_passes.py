@@ -172,7 +172,13 @@ class Passes:
                     self._model.compute_metrics(x, y, outputs, sample_weight)
             return [leaf for leaf in tf.nest.flatten(outputs) if tf.is_tensor(leaf)]
 
-        tf.function(call, autograph=False).get_concrete_function(self._batch.signature_of(None))
+        draw, batch = tf.function(call, autograph=False), self._batch
+        try:
+            draw.get_concrete_function(batch.signature_of(None))
+        except Exception:  # of code that computes with a number of samples
+            if batch.static_rows is None:
+                raise
+            draw.get_concrete_function(batch.signature_of(batch.static_rows))
 
     def _draw_microbatch(self, rows: int | None = None) -> None:
         """Draw a microbatch of so many samples, or of any number, in a graph that does not run."""
@@ -321,7 +327,7 @@ class Passes:
         is_heard = not position.is_update and stateless_scope() is None
         with heard_layers(model), listening(is_heard) as hears:
             with record(model, data, position, is_trial) as recording, calls:
-                logs = recording.logs = self._train_step(data)
+                logs = recording.logs = self._run_step(data, position.must_add_up)
             found = ([], []) if hears is None else hears.heard()
         if not tf.executing_eagerly():
             self._tell_of_numbers(recording)
@@ -342,6 +348,20 @@ class Passes:
         if model.skip_nonfinite:
             part = part.if_finite([recording.unit(target.optimizer) for target in self.targets])
         return part
+
+    def _run_step(self, data: Any, must_add_up: bool) -> Any:
+        """Run the model's step.
+
+        Raises:
+            DoesNotAddUpError: it fails, and may not on a full batch, whose samples are known.
+        """
+        try:
+            return self._train_step(data)
+        except Exception as error:
+            is_known = self._batch.static_rows is not None
+            if not (must_add_up and is_known) or tf.executing_eagerly():
+                raise
+            raise DoesNotAddUpError from error
 
     def move_statistics(self, part: Part) -> None:
         """Move the running averages of BatchNormalization by the statistics of the batch."""

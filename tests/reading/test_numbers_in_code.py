@@ -104,7 +104,8 @@ WINDOW, SPLIT = {"accumulation_steps": 3}, {"microbatch_size": 8, "loss_over": "
 
 
 def difference(make, settings=WINDOW, **kwargs):
-    start, weights, said = fit(make, 1 if settings is SPLIT else 3, settings, **kwargs)
+    steps = settings.get("accumulation_steps", 1)
+    start, weights, said = fit(make, steps, settings, **kwargs)
     _, expected, _ = fit(make, 1, **kwargs)
     assert_changed(expected, start)
     return relative_difference(weights, expected, start), said
@@ -191,6 +192,15 @@ def test_they_are_told_wherever_they_are(place, settings, float64):
 
 def plain():
     return keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+
+
+@pytest.mark.parametrize("make", [Scaled, lambda: OwnStep(TOLD["inverse"])])
+def test_a_split_batch_is_exact(make, float64):
+    """A layer that takes no other number of samples gets them all, which is told of."""
+    found, said = difference(make, {"microbatch_size": 8}, loss="mse")
+    assert found < TOLERANCE[float64]
+    assert all("takes the memory of the full batch" in text for text in said)
+    assert len(said) == (make is Scaled)
 
 
 @pytest.mark.parametrize("loss", ["mse", keras.losses.Huber(reduction="sum")])
