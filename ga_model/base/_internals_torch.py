@@ -30,8 +30,16 @@ def results_of(node: Any) -> list[Any]:
 def divisor_of(node: Any) -> float | None:
     """Return the number by which a node of PyTorch's autograd divides what it gets, or None.
 
-    Of means, that of the values; of a division, a number that no gradient goes to.
+    Of means, that of the values; of a division, a number that no gradient goes to. A gradient that
+    was taken may have freed it.
     """
+    try:
+        return _kept_divisor_of(node)
+    except RuntimeError:  # "saved tensors after they have already been freed"
+        return None
+
+
+def _kept_divisor_of(node: Any) -> float | None:
     name = node.name()
     if name == "DivBackward0":
         other = node._saved_other

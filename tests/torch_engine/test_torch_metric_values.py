@@ -193,6 +193,32 @@ def test_logs_that_are_no_means_over_samples_are_told_of():
     assert compare(logging, lambda: None, SIZE) == ([], [])
 
 
+class LogsTerms(LogsNumbers):
+    """Its loss is the sum of two, which it logs after PyTorch took the gradient through them."""
+
+    def train_step(self, data):
+        x, y = data
+        self.zero_grad()
+        z = self(x, training=True)
+        one = torch.nn.functional.mse_loss(z, y)
+        other = torch.nn.functional.smooth_l1_loss(z, y)
+        (one + other).backward()
+        with torch.no_grad():
+            self.optimizer.apply([w.value.grad for w in self.trainable_weights])
+        self.tracker.update_state(other)
+        return {"one": one, "tracked": self.tracker.result()}
+
+
+@pytest.mark.parametrize("settings", [STEPS, ADDED_UP, SIZE], ids=str)
+def test_terms_whose_gradients_were_taken_are_put_together(settings):
+    def make():
+        model = LogsTerms()
+        model.build((None, 4))
+        return model
+
+    assert compare(make, lambda: None, settings) == ([], [])
+
+
 class LogsScaledLosses(LogsNumbers):
     """Its optimizer gets the loss before the logs do."""
 
