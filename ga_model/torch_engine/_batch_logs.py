@@ -135,7 +135,9 @@ class BatchLogs:
     def _note_update(self, key: Hashable, call: Any, rows: int) -> Any:
         """Note the update of a metric, and return what it counts."""
         metric, _, weight, term = call
-        is_rows = metric is loss_tracker(self._model) or term is not None
+        # Keras gives the number of samples; a step of the user's own may give none.
+        is_tracked = metric is loss_tracker(self._model) and weight is not None
+        is_rows = is_tracked or term is not None
         is_sum = is_rows or torch.is_tensor(weight) or weight == rows
         weight = rows if is_rows else 1.0 if weight is None else weight
         self._updates[key] = _Update(metric, is_sum, 1.0 if is_sum else float(weight))

@@ -67,7 +67,35 @@ def steps():
     return model
 
 
-CASES = {**logged.CASES, "steps": (steps, plain_data, dict)}
+class Guide(keras.Model):
+    """The step of Keras's guide: it gives the loss to Keras's own mean as one number per batch."""
+
+    def train_step(self, data):
+        x, y = data
+        self.zero_grad()
+        z = self(x, training=True)
+        loss = self.compute_loss(y=y, y_pred=z)
+        loss.backward()
+        with torch.no_grad():
+            self.optimizer.apply([w.value.grad for w in self.trainable_weights])
+        for metric in self.metrics:
+            if metric.name == "loss":
+                metric.update_state(loss)
+            else:
+                metric.update_state(y, z)
+        return {m.name: m.result() for m in self.metrics}
+
+
+def guide():
+    x = keras.Input((4,))
+    return Guide(x, keras.layers.Dense(2)(x))
+
+
+CASES = {
+    **logged.CASES,
+    "steps": (steps, plain_data, dict),
+    "guide": (guide, plain_data, lambda: {"loss": "mse", "metrics": ["mae"]}),
+}
 
 
 def trained(case, rows, settings):
