@@ -35,6 +35,7 @@ from ga_model.torch_engine._observer import observer_of
 from ga_model.torch_engine._optimizer_writes import OptimizerWrites, refusing_others
 from ga_model.torch_engine._own_gradients import not_linear
 from ga_model.torch_engine._part import Part
+from ga_model.torch_engine._state import clear_gradients
 from ga_model.torch_engine._step_probe import UnknownLossError
 from ga_model.torch_engine._tensors import Written
 from ga_model.torch_engine._terms import Position, StepLosses
@@ -233,8 +234,9 @@ class Recording:
         if not optimizer.built:
             with keras.name_scope(optimizer.name):
                 optimizer.build(variables)
-        for variable in variables:  # the gradients are the window's now
-            raw(variable).grad = None
+        for variable in variables:  # the gradients are the window's now, the step has copies
+            left = None if self.keeps_gradients else raw(variable).grad
+            raw(variable).grad = None if left is None else left.detach().clone()
         if self.exchanged is not None:
             exchange(self.exchanged, optimizer, variables)
         if self.applies_at_once():
@@ -404,3 +406,5 @@ def record(model: Any, data: Any, position: Position, keeps_gradients: bool) -> 
     hooks = _noting_hooks(recording)
     with recording_of_thread.set(recording), listening, refusing, hooks, metrics:
         yield recording
+    if is_own:
+        clear_gradients(model)

@@ -219,6 +219,37 @@ def test_terms_whose_gradients_were_taken_are_put_together(settings):
     assert compare(make, lambda: None, settings) == ([], [])
 
 
+class LogsGradients(LogsNumbers):
+    """It reads gradients after the update, and sets them to zero as scripts of PyTorch do."""
+
+    def train_step(self, data):
+        x, y = data
+        loss = ((self(x, training=True) - y) ** 2).mean()
+        loss.backward()
+        with torch.no_grad():
+            self.optimizer.apply([w.value.grad for w in self.trainable_weights])
+        gradients = [w.value.grad for w in self.trainable_weights]
+        sums = [g.sum() for g in gradients if g is not None]
+        logs = {"now": loss.detach(), "sum": sum(sums), "norm": torch.stack(sums).norm()}
+        for gradient in gradients:
+            gradient.zero_()
+        return logs
+
+
+@pytest.mark.parametrize("settings", [STEPS, ADDED_UP, SIZE], ids=str)
+def test_gradients_may_be_read_and_cleared_after_the_update(settings):
+    def make():
+        model = LogsGradients()
+        model.build((None, 4))
+        return model
+
+    differing, said = compare(make, lambda: None, settings)
+    told = [] if settings == SIZE else ["norm"]
+    assert set(differing) <= {"sum", *told}
+    assert len(said) == len(told)
+    assert all(f"the log {name!r}" in text for name, text in zip(told, said))
+
+
 class LogsScaledLosses(LogsNumbers):
     """Its optimizer gets the loss before the logs do."""
 
