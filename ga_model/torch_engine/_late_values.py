@@ -56,6 +56,13 @@ class OrderProbe:
                 return names if len(names) < 4 else [*names[:3], "..."]
         return []
 
+    def has_gradients_apart(self) -> bool:
+        """Return whether gradients do not follow from what is updated, and none are all zero."""
+        plain = self._plain.gradients
+        counts = all(any(g is not None and bool(g.any()) for g in part) for part in plain)
+        others = (self._given(what).gradients for what in (WEIGHTS, COUNTERS))
+        return counts and all(_are_same(plain, other) for other in others)
+
     def metrics_used(self) -> list[str]:
         """Return the names of variables of metrics that are updated, and gradients follow from."""
         updated = [metric for metric in self._metrics if id(metric) in self._plain.updated]
@@ -85,7 +92,7 @@ class OrderProbe:
             before.put_back()
         arguments = [[*call] for found in calls.values() for call in found]
         values = keras.tree.flatten([list(values_of(recording, logs).values()), arguments])
-        gradients = [part.gradient(v) for part in recording.parts for v in part.variables]
+        gradients = [[part.gradient(v) for v in part.variables] for part in recording.parts]
         target = recording.parts[0] if recording.parts else None
         return _Given(values, gradients, set(calls), target)
 
@@ -95,13 +102,13 @@ class _Given(NamedTuple):
 
     Attributes:
         values: for logs and metrics.
-        gradients: tensors, or None.
+        gradients: of each update, tensors or None.
         updated: ids of metrics.
         target: of its first update, or None.
     """
 
     values: list[Any]
-    gradients: list[Any]
+    gradients: list[list[Any]]
     updated: set[int]
     target: Any
 
@@ -136,6 +143,7 @@ def exchange(what: str, optimizer: Any, variables: list[Any]) -> None:
 
 
 def _are_same(ones: list[Any], others: list[Any]) -> bool:
+    ones, others = keras.tree.flatten(ones), keras.tree.flatten(others)
     return len(ones) == len(others) and all(map(_is_same, ones, others))
 
 

@@ -8,7 +8,9 @@ from typing import Any
 
 from ga_model.hearing import _messages
 from ga_model.hearing._models import is_of_keras
+from ga_model.torch_engine import _refusals
 from ga_model.torch_engine._batch_logs import BatchLogs, values_of
+from ga_model.torch_engine._divisors import is_to_try
 from ga_model.torch_engine._late_values import OrderProbe
 from ga_model.torch_engine._probes import DoesNotAddUpError
 
@@ -60,13 +62,16 @@ class LoggedValues:
             self._model._warn_once(message)
 
     def _look_at_order(self) -> None:
-        """Find out once if a step of the user's own computes with what it changes itself."""
+        """Find out if a step of the user's own computes with what it changes itself.
+
+        What it logs is tried once, gradients that it takes after an update again and again.
+        """
         model, parts = self._model, self._recording.parts
         accumulation = model._accumulation
-        if is_of_keras(model, "train_step") or accumulation.has_looked_at_order:
+        if is_of_keras(model, "train_step") or self._is_told_of_late_gradients():
             return
-        accumulation.has_looked_at_order = True
-        if self._recording.is_told or not parts:
+        has_looked, accumulation.has_looked_at_order = accumulation.has_looked_at_order, True
+        if has_looked or not parts:
             return
         late, used = [], []
         with contextlib.suppress(Exception):  # of a step that takes no other weights
@@ -78,3 +83,22 @@ class LoggedValues:
             )
         if used:
             model._warn_once(_messages.metrics_used_message(model.name, used))
+
+    def _is_told_of_late_gradients(self) -> bool:
+        """Tell of gradients that follow from what was updated before, and return whether they do.
+
+        Those that cannot be tried, or that are zero, are told of, too.
+        """
+        model, accumulation = self._model, self._model._accumulation
+        if accumulation.has_told_of_late or not self._recording.is_late:
+            return bool(accumulation.has_told_of_late)
+        accumulation.num_late += 1
+        if not is_to_try(accumulation.num_late):
+            return False
+        is_apart = False
+        with contextlib.suppress(Exception):  # of a step that takes no other weights
+            is_apart = OrderProbe(model, self._run, self._data).has_gradients_apart()
+        accumulation.has_told_of_late = not is_apart
+        if not is_apart:
+            model._warn_once(_refusals.several_optimizers_message(model.name))
+        return not is_apart

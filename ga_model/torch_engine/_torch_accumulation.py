@@ -38,7 +38,10 @@ class Accumulation(Kept):
         numbers: the same of the numbers that it gives to metrics and logs.
         has_run_by_microbatches: whether a batch has.
         later_writes: tells of what steps write to later, once it was found out what they do.
-        has_looked_at_order: whether it was found out if a step computes with what it changes.
+        has_looked_at_order: whether it was found out if a step logs what it computes with what it
+            changes.
+        num_late: microbatches whose step took a gradient after an update.
+        has_told_of_late: whether such a gradient was told of.
         has_looked_at_gradients: whether it was found out if gradients are linear.
         process_group: the processes that train the model together, as users set it, or None.
     """
@@ -67,6 +70,7 @@ class Accumulation(Kept):
         self.probes, self.step_probe = Probes(self._model), StepProbe(self._model)
         self.numbers = NumbersProbe(self._model)
         self.has_looked_at_gradients = self.has_looked_at_order = False
+        self.num_late, self.has_told_of_late = 0, False
 
     def set_process_group(self, group: Any) -> None:
         """Train together with the processes of a group from the next window on, or alone."""

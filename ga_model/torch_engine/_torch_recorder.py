@@ -61,7 +61,7 @@ class Recording:
         is_worked_over: whether other gradients are applied than PyTorch gave, where it is tried.
         writes: what is told of updates, or None.
         exchanged: what is exchanged for something else where it is to be updated, or None.
-        is_told: whether was told that the order of updates matters.
+        is_late: whether the step takes a gradient after it has applied an optimizer.
     """
 
     def __init__(self, model: Any, data: Any, position: Position, keeps_gradients: bool) -> None:
@@ -77,7 +77,7 @@ class Recording:
         self.is_worked_over = False
         self.writes: OptimizerWrites | None = None
         self.exchanged: str | None = None
-        self.is_told = False
+        self.is_late = False
         self._folded: list[Any] = []  # losses as they enter the sum
         self._taken: list[Any] = []  # losses as the step has them
         self._given: dict[Any, _Gradient] = {}  # as PyTorch gave them, by their place
@@ -183,8 +183,9 @@ class Recording:
                 enter the sum where they are.
         """
         if self.parts and not self._position.is_window:  # computed with what is updated later now
-            self.is_told = True
-            self.model._warn_once(_refusals.several_optimizers_message(self.model.name))
+            self.is_late = True
+            if not self._position.defers_logs:  # else it is found out if the order matters
+                self.model._warn_once(_refusals.several_optimizers_message(self.model.name))
         if is_in(losses, self._folded):
             return losses
         if may_go_on:

@@ -573,7 +573,6 @@ class Adversarial(keras.Model):
         return {"loss": loss}
 
 
-@pytest.mark.filterwarnings("ignore:A window applies all optimizers:UserWarning")
 @pytest.mark.every_case
 @pytest.mark.parametrize("way", WAYS)
 def test_several_optimizers_match_the_full_batch(way):
@@ -616,8 +615,32 @@ def test_several_optimizers_whose_gradients_come_first_are_not_told_of():
     assert [int(o.iterations) for o in (model.one_optimizer, model.other_optimizer)] == [1, 1]
 
 
-def test_several_optimizers_are_told_of():
-    model = ruled(Adversarial)()
+class InTurns(Adversarial):
+    """One part learns from the other, which was updated before: by its values, or its counter."""
+
+    by_counter = False
+
+    def train_step(self, data):
+        x, y = data
+        self.zero_grad()
+        ops.mean(ops.square(self.one(x) - y)).backward()
+        weights = self.one.trainable_weights
+        self.one_optimizer.apply([v.value.grad for v in weights], weights)
+        learned = self.one_optimizer.iterations * y if self.by_counter else self.one(x).detach()
+        loss = ops.mean(ops.square(self.other(x) - learned))
+        loss.backward()
+        weights = self.other.trainable_weights
+        self.other_optimizer.apply([v.value.grad for v in weights], weights)
+        return {"loss": loss}
+
+
+class InTurnsByCounter(InTurns):
+    by_counter = True
+
+
+@pytest.mark.parametrize("steps", [InTurns, InTurnsByCounter])
+def test_several_optimizers_are_told_of(steps):
+    model = ruled(steps)()
     model.compile(accumulation_steps=2)
     with pytest.warns(UserWarning, match="which applies several"):
         model.fit(*dense_data(8), batch_size=4, verbose=0)
