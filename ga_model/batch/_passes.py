@@ -359,7 +359,7 @@ class Passes:
             return self._train_step(data)
         except Exception as error:
             is_known = self._batch.static_rows is not None
-            if not (must_add_up and is_known) or tf.executing_eagerly():
+            if not (must_add_up and is_known) or self._model.run_eagerly:
                 raise
             raise DoesNotAddUpError from error
 
