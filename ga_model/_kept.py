@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from ga_model._settings import Settings, passed
@@ -104,6 +106,15 @@ class Kept:
             self.window.discard()
 
     # Warnings.
+
+    @contextlib.contextmanager
+    def holding_back(self) -> Iterator[list[str]]:
+        """Give no warnings in a block, but collect them in the list that it gets."""
+        before, self.held_back = self.held_back, []
+        try:
+            yield self.held_back
+        finally:
+            self.held_back = before
 
     def warn_once(self, message: str) -> None:
         """Warn, unless the present `compile` has seen the same warning."""

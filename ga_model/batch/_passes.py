@@ -248,14 +248,12 @@ class Passes:
         """Return the numbers in the code of a step for so many samples: its own, if it has none."""
         drawn, state = copy.copy(self), PythonState(self._model)
         drawn.targets, drawn._is_drawn_again = [], True
-        accumulation = self._model._accumulation
-        held_back, accumulation.held_back = accumulation.held_back, []
         try:
-            drawn._draw_microbatch(rows)
+            with self._model._accumulation.holding_back():
+                drawn._draw_microbatch(rows)
         except Exception:  # of code that takes no other number of samples
             return self._numbers
         finally:
-            accumulation.held_back = held_back
             state.put_back()
         return drawn._numbers
 

@@ -66,14 +66,13 @@ def adds_up(model: Any, train_step: Callable[[Any], Any], data: Any) -> bool:
         tf.TensorSpec([None, *leaf.shape[1:]] if leaf.shape.rank else [], leaf.dtype)
         for leaf in leaves
     ]
-    accumulation, state = model._accumulation, PythonState(model)
-    held_back, accumulation.held_back = accumulation.held_back, []
+    state = PythonState(model)
     try:
-        tf.function(draw, autograph=False).get_concrete_function(specs)
-        return not accumulation.held_back
+        with model._accumulation.holding_back() as told:
+            tf.function(draw, autograph=False).get_concrete_function(specs)
+        return not told
     except Exception:
         return False
     finally:
-        accumulation.held_back = held_back
         if not any(proof.has_created for proof in proofs):
             state.put_back()

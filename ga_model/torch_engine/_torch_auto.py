@@ -91,12 +91,10 @@ class AutomaticSize(FoundSize):
         self.size = None
         accumulation = self._model._accumulation
         trials = _Trials(self._model, train_step, data)
-        accumulation.held_back = []
         try:
-            with trials.undone():
+            with accumulation.holding_back() as told, trials.undone():
                 self.find(self._model, rows, trials)
         finally:
-            told, accumulation.held_back = accumulation.held_back, None
             self._changed = trials.changed
         if self.size < rows or accumulation.accumulates():
             for message in told:
