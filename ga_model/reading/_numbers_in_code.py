@@ -57,11 +57,11 @@ def numbers_in(
         left += [inner for body in bodies(op) for inner in body.get_operations()]
         if op.type not in _COMPUTING or not op.outputs[0].dtype.is_floating:
             continue
-        for tensor in op.inputs:
-            value = number_of(tensor) if tensor.shape.num_elements() == 1 else None
-            line = None if value is None else line_of_user(op)
-            if value is not None and line is not None:
-                found.setdefault(line, []).append(Number(op, value, counts(op, tensor)))
+        single = [tensor for tensor in op.inputs if tensor.shape.num_elements() == 1]
+        values = [(t, value) for t in single if (value := number_of(t)) is not None]
+        line = line_of_user(op) if values else None
+        if line is not None:
+            found.setdefault(line, []).extend(Number(op, v, counts(op, t)) for t, v in values)
     return found
 
 

@@ -232,8 +232,8 @@ class StepReading(ReducedReading):
         known = [self._power_of(tensor, is_scaling) for tensor in op.inputs]
         divisors = {divisor.kind: divisor for _, divisor in known if divisor is not None}
         power = power_after(op, [power for power, _ in known]) if len(divisors) == 1 else None
-        has_rows = self._rows is not None and self._rows in map(number_of, op.inputs)
-        if power == 1 and op.type == "Mul" and has_rows:
+        is_scaled = power == 1 and op.type == "Mul" and self._rows is not None
+        if is_scaled and self._rows in map(number_of, op.inputs):
             power = 0.0
             self.by_rows.add(op)
         for output in op.outputs:
