@@ -20,6 +20,7 @@ from ga_model.hearing._metrics_of_user import parts_of
 from ga_model.hearing._models import optimizers_in
 from ga_model.torch_engine._batch_logs import values_of
 from ga_model.torch_engine._metric_trials import noting
+from ga_model.torch_engine._refusals import first_of
 from ga_model.torch_engine._state import Before
 
 WEIGHTS, COUNTERS = "weights", "counters"  # of updates
@@ -53,7 +54,7 @@ class OrderProbe:
             (COUNTERS, [counter_of(target.optimizer).path]),
         ):
             if not _are_same(self._plain.values, self._given(what).values):
-                return names if len(names) < 4 else [*names[:3], "..."]
+                return first_of(names)
         return []
 
     def has_gradients_apart(self) -> bool:

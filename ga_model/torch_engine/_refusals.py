@@ -151,6 +151,11 @@ def worked_over_message(model: str) -> str:
     )
 
 
+def first_of(names: list[str]) -> list[str]:
+    """Return the names that a message has room for."""
+    return names if len(names) < 4 else [*names[:3], "..."]
+
+
 def weights_written_message(model: str, weights: list[str]) -> str:
     return (
         "In a window, weights change once, when the optimizers are applied at its end. Received: "

@@ -297,7 +297,7 @@ class _Run:
     def _check_updates(self, weights: Written | None, recording: Recording) -> None:
         """Raise RuntimeError if a step writes to weights by itself, or applies no optimizer."""
         if weights is not None and (names := weights.names()):
-            names = names if len(names) < 4 else [*names[:3], "..."]
+            names = _refusals.first_of(names)
             raise RuntimeError(_refusals.weights_written_message(self._model.name, names))
         recording.check_updates()
 
