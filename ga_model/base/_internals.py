@@ -33,7 +33,9 @@ from keras.src.backend.common import global_state
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from keras.src.losses.loss import scale_loss_for_distribution
-from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
+
+# The name of the `global_seed` in Keras; only newer releases have a constant for it.
+_GLOBAL_SEED = "global_seed_generator"
 
 # The first two numbers of Keras's version.
 RELEASE = tuple(int(part) for part in keras.__version__.split(".")[:2])
@@ -126,12 +128,12 @@ def unwrapped(value: Any) -> Any:
 
 def global_seed() -> Any:
     """Return the `SeedGenerator` that draws for calls without a seed, or None: there was none."""
-    return global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+    return global_state.get_global_attribute(_GLOBAL_SEED)
 
 
 def set_global_seed(generator: Any) -> None:
     """Let this be the `SeedGenerator` that draws for calls without a seed."""
-    global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, generator)
+    global_state.set_global_attribute(_GLOBAL_SEED, generator)
 
 
 # The method with which BatchNormalization computes mean and variance of `inputs` with a `mask`.

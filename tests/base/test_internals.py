@@ -3,9 +3,11 @@
 import ast
 from pathlib import Path
 
+import keras
 import pytest
 
 import ga_model
+from ga_model.base import _internals
 
 PACKAGE = Path(ga_model.__file__).parent
 FILES = {f.relative_to(PACKAGE).as_posix(): f for f in sorted(PACKAGE.rglob("*.py"))}
@@ -113,3 +115,14 @@ def test_a_name_is_found_that_a_module_or_a_function_of_ours_has_too():
 )
 def test_own_names_are_not_found(source):
     assert not foreign_names({"_step.py": source})
+
+
+def test_the_global_seed_is_the_one_that_draws():
+    keras.utils.set_random_seed(1)
+    _internals.set_global_seed(None)
+    keras.random.normal((2,))
+    made = _internals.global_seed()
+    state = keras.ops.convert_to_numpy(made.state)
+    keras.random.normal((2,))
+    assert _internals.global_seed() is made
+    assert (keras.ops.convert_to_numpy(made.state) != state).any()
