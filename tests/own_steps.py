@@ -102,8 +102,11 @@ class SimCLR(OwnStep):
         self.augment = keras.Sequential([layers.GaussianNoise(0.3, seed=3), layers.Rescaling(2.0)])
         self.encoder, self.head = mlp(6, 5), mlp(5, 4)
 
+    def augmented(self, x):
+        return self.augment(x, training=True)
+
     def train_step(self, x):
-        views = [self.augment(x, training=True) for _ in range(2)]
+        views = [self.augmented(x) for _ in range(2)]
         with tf.GradientTape() as tape:
             a, b = (self.head(self.encoder(view, training=True)) for view in views)
             loss = contrastive(a, b)

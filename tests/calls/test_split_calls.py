@@ -123,9 +123,22 @@ def test_steps_match_in_every_way_to_run(name, way, float64):
     assert_same(train(STEPS[name], 5, **way), train(STEPS[name], **way), TOLERANCE[float64])
 
 
-@pytest.mark.parametrize("name", ["SimCLR", "dual encoder", "masked language model"])
-def test_steps_match_in_single_precision(name):
-    assert_same(train(STEPS[name], 5), train(STEPS[name]), TOLERANCE["float32"])
+class Reversed(SimCLR):
+    """The same loss and gradients, but for rounding: the samples of both views in another order."""
+
+    def augmented(self, x):
+        return super().augmented(x)[::-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "in_another_order"),
+    [("SimCLR", Reversed), ("dual encoder", None), ("masked language model", None)],
+)
+def test_steps_match_in_single_precision(name, in_another_order):
+    plain, tolerance = train(STEPS[name]), TOLERANCE["float32"]
+    if in_another_order:  # plain Keras is as far from itself then
+        tolerance = max(tolerance, 2 * difference(train(in_another_order), plain))
+    assert_same(train(STEPS[name], 5), plain, tolerance)
 
 
 @pytest.mark.parametrize("name", ["SimCLR", "root of a mean"])
