@@ -30,7 +30,7 @@ class Kept:
         noise: what `GradientNoiseScale` measures.
         window: the open window, or the next one; None before the first batch of one.
         num_skipped: microbatches that were left out, once there is training that may do so.
-        num_lost: batches with a term that one of their microbatches lost, likewise.
+        num_lost: batches, on PyTorch windows, with a term that a microbatch lost, likewise.
         is_scheduled: whether a callback of the present `fit` sets `accumulation_steps`.
         is_verbose: whether the present `fit` shows its progress.
         warnings: those that were given.

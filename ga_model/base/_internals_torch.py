@@ -55,6 +55,46 @@ def _kept_divisor_of(node: Any) -> float | None:
     return float(node._saved_self.numel())
 
 
+def left_out_by(node: Any) -> Any:
+    """Return the operation whose result a node of PyTorch's autograd leaves out, or None.
+
+    That is what `torch.where` does with one condition if it takes a constant instead, as Keras's
+    `divide_no_nan` does.
+    """
+    if node.name() != "WhereBackward0":
+        return None
+    try:
+        condition = node._saved_condition
+    except RuntimeError:  # as in `divisor_of`
+        return None
+    if condition.numel() != 1:
+        return None
+    (if_true, _), (if_false, _) = node.next_functions
+    taken, other = (if_true, if_false) if bool(condition) else (if_false, if_true)
+    return other if taken is None else None
+
+
+def divides_something(node: Any, inputs: list[Any]) -> bool:
+    """Return whether a node of PyTorch's autograd divides one number that has a gradient.
+
+    Args:
+        node: the node, that of a division or of something else.
+        inputs: tensors that the gradient is taken with respect to.
+    """
+    if node.name() != "DivBackward0":
+        return False
+    numerator, index = node.next_functions[0]
+    (result,) = results_of(node)
+    if numerator is None or math.prod(result.shape) != 1:
+        return False
+    given = results_of(numerator)[index]
+    one = torch.ones(given.shape, dtype=given.dtype, device=given.device)
+    edge = torch.autograd.graph.GradientEdge(numerator, index)
+    found = torch.autograd.grad([edge], inputs, [one], retain_graph=True, allow_unused=True)
+    gradients = [gradient for gradient in found if gradient is not None]
+    return any(bool((g.isfinite() & (g != 0)).any()) for g in gradients)
+
+
 def times_written(tensor: Any) -> int:
     """Return a number that grows whenever a tensor of PyTorch is written to in place."""
     return int(getattr(tensor, "_version", 0))

@@ -75,7 +75,7 @@ class Term(NamedTuple):
         is_product: whether it is one number for all rows, times the mean or sum of their weights.
         least: what the sum of the weights of all microbatches counts as at least.
         is_read: whether it is one number for all rows, of which the graph told the weight.
-        lost: bool scalar tensors, each whether it was made zero because it was divided by zero.
+        lost: bool scalars, each whether it was made zero because it was divided by zero.
     """
 
     name: str

@@ -12,7 +12,15 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from ga_model.base._internals_torch import divisor_of, takes_leaf
+import torch
+
+from ga_model.base._internals_torch import (
+    divides_something,
+    divisor_of,
+    left_out_by,
+    takes_leaf,
+)
+from ga_model.torch_engine._autograd import unheard
 
 _MOST_NODES = 100  # that are looked at, from the loss on
 
@@ -32,17 +40,41 @@ class Divided(NamedTuple):
         """Return what a microbatch weighs that has these, or None: there is no such number."""
         return divisors[self.place] / self.unit if self.place < len(divisors) else None
 
+    def loses(self, loss: Any, inputs: list[Any], until: Iterable[Any] = ()) -> bool:
+        """Return whether a loss that is divided by zero would have a gradient if it was not.
+
+        It has none where nothing of a microbatch counts, and that microbatch is no loss. What is
+        known is that of one number that is divided: of several, which count may be seen later.
+
+        Args:
+            loss: a tensor, whose number is 0.
+            inputs: tensors that the gradient is taken with respect to.
+            until: as `divisors_of` takes them.
+        """
+        inputs = [tensor for tensor in inputs if torch.is_tensor(tensor) and tensor.requires_grad]
+        node, _ = _divisions(loss, until)[self.place]
+        with unheard():
+            return bool(inputs) and divides_something(node, inputs)
+
 
 def divisors_of(loss: Any, until: Iterable[Any] = ()) -> list[float]:
     """Return the numbers by which a loss, or parts of it, are divided.
+
+    One that a loss is not divided by as it is zero, by `divide_no_nan`, is 0.
 
     Args:
         loss: a tensor.
         until: tensors that the loss is computed of, behind which nothing is looked at.
     """
+    return [divisor for _, divisor in _divisions(loss, until)]
+
+
+def _divisions(loss: Any, until: Iterable[Any]) -> list[tuple[Any, float]]:
+    """Return them with the nodes of PyTorch's autograd that divide."""
     ends = {tensor.grad_fn for tensor in until}
     nodes = [loss.grad_fn]
     seen = {None, *ends}
+    left_out = set()
     found = []
     for node in nodes:  # which grows
         if node in seen or len(seen) > _MOST_NODES:
@@ -50,7 +82,8 @@ def divisors_of(loss: Any, until: Iterable[Any] = ()) -> list[float]:
         seen.add(node)
         divisor = divisor_of(node)
         if divisor is not None:
-            found.append(divisor)
+            found.append((node, 0.0 if node in left_out else divisor))
+        left_out.add(left_out_by(node))
         if not takes_leaf(node):  # else it is a layer's, and what is behind it the model
             nodes += [following for following, _ in node.next_functions]
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import torch
@@ -53,6 +53,7 @@ def observer_of(entry: Any, compiled: Any, listener: Callable[[], Any]) -> Any:
         rows = num_rows(y_pred)
         weight: Any = rows
         of: Hashable = "rows"
+        is_lost = False
         value = value.sum()  # Keras leaves the values of no rows as they are
         if kind is not None and is_number and not is_product:
             if kind == "sum":
@@ -60,17 +61,21 @@ def observer_of(entry: Any, compiled: Any, listener: Callable[[], Any]) -> Any:
             if isinstance(kind, Divided):
                 weight, of = _read(kind, values, y_pred), ("divided", name)
                 if weight == 0.0:  # and the value no number
-                    value = 0.0 * sum(leaf.sum() for leaf in keras.tree.flatten(y_pred))
+                    leaves = keras.tree.flatten(y_pred)
+                    is_lost = kind.loses(values, leaves, leaves)
+                    value = 0.0 * sum(leaf.sum() for leaf in leaves)
         elif reduction not in _MEANS:
             weight, of = None, reduction or "none"
         elif values is not None:
             masks = [mask for t in (y_pred, values) if (mask := mask_of(t)) is not None]
-            weight, of, once = _denominator(reduction, values, sample_weight, masks, rows)
+            found = _denominator(reduction, values, sample_weight, masks, rows)
+            weight, of, once, is_lost = found
             if once:
                 value, weight = _with_once(value, weight, once, losses.is_first_of_window)
         is_product = is_product and reduction != "mean_with_sample_weight"
         in_total = value if entry.loss_weights is None else value * entry.loss_weights
-        compiled._terms.append(Term(name, weight, of, in_total, value, is_product))
+        term = Term(name, weight, of, in_total, value, is_product, lost=(is_lost,))
+        compiled._terms.append(term)
         return value
 
     return observe
@@ -82,12 +87,26 @@ def _read(kind: Divided, values: Any, y_pred: Any) -> float:
     return float("nan") if weight is None else weight
 
 
+class _Denominator(NamedTuple):
+    """The denominator of a mean.
+
+    Attributes:
+        weight: the number.
+        kind: as `Term` has it.
+        once: what it has beside that, however many values there are, or zero.
+        is_lost: whether it is zero, and weights that add up to it are not.
+    """
+
+    weight: float
+    kind: Hashable
+    once: float = 0.0
+    is_lost: bool = False
+
+
 def _denominator(
     reduction: str, values: Any, sample_weight: Any, masks: list[Any], rows: int
-) -> tuple[float, Hashable, float]:
-    """Return the denominator of a mean over `values`, and its kind, as `keras.losses.Loss` has it.
-
-    And what it has beside that, however many values there are, or zero.
+) -> _Denominator:
+    """Return the denominator of a mean over `values`, as `keras.losses.Loss` has it.
 
     Args:
         reduction: "mean", "sum_over_batch_size" or "mean_with_sample_weight".
@@ -97,10 +116,10 @@ def _denominator(
         rows: rows of the microbatch.
     """
     if values.ndim == 0:
-        return float(rows), "rows", 0.0
+        return _Denominator(float(rows), "rows")
     by_sample_weight = reduction == "mean_with_sample_weight" and sample_weight is not None
     if not masks and not by_sample_weight:
-        return float(values.numel()), "rows", 0.0
+        return _Denominator(float(values.numel()), "rows")
     mask = None
     for part in masks:
         mask = part if mask is None else mask & part
@@ -109,7 +128,7 @@ def _denominator(
         # Keras scales by prod(shape(mask)) / sum(mask) and divides by prod(shape(values)).
         per_entry = math.prod(values.shape[1:]) / math.prod(mask.shape[1:])
         valid = int(torch.count_nonzero(mask))
-        return valid * per_entry, kind, added_to_valid_entries() * per_entry
+        return _Denominator(valid * per_entry, kind, added_to_valid_entries() * per_entry)
     weight = None if mask is None else mask.double()
     if by_sample_weight:
         kind = (*kind, id(sample_weight))
@@ -119,7 +138,10 @@ def _denominator(
         else:
             weight, sample_weight = same_rank(weight, sample_weight)
             weight = weight * sample_weight
-    return float(weight.sum()), kind, 0.0  # type: ignore[union-attr]
+    total = float(weight.sum())  # type: ignore[union-attr]
+    sums = (total, float(weight.to(values.dtype).sum()))  # type: ignore[union-attr]
+    is_lost = 0.0 in sums and bool(weight.any())  # type: ignore[union-attr]
+    return _Denominator(total, kind, is_lost=is_lost)
 
 
 def _with_once(value: Any, weight: float, once: float, is_first: bool) -> tuple[Any, float]:

@@ -277,6 +277,7 @@ class _Run:
                 for part in recording.parts:
                     part.measure(recording.relative_weight or 0.0)
             window.add(recording.parts, recording.relative_weight, keeps_gradients)
+            window.has_lost |= recording.losses.is_lost and not self._is_window
             window.statistics.add([] if hears is None else hears.heard)
             self._num_counted += 1
         if logs is not None:

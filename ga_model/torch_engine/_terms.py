@@ -65,11 +65,13 @@ class StepLosses(StepTerms):
 
     Attributes:
         totals: what the model's `compute_loss` has returned.
+        is_lost: whether a term was made zero because it was divided by zero, and had a gradient.
     """
 
     def __init__(self, model: Any, data: Any, position: Position) -> None:
         super().__init__(model, data, position)
         self.totals: list[Any] = []
+        self.is_lost = False
         self._tried: _Tried | None = None
 
     @property
@@ -87,6 +89,7 @@ class StepLosses(StepTerms):
         if term.is_product and not self._position.is_window and not self.has_rule:
             self.tell(_messages.product_message(term.name, self._model.name))
         self._terms.append(term)
+        self.is_lost |= any(term.lost)
 
     def note_total(self, loss: Any) -> None:
         """Note what the model's `compute_loss` has returned, as each class of the model does."""
@@ -212,7 +215,9 @@ class StepLosses(StepTerms):
         self._tried = _Tried(probe.weight_of(loss, self.num_rows()))
         if self._tried.weight != 0.0:
             return loss
-        return sum((raw(v) * 0.0).sum() for v in self._model.trainable_weights)
+        weights = [raw(v) for v in self._model.trainable_weights]
+        self.is_lost |= isinstance(probe.kind, Divided) and probe.kind.loses(loss, weights)
+        return sum((weight * 0.0).sum() for weight in weights)
 
     def is_known(self, loss: Any) -> bool:
         """Return whether it is known what a loss that a step differentiates averages over."""

@@ -185,6 +185,10 @@ class Accumulation(Kept):
         """Count microbatches that were left out."""
         self.num_skipped = (self.num_skipped or 0) + number
 
+    def count_lost(self) -> None:
+        """Count a window with weight of which a microbatch had a term that was made zero."""
+        self.num_lost = (self.num_lost or 0) + 1
+
     def close_window(self) -> None:
         """Make the update of a partial window, and warn of what was done so far."""
         # Of several processes one may validate alone: each closes an epoch of `fit` once.

@@ -24,6 +24,7 @@ class _Sums(NamedTuple):
     total: float
     unit: float
     has_counted: bool
+    has_lost: bool
     statistics: Statistics
     logs: dict[Hashable, Any]
     written: dict[int, Any]
@@ -45,6 +46,7 @@ class Window:
         unit: what weights are counted in: the first one times a power of two near the number of
             microbatches. It grows by powers of two where a heavier one comes. 0.0 before the first.
         has_counted: whether a microbatch of the window has counted.
+        has_lost: whether one had a term that was made zero because it was divided by zero.
         parts: the sums, one for each optimizer.
         total: the sum of the weights, in `unit`.
         statistics: of BatchNormalization layers.
@@ -68,7 +70,7 @@ class Window:
         self.steps = self._next_steps
         self._num_batches = 0
         self.total = self.unit = 0.0
-        self.has_counted = False
+        self.has_counted = self.has_lost = False
         self.parts = []
         self.statistics = Statistics()
         self.logs: dict[Hashable, Any] = {}
@@ -139,6 +141,7 @@ class Window:
             self.total,
             self.unit,
             self.has_counted,
+            self.has_lost,
             self.statistics.copy(),
             dict(self.logs),
             dict(self.written),
@@ -150,6 +153,7 @@ class Window:
         if (earlier := self._earlier) is not None:
             self.steps, self._num_batches, self.parts, self.total, *_ = earlier
             self.unit, self.has_counted = earlier.unit, earlier.has_counted
+            self.has_lost = earlier.has_lost
             self.statistics, self.logs = earlier.statistics, earlier.logs
             self.written, self._earlier = earlier.written, None
 
@@ -195,7 +199,7 @@ class Window:
             Whether no process has.
         """
         parts, total, has_counted = self.parts, self.total, self.has_counted
-        unit, statistics = self.unit, self.statistics
+        unit, statistics, has_lost = self.unit, self.statistics, self.has_lost
         self._begin()
         noise = None if self._model is None else self._model._accumulation.measured_noise
         if self.processes is not None:
@@ -208,6 +212,8 @@ class Window:
                     part.measured(noise, total, unit)
                 # Without any weight gradients are zero, as plain Keras's.
                 part.update(1.0 if total == 0.0 else total)
+            if has_lost and total != 0.0:
+                self._model._accumulation.count_lost()
             statistics.move()
             run_on_update(self._model)
         return is_end
