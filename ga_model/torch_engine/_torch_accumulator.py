@@ -6,12 +6,14 @@ from collections.abc import Collection
 from typing import Any
 
 import keras
+import numpy as np
 import torch
 
 from ga_model.base import _messages, _validate
+from ga_model.base._internals import raw
 from ga_model.base._names import answering
 from ga_model.torch_engine import _refusals
-from ga_model.torch_engine._part import Part
+from ga_model.torch_engine._part import Part, sum_dtype
 from ga_model.torch_engine._process_group import Processes, num_processes
 from ga_model.torch_engine._torch_window import Window
 
@@ -69,14 +71,15 @@ class GradientAccumulator:
         """Add the gradients of one microbatch to the window.
 
         Args:
-            gradients: one per variable: a tensor of its shape, or None.
+            gradients: one per variable: a tensor or an array of its shape, or None.
             variables: the variables, the same ones in the same order in every call.
             weight: scalar number or tensor, what the microbatch counts in the window's mean (rows,
                 or tokens, of a loss that is their mean). Zero changes nothing. None in every call
                 for a loss that is a sum: the gradients are then summed and not divided.
 
         Raises:
-            TypeError: these are no lists or the like, or no variables.
+            TypeError: these are no lists or the like, or no variables; or a gradient is no tensor
+                or array of real numbers.
             ValueError: the lengths or shapes differ; the variables are not those of the first call;
                 `weight` is no scalar number, or None in one call and a number in another.
         """
@@ -88,6 +91,7 @@ class GradientAccumulator:
         if len(gradients) != len(variables):
             counts = [f"{len(gradients)} gradients", f"{len(variables)} variables"]
             raise ValueError(_messages.lengths_message(*counts))
+        gradients = [_tensor(gradient, v) for gradient, v in zip(gradients, variables)]
         self._check_shapes(gradients, variables)
         if self.variables and [id(v) for v in self.variables] != [id(v) for v in variables]:
             raise ValueError(_other_variables_message())
@@ -180,15 +184,42 @@ class GradientAccumulator:
         self.num_microbatches = 0
 
 
+def _tensor(gradient: Any, variable: Any) -> Any:
+    """Return the gradient of a variable as a tensor, or None, or raise TypeError.
+
+    An array is copied, in the dtype in which such gradients are summed.
+    """
+    gradient = raw(gradient)
+    if gradient is None or torch.is_tensor(gradient):
+        return gradient
+    weight = raw(variable)
+    try:
+        array = np.asarray(gradient)
+        if array.dtype.kind in "OUSc":
+            raise TypeError
+        return torch.tensor(array.astype("float64"), dtype=sum_dtype(weight), device=weight.device)
+    except (TypeError, ValueError):
+        raise TypeError(_gradient_message(gradient, variable)) from None
+
+
 def _number(weight: Any) -> float:
     """Return a weight as a float, or raise ValueError."""
+    weight = raw(weight)
     is_scalar = not isinstance(weight, str) and len(getattr(weight, "shape", ())) == 0
     try:
         if not is_scalar:
             raise TypeError
-        return float(weight)
+        return float(weight.detach() if torch.is_tensor(weight) else weight)
     except (TypeError, ValueError):
         raise ValueError(_messages.weight_message(weight)) from None
+
+
+def _gradient_message(gradient: Any, variable: Any) -> str:
+    return (
+        "A gradient must be a tensor, an array of real numbers or None. "
+        f"Received: a {type(gradient).__name__} for {variable.path!r}. Pass what the backward pass "
+        "leaves in `variable.value.grad`, or its values as a NumPy array."
+    )
 
 
 def _other_variables_message() -> str:

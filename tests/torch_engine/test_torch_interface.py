@@ -221,3 +221,42 @@ def test_a_microbatch_without_weight_counts_for_nothing():
     accumulator.add(ones, variables, weight=3)
     for mean in accumulator.mean():
         np.testing.assert_array_equal(mean.numpy(), 1.0)
+
+
+@pytest.mark.parametrize("convert", [np.asarray, np.ndarray.tolist])
+def test_gradients_may_be_arrays(convert):
+    model = seeded(dense_model)
+    variables = model.trainable_variables
+    generator = np.random.default_rng(0)
+    arrays = [generator.normal(size=v.shape) for v in variables]
+    accumulator = GradientAccumulator()
+    given = [convert(array) for array in arrays]
+    accumulator.add([None, *given[1:]], variables, weight=1)
+    accumulator.add(given, variables, weight=3)
+    means = accumulator.mean()
+    assert [mean.dtype for mean in means] == [torch.float32] * len(variables)
+    np.testing.assert_allclose(means[0].numpy(), 0.75 * arrays[0], rtol=1e-6)
+    for mean, array, one in zip(means[1:], arrays[1:], given[1:], strict=True):
+        np.testing.assert_allclose(mean.numpy(), array, rtol=1e-6)
+        np.testing.assert_array_equal(one, array)  # as they were
+
+
+@pytest.mark.parametrize("gradient", ["all", object(), np.zeros((4, 6), complex), [[1], [1, 2]]])
+def test_gradients_that_are_no_numbers_are_refused_by_name(gradient):
+    (variable, *_) = seeded(dense_model).trainable_variables
+    accumulator = GradientAccumulator()
+    text = f"(?s)must be a tensor, an array of real numbers or None.* for {variable.path!r}"
+    with pytest.raises(TypeError, match=text):
+        accumulator.add([gradient], [variable], weight=1)
+    assert accumulator.num_microbatches == 0
+
+
+def test_a_weight_may_have_a_gradient():
+    """Which PyTorch would warn of, as it becomes a number."""
+    (variable, *_) = seeded(dense_model).trainable_variables
+    accumulator = GradientAccumulator()
+    ones = torch.ones(tuple(variable.shape))
+    accumulator.add([ones], [variable], weight=torch.tensor(3.0, requires_grad=True))
+    accumulator.add([-ones], [variable], weight=keras.Variable(1.0))
+    (mean,) = accumulator.mean()
+    np.testing.assert_allclose(mean.numpy(), 0.5, rtol=1e-6)
