@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -43,9 +44,10 @@ class Attributes:
 
     def __init__(self, parts: Iterable[Any]) -> None:
         self._attributes = [(part, dict(vars(part))) for part in parts]
+        self._empty: list[Any] = []  # containers, as most of Keras's own are
         found: dict[int, tuple[Any, Any]] = {}
         for _, attributes in self._attributes:
-            _note_contents(attributes.values(), found)
+            _note_contents(attributes.values(), found, self._empty)
         self._contents = list(found.values())
 
     def put_back(self) -> None:
@@ -57,15 +59,33 @@ class Attributes:
             present.update(attributes)
         for value, content in self._contents:
             _fill(value, content)
+        for value in self._empty:
+            if value:
+                _fill(value, ())
 
 
-def _note_contents(values: Iterable[Any], found: dict[int, tuple[Any, Any]]) -> None:
-    """Note containers among values, and in these, with a copy of what each has."""
+@functools.lru_cache(maxsize=256)
+def _is_container(kind: Any) -> bool:
+    """Return whether a class is one of containers: a value's `__class__`, which proxies have."""
+    return issubclass(kind, (list, dict, set, deque))
+
+
+def _note_contents(
+    values: Iterable[Any], found: dict[int, tuple[Any, Any]], empty: list[Any]
+) -> None:
+    """Note containers among values, and in these: with a copy of what each has, or as empty.
+
+    A layer has dozens of attributes, so little is done with each.
+    """
     for value in values:
+        if not _is_container(value.__class__):
+            continue
         value = unwrapped(value)
-        if id(value) not in found and isinstance(value, (list, dict, set, deque)):
+        if not value:
+            empty.append(value)
+        elif id(value) not in found:
             found[id(value)] = value, dict(value) if isinstance(value, dict) else list(value)
-            _note_contents(value.values() if isinstance(value, dict) else value, found)
+            _note_contents(value.values() if isinstance(value, dict) else value, found, empty)
 
 
 def _fill(value: Any, content: Any) -> None:
@@ -109,9 +129,13 @@ class PythonState(Attributes):
         contents = {id(value): content for value, content in self._contents}
         for part, attributes in self._attributes:
             for name, value in vars(part).items():
-                content = contents.get(id(value := unwrapped(value)))
-                has_same = content is None or _ids_in(content) == _ids_in(value)
-                if value is not unwrapped(attributes.get(name)) or not has_same:
+                before = attributes.get(name)
+                if not _is_container(value.__class__) and value is before:
+                    continue
+                value = unwrapped(value)
+                is_same = value is unwrapped(before)
+                content = contents.get(id(value), ()) if is_same else ()  # as it was empty
+                if not is_same or ((value or content) and _ids_in(content) != _ids_in(value)):
                     yield part, name, value
 
     @contextlib.contextmanager

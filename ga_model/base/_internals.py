@@ -120,6 +120,8 @@ def seeds(layer: Any) -> list[Any]:
 
 def unwrapped(value: Any) -> Any:
     """Return the dict or list that one of TensorFlow's, which tracks it, keeps."""
+    if not type(value).__module__.startswith("tensorflow."):
+        return value
     for name in ("__wrapped__", "_storage"):
         if isinstance(value, (dict, list)):
             value = getattr(value, name, value)

@@ -9,6 +9,8 @@ from helpers import relative_difference
 from keras import layers
 from pairs import TOLERANCE, Step, difference_and_said, torch, train_and_hear
 
+from ga_model.base._call_again import PythonState
+
 
 class WritesToInputs(Step):
     def forward_loss(self, x, y):
@@ -225,3 +227,24 @@ def test_a_state_that_a_layer_keeps_is_told_of_with_both_settings():
     difference, said = compare(keras.Sequential, Codes, settings, rows=4)
     assert difference > 1e-4
     assert sum("writes to ['" in text and "once per microbatch" in text for text in said) == 1
+
+
+def test_what_is_put_back_costs_little_where_keras_keeps_nothing():
+    """A layer of Keras has more than 20 lists and dicts, most of which are empty."""
+    model = keras.Sequential([keras.Input((4,)), *[layers.Dense(4) for _ in range(9)]])
+    model.seen, model.by_name = [], {"all": [1]}
+    state = PythonState(model)
+    assert len(state._contents) < 12 * len(model.layers)
+    assert not list(state.changed())
+    model.seen.append(1)
+    model.by_name["all"].append(2)
+    model.layers[0]._losses.append(3)
+    assert [name for _, name, _ in state.changed()] == ["seen", "_losses"]
+    model.by_name["other"] = []
+    model.last = 4
+    assert [name for _, name, _ in state.changed()] == ["seen", "by_name", "last", "_losses"]
+    state.put_back()
+    assert (model.seen, model.by_name, hasattr(model, "last")) == ([], {"all": [1]}, False)
+    assert model.layers[0]._losses == []
+    model.by_name = {}
+    assert [name for _, name, _ in state.changed()] == ["by_name"]
