@@ -38,6 +38,7 @@ def _telling_backward(_: Any, backward: Callable[..., Any]) -> Callable[..., Any
         if recording is None:
             return backward(tensors, *args, **kwargs)
         with _listener.set(None):
+            recording.note_backward()
             tensors = recording.take_gradient(tensors)
             backward(tensors, *args, **kwargs)
         return recording.note_gradients(None)

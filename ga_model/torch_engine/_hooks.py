@@ -59,6 +59,8 @@ class Hooks(_Base):
         But where a window's sum is in them: Keras's own `train_step` then adds to it.
         """
         recording = current_recording(self)
+        if recording is None:
+            self._accumulation.left_gradients.forget()
         if recording is None or not recording.keeps_gradients:
             super().zero_grad(set_to_none)
 

@@ -176,6 +176,15 @@ def no_update_message(model: str) -> str:
     )
 
 
+def left_gradients_message(model: str) -> str:
+    return (
+        "With accumulation, each batch begins without gradients. Received: `train_step` of "
+        f"{model!r}, which adds the gradients of each batch to those of the batch before: it takes "
+        "them with `backward()`, and never clears them. So training differs from that without "
+        "accumulation: call `self.zero_grad()` before `backward()` in each step."
+    )
+
+
 def several_optimizers_message(model: str) -> str:
     return (
         "A window applies all optimizers of a `train_step` at its end, one after the other. "

@@ -260,7 +260,9 @@ class _Run:
         hearing: Any = contextlib.nullcontext() if self._is_window else listening()
         with record(model, data, position, keeps_gradients) as recording, hearing as hears:
             recording.writes = of_optimizers
+            self._watch_gradients(recording)
             result = self._train_step(data)
+            self._tell_of_left(recording, index)
         self._check_updates(weights, recording)
         if writes is not None:
             self._tell_of(writes, recording)
@@ -309,6 +311,22 @@ class _Run:
             return None
         is_first = index == 0 and not window.is_open()
         return OptimizerWrites(self._model, window.written, is_first)
+
+    def _watch_gradients(self, recording: Recording) -> None:
+        """Let it be heard whether a step of the user's own adds gradients to earlier ones."""
+        left = self._accumulation.left_gradients
+        if not (recording.keeps_gradients or self._window.is_trial or left.is_known):
+            recording.left = left
+            left.begin_step()
+
+    def _tell_of_left(self, recording: Recording, index: int) -> None:
+        """Tell of a step that does."""
+        if recording.left is not None:
+            window, is_last = self._window, index + 1 == self._batch.num_microbatches
+            is_update = is_last and window.num_batches() + 1 >= window.steps
+            updated = [v for part in recording.parts for v in part.variables]
+            if recording.left.end_step(updated, is_update):
+                self._model._warn_once(_refusals.left_gradients_message(self._model.name))
 
     def _tell_of(self, writes: Writes, recording: Recording) -> None:
         """Tell of what a step writes to.

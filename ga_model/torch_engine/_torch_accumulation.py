@@ -12,6 +12,7 @@ from ga_model.hearing._models import computes_loss_as_keras, optimizers_in
 from ga_model.sums._noise import GradientNoise
 from ga_model.torch_engine import _refusals, _run
 from ga_model.torch_engine._gradient_hooks import has_hooks
+from ga_model.torch_engine._left_gradients import LeftGradients
 from ga_model.torch_engine._numbers_probe import NumbersProbe
 from ga_model.torch_engine._probes import DoesNotAddUpError
 from ga_model.torch_engine._process_group import Processes, num_processes
@@ -42,6 +43,7 @@ class Accumulation(Kept):
             changes.
         num_late: microbatches whose step took a gradient after an update.
         has_told_of_late: whether such a gradient was told of.
+        left_gradients: whether steps leave gradients to the next batch.
         has_looked_at_gradients: whether it was found out if gradients are linear.
         process_group: the processes that train the model together, as users set it, or None.
     """
@@ -70,6 +72,7 @@ class Accumulation(Kept):
         self.probes, self.step_probe = Probes(self._model), StepProbe(self._model)
         self.numbers = NumbersProbe(self._model)
         self.has_looked_at_gradients = self.has_looked_at_order = False
+        self.left_gradients = LeftGradients()
         self.num_late, self.has_told_of_late = 0, False
 
     def set_process_group(self, group: Any) -> None:

@@ -31,6 +31,7 @@ from ga_model.torch_engine._autograd import heard, unheard
 from ga_model.torch_engine._divisors import divisors_of
 from ga_model.torch_engine._gradient_hooks import not_linear_hook, noting_hooks
 from ga_model.torch_engine._late_values import exchange
+from ga_model.torch_engine._left_gradients import LeftGradients
 from ga_model.torch_engine._observer import observer_of
 from ga_model.torch_engine._optimizer_writes import OptimizerWrites, refusing_others
 from ga_model.torch_engine._own_gradients import not_linear
@@ -60,6 +61,7 @@ class Recording:
         divisors: of each loss that the step takes the gradient of, where it is tried.
         is_worked_over: whether other gradients are applied than PyTorch gave, where it is tried.
         writes: what is told of updates, or None.
+        left: what is told of gradients that are added to others, or None.
         exchanged: what is exchanged for something else where it is to be updated, or None.
         is_late: whether the step takes a gradient after it has applied an optimizer.
     """
@@ -76,6 +78,7 @@ class Recording:
         self.divisors: list[list[float]] = []
         self.is_worked_over = False
         self.writes: OptimizerWrites | None = None
+        self.left: LeftGradients | None = None
         self.exchanged: str | None = None
         self.is_late = False
         self._folded: list[Any] = []  # losses as they enter the sum
@@ -195,6 +198,11 @@ class Recording:
             return [self.take_gradient(loss) for loss in losses]
         self._folded.append(self._fold(losses))
         return self._folded[-1]
+
+    def note_backward(self) -> None:
+        """Note that the step takes gradients that are added to those that there are."""
+        if self.left is not None:
+            self.left.note_backward()
 
     def note_gradients(self, gradients: Any) -> None:
         """Note the gradients that PyTorch gave."""
