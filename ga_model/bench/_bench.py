@@ -23,7 +23,7 @@ from ga_model.bench._backend_functions import gradient_function, repeated
 from ga_model.bench._bench_cases import CASES
 from ga_model.bench._case import Case, random_numbers
 from ga_model.tools._cpu import on_cpu
-from ga_model.tools._memory import peak_memory, reset_peak_memory
+from ga_model.tools._memory import give_back_freed_memory, peak_memory, reset_peak_memory
 from ga_model.tools._process import in_own_process
 
 _LEAST_ROUNDS = 3
@@ -148,6 +148,7 @@ def measure_memory(case: str, jit_compile: bool, way: str, num_microbatches: int
 
     Something small is trained first, so that what the backend itself takes is not counted.
     """
+    give_back_freed_memory()
     _warm_up(jit_compile)
     reset_peak_memory()
     before = peak_memory()

@@ -37,9 +37,9 @@ gradient_accumulation_steps. {steps}, {size}: this package.
 {recomputing}: a microbatch_size with loss_over="batch", as steps and losses need that do not
 add up over microbatches.
 Times are ratios of time per sample: the median of the rounds, +- half of the distance between their
-quartiles. Memory is what making the model and training it added to the peak of a process; in
-brackets, by how much that is more, in sizes of the trainable variables, and with a microbatch_size
-of these and the batch. A first call traces and compiles."""
+quartiles. Memory is what making the model and training it added to what a process held at one
+time; in brackets, by how much that is more, in sizes of the trainable variables, and with a
+microbatch_size of these and the batch. A first call traces and compiles."""
 
 
 class Ratio(NamedTuple):

@@ -20,6 +20,8 @@ _GROUPS = {
     ),
 }
 
+_M_MMAP_THRESHOLD = -3  # of `malloc.h`
+
 
 def reset_peak_memory() -> None:
     """Let the peak of this process's memory be what it has now, where the platform can."""
@@ -42,6 +44,16 @@ def peak_memory() -> int | None:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB elsewhere
     return int(psutil.Process().memory_info().peak_wset)
+
+
+def give_back_freed_memory() -> None:
+    """Let large blocks go back to the system as soon as they are freed, where the platform can.
+
+    The peak is then what was held at one time. Otherwise the C library keeps some of what was freed
+    for later, which differs from run to run.
+    """
+    with contextlib.suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1024 * 1024)
 
 
 def resident_memory() -> int:

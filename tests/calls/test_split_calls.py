@@ -56,7 +56,7 @@ from own_training import assert_same, compiled, difference, train, values_of
 from ga_model import AccumulatingModel, accumulate, check_equivalence
 from ga_model.base._internals import is_rematerialized
 from ga_model.bench import _bench
-from ga_model.tools._memory import peak_memory, reset_peak_memory
+from ga_model.tools._memory import give_back_freed_memory, peak_memory, reset_peak_memory
 from ga_model.tools._process import in_own_process
 
 XLA, EAGER = {"jit_compile": True}, {"run_eagerly": True}
@@ -735,6 +735,7 @@ class Convolutional(OwnLoss):
 
 def memory_of(size):
     """Return the bytes that a batch of 256 samples adds to the peak of this process."""
+    give_back_freed_memory()
     _bench._warm_up(False)
     data = Convolutional.data(256)
     reset_peak_memory()

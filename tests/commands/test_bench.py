@@ -20,7 +20,7 @@ from ga_model.bench._case import Case, random_numbers
 from ga_model.bench._names import TRAINED_NAMES
 from ga_model.bench._trained_models import trained_cases
 from ga_model.cli._cli import main
-from ga_model.tools._memory import peak_memory
+from ga_model.tools._memory import give_back_freed_memory, held_memory, peak_memory
 from ga_model.tools._process import ProcessError, in_own_process
 
 OPTIONS = ["--models", "embedding", "--microbatches", "2", "1", "--jit", "off", "--minutes", "0.01"]
@@ -241,6 +241,29 @@ def test_a_function_runs_in_a_process_of_its_own():
     assert pid != os.getpid()
     assert 90e6 < after - before < 150e6
     assert before < psutil.Process().memory_info().rss  # and not what this process has used
+
+
+def memory_that_was_freed(gives_back):
+    """Return bytes that were freed and are still this process's."""
+    if gives_back:
+        give_back_freed_memory()
+    size = 20 * 10**6
+    freed = np.ones(size // 8)
+    del freed  # the C library keeps room for the next ones of this size
+    blocks, between = [], []
+    for _ in range(5):
+        blocks.append(np.ones(size // 8))
+        between.append(np.ones(1000))
+    blocks.clear()
+    return held_memory()
+
+
+@pytest.mark.gate
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the C library of Linux")
+def test_freed_memory_is_given_back():
+    kept, given_back = (in_own_process("The job", memory_that_was_freed, g) for g in (False, True))
+    assert kept > 15e6
+    assert given_back < 10e6
 
 
 @pytest.mark.gate
