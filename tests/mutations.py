@@ -605,6 +605,13 @@ MUTATIONS = [
         "batch/test_window_logs.py::test_losses_of_windows_are_those_of_the_full_batch",
     ),
     Mutation(
+        "a batch without weight has the gradients of 0 / 0",
+        "sums/_one_gradient.py",
+        "    return tf.math.multiply_no_nan(term, tf.cast(has_weight, term.dtype))",
+        "    return term",
+        "batch/test_microbatch_size.py::test_a_batch_in_which_nothing_counts_changes_nothing",
+    ),
+    Mutation(
         "logs of a window begin with those of the window before",
         "batch/_window.py",
         "        self.logs.reset()\n",

@@ -33,10 +33,10 @@ from ga_model.replicas import _strategy
 from ga_model.sums._gradient_noise import Squares
 from ga_model.sums._one_gradient import (
     added,
+    begun,
     in_parts,
     mean_of,
     multiplied,
-    nothing_of,
     scaled,
     term_like,
     term_of,
@@ -170,15 +170,12 @@ class GradientSum(NamedTuple):
         It is of float32 or better, and zero where the microbatch has no weight: the loss of such a
         one may be 0 / 0.
         """
-        present = [(g, v) for g, v in zip(self.gradients, variables) if g is not None]
-        if not present:
-            return self
-        begun = tf.cond(
-            tf.not_equal(self.total, 0.0),
-            lambda: [term_of(g, v) for g, v in present],
-            lambda: [nothing_of(g, v) for g, v in present],
-        )
-        return self._replace(gradients=_with_nones(begun, self.gradients))
+        has_weight = tf.not_equal(self.total, 0.0)
+        gradients = [
+            None if g is None else begun(g, v, has_weight)
+            for g, v in zip(self.gradients, variables)
+        ]
+        return self._replace(gradients=gradients)
 
     def shrink_for(self, other: GradientSum) -> tf.Tensor:
         """Return what this sum is multiplied by beside another one: a power of two, mostly 1."""

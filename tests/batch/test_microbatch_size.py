@@ -749,3 +749,25 @@ def test_a_batch_that_is_one_microbatch_takes_the_step_as_it_is(way, float64, mo
     monkeypatch.setattr("ga_model.batch._step.run", None)
     for found, expected in zip(fit(True), fit(False), strict=True):
         np.testing.assert_array_equal(found, expected)
+
+
+def test_a_batch_in_which_nothing_counts_changes_nothing():
+    """Where the loss of its microbatches is 0 / 0."""
+
+    def masked_mean(y, outputs):
+        mask = tf.cast(y >= 0, outputs.dtype)
+        return tf.reduce_sum(mask * tf.square(outputs - y)) / tf.reduce_sum(mask)
+
+    model = accumulate(
+        keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]),
+        microbatch_size=4,
+        loss_over="microbatch",
+    )
+    model.compile("sgd", masked_mean)
+    before = model.get_weights()
+    x = np.ones((12, 4), "float32")
+    model.train_on_batch(x, np.full((12, 1), -1.0))
+    for now, then in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(now, then)
+    model.train_on_batch(x, np.full((12, 1), 1.0))
+    assert np.any(model.get_weights()[0] != before[0])
