@@ -154,6 +154,8 @@ class StepReading(ReducedReading):
             self._of_weights.update(id(o) for o in op.outputs if o.dtype.is_floating)
         elif op.type not in _WITHOUT_GRADIENT and any(id(t) in self._of_weights for t in op.inputs):
             self._of_weights.update(id(output) for output in op.outputs)
+        elif any(t.dtype == tf.resource for t in op.inputs) and _reads_weights(op):
+            self._of_weights.update(id(o) for o in op.outputs if o.dtype.is_floating)
         if op.type == "IteratorGetNext":
             self._known.update((id(o), BY_SAMPLE if o.shape.rank else SHARED) for o in op.outputs)
         super()._read(op)
@@ -263,3 +265,19 @@ class StepReading(ReducedReading):
             self._obstacles[id(output)] = Obstacle(op, OF_GRADIENT)
         else:
             self._powers[id(output)] = (power, divisor)
+
+
+def _reads_weights(op: Any) -> bool:
+    """Return whether a function, a branch or a loop reads variables that may be trained."""
+    seen: set[int] = set()
+    left = bodies(op)
+    while left:
+        graph = left.pop()
+        if id(graph) in seen:
+            continue
+        seen.add(id(graph))
+        for inner in graph.get_operations():
+            if inner.type in _READS_WEIGHTS and any(o.dtype.is_floating for o in inner.outputs):
+                return True
+            left += bodies(inner)
+    return False

@@ -706,6 +706,32 @@ def test_other_losses_are_told_of_once(name, way, float64):
     assert "set `microbatch_size` instead of `accumulation_steps`" in said[0]
 
 
+class OfAFunction(OwnStep):
+    """Calls its network in a `tf.function`, which reads the weights."""
+
+    def __init__(self, loss):
+        super().__init__(loss)
+        self.called = tf.function(lambda x: self.net(x, training=True))
+
+    def loss_of(self, x, y, mask):
+        return self.of_outputs(self.called(x), y, mask)
+
+
+@pytest.mark.parametrize("settings", [{}, {"microbatch_size": 5}], ids=str)
+@pytest.mark.parametrize("make", [OwnStep, OfAFunction])
+def test_what_weights_enter_in_a_loop_or_a_function_divides_no_mean(make, settings, float64):
+    found, said = difference(lambda: make(TOLD["weights of the outputs"]), settings=settings)
+    assert found > 1e-4
+    assert any("set `microbatch_size` instead of `accumulation_steps`" in text for text in said)
+
+
+@pytest.mark.parametrize("settings", [{}, {"microbatch_size": 5}], ids=str)
+def test_a_mean_over_what_a_function_computes_matches_without_a_word(settings, float64):
+    found, said = difference(lambda: OfAFunction(EXACT["masked, epsilon"]), settings=settings)
+    assert found < TOLERANCE[float64]
+    assert said == []
+
+
 def test_the_message_names_the_operation_and_the_line(float64):
     _, _, (said,) = fit(lambda: OwnStep(TOLD["root"]), 3)
     assert f"'Sqrt' in {__file__}:" in said
