@@ -366,6 +366,20 @@ MUTATIONS = [
         "::test_running_statistics_and_random_state_are_as_if_the_microbatch_had_not_been",
     ),
     Mutation(
+        "a step of one's own on a full batch updates at its end",
+        "recording/_recorder.py",
+        'self.applies_at_once = position.is_update and not is_of_keras(model, "train_step")',
+        "self.applies_at_once = False",
+        "calls/test_split_calls.py::test_a_batch_that_is_not_finite_is_left_out_whole",
+    ),
+    Mutation(
+        "what it has updated stays in optimizers where the batch is left out",
+        "batch/_nonfinite.py",
+        "zip([*variables, *updated()], [*before, *part.before])",
+        "zip(variables, before)",
+        "calls/test_split_calls.py::test_a_batch_that_is_not_finite_is_left_out_whole",
+    ),
+    Mutation(
         "the loss is tracked once per microbatch",
         "hearing/_metric_calls.py",
         "return _is_scalar(values) and _is_scalar(sample_weight)",

@@ -12,14 +12,18 @@ from ga_model.replicas import _strategy
 
 
 def undone_if_left_out(
-    model: Any, microbatch: Callable[..., Any], traced: Callable[..., Any]
+    model: Any,
+    microbatch: Callable[..., Any],
+    traced: Callable[..., Any],
+    updated: Callable[[], list[Any]],
 ) -> Callable[..., Any]:
-    """Return `microbatch` so that one that is left out changes no metric and no statistics.
+    """Return `microbatch` so that one that is left out changes no variable.
 
     Args:
         model: an `AccumulatingModel`.
-        microbatch: runs a microbatch, and returns what has a `num_counted`, zero if it is left out.
+        microbatch: runs a microbatch, and returns the `Part` that it gave.
         traced: the same, to be traced without being run.
+        updated: returns the variables that the last microbatch has updated itself.
     """
 
     def undone(*args: Any) -> Any:
@@ -33,7 +37,7 @@ def undone_if_left_out(
         created = [m for m in model.metrics if not {id(v) for v in m.variables} <= known]
 
         def undo() -> None:
-            for variable, value in zip(variables, before):
+            for variable, value in zip([*variables, *updated()], [*before, *part.before]):
                 variable.assign(value)
             for metric in created:
                 metric.reset_state()

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from ga_model.recording._recorder import Target
+from ga_model.replicas import _strategy
 from ga_model.sums._moments import Moments
 from ga_model.sums._sums import GradientSum
 
@@ -22,6 +23,8 @@ class Part(NamedTuple):
         row_counts: as those of `StepLosses`, summed over the microbatches.
         lost: as those of `StepLosses`, for any of the microbatches.
         moments: what BatchNormalization layers have computed, one per call.
+        before: values of variables that the microbatch has updated itself, as they were before, in
+            the order of `Passes.updated`.
     """
 
     sums: list[GradientSum]
@@ -31,6 +34,7 @@ class Part(NamedTuple):
     row_counts: list[Any]
     lost: list[Any]
     moments: list[Moments]
+    before: list[Any]
 
     def plus(self, other: Part, targets: list[Target]) -> Part:
         return Part(
@@ -41,15 +45,20 @@ class Part(NamedTuple):
             [a + b for a, b in zip(self.row_counts, other.row_counts)],
             [a | b for a, b in zip(self.lost, other.lost)],
             [a.plus(b) for a, b in zip(self.moments, other.moments)],
+            other.before,
         )
 
     def if_finite(self, units: list[Any]) -> Part:
         """Return the part, or one that counts for nothing if a gradient in it is not finite.
 
+        What has updated variables counts for nothing on all replicas, or on none.
+
         Args:
             units: of each of the `sums`, before this microbatch.
         """
         is_finite = tf.reduce_all([gradients.is_finite() for gradients in self.sums])
+        if self.before:
+            is_finite = tf.equal(_strategy.max_over_replicas(tf.cast(~is_finite, tf.int64)), 0)
         return self._replace(
             sums=[s.counted_if(is_finite, unit) for s, unit in zip(self.sums, units)],
             logged=[tf.where(is_finite, value, 0.0) for value in self.logged],

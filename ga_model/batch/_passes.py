@@ -72,6 +72,8 @@ class Passes:
         targets: what the step applies, known when a microbatch was recorded.
         logs: how the logs of the batch are put together, if they wait; known then, too.
         statistics: calls of BatchNormalization layers, those of the parts' `moments`; also then.
+        are_applied: whether the step has applied them itself; also then.
+        updated: variables that it has updated so, those of the parts' `before`.
     """
 
     def __init__(
@@ -86,6 +88,8 @@ class Passes:
         self._present: list[list[bool]] = []  # which gradients of the targets are not None
         self.logs: BatchLogs | None = None
         self.statistics: list[Call] = []
+        self.are_applied = False
+        self.updated: list[Any] = []
         self._model = model
         self._train_step = train_step
         self._batch = batch
@@ -125,7 +129,9 @@ class Passes:
         """Return the sums of the batch."""
         batch, microbatch = self._batch, self._in_graph()
         if self._model.skip_nonfinite:
-            microbatch = undone_if_left_out(self._model, microbatch, self._microbatch)
+            microbatch = undone_if_left_out(
+                self._model, microbatch, self._microbatch, lambda: self.updated
+            )
         zero = tf.zeros((), tf.int64)
         self._build_if_needed()
         if tf.executing_eagerly() and batch.is_split and self._model._accumulation.must_add_up():
@@ -339,7 +345,9 @@ class Passes:
             recording.losses.row_counts,
             recording.losses.lost,
             moments,
+            recording.before,
         )
+        self.updated, self.are_applied = recording.updated, recording.applies_at_once
         if position.defers_logs:
             self.logs = BatchLogs(recording, logs)
             part = part._replace(logged=self.logs.sums, last=self.logs.last)

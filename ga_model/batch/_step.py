@@ -69,7 +69,7 @@ def run(
             logs = passes.logs.finish(part.logged, part.last, *counts, add_to_window)
         if window is None:
             num_counted = part.num_counted if model.skip_nonfinite else None
-            for target, gradients in zip(passes.targets, part.sums):
+            for target, gradients in [] if passes.are_applied else zip(passes.targets, part.sums):
                 _apply(target, gradients, num_counted, model)
             passes.move_statistics(part)
             is_update = True if num_counted is None else tf.greater(num_counted, 0)

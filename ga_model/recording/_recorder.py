@@ -23,10 +23,11 @@ import tensorflow as tf
 
 from ga_model.base import _validate
 from ga_model.base._context import graph_being_made
+from ga_model.base._internals import raw
 from ga_model.base._messages import batch_normalization_messages
 from ga_model.hearing import _messages, _weights
 from ga_model.hearing._metric_calls import waiting
-from ga_model.hearing._models import optimizers_in, recording_of_thread
+from ga_model.hearing._models import is_of_keras, optimizers_in, recording_of_thread
 from ga_model.hearing._position import Position
 from ga_model.hearing._stand_ins import stand_in
 from ga_model.reading._loss_reading import DoesNotAddUpError
@@ -79,6 +80,10 @@ class Recording:
         losses: what is known of the step's losses.
         numbers: what is known of the numbers that it logs.
         updates: when the step has applied optimizers.
+        applies_at_once: whether optimizers are applied where the step does so. A step of the user's
+            own may go on with what it has updated.
+        updated, before: variables that it updated so, and are not the model's; and if that may be
+            undone their values before.
         logs: what the step has returned.
     """
 
@@ -94,6 +99,9 @@ class Recording:
         self.numbers = LoggedNumbers(model, self.losses, position.is_first)
         self._graph = self.losses.graph
         self.updates = Updates(model.name, self._graph)
+        self.applies_at_once = position.is_update and not is_of_keras(model, "train_step")
+        self.updated: list[Any] = []
+        self.before: list[Any] = []
         self._passed_on: list[Any] = []  # losses, to optimizers
         self._folded: dict[int, tuple[_weights.LossTerms, _sums.Weight]] = {}
         self._scaled: list[tuple[Any, Any, Any]] = []  # by optimizers: losses, and what they gave
@@ -184,7 +192,8 @@ class Recording:
         """Keep the gradients of an `optimizer.apply`, or `apply_gradients` if they are in pairs."""
         if self._graph not in (None, graph_being_made()):
             raise RuntimeError(_messages.inner_graph_message(self.model.name))
-        if not self._is_trial and any(t.optimizer is optimizer for t in self.targets):
+        is_again = any(t.optimizer is optimizer for t in self.targets)
+        if is_again and not (self._is_trial or self.applies_at_once):
             raise RuntimeError(_messages.applied_twice_message(self.model.name, optimizer.name))
         _validate.check_single_accumulation([optimizer], self.model.accumulation_steps)
         _validate.check_single_finite_check([optimizer], self.model.skip_nonfinite)
@@ -215,8 +224,19 @@ class Recording:
         self.targets.append(Target(optimizer, list(variables), least, in_pairs))
         self.given.append(list(given))
         self.updates.add(optimizer, list(variables))
+        if self.applies_at_once:
+            self._update(optimizer, given, variables, in_pairs)
         scale = not (is_folded or is_sum)
         self.sums.append(GradientSum.of(list(gradients), variables, weight, scale, noise_of))
+
+    def _update(self, optimizer: Any, gradients: Any, variables: Any, in_pairs: bool) -> None:
+        """Update at once, and keep the values of before."""
+        if self.model.skip_nonfinite:
+            known = {id(variable) for variable in (*self.model.variables, *self.updated)}
+            new = [v for v in (*variables, *optimizer.variables) if id(v) not in known]
+            self.updated += new
+            self.before += [tf.identity(variable) for variable in map(raw, new)]
+        _optimizers.apply(optimizer, list(gradients), list(variables), in_pairs)
 
     def _warn_of_work_on(self, gradients: Sequence[Any], may_shift: bool) -> None:
         """Warn if the step has made something of gradients that a sum of them does not give.

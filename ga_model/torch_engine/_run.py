@@ -244,7 +244,9 @@ class _Run:
         """Run the model's step on one microbatch, add what it gave, and return what it logs."""
         model, window, data = self._model, self._window, self._batch.microbatch(index)
         position = self._position(logs is not None)
-        snapshot = Snapshot(model) if self._skips else None
+        is_own = not is_of_keras(model, "train_step")
+        updates_itself = self._is_window and is_own and not window.is_trial
+        snapshot = Snapshot(model, of_trained=updates_itself) if self._skips else None
         writes, later = None, None if self._is_window else self._accumulation.later_writes
         if later is not None:
             later.begin()
@@ -260,6 +262,7 @@ class _Run:
         hearing: Any = contextlib.nullcontext() if self._is_window else listening()
         with record(model, data, position, keeps_gradients) as recording, hearing as hears:
             recording.writes = of_optimizers
+            recording.updates_itself = updates_itself
             self._watch_gradients(recording)
             result = self._train_step(data)
             self._tell_of_left(recording, index)
@@ -273,12 +276,14 @@ class _Run:
         if not keeps_gradients:
             for part in recording.parts:
                 part.widen()
-        is_left_out = self._skips and not all(part.is_finite() for part in recording.parts)
+        is_finite = recording.is_finite and all(part.is_finite() for part in recording.parts)
+        is_left_out = self._skips and not is_finite
         if not is_left_out:
             if self._accumulation.measured_noise is not None:
                 for part in recording.parts:
                     part.measure(recording.relative_weight or 0.0)
-            window.add(recording.parts, recording.relative_weight, keeps_gradients)
+            parts = [] if recording.updates_itself else recording.parts
+            window.add(parts, recording.relative_weight, keeps_gradients)
             window.has_lost |= recording.losses.is_lost and not self._is_window
             window.statistics.add([] if hears is None else hears.heard)
             self._num_counted += 1
@@ -290,6 +295,8 @@ class _Run:
             logs.add(recording, result, not is_left_out)
         if is_left_out and snapshot is not None:
             snapshot.restore()
+            for variable, value in recording.before:
+                variable.assign(value)
         self._accumulation.release()
         return result
 

@@ -81,10 +81,11 @@ class Snapshot:
     Args:
         model: the model.
         of_layers: whether frozen weights are left out, which layers do not write to.
+        of_trained: whether weights that are trained are kept, too.
     """
 
-    def __init__(self, model: Any, of_layers: bool = False) -> None:
-        trained = {id(variable) for variable in model.trainable_weights}
+    def __init__(self, model: Any, of_layers: bool = False, of_trained: bool = False) -> None:
+        trained = set() if of_trained else {id(variable) for variable in model.trainable_weights}
         self._model = model
         variables = model.variables
         if of_layers:

@@ -33,7 +33,7 @@ from ga_model.torch_engine._gradient_hooks import not_linear_hook, noting_hooks
 from ga_model.torch_engine._late_values import exchange
 from ga_model.torch_engine._left_gradients import LeftGradients
 from ga_model.torch_engine._observer import observer_of
-from ga_model.torch_engine._optimizer_writes import OptimizerWrites, refusing_others
+from ga_model.torch_engine._optimizer_writes import OptimizerWrites, refusing_others, variables_of
 from ga_model.torch_engine._own_gradients import not_linear
 from ga_model.torch_engine._part import Part
 from ga_model.torch_engine._state import clear_gradients
@@ -64,6 +64,11 @@ class Recording:
         left: what is told of gradients that are added to others, or None.
         exchanged: what is exchanged for something else where it is to be updated, or None.
         is_late: whether the step takes a gradient after it has applied an optimizer.
+        updates_itself: whether optimizers are applied where the step does so. A step of the user's
+            own may go on with what it has updated.
+        before: of what it has updated so, and is not the model's, pairs of variable and value
+            before.
+        is_finite: whether it was with finite gradients.
     """
 
     def __init__(self, model: Any, data: Any, position: Position, keeps_gradients: bool) -> None:
@@ -81,6 +86,9 @@ class Recording:
         self.left: LeftGradients | None = None
         self.exchanged: str | None = None
         self.is_late = False
+        self.updates_itself = False
+        self.before: list[tuple[Any, Any]] = []
+        self.is_finite = True
         self._folded: list[Any] = []  # losses as they enter the sum
         self._taken: list[Any] = []  # losses as the step has them
         self._given: dict[Any, _Gradient] = {}  # as PyTorch gave them, by their place
@@ -228,7 +236,7 @@ class Recording:
         """Keep the gradients of an `optimizer.apply`, or `apply_gradients` if they are in pairs."""
         name = self.model.name
         is_again = any(part.optimizer is optimizer for part in self.parts)
-        if is_again and not self.applies_at_once():
+        if is_again and not (self.updates_itself or self.applies_at_once()):
             raise RuntimeError(_messages.applied_twice_message(name, optimizer.name))
         _validate.check_single_accumulation([optimizer], self.model.accumulation_steps)
         gradients, variables = list(gradients), list(variables)
@@ -243,6 +251,9 @@ class Recording:
         if not optimizer.built:
             with keras.name_scope(optimizer.name):
                 optimizer.build(variables)
+        if self.updates_itself:
+            self._update(Part(optimizer, variables, gradients, in_pairs))
+            return
         for variable in variables:  # the gradients are the window's now, the step has copies
             left = None if self.keeps_gradients else raw(variable).grad
             raw(variable).grad = None if left is None else left.detach().clone()
@@ -251,6 +262,17 @@ class Recording:
         if self.applies_at_once():
             variables, gradients = [], []
         self.parts.append(Part(optimizer, variables, gradients, in_pairs))
+
+    def _update(self, part: Part) -> None:
+        """Update at once, and keep the values of before."""
+        self.is_finite = self.is_finite and part.is_finite()
+        if self.model.skip_nonfinite:
+            known = {id(v) for v in (*self.model.variables, *(v for v, _ in self.before))}
+            updated = (*part.variables, *variables_of(part.optimizer))
+            new = [v for v in updated if id(v) not in known]
+            self.before += [(v, raw(v).detach().clone()) for v in new]
+        part.update(1.0)
+        self.parts.append(part)
 
     def check_updates(self) -> None:
         """Raise RuntimeError if there are weights to train, and no optimizer is applied to any."""

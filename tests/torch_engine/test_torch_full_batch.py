@@ -297,6 +297,32 @@ def test_any_step_matches_the_full_batch(step, size):
     assert compare(step, size) <= TOLERANCE
 
 
+@pytest.mark.parametrize("step", STEPS)
+def test_any_step_matches_where_a_batch_may_be_left_out(step):
+    assert compare(step, skip_nonfinite=True) <= TOLERANCE
+
+
+@pytest.mark.gate
+@pytest.mark.filterwarnings("ignore:Microbatches of")
+@pytest.mark.parametrize("step", [GAN, Wasserstein, BYOL])
+def test_a_batch_that_is_left_out_leaves_no_trace(step):
+    """A first update whose gradients are finite is undone, too."""
+    x, y = dense_data(36)
+    rest = [np.delete(array, range(12, 24), axis=0) for array in (x, y)]
+    x[20] = np.nan
+    (start, weights, logs), (_, expected, reference) = (
+        fit(step, size, keras.optimizers.Adam(0.01), data=data, **settings)
+        for size, data, settings in ((5, (x, y), {"skip_nonfinite": True}), (None, rest, {}))
+    )
+    assert relative_difference(weights, expected, start) <= 5 * TOLERANCE
+    first, second = (
+        [v.numpy() for v in history.model.optimizer.variables] for history in (logs, reference)
+    )
+    for value, other in zip(first, second, strict=True):
+        np.testing.assert_allclose(value, other, rtol=1e-4, atol=1e-7)
+    assert logs.model.num_skipped_microbatches == 2
+
+
 @pytest.mark.parametrize("step", [GAN, MaskedMean, Sequences])
 def test_they_match_with_adam(step):
     assert compare(step, optimizer=lambda: keras.optimizers.Adam(0.01)) <= 5 * TOLERANCE
