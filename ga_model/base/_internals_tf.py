@@ -89,6 +89,11 @@ def graph_of_function(graph: Any, name: str) -> Any:
 # Replicas.
 
 
+def copy_on_replica(variable: Any) -> Any:
+    """Return the copy of a distributed variable that belongs to the replica that runs."""
+    return variable._get()
+
+
 def logs_over_replicas(logs: Any, strategy: Any) -> Any:
     """Return logs as Keras makes one of those of all replicas."""
     return reduce_per_replica(logs, strategy, "auto")

@@ -38,7 +38,7 @@ def undone_if_left_out(
 
         def undo() -> None:
             for variable, value in zip([*variables, *updated()], [*before, *part.before]):
-                variable.assign(value)
+                _strategy.own_copy(variable).assign(value)
             for metric in created:
                 metric.reset_state()
 

@@ -58,7 +58,8 @@ class Part(NamedTuple):
         """
         is_finite = tf.reduce_all([gradients.is_finite() for gradients in self.sums])
         if self.before:
-            is_finite = tf.equal(_strategy.max_over_replicas(tf.cast(~is_finite, tf.int64)), 0)
+            (number,) = _strategy.sum_over_replicas([tf.cast(~is_finite, tf.float64)])
+            is_finite = tf.equal(number, 0.0)
         return self._replace(
             sums=[s.counted_if(is_finite, unit) for s, unit in zip(self.sums, units)],
             logged=[tf.where(is_finite, value, 0.0) for value in self.logged],

@@ -15,6 +15,7 @@ from ga_model.base._internals import (
     strategy_of_model,
     strategy_of_optimizer,
 )
+from ga_model.base._internals_tf import copy_on_replica
 
 _MIRRORED = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
 _TRIED = (tf.distribute.OneDeviceStrategy, *_MIRRORED)
@@ -143,6 +144,12 @@ def _is_distributed(variable: tf.Variable) -> bool:
 def copies(variable: tf.Variable) -> list[tf.Variable]:
     """Return the copies of a variable on this machine's replicas."""
     return list(variable.values) if _is_distributed(variable) else [variable]
+
+
+def own_copy(variable: Any) -> tf.Variable:
+    """Return this replica's copy of a variable, which can be written to in a branch."""
+    variable = raw(variable)
+    return copy_on_replica(variable) if _is_distributed(variable) else variable
 
 
 def copies_of_all(variables: Iterable[Any]) -> list[tf.Variable]:

@@ -573,7 +573,6 @@ def test_the_field_s_steps_match_where_a_batch_may_be_left_out(name, float64):
     assert_same(training, train(STEPS[name]), TOLERANCE[float64])
 
 
-@pytest.mark.gate
 @pytest.mark.filterwarnings("ignore:Microbatches of")
 @pytest.mark.parametrize("run_eagerly", [False, True])
 @pytest.mark.parametrize("make", [WassersteinGAN, GAN, BYOL, Root])

@@ -26,6 +26,7 @@ from helpers import (
     seeded,
 )
 from helpers import assert_equal_logs as assert_logs_match
+from own_steps import BYOL
 from reductions import UNLIKE
 from zoo import ZOO, float8, masked_data, masked_recurrent
 
@@ -499,6 +500,32 @@ def test_bad_microbatches_are_left_out_on_any_replica(float64):
     for weight, expected in zip(model.get_weights(), reference.get_weights(), strict=True):
         np.testing.assert_allclose(weight, expected, rtol=1e-12)
     assert_equal_logs(model, reference)
+
+
+@pytest.mark.filterwarnings("ignore:Microbatches of")
+def test_a_batch_of_a_step_of_ones_own_is_left_out_on_all_replicas(float64):
+    """Of a first replica's samples one is bad, and the step assigns weights that do not train."""
+    if not metrics_of_replicas_add_up():
+        pytest.skip("Keras before 3.10 refuses `skip_nonfinite` with replicas, as tested above")
+
+    class Averaged(BYOL):
+        def call(self, x):
+            return self.predictor(self.online(x)) + self.target(x)
+
+    (x,) = Averaged.data(36)
+    rest = np.delete(x, range(12, 24), 0)
+    x[13] = np.nan
+    states = []
+    for rows, settings in ((x, {"microbatch_size": 3, "skip_nonfinite": True}), (rest, {})):
+        with mirrored(2).scope():
+            model = seeded(Averaged)
+            model = accumulate(model, **settings) if settings else model
+            optimizer = keras.optimizers.Adam(0.01)
+            model.compile(optimizer)
+        model.fit(tf.data.Dataset.from_tensor_slices(rows).batch(12), verbose=0)
+        states.append([*model.get_weights(), *(np.asarray(v) for v in optimizer.variables)])
+    for value, expected in zip(*states, strict=True):
+        np.testing.assert_allclose(value, expected, rtol=1e-11, atol=1e-14)
 
 
 def test_skipped_shares_of_regularizers_are_told_of(float64):
