@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ga_model.base._internals import is_built
+from ga_model.base._internals import is_built, raw
 from ga_model.replicas import _strategy
 
 
@@ -30,8 +30,9 @@ def undone_if_left_out(
         if not tf.executing_eagerly() and not is_built(model, model.metrics):
             # What the first call creates has to be there first, and is by tracing it.
             tf.function(traced, autograph=False).get_concrete_function(*args)
-        variables = [*model.variables, *model.metrics_variables]
-        before = [tf.identity(variable.value) for variable in variables]
+        of_tensorflow = [v for v in vars(model).values() if isinstance(v, tf.Variable)]
+        variables = [*model.variables, *model.metrics_variables, *of_tensorflow]
+        before = [tf.identity(variable) for variable in map(raw, variables)]
         part = microbatch(*args)
         known = {id(variable) for variable in variables}
         created = [m for m in model.metrics if not {id(v) for v in m.variables} <= known]
