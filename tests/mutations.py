@@ -512,6 +512,27 @@ MUTATIONS = [
         "automatic/test_auto.py::test_the_search_leaves_everything_as_it_was",
     ),
     Mutation(
+        "a search leaves variables that Keras does not track as trials have made them",
+        "replicas/_all_variables.py",
+        "            if _differs(variable, value):\n                variable.assign(value)",
+        "            pass",
+        "automatic/test_auto_state.py",
+    ),
+    Mutation(
+        "a search leaves the Python state of a model as trials have made it",
+        "automatic/_trials.py",
+        "            before.put_back_changed(state)",
+        "            pass",
+        "automatic/test_auto_state.py",
+    ),
+    Mutation(
+        "a check leaves the Python state of a model as its trainings have made it",
+        "check/_check.py",
+        "            self._python.put_back()\n",
+        "            pass\n",
+        "check/test_check.py::test_state_that_keras_does_not_track_is_as_before",
+    ),
+    Mutation(
         "the noise estimate is biased",
         "sums/_noise.py",
         "(count - 1.0)",

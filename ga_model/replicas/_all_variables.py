@@ -16,7 +16,7 @@ from ga_model.replicas import _strategy
 
 
 def living(classes: Any) -> list[Any]:
-    """Return all instances of classes that the process holds."""
+    """Return all instances of classes that the process holds, but for those of a `gc.freeze`."""
     return [value for value in gc.get_objects() if issubclass(type(value), classes)]
 
 
