@@ -506,16 +506,15 @@ MUTATIONS = [
     Mutation(
         "the search leaves weights as its trials have them",
         "automatic/_trials.py",
-        "            for variable, value in zip(variables, values):\n"
-        "                variable.assign(value)\n",
+        "            variables.put_back()\n",
         "",
         "automatic/test_auto.py::test_the_search_leaves_everything_as_it_was",
     ),
     Mutation(
-        "a search leaves variables that Keras does not track as trials have made them",
+        "what a search makes outside the model begins with what its trials have left",
         "replicas/_all_variables.py",
-        "            if _differs(variable, value):\n                variable.assign(value)",
-        "            pass",
+        "            self._note(variable := next_creator(**settings))",
+        "            variable = next_creator(**settings)",
         "automatic/test_auto_state.py",
     ),
     Mutation(

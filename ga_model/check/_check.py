@@ -17,7 +17,7 @@ import numpy as np
 from ga_model._settings import UNCHANGED, passed
 from ga_model._wrap import accumulate
 from ga_model.base._call_again import Attributes
-from ga_model.base._internals import is_built, layers_in, raw
+from ga_model.base._internals import global_seed, is_built, layers_in, raw
 from ga_model.check import _diagnosis
 from ga_model.check._backend import backend
 from ga_model.check._differences import (
@@ -144,7 +144,10 @@ def _other_warnings_than(said: list[str]) -> Iterator[None]:
 def _compared(
     model: Any, plan: Plan, state: _State, randomness: Randomness, said: list[str]
 ) -> EquivalenceReport:
+    drawn = _num_drawn()
     _fit(model, plan, plan.window_rows)
+    if _num_drawn() != drawn:
+        randomness.left.append(model.name)
     whole = state.read()
     state.restore()
     add_rounding_errors(model)
@@ -191,6 +194,12 @@ def _compared(
         found_reasons = _diagnosis.reasons(model, plan, report)
         report = report._replace(reasons=found_reasons)
     return report
+
+
+def _num_drawn() -> Any:
+    """Return what changes when numbers are drawn by `keras.random` without a seed."""
+    seed = global_seed()
+    return None if seed is None else backend.value_of(seed.state).tolist()
 
 
 def _fit(model: Any, plan: Plan, batch_size: int) -> None:

@@ -893,3 +893,17 @@ def test_state_that_keras_does_not_track_is_as_before(eager, float64):
     assert (model.steps_run, list(model.seen)) == python
     for variable, value in zip(variables, before):
         np.testing.assert_array_equal(variable.numpy(), value)
+
+
+class DrawingWithoutSeed(layers.Layer):
+    def call(self, x):
+        return x * (1.0 + 0.3 * keras.random.normal(ops.shape(x)))
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("eager", [True, False])
+def test_numbers_that_are_drawn_without_a_seed_are_the_reason(eager):
+    model = compiled(stack(DrawingWithoutSeed()), run_eagerly=eager)
+    report = check_equivalence(model, *of_rows(), batch_size=16, microbatch_size=4)
+    assert report.random_layers.left == [model.name]
+    assert [text for text in report.reasons if "draw random numbers" in text] == report.reasons
