@@ -527,8 +527,8 @@ MUTATIONS = [
     Mutation(
         "a check leaves the Python state of a model as its trainings have made it",
         "check/_check.py",
-        "            self._python.put_back()\n",
-        "            pass\n",
+        "        python.put_back()\n        attributes",
+        "        attributes",
         "check/test_check.py::test_state_that_keras_does_not_track_is_as_before",
     ),
     Mutation(

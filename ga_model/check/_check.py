@@ -245,10 +245,13 @@ class _State:
             variable.assign(value)
         self._all_variables.put_back()
         if self._python is not None:
-            attributes = vars(self._model)
-            kept = {name: attributes[name] for name in _OF_TRAINING if name in attributes}
-            self._python.put_back()
-            attributes.update(kept)
+            self._restore_python(self._python)
+
+    def _restore_python(self, python: Attributes) -> None:
+        attributes = vars(self._model)
+        kept = {name: attributes[name] for name in _OF_TRAINING if name in attributes}
+        python.put_back()
+        attributes.update(kept)
 
     def with_new(self) -> Any:
         """Restore also variables that are made in a block, to the values that they begin with."""
@@ -258,11 +261,11 @@ class _State:
     def with_python(self) -> Iterator[None]:
         """Restore in a block, and after it, also the Python state of the model."""
         parts = [*layers_in(self._model), *compiled_of_user(self._model)]
-        self._python = Attributes(parts)
+        self._python = python = Attributes(parts)
         try:
             yield
         finally:
-            self.restore()
+            self._restore_python(python)
             self._python = None
 
 
