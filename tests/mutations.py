@@ -520,10 +520,30 @@ MUTATIONS = [
     Mutation(
         "the search leaves weights as its trials have them",
         "automatic/_trials.py",
-        "            for variable, value in zip(variables, values):\n"
-        "                variable.assign(value)\n",
+        "            variables.put_back()\n",
         "",
         "automatic/test_auto.py::test_the_search_leaves_everything_as_it_was",
+    ),
+    Mutation(
+        "what a search makes outside the model begins with what its trials have left",
+        "replicas/_all_variables.py",
+        "            self._note(variable := next_creator(**settings))",
+        "            variable = next_creator(**settings)",
+        "automatic/test_auto_state.py",
+    ),
+    Mutation(
+        "a search leaves the Python state of a model as trials have made it",
+        "automatic/_trials.py",
+        "            before.put_back_changed(state)",
+        "            pass",
+        "automatic/test_auto_state.py",
+    ),
+    Mutation(
+        "a check leaves the Python state of a model as its trainings have made it",
+        "check/_check.py",
+        "        python.put_back()\n        attributes",
+        "        attributes",
+        "check/test_check.py::test_state_that_keras_does_not_track_is_as_before",
     ),
     Mutation(
         "the noise estimate is biased",

@@ -22,6 +22,7 @@ from ga_model.batch import _step
 from ga_model.batch._window import Window
 from ga_model.graphs._microbatch import count_rows
 from ga_model.hearing._models import is_of_keras
+from ga_model.hearing._python_state import python_state
 from ga_model.replicas import _strategy
 
 
@@ -68,11 +69,14 @@ class AutomaticSize(FoundSize):
                 self._search(model, batch, rows)
             while True:
                 values = [] if model.jit_compile else self._begin()  # where none is put back
+                state = python_state(model) if model.run_eagerly else None
                 try:
                     logs = train_function(iter([batch]))
                     break
                 except failures(model) as error:
                     self._put_back(model, values, rows, error)
+                    if state is not None:
+                        state.put_back()
         return logs
 
     def _begin(self) -> list[Any]:

@@ -1,7 +1,8 @@
 """Trials of a microbatch size: steps without their update, which restore all state.
 
 Two microbatches of the size in question go forward and backward, and the sums of their gradients
-are held as in training. In the end everything is put back.
+are held as in training. In the end everything is put back: all variables of the process, and the
+Python state of the model.
 
 Where a failed allocation would end the process, on a CPU, memory is measured: see `_budget`.
 """
@@ -11,22 +12,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from ga_model.automatic._budget import Budget
 from ga_model.base._context import ThreadValue
-from ga_model.base._internals import is_built, raw
+from ga_model.base._internals import global_seed, is_built, raw, set_global_seed
 from ga_model.batch._passes import Passes
 from ga_model.batch._window import Window
 from ga_model.graphs._microbatch import Batch
 from ga_model.hearing._models import optimizers_in
+from ga_model.hearing._python_state import python_state
 from ga_model.replicas import _strategy
+from ga_model.replicas._all_variables import AllVariables
 
 # What a step of this thread runs instead of itself, or None.
 trial_that_runs = ThreadValue()
@@ -47,30 +48,14 @@ class Trials:
 
     def __init__(self, model: Any, batch: Any) -> None:
         self.error: Exception | None = None
+        self.changed: list[Any] = []
         self._model = model
         self._batch = keras.tree.map_structure(
             lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, batch
         )
         self._is_built = is_built(model, [*model.metrics, *optimizers_in(vars(model))])
-        if not self._is_built:
-            self._trace()
-            self._is_built = True
         self._step: Any = self._steps
-        used: list[Any] = []
-        with _same_random_state():
-            if not model.run_eagerly:
-                self._step, concrete = self._trace()
-                used += concrete.graph.variables
-        trained = [v for o in optimizers_in(vars(model)) for v in o.variables]
-        self._trained = _strategy.copies_of_all([*model.trainable_variables, *trained])
-        state = [*model.non_trainable_variables, *model.metrics_variables]
-        copies = {id(copy): copy for copy in [*_strategy.copies_of_all(state), *used]}
-        for copy in self._trained:
-            copies.pop(id(copy), None)
-        self.changed = list(copies.values())
-        devices = [v.device for v in _strategy.copies_of_all(model.variables)]
-        sizes = [math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in model.trainable_variables]
-        self._budget = Budget(all("CPU" in device for device in devices), sum(sizes))
+        self._budget: Budget
         self._runs = 2 if model.jit_compile else 1  # the first one compiles
 
     def _trace(self) -> Any:
@@ -80,18 +65,42 @@ class Trials:
 
     @contextlib.contextmanager
     def undone(self) -> Iterator[None]:
-        """Put back what trials change: variables, and the random state of Python and NumPy."""
-        variables = [*self._trained, *self.changed]
-        values = [tf.identity(variable) for variable in variables]  # not copied before it changes
+        """Build the model, and put back what trials change, but for what building makes."""
+        before = python_state(self._model)
+        if not self._is_built:
+            self._trace()
+            self._is_built = True
+        state, seed, variables = python_state(self._model), global_seed(), AllVariables()
+        used: list[Any] = []
         try:
-            with _same_random_state():
+            with variables.with_new():
+                if not self._model.run_eagerly:
+                    self._step, concrete = self._trace()
+                    used += concrete.graph.variables
+                self._budget = self._new_budget()
                 yield
         finally:
-            for variable, value in zip(self._trained, values):  # that the step itself writes to
-                if not bool(tf.reduce_all(tf.equal(variable, value))):
-                    self.changed.append(variable)
-            for variable, value in zip(variables, values):
-                variable.assign(value)
+            self.changed = self._may_change(used, variables.changed())
+            variables.put_back()
+            set_global_seed(seed)
+            before.put_back_changed(state)
+
+    def _new_budget(self) -> Budget:
+        model = self._model
+        devices = [v.device for v in _strategy.copies_of_all(model.variables)]
+        sizes = [math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in model.trainable_variables]
+        return Budget(all("CPU" in device for device in devices), sum(sizes))
+
+    def _may_change(self, used: list[Any], changed: list[Any]) -> list[Any]:
+        """Return `changed`, of variables that a graph uses and of those that trials changed."""
+        model = self._model
+        state = [*model.non_trainable_variables, *model.metrics_variables]
+        trained = [v for o in optimizers_in(vars(model)) for v in o.variables]
+        trained = _strategy.copies_of_all([*model.trainable_variables, *trained])
+        copies = {id(copy): copy for copy in [*_strategy.copies_of_all(state), *used]}
+        for copy in trained:
+            copies.pop(id(copy), None)
+        return list({**copies, **{id(copy): copy for copy in changed}}.values())
 
     def fits(self, size: int) -> bool:
         """Return whether two microbatches of `size` rows go through."""
@@ -145,17 +154,6 @@ class Trials:
         numbers = [tf.reduce_sum(tf.cast(t, tf.float32)) for t in tensors if t.dtype != tf.variant]
         with tf.control_dependencies(tensors):  # lists of rows cannot be added up
             return tf.add_n([tf.zeros(()), *numbers])
-
-
-@contextlib.contextmanager
-def _same_random_state() -> Iterator[None]:
-    """Leave the random state of Python and NumPy as it is."""
-    states = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
 
 
 def _stateless(train_step: Callable[[Any], Any], data: Any) -> Any:

@@ -19,7 +19,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ga_model.base._call_again import PythonState
 from ga_model.base._internals import compiled_loss, is_built, stateless_scope
 from ga_model.base._internals_tf import NOT_INLINED
 from ga_model.base._messages import late_gradient_message
@@ -40,6 +39,7 @@ from ga_model.hearing._models import (
     unrecorded,
 )
 from ga_model.hearing._position import Position
+from ga_model.hearing._python_state import python_state
 from ga_model.reading._loss_reading import DoesNotAddUpError, is_known
 from ga_model.reading._numbers_in_code import Numbers, unlike
 from ga_model.reading._place import place_of
@@ -207,7 +207,7 @@ class Passes:
         # A step of the user's own may keep more than what can be put back.
         if not (has_code_of_user(model) and is_of_keras(model, "train_step")):
             return
-        state = PythonState(model)
+        state = python_state(model)
         try:
             self._draw_microbatch()
         except (DoesNotAddUpError, Warning):
@@ -252,7 +252,7 @@ class Passes:
 
     def _numbers_for(self, rows: int) -> Numbers:
         """Return the numbers in the code of a step for so many samples: its own, if it has none."""
-        drawn, state = copy.copy(self), PythonState(self._model)
+        drawn, state = copy.copy(self), python_state(self._model)
         drawn.targets, drawn._is_drawn_again = [], True
         try:
             with self._model._accumulation.holding_back():

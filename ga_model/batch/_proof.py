@@ -7,10 +7,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from ga_model.base._call_again import PythonState
 from ga_model.base._internals import is_built, layers_in
 from ga_model.hearing._models import optimizers_in
 from ga_model.hearing._position import Position
+from ga_model.hearing._python_state import python_state
 from ga_model.recording._proof import StepProof
 from ga_model.recording._recorder import record
 
@@ -66,7 +66,7 @@ def adds_up(model: Any, train_step: Callable[[Any], Any], data: Any) -> bool:
         tf.TensorSpec([None, *leaf.shape[1:]] if leaf.shape.rank else [], leaf.dtype)
         for leaf in leaves
     ]
-    state = PythonState(model)
+    state = python_state(model)
     try:
         with model._accumulation.holding_back() as told:
             tf.function(draw, autograph=False).get_concrete_function(specs)

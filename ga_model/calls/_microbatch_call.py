@@ -70,7 +70,10 @@ class MicrobatchCall:
         self.state = PythonState(layer)
 
     def _build(self, call: Callable[..., Any]) -> None:
-        """Create the variables of layers, which cannot be created in a `StatelessScope`."""
+        """Create the variables of layers, which cannot be created in a `StatelessScope`.
+
+        It is drawn twice, to put back what a call changes in Python and keep what building makes.
+        """
         if is_built(self.layer):
             return
 
@@ -79,8 +82,15 @@ class MicrobatchCall:
             with unrecorded(), inside_of_call.set(True), listener.set(None):
                 return leaves_of(call(*args, **kwargs))
 
-        trace = tf.function(built, autograph=False)
-        trace.get_concrete_function(self.batch.signature_of(None))
+        def draw() -> None:
+            trace = tf.function(built, autograph=False)
+            trace.get_concrete_function(self.batch.signature_of(None))
+
+        before = PythonState(self.layer)
+        draw()
+        built_state = PythonState(self.layer)
+        draw()
+        before.put_back_changed(built_state)
 
     def run(
         self, leaves: list[Any], shared: list[Any] | None = None, hears: Listener | None = None

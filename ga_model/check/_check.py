@@ -8,7 +8,7 @@ import functools
 import math
 import random
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -16,7 +16,8 @@ import numpy as np
 
 from ga_model._settings import UNCHANGED, passed
 from ga_model._wrap import accumulate
-from ga_model.base._internals import raw
+from ga_model.base._call_again import Attributes
+from ga_model.base._internals import global_seed, is_built, layers_in, raw
 from ga_model.check import _diagnosis
 from ga_model.check._backend import backend
 from ga_model.check._differences import (
@@ -30,6 +31,7 @@ from ga_model.check._equivalence_report import EquivalenceReport, VariableDiffer
 from ga_model.check._plan import Plan, make_plan
 from ga_model.check._randomness import Randomness, shared_randomness
 from ga_model.hearing._models import optimizers_in
+from ga_model.hearing._python_state import compiled_of_user, python_state
 
 # What a model keeps of accumulation, and the function that was traced by its settings.
 _OF_TRAINING = ("_accumulation", "train_function")
@@ -55,10 +57,10 @@ def check_equivalence(
     on full batches again, from weights with an added rounding error.
 
     Afterwards, weights, optimizers, metrics, random state, settings and all other variables of the
-    step are restored. A model that was not built yet is built, as by a first batch. Not restored
-    are attributes of layers and other Python objects that training changes, and in eager mode the
-    state of TensorFlow's own random operations. The model need not be an `AccumulatingModel`, and
-    does not become one.
+    step are restored, and numbers, lists and dicts in attributes of the model and its layers. A
+    model that was not built yet is built, as by a first batch. Not restored are NumPy arrays and
+    other Python objects that training changes, and in eager mode the state of TensorFlow's own
+    random operations. The model need not be an `AccumulatingModel`, and does not become one.
 
     For the comparison, `Dropout` layers drop the same units of every sample in all three trainings,
     and other random layers of Keras are switched off; the report names them.
@@ -118,6 +120,7 @@ def compare(model: Any, plan: Plan) -> EquivalenceReport:
         _other_warnings_than(said),
         _left_as_it_was(model, plan) as state,
         shared_randomness(model) as randomness,
+        state.with_python(),
     ):
         return _compared(model, plan, state, randomness, said)
 
@@ -141,7 +144,10 @@ def _other_warnings_than(said: list[str]) -> Iterator[None]:
 def _compared(
     model: Any, plan: Plan, state: _State, randomness: Randomness, said: list[str]
 ) -> EquivalenceReport:
+    drawn = _num_drawn()
     _fit(model, plan, plan.window_rows)
+    if _num_drawn() != drawn:
+        randomness.left.append(model.name)
     whole = state.read()
     state.restore()
     add_rounding_errors(model)
@@ -190,6 +196,12 @@ def _compared(
     return report
 
 
+def _num_drawn() -> Any:
+    """Return what changes when numbers are drawn by `keras.random` without a seed."""
+    seed = global_seed()
+    return None if seed is None else backend.value_of(seed.state).tolist()
+
+
 def _fit(model: Any, plan: Plan, batch_size: int) -> None:
     x, y, sample_weight = plan.data
     weights = {} if sample_weight is None else {"sample_weight": sample_weight}
@@ -199,12 +211,15 @@ def _fit(model: Any, plan: Plan, batch_size: int) -> None:
 class _State:
     """The variables of a model and its optimizers, with the values they had at first.
 
+    On TensorFlow also all other variables of the process, which the step may use.
+
     Args:
         model: the model.
-        traced: variables that its `train_step` uses, whoever has them.
     """
 
-    def __init__(self, model: Any, traced: Sequence[Any]) -> None:
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._python: Attributes | None = None
         compared = {id(v): v for v in model.weights}
         self.paths = [v.path for v in compared.values()]
         for optimizer in optimizers_in(vars(model)):
@@ -214,10 +229,11 @@ class _State:
                     self.paths.append(_path(optimizer, variable))
         self.variables = list(compared.values())
         known = {id(v.value) for v in self.variables}
-        others = {id(raw(v)): v for v in [*model.variables, *model.metrics_variables, *traced]}
+        others = {id(raw(v)): v for v in [*model.variables, *model.metrics_variables]}
         self._others = [v for key, v in others.items() if key not in known]
         self.values = self.read()
         self._values_of_others = [backend.value_of(v) for v in self._others]
+        self._all_variables = backend.AllVariables(but=[*self.variables, *self._others])
 
     def read(self) -> list[Any]:
         return [backend.value_of(v) for v in self.variables]
@@ -227,6 +243,30 @@ class _State:
             variable.assign(value)
         for variable, value in zip(self._others, self._values_of_others):
             variable.assign(value)
+        self._all_variables.put_back()
+        if self._python is not None:
+            self._restore_python(self._python)
+
+    def _restore_python(self, python: Attributes) -> None:
+        attributes = vars(self._model)
+        kept = {name: attributes[name] for name in _OF_TRAINING if name in attributes}
+        python.put_back()
+        attributes.update(kept)
+
+    def with_new(self) -> Any:
+        """Restore also variables that are made in a block, to the values that they begin with."""
+        return self._all_variables.with_new()
+
+    @contextlib.contextmanager
+    def with_python(self) -> Iterator[None]:
+        """Restore in a block, and after it, also the Python state of the model."""
+        parts = [*layers_in(self._model), *compiled_of_user(self._model)]
+        self._python = python = Attributes(parts)
+        try:
+            yield
+        finally:
+            self._restore_python(python)
+            self._python = None
 
 
 def _path(optimizer: Any, variable: Any) -> str:
@@ -243,14 +283,18 @@ def _left_as_it_was(model: Any, plan: Plan) -> Iterator[_State]:
     try:
         random_states = _random_states()
         is_new = not model.built
-        traced = _build(model, plan)
+        python = python_state(model) if is_built(model, model.metrics) else None
+        _build(model, plan)
+        if python is not None:
+            python.put_back()
         if is_new:  # layers may have drawn their seeds
             random_states = _random_states()
         before = {name: value for name, value in attributes.items() if name not in _OF_TRAINING}
         with backend.scope(model):
-            state = _State(model, traced)
+            state = _State(model)
             try:
-                yield state
+                with state.with_new():
+                    yield state
             finally:
                 # `model.__class__` of a wrapped model is the class that it had before.
                 object.__dict__["__class__"].__set__(model, model_class)
@@ -271,15 +315,14 @@ def _random_states() -> tuple[Any, Any, Any]:
     return random.getstate(), np.random.get_state(), backend.random_state()
 
 
-def _build(model: Any, plan: Plan) -> Sequence[Any]:
-    """Make all variables, without a step of training, and return those that `train_step` uses."""
+def _build(model: Any, plan: Plan) -> None:
+    """Make all variables, without a step of training."""
     data = keras.tree.map_structure(backend.as_tensor, plan.slice(0, plan.microbatch_rows))
     with backend.scope(model):
-        traced = backend.build(model, data)
+        is_traced = backend.build(model, data)
     unbuilt = [o.name for o in optimizers_in(vars(model)) if not o.built]
-    if unbuilt and not traced:  # a trace has built what it uses
+    if unbuilt and not is_traced:  # a trace has built what it uses
         raise RuntimeError(_unbuilt_message(unbuilt))
-    return traced
 
 
 def _unbuilt_message(optimizers: list[str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -12,6 +12,9 @@ import tensorflow as tf
 
 from ga_model.base._internals import mask_of, set_mask
 from ga_model.replicas import _optimizers, _strategy
+from ga_model.replicas._all_variables import AllVariables
+
+__all__ = ["AllVariables"]
 
 # Where rounding hides everything else.
 MORE_EXACT = (
@@ -48,19 +51,20 @@ def as_tensor(array: Any) -> Any:
     return tf.convert_to_tensor(array.astype(dtype))
 
 
-def build(model: Any, data: Any) -> Sequence[Any]:
-    """Make variables without a step of training, and return those that `train_step` uses.
+def build(model: Any, data: Any) -> bool:
+    """Make variables without a step of training, and return whether all are that it uses.
 
-    Eagerly that is known of the model's own optimizer only, and none are returned.
+    Eagerly that is known of the model's own optimizer only.
     """
     if not model.run_eagerly:
-        return _strategy.trace(model, keras.utils.pack_x_y_sample_weight(*data))
+        _strategy.trace(model, keras.utils.pack_x_y_sample_weight(*data))
+        return True
     if not model.built:
         with contextlib.suppress(NotImplementedError):  # of a model that has no `call`
             model(data[0])
     if model.optimizer is not None and model.built:
         _optimizers.build(model.optimizer, model.trainable_variables)
-    return []
+    return False
 
 
 def gradients(loss_of: Callable[[Any], Any], outputs: Any) -> list[Any]:

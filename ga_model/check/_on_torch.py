@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -46,14 +46,31 @@ def as_tensor(array: Any) -> Any:
     return keras.ops.convert_to_tensor(array.astype(dtype))
 
 
-def build(model: Any, data: Any) -> Sequence[Any]:
-    """Make variables without a step of training. What else a step uses is not known: none."""
+def build(model: Any, data: Any) -> bool:
+    """Make variables without a step of training. What else a step uses is not known."""
     if not model.built:
         with contextlib.suppress(NotImplementedError), torch.no_grad():  # if it has no `call`
             model(data[0])
     if model.optimizer is not None and model.built and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
-    return []
+    return False
+
+
+class AllVariables:
+    """Nothing: no variables are known here but those of the model and its optimizers.
+
+    Args:
+        but: variables that are known.
+    """
+
+    def __init__(self, but: Iterable[Any]) -> None:
+        pass
+
+    def with_new(self) -> Any:
+        return contextlib.nullcontext()
+
+    def put_back(self) -> None:
+        pass
 
 
 def gradients(loss_of: Callable[[Any], Any], outputs: Any) -> list[Any]:

@@ -9,7 +9,6 @@ made. Eagerly, values are compared before and after a step.
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from ga_model.base._internals_tf import written_handles
 from ga_model.reading._dependence import dependence_of
 from ga_model.reading._following import walk_back, written_from
 from ga_model.replicas import _strategy
+from ga_model.replicas._all_variables import living
 
 # Variables that may be written to once per microbatch, by the last part of their names: where
 # random numbers begin.
@@ -90,7 +90,7 @@ class Writes:
         if self._graph is not None:
             self._number = len(self._graph.get_operations())
         else:
-            optimizers = _living(keras.optimizers.Optimizer)
+            optimizers = living(keras.optimizers.Optimizer)
             self._unbuilt = [optimizer for optimizer in optimizers if not optimizer.built]
             variables = [*_of_layers(model), *_of_optimizers(optimizers)]
             variables += [v for v in vars(model).values() if isinstance(v, tf.Variable)]
@@ -135,14 +135,14 @@ class Writes:
         built = [o for o in self._unbuilt if o.built and not any(o is other for other in known)]
         if not written:
             return Written(normalization, built, names, of_metrics)
-        living = _living((keras.optimizers.Optimizer, keras.metrics.Metric, tf.Variable))
-        optimizers = [v for v in living if isinstance(v, keras.optimizers.Optimizer)]
+        found = living((keras.optimizers.Optimizer, keras.metrics.Metric, tf.Variable))
+        optimizers = [v for v in found if isinstance(v, keras.optimizers.Optimizer)]
         optimizers = [o for o in optimizers if o.built and found_in([counter_of(o)])] or built
-        metrics = [v for v in living if isinstance(v, keras.metrics.Metric)]
+        metrics = [v for v in found if isinstance(v, keras.metrics.Metric)]
         found_in(_of_optimizers(optimizers))
         of_metrics += found_in(v for metric in metrics for v in metric.variables)
         if _strategy.num_replicas() == 1:  # or others might be those of a replica in between
-            others = map(_name, found_in(v for v in living if isinstance(v, tf.Variable)))
+            others = map(_name, found_in(v for v in found if isinstance(v, tf.Variable)))
             names += [name for name in others if name not in _HARMLESS]
         return Written(normalization, optimizers, names, of_metrics)
 
@@ -279,11 +279,6 @@ def _of_layers(model: Any) -> list[Any]:
 def _of_optimizers(optimizers: Iterable[Any]) -> list[Any]:
     inner = [getattr(o, "inner_optimizer", o) for o in optimizers]
     return [v for o in [*optimizers, *inner] if o.built for v in o.variables]
-
-
-def _living(classes: Any) -> list[Any]:
-    """Return all instances of classes that the process holds."""
-    return [value for value in gc.get_objects() if issubclass(type(value), classes)]
 
 
 def handles_of(variable: Any) -> set[int]:

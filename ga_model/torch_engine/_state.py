@@ -9,8 +9,6 @@ from typing import Any
 import keras
 import numpy as np
 
-from ga_model.base._call_again import PythonState
-from ga_model.base._identity import unique
 from ga_model.base._internals import (
     global_seed,
     layers_in,
@@ -20,13 +18,12 @@ from ga_model.base._internals import (
     set_global_seed,
 )
 from ga_model.base._internals_torch import times_written
-from ga_model.hearing._metrics_of_user import parts_of
 from ga_model.hearing._models import computes_loss_as_keras, optimizers_in
+from ga_model.hearing._python_state import is_of_library, python_state
 from ga_model.torch_engine._optimizer_writes import variables_of
 from ga_model.torch_engine._tensors import (
     Tensors,
     Written,
-    is_of_library,
     stores_in,
     tensors_in,
 )
@@ -120,15 +117,14 @@ def unchanged(model: Any) -> Iterator[None]:
 
 
 class _Others:
-    """The Python state of a model and its metrics, and that of all random numbers, as it is now.
+    """The `python_state` of a model, and the state of all random numbers, as they are now.
 
     Args:
         model: the model.
     """
 
     def __init__(self, model: Any) -> None:
-        metrics = unique(part for metric in model.metrics for part in parts_of(metric))
-        self._python = PythonState(model, [m for m in metrics if not is_of_library(m)])
+        self._python = python_state(model)
         self._random = random_state()
         self._seed = global_seed()
         self._value = None if self._seed is None else raw(self._seed.state).detach().clone()

@@ -13,6 +13,7 @@ import torch
 
 from ga_model.base._internals import layers_in, raw
 from ga_model.base._internals_torch import norms_of, times_written
+from ga_model.hearing._python_state import is_of_library
 
 
 class Written:
@@ -100,8 +101,3 @@ def _is_same(tensor: Any, value: Any) -> bool:
     if tensor.dtype != value.dtype:
         return False
     return bool(torch.allclose(tensor.detach(), value, rtol=0.0, atol=0.0, equal_nan=True))
-
-
-def is_of_library(module: Any) -> bool:
-    """Return whether the class of a module is not the user's."""
-    return f"{type(module).__module__}.".startswith(("keras.", "torch.", "ga_model."))

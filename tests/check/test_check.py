@@ -844,3 +844,66 @@ def test_the_command_checks_in_float64(script, capsys):
     tolerances = re.findall(r"(\S+e-\d+) *$", capsys.readouterr().out, re.M)
     assert tolerances
     assert set(tolerances) == {"1.0e-09"}
+
+
+class KeepingUntracked(keras.Model):
+    """Has state that Keras does not track: variables of TensorFlow, and numbers in Python."""
+
+    def __init__(self, outside, optimizer):
+        super().__init__()
+        self.reached = lambda: (outside, optimizer)
+        self.hidden, self.head = layers.Dense(6, activation="tanh"), layers.Dense(2)
+        self.scale = tf.Variable(1.0, trainable=False, dtype="float64")
+        self.steps_run, self.seen = 0, []
+
+    def build(self, shape):
+        self.hidden.build(shape)
+        self.head.build((None, 6))
+
+    def call(self, x):
+        return self.head(self.hidden(x))
+
+    def train_step(self, data):
+        x, y = data
+        self.steps_run += 1
+        self.seen.append(self.steps_run)
+        self.scale.assign_add(0.1)
+        outside, optimizer = self.reached()
+        outside.assign_add(0.1)
+        scale = self.scale * outside * self.steps_run
+        with tf.GradientTape(persistent=True) as tape:
+            loss = scale * ops.mean((self(x) - y) ** 2)
+        hidden, head = self.hidden.trainable_variables, self.head.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, hidden), hidden)
+        optimizer.apply(tape.gradient(loss, head), head)
+        return {"loss": loss}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("eager", [True, False])
+def test_state_that_keras_does_not_track_is_as_before(eager, float64):
+    outside = tf.Variable(1.0, trainable=False, dtype="float64")  # gc.freeze would hide older ones
+    optimizer = keras.optimizers.Adam(0.1)
+    model = compiled(seeded(lambda: KeepingUntracked(outside, optimizer)), run_eagerly=eager)
+    model.fit(*of_rows(), batch_size=8, verbose=0)
+    variables = [*optimizer.variables, model.scale, outside]
+    before, python = [v.numpy() for v in variables], (model.steps_run, list(model.seen))
+    report = check_equivalence(model, *of_rows(), batch_size=16, microbatch_size=4)
+    assert report.equivalent
+    assert (model.steps_run, list(model.seen)) == python
+    for variable, value in zip(variables, before):
+        np.testing.assert_array_equal(variable.numpy(), value)
+
+
+class DrawingWithoutSeed(layers.Layer):
+    def call(self, x):
+        return x * (1.0 + 0.3 * keras.random.normal(ops.shape(x)))
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("eager", [True, False])
+def test_numbers_that_are_drawn_without_a_seed_are_the_reason(eager):
+    model = compiled(stack(DrawingWithoutSeed()), run_eagerly=eager)
+    report = check_equivalence(model, *of_rows(), batch_size=16, microbatch_size=4)
+    assert report.random_layers.left == [model.name]
+    assert [text for text in report.reasons if "draw random numbers" in text] == report.reasons
