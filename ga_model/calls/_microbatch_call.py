@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from ga_model.base._call_again import CallContext, PythonState, inside_of_call
 from ga_model.base._internals import (
+    forgetting_losses,
     is_built,
     keeping_call_context,
     logits_of,
@@ -80,7 +81,8 @@ class MicrobatchCall:
                 return leaves_of(call(*args, **kwargs))
 
         trace = tf.function(built, autograph=False)
-        trace.get_concrete_function(self.batch.signature_of(None))
+        with forgetting_losses(self.layer):  # which are of that graph
+            trace.get_concrete_function(self.batch.signature_of(None))
 
     def run(
         self, leaves: list[Any], shared: list[Any] | None = None, hears: Listener | None = None
