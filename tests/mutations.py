@@ -453,6 +453,27 @@ MUTATIONS = [
         "calls/test_loss_over.py::test_losses_that_layers_add_count_once",
     ),
     Mutation(
+        "what TensorFlow knows of a list is of the call before",
+        "base/_internals.py",
+        "        value._update_snapshot()",
+        "        pass",
+        "calls/test_split_calls.py::test_a_step_that_adds_losses_matches_in_a_second_graph",
+    ),
+    Mutation(
+        "losses that a layer adds while it is built stay",
+        "base/_internals.py",
+        "            del part._losses[numbers.get(id(part), 0) :]",
+        "            pass",
+        "calls/test_split_calls.py::test_a_call_of_a_model_that_adds_a_loss_and_is_not_built_matches",
+    ),
+    Mutation(
+        "a loss that a layer adds to that of Keras in a step of the user's own counts as a mean",
+        "recording/_losses.py",
+        '            is_sum = kinds == {"sum"}',
+        "            is_sum = False",
+        "reading/test_step_loss.py::test_losses_of_layers_in_the_loss_of_keras_are_exact_or_told_of",
+    ),
+    Mutation(
         "an input that all samples share has the gradient of the last microbatch",
         "calls/_second_pass.py",
         "sums = [a + b for a, b in zip(sums, of_shared)]",

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 
 from ga_model.base._context import ThreadValue
-from ga_model.base._internals import layers_in, unwrapped
+from ga_model.base._internals import layers_in, note_content, unwrapped
 
 # Whether calls of layers are parts of one that is split already, and so are left as they are.
 inside_of_call = ThreadValue(False)
@@ -44,8 +44,8 @@ class Attributes:
 
     def __init__(self, parts: Iterable[Any]) -> None:
         self._attributes = [(part, dict(vars(part))) for part in parts]
-        self._empty: list[Any] = []  # containers, as most of Keras's own are
-        found: dict[int, tuple[Any, Any]] = {}
+        self._empty: list[tuple[Any, Any]] = []  # containers, as most of Keras's own are
+        found: dict[int, tuple[Any, Any, Any]] = {}
         for _, attributes in self._attributes:
             _note_contents(attributes.values(), found, self._empty)
         self._contents = list(found.values())
@@ -57,11 +57,13 @@ class Attributes:
             for name in present.keys() - attributes.keys():
                 del present[name]
             present.update(attributes)
-        for value, content in self._contents:
+        for value, content, wrapper in self._contents:
             _fill(value, content)
-        for value in self._empty:
+            note_content(wrapper)
+        for value, wrapper in self._empty:
             if value:
                 _fill(value, ())
+                note_content(wrapper)
 
 
 @functools.lru_cache(maxsize=256)
@@ -71,20 +73,23 @@ def _is_container(kind: Any) -> bool:
 
 
 def _note_contents(
-    values: Iterable[Any], found: dict[int, tuple[Any, Any]], empty: list[Any]
+    values: Iterable[Any], found: dict[int, tuple[Any, Any, Any]], empty: list[tuple[Any, Any]]
 ) -> None:
     """Note containers among values, and in these: with a copy of what each has, or as empty.
 
+    The last of each entry is the container, or what TensorFlow tracks it with.
+
     A layer has dozens of attributes, so little is done with each.
     """
-    for value in values:
-        if not _is_container(value.__class__):
+    for wrapper in values:
+        if not _is_container(wrapper.__class__):
             continue
-        value = unwrapped(value)
+        value = unwrapped(wrapper)
         if not value:
-            empty.append(value)
+            empty.append((value, wrapper))
         elif id(value) not in found:
-            found[id(value)] = value, dict(value) if isinstance(value, dict) else list(value)
+            content = dict(value) if isinstance(value, dict) else list(value)
+            found[id(value)] = value, content, wrapper
             _note_contents(value.values() if isinstance(value, dict) else value, found, empty)
 
 
@@ -126,7 +131,7 @@ class PythonState(Attributes):
 
     def changed(self) -> Iterator[tuple[Any, str, Any]]:
         """Yield what is another now: a layer, the name of its attribute, and that one's value."""
-        contents = {id(value): content for value, content in self._contents}
+        contents = {id(value): content for value, content, _ in self._contents}
         for part, attributes in self._attributes:
             for name, value in vars(part).items():
                 before = attributes.get(name)

@@ -128,6 +128,15 @@ def unwrapped(value: Any) -> Any:
     return value
 
 
+def note_content(value: Any) -> None:
+    """Let a dict or list of TensorFlow's know that what it keeps has been filled.
+
+    It compares that with a copy of its own before it changes, and symbolic tensors in it fail then.
+    """
+    if hasattr(value, "_update_snapshot"):
+        value._update_snapshot()
+
+
 def global_seed() -> Any:
     """Return the `SeedGenerator` that draws for calls without a seed, or None: there was none."""
     return global_state.get_global_attribute(_GLOBAL_SEED)
@@ -291,6 +300,17 @@ def losses_of_scope(scope: Any) -> list[Any]:
         found += losses
         del added[: len(losses)]
     return found
+
+
+@contextlib.contextmanager
+def forgetting_losses(layer: Any) -> Iterator[None]:
+    """Forget the losses that a layer, and those in it, add in a block."""
+    numbers = {id(part): len(part._losses) for part in layers_in(layer)}
+    try:
+        yield
+    finally:
+        for part in layers_in(layer):
+            del part._losses[numbers.get(id(part), 0) :]
 
 
 def stateless_scope() -> Any:

@@ -11,8 +11,10 @@ import tensorflow as tf
 
 from ga_model.base._call_again import CallContext, PythonState, inside_of_call
 from ga_model.base._internals import (
+    forgetting_losses,
     is_built,
     keeping_call_context,
+    layers_in,
     logits_of,
     mask_of,
     set_logits,
@@ -24,6 +26,7 @@ from ga_model.graphs import _lists
 from ga_model.graphs._microbatch import rows_of
 from ga_model.hearing._models import unrecorded
 from ga_model.hearing._moments_heard import listener
+from ga_model.hearing._python_state import is_of_library
 from ga_model.recording._normalization import Listener
 
 # Keras's losses take the input of these operations, if an output is one's result.
@@ -72,7 +75,8 @@ class MicrobatchCall:
     def _build(self, call: Callable[..., Any]) -> None:
         """Create the variables of layers, which cannot be created in a `StatelessScope`.
 
-        It is drawn twice, to put back what a call changes in Python and keep what building makes.
+        A user's is drawn twice, to put back what a call changes in Python and keep what building
+        makes.
         """
         if is_built(self.layer):
             return
@@ -84,13 +88,15 @@ class MicrobatchCall:
 
         def draw() -> None:
             trace = tf.function(built, autograph=False)
-            trace.get_concrete_function(self.batch.signature_of(None))
+            with forgetting_losses(self.layer):  # which are of that graph
+                trace.get_concrete_function(self.batch.signature_of(None))
 
         before = PythonState(self.layer)
         draw()
-        built_state = PythonState(self.layer)
-        draw()
-        before.put_back_changed(built_state)
+        if not all(map(is_of_library, layers_in(self.layer))):
+            built_state = PythonState(self.layer)
+            draw()
+            before.put_back_changed(built_state)
 
     def run(
         self, leaves: list[Any], shared: list[Any] | None = None, hears: Listener | None = None

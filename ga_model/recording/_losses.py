@@ -232,9 +232,18 @@ class StepLosses(StepTerms):
         return False
 
     def note_additional(self, value: Any, is_sum: bool) -> None:
-        """Note a loss that a layer or a regularizer added to the total."""
+        """Note a loss that a layer or a regularizer added to the total.
+
+        A scalar is read, where the step is: nothing else tells that it is a sum over samples.
+        """
+        is_known = True
+        if self.reads_step and not is_sum and tf.is_symbolic_tensor(value):
+            found = self.heard.read(value).denominators
+            kinds = None if found is None else {denominator.kind for denominator in found}
+            is_sum = kinds == {"sum"}
+            is_known = is_sum or (kinds is not None and kinds <= {"rows", OF_WEIGHTS.kind})
         self._additional.append((value, is_sum))
-        if self.reads_step:
+        if self.reads_step and is_known:
             self.heard.note(value, self._added_denominator(is_sum))
 
     def note_call(self, tensors: Any, losses: Sequence[Any], is_sum: Sequence[bool]) -> None:

@@ -47,6 +47,7 @@ from own_steps import (
     Sampling,
     SimCLR,
     VAEThatAddsARoot,
+    VAEThatAddsASum,
     WassersteinGAN,
     contrastive,
     mlp,
@@ -123,6 +124,42 @@ WAYS_OF_STEPS += [in_the_sweep("masked language model", EAGER)]
 @pytest.mark.filterwarnings("ignore:.*it adds a loss that is a sum over samples")
 def test_steps_match_in_every_way_to_run(name, way, float64):
     assert_same(train(STEPS[name], 5, **way), train(STEPS[name], **way), TOLERANCE[float64])
+
+
+class DrawsNothing(VAEThatAddsASum):
+    def make(self):
+        super().make()
+        self.sampling = layers.Lambda(lambda z: z[0] + 0.3 * tf.exp(0.5 * z[1]))
+
+
+def test_a_step_that_adds_losses_matches_in_a_second_graph(float64):
+    """TensorFlow compares the list of losses with a copy that it made in the first graph."""
+    both = train(DrawsNothing, 5, rows=48, batch=12, is_static=True, accumulation_steps=2)
+    reference = train(DrawsNothing, rows=48, is_static=True)
+    assert difference(both, reference) < TOLERANCE[float64]
+
+
+class AddsInItsCall(OwnStep):
+    """Has a layer that is never called, so that none of its calls finds all of them built."""
+
+    def make(self):
+        self.hidden, self.net, self.unused = layers.Dense(8, "tanh"), mlp(8, 6), layers.Dense(2)
+        self.hidden.build((None, 6))
+
+    def call(self, x):
+        hidden = self.hidden(x)
+        self.add_loss(0.1 * tf.reduce_sum(tf.square(hidden)))
+        return self.net(hidden)
+
+    def train_step(self, x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(x, training=True) - x)) + sum(self.losses)
+        return self.update(tape, loss)
+
+
+@pytest.mark.filterwarnings("ignore:`build..` was called on layer")
+def test_a_call_of_a_model_that_adds_a_loss_and_is_not_built_matches(float64):
+    assert_same(train(AddsInItsCall, 5), train(AddsInItsCall), TOLERANCE[float64])
 
 
 class Reversed(SimCLR):

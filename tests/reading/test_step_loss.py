@@ -23,7 +23,7 @@ from helpers import (
     told,
 )
 from keras import layers, losses, ops
-from own_steps import STEPS
+from own_steps import STEPS, OwnLoss
 from own_training import difference as difference_of_trainings
 from own_training import train
 
@@ -1106,3 +1106,60 @@ def test_one_number_beside_sample_weights_is_exact_or_told_of(settings, reductio
     else:
         assert not caught
         assert found < TOLERANCE[float64]
+
+
+class AddsOf(layers.Layer):
+    def __init__(self, reduce):
+        super().__init__()
+        self.reduce = reduce
+
+    def call(self, x):
+        self.add_loss(0.1 * self.reduce(ops.square(x)))
+        return x
+
+
+class ComputesLossOfKeras(OwnLoss):
+    """Adds the losses of its layers as `compute_loss` does."""
+
+    reduce, reduction, scales = ops.sum, "sum_over_batch_size", False
+
+    def make(self):
+        reduce = type(self).reduce
+        self.net = keras.Sequential([keras.Input((6,)), layers.Dense(5), AddsOf(reduce)])
+
+    def compile(self, optimizer, **kwargs):
+        super().compile(optimizer, loss=losses.MeanSquaredError(self.reduction), **kwargs)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self.net(x, training=True))
+            scaled = self.optimizer.scale_loss(loss) if self.scales else loss
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(scaled, variables), variables)
+        return self.tracked(loss)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("attributes", "said", "is_exact"),
+    [
+        ({}, "scale_loss", False),
+        ({"scales": True}, "Exact only if all microbatches weigh the same", True),
+        ({"reduction": "sum"}, None, True),
+        ({"reduce": ops.mean}, None, True),
+        ({"reduce": lambda values: ops.sqrt(ops.mean(values))}, MIXES, False),
+    ],
+    ids=["sum beside a mean", "scaled", "sums", "means", "root"],
+)
+def test_losses_of_layers_in_the_loss_of_keras_are_exact_or_told_of(
+    attributes, said, is_exact, float64
+):
+    model = type("Model", (ComputesLossOfKeras,), attributes)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        window = train(model, accumulation_steps=2, rows=48, batch=12)
+    texts = [str(warning.message) for warning in caught]
+    assert any(re.search(said, text) for text in texts) if said else not texts, texts
+    if is_exact:
+        assert difference_of_trainings(window, train(model, rows=48)) < TOLERANCE[float64]
