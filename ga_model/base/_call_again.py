@@ -154,16 +154,17 @@ class PythonState(Attributes):
         changed = [(part, name) for part, name, _ in now.changed()]
         now.put_back()
         attributes = {id(part): before for part, before in self._attributes}
-        contents = {id(value): content for value, content in self._contents}
+        contents = {id(value): content for value, content, _ in self._contents}
         for part, name in changed:
             before = attributes.get(id(part), vars(part))  # there was no such part
             if name not in before:
                 del vars(part)[name]
                 continue
-            value = vars(part)[name] = before[name]
-            if _is_container(value.__class__):
-                value = unwrapped(value)
+            wrapper = vars(part)[name] = before[name]
+            if _is_container(wrapper.__class__):
+                value = unwrapped(wrapper)
                 _fill(value, contents.get(id(value), ()))
+                note_content(wrapper)
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
