@@ -36,14 +36,19 @@ class CallContext(keras.layers.Layer):
 class Attributes:
     """The attributes of objects, and lists, dicts, sets and deques in them, as they are now.
 
-    Arrays, and what other objects hold, are not part of it.
+    What other objects hold is not part of it.
 
     Args:
         parts: the objects.
+        has_arrays: whether the values of NumPy arrays in attributes and containers are part of it.
     """
 
-    def __init__(self, parts: Iterable[Any]) -> None:
+    def __init__(self, parts: Iterable[Any], has_arrays: bool = False) -> None:
         self._attributes = [(part, dict(vars(part))) for part in parts]
+        present = [vars(part).values() for part, _ in self._attributes if has_arrays]
+        leaves = {id(leaf): leaf for values in present for leaf in leaves_in(values)}
+        arrays = [leaf for leaf in leaves.values() if isinstance(leaf, np.ndarray)]
+        self._arrays = [(array, array.copy()) for array in arrays if array.flags.writeable]
         self._empty: list[tuple[Any, Any]] = []  # containers, as most of Keras's own are
         found: dict[int, tuple[Any, Any, Any]] = {}
         for _, attributes in self._attributes:
@@ -52,6 +57,8 @@ class Attributes:
 
     def put_back(self) -> None:
         """Let everything be as it was."""
+        for array, value in self._arrays:
+            array[...] = value
         for part, attributes in self._attributes:
             present = vars(part)
             for name in present.keys() - attributes.keys():
@@ -93,6 +100,19 @@ def _note_contents(
             _note_contents(value.values() if isinstance(value, dict) else value, found, empty)
 
 
+def leaves_in(values: Iterable[Any]) -> list[Any]:
+    """Return what is no container among values, and in these."""
+    leaves, known, waiting = [], set(), list(values)
+    while waiting:
+        wrapper = waiting.pop()
+        if not _is_container(wrapper.__class__):
+            leaves.append(wrapper)
+        elif id(value := unwrapped(wrapper)) not in known:
+            known.add(id(value))
+            waiting.extend(value.values() if isinstance(value, dict) else value)
+    return leaves
+
+
 def _fill(value: Any, content: Any) -> None:
     """Let a container have what it had, whatever a class of Keras's does when it gets that."""
     if isinstance(value, list):
@@ -117,10 +137,11 @@ class PythonState(Attributes):
     Args:
         layer: the layer.
         others: other objects.
+        has_arrays: as `Attributes` takes it.
     """
 
-    def __init__(self, layer: Any, others: Iterable[Any] = ()) -> None:
-        super().__init__([*layers_in(layer), *others])
+    def __init__(self, layer: Any, others: Iterable[Any] = (), has_arrays: bool = False) -> None:
+        super().__init__([*layers_in(layer), *others], has_arrays)
         self._layer = layer
         self._random = random.getstate(), np.random.get_state()
 
@@ -152,7 +173,11 @@ class PythonState(Attributes):
             now: the later state.
         """
         changed = [(part, name) for part, name, _ in now.changed()]
+        arrays = {id(array) for array, value in now._arrays if not np.array_equal(array, value)}
         now.put_back()
+        for array, value in self._arrays:
+            if id(array) in arrays:
+                array[...] = value
         attributes = {id(part): before for part, before in self._attributes}
         contents = {id(value): content for value, content, _ in self._contents}
         for part, name in changed:

@@ -31,7 +31,7 @@ from ga_model.check._equivalence_report import EquivalenceReport, VariableDiffer
 from ga_model.check._plan import Plan, make_plan
 from ga_model.check._randomness import Randomness, shared_randomness
 from ga_model.hearing._models import optimizers_in
-from ga_model.hearing._python_state import compiled_of_user, python_state
+from ga_model.hearing._python_state import others_of_user, python_state
 
 # What a model keeps of accumulation, and the function that was traced by its settings.
 _OF_TRAINING = ("_accumulation", "train_function")
@@ -57,10 +57,10 @@ def check_equivalence(
     on full batches again, from weights with an added rounding error.
 
     Afterwards, weights, optimizers, metrics, random state, settings and all other variables of the
-    step are restored, and numbers, lists and dicts in attributes of the model and its layers. A
-    model that was not built yet is built, as by a first batch. Not restored are NumPy arrays and
-    other Python objects that training changes, and in eager mode the state of TensorFlow's own
-    random operations. The model need not be an `AccumulatingModel`, and does not become one.
+    step are restored, and numbers, arrays, lists and dicts in attributes of the model, its layers
+    and objects of the same packages. A model that was not built yet is built, as by a first batch.
+    Not restored are other Python objects that training changes, and in eager mode the state of
+    TensorFlow's own random operations. The model need not be an `AccumulatingModel`, and does not become one.
 
     For the comparison, `Dropout` layers drop the same units of every sample in all three trainings,
     and other random layers of Keras are switched off; the report names them.
@@ -260,8 +260,8 @@ class _State:
     @contextlib.contextmanager
     def with_python(self) -> Iterator[None]:
         """Restore in a block, and after it, also the Python state of the model."""
-        parts = [*layers_in(self._model), *compiled_of_user(self._model)]
-        self._python = python = Attributes(parts)
+        parts = [*layers_in(self._model), *others_of_user(self._model)]
+        self._python = python = Attributes(parts, has_arrays=True)
         try:
             yield
         finally:

@@ -6,15 +6,40 @@ from typing import Any
 
 import keras
 
-from ga_model.base._call_again import PythonState
+from ga_model.base._call_again import PythonState, leaves_in
 from ga_model.base._identity import unique
+from ga_model.base._internals import layers_in
 from ga_model.hearing._metrics_of_user import parts_of
 from ga_model.hearing._models import instances_in
 
 
 def python_state(model: Any) -> PythonState:
-    """Return the `PythonState` of a model, its layers, and metrics and losses of the user's."""
-    return PythonState(model, compiled_of_user(model))
+    """Return the `PythonState` of a model and its layers, and of objects of the user's in them."""
+    return PythonState(model, others_of_user(model), has_arrays=True)
+
+
+def others_of_user(model: Any) -> list[Any]:
+    """Return the objects of the user's that a model keeps, and that are no layers of it.
+
+    They are its metrics and losses, and what attributes of it, of its layers and of one another
+    have of classes from the same packages.
+    """
+    layers, found = layers_in(model), compiled_of_user(model)
+    known = {id(part) for part in (*layers, *found)}
+    packages = {_package(part) for part in (*layers, *found) if not is_of_library(part)}
+    waiting = [*layers, *found] if packages else []
+    while waiting:
+        for value in leaves_in(vars(waiting.pop()).values()):
+            is_new = id(value) not in known and not isinstance(value, type)
+            if is_new and hasattr(value, "__dict__") and _package(value) in packages:
+                known.add(id(value))
+                found.append(value)
+                waiting.append(value)
+    return found
+
+
+def _package(part: Any) -> str:
+    return type(part).__module__.split(".")[0]
 
 
 def compiled_of_user(model: Any) -> list[Any]:

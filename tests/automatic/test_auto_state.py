@@ -34,6 +34,13 @@ class CountingLoss(keras.losses.Loss):
         return tf.reduce_mean((y_pred - y) ** 2, axis=-1) * (1.0 + 0.01 * self.calls)
 
 
+class Record:
+    """An object of the script, with another one in it."""
+
+    def __init__(self, inner=None):
+        self.steps, self.inner = [], inner
+
+
 class Keeping(keras.Model):
     """Keeps state in all places that Keras does not track."""
 
@@ -42,6 +49,7 @@ class Keeping(keras.Model):
         self.limited, self.hidden = Limited(memory), keras.layers.Dense(6, activation="tanh")
         self.head = keras.layers.Dense(2)
         self.steps_run, self.seen, self.calls = 0, [], 0
+        self.array, self.record = np.zeros(2), Record(Record())
         self.scale = tf.Variable(1.0, trainable=False, dtype=keras.config.floatx())
         self.made = None
 
@@ -57,11 +65,13 @@ class Keeping(keras.Model):
         x, y = data
         self.steps_run += 1
         self.seen.append(self.steps_run)
+        self.array += 1.0
+        self.record.inner.steps.append(self.steps_run)
         self.scale.assign_add(0.1)
         outside.variable.assign(0.9 * outside.variable + 0.2)
         with tf.GradientTape(persistent=True) as tape:
             loss = self.loss(y, self(x)) * self.scale * outside.variable
-            loss *= 1.0 + 0.01 * len(self.seen)
+            loss *= 1.0 + 0.01 * (len(self.seen) + self.array[0] + len(self.record.inner.steps))
         hidden, head = self.hidden.trainable_variables, self.head.trainable_variables
         self.optimizer.apply(tape.gradient(loss, hidden), hidden)
         outside.optimizer.apply(tape.gradient(loss, head), head)
@@ -113,6 +123,7 @@ def trained(make, size, *, eager, is_built, batches=3):
     variables += [model.scale, outside.variable, *filter(None, [model.made, outside.made])]
     variables += [] if seed is None else [seed.state]
     python = [model.steps_run, list(model.seen), model.calls, model.loss.calls, random.random()]
+    python += [*model.array, list(model.record.inner.steps)]
     return [np.array(v) for v in variables], python
 
 
