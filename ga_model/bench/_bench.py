@@ -19,7 +19,7 @@ import numpy as np
 from keras import layers
 
 from ga_model._wrap import accumulate
-from ga_model.bench._backend_functions import gradient_function, repeated
+from ga_model.bench._backend_functions import gradient_function, loop_by_hand, repeated
 from ga_model.bench._bench_cases import CASES
 from ga_model.bench._case import Case, random_numbers
 from ga_model.tools._cpu import on_cpu
@@ -33,18 +33,19 @@ REFERENCE = "plain Keras"
 FLOOR = "gradients only"
 WHOLE = "full batch"
 KERAS = "Keras's own"
+HAND = "by hand"
 STEPS = "accumulation_steps"
 SIZE = "microbatch_size"
 RECOMPUTING = "recomputing"
 
 # What is trained with each number of microbatches per window.
-WAYS = (REFERENCE, FLOOR, WHOLE, KERAS, STEPS, SIZE, RECOMPUTING)
+WAYS = (REFERENCE, FLOOR, WHOLE, KERAS, HAND, STEPS, SIZE, RECOMPUTING)
 
 
 def ways_of(num_microbatches: int) -> list[str]:
     """Return the ways that are another thing with so many microbatches than they are with one."""
     own = [STEPS, SIZE, RECOMPUTING]
-    return own if num_microbatches == 1 else [WHOLE, KERAS, *own]
+    return own if num_microbatches == 1 else [WHOLE, KERAS, HAND, *own]
 
 
 class Times(NamedTuple):
@@ -183,8 +184,12 @@ def measure_times(
     trainings: dict[tuple[str, int], Training] = {}
     first = {}
     for way, number in keys:
-        # One model and one trace serve all numbers, but for an optimizer that has the number in it.
-        like = None if way == KERAS else next((t for t in trainings.values() if t.way == way), None)
+        # One model and one trace serve all numbers, but where the number is in them.
+        like = (
+            None
+            if way in (KERAS, HAND)
+            else next((t for t in trainings.values() if t.way == way), None)
+        )
         training = Training(CASES[case], jit_compile, way, number, like)
         trainings[way, number] = training
         of_one_call = training.rows // CASES[case].rows
@@ -252,6 +257,8 @@ class Training:
         if way == FLOOR:
             self.run(1)  # TensorFlow copies a table at every use once its rows were written to
             self._function = gradient_function(self.model)
+        elif way == HAND and like is None:
+            self._function = loop_by_hand(self.model, num_microbatches)
 
     def run(self, microbatches: int) -> float:
         """Train on so many microbatches, whole windows of them, and return the seconds it took."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from ga_model.bench._bench import (
     FLOOR,
+    HAND,
     KERAS,
     RECOMPUTING,
     REFERENCE,
@@ -26,6 +27,7 @@ _COLORS = {  # of Okabe and Ito's palette, told apart by colour-blind readers to
     FLOOR: "#999999",
     WHOLE: "#CC79A7",
     KERAS: "#E69F00",
+    HAND: "#F0E442",
     STEPS: "#0072B2",
     SIZE: "#009E73",
     RECOMPUTING: "#D55E00",
@@ -33,7 +35,9 @@ _COLORS = {  # of Okabe and Ito's palette, told apart by colour-blind readers to
 
 _NOTES = """\
 {floor}: forward and backward pass, without an optimizer. {keras}: an optimizer with
-gradient_accumulation_steps. {steps}, {size}: this package.
+gradient_accumulation_steps. {hand}: two train functions, one that adds up gradients in dense
+variables and one that updates with their mean, for full windows of equal batches. {steps}, {size}:
+this package.
 {recomputing}: a microbatch_size with loss_over="batch", as steps and losses need that do not
 add up over microbatches.
 Times are ratios of time per sample: the median of the rounds, +- half of the distance between their
@@ -89,14 +93,16 @@ def tables(measured: Measured) -> str:
         cells = [_memory_cell(memory.get(way), memory[REFERENCE]) for way in ways[1:]]
         plain = memory[REFERENCE]
         memory_rows.append([case, _on(plain.jit_compile), megabytes(plain.size), *cells])
-    first_ways = [KERAS, STEPS, SIZE, RECOMPUTING]
+    first_ways = [KERAS, HAND, STEPS, SIZE, RECOMPUTING]
     first_rows = [["model", "XLA", "plain Keras", *first_ways]]
     for times in measured.times:
         first = {way: first_seconds(times, way) for way in (REFERENCE, *first_ways)}
         cells = [f"{first[way] / first[REFERENCE]:.2f}" for way in first_ways]
         seconds = f"{first[REFERENCE]:.1f} s"
         first_rows.append([times.case, _on(times.jit_compile), seconds, *cells])
-    notes = _NOTES.format(floor=FLOOR, keras=KERAS, steps=STEPS, size=SIZE, recomputing=RECOMPUTING)
+    notes = _NOTES.format(
+        floor=FLOOR, keras=KERAS, hand=HAND, steps=STEPS, size=SIZE, recomputing=RECOMPUTING
+    )
     return "\n\n".join(
         [
             "Time per sample, over plain Keras with batches of a microbatch's size\n"
@@ -186,7 +192,9 @@ def _draw_times(axis: Any, times: Times, num_microbatches: Sequence[int]) -> Non
     width = 0.8 / len(_COLORS)
     for i, (way, color) in enumerate(_COLORS.items()):
         ratios = [time_ratio(times, way, number) for number in num_microbatches]
-        places = [j + (i - 2.5) * width for j, ratio in enumerate(ratios) if ratio]
+        places = [
+            j + (i - (len(_COLORS) - 1) / 2) * width for j, ratio in enumerate(ratios) if ratio
+        ]
         known = [ratio for ratio in ratios if ratio]
         axis.bar(
             places,
@@ -204,6 +212,6 @@ def _draw_memory(axis: Any, memory: dict[str, Memory]) -> None:
     for i, (way, color) in enumerate(_COLORS.items()):
         size = memory[way].size if way in memory else None
         if size is not None and plain:
-            axis.bar((i - 2.5) * width, size / plain, width, color=color)
+            axis.bar((i - (len(_COLORS) - 1) / 2) * width, size / plain, width, color=color)
     axis.set_xticks([0], [str(memory[REFERENCE].num_microbatches)])
     axis.set_xlim(-1, 1)

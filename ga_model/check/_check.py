@@ -60,7 +60,8 @@ def check_equivalence(
     step are restored, and numbers, arrays, lists and dicts in attributes of the model, its layers
     and objects of the same packages. A model that was not built yet is built, as by a first batch.
     Not restored are other Python objects that training changes, and in eager mode the state of
-    TensorFlow's own random operations. The model need not be an `AccumulatingModel`, and does not become one.
+    TensorFlow's own random operations. The model need not be an `AccumulatingModel`, and does not
+    become one.
 
     For the comparison, `Dropout` layers drop the same units of every sample in all three trainings,
     and other random layers of Keras are switched off; the report names them.

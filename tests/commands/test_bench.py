@@ -14,7 +14,17 @@ from keras import layers
 
 from ga_model import AccumulatingModel
 from ga_model.bench import _bench, _bench_report
-from ga_model.bench._bench import FLOOR, KERAS, RECOMPUTING, REFERENCE, SIZE, STEPS, WAYS, WHOLE
+from ga_model.bench._bench import (
+    FLOOR,
+    HAND,
+    KERAS,
+    RECOMPUTING,
+    REFERENCE,
+    SIZE,
+    STEPS,
+    WAYS,
+    WHOLE,
+)
 from ga_model.bench._bench_cases import CASES
 from ga_model.bench._case import Case, random_numbers
 from ga_model.bench._names import TRAINED_NAMES
@@ -50,8 +60,8 @@ def test_the_table_shows_the_ratios_of_what_was_measured(run):
     rounds = len(plain)
     assert rounds >= 3
     own = (STEPS, SIZE, RECOMPUTING)
-    of_one = [seconds[FLOOR, 1], None, None, *(seconds[way, 1] for way in own)]
-    of_two = [seconds[FLOOR, 1], *(seconds[way, 2] for way in (WHOLE, KERAS, *own))]
+    of_one = [seconds[FLOOR, 1], None, None, None, *(seconds[way, 1] for way in own)]
+    of_two = [seconds[FLOOR, 1], *(seconds[way, 2] for way in (WHOLE, KERAS, HAND, *own))]
     for line, values in zip(lines, (of_one, of_two)):
         expected = []
         for value in values:
@@ -67,12 +77,12 @@ def test_the_table_shows_the_ratios_of_what_was_measured(run):
     units[SIZE] += next(e["bytes_of_batch"] for e in measured["memory"] if e["way"] == SIZE)
     ratios = []
     units[RECOMPUTING] = units[SIZE]
-    for way in (WHOLE, KERAS, *own):
+    for way in (WHOLE, KERAS, HAND, *own):
         ratios.append(f"{sizes[way] / plain_size:.2f}")
         ratios.append(f"({(sizes[way] - plain_size) / units[way]:+.2f})")
     first = [
         max(e["seconds_of_first_call"] for e in measured["times"] if e["way"] == way)
-        for way in (REFERENCE, KERAS, *own)
+        for way in (REFERENCE, KERAS, HAND, *own)
     ]
     assert lines[3][3:] == ["s", *(f"{seconds / first[0]:.2f}" for seconds in first[1:])]
     assert lines[2] == ["embedding", "off", f"{plain_size / 1e6:,.0f}", "MB", *ratios]
@@ -113,7 +123,7 @@ def test_every_way_does_what_it_is_called(way):
         after = training.model.get_weights()
         changes.append(any(np.any(a != b) for a, b in zip(before, after)))
     always, once = [True] * number, [False] * (number - 1) + [True]
-    expected = {FLOOR: [False] * number, KERAS: once, STEPS: once}
+    expected = {FLOOR: [False] * number, KERAS: once, HAND: once, STEPS: once}
     assert changes == expected.get(way, always)
     batch = next(training._batches)[0]
     assert len(batch) == (number if way in (WHOLE, SIZE, RECOMPUTING) else 1) * small_case().rows
@@ -122,6 +132,16 @@ def test_every_way_does_what_it_is_called(way):
         before = int(training.model.optimizer.iterations)
         like.run(4)
         assert int(training.model.optimizer.iterations) == before + 2
+
+
+def test_a_loop_by_hand_trains_as_accumulation_steps_do():
+    weights = []
+    for way in (HAND, STEPS):
+        training = _bench.Training(small_case(), False, way, 4)
+        training.run(8)
+        weights.append(training.model.get_weights())
+    for a, b in zip(*weights, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
 
 
 SMALL_MODELS = dict(zip(TRAINED_NAMES, trained_cases(1, 32, 8, 50), strict=True))
@@ -164,6 +184,9 @@ def test_all_ways_are_timed_on_equally_many_rows(monkeypatch):
         _bench,
         "gradient_function",
         lambda model: make_function(model) or model.train_function,
+    )
+    monkeypatch.setattr(
+        _bench, "loop_by_hand", lambda model, _: make_function(model) or model.train_function
     )
     monkeypatch.setattr(_bench.time, "perf_counter", lambda: clock[0])
     times = _bench.measure_times("small", False, [1, 3, 4], 0.0)
