@@ -48,6 +48,8 @@ class Memory:
         drops: limits that hold from a number of microbatches on.
     """
 
+    __slots__ = ("drops", "limit", "taken")  # in no `__dict__`, which a search would put back
+
     def __init__(self, limit=10**6):
         self.limit, self.taken, self.drops = limit, [], {}
 
