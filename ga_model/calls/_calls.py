@@ -88,6 +88,7 @@ def split_calls(model: Any, rows: Any, size: Any, limit: int | None = None) -> I
     splitting = _Splitting(model, rows, size, limit)
     with _in_front.of(layers), heard_layers(model), _splitting.set(splitting):
         yield
+        splitting.end()
 
 
 def _splitting_calls(layer: Any, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -223,6 +223,15 @@ def one_weight_message(exact: list[str], approximate: list[str]) -> str:
     )
 
 
+def unheard_calls_message(model: str) -> str:
+    return (
+        f"No call of a layer goes by microbatches in `train_step` of {model!r}, which takes the "
+        "memory of the full batch. Training is exact. To save the memory, keep networks in "
+        "attributes of the model, and call them in `train_step` itself: not by `stateless_call`, "
+        "nor in a `tf.function` that was called before `fit`."
+    )
+
+
 def whole_call_message(layer: str, reason: str) -> str:
     return (
         f"A call of {layer!r} cannot be split into microbatches and takes the memory of the full "

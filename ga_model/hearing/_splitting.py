@@ -16,7 +16,7 @@ from ga_model.base._internals import (
     training_of_call,
 )
 from ga_model.base._messages import batch_normalization_messages
-from ga_model.hearing._messages import whole_call_message
+from ga_model.hearing._messages import unheard_calls_message, whole_call_message
 
 
 class NotByRowsError(Exception):
@@ -34,6 +34,7 @@ class Splitting:
         self._model = model
         self._scope = stateless_scope()
         self._is_in_whole_call = ThreadValue(False)
+        self._has_heard = False  # a call that could be split
 
     def applies(self, layer: Any) -> bool:
         """Return whether a call of a layer that runs here is to be split."""
@@ -41,10 +42,15 @@ class Splitting:
             return False
         if stateless_scope() is not self._scope:
             return False  # weights are what the step says
-        if any(map(is_rematerialized, layers_in(layer))):
-            return False
         # A layer without weights draws random numbers, or computes little.
-        return bool(layer.weights or not is_built(layer))
+        has_weights = bool(layer.weights or not is_built(layer))
+        self._has_heard = self._has_heard or has_weights
+        return has_weights and not any(map(is_rematerialized, layers_in(layer)))
+
+    def end(self) -> None:
+        """Tell of a step, at its end, in which no call was heard that could be split."""
+        if not self._has_heard:
+            self._model._warn_once(unheard_calls_message(self._model.name))
 
     def run(self, layer: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Make a call by microbatches, or whole where it cannot be split."""

@@ -115,6 +115,7 @@ def split_calls(model: Any, rows: int, size: int | None, most: int | None = None
     splitting = _Splitting(model, rows, size, most)
     with _in_front.of(layers_in(model)), heard, _splitting.set(splitting):
         yield
+        splitting.end()
 
 
 def _splitting_calls(layer: Any, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,6 +16,7 @@ No weight has a gradient that is zero in exact arithmetic: see `own_steps`.
 
 import collections
 import functools
+import types
 
 import keras
 import numpy as np
@@ -543,6 +544,33 @@ def test_calls_that_cannot_be_split_are_exact_and_named_once(name, float64):
 def test_calls_that_cannot_be_split_are_exact_eagerly(name, float64):
     make, _ = WHOLE[name]
     assert_same(train(make, 5, **EAGER), train(make, **EAGER), TOLERANCE[float64])
+
+
+class NetInAnObject(Root):
+    """Keeps its network where the model does not look for layers."""
+
+    net = property(lambda self: self.holder.net)
+
+    def make(self):
+        self.holder = types.SimpleNamespace(net=mlp(6, 5))
+
+    def trained(self):
+        return [self.net.trainable_variables]
+
+    def state(self):
+        return self.net.variables
+
+    def update(self, tape, loss):
+        return super().update(tape, loss, self.net.trainable_variables)
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_a_step_in_which_no_call_is_split_is_exact_and_told_of(run_eagerly, float64):
+    arguments = {"run_eagerly": run_eagerly}
+    with pytest.warns(UserWarning, match="No call of a layer goes by microbatches in") as caught:
+        training = train(NetInAnObject, 5, **arguments)
+    assert [w.category for w in caught].count(UserWarning) == 1
+    assert_same(training, train(NetInAnObject, **arguments), TOLERANCE[float64])
 
 
 def test_parts_of_a_call_that_cannot_be_split_are(rows_seen):

@@ -5,6 +5,7 @@ Its calls of layers go by microbatches, forward and again backward. Nothing else
 
 import gc
 import sys
+import types
 
 import keras
 import numpy as np
@@ -583,6 +584,28 @@ def test_what_cannot_be_split_runs_whole_exactly_and_is_told(name):
 
     with pytest.warns(UserWarning, match=f"takes the memory of the full batch.*{reason}"):
         assert compare(Whole) <= TOLERANCE
+
+
+class NetInAnObject(RootOfMean):
+    """Keeps its network where the model does not look for layers."""
+
+    net = property(lambda self: self.holder.net)
+
+    def __init__(self):
+        keras.Model.__init__(self)
+        self.holder = types.SimpleNamespace(net=mlp(4, 3))
+
+    def zero_grad(self, set_to_none=True):
+        self.net.zero_grad(set_to_none)
+
+    def update(self, weights, optimizer=None):
+        for weight in weights:  # which are none of those that the model's optimizer is for
+            weight.assign(weight - 0.1 * weight.value.grad)
+
+
+def test_a_step_in_which_no_call_is_split_is_told_of():
+    with pytest.warns(UserWarning, match="No call of a layer goes by microbatches in"):
+        fit(NetInAnObject, 5)
 
 
 class Late(layers.Layer):
