@@ -33,6 +33,8 @@ _COLORS = {  # of Okabe and Ito's palette, told apart by colour-blind readers to
     RECOMPUTING: "#D55E00",
 }
 
+_WIDTH = 0.8 / len(_COLORS)  # of a bar
+
 _NOTES = """\
 {floor}: forward and backward pass, without an optimizer. {keras}: an optimizer with
 gradient_accumulation_steps. {hand}: two train functions, one that adds up gradients in dense
@@ -188,18 +190,20 @@ def draw(measured: Measured) -> Any:
     return figure
 
 
+def _shift(i: int) -> float:
+    """Return how far the bar of a way stands from the middle of all."""
+    return (i - (len(_COLORS) - 1) / 2) * _WIDTH
+
+
 def _draw_times(axis: Any, times: Times, num_microbatches: Sequence[int]) -> None:
-    width = 0.8 / len(_COLORS)
     for i, (way, color) in enumerate(_COLORS.items()):
         ratios = [time_ratio(times, way, number) for number in num_microbatches]
-        places = [
-            j + (i - (len(_COLORS) - 1) / 2) * width for j, ratio in enumerate(ratios) if ratio
-        ]
+        places = [j + _shift(i) for j, ratio in enumerate(ratios) if ratio]
         known = [ratio for ratio in ratios if ratio]
         axis.bar(
             places,
             [ratio.median for ratio in known],
-            width,
+            _WIDTH,
             yerr=[ratio.spread for ratio in known],
             color=color,
             label=way,
@@ -208,10 +212,10 @@ def _draw_times(axis: Any, times: Times, num_microbatches: Sequence[int]) -> Non
 
 
 def _draw_memory(axis: Any, memory: dict[str, Memory]) -> None:
-    width, plain = 0.8 / len(_COLORS), memory[REFERENCE].size
+    plain = memory[REFERENCE].size
     for i, (way, color) in enumerate(_COLORS.items()):
         size = memory[way].size if way in memory else None
         if size is not None and plain:
-            axis.bar((i - (len(_COLORS) - 1) / 2) * width, size / plain, width, color=color)
+            axis.bar(_shift(i), size / plain, _WIDTH, color=color)
     axis.set_xticks([0], [str(memory[REFERENCE].num_microbatches)])
     axis.set_xlim(-1, 1)

@@ -60,9 +60,8 @@ class AllVariables:
 
     def put_back(self) -> None:
         """Let all be as they were."""
-        for variable, value in self._values.values():
-            if _differs(variable, value):
-                variable.assign(value)
+        for variable in self.changed():
+            variable.assign(self._values[id(variable)][1])
 
 
 def _differs(variable: Any, before: Any) -> bool:
