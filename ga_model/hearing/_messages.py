@@ -228,7 +228,7 @@ def unheard_calls_message(model: str) -> str:
         f"No call of a layer goes by microbatches in `train_step` of {model!r}, which takes the "
         "memory of the full batch. Training is exact. To save the memory, keep networks in "
         "attributes of the model, and call them in `train_step` itself: not by `stateless_call`, "
-        "nor in a `tf.function` that was called before `fit`."
+        "nor in a nested `tf.function`."
     )
 
 
