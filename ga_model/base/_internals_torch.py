@@ -74,23 +74,23 @@ def left_out_by(node: Any) -> Any:
     return other if taken is None else None
 
 
-def divides_something(node: Any, inputs: list[Any]) -> bool:
-    """Return whether a node of PyTorch's autograd divides one number that has a gradient.
+def divides_something(loss: Any, node: Any, instead: Any, inputs: list[Any]) -> bool:
+    """Return whether what is divided adds to a gradient, had it been divided by a number.
 
     Args:
-        node: the node, that of a division or of something else.
+        loss: the tensor that the gradient is taken of.
+        node: a node of PyTorch's autograd, that of a division by one number or of something else.
+        instead: the node that gives something else where that number is zero, or `node`.
         inputs: tensors that the gradient is taken with respect to.
     """
-    if node.name() != "DivBackward0":
-        return False
     numerator, index = node.next_functions[0]
-    (result,) = results_of(node)
-    if numerator is None or math.prod(result.shape) != 1:
+    if node.name() != "DivBackward0" or numerator is None:
         return False
-    given = results_of(numerator)[index]
-    one = torch.ones(given.shape, dtype=given.dtype, device=given.device)
+    result, given = torch.autograd.graph.GradientEdge(instead, 0), results_of(numerator)[index]
+    (upstream,) = torch.autograd.grad([loss], [result], retain_graph=True)
     edge = torch.autograd.graph.GradientEdge(numerator, index)
-    found = torch.autograd.grad([edge], inputs, [one], retain_graph=True, allow_unused=True)
+    upstream = upstream.reshape(given.shape)
+    found = torch.autograd.grad([edge], inputs, [upstream], retain_graph=True, allow_unused=True)
     gradients = [gradient for gradient in found if gradient is not None]
     return any(bool((g.isfinite() & (g != 0)).any()) for g in gradients)
 

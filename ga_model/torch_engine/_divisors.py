@@ -43,8 +43,7 @@ class Divided(NamedTuple):
     def loses(self, loss: Any, inputs: list[Any], until: Iterable[Any] = ()) -> bool:
         """Return whether a loss that is divided by zero would have a gradient if it was not.
 
-        It has none where nothing of a microbatch counts, and that microbatch is no loss. What is
-        known is that of one number that is divided: of several, which count may be seen later.
+        It has none where nothing of a microbatch counts, and that microbatch is no loss.
 
         Args:
             loss: a tensor, whose number is 0.
@@ -52,9 +51,9 @@ class Divided(NamedTuple):
             until: as `divisors_of` takes them.
         """
         inputs = [tensor for tensor in inputs if torch.is_tensor(tensor) and tensor.requires_grad]
-        node, _ = _divisions(loss, until)[self.place]
+        node, instead, _ = _divisions(loss, until)[self.place]
         with unheard():
-            return bool(inputs) and divides_something(node, inputs)
+            return bool(inputs) and divides_something(loss, node, instead, inputs)
 
 
 def divisors_of(loss: Any, until: Iterable[Any] = ()) -> list[float]:
@@ -66,15 +65,16 @@ def divisors_of(loss: Any, until: Iterable[Any] = ()) -> list[float]:
         loss: a tensor.
         until: tensors that the loss is computed of, behind which nothing is looked at.
     """
-    return [divisor for _, divisor in _divisions(loss, until)]
+    return [divisor for _, _, divisor in _divisions(loss, until)]
 
 
-def _divisions(loss: Any, until: Iterable[Any]) -> list[tuple[Any, float]]:
-    """Return them with the nodes of PyTorch's autograd that divide."""
+def _divisions(loss: Any, until: Iterable[Any]) -> list[tuple[Any, Any, float]]:
+    """Return them behind nodes of PyTorch's autograd: the one that divides, and the one whose
+    result is the quotient or what is taken instead."""
     ends = {tensor.grad_fn for tensor in until}
     nodes = [loss.grad_fn]
     seen = {None, *ends}
-    left_out = set()
+    left_out_by_node = {}
     found = []
     for node in nodes:  # which grows
         if node in seen or len(seen) > _MOST_NODES:
@@ -82,8 +82,9 @@ def _divisions(loss: Any, until: Iterable[Any]) -> list[tuple[Any, float]]:
         seen.add(node)
         divisor = divisor_of(node)
         if divisor is not None:
-            found.append((node, 0.0 if node in left_out else divisor))
-        left_out.add(left_out_by(node))
+            instead = left_out_by_node.get(node)
+            found.append((node, instead or node, divisor if instead is None else 0.0))
+        left_out_by_node[left_out_by(node)] = node
         if not takes_leaf(node):  # else it is a layer's, and what is behind it the model
             nodes += [following for following, _ in node.next_functions]
     return found

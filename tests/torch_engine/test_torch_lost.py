@@ -32,6 +32,14 @@ def of_all_over_some_unsafe(y, z):
     return ops.sum(ops.square(z - y)) / ops.sum(counts(y))
 
 
+def each_of_all_over_some(y, z):
+    return ops.sum(ops.divide_no_nan(ops.square(z - y), ops.sum(counts(y))))
+
+
+def each_of_all_over_some_unsafe(y, z):
+    return ops.sum(ops.mean(ops.square(z - y), 1) / ops.sum(counts(y)))
+
+
 def signed(y, z):
     """The first column weighs, by numbers of both signs where it is -0.3 or less."""
     weights = ops.where(y[:, 0] > -0.3, 1.0, y[:, 1])
@@ -48,6 +56,11 @@ def each_over_some(y, z):
     return ops.sum(ops.square(z - y).mean(1) / ops.sum(counts(y)) * counts(y))
 
 
+def each_over_some_safe(y, z):
+    quotients = ops.divide_no_nan(ops.square(z - y).mean(1), ops.sum(counts(y)))
+    return ops.sum(quotients * counts(y))
+
+
 def selected(y, z):
     return torch.square(z - y)[counts(y) > 0].mean()
 
@@ -57,8 +70,20 @@ def of_classes(y, z):
     return torch.nn.functional.cross_entropy(z, labels)  # which ignores -100
 
 
-LOST = {f.__name__: f for f in (of_all_over_some, of_all_over_some_unsafe, signed)}
-EXACT = {f.__name__: f for f in (of_some_over_some, each_over_some, selected, of_classes)}
+LOST = {
+    loss.__name__: loss
+    for loss in (
+        of_all_over_some,
+        of_all_over_some_unsafe,
+        each_of_all_over_some,
+        each_of_all_over_some_unsafe,
+        signed,
+    )
+}
+EXACT = {
+    f.__name__: f
+    for f in (of_some_over_some, each_over_some, each_over_some_safe, selected, of_classes)
+}
 
 
 def data(num_empty=4):
