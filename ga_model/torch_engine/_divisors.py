@@ -74,7 +74,7 @@ def _divisions(loss: Any, until: Iterable[Any]) -> list[tuple[Any, Any, float]]:
     ends = {tensor.grad_fn for tensor in until}
     nodes = [loss.grad_fn]
     seen = {None, *ends}
-    left_out_by_node = {}
+    left_out_by_node: dict[Any, Any] = {}
     found = []
     for node in nodes:  # which grows
         if node in seen or len(seen) > _MOST_NODES:

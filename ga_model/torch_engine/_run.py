@@ -29,7 +29,7 @@ from ga_model.torch_engine._state import (
     written_weights,
 )
 from ga_model.torch_engine._step_probe import Trial, UnknownLossError
-from ga_model.torch_engine._tensors import Written
+from ga_model.torch_engine._tensors import WrittenSince
 from ga_model.torch_engine._terms import Position
 from ga_model.torch_engine._torch_calls import split_calls
 from ga_model.torch_engine._torch_recorder import Recording, record
@@ -245,8 +245,8 @@ class _Run:
         model, window, data = self._model, self._window, self._batch.microbatch(index)
         position = self._position(logs is not None)
         is_own = not is_of_keras(model, "train_step")
-        updates_itself = self._is_window and is_own and not window.is_trial
-        snapshot = Snapshot(model, of_trained=updates_itself) if self._skips else None
+        applies_at_once = self._is_window and is_own and not window.is_trial
+        snapshot = Snapshot(model, of_trained=applies_at_once) if self._skips else None
         writes, later = None, None if self._is_window else self._accumulation.later_writes
         if later is not None:
             later.begin()
@@ -262,7 +262,7 @@ class _Run:
         hearing: Any = contextlib.nullcontext() if self._is_window else listening()
         with record(model, data, position, keeps_gradients) as recording, hearing as hears:
             recording.writes = of_optimizers
-            recording.updates_itself = updates_itself
+            recording.applies_at_once = applies_at_once
             self._watch_gradients(recording)
             result = self._train_step(data)
             self._tell_of_left(recording, index)
@@ -282,7 +282,7 @@ class _Run:
             if self._accumulation.measured_noise is not None:
                 for part in recording.parts:
                     part.measure(recording.relative_weight or 0.0)
-            parts = [] if recording.updates_itself else recording.parts
+            parts = [] if recording.applies_at_once else recording.parts
             window.add(parts, recording.relative_weight, keeps_gradients)
             window.has_lost |= recording.losses.is_lost and not self._is_window
             window.statistics.add([] if hears is None else hears.heard)
@@ -304,7 +304,7 @@ class _Run:
         """Return whether a step may write to weights: it is the update, or tries one."""
         return self._is_window or self._window.is_trial
 
-    def _check_updates(self, weights: Written | None, recording: Recording) -> None:
+    def _check_updates(self, weights: WrittenSince | None, recording: Recording) -> None:
         """Raise RuntimeError if a step writes to weights by itself, or applies no optimizer."""
         if weights is not None and (names := weights.names()):
             names = _refusals.first_of(names)

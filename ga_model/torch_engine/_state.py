@@ -23,7 +23,7 @@ from ga_model.hearing._python_state import is_of_library, python_state
 from ga_model.torch_engine._optimizer_writes import variables_of
 from ga_model.torch_engine._tensors import (
     Tensors,
-    Written,
+    WrittenSince,
     stores_in,
     tensors_in,
 )
@@ -209,13 +209,13 @@ class LaterWrites:
         self._variables = [(v.path, raw(v)) for v in _others(model)]
         self._stores = stores_in(model)
         self._counters = Counters(model, of_users=True)
-        self._written = Written([], has_norms=False)
+        self._written = WrittenSince([], has_norms=False)
         self.told: set[str] = set()
 
     def begin(self) -> None:
         """Take all that there is now as not written to."""
         tensors = [(text, tensor) for text, _, _, tensor in tensors_in(self._stores)]
-        self._written = Written([*self._variables, *tensors], has_norms=False)
+        self._written = WrittenSince([*self._variables, *tensors], has_norms=False)
         self._counters.take()
 
     def names(self, is_alone: bool) -> list[str]:
@@ -242,9 +242,9 @@ def _updated(model: Any) -> list[Any]:
     return [v for v in model.trainable_weights if id(v) not in by_layers]
 
 
-def written_weights(model: Any, has_norms: bool) -> Written:
-    """Return what tells which weights a step writes to by itself, as `Written` does."""
-    return Written([(v.path, raw(v)) for v in _updated(model)], has_norms)
+def written_weights(model: Any, has_norms: bool) -> WrittenSince:
+    """Return what tells which weights a step writes to by itself, as `WrittenSince` does."""
+    return WrittenSince([(v.path, raw(v)) for v in _updated(model)], has_norms)
 
 
 def writes_weights(model: Any) -> bool:

@@ -16,7 +16,7 @@ from ga_model.base._internals_torch import norms_of, times_written
 from ga_model.hearing._python_state import is_of_library
 
 
-class Written:
+class WrittenSince:
     """Tells which tensors are written to from now on: by PyTorch's count, or by their norms.
 
     Args:

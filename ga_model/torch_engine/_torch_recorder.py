@@ -38,7 +38,7 @@ from ga_model.torch_engine._own_gradients import not_linear
 from ga_model.torch_engine._part import Part
 from ga_model.torch_engine._state import clear_gradients
 from ga_model.torch_engine._step_probe import UnknownLossError
-from ga_model.torch_engine._tensors import Written
+from ga_model.torch_engine._tensors import WrittenSince
 from ga_model.torch_engine._terms import Position, StepLosses
 
 
@@ -64,7 +64,7 @@ class Recording:
         left: what is told of gradients that are added to others, or None.
         exchanged: what is exchanged for something else where it is to be updated, or None.
         is_late: whether the step takes a gradient after it has applied an optimizer.
-        updates_itself: whether optimizers are applied where the step does so. A step of the user's
+        applies_at_once: whether optimizers are applied where the step does so. A step of the user's
             own may go on with what it has updated.
         before: of what it has updated so, and is not the model's, pairs of variable and value
             before.
@@ -86,7 +86,7 @@ class Recording:
         self.left: LeftGradients | None = None
         self.exchanged: str | None = None
         self.is_late = False
-        self.updates_itself = False
+        self.applies_at_once = False
         self.before: list[tuple[Any, Any]] = []
         self.is_finite = True
         self._folded: list[Any] = []  # losses as they enter the sum
@@ -222,7 +222,7 @@ class Recording:
         found = [gradient for gradient in gradients if gradient is not None]
         is_watched = self._position.is_window or self.model._accumulation.is_to_compare()
         has_norms = is_watched and not is_free
-        written = Written(((_place_of(g), g) for g in found), has_norms)
+        written = WrittenSince(((_place_of(g), g) for g in found), has_norms)
         loss, self._unfolded = self._unfolded, None
         self._given.update((_place_of(g), _Gradient(g, written, loss)) for g in found)
 
@@ -236,7 +236,7 @@ class Recording:
         """Keep the gradients of an `optimizer.apply`, or `apply_gradients` if they are in pairs."""
         name = self.model.name
         is_again = any(part.optimizer is optimizer for part in self.parts)
-        if is_again and not (self.updates_itself or self.applies_at_once()):
+        if is_again and not (self.applies_at_once or self._keeps_nothing()):
             raise RuntimeError(_messages.applied_twice_message(name, optimizer.name))
         _validate.check_single_accumulation([optimizer], self.model.accumulation_steps)
         gradients, variables = list(gradients), list(variables)
@@ -251,7 +251,7 @@ class Recording:
         if not optimizer.built:
             with keras.name_scope(optimizer.name):
                 optimizer.build(variables)
-        if self.updates_itself:
+        if self.applies_at_once:
             self._update(Part(optimizer, variables, gradients, in_pairs))
             return
         for variable in variables:  # the gradients are the window's now, the step has copies
@@ -259,7 +259,7 @@ class Recording:
             raw(variable).grad = None if left is None else left.detach().clone()
         if self.exchanged is not None:
             exchange(self.exchanged, optimizer, variables)
-        if self.applies_at_once():
+        if self._keeps_nothing():
             variables, gradients = [], []
         self.parts.append(Part(optimizer, variables, gradients, in_pairs))
 
@@ -276,7 +276,7 @@ class Recording:
 
     def check_updates(self) -> None:
         """Raise RuntimeError if there are weights to train, and no optimizer is applied to any."""
-        if self.model.trainable_weights and not (self.parts or self.applies_at_once()):
+        if self.model.trainable_weights and not (self.parts or self._keeps_nothing()):
             raise RuntimeError(_refusals.no_update_message(self.model.name))
 
     def refuse(self, optimizer: Any) -> None:
@@ -286,8 +286,8 @@ class Recording:
             text = _messages.not_recorded_message(self.model.name, [optimizer.name])
             raise RuntimeError(text)
 
-    def applies_at_once(self) -> bool:
-        """Return whether optimizers are applied where the step does so: nothing is kept of them."""
+    def _keeps_nothing(self) -> bool:
+        """Return whether a window is only tried: nothing is kept of its updates."""
         return self._position.is_window and self._position.window.is_trial
 
     def _is_trying(self) -> bool:
@@ -342,7 +342,7 @@ class _Gradient(NamedTuple):
     """
 
     tensor: Any
-    written: Written
+    written: WrittenSince
     loss: Any
 
 
