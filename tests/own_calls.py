@@ -436,6 +436,12 @@ class GradientsOfGradients(OwnStep):
         return self.update(tape, loss)
 
 
+class RecurrentGradientsOfGradients(GradientsOfGradients):
+    def make(self):
+        recurrent = layers.LSTM(3)
+        self.net = keras.Sequential([keras.Input((6,)), layers.Reshape((3, 2)), recurrent])
+
+
 class RaggedInputs(Calls):
     class Net(keras.Model):
         def build(self, shape):
@@ -606,6 +612,7 @@ CALLS = {
     "parts of the batch": PartsOfTheBatch,
     "other outputs": OtherOutputs,
     "gradients of gradients": GradientsOfGradients,
+    "recurrent, gradients of gradients": RecurrentGradientsOfGradients,
     "ragged inputs": RaggedInputs,
     "ragged means": RaggedMeans,
     "sparse inputs": SparseInputs,

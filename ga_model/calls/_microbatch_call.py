@@ -27,6 +27,7 @@ from ga_model.graphs._microbatch import rows_of
 from ga_model.hearing._models import unrecorded
 from ga_model.hearing._moments_heard import listener
 from ga_model.hearing._python_state import is_of_library
+from ga_model.reading._inner_graphs import has_loop
 from ga_model.recording._normalization import Listener
 
 # Keras's losses take the input of these operations, if an output is one's result.
@@ -138,15 +139,30 @@ class MicrobatchCall:
             for loss, adds in zip(losses, is_sum)
         ]
 
-    def in_graph(self, function: Any, signature: list[Any]) -> Any:
-        """Return a function of a microbatch that is traced once where a graph is made."""
+    def in_graph(self, function: Any, signature: list[Any], is_differentiated: bool = False) -> Any:
+        """Return a function of a microbatch that is traced once where a graph is made.
+
+        Args:
+            function: the function.
+            signature: of its arguments.
+            is_differentiated: whether a tape follows what it computes. XLA cannot keep what a loop
+                has computed until the tape's gradient is taken, so such a loop is not compiled.
+        """
         if tf.executing_eagerly():
             return function
+        if not (self._jit_compile and is_differentiated):
+            return self._traced(function, signature, self._jit_compile)
+        traced = self._traced(function, signature, jit_compile=False)
+        has_loops = has_loop(traced.get_concrete_function().graph)
+        return traced if has_loops else self._traced(function, signature, jit_compile=True)
+
+    @staticmethod
+    def _traced(function: Any, signature: list[Any], jit_compile: bool) -> Any:
         return tf.function(
             function,
             input_signature=signature,
             autograph=False,
-            jit_compile=self._jit_compile or None,
+            jit_compile=jit_compile or None,
             # Inlined, it would be there twice, with the memory of both.
             experimental_attributes=NOT_INLINED,
         )

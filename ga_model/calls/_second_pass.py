@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from ga_model.base._identity import is_in
 from ga_model.base._internals import losses_of_scope, raw
+from ga_model.base._internals_tf import is_followed
 from ga_model.calls._call_state import NotingScope, read, write
 from ga_model.calls._first_pass import FirstPass
 from ga_model.calls._microbatch_call import (
@@ -135,7 +136,9 @@ class SecondPass:
             [tf.TensorSpec(v.shape, v.dtype) for v in self._values],
             [tf.TensorSpec(t.shape, t.dtype) for t in self._shared],
         ]
-        in_graph = self._call.in_graph(function, signature)
+        sources = [batch.leaves, self._values, self._shared]
+        is_differentiated = any(map(is_followed, tf.nest.flatten(sources)))
+        in_graph = self._call.in_graph(function, signature, is_differentiated)
         if not tf.executing_eagerly():
             in_graph.get_concrete_function()
         return in_graph

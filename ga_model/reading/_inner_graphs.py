@@ -36,6 +36,11 @@ def bodies(op: Any) -> list[Any]:
     return [graph for graph in graphs if graph is not None]
 
 
+def has_loop(graph: Any) -> bool:
+    """Return whether a graph, or one that it runs, has a loop."""
+    return any(op.type in LOOPS or any(map(has_loop, bodies(op))) for op in graph.get_operations())
+
+
 def carried_after(kinds: list[str | None], body: list[str | None]) -> list[str | None]:
     """Return what a loop carries into an iteration, from what it began with and what one gave.
 

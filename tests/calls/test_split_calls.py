@@ -229,6 +229,13 @@ def test_calls_match_in_every_way_to_run(name, way, float64):
     assert_same(train(CALLS[name], 5, **way), train(CALLS[name], **way), TOLERANCE[float64])
 
 
+@pytest.mark.gate
+def test_xla_compiles_no_loop_that_a_second_derivative_goes_through(float64):
+    """It cannot keep what the loop has computed."""
+    make = CALLS["recurrent, gradients of gradients"]
+    assert_same(train(make, 5, **XLA), train(make, **XLA), TOLERANCE[float64])
+
+
 def test_eagerly_columns_of_sparse_inputs_are_told_of(float64):
     make = CALLS["sparse inputs with Adam"]
     with pytest.warns(
