@@ -99,13 +99,13 @@ def bench(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     models, numbers = (list(dict.fromkeys(v)) for v in (options.models, options.microbatches))
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=1.0)
-        measured = _bench.measure(
-            models,
-            sorted(numbers),
-            jit_compile,
-            60 * options.minutes,
-            lambda text, share: bar.update(task, description=text, completed=min(share, 1.0)),
-        )
+
+        def show(text: str, share: float) -> None:
+            if text != bar.tasks[0].description and not bar.console.is_terminal:
+                bar.console.print(text)  # a line each in a log file
+            bar.update(task, description=text, completed=min(share, 1.0))
+
+        measured = _bench.measure(models, sorted(numbers), jit_compile, 60 * options.minutes, show)
     print(_bench_report.tables(measured))
     if options.json is not None:
         _write_json(options.json, _bench_report.to_dict(measured))

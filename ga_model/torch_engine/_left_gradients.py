@@ -1,9 +1,10 @@
 """Find out whether a step leaves its gradients to the next batch, where PyTorch adds to them.
 
 Plain Keras then updates with gradients of earlier batches, too, but a window begins each batch
-without any. Whether a step clears gradients itself is asked once: after the first update, weights
-begin a step with gradients that are zeros. Those that are still there when it takes the only
-gradient, and that it updates with, it never clears.
+without any. Whether gradients are cleared is asked once: after the first update, weights have
+gradients that are zeros until the next batch, which a callback may clear, and begin its step with
+such. Those that are still there when the step takes the only gradient, and that it updates with,
+nobody clears.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class LeftGradients:
         self.is_known = False
         self._left: list[Any] = []  # variables to which the first update left gradients
         self._zeros: list[tuple[Any, Any]] = []
+        self._waiting: list[tuple[Any, Any]] = []  # zeros that are there between batches
         self._kept: list[Any] = []  # variables whose zeros are there when a gradient is taken
         self._num_taken = 0
 
@@ -38,14 +40,30 @@ class LeftGradients:
         """Note that gradients are cleared between steps."""
         self.is_known = True
 
+    def end_batch(self) -> None:
+        """Leave zeros at weights until the next batch, if its step is the one to be looked at."""
+        if self._left and not self.is_known:
+            self._waiting = self._give_zeros()
+
+    def begin_batch(self) -> None:
+        """Note whether these were cleared since."""
+        for variable, zeros in self._waiting:
+            self.is_known |= raw(variable).grad is not zeros or times_written(zeros) > 0
+            raw(variable).grad = None
+        self._waiting = []
+
     def begin_step(self) -> None:
         """Give weights zeros, if the next step is the one to be looked at."""
         if self._left:
-            least = min(raw(v).numel() for v in self._left)
-            small = [v for v in self._left if raw(v).numel() <= max(least, _MOST)]
-            self._zeros = [(v, torch.zeros_like(raw(v))) for v in small]
-            for variable, zeros in self._zeros:
-                raw(variable).grad = zeros
+            self._zeros = self._give_zeros()
+
+    def _give_zeros(self) -> list[tuple[Any, Any]]:
+        least = min(raw(v).numel() for v in self._left)
+        small = [v for v in self._left if raw(v).numel() <= max(least, _MOST)]
+        given = [(v, torch.zeros_like(raw(v))) for v in small]
+        for variable, zeros in given:
+            raw(variable).grad = zeros
+        return given
 
     def note_backward(self) -> None:
         """Note that the step is about to add gradients to those that there are."""

@@ -113,6 +113,7 @@ class _Run:
         defers_logs = batch.is_split or self._window.steps > 1 or self._skips
         batch_logs = BatchLogs(model) if defers_logs else None
         keeps_gradients = self._keeps_gradients()
+        self._accumulation.left_gradients.begin_batch()
         is_partial = self._window.is_trial and not batch.is_split  # some outputs are any numbers
         if not (self._is_window or is_partial):
             self._look_at_model()
@@ -128,6 +129,7 @@ class _Run:
         if batch_logs is not None:
             batch_logs.add_to(self._window.logs)
         self._window.end_batch()
+        self._accumulation.left_gradients.end_batch()
         return result if batch_logs is None else batch_logs.finish()
 
     def _keeps_gradients(self) -> bool:

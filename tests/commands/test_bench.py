@@ -44,6 +44,7 @@ def run(tmp_path_factory):
     command = [sys.executable, "-m", "ga_model", "bench", *OPTIONS, *files]
     finished = subprocess.run(command, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr
+    assert {"memory", "time: embedding"} <= set(finished.stderr.splitlines())  # what it is at
     return finished.stdout, json.loads((folder / "bench.json").read_text()), folder / "bench.png"
 
 
