@@ -20,7 +20,6 @@ import keras
 import tensorflow as tf
 
 from ga_model.base._internals import compiled_loss, is_built, stateless_scope
-from ga_model.base._internals_tf import NOT_INLINED
 from ga_model.base._messages import late_gradient_message
 from ga_model.batch import _messages
 from ga_model.batch._look_ahead import look_ahead
@@ -276,8 +275,6 @@ class Passes:
             input_signature=signature if is_split else None,
             autograph=False,
             jit_compile=jit_compile or None,
-            # Inlined, it would be there twice, each with the scratch memory of its convolutions.
-            experimental_attributes=NOT_INLINED if is_split else None,
         )
 
     def add_to_window(self, part: Part) -> None:

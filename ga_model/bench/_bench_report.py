@@ -95,7 +95,7 @@ def tables(measured: Measured) -> str:
         cells = [_memory_cell(memory.get(way), memory[REFERENCE]) for way in ways[1:]]
         plain = memory[REFERENCE]
         memory_rows.append([case, _on(plain.jit_compile), megabytes(plain.size), *cells])
-    first_ways = [KERAS, HAND, STEPS, SIZE, RECOMPUTING]
+    first_ways = [KERAS, STEPS, SIZE, RECOMPUTING]
     first_rows = [["model", "XLA", "plain Keras", *first_ways]]
     for times in measured.times:
         first = {way: first_seconds(times, way) for way in (REFERENCE, *first_ways)}

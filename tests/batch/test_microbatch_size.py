@@ -47,6 +47,8 @@ from reductions import (
 from zoo import OPTIMIZERS, ZOO, embedding, embedding_data, masked_data, masked_recurrent
 
 from ga_model import AccumulatingModel, accumulate
+from ga_model.bench import _bench
+from ga_model.tools._process import in_own_process
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning:keras")
@@ -771,3 +773,14 @@ def test_a_batch_in_which_nothing_counts_changes_nothing():
         np.testing.assert_array_equal(now, then)
     model.train_on_batch(x, np.full((12, 1), 1.0))
     assert np.any(model.get_weights()[0] != before[0])
+
+
+@pytest.mark.gate
+def test_a_gradient_is_freed_as_soon_as_it_is_added():
+    """Peak memory of a model whose weights take nearly all of it, in processes of their own."""
+    plain, split = (
+        in_own_process(way, _bench.measure_memory, "dense", False, way, 16)
+        for way in (_bench.REFERENCE, _bench.SIZE)
+    )
+    # The sums take one size of the weights, and some of that is free before they are there.
+    assert split.size < plain.size + 0.85 * plain.trainable_size

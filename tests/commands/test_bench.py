@@ -83,7 +83,7 @@ def test_the_table_shows_the_ratios_of_what_was_measured(run):
         ratios.append(f"({(sizes[way] - plain_size) / units[way]:+.2f})")
     first = [
         max(e["seconds_of_first_call"] for e in measured["times"] if e["way"] == way)
-        for way in (REFERENCE, KERAS, HAND, *own)
+        for way in (REFERENCE, KERAS, *own)
     ]
     assert lines[3][3:] == ["s", *(f"{seconds / first[0]:.2f}" for seconds in first[1:])]
     assert lines[2] == ["embedding", "off", f"{plain_size / 1e6:,.0f}", "MB", *ratios]
