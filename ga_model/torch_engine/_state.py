@@ -197,9 +197,11 @@ class Writes:
 
 
 class LaterWrites:
-    """What a step writes to that earlier ones did not, by PyTorch's count of writes.
+    """What a step writes to that earlier ones did not.
 
-    A tensor that takes the place of another in an attribute is none: nobody may read it.
+    That is told by PyTorch's count of writes, and each 16th time by values, which takes a pass over
+    them and finds what is written past that count. A tensor that takes the place of another in an
+    attribute is none: nobody may read it.
 
     Args:
         model: the model.
@@ -210,12 +212,15 @@ class LaterWrites:
         self._stores = stores_in(model)
         self._counters = Counters(model, of_users=True)
         self._written = WrittenSince([], has_norms=False)
+        self._num_begun = 0
         self.told: set[str] = set()
 
     def begin(self) -> None:
         """Take all that there is now as not written to."""
         tensors = [(text, tensor) for text, _, _, tensor in tensors_in(self._stores)]
-        self._written = WrittenSince([*self._variables, *tensors], has_norms=False)
+        has_norms = self._num_begun % 16 == 0
+        self._num_begun += 1
+        self._written = WrittenSince([*self._variables, *tensors], has_norms)
         self._counters.take()
 
     def names(self, is_alone: bool) -> list[str]:

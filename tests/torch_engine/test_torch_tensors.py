@@ -1,9 +1,14 @@
 """On PyTorch, state that is kept in no variable, or written past PyTorch's count of writes."""
 
+import warnings
+
 import keras
 import pytest
+from helpers import dense_data, told
 from keras import layers
 from pairs import TOLERANCE, Step, difference_and_said, torch
+
+from ga_model import accumulate
 
 
 class Buffer(torch.nn.Module):
@@ -54,6 +59,17 @@ class ByData(layers.Layer):
         return x - average
 
 
+class ByDataLater(ByData):
+    """Does so from its 60th call in training on."""
+
+    def __init__(self, calls):
+        super().__init__()
+        self.note_call = lambda: calls.append(None) or len(calls) >= 60
+
+    def call(self, x, training=None):
+        return super().call(x) if training and self.note_call() else x - self.average
+
+
 class Fixed(layers.Layer):
     """Keeps a tensor that nothing writes to, and the largest of its inputs, which nobody reads."""
 
@@ -102,6 +118,22 @@ def test_what_differs_in_a_window_is_told(kind, size):
     settings = {"accumulation_steps": 3, "microbatch_size": size}
     _, said = compare(KINDS[kind], keras.Sequential, settings, rows=4)
     assert sum("average" in text and "once per microbatch" in text for text in said) == 1
+
+
+def test_what_is_written_past_the_count_later_is_told():
+    calls = []
+    inputs = keras.Input((4,))
+    hidden = ByDataLater(calls)(layers.Dense(5)(inputs))
+    model = accumulate(keras.Model(inputs, layers.Dense(2)(hidden)), accumulation_steps=3)
+    model.compile("sgd", "mse")
+    x, y = dense_data(240)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.fit(x, y, batch_size=4, epochs=2, verbose=0)
+    assert len(calls) > 100
+    (said,) = told(caught)
+    assert "average" in said
+    assert "once per microbatch" in said
 
 
 def test_what_stays_or_is_not_read_is_not_told():
