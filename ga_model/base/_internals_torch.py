@@ -74,25 +74,47 @@ def left_out_by(node: Any) -> Any:
     return other if taken is None else None
 
 
-def divides_something(loss: Any, node: Any, instead: Any, inputs: list[Any]) -> bool:
+def divides_something(
+    loss: Any, node: Any, left_out: tuple[Any, Any] | None, inputs: list[Any]
+) -> bool:
     """Return whether what is divided adds to a gradient, had it been divided by a number.
 
     Args:
         loss: the tensor that the gradient is taken of.
         node: a node of PyTorch's autograd, that of a division by one number or of something else.
-        instead: the node that gives something else where that number is zero, or `node`.
+        left_out: None, or where that number is zero, the node whose result is left out, and the one
+            that takes something else instead.
         inputs: tensors that the gradient is taken with respect to.
     """
     numerator, index = node.next_functions[0]
     if node.name() != "DivBackward0" or numerator is None:
         return False
-    result, given = torch.autograd.graph.GradientEdge(instead, 0), results_of(numerator)[index]
-    (upstream,) = torch.autograd.grad([loss], [result], retain_graph=True)
+    given = results_of(numerator)[index]
+    if math.prod(given.shape) == 1:
+        upstream = torch.ones(given.shape, dtype=given.dtype, device=given.device)
+    else:
+        last, instead = left_out or (node, node)
+        upstream = _gradient(loss, None, instead)
+        if upstream is not None:
+            upstream = upstream.sum_to_size(results_of(last)[0].shape)
+        if upstream is not None and last is not node:
+            upstream = _gradient(torch.autograd.graph.GradientEdge(last, 0), upstream, node)
+        if upstream is None:
+            return False
+        upstream = upstream.reshape(given.shape)
     edge = torch.autograd.graph.GradientEdge(numerator, index)
-    upstream = upstream.reshape(given.shape)
     found = torch.autograd.grad([edge], inputs, [upstream], retain_graph=True, allow_unused=True)
     gradients = [gradient for gradient in found if gradient is not None]
     return any(bool((g.isfinite() & (g != 0)).any()) for g in gradients)
+
+
+def _gradient(result: Any, upstream: Any, node: Any) -> Any:
+    """Return the gradient of a result with respect to what a node of PyTorch's autograd gave."""
+    edge = torch.autograd.graph.GradientEdge(node, 0)
+    (found,) = torch.autograd.grad(
+        [result], [edge], [upstream], retain_graph=True, allow_unused=True
+    )
+    return found
 
 
 def times_written(tensor: Any) -> int:

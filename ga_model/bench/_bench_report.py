@@ -36,15 +36,16 @@ _COLORS = {  # of Okabe and Ito's palette, told apart by colour-blind readers to
 _WIDTH = 0.8 / len(_COLORS)  # of a bar
 
 _NOTES = """\
-{floor}: forward and backward pass, without an optimizer. {keras}: an optimizer with
-gradient_accumulation_steps. {hand}: two train functions, one that adds up gradients in dense
-variables and one that updates with their mean, for full windows of equal batches. {steps}, {size}:
-this package.
-{recomputing}: a microbatch_size with loss_over="batch", as steps and losses need that do not
-add up over microbatches.
+{floor}: forward and backward pass, without an optimizer.
+{keras}: an optimizer with gradient_accumulation_steps.
+{hand}: two train functions, one that adds up gradients in dense variables and one that updates with
+their mean, for full windows of equal batches.
+{steps}, {size}: this package.
+{recomputing}: a microbatch_size with loss_over="batch", as steps and losses need that do not add up
+over microbatches.
 Times are ratios of time per sample: the median of the rounds, +- half of the distance between their
-quartiles. Memory is what making the model and training it added to what a process held at one
-time; in brackets, by how much that is more, in sizes of the trainable variables, and with a
+quartiles. Memory is what making the model and training two windows added to what a process held at
+one time; in brackets, by how much that is more, in sizes of the trainable variables, and with a
 microbatch_size of these and the batch. A first call traces and compiles."""
 
 

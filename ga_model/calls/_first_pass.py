@@ -27,6 +27,7 @@ from ga_model.calls._microbatch_call import MicrobatchCall, attached_to, leaves_
 from ga_model.graphs import _lists
 from ga_model.graphs._loop import loop
 from ga_model.hearing._splitting import NotByRowsError
+from ga_model.reading._inner_graphs import has_loop
 from ga_model.recording._normalization import Call, listening, names_by_fate, pass_on
 from ga_model.sums._moments import Moments
 
@@ -133,6 +134,11 @@ class FirstPass:
         shapes = [tensor.shape for tensor in concrete.structured_outputs.outputs]
         if any(shape[0] is not None or None in shape[1:] for shape in shapes):
             check_axes(call)
+
+    def has_loop(self) -> bool:
+        """Return whether the call has a loop, in a graph."""
+        is_graph = not tf.executing_eagerly()
+        return is_graph and has_loop(self._function.get_concrete_function().graph)
 
     def run(self) -> None:
         """Run the microbatches, one after the other."""

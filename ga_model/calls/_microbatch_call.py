@@ -27,7 +27,6 @@ from ga_model.graphs._microbatch import rows_of
 from ga_model.hearing._models import unrecorded
 from ga_model.hearing._moments_heard import listener
 from ga_model.hearing._python_state import is_of_library
-from ga_model.reading._inner_graphs import has_loop
 from ga_model.recording._normalization import Listener
 
 # Keras's losses take the input of these operations, if an output is one's result.
@@ -139,30 +138,21 @@ class MicrobatchCall:
             for loss, adds in zip(losses, is_sum)
         ]
 
-    def in_graph(self, function: Any, signature: list[Any], is_differentiated: bool = False) -> Any:
+    def in_graph(self, function: Any, signature: list[Any], may_compile: bool = True) -> Any:
         """Return a function of a microbatch that is traced once where a graph is made.
 
         Args:
             function: the function.
             signature: of its arguments.
-            is_differentiated: whether a tape follows what it computes. XLA cannot keep what a loop
-                has computed until the tape's gradient is taken, so such a loop is not compiled.
+            may_compile: whether XLA compiles it if it compiles the step.
         """
         if tf.executing_eagerly():
             return function
-        if not (self._jit_compile and is_differentiated):
-            return self._traced(function, signature, self._jit_compile)
-        traced = self._traced(function, signature, jit_compile=False)
-        has_loops = has_loop(traced.get_concrete_function().graph)
-        return traced if has_loops else self._traced(function, signature, jit_compile=True)
-
-    @staticmethod
-    def _traced(function: Any, signature: list[Any], jit_compile: bool) -> Any:
         return tf.function(
             function,
             input_signature=signature,
             autograph=False,
-            jit_compile=jit_compile or None,
+            jit_compile=(self._jit_compile and may_compile) or None,
             # Inlined, it would be there twice, with the memory of both.
             experimental_attributes=NOT_INLINED,
         )

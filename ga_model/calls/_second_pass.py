@@ -136,9 +136,10 @@ class SecondPass:
             [tf.TensorSpec(v.shape, v.dtype) for v in self._values],
             [tf.TensorSpec(t.shape, t.dtype) for t in self._shared],
         ]
-        sources = [batch.leaves, self._values, self._shared]
-        is_differentiated = any(map(is_followed, tf.nest.flatten(sources)))
-        in_graph = self._call.in_graph(function, signature, is_differentiated)
+        sources = tf.nest.flatten([batch.leaves, self._values, self._shared])
+        # XLA cannot keep what a loop computes until the gradient of this gradient is taken.
+        may_compile = not (any(map(is_followed, sources)) and self._first.has_loop())
+        in_graph = self._call.in_graph(function, signature, may_compile)
         if not tf.executing_eagerly():
             in_graph.get_concrete_function()
         return in_graph

@@ -101,7 +101,7 @@ def bench(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         task = bar.add_task("", total=1.0)
 
         def show(text: str, share: float) -> None:
-            if text != bar.tasks[0].description and not bar.console.is_terminal:
+            if text != bar.tasks[task].description and not bar.console.is_terminal:
                 bar.console.print(text)  # a line each in a log file
             bar.update(task, description=text, completed=min(share, 1.0))
 

@@ -51,9 +51,9 @@ class Divided(NamedTuple):
             until: as `divisors_of` takes them.
         """
         inputs = [tensor for tensor in inputs if torch.is_tensor(tensor) and tensor.requires_grad]
-        node, instead, _ = _divisions(loss, until)[self.place]
+        node, left_out, _ = _divisions(loss, until)[self.place]
         with unheard():
-            return bool(inputs) and divides_something(loss, node, instead, inputs)
+            return bool(inputs) and divides_something(loss, node, left_out, inputs)
 
 
 def divisors_of(loss: Any, until: Iterable[Any] = ()) -> list[float]:
@@ -68,13 +68,14 @@ def divisors_of(loss: Any, until: Iterable[Any] = ()) -> list[float]:
     return [divisor for _, _, divisor in _divisions(loss, until)]
 
 
-def _divisions(loss: Any, until: Iterable[Any]) -> list[tuple[Any, Any, float]]:
-    """Return them behind nodes of PyTorch's autograd: the one that divides, and the one whose
-    result is the quotient or what is taken instead."""
+def _divisions(loss: Any, until: Iterable[Any]) -> list[tuple[Any, tuple[Any, Any] | None, float]]:
+    """Return them behind nodes of PyTorch's autograd: the one that divides, and if its result is
+    left out, the one that gives what is left out and the one that takes something else.
+    """
     ends = {tensor.grad_fn for tensor in until}
     nodes = [loss.grad_fn]
     seen = {None, *ends}
-    left_out_by_node: dict[Any, Any] = {}
+    left_out: dict[Any, tuple[Any, Any]] = {}
     found = []
     for node in nodes:  # which grows
         if node in seen or len(seen) > _MOST_NODES:
@@ -82,11 +83,16 @@ def _divisions(loss: Any, until: Iterable[Any]) -> list[tuple[Any, Any, float]]:
         seen.add(node)
         divisor = divisor_of(node)
         if divisor is not None:
-            instead = left_out_by_node.get(node)
-            found.append((node, instead or node, divisor if instead is None else 0.0))
-        left_out_by_node[left_out_by(node)] = node
+            pair = left_out.get(node)
+            is_left_out = pair is not None and pair[0] is node
+            found.append((node, pair, 0.0 if is_left_out else divisor))
+        following = [behind for behind, _ in node.next_functions]
+        if node in left_out:  # and with it what it is computed of
+            left_out.update((behind, left_out[node]) for behind in following if behind not in seen)
+        if (behind := left_out_by(node)) is not None:
+            left_out[behind] = behind, node
         if not takes_leaf(node):  # else it is a layer's, and what is behind it the model
-            nodes += [following for following, _ in node.next_functions]
+            nodes += following
     return found
 
 

@@ -1,10 +1,10 @@
 """Find out whether a step leaves its gradients to the next batch, where PyTorch adds to them.
 
 Plain Keras then updates with gradients of earlier batches, too, but a window begins each batch
-without any. Whether gradients are cleared is asked once: after the first update, weights have
-gradients that are zeros until the next batch, which a callback may clear, and begin its step with
-such. Those that are still there when the step takes the only gradient, and that it updates with,
-nobody clears.
+without any. Whether anything clears gradients is asked once: after the first update, weights keep
+theirs until the next batch, as a callback may clear them. The step of that batch then begins with
+gradients that are zeros. Those that are still there when it takes the only gradient, and that it
+updates with, it does not clear either.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ class LeftGradients:
 
     def __init__(self) -> None:
         self.is_known = False
-        self._left: list[Any] = []  # variables to which the first update left gradients
+        # Small ones of the variables to which the first update left gradients, and these.
+        self._left: list[tuple[Any, Any]] = []
         self._zeros: list[tuple[Any, Any]] = []
-        self._waiting: list[tuple[Any, Any]] = []  # zeros that are there between batches
+        self._is_waiting = False  # whether variables have them between batches
         self._kept: list[Any] = []  # variables whose zeros are there when a gradient is taken
         self._num_taken = 0
 
@@ -41,29 +42,31 @@ class LeftGradients:
         self.is_known = True
 
     def end_batch(self) -> None:
-        """Leave zeros at weights until the next batch, if its step is the one to be looked at."""
+        """Leave gradients until the next batch, if its step is the one to be looked at."""
         if self._left and not self.is_known:
-            self._waiting = self._give_zeros()
+            self._is_waiting = True
+            for variable, gradient in self._left:
+                raw(variable).grad = gradient
 
     def begin_batch(self) -> None:
-        """Note whether these were cleared since."""
-        for variable, zeros in self._waiting:
-            self.is_known |= raw(variable).grad is not zeros or times_written(zeros) > 0
-            raw(variable).grad = None
-        self._waiting = []
+        """Note whether gradients were cleared since."""
+        if self._is_waiting:
+            there = [raw(variable).grad for variable, _ in self._left]
+            self.is_known |= not all(map(_is_left, there))
+            self.release()
+
+    def release(self) -> None:
+        """Leave no gradients until the next batch."""
+        if self._is_waiting:
+            self._is_waiting = False
+            for variable, _ in self._left:
+                raw(variable).grad = None
 
     def begin_step(self) -> None:
         """Give weights zeros, if the next step is the one to be looked at."""
-        if self._left:
-            self._zeros = self._give_zeros()
-
-    def _give_zeros(self) -> list[tuple[Any, Any]]:
-        least = min(raw(v).numel() for v in self._left)
-        small = [v for v in self._left if raw(v).numel() <= max(least, _MOST)]
-        given = [(v, torch.zeros_like(raw(v))) for v in small]
-        for variable, zeros in given:
+        self._zeros = [(v, torch.zeros_like(raw(v))) for v, _ in self._left]
+        for variable, zeros in self._zeros:
             raw(variable).grad = zeros
-        return given
 
     def note_backward(self) -> None:
         """Note that the step is about to add gradients to those that there are."""
@@ -91,7 +94,10 @@ class LeftGradients:
             return is_added
         self._num_taken = 0
         if is_update:
-            self.is_known, self._left = not left, left
+            least = min((raw(v).numel() for v in left), default=0)
+            small = [v for v in left if raw(v).numel() <= max(least, _MOST)]
+            self.is_known = not left
+            self._left = [(v, raw(v).grad.detach().clone()) for v in small]
         return False
 
 

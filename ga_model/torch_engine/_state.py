@@ -176,12 +176,8 @@ class Writes:
     """
 
     def __init__(self, model: Any) -> None:
-        others = _others(model)
-        self._others = [(v, _version(v)) for v in others]
-        if computes_loss_as_keras(model):  # which leaves frozen weights as they are
-            state = {id(v) for part in layers_in(model) for v in own_state(part)}
-            others = [v for v in others if id(v) in state]
-        self._tensors = Tensors(model, others)
+        self._others = [(v, _version(v)) for v in _others(model)]
+        self._tensors = Tensors(model, _compared(model))
         self._counters = Counters(model)
 
     def others(self, is_alone: bool) -> list[str]:
@@ -199,16 +195,16 @@ class Writes:
 class LaterWrites:
     """What a step writes to that earlier ones did not.
 
-    That is told by PyTorch's count of writes, and each 16th time by values, which takes a pass over
-    them and finds what is written past that count. A tensor that takes the place of another in an
-    attribute is none: nobody may read it.
+    That is told by PyTorch's count of writes, and each 17th time by norms, too, which takes a pass
+    over the values and finds what is written past that count: 17, as windows of 16 are frequent. A
+    tensor that takes the place of another in an attribute is none: nobody may read it.
 
     Args:
         model: the model.
     """
 
     def __init__(self, model: Any) -> None:
-        self._variables = [(v.path, raw(v)) for v in _others(model)]
+        self._variables = [(v.path, raw(v)) for v in _compared(model)]
         self._stores = stores_in(model)
         self._counters = Counters(model, of_users=True)
         self._written = WrittenSince([], has_norms=False)
@@ -218,7 +214,7 @@ class LaterWrites:
     def begin(self) -> None:
         """Take all that there is now as not written to."""
         tensors = [(text, tensor) for text, _, _, tensor in tensors_in(self._stores)]
-        has_norms = self._num_begun % 16 == 0
+        has_norms = self._num_begun % 17 == 0
         self._num_begun += 1
         self._written = WrittenSince([*self._variables, *tensors], has_norms)
         self._counters.take()
@@ -239,6 +235,15 @@ def _others(model: Any) -> list[Any]:
     expected += [state for layer in layers for state in seeds(layer)]
     known = {id(v) for v in (*expected, *model.metrics_variables, *_updated(model))}
     return [v for v in model.variables if id(v) not in known]
+
+
+def _compared(model: Any) -> list[Any]:
+    """Return those of them whose values may have to be looked at."""
+    others = _others(model)
+    if computes_loss_as_keras(model):  # which leaves frozen weights as they are
+        state = {id(v) for part in layers_in(model) for v in own_state(part)}
+        others = [v for v in others if id(v) in state]
+    return others
 
 
 def _updated(model: Any) -> list[Any]:

@@ -31,21 +31,27 @@ class WrittenSince:
 
     def names(self) -> list[str]:
         """Return the names of those that were written to."""
-        counts = zip(self._named, self._versions)
-        written = [times_written(tensor) != version for (_, tensor), version in counts]
-        if self._norms is not None and not any(written):
-            written = (self._norms_now() != self._norms).tolist()
+        pairs = zip(self._named, self._versions)
+        written = [times_written(tensor) != version for (_, tensor), version in pairs]
+        if self._norms is not None:
+            by_norm = (self._norms_now() != self._norms).tolist()
+            written = [counted or changed for counted, changed in zip(written, by_norm)]
         return [name for (name, _), yes in zip(self._named, written) if yes]
 
     def _norms_now(self) -> Any:
         """Return the norms in one tensor, of which those that are no numbers are -1."""
-        dense = [t.detach() for _, t in self._named if t.layout == torch.strided]
+        dense = [_with_norm(t.detach()) for _, t in self._named if t.layout == torch.strided]
         found = iter(norms_of(dense))
         norms = [
             next(found).double().cpu() if t.layout == torch.strided else torch.tensor(0.0).double()
             for _, t in self._named
         ]
         return torch.stack(norms).nan_to_num(-1.0) if norms else torch.zeros(0)
+
+
+def _with_norm(tensor: Any) -> Any:
+    """Return a tensor in a dtype that has a norm: integers and bools have none."""
+    return tensor if tensor.dtype.is_floating_point or tensor.dtype.is_complex else tensor.double()
 
 
 def stores_in(layer: Any) -> list[tuple[Any, dict[str, Any]]]:

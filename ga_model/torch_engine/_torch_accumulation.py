@@ -200,6 +200,7 @@ class Accumulation(Kept):
                 self.window = Window(self._model, 1, self.processes())
             if self.window is not None:
                 self.window.close()
+                self.left_gradients.release()
             self._has_batches = None if self._has_batches is None else False
         self.warn_of_what_was_done()
 

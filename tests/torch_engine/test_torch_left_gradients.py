@@ -127,7 +127,7 @@ def test_a_step_is_told_of_as_soon_as_there_is_a_second_update():
     x, y = map(torch.tensor, dense_data(16))
     for begin in range(0, 12, 4):
         model.train_on_batch(x[begin : begin + 4], y[begin : begin + 4])
-    assert not any(weight.value.grad.any() for weight in model.trainable_weights)
+    assert all(weight.value.grad.any() for weight in model.trainable_weights)
     with pytest.warns(UserWarning, match=SAYS):
         model.train_on_batch(x[12:], y[12:])
     assert all(weight.value.grad is None for weight in model.trainable_weights)
@@ -164,3 +164,30 @@ def test_gradients_that_are_cleared_between_batches_are_not_told_of(clear):
         model.fit(x, y, batch_size=rows, shuffle=False, verbose=0, callbacks=[clearing])
         weights.append(model.get_weights())
     assert relative_difference(weights[1], weights[0], starts[0]) <= TOLERANCE
+
+
+def clip(model):
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def add_others(model):
+    model(torch.ones(2, 4)).sum().backward()
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("change", [clip, add_others])
+def test_gradients_that_are_changed_between_batches_are_told_of(change):
+    model = accumulate(seeded(make_of(Never)), **STEPS)
+    model.compile("sgd")
+    x, y = dense_data(24)
+    changing = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: change(model))
+    with pytest.warns(UserWarning, match=SAYS):
+        model.fit(x, y, batch_size=4, verbose=0, callbacks=[changing])
+
+
+def test_no_gradients_are_there_after_training():
+    model = accumulate(seeded(make_of(Never)), **STEPS)
+    model.compile("sgd")
+    x, y = dense_data(12)
+    model.fit(x, y, batch_size=4, verbose=0)
+    assert all(weight.value.grad is None for weight in model.trainable_weights)

@@ -40,6 +40,25 @@ def each_of_all_over_some_unsafe(y, z):
     return ops.sum(ops.mean(ops.square(z - y), 1) / ops.sum(counts(y)))
 
 
+def of_all_in_one_branch(y, z):
+    number = ops.sum(counts(y))
+    return torch.where(number > 0, (torch.square(z - y) / number).sum(), 0.0)
+
+
+def scaled_in_one_branch(y, z):
+    number = ops.sum(counts(y))
+    return torch.where(number > 0, 0.5 * (torch.square(z - y).sum() / number), 0.0)
+
+
+def in_one_branch_of_several(y, z):
+    number = ops.sum(counts(y))
+    return torch.where(number > 0, torch.square(z - y).sum() / number, torch.zeros(2)).mean()
+
+
+def without_infinity(y, z):
+    return torch.nan_to_num(torch.square(z - y).sum() / ops.sum(counts(y)), posinf=0.0)
+
+
 def signed(y, z):
     """The first column weighs, by numbers of both signs where it is -0.3 or less."""
     weights = ops.where(y[:, 0] > -0.3, 1.0, y[:, 1])
@@ -77,6 +96,10 @@ LOST = {
         of_all_over_some_unsafe,
         each_of_all_over_some,
         each_of_all_over_some_unsafe,
+        of_all_in_one_branch,
+        scaled_in_one_branch,
+        in_one_branch_of_several,
+        without_infinity,
         signed,
     )
 }

@@ -1,5 +1,6 @@
 """On PyTorch, state that is kept in no variable, or written past PyTorch's count of writes."""
 
+import itertools
 import warnings
 
 import keras
@@ -60,14 +61,26 @@ class ByData(layers.Layer):
 
 
 class ByDataLater(ByData):
-    """Does so from its 60th call in training on."""
+    """Does so at chosen calls in training, and counts all of them in a variable.
 
-    def __init__(self, calls):
+    Args:
+        is_chosen: function of how many calls there were.
+    """
+
+    def __init__(self, is_chosen):
         super().__init__()
-        self.note_call = lambda: calls.append(None) or len(calls) >= 60
+        num_calls = itertools.count(1)
+        self.is_next_chosen = lambda: is_chosen(next(num_calls))
+
+    def build(self, shape):
+        super().build(shape)
+        arguments = {"initializer": "zeros", "trainable": False, "dtype": "int32"}
+        self.number = self.add_weight(name="number", shape=(), **arguments)
 
     def call(self, x, training=None):
-        return super().call(x) if training and self.note_call() else x - self.average
+        if training and x.device.type != "meta":
+            self.number.assign_add(1)
+        return super().call(x) if training and self.is_next_chosen() else x - self.average
 
 
 class Fixed(layers.Layer):
@@ -120,20 +133,37 @@ def test_what_differs_in_a_window_is_told(kind, size):
     assert sum("average" in text and "once per microbatch" in text for text in said) == 1
 
 
-def test_what_is_written_past_the_count_later_is_told():
-    calls = []
+@pytest.mark.every_case
+@pytest.mark.parametrize("is_chosen", [lambda call: call >= 60, lambda call: not call % 16])
+def test_what_is_written_past_the_count_later_is_told(is_chosen):
     inputs = keras.Input((4,))
-    hidden = ByDataLater(calls)(layers.Dense(5)(inputs))
-    model = accumulate(keras.Model(inputs, layers.Dense(2)(hidden)), accumulation_steps=3)
+    hidden = ByDataLater(lambda call: call > 40 and is_chosen(call))(layers.Dense(5)(inputs))
+    model = accumulate(keras.Model(inputs, layers.Dense(2)(hidden)), accumulation_steps=16)
     model.compile("sgd", "mse")
-    x, y = dense_data(240)
+    x, y = dense_data(2400)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model.fit(x, y, batch_size=4, epochs=2, verbose=0)
-    assert len(calls) > 100
-    (said,) = told(caught)
-    assert "average" in said
-    assert "once per microbatch" in said
+        model.fit(x, y, batch_size=4, verbose=0)
+    of_count, of_average = told(caught)
+    assert "number" in of_count
+    assert "average" in of_average
+    assert "once per microbatch" in of_average
+
+
+class KeepsNumbers(layers.Layer):
+    """Keeps integers and bools, which have no norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.order, self.mask = torch.arange(5), torch.ones(5, dtype=torch.bool)
+
+    def call(self, x):
+        return x[:, self.order.to(x.device)] * self.mask.to(x.device)
+
+
+def test_numbers_of_other_types_do_no_harm():
+    difference, said = compare(KeepsNumbers, keras.Sequential, {"accumulation_steps": 3}, rows=4)
+    assert (difference <= TOLERANCE, said) == (True, [])
 
 
 def test_what_stays_or_is_not_read_is_not_told():
