@@ -204,24 +204,26 @@ class LaterWrites:
     """
 
     def __init__(self, model: Any) -> None:
-        self._variables = [(v.path, raw(v)) for v in _compared(model)]
+        self._variables = [(v.path, raw(v)) for v in _others(model)]
+        self._compared = [(v.path, raw(v)) for v in _compared(model)]
         self._stores = stores_in(model)
         self._counters = Counters(model, of_users=True)
-        self._written = WrittenSince([], has_norms=False)
+        self._written: list[WrittenSince] = []
         self._num_begun = 0
         self.told: set[str] = set()
 
     def begin(self) -> None:
         """Take all that there is now as not written to."""
         tensors = [(text, tensor) for text, _, _, tensor in tensors_in(self._stores)]
-        has_norms = self._num_begun % 17 == 0
+        self._written = [WrittenSince([*self._variables, *tensors], has_norms=False)]
+        if self._num_begun % 17 == 0:
+            self._written.append(WrittenSince([*self._compared, *tensors], has_norms=True))
         self._num_begun += 1
-        self._written = WrittenSince([*self._variables, *tensors], has_norms)
         self._counters.take()
 
     def names(self, is_alone: bool) -> list[str]:
         """Return what was written to, as `Writes.others` does, and was not told of before."""
-        found = self._written.names()
+        found = [name for written in self._written for name in written.names()]
         found = found if is_alone else [*found, *self._counters.changed()]
         new = [name for name in dict.fromkeys(found) if name not in self.told]
         self.told.update(new)

@@ -150,6 +150,28 @@ def test_what_is_written_past_the_count_later_is_told(is_chosen):
     assert "once per microbatch" in of_average
 
 
+def test_a_frozen_weight_that_is_written_to_later_is_told():
+    frozen = layers.Dense(5, trainable=False)
+
+    class Writes(layers.Layer):
+        def build(self, shape):
+            numbers = itertools.count(1)
+            self.is_due = lambda: next(numbers) == 60
+
+        def call(self, x, training=None):
+            if training and x.device.type != "meta" and self.is_due():
+                frozen.kernel.assign(frozen.kernel * 0.5)
+            return x
+
+    inputs = keras.Input((4,))
+    model = keras.Model(inputs, layers.Dense(2)(Writes()(frozen(inputs))))
+    model = accumulate(model, accumulation_steps=3)
+    model.compile("sgd", "mse")
+    x, y = dense_data(480)
+    with pytest.warns(UserWarning, match=f"{frozen.kernel.path}.*once per microbatch"):
+        model.fit(x, y, batch_size=4, verbose=0)
+
+
 class KeepsNumbers(layers.Layer):
     """Keeps integers and bools, which have no norm."""
 
