@@ -667,6 +667,20 @@ MUTATIONS = [
         "batch/test_microbatch_size.py::test_a_batch_in_which_nothing_counts_changes_nothing",
     ),
     Mutation(
+        "an update with sparse gradients is not compiled",
+        "sums/_window_sum.py",
+        "if self._jit_compile and _optimizers.can_compile():",
+        "if self._jit_compile and not any(isinstance(b, Rows) for b in self._buffers):",
+        "equivalence/test_rows_under_xla.py::test_an_update_with_rows_is_compiled",
+    ),
+    Mutation(
+        "XLA compiles for every number of rows",
+        "sums/_one_gradient.py",
+        "    missing = -count % step\n",
+        "    missing = 0 * step\n",
+        "equivalence/test_rows_under_xla.py::test_few_numbers_of_rows_are_compiled_for",
+    ),
+    Mutation(
         "logs of a window begin with those of the window before",
         "batch/_window.py",
         "        self.logs.reset()\n",

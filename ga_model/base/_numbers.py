@@ -6,6 +6,7 @@ share: `keras.backend.result_type("float64", "float64")` is float32 on all but T
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import keras
@@ -43,6 +44,10 @@ if keras.backend.backend() == "tensorflow":
         """Return the opposite of a bool scalar."""
         return tf.logical_not(flag)
 
+    def power_of_two(number: Any) -> Any:
+        """Return the power of two at or above a number >= 1, as a scalar of float64."""
+        return 2.0 ** tf.math.ceil(tf.math.log(tf.cast(number, tf.float64)) / math.log(2.0))
+
 else:
 
     def float64(value: Any) -> Any:
@@ -62,3 +67,6 @@ else:
 
     def is_not(flag: Any) -> Any:
         return not flag
+
+    def power_of_two(number: Any) -> Any:
+        return float(2 ** (int(number) - 1).bit_length())

@@ -21,6 +21,7 @@ import tensorflow as tf
 
 from ga_model.base._internals import compiled_loss, is_built, stateless_scope
 from ga_model.base._messages import late_gradient_message
+from ga_model.base._numbers import power_of_two
 from ga_model.batch import _messages
 from ga_model.batch._look_ahead import look_ahead
 from ga_model.batch._nonfinite import undone_if_left_out
@@ -48,7 +49,6 @@ from ga_model.recording._normalization import Call, heard_layers, in_order, list
 from ga_model.recording._recorder import Recording, Target, record
 from ga_model.replicas import _optimizers, _strategy
 from ga_model.sums._moments import Moments
-from ga_model.sums._sums import power_of_two
 
 
 def calls_by_microbatches(model: Any, batch: Batch, limit: int | None = None) -> Any:

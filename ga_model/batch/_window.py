@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from ga_model.base import _messages
 from ga_model.base._context import ThreadValue
+from ga_model.base._numbers import power_of_two
 from ga_model.batch._window_logs import WindowLogs
 from ga_model.batch._window_statistics import WindowStatistics
 from ga_model.recording._normalization import Call
@@ -17,7 +18,7 @@ from ga_model.recording._recorder import Target
 from ga_model.replicas import _strategy
 from ga_model.sums._moments import Moments
 from ga_model.sums._noise import GradientNoise
-from ga_model.sums._sums import GradientSum, power_of_two
+from ga_model.sums._sums import GradientSum
 from ga_model.sums._window_sum import WindowSum
 
 # Whether the batch that is trained fills its window, where that is known before its graph runs.

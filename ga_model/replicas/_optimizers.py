@@ -65,12 +65,17 @@ def begins_with_values(optimizer: Any) -> bool:
         return any(v.shape == (1,) and abs(float(v[0]) - value) < 1e-3 for v in copy.variables)
 
 
+def can_compile() -> bool:
+    """Return whether `compiled` compiles here."""
+    return not (tf.distribute.has_strategy() or tf.executing_eagerly())
+
+
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that may apply an optimizer so that XLA compiles it, where it can.
 
     Not under a strategy: replicas cannot communicate from inside another `tf.function`.
     """
-    if tf.distribute.has_strategy() or tf.executing_eagerly():
+    if not can_compile():
         return function
     return tf.function(function, autograph=False, jit_compile=True)  # type: ignore[no-any-return]
 

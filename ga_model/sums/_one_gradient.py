@@ -6,6 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from ga_model.base._numbers import power_of_two
 from ga_model.sums._places import Parts
 from ga_model.sums._rows import Rows, sum_dtype
 
@@ -104,6 +105,23 @@ def with_slices(gradient: Any, variable: Any) -> Any:
     if isinstance(gradient, Parts):
         return gradient.slices()
     return gradient.slices(variable) if isinstance(gradient, Rows) else gradient
+
+
+def padded(gradient: Any) -> Any:
+    """Return rows with up to a quarter more of them: zeros, for an id that is there.
+
+    Their number is then one of four between two powers of two, for each of which XLA compiles.
+    """
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    count = tf.shape(gradient.indices, out_type=tf.int64)[0]
+    least = power_of_two(tf.maximum(count, 1))
+    step = tf.cast(tf.maximum(least / 8.0, 1.0), tf.int64)
+    missing = -count % step
+    ids = tf.concat([gradient.indices, tf.repeat(gradient.indices[:1], missing)], axis=0)
+    others = tf.zeros([tf.rank(gradient.values) - 1, 2], tf.int64)
+    paddings = tf.concat([[[tf.zeros((), tf.int64), missing]], others], axis=0)
+    return tf.IndexedSlices(tf.pad(gradient.values, paddings), ids, gradient.dense_shape)
 
 
 def with_dtype(gradient: Any) -> Any:

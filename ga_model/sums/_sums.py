@@ -22,13 +22,13 @@ and in a full window of equal weights a row's gradient is that of the full batch
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from ga_model.base import _messages
+from ga_model.base._numbers import power_of_two
 from ga_model.replicas import _strategy
 from ga_model.sums._gradient_noise import Squares
 from ga_model.sums._one_gradient import (
@@ -37,6 +37,7 @@ from ga_model.sums._one_gradient import (
     in_parts,
     mean_of,
     multiplied,
+    padded,
     scaled,
     term_like,
     term_of,
@@ -76,11 +77,6 @@ def in_unit(weight: Any, unit: Any, num_microbatches: Any = 1.0) -> Weight:
 def overwrites(variable: Any) -> bool:
     """Return whether a variable takes its gradient as its new value."""
     return bool(getattr(variable, "overwrite_with_gradient", False))
-
-
-def power_of_two(number: Any) -> tf.Tensor:
-    """Return the power of two at or above a number >= 1: float64 scalar tensor."""
-    return 2.0 ** tf.math.ceil(tf.math.log(tf.cast(number, tf.float64)) / math.log(2.0))
 
 
 def _constant(weight: Any) -> tf.Tensor:
@@ -286,6 +282,10 @@ class GradientSum(NamedTuple):
         """Return the sum so that without any weight its mean is that of zeros, and not 0 / 0."""
         total = tf.where(tf.equal(self.total, 0.0), tf.ones_like(self.total), self.total)
         return self._replace(total=total)
+
+    def padded(self) -> GradientSum:
+        """Return the sum with one of few numbers of rows: see `_one_gradient.padded`."""
+        return self._replace(gradients=[padded(gradient) for gradient in self.gradients])
 
     def with_slices(self, variables: Sequence[Any]) -> GradientSum:
         """Return the sum with `tf.IndexedSlices` for the rows of variables."""

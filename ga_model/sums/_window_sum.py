@@ -232,11 +232,12 @@ class WindowSum:
         share = whole.of_replica(self.variables).or_zero()
         if estimate is not None:
             estimate.update(whole._replace(squares=self._read_squares()), share, optimizer)
-        # For each number of rows XLA would compile again: a window's are sums of many numbers.
-        has_rows = any(isinstance(buffer, Rows) for buffer in self._buffers)
-        if self._jit_compile and not has_rows and not tf.executing_eagerly():
+        if self._jit_compile and _optimizers.can_compile():
             self._compiled = self._compiled or _optimizers.compiled(apply)
-        (self._compiled or apply)(share)
+            # For each number of rows XLA compiles: a window's are sums of many numbers.
+            self._compiled(share.padded())
+        else:
+            apply(share)
 
     def note_lost(self, is_lost: Any) -> bool:
         """Note whether a microbatch has a term that was made zero: a bool scalar tensor.

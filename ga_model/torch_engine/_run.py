@@ -10,6 +10,7 @@ from typing import Any
 import keras
 
 from ga_model.base._messages import batch_normalization_messages
+from ga_model.base._numbers import power_of_two
 from ga_model.hearing import _messages, _weights
 from ga_model.hearing._models import computes_loss_as_keras, is_of_keras, unpack
 from ga_model.hearing._moments_heard import is_known, telling
@@ -34,7 +35,7 @@ from ga_model.torch_engine._terms import Position
 from ga_model.torch_engine._torch_calls import split_calls
 from ga_model.torch_engine._torch_recorder import Recording, record
 from ga_model.torch_engine._torch_statistics import listening
-from ga_model.torch_engine._torch_window import Window, power_of_two
+from ga_model.torch_engine._torch_window import Window
 from ga_model.torch_engine._weights_ahead import weights_ahead
 
 

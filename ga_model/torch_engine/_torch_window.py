@@ -232,8 +232,3 @@ def run_on_update(model: Any) -> None:
     if model._on_update is not None:
         with torch.no_grad():
             model._on_update()
-
-
-def power_of_two(number: int) -> float:
-    """Return the power of two at or above a number >= 1."""
-    return float(2 ** (number - 1).bit_length())
