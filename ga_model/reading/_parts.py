@@ -14,9 +14,11 @@ import numpy as np
 import tensorflow as tf
 
 from ga_model.reading._alike import Alike
+from ga_model.reading._axes import may_join_samples
 from ga_model.reading._operations import (
     BY_SAMPLE,
     COUNT,
+    INSIDE,
     SHAPE,
     SHARED,
     axis_of,
@@ -40,6 +42,7 @@ class PartsReading(Reading):
     def __init__(self, *args: Any) -> None:
         self._length: dict[int, Any] = {}  # of axis 0, where it is not that of the samples
         self._blocks: dict[int, int] = {}  # of samples behind one another, where it is not one
+        self._views: set[int] = set()  # tensors with such samples, whatever shape they were given
         self._alike = Alike()
         super().__init__(*args)
 
@@ -64,6 +67,10 @@ class PartsReading(Reading):
         blocks = [self._blocks[id(t)] for t in alike if id(t) in self._blocks]
         if blocks and op.type != "Reshape":
             self._blocks.setdefault(id(output), blocks[0])
+        if self._blocks.get(id(output), 1) > 1 or (
+            id(output) not in self._blocks and any(id(t) in self._views for t in op.inputs)
+        ):
+            self._views.add(id(output))
 
     def _take_length(self, tensor: Any, other: Any) -> None:
         """Take it as known that a tensor has as many samples as another one."""
@@ -105,6 +112,7 @@ class PartsReading(Reading):
             lengths = {self._length.get(id(tensor)) for tensor in op.inputs[:-1]}
             if len(lengths) > 1:
                 self._length[id(output)] = ("joined", id(op))
+                self._views.add(id(output))
             else:
                 self._blocks[id(output)] = sum(self._blocks.get(id(t), 1) for t in op.inputs[:-1])
             return BY_SAMPLE
@@ -244,10 +252,35 @@ class PartsReading(Reading):
             return multiple * int(factor)
         return multiple // int(factor) if multiple % int(factor) == 0 else None
 
+    def _trusted(self, op: Any, kinds: list[Any], output: Any, inner: list[Reading]) -> str | None:
+        if op.type == "Reshape" and kinds[0] == INSIDE and self._axis.get(id(op.inputs[0])) == 1:
+            before, after = op.inputs[0].shape, output.shape
+            if before[0] and after.rank and list(before[2:]) == list(after[1:]):
+                self._blocks[id(output)] = before[0]
+                return BY_SAMPLE  # views, which stood on an axis of their own
+        return super()._trusted(op, kinds, output, inner)
+
+    def _keeps_apart(self, op: Any, kinds: list[Any]) -> bool:
+        return not self._joins_views(op) and super()._keeps_apart(op, kinds)
+
+    def _joins_views(self, op: Any) -> bool:
+        """Return whether the last samples of one view may be joined with the first of the next."""
+        is_of_views = op.type == "Reshape" and id(op.inputs[0]) in self._views
+        return is_of_views and may_join_samples(op)
+
     def _reshaped(self, op: Any) -> str | None:
         """Return what samples are whose entries have another shape, in the same order."""
         before, after = op.inputs[0].shape, op.outputs[0].shape
         shape = tf.get_static_value(op.inputs[1])
+        blocks = self._blocks.get(id(op.inputs[0]), 1)
+        entries = [list(before[1:]), list(after[1:]), list(after[2:])]
+        if blocks > 1 and after[0] == blocks and entries[0] == entries[2]:
+            self._axis[id(op.outputs[0])] = 1
+            return INSIDE  # an axis of views, and one of samples
+        if self._joins_views(op):
+            return None
+        if blocks > 1 and entries[0] == entries[1]:
+            self._blocks[id(op.outputs[0])] = blocks
         if self._rows is not None:
             return BY_SAMPLE if after[0] is not None and after[0] % self._rows == 0 else None
         if after[0] is not None:

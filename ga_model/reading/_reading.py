@@ -296,6 +296,10 @@ class Reading:
             return order.index(axes[0]) if order else None
         if op.type == "StridedSlice" and axes[0]:
             return axis_after_slice(op, axes[0])
+        if op.type == "Pack" and rank is not None and len(set(axes)) == 1:
+            return int(axes[0] + (op.get_attr("axis") % (rank + 1) <= axes[0]))
+        if op.type == "Unpack" and axes[0] and rank is not None:
+            return int(axes[0] - (op.get_attr("axis") % rank < axes[0]))
         if op.type == "ExpandDims" and axes[0] is not None and (new := axes_of(op)):
             return axes[0] + (new[0] <= axes[0])
         if op.type == "Squeeze" and axes[0] is not None and rank is not None:

@@ -37,6 +37,10 @@ def errors(z, y):
     return tf.reduce_mean(tf.square(z - y), -1)
 
 
+def by_axis(views):
+    return errors(views[0], views[1])
+
+
 def joined(y):
     return tf.concat([y, tf.zeros_like(y)], 0)
 
@@ -151,6 +155,24 @@ EXACT = {
     "halves by their number": lambda z, y, m: tf.reduce_mean(
         errors(tf.concat([z, y], 0)[: tf.shape(joined(z))[0] // 2], y)
     ),
+    "views on an axis": lambda z, y, m: tf.reduce_mean(
+        errors(*tf.unstack(tf.reshape(tf.concat([z, y], 0), [2, -1, z.shape[1]])))
+        + by_axis(tf.reshape(tf.concat([z, 2 * y], 0), [2, tf.shape(z)[0], z.shape[1]]))
+    ),
+    "views that were stacked": lambda z, y, m: tf.reduce_mean(
+        by_axis(
+            tf.reshape(tf.reshape(tf.stack([z, y]), [-1, z.shape[1]]) ** 2, [2, -1, z.shape[1]])
+        )
+        + errors(*tf.split(tf.reshape(tf.stack([z, 2 * y]), [-1, z.shape[1]]), 2))
+    ),
+    "views in the same shape": lambda z, y, m: tf.reduce_mean(
+        errors(*tf.split(tf.reshape(tf.concat([z, y], 0), [-1, z.shape[1]]), 2))
+    ),
+    "pairs of views": lambda z, y, m: tf.reduce_mean(
+        tf.reduce_prod(
+            tf.reshape(tf.reshape(tf.stack([z, y], 1), [-1, z.shape[1]]), [-1, 2, z.shape[1]]), 1
+        )
+    ),
     "halves of the size": lambda z, y, m: total(errors(z, y)) / (0.5 * number(z)),
     "times a number": lambda z, y, m: 100.0 / number(z) * total(errors(z, y)),
     "each by the number": lambda z, y, m: total(errors(z, y) / number(z)),
@@ -192,6 +214,17 @@ TOLD = {
     "a Gram matrix": lambda z, y, m: total(tf.matmul(z, y, transpose_a=True) ** 2),
     "a part of both": lambda z, y, m: tf.reduce_mean(
         tf.square(tf.split(tf.concat([z, y], 0)[tf.shape(z)[0] // 2 :][: tf.shape(z)[0]], 2)[0])
+    ),
+    "triples across views": lambda z, y, m: tf.reduce_mean(
+        tf.reduce_prod(tf.reshape(tf.concat([z, y, z], 0), [-1, 3, z.shape[1]]), 1)
+    ),
+    "triples across stacked views": lambda z, y, m: tf.reduce_mean(
+        tf.reduce_prod(
+            tf.reshape(tf.reshape(tf.stack([z, y, z]), [-1, z.shape[1]]), [-1, 3, z.shape[1]]), 1
+        )
+    ),
+    "triples across views in parts": lambda z, y, m: tf.reduce_mean(
+        tf.reduce_prod(tf.reshape(tf.reshape(tf.concat([z, y, z], 0), [-1, 1]), [-1, 6]), 1)
     ),
     "slices within": lambda z, y, m: tf.reduce_mean(errors(z[: tf.shape(z)[0] // 2], 0.0)),
     "two views and one": lambda z, y, m: (
