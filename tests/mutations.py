@@ -667,6 +667,20 @@ MUTATIONS = [
         "batch/test_microbatch_size.py::test_a_batch_in_which_nothing_counts_changes_nothing",
     ),
     Mutation(
+        "an optimizer of the model may be applied past the recording",
+        "reading/_writes.py",
+        "[] if may_apply else [o for o in unique",
+        "[] if True else [o for o in unique",
+        "reading/test_writes.py::test_an_attribute_that_is_reached_by_a_global_is_refused",
+    ),
+    Mutation(
+        "groups of samples may cross the border of two views",
+        "reading/_parts.py",
+        "        return is_of_views and may_join_samples(op)",
+        "        return False",
+        "reading/test_step_loss.py::test_other_losses_are_told_of_once",
+    ),
+    Mutation(
         "an update with sparse gradients is not compiled",
         "sums/_window_sum.py",
         "if self._jit_compile and _optimizers.can_compile():",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ga_model.base._messages import ALONE, EXACT_WAY, WITHOUT
 
 
@@ -33,10 +35,12 @@ def inner_graph_message(model: str) -> str:
     )
 
 
-def not_recorded_message(model: str, optimizers: list[str]) -> str:
+def not_recorded_message(model: str, optimizers: list[str], attributes: Sequence[str] = ()) -> str:
     received = "which applies none"
     if optimizers:
-        received = f"which applies {optimizers}, stored in a global variable or another object"
+        received = f"which applies {optimizers}, reached by a global variable or another object"
+    if attributes:
+        received += f" instead of {' and '.join(f'`self.{name}`' for name in attributes)}"
     return (
         "A `train_step` can be accumulated if its optimizers are attributes of the model, such as "
         "`self.optimizer`. "
@@ -208,8 +212,8 @@ def number_of_batches_message(model: str, number: str, place: str, is_split: boo
     return (
         "A number that a metric or a log has of each batch is put together from microbatches, "
         "which is exact for one mean or sum over samples. Received: "
-        f"{number} of {model!r}, made by {place}. It may differ from that of the full batch; "
-        f"weights do not. Return one value per sample, or {way_out}."
+        f"{number} of {model!r}, made by {place}. It may differ from that of the full batch, "
+        f"with no effect on weights. Return one value per sample, or {way_out}."
     )
 
 

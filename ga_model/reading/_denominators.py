@@ -13,7 +13,10 @@ from ga_model.reading._operations import MEAN, SUM
 # Why gradients of microbatches do not add up to that of the full batch.
 SEVERAL = "combines several samples"
 NOT_LINEAR = "is not linear in a sum or mean over samples"
-OF_GRADIENT = "uses a gradient with respect to samples, which is divided by their number"
+OF_GRADIENT = (
+    "computes with values that are divided by the number of samples, as a gradient with respect to "
+    "samples is"
+)
 DRAWN = "draws with a fixed seed"
 HIDDEN = "divides by something inside of a nested function"
 UNKNOWN = "may combine several samples"

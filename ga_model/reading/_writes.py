@@ -16,7 +16,8 @@ import keras
 import tensorflow as tf
 
 from ga_model.base._context import ThreadValue, graph_being_made
-from ga_model.base._internals import counter_of, layers_in, own_weights, raw
+from ga_model.base._identity import is_in, unique
+from ga_model.base._internals import counter_of, layers_in, own_weights, raw, variables_to_train
 from ga_model.base._internals_tf import written_handles
 from ga_model.reading._dependence import dependence_of
 from ga_model.reading._following import walk_back, written_from
@@ -85,19 +86,28 @@ class Writes:
         self._assigned: set[int] = set()
         # Of operations their numbers, and handles that they write to.
         self._written: list[tuple[int, Any, Any]] = []
-        self._unbuilt: list[Any] = []  # optimizers, eagerly
+        # Eagerly, optimizers that there were before, and those of them that were not built.
+        self._optimizers: list[Any] = []
+        self._unbuilt: list[Any] = []
         self._graph = graph_being_made()
         if self._graph is not None:
             self._number = len(self._graph.get_operations())
         else:
-            optimizers = living(keras.optimizers.Optimizer)
+            self._optimizers = optimizers = living(keras.optimizers.Optimizer)
             self._unbuilt = [optimizer for optimizer in optimizers if not optimizer.built]
             variables = [*_of_layers(model), *_of_optimizers(optimizers)]
+            variables += map(counter_of, self._unbuilt)
             variables += [v for v in vars(model).values() if isinstance(v, tf.Variable)]
-            self._before = [(v, tf.identity(v)) for v in map(raw, variables)]
+            pairs = [(v, tf.identity(v)) for v in map(raw, variables)]
+            # One that a graph made, which was given up, has no value.
+            self._before = [(v, value) for v, value in pairs if v.shape == value.shape]
 
     def read(
-        self, known: Sequence[Any], applied_at: dict[int, int], waiting: Sequence[Any]
+        self,
+        known: Sequence[Any],
+        applied_at: dict[int, int],
+        waiting: Sequence[Any],
+        may_apply: bool,
     ) -> Written:
         """Return what was written to.
 
@@ -105,8 +115,12 @@ class Writes:
             known: optimizers of which it is known.
             applied_at: by the id of one of them, the number of operations before it was applied.
             waiting: variables of metrics that are written to later.
+            may_apply: whether those that are known may be applied. Otherwise one that counts was.
         """
         written = self._in_graph() if self._graph is not None else self._eagerly()
+        past = (
+            [] if may_apply else [o for o in unique(known) if written & handles_of(counter_of(o))]
+        )
 
         def found_in(variables: Iterable[Any]) -> list[Any]:
             """Return those that were written to, and take them as found."""
@@ -132,19 +146,30 @@ class Writes:
             names += dict.fromkeys(moved)
         found_in(_of_optimizers(known))
         of_metrics = [*waiting, *found_in(self._model.metrics_variables)]
-        built = [o for o in self._unbuilt if o.built and not any(o is other for other in known)]
+        built = [o for o in (*self._unbuilt, *self._made()) if o.built and not is_in(o, known)]
         if not written:
-            return Written(normalization, built, names, of_metrics)
+            return Written(normalization, past + built, names, of_metrics)
         found = living((keras.optimizers.Optimizer, keras.metrics.Metric, tf.Variable))
         optimizers = [v for v in found if isinstance(v, keras.optimizers.Optimizer)]
-        optimizers = [o for o in optimizers if o.built and found_in([counter_of(o)])] or built
+        optimizers = [o for o in optimizers if o.built and found_in([counter_of(o)])]
+        optimizers += [o for o in built if not is_in(o, optimizers)]
         metrics = [v for v in found if isinstance(v, keras.metrics.Metric)]
         found_in(_of_optimizers(optimizers))
         of_metrics += found_in(v for metric in metrics for v in metric.variables)
         if _strategy.num_replicas() == 1:  # or others might be those of a replica in between
             others = map(_name, found_in(v for v in found if isinstance(v, tf.Variable)))
             names += [name for name in others if name not in _HARMLESS]
-        return Written(normalization, optimizers, names, of_metrics)
+        return Written(normalization, past + optimizers, names, of_metrics)
+
+    def _made(self) -> list[Any]:
+        """Return the optimizers that an eager step has made for the model's weights."""
+        if self._graph is not None:
+            return []
+        weights = self._model.trainable_variables
+        found = [o for o in living(keras.optimizers.Optimizer) if not is_in(o, self._optimizers)]
+        return [
+            o for o in found if o.built and any(is_in(v, weights) for v in variables_to_train(o))
+        ]
 
     def undo(self) -> None:
         """Put back what was written to, as far as that has happened: eagerly."""

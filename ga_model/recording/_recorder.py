@@ -23,6 +23,7 @@ import tensorflow as tf
 
 from ga_model.base import _validate
 from ga_model.base._context import graph_being_made
+from ga_model.base._identity import is_in
 from ga_model.base._internals import raw
 from ga_model.base._messages import batch_normalization_messages
 from ga_model.hearing import _messages, _weights
@@ -264,15 +265,28 @@ class Recording:
         """
         if self._is_trial:
             return
-        known = [*(t.optimizer for t in self.targets), *optimizers_in(vars(self.model))]
+        attributes = {
+            name: optimizers
+            for name, value in vars(self.model).items()
+            if not name.startswith("_self_")  # TensorFlow's
+            and (optimizers := optimizers_in(value))
+        }
+        known = [t.optimizer for t in self.targets]
+        known += [optimizer for optimizers in attributes.values() for optimizer in optimizers]
         waiting = [v for update in self.metrics.updates for v in update.metric.variables]
         applied_at = self.updates.by_optimizer()
-        written = NOTHING if self._writes is None else self._writes.read(known, applied_at, waiting)
+        may_apply = self._position.is_update  # then each of them is at once
+        written = NOTHING
+        if self._writes is not None:
+            written = self._writes.read(known, applied_at, waiting, may_apply)
         names = [optimizer.name for optimizer in written.optimizers]
         if names or (not self.targets and self.model.trainable_weights):
             if self._writes is not None:
                 self._writes.undo()
-            raise RuntimeError(_messages.not_recorded_message(self.model.name, names))
+            at = [
+                n for n, has in attributes.items() if any(is_in(o, has) for o in written.optimizers)
+            ]
+            raise RuntimeError(_messages.not_recorded_message(self.model.name, names, at))
         if self._position.is_update:
             return
         if self._graph is not None:

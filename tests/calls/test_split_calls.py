@@ -636,7 +636,7 @@ def test_an_optimizer_that_is_applied_three_times_has_no_window():
 
 
 def test_an_optimizer_that_is_out_of_sight_has_no_window():
-    with pytest.raises(RuntimeError, match=r"applies \['adam'\], stored in a global variable"):
+    with pytest.raises(RuntimeError, match=r"applies \['adam'\], reached by a global variable"):
         train(OptimizerOfTheScript, 5, accumulation_steps=2)
 
 

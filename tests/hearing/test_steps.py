@@ -489,9 +489,9 @@ class AppliesAnInnerModels(OwnLoss):
         (AppliesNone, "applies none"),
         (
             lambda: AppliesAnInnerModels(is_built=True),
-            r"applies \['inner'\], stored in a global variable",
+            r"applies \['inner'\], reached by a global variable",
         ),
-        (AppliesAnInnerModels, r"applies \['inner'\], stored in a global variable"),
+        (AppliesAnInnerModels, r"applies \['inner'\], reached by a global variable"),
     ],
 )
 def test_steps_that_can_not_be_accumulated_are_refused_and_train_without(make, message):

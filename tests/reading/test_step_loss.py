@@ -1111,7 +1111,7 @@ def test_steps_of_the_field_are_exact_or_told_of(name, float64):
 @pytest.mark.parametrize("name", ["Wasserstein GAN", "optimizer of the script"])
 def test_steps_that_cannot_be_accumulated_are_refused(name, float64):
     with pytest.raises(
-        RuntimeError, match=r"applies the same optimizer twice|in a global variable"
+        RuntimeError, match=r"applies the same optimizer twice|by a global variable"
     ):
         train(STEPS[name], accumulation_steps=3, batch=8)
 

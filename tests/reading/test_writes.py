@@ -246,10 +246,94 @@ def test_an_optimizer_by_another_name_is_refused_before_anything_is_trained(way,
     if is_built:
         of_script.optimizer.build(model.target.trainable_variables)
     start = model.get_weights()
-    with pytest.raises(RuntimeError, match=r"applies \['of_the_script'\], stored in a global"):
+    with pytest.raises(RuntimeError, match=r"applies \['of_the_script'\], reached by a global"):
         fit(model, 8, **way)
     for w, s in zip(model.get_weights(), start, strict=True):
         np.testing.assert_array_equal(w, s)
+
+
+class AppliesItsOwn(OwnStep):
+    """Reaches optimizers that it has by other names."""
+
+    def __init__(self):
+        super().__init__()
+        self.second = keras.optimizers.SGD(0.1, momentum=0.9, name="second")
+        of_script.by_name = {"second": self.second}
+
+    def compile(self, optimizer, **arguments):
+        super().compile(optimizer, **arguments)
+        of_script.by_name["compiled"] = self.optimizer
+
+    def train_step(self, data):
+        x, y = data
+        parts = self.net.trainable_variables, self.target.trainable_variables
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self.net(x) + self.target(x) - y))
+        for name, given, part in zip(of_script.names, tape.gradient(loss, parts), parts):
+            by_itself = {"self.optimizer": self.optimizer, "self.second": self.second}
+            optimizer = by_itself[name] if name in by_itself else of_script.by_name[name]
+            optimizer.apply(given, part)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize(
+    ("names", "applies"),
+    [
+        (["self.optimizer", "second"], r"\['second'\].*instead of `self.second`"),
+        (["compiled", "self.second"], r"\['adam.*'\].*instead of `self.optimizer`"),
+        (["compiled", "second"], "instead of `self.second` and `self.optimizer`"),
+    ],
+)
+@pytest.mark.parametrize("way", [{}, EAGER])
+@pytest.mark.parametrize("settings", ["steps", "both", "adding up"])
+def test_an_attribute_that_is_reached_by_a_global_is_refused(settings, way, names, applies):
+    of_script.names = names
+    model = accumulate(seeded(AppliesItsOwn), **SETTINGS[settings])
+    start = model.get_weights()
+    for _ in range(2):  # what the first one has made has no values
+        with pytest.raises(RuntimeError, match=applies):
+            fit(model, 8, **way)
+    for w, s in zip(model.get_weights(), start, strict=True):
+        np.testing.assert_array_equal(w, s)
+
+
+@pytest.mark.parametrize("way", [{}, EAGER])
+def test_the_full_batch_takes_it_by_any_name(way, float64):
+    trained = []
+    for names in (["self.optimizer", "self.second"], ["compiled", "second"]):
+        of_script.names = names
+        trained.append(fit(accumulate(seeded(AppliesItsOwn), microbatch_size=5), 24, **way))
+    reference = fit(seeded(AppliesItsOwn), 24, **way)
+    for model in trained:
+        for w, expected in zip(model.get_weights(), reference.get_weights(), strict=True):
+            np.testing.assert_allclose(w, expected, rtol=1e-10, atol=1e-14)
+
+
+class MakesItsOptimizer(OwnStep):
+    def beside(self, loss):
+        if not hasattr(of_script, "made"):
+            of_script.made = keras.optimizers.SGD(name="made")
+        variables = self.target.trainable_variables
+        of_script.made.apply([tf.ones_like(v) for v in variables], variables)
+
+
+def test_an_optimizer_that_an_eager_step_makes_is_refused():
+    model = accumulate(seeded(MakesItsOptimizer), accumulation_steps=3)
+    start = model.get_weights()
+    with pytest.raises(RuntimeError, match=r"applies \['made'\], reached by a global"):
+        fit(model, 8, **EAGER)
+    for w, s in zip(model.get_weights(), start, strict=True):
+        np.testing.assert_array_equal(w, s)
+
+
+def test_a_refused_graph_leaves_no_trouble_to_an_eager_model():
+    """Its optimizer has variables without values."""
+    of_script.names = ["compiled", "second"]
+    first = accumulate(seeded(AppliesItsOwn), accumulation_steps=3)
+    with pytest.raises(RuntimeError, match="reached by a global"):
+        fit(first, 8)
+    with pytest.raises(RuntimeError, match="reached by a global"):
+        fit(accumulate(seeded(AppliesItsOwn), accumulation_steps=3), 8, **EAGER)
 
 
 def test_on_the_full_batch_it_is_not_refused():

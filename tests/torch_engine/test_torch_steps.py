@@ -460,7 +460,7 @@ REFUSED = {
     ByData: (RuntimeError, "by clipping for example"),
     Twice: (RuntimeError, "applies 'SGD' twice"),
     ByGlobalName: (RuntimeError, "if its optimizers are attributes of the model"),
-    ByOneOfOthers: (RuntimeError, "which applies .*, stored in a global variable"),
+    ByOneOfOthers: (RuntimeError, "which applies .*, reached by a global variable"),
     Never: (RuntimeError, "applies none in this batch"),
     ByHand: (RuntimeError, "writes to .*kernel.* itself, by clipping or updating them by hand"),
     ClipsWeights: (RuntimeError, "writes to .*kernel.* itself, by clipping or updating"),
