@@ -731,7 +731,7 @@ def test_gradients_that_are_passed_back_match_or_are_told_of(name, float64):
     assert said if name == "root" else (found <= TOLERANCE["float64"] and not said)
 
 
-@in_all_ways(TOLD, WAYS[:2], ["root", "contrastive"])
+@in_all_ways(TOLD, WAYS[:2], ["root", "contrastive", "triples across views"])
 def test_other_losses_are_told_of_once(name, way, float64):
     found, said = difference(lambda: OwnStep(TOLD[name]), **way)
     assert found > 1e-4
