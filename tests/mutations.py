@@ -678,7 +678,7 @@ MUTATIONS = [
         "reading/_parts.py",
         "        return is_of_views and may_join_samples(op)",
         "        return False",
-        "reading/test_step_loss.py::test_other_losses_are_told_of_once",
+        "reading/test_step_loss.py::test_views_are_followed_and_their_border_is_told_of",
     ),
     Mutation(
         "an update with sparse gradients is not compiled",
