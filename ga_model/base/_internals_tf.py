@@ -15,6 +15,9 @@ from tensorflow.python.framework.auto_control_deps_utils import get_read_write_r
 # The `experimental_attributes` of a `tf.function` that is called and not inlined.
 NOT_INLINED = {"_noinline": True}
 
+# What the names of attributes begin with in which TensorFlow notes what an object holds.
+OF_TRACKING = "_self_"
+
 # Tapes and graphs.
 
 

@@ -25,6 +25,7 @@ from ga_model.base import _validate
 from ga_model.base._context import graph_being_made
 from ga_model.base._identity import is_in
 from ga_model.base._internals import raw
+from ga_model.base._internals_tf import OF_TRACKING
 from ga_model.base._messages import batch_normalization_messages
 from ga_model.hearing import _messages, _weights
 from ga_model.hearing._metric_calls import waiting
@@ -268,8 +269,7 @@ class Recording:
         attributes = {
             name: optimizers
             for name, value in vars(self.model).items()
-            if not name.startswith("_self_")  # TensorFlow's
-            and (optimizers := optimizers_in(value))
+            if not name.startswith(OF_TRACKING) and (optimizers := optimizers_in(value))
         }
         known = [t.optimizer for t in self.targets]
         known += [optimizer for optimizers in attributes.values() for optimizer in optimizers]
