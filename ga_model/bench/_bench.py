@@ -27,6 +27,7 @@ from ga_model.tools._memory import give_back_freed_memory, peak_memory, reset_pe
 from ga_model.tools._process import in_own_process
 
 _LEAST_ROUNDS = 3
+_FEWEST = 4  # microbatches of a way in a round
 
 
 REFERENCE = "plain Keras"
@@ -175,13 +176,13 @@ def measure_times(
 ) -> Times:
     """Time all ways in alternation, round after round, for so many seconds in all.
 
-    A round trains every way on equally many rows, those of the largest window or more.
+    A round trains every way on whole windows, of four microbatches or more.
     """
     end = time.monotonic() + seconds
     _warm_up(jit_compile)
     keys = [(REFERENCE, 1), (FLOOR, 1)]
     keys += [(way, number) for number in num_microbatches for way in ways_of(number)]
-    microbatches = {key: -(-max(num_microbatches) // key[1]) * key[1] for key in keys}
+    microbatches = {key: -(-_FEWEST // key[1]) * key[1] for key in keys}
     trainings: dict[tuple[str, int], Training] = {}
     first = {}
     for way, number in keys:

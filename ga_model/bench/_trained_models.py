@@ -38,27 +38,27 @@ def trained_cases(
 
     next_tokens = tokens((length,), vocabulary, False)
     return (
-        Case(functools.partial(_bert, *sizes), adam, tokens((), 3, True), 8, from_logits),
-        Case(functools.partial(_gpt2, *sizes, False), adam, next_tokens, 4, from_logits),
-        Case(functools.partial(_gpt2, *sizes, True), adam, next_tokens, 4, from_logits),
+        Case(functools.partial(_bert, *sizes), adam, tokens((), 3, True), 4, from_logits),
+        Case(functools.partial(_gpt2, *sizes, False), adam, next_tokens, 2, from_logits),
+        Case(functools.partial(_gpt2, *sizes, True), adam, next_tokens, 2, from_logits),
         Case(
             functools.partial(_vit, num_layers, width, heads, side),
             adam,
             random_numbers(side, side, 3),
-            8,
+            4,
             from_logits,
         ),
         Case(
             functools.partial(_resnet, max(num_layers // 2, 1), width // 8),
             keras.optimizers.Adam,
             random_numbers(32, 32, 3),
-            8,
+            4,
         ),
         Case(
             functools.partial(_two_towers, num_layers, width, vocabulary),
             keras.optimizers.Adam,
             functools.partial(_pairs, length, vocabulary),
-            64,
+            32,
             _contrastive_loss,
         ),
     )

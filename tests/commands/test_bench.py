@@ -167,7 +167,7 @@ def test_models_of_keras_hub_are_refused_without_it(monkeypatch, capsys):
     assert "keras-hub is not installed, which makes the models gpt2. " in capsys.readouterr().err
 
 
-def test_all_ways_are_timed_on_equally_many_rows(monkeypatch):
+def test_times_are_those_of_a_row(monkeypatch):
     """Time is made to pass by a second per row of the batches that are trained on."""
     monkeypatch.setattr(_bench, "_warm_up", lambda jit_compile: None)
     clock = [0.0]
