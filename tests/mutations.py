@@ -669,22 +669,22 @@ MUTATIONS = [
     Mutation(
         "an optimizer of the model may be applied past the recording",
         "reading/_writes.py",
-        "[] if may_apply else [o for o in unique",
-        "[] if True else [o for o in unique",
+        "past = [] if may_apply else",
+        "past = [] if True else",
         "reading/test_writes.py::test_an_attribute_that_is_reached_by_a_global_is_refused",
     ),
     Mutation(
         "groups of samples may cross the border of two views",
         "reading/_parts.py",
-        "        return is_of_views and may_join_samples(op)",
+        "        return bool(least % int(after[1:].num_elements()) != 0)",
         "        return False",
         "reading/test_step_loss.py::test_views_are_followed_and_their_border_is_told_of",
     ),
     Mutation(
         "an update with sparse gradients is not compiled",
         "sums/_window_sum.py",
-        "if self._jit_compile and _optimizers.can_compile():",
-        "if self._jit_compile and not any(isinstance(b, Rows) for b in self._buffers):",
+        "if is_compiled and (not has_rows or _optimizers.is_of_keras(optimizer)):",
+        "if is_compiled and not has_rows:",
         "equivalence/test_rows_under_xla.py::test_an_update_with_rows_is_compiled",
     ),
     Mutation(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from ga_model.reading._operations import axis_of, values_of
@@ -100,19 +99,6 @@ def joins_samples(op: Any) -> bool:
     """Return whether entries of axis 0 are longer after a reshape, so that each has several."""
     lengths = _lengths_of_entries(op)
     return lengths is not None and lengths[1] > lengths[0]
-
-
-def may_join_samples(op: Any) -> bool:
-    """Return whether entries of axis 0 may be longer after a reshape, each axis having one or more.
-
-    One of no known length is not.
-    """
-    before, after = op.inputs[0].shape[1:], op.outputs[0].shape[1:]
-    return bool(
-        after.is_fully_defined()
-        and before.rank is not None
-        and after.num_elements() > math.prod(length or 1 for length in before)
-    )
 
 
 def _lengths_of_entries(op: Any) -> list[int] | None:

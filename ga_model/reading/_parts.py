@@ -7,17 +7,19 @@ or another number, such as that of the samples that a mask has chosen.
 
 from __future__ import annotations
 
+import math
 import re
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from ga_model.reading._alike import Alike
-from ga_model.reading._axes import may_join_samples
 from ga_model.reading._operations import (
     BY_SAMPLE,
     COUNT,
+    ELEMENTWISE,
     INSIDE,
     SHAPE,
     SHARED,
@@ -41,8 +43,12 @@ class PartsReading(Reading):
 
     def __init__(self, *args: Any) -> None:
         self._length: dict[int, Any] = {}  # of axis 0, where it is not that of the samples
-        self._blocks: dict[int, int] = {}  # of samples behind one another, where it is not one
-        self._views: set[int] = set()  # tensors with such samples, whatever shape they were given
+        # Of samples behind one another (views), where it is not one; None if it is not known.
+        self._blocks: dict[int, int | None] = {}
+        # Entries of axis 0 for each sample of a view, where it is not one; None for any integer.
+        self._entries: dict[int, Fraction | None] = {}
+        self._of_axis: tuple[dict[int, Any], ...] = (self._length, self._blocks, self._entries)
+        self._stacked: set[int] = set()  # tensors with an axis of views, and behind it one of rows
         self._alike = Alike()
         super().__init__(*args)
 
@@ -57,29 +63,48 @@ class PartsReading(Reading):
 
     def _follow_length(self, op: Any, output: Any) -> None:
         """Note how many samples an output has, as the inputs tell."""
-        if self._known.get(id(output)) not in (BY_SAMPLE, SHAPE, COUNT):
+        kind = self._known.get(id(output))
+        if kind == INSIDE:
+            self._follow_views(op, output)
+        if kind not in (BY_SAMPLE, SHAPE, COUNT):
             return
         lengths = [self._length[id(t)] for t in op.inputs if id(t) in self._length]
         if lengths:
             self._length.setdefault(id(output), lengths[0])
         length = self._length.get(id(output))
         alike = [t for t in op.inputs if self._length.get(id(t)) == length]
-        blocks = [self._blocks[id(t)] for t in alike if id(t) in self._blocks]
-        if blocks and op.type != "Reshape":
-            self._blocks.setdefault(id(output), blocks[0])
-        if self._blocks.get(id(output), 1) > 1 or (
-            id(output) not in self._blocks and any(id(t) in self._views for t in op.inputs)
-        ):
-            self._views.add(id(output))
+        if op.type != "Reshape":
+            for kept in self._of_axis[1:]:
+                found = [kept[id(t)] for t in alike if id(t) in kept]
+                if found:
+                    kept.setdefault(id(output), found[0])
+
+    def _follow_views(self, op: Any, output: Any) -> None:
+        """Note what an output has of views whose samples are not on axis 0."""
+        if any(self._blocks.get(id(t), 1) != 1 for t in op.inputs):
+            self._blocks.setdefault(id(output), None)
+        if op.type == "Pack":
+            is_stacked = op.get_attr("axis") == 0 and all(map(self._is_whole, op.inputs))
+        else:
+            is_stacked = op.type in ELEMENTWISE and any(id(t) in self._stacked for t in op.inputs)
+        if is_stacked and self._axis.get(id(output)) == 1:
+            self._stacked.add(id(output))
+
+    def _is_whole(self, tensor: Any) -> bool:
+        """Return whether a tensor has one entry of axis 0 for each sample."""
+        key, is_by_sample = id(tensor), self.kind_of(tensor) == BY_SAMPLE
+        return is_by_sample and not any(key in kept for kept in self._of_axis)
 
     def _take_length(self, tensor: Any, other: Any) -> None:
         """Take it as known that a tensor has as many samples as another one."""
-        for kept in (self._length, self._blocks):
+        for kept in self._of_axis:
             kept.pop(id(tensor), None)
             if id(other) in kept:
                 kept[id(tensor)] = kept[id(other)]
 
     def _kind(self, op: Any, kinds: list[Any]) -> str | None:
+        if self._joins_views(op):
+            return None
         part = self._part(op, kinds) if op.outputs else None
         return part if part is not None else super()._kind(op, kinds)
 
@@ -109,12 +134,14 @@ class PartsReading(Reading):
         if op.type == "Reshape" and kinds[0] == BY_SAMPLE and output.shape.rank:
             return self._reshaped(op)
         if op.type == "ConcatV2" and self._joins_samples(op, kinds):
-            lengths = {self._length.get(id(tensor)) for tensor in op.inputs[:-1]}
-            if len(lengths) > 1:
+            keys = list(map(id, op.inputs[:-1]))
+            blocks = [self._blocks.get(key, 1) for key in keys]
+            if len({(self._length.get(key), self._entries.get(key, 1)) for key in keys}) > 1:
                 self._length[id(output)] = ("joined", id(op))
-                self._views.add(id(output))
+                self._blocks[id(output)] = None
             else:
-                self._blocks[id(output)] = sum(self._blocks.get(id(t), 1) for t in op.inputs[:-1])
+                known = [number for number in blocks if number is not None]
+                self._blocks[id(output)] = sum(known) if len(known) == len(blocks) else None
             return BY_SAMPLE
         if op.type in ("Split", "SplitV", "StridedSlice") and BY_SAMPLE in kinds[:2]:
             return self._parted(op, kinds)
@@ -167,6 +194,8 @@ class PartsReading(Reading):
         """Return what samples are that stood behind others, such as real ones before fake ones."""
         value = op.inputs[op.type == "Split"]
         blocks = self._blocks.get(id(value), 1)
+        if blocks is None or (op.type != "Split" and self._entries.get(id(value), 1) != 1):
+            return None
         if op.type == "StridedSlice":
             parts = self._sliced(op, blocks)
         elif op.type == "SplitV":
@@ -225,7 +254,8 @@ class PartsReading(Reading):
         op = bound.op
         if op.type == "StridedSlice" and self.kind_of(bound) == COUNT:
             is_alike = self._length.get(id(bound)) == self._length.get(id(value))
-            return float(self._blocks.get(id(bound), 1)) if is_alike else None
+            blocks = self._blocks.get(id(bound), 1)
+            return float(blocks) if is_alike and blocks is not None else None
         if op.type in ("Mul", "FloorDiv"):
             return self._scaled_multiple(op, value)
         if op.type not in ("Cast", "Identity", "Pack", "Neg", "Sub", "AddV2"):
@@ -253,34 +283,66 @@ class PartsReading(Reading):
         return multiple // int(factor) if multiple % int(factor) == 0 else None
 
     def _trusted(self, op: Any, kinds: list[Any], output: Any, inner: list[Reading]) -> str | None:
-        if op.type == "Reshape" and kinds[0] == INSIDE and self._axis.get(id(op.inputs[0])) == 1:
+        if op.type == "Reshape" and id(op.inputs[0]) in self._stacked:
             before, after = op.inputs[0].shape, output.shape
-            if before[0] and after.rank and list(before[2:]) == list(after[1:]):
+            if after.rank and before[2:].is_fully_defined() and before[2:] == after[1:]:
                 self._blocks[id(output)] = before[0]
-                return BY_SAMPLE  # views, which stood on an axis of their own
+                return BY_SAMPLE
         return super()._trusted(op, kinds, output, inner)
 
     def _keeps_apart(self, op: Any, kinds: list[Any]) -> bool:
         return not self._joins_views(op) and super()._keeps_apart(op, kinds)
 
+    def _stacks_views(self, op: Any) -> bool:
+        """Return whether a reshape puts views that stand behind one another on an axis."""
+        source, after = op.inputs[0], op.outputs[0].shape
+        blocks, is_whole = self._blocks.get(id(source), 1), self._entries.get(id(source), 1) == 1
+        if blocks in (1, None) or not is_whole or id(source) in self._length or not after.rank:
+            return False
+        entry = source.shape[1:]
+        return bool(entry.is_fully_defined() and after[0] == blocks and after[2:] == entry)
+
     def _joins_views(self, op: Any) -> bool:
-        """Return whether the last samples of one view may be joined with the first of the next."""
-        is_of_views = op.type == "Reshape" and id(op.inputs[0]) in self._views
-        return is_of_views and may_join_samples(op)
+        """Return whether a reshape may join the last samples of one view with the next one's first.
+
+        Entries of unknown length are taken for those of whole samples.
+        """
+        if op.type != "Reshape" or self._blocks.get(id(op.inputs[0]), 1) == 1:
+            return False
+        source, before, after = op.inputs[0], op.inputs[0].shape, op.outputs[0].shape
+        if before.rank is None or not after.rank or self._stacks_views(op):
+            return False
+        entries, blocks = self._entries.get(id(source), Fraction(1)), self._blocks[id(source)]
+        number = self._multiple(op.inputs[1], source)  # of entries, that of samples being one
+        if number is not None and blocks is not None:
+            return number % blocks != 0
+        if not after[1:].is_fully_defined():
+            return False
+        least = (entries or 1) * math.prod(length or 1 for length in before[1:])
+        return bool(least % int(after[1:].num_elements()) != 0)
+
+    def _entries_after(self, op: Any) -> Fraction | None:
+        """Return how many entries of axis 0 each sample has after a reshape, None for any."""
+        source, before, after = op.inputs[0], op.inputs[0].shape[1:], op.outputs[0].shape[1:]
+        entries = self._entries.get(id(source), Fraction(1))
+        if entries is None or not (before.is_fully_defined() and after.is_fully_defined()):
+            return None
+        return entries * Fraction(int(before.num_elements()), int(after.num_elements()) or 1)
 
     def _reshaped(self, op: Any) -> str | None:
         """Return what samples are whose entries have another shape, in the same order."""
-        before, after = op.inputs[0].shape, op.outputs[0].shape
+        source, output = op.inputs[0], op.outputs[0]
+        before, after = source.shape, output.shape
         shape = tf.get_static_value(op.inputs[1])
-        blocks = self._blocks.get(id(op.inputs[0]), 1)
-        entries = [list(before[1:]), list(after[1:]), list(after[2:])]
-        if blocks > 1 and after[0] == blocks and entries[0] == entries[2]:
-            self._axis[id(op.outputs[0])] = 1
-            return INSIDE  # an axis of views, and one of samples
-        if self._joins_views(op):
-            return None
-        if blocks > 1 and entries[0] == entries[1]:
-            self._blocks[id(op.outputs[0])] = blocks
+        if self._stacks_views(op):
+            self._axis[id(output)] = 1
+            self._blocks[id(output)] = 1
+            self._stacked.add(id(output))
+            return INSIDE
+        if id(source) in self._blocks:
+            self._blocks[id(output)] = self._blocks[id(source)]
+        if before.rank is not None and (entries := self._entries_after(op)) != 1:
+            self._entries[id(output)] = entries
         if self._rows is not None:
             return BY_SAMPLE if after[0] is not None and after[0] % self._rows == 0 else None
         if after[0] is not None:

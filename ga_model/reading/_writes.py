@@ -115,12 +115,12 @@ class Writes:
             known: optimizers of which it is known.
             applied_at: by the id of one of them, the number of operations before it was applied.
             waiting: variables of metrics that are written to later.
-            may_apply: whether those that are known may be applied. Otherwise one that counts was.
+            may_apply: whether the step may apply known optimizers. Otherwise one whose counter and
+                variables were written to was applied past the recording.
         """
         written = self._in_graph() if self._graph is not None else self._eagerly()
-        past = (
-            [] if may_apply else [o for o in unique(known) if written & handles_of(counter_of(o))]
-        )
+        past = [] if may_apply else [o for o in unique(known) if _has_updated(o, written)]
+        known = _with_inner(known)
 
         def found_in(variables: Iterable[Any]) -> list[Any]:
             """Return those that were written to, and take them as found."""
@@ -144,7 +144,9 @@ class Writes:
                 if self._moves(variable, applied_at.get(id(optimizer)), waiting)
             ]
             names += dict.fromkeys(moved)
-        found_in(_of_optimizers(known))
+        changed = found_in(_of_optimizers(known))
+        if self._graph is None and not (may_apply or past):  # set by the step, perhaps too late
+            names += dict.fromkeys(variable.path for variable in changed)
         of_metrics = [*waiting, *found_in(self._model.metrics_variables)]
         built = [o for o in (*self._unbuilt, *self._made()) if o.built and not is_in(o, known)]
         if not written:
@@ -299,6 +301,23 @@ def _captured(graph: Any, inner: set[int]) -> set[int]:
 
 def _of_layers(model: Any) -> list[Any]:
     return [variable for layer in layers_in(model) for variable in own_weights(layer)]
+
+
+def _has_updated(optimizer: Any, written: set[int]) -> bool:
+    """Return whether an optimizer has counted, and changed what it trains, by written handles."""
+    trained = variables_to_train(optimizer) if optimizer.built else []
+    changed = any(written & handles_of(variable) for variable in trained)
+    return changed and bool(written & handles_of(counter_of(optimizer)))
+
+
+def _with_inner(optimizers: Iterable[Any]) -> list[Any]:
+    """Return optimizers and those that are in them."""
+    found = []
+    for optimizer in optimizers:
+        inner = getattr(optimizer, "inner_optimizer", None)
+        found += [optimizer, *getattr(optimizer, "optimizers", ())]
+        found += [] if inner is None else [inner]
+    return found
 
 
 def _of_optimizers(optimizers: Iterable[Any]) -> list[Any]:

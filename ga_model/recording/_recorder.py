@@ -275,7 +275,7 @@ class Recording:
         known += [optimizer for optimizers in attributes.values() for optimizer in optimizers]
         waiting = [v for update in self.metrics.updates for v in update.metric.variables]
         applied_at = self.updates.by_optimizer()
-        may_apply = self._position.is_update  # then each of them is at once
+        may_apply = self._position.is_update  # the step then runs once per update
         written = NOTHING
         if self._writes is not None:
             written = self._writes.read(known, applied_at, waiting, may_apply)

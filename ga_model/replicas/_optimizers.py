@@ -121,6 +121,15 @@ def adds_up_rows(optimizer: Any) -> bool:
     return is_linear and not (clips(inner) or overrides_pairs(inner))
 
 
+def is_of_keras(optimizer: Any) -> bool:
+    """Return whether the updates of an optimizer are computed by Keras alone."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    parts = getattr(inner, "optimizers", None) or [inner]  # of a MultiOptimizer
+    methods = [getattr(type(part), name) for part in parts for name in ("apply", "update_step")]
+    modules = [str(getattr(method, "__module__", "")) for method in methods]
+    return all(name.startswith("keras.") for name in modules) and not overrides_pairs(inner)
+
+
 def clips(optimizer: Any) -> bool:
     """Return whether an optimizer clips gradients."""
     clipping = (optimizer.clipnorm, optimizer.global_clipnorm, optimizer.clipvalue)

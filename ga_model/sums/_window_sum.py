@@ -232,9 +232,12 @@ class WindowSum:
         share = whole.of_replica(self.variables).or_zero()
         if estimate is not None:
             estimate.update(whole._replace(squares=self._read_squares()), share, optimizer)
-        if self._jit_compile and _optimizers.can_compile():
+        has_rows = any(isinstance(buffer, Rows) for buffer in self._buffers)
+        # For each number of rows XLA compiles: a window's are sums of many numbers, which are
+        # padded with zeros. What an optimizer of the user's own makes of these is not known.
+        is_compiled = self._jit_compile and _optimizers.can_compile()
+        if is_compiled and (not has_rows or _optimizers.is_of_keras(optimizer)):
             self._compiled = self._compiled or _optimizers.compiled(apply)
-            # For each number of rows XLA compiles: a window's are sums of many numbers.
             self._compiled(share.padded())
         else:
             apply(share)

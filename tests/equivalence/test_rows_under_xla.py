@@ -33,6 +33,27 @@ def test_few_numbers_of_rows_are_compiled_for():
     assert dense[0] == 0
 
 
+class OwnSGD(keras.optimizers.SGD):
+    """Might take rows of zeros for something."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        super().update_step(gradient, variable, learning_rate)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "is_known"),
+    [
+        (lambda: keras.optimizers.Adam(0.1), True),
+        (lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)), True),
+        (lambda: OwnSGD(0.1), False),
+        (lambda: keras.optimizers.LossScaleOptimizer(OwnSGD(0.1)), False),
+    ],
+)
+@pytest.mark.every_case
+def test_an_optimizer_of_the_users_own_is_given_no_rows_of_zeros(optimizer, is_known):
+    assert _optimizers.is_of_keras(optimizer()) == is_known
+
+
 @pytest.mark.one_device("XLA compiles no update of several replicas")
 def test_an_update_with_rows_is_compiled(monkeypatch, float64):
     given = []

@@ -168,6 +168,14 @@ EXACT = {
     "views in the same shape": lambda z, y, m: tf.reduce_mean(
         errors(*tf.split(tf.reshape(tf.concat([z, y], 0), [-1, z.shape[1]]), 2))
     ),
+    "views in parts and back": lambda z, y, m: tf.reduce_mean(
+        errors(
+            *tf.split(tf.reshape(tf.reshape(tf.concat([z, y], 0), [-1, 1]), [-1, z.shape[1]]), 2)
+        )
+    ),
+    "a product with each part of views": lambda z, y, m: tf.reduce_mean(
+        tf.tensordot(tf.concat([z, y], 0)[..., None], tf.ones((1, 5), z.dtype), 1) ** 2
+    ),
     "pairs of views": lambda z, y, m: tf.reduce_mean(
         tf.reduce_prod(
             tf.reshape(tf.reshape(tf.stack([z, y], 1), [-1, z.shape[1]]), [-1, 2, z.shape[1]]), 1
@@ -217,6 +225,20 @@ TOLD = {
     ),
     "triples across views": lambda z, y, m: tf.reduce_mean(
         tf.reduce_prod(tf.reshape(tf.concat([z, y, z], 0), [-1, 3, z.shape[1]]), 1)
+    ),
+    "views by the number of samples": lambda z, y, m: tf.reduce_mean(
+        tf.reduce_prod(tf.reshape(tf.concat([z, y, z], 0), [tf.shape(z)[0], -1]), 1)
+    ),
+    "triples across views that were turned": lambda z, y, m: tf.reduce_mean(
+        tf.reduce_prod(
+            tf.reshape(tf.transpose(tf.transpose(tf.concat([z, y, z], 0))), [-1, 3, z.shape[1]]),
+            1,
+        )
+    ),
+    "parts beside samples": lambda z, y, m: tf.reduce_mean(
+        errors(
+            *tf.unstack(tf.reshape(tf.concat([tf.reshape(z, [-1, 1]), y[:, :1]], 0), [2, -1, 1]))
+        )
     ),
     "triples across stacked views": lambda z, y, m: tf.reduce_mean(
         tf.reduce_prod(

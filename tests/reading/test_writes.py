@@ -309,6 +309,50 @@ def test_the_full_batch_takes_it_by_any_name(way, float64):
             np.testing.assert_allclose(w, expected, rtol=1e-10, atol=1e-14)
 
 
+class SetsItsCounter(OwnStep):
+    """Adam corrects its moments by how often it was applied."""
+
+    is_late = False
+
+    def train_step(self, data):
+        if not self.is_late:
+            self.optimizer.iterations.assign(5)
+        return super().train_step(data)
+
+    def beside(self, loss):
+        if self.is_late:
+            self.optimizer.iterations.assign(5)
+
+
+class SetsItTooLate(SetsItsCounter):
+    is_late = True
+
+
+def test_a_counter_that_is_set_before_the_update_is_exact(float64):
+    said, off = said_of(SetsItsCounter, accumulation_steps=3)
+    assert not said
+    assert off < TOLERANCE[float64]
+
+
+@pytest.mark.parametrize("way", [{}, EAGER])
+def test_a_counter_that_is_set_after_the_update_is_told_of(way, float64):
+    with pytest.warns(UserWarning, match=r"writes to \['\S*iteration'\].*on_update"):
+        fit(accumulate(seeded(SetsItTooLate), accumulation_steps=3), 8, **way)
+
+
+@pytest.mark.parametrize("way", [{}, EAGER])
+@pytest.mark.parametrize("is_built", [False, True])
+def test_an_optimizer_inside_another_one_is_known(is_built, way):
+    model = accumulate(seeded(dense_model), accumulation_steps=3)
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, name="inside"))
+    model.compile(optimizer, "mse", **way)
+    if is_built:
+        optimizer.build(model.trainable_variables)
+    start = model.get_weights()
+    model.fit(*dense_data(24), batch_size=8, verbose=0)
+    assert_changed(model.get_weights(), start)
+
+
 class MakesItsOptimizer(OwnStep):
     def beside(self, loss):
         if not hasattr(of_script, "made"):
