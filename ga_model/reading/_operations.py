@@ -72,13 +72,18 @@ MOVES = STRUCTURAL | names(
 LINEAR = names("Add AddN AddV2 Cast DivNoNan Identity Mul Neg RealDiv Snapshot Sub ")
 
 
+def makes_key(op: Any) -> bool:
+    """Return whether an operation makes the key of a seed, whose length is not that of samples."""
+    return bool(op.type.startswith("StatelessRandomGet"))
+
+
 def has_fixed_seed(op: Any) -> bool:
     """Return whether an operation draws the same numbers for any samples, by their places."""
     is_control_flow = op.type in ("StatelessCase", "StatelessIf", "StatelessWhile")
-    if not op.type.startswith("Stateless") or is_control_flow:
+    if not op.type.startswith("Stateless") or is_control_flow or makes_key(op):
         return False
     seed = op.inputs[1]
-    if seed.op.type.startswith("StatelessRandomGetKeyCounter"):
+    if makes_key(seed.op):
         seed = seed.op.inputs[0]
     return value_of(seed) is not None
 

@@ -314,7 +314,7 @@ class PartsReading(Reading):
             return False
         entries, blocks = self._entries.get(id(source), Fraction(1)), self._blocks[id(source)]
         number = self._multiple(op.inputs[1], source)  # of entries, that of samples being one
-        if number is not None and blocks is not None:
+        if number is not None and number > 0 and blocks is not None:
             return number % blocks != 0
         if not after[1:].is_fully_defined():
             return False

@@ -41,6 +41,7 @@ from ga_model.reading._operations import (
     compares,
     has_fixed_seed,
     letters_of,
+    makes_key,
     values_of,
 )
 
@@ -182,7 +183,8 @@ class Reading:
             return INSIDE if stays == (kinds[0] == INSIDE) else BY_SAMPLE
         if INSIDE in kinds and op.type in ELEMENTWISE:
             return INSIDE
-        is_random = "Random" in op.type and (SHAPE in kinds or self._rows is not None)
+        is_drawn = "Random" in op.type and not makes_key(op)
+        is_random = is_drawn and (SHAPE in kinds or self._rows is not None)
         lengths = [t.shape[0] for t, k in zip(op.inputs, kinds) if k == BY_SAMPLE]
         if is_random and self._are_rows(output.shape[0]):
             return MIXED if has_fixed_seed(op) else BY_SAMPLE

@@ -25,6 +25,7 @@ from ga_model.reading._operations import (
     SHARED,
     SUM,
     has_fixed_seed,
+    makes_key,
     names,
     value_of,
     values_of,
@@ -146,7 +147,7 @@ class StrictReading(Reading):
 
     def _drawn(self, op: Any, kinds: list[Any]) -> str | None:
         """Return what numbers are that are drawn from the state of a seed, or that seed."""
-        if op.type.startswith("StatelessRandomGet"):
+        if makes_key(op):
             return SHARED if set(kinds) == {SHARED} else None
         is_drawn = kinds[0] == SHAPE and set(kinds[1:]) == {SHARED} and op.name in self._drawing
         return BY_SAMPLE if is_drawn and not has_fixed_seed(op) else None
