@@ -676,7 +676,7 @@ MUTATIONS = [
     Mutation(
         "groups of samples may cross the border of two views",
         "reading/_parts.py",
-        "        return bool(least % int(after[1:].num_elements()) != 0)",
+        "        return bool(least % (int(after[1:].num_elements()) or 1) != 0)",
         "        return False",
         "reading/test_step_loss.py::test_views_are_followed_and_their_border_is_told_of",
     ),

@@ -319,7 +319,7 @@ class PartsReading(Reading):
         if not after[1:].is_fully_defined():
             return False
         least = (entries or 1) * math.prod(length or 1 for length in before[1:])
-        return bool(least % int(after[1:].num_elements()) != 0)
+        return bool(least % (int(after[1:].num_elements()) or 1) != 0)
 
     def _entries_after(self, op: Any) -> Fraction | None:
         """Return how many entries of axis 0 each sample has after a reshape, None for any."""
