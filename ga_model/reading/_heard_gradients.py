@@ -105,7 +105,10 @@ class HeardGradients:
         def counts(op: Any, tensor: Any) -> bool:
             return any(op in r.by_rows or r.kind_of(tensor) == COUNT for r in self._readers())
 
-        return numbers_in(self._graph, [*targets, *others], goes_on, counts)
+        def is_read(tensor: Any) -> bool:
+            return any(r.kind_of(tensor) not in (SHARED, COUNT) for r in self._readers())
+
+        return numbers_in(self._graph, [*targets, *others], goes_on, counts, is_read)
 
     def _readers(self) -> list[StepReading]:
         self._reader()
@@ -167,10 +170,15 @@ class HeardGradients:
                     self._gradients.append(tensor)
                     self._taken[id(tensor)] = (tensors, tf.nest.flatten(sources))
                 if tf.is_tensor(source) and self._is_here(source) and self._is_here(gradient):
-                    for reader in self._readers():
-                        reader.note_gradient(gradient, source, whole)
+                    self._note_gradient(gradient, source, whole)
 
         return tell
+
+    def _note_gradient(self, gradient: Any, source: Any, loss: StepLoss) -> None:
+        self._reader().update()
+        if self._reader().kind_of(source) == BY_SAMPLE:
+            for reader in (self._reader(), self._reader(of_values=True)):
+                reader.note_gradient(gradient, source, loss)
 
     def note_jacobian(self, jacobian: Any, target: Any, source: Any) -> None:
         """Take it as known that a jacobian has an entry of axis 0 for each sample, if both have."""

@@ -40,6 +40,7 @@ def numbers_in(
     tensors: Iterable[Any],
     goes_on: Callable[[Any], bool],
     counts: Callable[[Any, Any], bool],
+    is_read: Callable[[Any], bool],
 ) -> Numbers:
     """Return the constants from which tensors follow, by the lines of the user's that made them.
 
@@ -49,6 +50,8 @@ def numbers_in(
         goes_on: function of a tensor that tells whether to go on to what it was computed from.
         counts: function of an operation and an input of it that is a number, which tells whether
             that is taken for a number of samples.
+        is_read: function of a number that tells whether what it follows from is known: from
+            `tf.shape`, for example.
     """
     found: Numbers = {}
     left = list({t.op.name: t.op for t in walk_back(tensors, graph, goes_on)}.values())
@@ -57,7 +60,7 @@ def numbers_in(
         left += [inner for body in bodies(op) for inner in body.get_operations()]
         if op.type not in _COMPUTING or not op.outputs[0].dtype.is_floating:
             continue
-        single = [tensor for tensor in op.inputs if tensor.shape.num_elements() == 1]
+        single = [t for t in op.inputs if t.shape.num_elements() == 1 and not is_read(t)]
         values = [(t, value) for t in single if (value := number_of(t)) is not None]
         line = line_of_user(op) if values else None
         if line is not None:

@@ -106,7 +106,9 @@ class _Numbers(NamedTuple):
         """Return by what a number that waits is made, if it is no mean or sum over samples."""
         loss = self._read(value)
         if loss.obstacle is not None and loss.obstacle.why in _BREAKS:
-            return self._place_unless_told(loss.obstacle)
+            as_loss = self.losses.heard.read(value).obstacle  # through which gradients flow
+            is_told = as_loss is not None and is_in(as_loss.op, self.losses.told)
+            return None if is_told else self._place_unless_told(loss.obstacle)
         kinds = _kinds_of(loss)
         if len(kinds) > 1 and not kinds <= self.losses.told_kinds:
             return "terms that are divided by different things"
