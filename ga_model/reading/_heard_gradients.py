@@ -175,6 +175,7 @@ class HeardGradients:
         return tell
 
     def _note_gradient(self, gradient: Any, source: Any, loss: StepLoss) -> None:
+        """Let both readers know a gradient with respect to samples, as `note_gradient` does."""
         self._reader().update()
         if self._reader().kind_of(source) == BY_SAMPLE:
             for reader in (self._reader(), self._reader(of_values=True)):

@@ -321,8 +321,7 @@ def _with_inner(optimizers: Iterable[Any]) -> list[Any]:
 
 
 def _of_optimizers(optimizers: Iterable[Any]) -> list[Any]:
-    inner = [getattr(o, "inner_optimizer", o) for o in optimizers]
-    return [v for o in [*optimizers, *inner] if o.built for v in o.variables]
+    return [v for o in _with_inner(optimizers) if o.built for v in o.variables]
 
 
 def handles_of(variable: Any) -> set[int]:

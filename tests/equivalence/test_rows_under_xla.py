@@ -14,7 +14,7 @@ from ga_model.sums._one_gradient import padded
 
 
 def test_few_numbers_of_rows_are_compiled_for():
-    generator, dense = np.random.default_rng(0), {}
+    generator, padded_to = np.random.default_rng(0), {}
     pad = tf.function(padded)
     for count in [*range(140), 1000, 1024, 1025]:
         ids = generator.integers(1, 9, count)
@@ -22,15 +22,15 @@ def test_few_numbers_of_rows_are_compiled_for():
             tf.constant(generator.normal(size=(count, 2))), tf.constant(ids), tf.constant([9, 2])
         )
         more = pad(slices)
-        dense[count] = int(more.indices.shape[0])
-        assert more.values.shape == (dense[count], 2)
-        assert count <= dense[count] <= max(1.25 * count, count + 1)
+        padded_to[count] = int(more.indices.shape[0])
+        assert more.values.shape == (padded_to[count], 2)
+        assert count <= padded_to[count] <= max(1.25 * count, count + 1)
         assert set(more.indices.numpy()) == set(ids)  # nothing that was not looked up
         np.testing.assert_array_equal(tf.convert_to_tensor(more), tf.convert_to_tensor(slices))
-    sizes = {size for count, size in dense.items() if 64 < count <= 128}
+    sizes = {size for count, size in padded_to.items() if 64 < count <= 128}
     assert sizes == {80, 96, 112, 128}
-    assert dense[1024] == 1024
-    assert dense[0] == 0
+    assert padded_to[1024] == 1024
+    assert padded_to[0] == 0
 
 
 class OwnSGD(keras.optimizers.SGD):
