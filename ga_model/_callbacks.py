@@ -11,7 +11,7 @@ import keras
 
 from ga_model import _engine
 from ga_model.base import _validate
-from ga_model.base._internals import num_updates
+from ga_model.base._internals import num_updates, put_values_back
 from ga_model.hearing._models import optimizers_in
 
 
@@ -73,6 +73,7 @@ class _TellUpdates(CloseWindow):
 
 def count_updates(model: Any) -> int:
     """Return the updates of a model's optimizer so far; of several optimizers, the largest."""
+    put_values_back(model)
     optimizers = optimizers_in(vars(model))
     return max((int(num_updates(optimizer).numpy()) for optimizer in optimizers), default=0)
 

@@ -232,13 +232,17 @@ class AccumulatingModel(ModelSettings, _Base):
         return logs
 
     @accumulated
-    def train_step(self, data: Any) -> Any:
-        """Run the model class's own `train_step` on one batch, as a microbatch of the window."""
+    def train_step(self, *args: Any) -> Any:
+        """Run the model class's own `train_step` on one batch, as a microbatch of the window.
+
+        Args:
+            *args: the batch; on JAX, the values of all variables before it.
+        """
         train_step: Any = super().train_step
         is_keras_own = getattr(train_step, "__func__", None) is keras.Model.train_step
         if is_keras_own and self.trainable_weights and self.optimizer is None:
             raise RuntimeError(_no_optimizer_message(self.name))
-        return getattr(train_step, "python_function", train_step)(data)  # of a `tf.function`
+        return getattr(train_step, "python_function", train_step)(*args)  # of a `tf.function`
 
     def save_own_variables(self, store: Any) -> None:
         """Save what `keras.Model.save_own_variables` does. Files do not have an open window."""

@@ -25,11 +25,11 @@ def accumulated(train_step: Callable[..., Any]) -> Callable[..., Any]:
     train_step = getattr(train_step, "python_function", train_step)  # of a `tf.function`
 
     @functools.wraps(train_step)
-    def accumulated(self: Any, data: Any) -> Any:
+    def accumulated(self: Any, *args: Any) -> Any:
         if _in_step.get() is self:  # in a step that calls that of its base
-            return train_step(self, data)
+            return train_step(self, *args)
         with _in_step.set(self):
-            return self._accumulation.run_step(functools.partial(train_step, self), data)
+            return self._accumulation.run_step(functools.partial(train_step, self), *args)
 
     return accumulated
 

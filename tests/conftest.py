@@ -1,13 +1,14 @@
 """Settings for all tests: quiet TensorFlow, few threads, fixed seeds, float32 by default.
 
-With the environment variable KERAS_BACKEND=torch the tests in `torch_engine` run, and no others.
+With the environment variable KERAS_BACKEND=torch the tests in `torch_engine` run, and no others;
+with KERAS_BACKEND=jax those in `jax_engine`.
 """
 
 import collections
 import gc
 import os
 
-if os.environ.get("KERAS_BACKEND") != "torch":
+if os.environ.get("KERAS_BACKEND") not in ("torch", "jax"):
     os.environ["KERAS_BACKEND"] = "tensorflow"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
@@ -16,13 +17,14 @@ import helpers
 import keras
 import pytest
 
-IS_ON_TORCH = keras.backend.backend() == "torch"
+BACKEND = keras.backend.backend()
+OTHER_ENGINES = {"torch": "torch_engine", "jax": "jax_engine"}
 
-if IS_ON_TORCH:
+if BACKEND == "torch":
     import torch
 
     torch.set_num_threads(1)
-else:
+elif BACKEND == "tensorflow":
     import tensorflow as tf
 
     # The suite runs in several processes, and its models are small.
@@ -35,9 +37,11 @@ else:
 
 
 def pytest_ignore_collect(collection_path):
-    """Leave out the tests of the other backend where they would fail as they are imported."""
-    is_file = collection_path.suffix == ".py"
-    return True if IS_ON_TORCH and is_file and "torch_engine" not in collection_path.parts else None
+    """Leave out the tests of other backends, which would fail as they are imported."""
+    if collection_path.suffix != ".py":
+        return None
+    found = set(collection_path.parts) & set(OTHER_ENGINES.values())
+    return None if found == {OTHER_ENGINES.get(BACKEND)} - {None} else True
 
 
 def pytest_addoption(parser):
@@ -85,7 +89,7 @@ def set_dtype(dtype):
 
 def rewrite_graphs(is_on):
     """Let TensorFlow rewrite graphs before they run, which takes a fifth of the tests' time."""
-    if not IS_ON_TORCH:
+    if BACKEND == "tensorflow":
         tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": not is_on})
 
 

@@ -30,6 +30,7 @@ from typing import Any
 
 import keras
 from keras.src.backend.common import global_state
+from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from keras.src.losses.loss import scale_loss_for_distribution
@@ -162,6 +163,35 @@ def move_renormalization(layer: Any, mean: Any, variance: Any) -> None:
 
 
 # Models and optimizers.
+
+
+def put_values_back(model: Any) -> None:
+    """Let the variables of a model have their values, which are elsewhere in `fit` on JAX."""
+    if hasattr(model, "jax_state_sync"):
+        model.jax_state_sync()
+
+
+@contextlib.contextmanager
+def jax_state_of(model: Any) -> Iterator[tuple[list[list[Any]], Callable[[Any], None]]]:
+    """Get the values of a model's variables on JAX, as `train_step` takes them.
+
+    Yields:
+        The values, and a function that writes new ones to the variables.
+    """
+    put_values_back(model)
+    groups = [
+        model.trainable_variables,
+        model.non_trainable_variables,
+        model.optimizer.variables,
+        model.metrics_variables,
+    ]
+
+    def put(values: Any) -> None:
+        for variables, new in zip(groups, values):
+            for variable, value in zip(variables, new):
+                variable.assign(value)
+
+    yield [[variable.value for variable in group] for group in groups], put
 
 
 def compiled_loss(model: Any) -> Any:
@@ -302,6 +332,14 @@ def losses_of_scope(scope: Any) -> list[Any]:
     return found
 
 
+def adder_of(loss: Any, layer: Any) -> Any:
+    """Return the layer, this one or one in it, that has added a loss in a stateless scope, or None.
+
+    Nobody has if it is that of a weight regularizer.
+    """
+    return next((part for part in layers_in(layer) if id(loss) in part._loss_ids), None)
+
+
 @contextlib.contextmanager
 def forgetting_losses(layer: Any) -> Iterator[None]:
     """Forget the losses that a layer, and those in it, add in a block."""
@@ -328,12 +366,12 @@ def is_symbolic() -> bool:
 
 def mask_of(tensor: Any) -> Any:
     """Return the mask of a tensor, or None."""
-    return getattr(tensor, "_keras_mask", None)
+    return get_keras_mask(tensor)
 
 
 def set_mask(tensor: Any, mask: Any) -> None:
     """Let a tensor have a mask."""
-    tensor._keras_mask = mask
+    set_keras_mask(tensor, mask)
 
 
 def logits_of(tensor: Any) -> Any:

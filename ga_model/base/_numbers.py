@@ -1,7 +1,8 @@
-"""Float64 scalars for computing weights: tensors on TensorFlow, floats of Python elsewhere.
+"""Scalars for computing weights: tensors on TensorFlow and JAX, floats of Python on PyTorch.
 
 A graph needs tensors. Where steps run eagerly, floats are the only float64 that Keras's backends
-share: `keras.backend.result_type("float64", "float64")` is float32 on all but TensorFlow.
+share: `keras.backend.result_type("float64", "float64")` is float32 on all but TensorFlow. On JAX
+they are float32 unless it was told to use float64.
 """
 
 from __future__ import annotations
@@ -47,6 +48,31 @@ if keras.backend.backend() == "tensorflow":
     def power_of_two(number: Any) -> Any:
         """Return the power of two at or above a number >= 1, as a scalar of float64."""
         return 2.0 ** tf.math.ceil(tf.math.log(tf.cast(number, tf.float64)) / math.log(2.0))
+
+elif keras.backend.backend() == "jax":
+    import jax
+    import jax.numpy as jnp
+
+    def float64(value: Any) -> Any:
+        return jnp.asarray(value, jax.dtypes.canonicalize_dtype(jnp.float64))
+
+    def share(part: Any, whole: Any) -> Any:
+        return jnp.where(whole == 0, 0.0, part / jnp.where(whole == 0, 1.0, whole))
+
+    def constant(value: Any) -> Any:
+        return jax.lax.stop_gradient(value)
+
+    def not_zero(weight: Any, rows: Any) -> Any:
+        return jnp.where(weight == 0, LEAST_WEIGHT if rows else 0.0, float64(weight))
+
+    def like(tensor: Any, value: Any) -> Any:
+        return jnp.asarray(value, jnp.result_type(tensor))
+
+    def is_not(flag: Any) -> Any:
+        return jnp.logical_not(flag)
+
+    def power_of_two(number: Any) -> Any:
+        return float(2 ** (int(number) - 1).bit_length())
 
 else:
 

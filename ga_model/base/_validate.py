@@ -43,11 +43,11 @@ def check_releases() -> None:
 
 def check_backend(backend: str) -> None:
     """Raise RuntimeError unless there is an engine for the backend of Keras."""
-    if backend not in ("tensorflow", "torch"):
+    if backend not in ("tensorflow", "torch", "jax"):
         raise RuntimeError(
-            "`ga_model` works with the TensorFlow and PyTorch backends of Keras. "
+            "`ga_model` works with the TensorFlow, PyTorch and JAX backends of Keras. "
             f"Received: keras.backend.backend()={backend!r}. Set the environment variable "
-            "KERAS_BACKEND=tensorflow or KERAS_BACKEND=torch before importing keras."
+            "KERAS_BACKEND to one of them before importing keras."
         )
 
 

@@ -13,26 +13,6 @@ from ga_model.hearing._models import is_recorded
 from ga_model.hearing._stand_in import StandIn
 
 
-def stand_in(value: Any, recording: Any, metrics: MetricCalls | None) -> Any:
-    """Return an attribute's value with stand-ins for what has one, also in lists and dicts.
-
-    Args:
-        value: the value.
-        recording: what the stand-ins of optimizers tell.
-        metrics: what those of metrics tell, or None: metrics answer themselves.
-    """
-    if not is_recorded(value):
-        return value
-    if isinstance(value, dict):
-        return {key: stand_in(part, recording, metrics) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        parts = [stand_in(part, recording, metrics) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else parts
-    if isinstance(value, keras.optimizers.Optimizer):
-        return OptimizerStandIn(value, recording)
-    return value if metrics is None else MetricStandIn(value, metrics)
-
-
 class OptimizerStandIn(StandIn):
     """Stands in for one optimizer during one recorded step. It tells the recording."""
 
@@ -48,3 +28,30 @@ class OptimizerStandIn(StandIn):
         gradients, variables = zip(*grads_and_vars)
         self._listener.apply(self._original, gradients, variables, in_pairs=True)
         return self._original.iterations
+
+
+def stand_in(
+    value: Any,
+    recording: Any,
+    metrics: MetricCalls | None,
+    of_optimizer: type[OptimizerStandIn] = OptimizerStandIn,
+) -> Any:
+    """Return an attribute's value with stand-ins for what has one, also in lists and dicts.
+
+    Args:
+        value: the value.
+        recording: what the stand-ins of optimizers tell.
+        metrics: what those of metrics tell, or None: metrics answer themselves.
+        of_optimizer: the class of stand-ins of optimizers.
+    """
+    if not is_recorded(value):
+        return value
+    if isinstance(value, dict):
+        parts = [stand_in(part, recording, metrics, of_optimizer) for part in value.values()]
+        return dict(zip(value, parts))
+    if isinstance(value, (list, tuple)):
+        parts = [stand_in(part, recording, metrics, of_optimizer) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else parts
+    if isinstance(value, keras.optimizers.Optimizer):
+        return of_optimizer(value, recording)
+    return value if metrics is None else MetricStandIn(value, metrics)

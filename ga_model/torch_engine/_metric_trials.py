@@ -15,8 +15,8 @@ from ga_model.base._internals import mask_of, set_mask
 from ga_model.hearing._metric_calls import MetricCalls, waiting
 from ga_model.hearing._metrics_of_user import parts_of
 from ga_model.hearing._models import unrecorded
+from ga_model.hearing._split import num_rows
 from ga_model.torch_engine._probes import is_close
-from ga_model.torch_engine._split import num_rows
 
 _TOLERANCE = 2e-5  # of the variables of metrics
 

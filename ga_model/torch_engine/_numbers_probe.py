@@ -20,12 +20,12 @@ from ga_model.base._identity import is_in
 from ga_model.base._internals import compiled_loss, layers_in, loss_tracker
 from ga_model.hearing._metrics_of_user import counts_samples, parts_of
 from ga_model.hearing._models import unpack
+from ga_model.hearing._split import num_rows
 from ga_model.torch_engine._batch_logs import values_of
 from ga_model.torch_engine._divisors import Divided, is_to_try
 from ga_model.torch_engine._metric_trials import Arguments, noting, outcome
 from ga_model.torch_engine._numbers import Number, Shares
 from ga_model.torch_engine._probes import joined
-from ga_model.torch_engine._split import num_rows
 from ga_model.torch_engine._step_probe import results_of_again, results_of_halves
 from ga_model.torch_engine._torch_auto import is_exhausted
 

@@ -11,10 +11,10 @@ import torch
 
 from ga_model.base._internals import added_to_valid_entries, mask_of
 from ga_model.hearing._compiled_copy import same_rank, seeing
+from ga_model.hearing._split import num_rows
 from ga_model.hearing._weights import Term
 from ga_model.torch_engine._divisors import Divided, divisors_of
 from ga_model.torch_engine._own_calls import LossCall
-from ga_model.torch_engine._split import num_rows
 
 _MEANS = ("mean", "sum_over_batch_size", "mean_with_sample_weight")
 

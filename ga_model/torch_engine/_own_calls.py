@@ -15,9 +15,9 @@ import torch
 from ga_model.base._internals import mask_of
 from ga_model.hearing._compiled_copy import seeing
 from ga_model.hearing._models import unrecorded
+from ga_model.hearing._split import num_rows, part_of
 from ga_model.torch_engine import _probes
 from ga_model.torch_engine._divisors import is_to_try
-from ga_model.torch_engine._split import num_rows, part_of
 
 _TOLERANCE = 1e-4
 

@@ -17,9 +17,9 @@ import torch
 
 from ga_model.base._internals import layers_in, raw, seeds, takes_training
 from ga_model.hearing._models import unrecorded
+from ga_model.hearing._split import num_rows, part_of
 from ga_model.torch_engine._autograd import unheard
 from ga_model.torch_engine._divisors import Tried, Watch, divisors_of
-from ga_model.torch_engine._split import num_rows, part_of
 from ga_model.torch_engine._state import unchanged
 
 _TOLERANCE = {torch.float16: 5e-2, torch.bfloat16: 5e-2}  # elsewhere as below

@@ -14,12 +14,12 @@ from ga_model.base._numbers import power_of_two
 from ga_model.hearing import _messages, _weights
 from ga_model.hearing._models import computes_loss_as_keras, is_of_keras, unpack
 from ga_model.hearing._moments_heard import is_known, telling
+from ga_model.hearing._split import Batch
 from ga_model.torch_engine import _refusals
 from ga_model.torch_engine._batch_logs import BatchLogs
 from ga_model.torch_engine._logged_values import LoggedValues
 from ga_model.torch_engine._optimizer_writes import OptimizerWrites
 from ga_model.torch_engine._probes import DoesNotAddUpError
-from ga_model.torch_engine._split import Batch
 from ga_model.torch_engine._state import (
     Before,
     Counters,

@@ -21,6 +21,7 @@ from ga_model.base._in_front import InFront
 from ga_model.base._internals import layers_in, seeds
 from ga_model.base._internals_torch import disabled
 from ga_model.hearing._models import unpack
+from ga_model.hearing._split import num_rows, part_of
 from ga_model.torch_engine import _refusals
 from ga_model.torch_engine._divisors import (
     Divided,
@@ -31,7 +32,6 @@ from ga_model.torch_engine._divisors import (
     is_to_try,
 )
 from ga_model.torch_engine._probes import joined
-from ga_model.torch_engine._split import num_rows, part_of
 from ga_model.torch_engine._state import Before
 from ga_model.torch_engine._zero_weights import exchanged, zero_weights
 

@@ -9,17 +9,18 @@ import keras
 import torch
 
 from ga_model.base._identity import is_in
-from ga_model.base._internals import arguments_of_loss, compiled_loss, losses_in, raw
+from ga_model.base._internals import compiled_loss, losses_in, raw
 from ga_model.base._internals_activities import is_sum_of_activities
 from ga_model.hearing import _messages, _weights
+from ga_model.hearing._losses_of_keras import is_by_sample
 from ga_model.hearing._models import is_of_keras, unpack
+from ga_model.hearing._split import num_rows
 from ga_model.hearing._step_terms import StepTerms
 from ga_model.torch_engine import _probes, _refusals
 from ga_model.torch_engine._divisors import Divided, Watch, divisors_of, guess, is_to_try
 from ga_model.torch_engine._numbers import divisors_of_number
 from ga_model.torch_engine._own_calls import LossCall, OwnCall
 from ga_model.torch_engine._probes import DoesNotAddUpError
-from ga_model.torch_engine._split import num_rows
 from ga_model.torch_engine._zero_weights import exchanged, zero_weights
 
 
@@ -295,7 +296,7 @@ class Probes:
             guesses: what losses were taken for so far in the window, by their name.
         """
         loss, values, y_pred = call.loss, call.values, call.y_pred
-        if values is None or not isinstance(loss, keras.losses.Loss) or _is_known(loss):
+        if values is None or not isinstance(loss, keras.losses.Loss) or is_by_sample(loss):
             return None
         if call.computes_itself and (call.has_mask() or self._own_calls[name].is_late):
             return "other"  # what its mask does is not tried
@@ -331,18 +332,3 @@ class Probes:
     def known_kind_of(self, name: str, *args: Any) -> Any:
         """Return what was found of a loss so far, or None."""
         return self._kinds.get(name, self._guesses.get(name))
-
-
-def _is_known(loss: Any) -> bool:
-    """Return whether a loss is one of Keras's that treat samples one by one."""
-    found, name = type(loss), type(loss).__name__
-    if (function := getattr(loss, "fn", None)) is not None:  # which may bear the name of another
-        name = getattr(function, "__name__", "")
-        if getattr(keras.losses, name, None) is not function:
-            return False
-    is_of_keras = found.__module__.startswith("keras.")
-    is_over_samples = arguments_of_loss(loss).get("axis", -1) not in (None, -1)
-    return is_of_keras and name not in _COMPARING and not is_over_samples
-
-
-_COMPARING = {"dice", "tversky", "circle"}

@@ -9,6 +9,7 @@ from ga_model._kept import Kept
 from ga_model._settings import Settings
 from ga_model.hearing._attributes import watch_attributes
 from ga_model.hearing._models import computes_loss_as_keras, optimizers_in
+from ga_model.hearing._split import Batch, part_of
 from ga_model.sums._noise import GradientNoise
 from ga_model.torch_engine import _refusals, _run
 from ga_model.torch_engine._gradient_hooks import has_hooks
@@ -16,7 +17,6 @@ from ga_model.torch_engine._left_gradients import LeftGradients
 from ga_model.torch_engine._numbers_probe import NumbersProbe
 from ga_model.torch_engine._probes import DoesNotAddUpError
 from ga_model.torch_engine._process_group import Processes, num_processes
-from ga_model.torch_engine._split import Batch, part_of
 from ga_model.torch_engine._state import LaterWrites, Snapshot, writes_weights
 from ga_model.torch_engine._step_probe import StepProbe
 from ga_model.torch_engine._terms import Probes

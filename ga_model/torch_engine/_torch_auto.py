@@ -23,8 +23,8 @@ from ga_model.base._call_again import PythonState
 from ga_model.base._internals import is_built, layers_in, own_state, raw, seeds
 from ga_model.base._internals_torch import times_written
 from ga_model.hearing._models import computes_loss_as_keras, is_of_keras, optimizers_in
+from ga_model.hearing._split import Batch
 from ga_model.torch_engine import _refusals
-from ga_model.torch_engine._split import Batch
 from ga_model.torch_engine._torch_microbatch_call import random_state, set_random_state
 
 # What an allocation that fails says, where its error has no class of its own.

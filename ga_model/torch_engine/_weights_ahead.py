@@ -12,8 +12,8 @@ from ga_model.hearing import _weights
 from ga_model.hearing._compiled_copy import copy_with
 from ga_model.hearing._metric_calls import MetricCalls
 from ga_model.hearing._models import unpack, unrecorded
+from ga_model.hearing._split import Batch
 from ga_model.torch_engine._observer import observer_of
-from ga_model.torch_engine._split import Batch
 from ga_model.torch_engine._state import unchanged
 from ga_model.torch_engine._terms import Probes
 

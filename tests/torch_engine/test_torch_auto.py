@@ -12,7 +12,8 @@ import pytest
 from helpers import assert_changed, dense_data, relative_difference, seeded
 from keras import layers, ops
 from keras.optimizers import SGD
-from pairs import TOLERANCE, torch
+from pairs import TOLERANCE
+from torch_step import torch
 
 from ga_model import accumulate
 from ga_model.tools import _memory

@@ -7,7 +7,8 @@ import keras
 import pytest
 from helpers import relative_difference
 from keras import layers
-from pairs import TOLERANCE, Step, difference_and_said, torch, train_and_hear
+from pairs import TOLERANCE, difference_and_said, train_and_hear
+from torch_step import Step, torch
 
 from ga_model.base._call_again import PythonState
 

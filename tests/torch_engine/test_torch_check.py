@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from helpers import dense_data, dense_model, seeded
 from keras import layers, ops
-from pairs import torch
+from torch_step import torch
 
 from ga_model import EquivalenceReport, accumulate, check_equivalence
 

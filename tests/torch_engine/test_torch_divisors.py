@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from helpers import dense_data, dense_model
 from keras import layers
-from pairs import TOLERANCE, Step, difference_of_fits, torch, train
+from pairs import TOLERANCE, difference_of_fits, train
+from torch_step import Step, torch
 
 from ga_model.torch_engine._divisors import Divided, Tried, Watch, divisors_of
 

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from helpers import dense_data, dense_model, relative_difference, seeded
 from keras import layers, ops
-from pairs import TOLERANCE, assert_same_logs, torch, train
+from pairs import TOLERANCE, assert_same_logs, train
+from torch_step import torch
 
 import ga_model
 from ga_model import accumulate

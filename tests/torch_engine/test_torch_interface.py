@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from helpers import dense_data, dense_model, relative_difference, seeded
 from keras import ops
-from pairs import TOLERANCE, torch
+from pairs import TOLERANCE
+from torch_step import torch
 
 import ga_model
 from ga_model import GradientAccumulator, accumulate

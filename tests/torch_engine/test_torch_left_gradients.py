@@ -3,7 +3,8 @@
 import keras
 import pytest
 from helpers import dense_data, dense_model, relative_difference, seeded
-from pairs import TOLERANCE, Step, difference_and_said, torch, train_and_hear
+from pairs import TOLERANCE, difference_and_said, train_and_hear
+from torch_step import Step, torch
 
 from ga_model import accumulate
 

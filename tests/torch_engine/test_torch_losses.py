@@ -9,14 +9,8 @@ import pytest
 import zoo
 from helpers import dense_data, dense_model
 from keras import layers, ops
-from pairs import (
-    TOLERANCE,
-    Step,
-    assert_same_logs,
-    difference_of_fits,
-    difference_of_orders,
-    train,
-)
+from pairs import TOLERANCE, assert_same_logs, difference_of_fits, difference_of_orders, train
+from torch_step import Step
 
 WAYS = {
     "both": {"rows": 4, "steps": 3, "size": 3},

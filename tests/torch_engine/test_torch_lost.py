@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from helpers import dense_data, dense_model, seeded, told
 from keras import ops
-from pairs import TOLERANCE, Step, difference_of_fits, torch
+from pairs import TOLERANCE, difference_of_fits
+from torch_step import Step, torch
 
 from ga_model import accumulate
 

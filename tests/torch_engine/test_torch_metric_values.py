@@ -21,7 +21,8 @@ from logged import (
     mean_error,
     number_above,
 )
-from pairs import TOLERANCE, Step, torch
+from pairs import TOLERANCE
+from torch_step import Step, torch
 
 from ga_model import accumulate
 

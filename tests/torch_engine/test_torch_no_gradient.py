@@ -4,7 +4,8 @@ import keras
 import pytest
 from helpers import dense_data, dense_model
 from keras import ops
-from pairs import TOLERANCE, Step, difference_of_fits, train
+from pairs import TOLERANCE, difference_of_fits, train
+from torch_step import Step
 
 WAYS = {"steps": {"rows": 4, "steps": 3}, "both": {"rows": 4, "steps": 3, "size": 3}}
 every_way = pytest.mark.parametrize("way", WAYS)

@@ -23,7 +23,7 @@ from noise import (
     weighted_data,
     windows_of,
 )
-from pairs import torch
+from torch_step import torch
 
 from ga_model import GradientNoiseScale, accumulate
 

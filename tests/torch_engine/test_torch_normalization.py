@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from helpers import dense_data, relative_difference, seeded
 from keras import layers, ops
-from pairs import TOLERANCE, torch
+from pairs import TOLERANCE
+from torch_step import torch
 
 from ga_model import accumulate
 

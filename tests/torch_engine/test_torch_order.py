@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from helpers import assert_changed, dense_data, dense_model, relative_difference, seeded
 from keras import ops
-from pairs import TOLERANCE, torch
+from pairs import TOLERANCE
+from torch_step import torch
 
 from ga_model import accumulate
 

@@ -5,7 +5,8 @@ import warnings
 import keras
 import numpy as np
 import pytest
-from pairs import TOLERANCE, difference_of_fits, difference_of_orders, torch
+from pairs import TOLERANCE, difference_of_fits, difference_of_orders
+from torch_step import torch
 from zoo import OPTIMIZERS, ZOO
 
 LOSSES = [keras.losses.MeanSquaredError, keras.losses.Huber, keras.losses.LogCosh]

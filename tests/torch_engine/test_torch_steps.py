@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from helpers import dense_data, dense_model, relative_difference, seeded
 from keras import layers, ops
-from pairs import TOLERANCE, assert_same_logs, difference_of_fits, torch, train
+from pairs import TOLERANCE, assert_same_logs, difference_of_fits, train
+from torch_step import torch
 
 from ga_model import AccumulatingModel, accumulate
 from ga_model.torch_engine._divisors import Divided

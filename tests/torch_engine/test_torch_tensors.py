@@ -7,7 +7,8 @@ import keras
 import pytest
 from helpers import dense_data, told
 from keras import layers
-from pairs import TOLERANCE, Step, difference_and_said, torch
+from pairs import TOLERANCE, difference_and_said
+from torch_step import Step, torch
 
 from ga_model import accumulate
 

@@ -14,7 +14,8 @@ import pytest
 import zoo
 from helpers import dense_data, dense_model, relative_difference, seeded
 from keras import layers, ops
-from pairs import TOLERANCE, assert_same_logs, difference_of_fits, torch, train
+from pairs import TOLERANCE, assert_same_logs, difference_of_fits, train
+from torch_step import torch
 
 from ga_model import AccumulatingModel, AccumulationScheduler, accumulate
 from ga_model.torch_engine import _torch_recorder

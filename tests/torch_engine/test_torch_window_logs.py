@@ -19,7 +19,8 @@ from logged import (
     tagger,
     tokens,
 )
-from pairs import TOLERANCE, torch
+from pairs import TOLERANCE
+from torch_step import torch
 
 from ga_model import accumulate
 

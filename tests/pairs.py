@@ -1,4 +1,4 @@
-"""Train a model with plain Keras and with accumulation on PyTorch, and compare what comes out.
+"""Train a model with plain Keras and with accumulation off TensorFlow, and compare what comes out.
 
 Off TensorFlow there is no float64 in Keras that is float64 in all operations, so what is promised
 is measured: plain Keras on the full batch is trained once more with the samples of each batch in
@@ -9,12 +9,6 @@ import warnings
 
 import keras
 import numpy as np
-import pytest
-
-if keras.backend.backend() != "torch":
-    pytest.skip("runs with KERAS_BACKEND=torch", allow_module_level=True)
-
-import torch
 from helpers import assert_changed, dense_data, relative_difference, seeded
 
 from ga_model import accumulate
@@ -40,22 +34,6 @@ def train(make, compile_args, data, *, rows, epochs=2, fit_args=None, **settings
     model.fit(batch_size=rows, **arguments)
     assert_changed(model.get_weights(), start)
     return model, start
-
-
-class Step(keras.Sequential):
-    """A step of one's own, that takes the gradient of `forward_loss`."""
-
-    def forward_loss(self, x, y):
-        return torch.square(self(x, training=True) - y).mean()
-
-    def train_step(self, data):
-        x, y = data
-        self.zero_grad()
-        loss = self.forward_loss(x, y)
-        loss.backward()
-        with torch.no_grad():
-            self.optimizer.apply([w.value.grad for w in self.trainable_weights])
-        return {"loss": loss.detach()}
 
 
 def train_and_hear(make, settings, rows=12, prepare=None):

@@ -1,0 +1,216 @@
+"""The state of one compiled model on JAX, and how its next batch is trained."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+
+from ga_model._kept import Kept
+from ga_model._settings import Settings
+from ga_model.automatic._search import FoundSize
+from ga_model.base._internals import jax_state_of
+from ga_model.base._numbers import power_of_two
+from ga_model.hearing._attributes import watch_attributes
+from ga_model.hearing._models import is_of_keras, recording_of_thread
+from ga_model.hearing._split import Batch
+from ga_model.jax_engine import _jax_refusals
+from ga_model.jax_engine._jax_terms import DoesNotAddUpError
+from ga_model.jax_engine._jax_window import Window
+from ga_model.jax_engine._programs import Mode, NeedsTotalsError, Programs, State, Structure
+from ga_model.sums._noise import GradientNoise
+
+# What makes a step, and logs: methods that a model has from Keras's trainer.
+_STEP = ("train_step", "compute_loss_and_updates", "_update_metrics_variables")
+_LOGS = ("compute_metrics", "get_metrics_result")
+
+
+class Accumulation(Kept):
+    """All that is kept for a model where Keras runs on JAX.
+
+    Args:
+        model, settings: as `Kept` takes them.
+    """
+
+    window: Window | None
+
+    def __init__(self, model: Any, settings: Settings) -> None:
+        super().__init__(model, settings)
+        self.automatic_size = FoundSize()
+        self.noise = GradientNoise(_jax_refusals.no_estimate)
+        self.programs = Programs(model)
+        self._structure: Structure | None = None
+        self._skips = False
+        self._is_tracing = False
+        self._adds_up = True  # as far as is known
+        self._most_rows = 0
+
+    # What a step is.
+
+    def has_own_step(self) -> bool:
+        """Return whether a step, or what it logs, is the user's own."""
+        return not all(
+            is_of_keras(self._model, name)
+            for name in (*_STEP, *_LOGS)
+            if hasattr(keras.Model, name)
+        )
+
+    def takes_full_batch(self) -> bool:
+        """Return whether the step of a batch that is split is to see all of it."""
+        if self.settings.loss_over != "auto":
+            return self.settings.loss_over == "batch"
+        model = self._model
+        if self.has_own_step():
+            return True
+        if model._has_rule():
+            return False
+        return not (self._adds_up and is_of_keras(model, "compute_loss"))
+
+    def must_add_up(self, batch: Batch) -> bool:
+        """Return whether what does not add up is not to run by microbatches of a batch."""
+        return batch.is_split and self.settings.loss_over == "auto" and not self._model._has_rule()
+
+    # Steps.
+
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Let `train_step` run as it is in a block."""
+        before, self._is_tracing = self._is_tracing, True
+        try:
+            yield
+        finally:
+            self._is_tracing = before
+
+    def run_step(self, train_step: Callable[..., Any], state: Any, data: Any) -> Any:
+        """Run `train_step` where Keras or a program of this package calls it.
+
+        Raises:
+            RuntimeError: code of the user's does, and it is to accumulate.
+        """
+        if self._is_tracing or recording_of_thread.get() is not None:
+            return train_step(state, data)
+        if not self.is_plain():
+            raise RuntimeError(_jax_refusals.own_loop_message(self._model.name))
+        logs, after = train_step(state, data)
+        return logs, tuple(self.programs.after_update(State(*map(list, after))))
+
+    def train(self, state: Any, data: Any) -> tuple[Any, tuple[Any, ...]]:
+        """Train a batch by microbatches, and update if it fills its window.
+
+        Args:
+            state: values of variables, as Keras passes them to `train_step`.
+            data: the batch.
+
+        Returns:
+            The logs, and the values of variables after it.
+        """
+        model = self._model
+        _jax_refusals.check(model)
+        watch_attributes(model)
+        self.warn_of_accumulating_optimizers()
+        try:
+            return self._train(State(*map(list, state)), data)
+        except BaseException:  # KeyboardInterrupt, too
+            self.discard_window()
+            raise
+
+    def _train(self, state: State, data: Any) -> tuple[Any, tuple[Any, ...]]:
+        model, size = self._model, self.size
+        batch = Batch(data, size)
+        self._most_rows = max(self._most_rows, batch.rows)
+        is_whole = batch.is_split and self.takes_full_batch()
+        if is_whole and not (self.accumulates() or self.settings.skip_nonfinite):
+            logs, state = self.programs.whole(size, state, data)
+            return logs, tuple(state)
+        if self.has_own_step():
+            raise RuntimeError(_jax_refusals.own_step_message(model.name))
+        if not (is_of_keras(model, "compute_loss") or model._has_rule() or is_whole):
+            raise RuntimeError(_jax_refusals.own_loss_message(model.name))
+        if is_whole:
+            if not is_of_keras(model, "compute_loss"):
+                raise RuntimeError(_jax_refusals.own_loss_message(model.name))
+            batch = Batch(data, None)
+        try:
+            return self._by_microbatches(state, batch, is_whole)
+        except DoesNotAddUpError:
+            self._adds_up = False
+            return self._train(state, data)
+
+    def _by_microbatches(
+        self, state: State, batch: Batch, is_whole: bool
+    ) -> tuple[Any, tuple[Any, ...]]:
+        steps = self.settings.accumulation_steps
+        window = self.window = self.window or Window(steps)
+        self._skips = self._model.skip_nonfinite
+        mode = Mode(
+            batch.is_split,
+            window.steps == 1,
+            is_whole,
+            self.size if is_whole else None,
+            self._skips,
+            self.must_add_up(batch),
+        )
+        numbers = {
+            "steps": float(window.steps),
+            "num_microbatches": float(window.steps * batch.num_microbatches),
+            "parts": power_of_two(window.steps) * power_of_two(batch.num_microbatches),
+            "rows": float(batch.rows),
+        }
+        before, sums, structure = window.sums, window.sums, self._structure
+        amounts = None if before is None else before._replace(gradients=[], moments=[])
+        programs = self.programs
+        is_to_weigh = batch.is_split and programs.needs_totals
+        totals = programs.totals(batch, state) if is_to_weigh else None
+        try:
+            programs.prepare(mode, batch, state, numbers, totals)
+        except NeedsTotalsError:
+            programs.needs_totals = True
+            return self._by_microbatches(state, batch, is_whole)
+        for index in range(batch.num_microbatches):
+            data = batch.microbatch(index)
+            state, sums, structure = programs.microbatch(mode, sums, state, data, numbers, totals)
+            self._look_at_entries(window, structure)
+        assert sums is not None
+        assert structure is not None
+        logs, metrics = self.programs.report(structure, state.metrics, amounts, sums)
+        state = state._replace(metrics=metrics)
+        window.sums, self._structure = sums, structure
+        if window.end_batch():
+            state = self._update(state)
+        return logs, tuple(state)
+
+    def _look_at_entries(self, window: Window, structure: Structure) -> None:
+        """Warn of terms whose shares of the loss values differ between microbatches."""
+        before, window.entries = window.entries, structure.entries
+        if before is None or len(before) < 2 or len(structure.entries) != len(before):
+            return
+        ratios = {a / b for a, b in zip(before, structure.entries)}
+        if len(ratios) > 1:
+            self._model._warn_once(_jax_refusals.unlike_entries_message(self._model.name))
+
+    def _update(self, state: State) -> State:
+        """Make the update of the window, full or not, and begin the next one."""
+        window, structure = self.window, self._structure
+        assert window is not None
+        assert window.sums is not None
+        assert structure is not None
+        sums = window.sums
+        window.discard()
+        self.num_skipped = sums.num_skipped + (0 if self.num_skipped is None else self.num_skipped)
+        has_weight = True if sums.total is None else sums.total != 0
+        lost = (sums.has_lost & has_weight).astype("int32")
+        self.num_lost = lost + (0 if self.num_lost is None else self.num_lost)
+        return self.programs.update(structure, self._skips, state, sums)
+
+    def close_window(self) -> None:
+        """Make the update of a partial window, and warn of what was done so far."""
+        if self.window is not None and self.window.sums is not None:
+            model = self._model
+            with jax_state_of(model) as (before, put):
+                put(self._update(State(*before)))
+        self.warn_of_what_was_done()
+
+    def _most_samples(self) -> int:
+        return self._most_rows

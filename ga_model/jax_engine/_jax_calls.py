@@ -1,0 +1,345 @@
+"""Look at the outermost calls of layers in a step that is traced, or run them by microbatches.
+
+A call that goes by microbatches is a scan over them, of a function that keeps nothing but its
+inputs: JAX runs it again where it takes gradients, and adds up those of the weights in its loop.
+The values of variables are arguments of that function, and what a call writes to is carried through
+the scan, so each microbatch draws other random numbers, the same ones in both passes.
+
+A call that is not known to treat samples one by one runs whole, and the calls that it makes are
+then the outermost ones: always exact, at the cost of memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import keras
+
+from ga_model.base._call_again import inside_of_call
+from ga_model.base._context import ThreadValue
+from ga_model.base._in_front import InFront
+from ga_model.base._internals import (
+    MOMENTS,
+    adder_of,
+    is_rematerialized,
+    is_symbolic,
+    layers_in,
+    losses_of_scope,
+    mask_of,
+    set_mask,
+    stateless_scope,
+)
+from ga_model.hearing._moments_heard import is_known, listener
+from ga_model.hearing._splitting import NotByRowsError, Splitting
+from ga_model.jax_engine import _jax_refusals
+from ga_model.jax_engine._jax_statistics import Listener, Moments
+from ga_model.jax_engine._rows_apart import kinds_of
+
+_NOT_ROWS = "gives something other than one value per sample"
+_calls = ThreadValue()  # what is done with outermost calls in this thread, or None
+_is_read = ThreadValue(False)  # whether BatchNormalization is to normalize by running averages
+
+
+class _Traced(NamedTuple):
+    """What a call gives for some samples.
+
+    Attributes:
+        outputs: arrays.
+        masks: of those outputs that have one, by their place.
+        state: values of the variables of the layer.
+        losses: scalars that layers added.
+        moments: of the calls of BatchNormalization layers.
+    """
+
+    outputs: list[Any]
+    masks: dict[int, Any]
+    state: list[Any]
+    losses: list[Any]
+    moments: list[Moments]
+
+
+class _Call:
+    """One call of a layer, as a function of arrays.
+
+    Args:
+        layer: the layer.
+        call: its `call`.
+        args, kwargs: the arguments. Arrays whose axis 0 is as long as that of the first one have
+            the samples.
+
+    Attributes:
+        rows: samples, or 0 if there are none.
+        samples: the arrays that have them.
+        kinds: what each loss that layers add is to the samples, as `kinds_of` returns it.
+        num_losses: how many there are.
+        heard: calls of BatchNormalization layers in it.
+    """
+
+    def __init__(self, layer: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        self._layer, self._call = layer, call
+        self._leaves, self._structure = jax.tree.flatten((args, kwargs))
+        shapes = [tuple(getattr(leaf, "shape", ())) for leaf in self._leaves]
+        self.rows = next((shape[0] for shape in shapes if shape), 0)
+        self._places = [i for i, shape in enumerate(shapes) if shape and shape[0] == self.rows]
+        self.samples = [self._leaves[place] for place in self._places]
+        self._variables = list(layer.variables)
+        self._scope = stateless_scope()
+        self.state = [_value_in(self._scope, variable) for variable in self._variables]
+        self.kinds: list[Any] = []
+        self.num_losses = 0
+        self._adders: list[Any] = []
+        self._written: list[int] = []  # places of the variables that it writes to
+        self.heard: list[Any] = []
+        self._output_structure: Any = None
+
+    def run(self, state: list[Any], samples: list[Any]) -> _Traced:
+        """Trace the call for some samples, with values of variables."""
+        leaves = list(self._leaves)
+        for place, array in zip(self._places, samples):
+            leaves[place] = array
+        args, kwargs = jax.tree.unflatten(self._structure, leaves)
+        known = dict(self._scope.state_mapping)
+        hears = Listener()
+        mapping = list(zip(self._variables, state))
+        with keras.StatelessScope(mapping, collect_losses=True) as scope:
+            for key, value in known.items():  # of other variables, for layers that share them
+                scope.state_mapping.setdefault(key, value)
+            before = dict(scope.state_mapping)
+            with inside_of_call.set(True), listener.set(hears):
+                outputs = self._call(*args, **kwargs)
+            losses = losses_of_scope(scope)
+            now = scope.state_mapping
+        own = {id(variable) for variable in self._variables}
+        if any(now[key] is not before.get(key) for key in now if key not in own):
+            raise NotByRowsError("it writes to a variable of another layer")
+        self._adders = [adder_of(loss, self._layer) for loss in losses]
+        self.num_losses = len(losses)
+        self.heard = hears.calls
+        flat, self._output_structure = jax.tree.flatten(outputs)
+        masks = {i: m for i, array in enumerate(flat) if (m := mask_of(array)) is not None}
+        kept = hears.written()
+        after = [
+            old if id(variable) in kept else now[id(variable)]
+            for variable, old in zip(self._variables, state)
+        ]
+        pairs = enumerate(zip(after, state))
+        self._written = [place for place, (new, old) in pairs if new is not old]
+        return _Traced(flat, masks, after, losses, hears.moments)
+
+    def read(self) -> str | None:
+        """Return why samples are not known to be treated one by one, or None, and note losses."""
+
+        def outputs(samples: list[Any]) -> list[Any]:
+            traced = self.run(self.state, samples)
+            return [*traced.outputs, *traced.masks.values(), *traced.losses]
+
+        normalizing = [layer for layer in layers_in(self._layer) if is_known(layer)]
+        with _averaging.of(normalizing), _is_read.set(True):
+            found = kinds_of(outputs, [self.samples], self.rows)
+        number = len(found) - self.num_losses
+        self.kinds = found[number:]
+        return next(
+            (
+                str(k) if isinstance(k, Exception) else _NOT_ROWS
+                for k in found[:number]
+                if k != "rows"
+            ),
+            None,
+        )
+
+    def by_microbatches(self, size: int) -> Any:
+        """Run the call by microbatches of `size` samples, and return its outputs."""
+        number, rest = divmod(self.rows, size)
+        written = list(self._written)
+
+        @functools.partial(jax.checkpoint, prevent_cse=False)
+        def run(carried: list[Any], samples: list[Any]) -> tuple[list[Any], _Traced]:
+            state = list(self.state)
+            for place, value in zip(written, carried):
+                state[place] = value
+            traced = self.run(state, samples)
+            return [traced.state[place] for place in written], traced._replace(state=[])
+
+        carried, found = [self.state[place] for place in written], []
+        shares: list[int] = []
+        if number > 0:
+            stacked = [a[: number * size].reshape(number, size, *a.shape[1:]) for a in self.samples]
+            carried, traced = jax.lax.scan(run, carried, stacked)
+            joined = jax.tree.map(lambda a: a.reshape(number * size, *a.shape[2:]), traced[:2])
+            losses = [
+                jnp.sum(loss) if self._is_sum(place) else jnp.mean(loss)
+                for place, loss in enumerate(traced.losses)
+            ]
+            moments = [Moments.of_stacked(m) for m in traced.moments]
+            found.append(
+                traced._replace(outputs=joined[0], masks=joined[1], losses=losses, moments=moments)
+            )
+            shares.append(number * size)
+        if rest:
+            carried, traced = run(carried, [a[number * size :] for a in self.samples])
+            found.append(traced)
+            shares.append(rest)
+        for place, value in zip(written, carried):
+            self._variables[place].assign(value)
+        return self._ended(found, shares)
+
+    def _is_sum(self, place: int) -> bool:
+        """Return whether a loss that a layer adds is summed over microbatches."""
+        return self.kinds[place] in ("sum", "rows")
+
+    def _ended(self, found: list[_Traced], shares: list[int]) -> Any:
+        """Put together what two parts of the samples gave."""
+        weights = [share / self.rows for share in shares]
+        for place, adder in enumerate(self._adders):
+            parts = [jnp.sum(part.losses[place]) for part in found]
+            is_sum = self._is_sum(place)
+            adder.add_loss(sum(parts if is_sum else [w * p for w, p in zip(weights, parts)]))
+        for place, call in enumerate(self.heard):
+            moments = found[0].moments[place]
+            for part in found[1:]:
+                moments = moments.plus(part.moments[place])
+            if (hears := listener.get()) is not None:
+                hears.calls.append(call)
+                hears.moments.append(moments)
+            else:
+                call.move(moments)
+        flat = [jnp.concatenate(parts) for parts in zip(*(part.outputs for part in found))]
+        for place in found[0].masks:
+            set_mask(flat[place], jnp.concatenate([part.masks[place] for part in found]))
+        return jax.tree.unflatten(self._output_structure, flat)
+
+
+class _Looking:
+    """Looks at the outermost calls, and lets them run as they are.
+
+    Args:
+        model: the model whose step is traced.
+        losses: of the step.
+    """
+
+    def __init__(self, model: Any, losses: Any) -> None:
+        self._model = model
+        self._losses = losses
+
+    def applies(self, layer: Any) -> bool:
+        return not (inside_of_call.get() or is_symbolic() or stateless_scope() is None)
+
+    def run(self, layer: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        found = _Call(layer, call, args, kwargs)
+        why = found.read()
+        if why is not None and not self._model._has_rule():
+            self._losses.tell(_jax_refusals.mixing_message(self._model.name, layer.name, why))
+        scope = stateless_scope()
+        before = len(losses_of_scope(scope))
+        with inside_of_call.set(True):
+            outputs = call(*args, **kwargs)
+        self._losses.note_kinds(losses_of_scope(scope)[before:], found.kinds)
+        return outputs
+
+
+class _Splitting(Splitting):
+    """How the calls of one step are split.
+
+    Args:
+        model: the model whose step is traced.
+        size: samples per microbatch.
+    """
+
+    def __init__(self, model: Any, size: int) -> None:
+        super().__init__(model)
+        self._size = size
+
+    def applies(self, layer: Any) -> bool:
+        if inside_of_call.get() or is_symbolic() or stateless_scope() is None:
+            return False
+        has_weights = bool(layer.weights)
+        self._has_heard = self._has_heard or has_weights
+        return has_weights and not any(map(is_rematerialized, layers_in(layer)))
+
+    def _by_microbatches(
+        self, layer: Any, call: Callable[..., Any], args: Any, kwargs: Any, training: Any
+    ) -> tuple[Any, tuple[list[str], list[str]]]:
+        found = _Call(layer, call, args, kwargs)
+        if found.rows <= self._size:
+            raise NotByRowsError("")
+        why = found.read()
+        if why is None and any(isinstance(kind, Exception) for kind in found.kinds):
+            why = "adds a loss that is neither a mean nor a sum over samples"
+        if why is not None:
+            raise NotByRowsError(f"it {why}")
+        outputs = found.by_microbatches(self._size)
+        layers = [layer for layer in layers_in(layer) if layer in self._model_layers()]
+        normalizing = [part.name for part in layers if is_known(part)]
+        others = [part.name for part in layers if not is_known(part)]
+        is_training = training is True
+        return outputs, (normalizing, others) if is_training else ([], [])
+
+    def _model_layers(self) -> list[Any]:
+        return list(self._model._batch_normalization_layers())
+
+
+def _value_in(scope: Any, variable: Any) -> Any:
+    """Return the value of a variable in a scope, or its own."""
+    value = scope.get_current_value(variable)
+    return variable.value if value is None else value
+
+
+def _with_averages(layer: Any, moments: Callable[..., Any]) -> Callable[..., Any]:
+    def averages(inputs: Any, mask: Any) -> Any:
+        if not _is_read.get():
+            return moments(inputs, mask)
+        return tuple(
+            jnp.asarray(v.value, inputs.dtype) for v in (layer.moving_mean, layer.moving_variance)
+        )
+
+    return averages
+
+
+_averaging = InFront(MOMENTS, _with_averages)
+
+
+def _heard(layer: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+    def heard(*args: Any, **kwargs: Any) -> Any:
+        calls = _calls.get()
+        if calls is None or not calls.applies(layer):
+            return call(*args, **kwargs)
+        return calls.run(layer, call, args, kwargs)
+
+    return heard
+
+
+_in_front = InFront("call", _heard)
+
+
+@contextlib.contextmanager
+def looking_at_calls(model: Any, losses: Any, size: int | None) -> Iterator[None]:
+    """Tell of outermost calls of layers that combine samples.
+
+    Args:
+        model: the model whose step is traced.
+        losses: of the step, which are told.
+        size: of no meaning here.
+    """
+    with _in_front.of(layers_in(model)), _calls.set(_Looking(model, losses)):
+        yield
+
+
+@contextlib.contextmanager
+def splitting_calls(model: Any, losses: Any, size: int | None) -> Iterator[None]:
+    """Let the outermost calls of layers go by microbatches.
+
+    Args:
+        model: the model whose step is traced.
+        losses: of no meaning here.
+        size: samples per microbatch.
+    """
+    assert size is not None
+    splitting = _Splitting(model, size)
+    with _in_front.of(layers_in(model)), _calls.set(splitting):
+        yield
+        splitting.end()

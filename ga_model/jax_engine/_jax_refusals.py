@@ -1,0 +1,136 @@
+"""What is not supported on the JAX backend: checks, errors and warnings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from ga_model.base._messages import ALONE, WITHOUT
+
+_OTHERS = (
+    "use the TensorFlow backend (`KERAS_BACKEND=tensorflow`) or PyTorch (`KERAS_BACKEND=torch`), "
+    "which support it"
+)
+
+
+def check(model: Any) -> None:
+    """Raise ValueError if a model cannot be accumulated here."""
+    overwritten = [
+        v.path for v in model.trainable_variables if getattr(v, "overwrite_with_gradient", False)
+    ]
+    if overwritten:
+        raise ValueError(_overwritten_message(model.name, overwritten))
+    if keras.distribution.distribution() is not None:
+        raise ValueError(_distribution_message(model.name))
+    if model._accumulation.is_automatic:
+        raise ValueError(_automatic_message(model.name))
+
+
+def no_estimate(decay: float) -> Any:
+    """Raise ValueError: the noise of gradients is not measured here."""
+    raise ValueError(
+        "`GradientNoiseScale` does not measure on the JAX backend. "
+        f"Received: the callback, with decay={decay}. Remove it, or {_OTHERS}."
+    )
+
+
+def _overwritten_message(model: str, variables: list[str]) -> str:
+    return (
+        "On JAX, gradients that overwrite their variables, such as those of float8 layers, cannot "
+        f"be accumulated. Received: {model!r} with {variables}. Train in another precision, use "
+        f"the TensorFlow backend (`KERAS_BACKEND=tensorflow`), or {WITHOUT}."
+    )
+
+
+def _distribution_message(model: str) -> str:
+    return (
+        "On JAX, gradients are accumulated on one device. "
+        f"Received: {model!r} with a `keras.distribution`. Remove it "
+        f"(`keras.distribution.set_distribution(None)`), {_OTHERS} in their own ways, or {WITHOUT}."
+    )
+
+
+def _automatic_message(model: str) -> str:
+    return (
+        'On JAX, no size is searched for: `microbatch_size="auto"` needs another backend. '
+        f"Received: {model!r} with it. Set `microbatch_size` to a number, such as 16, or {_OTHERS}."
+    )
+
+
+def own_loop_message(model: str) -> str:
+    return (
+        "On JAX, a window's sums are between the steps that `fit` and `train_on_batch` run, and "
+        f"not in what `train_step` returns. Received: a call of `train_step` of {model!r} by other "
+        "code. Call `train_on_batch`, which updates once per window, sum the gradients in your own "
+        f"loop, or {WITHOUT}."
+    )
+
+
+def own_step_message(model: str) -> str:
+    return (
+        "On JAX, a custom `train_step`, `compute_loss_and_updates`, `compute_metrics` or "
+        "`get_metrics_result` is not accumulated over several batches, nor with `skip_nonfinite`. "
+        f"Received: {model!r}, which has one. To train exactly, {ALONE}, or {_OTHERS}."
+    )
+
+
+def own_loss_message(model: str) -> str:
+    return (
+        "On JAX, it is not read what a custom `compute_loss` averages over. "
+        f"Received: {model!r}, which has one, with `accumulation_steps` above 1 or "
+        "`skip_nonfinite`. Override `microbatch_weight`: return the number of samples if the loss "
+        f'is their mean, or "sum". Or {ALONE}.'
+    )
+
+
+def mixing_message(model: str, layer: str, why: str) -> str:
+    return (
+        "Gradients of microbatches add up to the full-batch gradient only if the model treats "
+        f"samples independently. Received: {model!r}, of which that is not known: {layer!r} {why}. "
+        "If it compares samples, training differs from the full batch. To train exactly, "
+        f"{ALONE}; if samples are independent, override `microbatch_weight`."
+    )
+
+
+def not_additive_message(subject: str, why: str) -> str:
+    return (
+        "Gradients of microbatches add up to the full-batch gradient only if the loss is a mean or "
+        f"a sum over samples. Received: {subject}, of which that is not known: it {why}. "
+        "If it compares samples, training differs from the full batch. To train exactly, "
+        f"{ALONE}; or override `microbatch_weight`."
+    )
+
+
+def own_call_message(subject: str) -> str:
+    return (
+        "What a loss averages over is known from its `call`. "
+        f"Received: {subject}, whose `__call__` is custom. It is taken for a mean over samples; if "
+        "it is none, training differs from the full batch. Compute one value per sample in `call`, "
+        f"override `microbatch_weight`, or {ALONE}."
+    )
+
+
+def addition_message(model: str) -> str:
+    return (
+        "A loss added with `add_loss` must be a mean or a sum over samples. "
+        f"Received: {model!r} with one of which that is not known; it is taken for a mean. If it "
+        f"is none, training differs from the full batch. To train exactly, {ALONE}, or override "
+        "`microbatch_weight`."
+    )
+
+
+def unlike_entries_message(model: str) -> str:
+    return (
+        "The terms of this loss average over values whose numbers per sample changed within a "
+        f"window, each in its own way. Received: {model!r}. A microbatch has only one weight, so "
+        f"training differs from the full batch: pad to one length, or {ALONE}."
+    )
+
+
+def unknown_variable_message(model: str) -> str:
+    return (
+        "On JAX, `on_update` can write to the variables of the model and its optimizer only. "
+        f"Received: {model!r}, whose `on_update` writes to another variable. Store it in an "
+        "attribute of the model, with `trainable=False`."
+    )

@@ -1,0 +1,238 @@
+"""What the losses of a recorded step average over, and the resulting weight of a microbatch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import keras
+
+from ga_model.base._internals import mask_of
+from ga_model.hearing import _messages, _weights
+from ga_model.hearing._compiled_copy import same_rank, seeing
+from ga_model.hearing._losses_of_keras import is_by_sample
+from ga_model.hearing._models import unpack
+from ga_model.hearing._split import num_rows
+from ga_model.hearing._step_terms import StepTerms
+from ga_model.jax_engine import _jax_refusals
+from ga_model.jax_engine._rows_apart import MixedError, kinds_of
+
+_MEANS = ("mean", "sum_over_batch_size", "mean_with_sample_weight")
+
+
+class DoesNotAddUpError(ValueError):
+    """What a step computes does not add up over microbatches. The text says what, and what to do.
+
+    It is raised while a step is traced.
+    """
+
+
+class Position(NamedTuple):
+    """Where in its window a microbatch stands.
+
+    Attributes:
+        steps: scalar, batches that fill the window.
+        num_microbatches: scalar, microbatches that do.
+        parts: scalar, a power of two near that.
+        is_first: bool scalar, whether no microbatch of the window has counted yet.
+        unit: scalar, what weights are counted in so far, or zero.
+        whole: the batch, if it is split.
+        must_add_up: whether what does not add up over microbatches is refused, and not told.
+        is_window: whether the microbatch is all of its window, which it never is for sure.
+    """
+
+    steps: Any
+    num_microbatches: Any
+    parts: Any
+    is_first: Any
+    unit: Any
+    whole: _weights.Whole | None
+    must_add_up: bool
+    is_window: bool = False
+
+
+class StepLosses(StepTerms):
+    """The losses of one recorded step, as they become known while it is traced.
+
+    Args:
+        model: the model that is recorded.
+        data: the microbatch, as `train_step` gets it.
+        position: where it stands in its window.
+
+    Attributes:
+        lost: bool scalars, each whether a term was made zero because it was divided by zero.
+    """
+
+    def __init__(self, model: Any, data: Any, position: Position) -> None:
+        super().__init__(model, data, position)
+        self.lost: list[Any] = []
+        self._is_ruled = model._has_rule()
+        self._kinds_of_added: list[tuple[Any, Any]] = []
+
+    def entries(self) -> tuple[float, ...]:
+        """Return loss values of a sample, of each term that averages over all of them."""
+        rows = max(self.num_rows(), 1)
+        return tuple(t.weight / rows for t in self._terms if isinstance(t.weight, (int, float)))
+
+    def compiled_terms(self) -> list[_weights.Term]:
+        """Return the terms of the compiled loss."""
+        return self._terms
+
+    def note_term(self, term: _weights.Term) -> None:
+        """Note a term of the compiled loss."""
+        if term.is_product and not self._is_ruled:
+            self.tell(_messages.product_message(term.name, self._model.name))
+        self._terms.append(term)
+        self.lost += term.lost
+
+    def note_additional(self, loss: Any, total: Any) -> None:
+        """Note a loss that a layer or a regularizer added to the total.
+
+        Args:
+            loss: as it was added.
+            total: the number that Keras made of it.
+        """
+        kind = next((kind for other, kind in self._kinds_of_added if other is loss), None)
+        is_sum = {"sum": True, "mean": False, "rows": True}.get(kind)
+        self._additional.append((total, is_sum))
+
+    def note_kinds(self, losses: list[Any], kinds: list[Any]) -> None:
+        """Note what losses are to the samples that layers have added, as `kinds_of` returns it."""
+        self._kinds_of_added += zip(losses, kinds)
+
+    def _is_sum_of_samples(self, index: int, value: Any, is_sum: Any) -> bool:
+        if is_sum is None and not self._is_ruled:
+            self.tell(_jax_refusals.addition_message(self._model.name))
+        return bool(is_sum)
+
+    def kind_of(self, name: str, loss: Any, y_true: Any, y_pred: Any, values: Any) -> str:
+        """Return what a compiled loss is to the samples: "rows", "mean" or "sum".
+
+        Args:
+            name: of the loss.
+            loss: the loss.
+            y_true, y_pred: what it got.
+            values: what its `call` gave, or None if it has a `__call__` of its own.
+
+        Warns:
+            UserWarning: it is none of these.
+        """
+        is_number = values is not None and values.ndim == 0
+        assumed = "mean" if is_number else "rows"
+        is_loss = isinstance(loss, keras.losses.Loss)
+        if self._is_ruled or (is_loss and is_by_sample(loss) and _fit(y_true, y_pred)):
+            return assumed
+        subject = f"the loss {name!r} of {self._model.name!r}"
+        if values is None:
+            self.tell(_jax_refusals.own_call_message(subject))
+            return assumed
+        (kind,) = kinds_of(loss.call, (y_true, y_pred), num_rows(y_pred), dtype=loss.dtype)
+        if kind in (("mean", "sum") if is_number else ("rows",)):
+            return str(kind)
+        why = str(kind) if isinstance(kind, MixedError) else "gives one number per feature"
+        self.tell(_jax_refusals.not_additive_message(subject, why))
+        return assumed
+
+    def tell(self, message: str) -> None:
+        """Warn of what differs from the full batch, or refuse it where it has to be exact."""
+        if self._position.must_add_up:
+            raise DoesNotAddUpError(message)
+        self._model._warn_once(message)
+
+    def num_rows(self) -> int:
+        return num_rows(unpack(self._data)[0])
+
+
+def _fit(y_true: Any, y_pred: Any) -> bool:
+    """Return whether targets do not broadcast against outputs along the samples."""
+    pairs = list(zip(keras.tree.flatten(y_true), keras.tree.flatten(y_pred)))
+    ranks = [(len(a.shape), len(b.shape)) for a, b in pairs]
+    return all(abs(a - b) <= 1 for a, b in ranks)
+
+
+def observer_of(entry: Any, compiled: Any, losses: StepLosses) -> Any:
+    """Return a stand-in for one loss: it computes the loss and notes its term in `compiled`.
+
+    Args:
+        entry: of the compiled loss, a named tuple.
+        compiled: the copy that notes terms.
+        losses: of the step that is traced.
+    """
+    loss, name = entry.loss, entry.name
+    reduction = getattr(loss, "reduction", None)
+
+    def observe(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        seen: list[Any] = []
+        value = seeing(loss, seen, lambda number, weights: None)(y_true, y_pred, sample_weight)
+        values = seen[-1] if seen else None
+        found = losses.kind_of(name, loss, y_true, y_pred, values)
+        is_number = values is not None and values.ndim == 0
+        is_product = is_number and sample_weight is not None
+        rows = num_rows(y_pred)
+        weight: Any = rows
+        kind: Hashable = "rows"
+        lost: tuple[Any, ...] = ()
+        if is_number and not is_product:  # as it is, whatever the reduction
+            weight, kind = (None, "sum") if found == "sum" else (rows, "rows")
+        elif reduction not in _MEANS:
+            weight, kind = None, reduction or "none"
+        elif values is not None:
+            masks = [mask for t in (y_pred, values) if (mask := mask_of(t)) is not None]
+            weight, kind, lost = _denominator(reduction, values, sample_weight, masks, rows)
+        is_product = is_product and reduction != "mean_with_sample_weight"
+        value = jnp.sum(value)  # Keras leaves the values of no rows as they are
+        in_total = value if entry.loss_weights is None else value * entry.loss_weights
+        compiled._terms.append(
+            _weights.Term(name, weight, kind, in_total, value, is_product, lost=lost)
+        )
+        return value
+
+    return observe
+
+
+def _denominator(
+    reduction: str, values: Any, sample_weight: Any, masks: list[Any], rows: int
+) -> tuple[Any, Hashable, tuple[Any, ...]]:
+    """Return the denominator of a mean over `values`, as `keras.losses.Loss` has it.
+
+    Args:
+        reduction: "mean", "sum_over_batch_size" or "mean_with_sample_weight".
+        values: loss values of shape (rows, ...), or a scalar where the loss reduced by itself.
+        sample_weight: None, or a tensor of shape (rows,), (rows, 1) or (rows, positions).
+        masks: bool tensors of shape (rows, positions), to be combined with a logical and.
+        rows: rows of the microbatch.
+
+    Returns:
+        The number, its kind as `Term` has it, and bool scalars, as its `lost`.
+    """
+    if values.ndim == 0:
+        return rows, "rows", ()
+    by_sample_weight = reduction == "mean_with_sample_weight" and sample_weight is not None
+    if not masks and not by_sample_weight:
+        return values.size, "rows", ()
+    mask = None
+    for part in masks:
+        part = jax.lax.stop_gradient(part)
+        mask = part if mask is None else mask & part
+    kind: tuple[Hashable, ...] = (reduction, *(id(part) for part in masks))
+    dtype = jnp.promote_types(values.dtype, jnp.float32)
+    if mask is not None and reduction != "mean_with_sample_weight":
+        # Keras scales by prod(shape(mask)) / sum(mask) and divides by prod(shape(values)).
+        per_entry = math.prod(values.shape[1:]) / math.prod(mask.shape[1:])
+        return mask.astype(dtype).sum() * per_entry, kind, ()
+    weight = None if mask is None else mask.astype(dtype)
+    lost: tuple[Any, ...] = ()
+    if by_sample_weight:
+        kind = (*kind, id(sample_weight))
+        sample_weight = jax.lax.stop_gradient(jnp.asarray(sample_weight)).astype(dtype)
+        if weight is None:
+            weight = sample_weight
+        else:
+            weight, sample_weight = same_rank(weight, sample_weight)
+            weight = weight * sample_weight
+        divisor = weight.astype(values.dtype).sum()  # as Keras adds up
+        lost = ((divisor == 0) & jnp.any(weight != 0),)
+    return weight.sum(), kind, lost  # type: ignore[union-attr]

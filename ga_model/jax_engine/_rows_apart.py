@@ -1,0 +1,722 @@
+"""Read from a jaxpr whether a function treats samples one by one.
+
+A sample has one entry, or several that stand behind one another, on one axis of each array that
+follows from the samples. An operation that leaves it so is known by name; with any other one, the
+function is not known to treat samples one by one, and the reason is told. What does not follow from
+samples may be combined with them if it is the same for all of them: along their axis it must not
+vary, as positions in the batch do, unless it is random.
+
+Sums over samples, and what they are divided by, are followed further, to find out whether a loss
+that is one number is a mean or a sum of what single samples give.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import keras
+import numpy as np
+
+_LARGEST_CONSTANT = 1_000_000  # entries of an array whose values are looked at
+
+
+class Apart(NamedTuple):
+    """Samples stand on an axis of an array.
+
+    Attributes:
+        axis: the axis.
+        entries: of each sample, one behind the other.
+    """
+
+    axis: int
+    entries: int = 1
+
+
+class Shared(NamedTuple):
+    """An array follows from no sample.
+
+    Attributes:
+        axes: along which it does not vary.
+        value: of a scalar, if it is known.
+    """
+
+    axes: frozenset[int]
+    value: Any = None
+
+
+class Added(NamedTuple):
+    """An array is a sum over samples of what follows from each.
+
+    Attributes:
+        divisor: by what it was divided, as far as numbers are known.
+    """
+
+    divisor: float = 1.0
+
+
+class MixedError(Exception):
+    """Samples are combined, or that is not known. The text says by what.
+
+    It stands for arrays that follow from such a combination: they may be of no use.
+    """
+
+
+def kinds_of(
+    function: Callable[..., Any], arguments: Sequence[Any], rows: int, dtype: Any = None
+) -> list[Any]:
+    """Return what the outputs of a function are to the samples.
+
+    Args:
+        function: takes the arguments, and returns a nest of arrays.
+        arguments: nests of arrays. Those whose axis 0 has a length of `rows` have the samples.
+        rows: samples.
+        dtype: that floating-point arguments are converted to, or None.
+
+    Returns:
+        For each output, "rows" if it has one entry of axis 0 for each sample, which follows from
+        that sample alone; "mean" or "sum" of what single samples give; or a `MixedError`.
+    """
+    if rows == 1:  # of which all is one
+        arguments, rows = [_with_rows(argument, 1, 2) for argument in arguments], 2
+    found = _outputs(function, arguments, rows, dtype)
+    kinds = [_kind(state, shape, rows) for state, shape in found]
+    if not any(isinstance(kind, Added) for kind in kinds):
+        return kinds
+    others: list[list[Any]] = []
+    for number in (rows, rows + 1):
+        changed = [_with_rows(argument, rows, number) for argument in arguments]
+        others.append([state for state, _ in _outputs(function, changed, number, dtype)])
+    return [
+        _kind_of_sum(one, other, rows) if isinstance(kind, Added) else kind
+        for kind, one, other in zip(kinds, *others)
+    ]
+
+
+def _kind(state: Any, shape: tuple[int, ...], rows: int) -> Any:
+    if isinstance(state, (Added, MixedError)):
+        return state
+    if state == Apart(0) and shape and shape[0] == rows:
+        return "rows"
+    return MixedError("gives something other than one value per sample")
+
+
+def _kind_of_sum(one: Any, other: Any, rows: int) -> Any:
+    """Return what a sum is, from what it is divided by with `rows` samples, and with one more."""
+    if isinstance(other, Added):
+        if math.isclose(one.divisor, other.divisor, rel_tol=1e-6):
+            return "sum"
+        if math.isclose(one.divisor / rows, other.divisor / (rows + 1), rel_tol=1e-6):
+            return "mean"
+    return MixedError("divides by something other than the number of samples")
+
+
+def _with_rows(argument: Any, rows: int, number: int) -> Any:
+    """Return the shapes of a nest with another number of samples."""
+
+    def changed(leaf: Any) -> Any:
+        leaf = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+        shape = tuple(leaf.shape)
+        if shape and shape[0] == rows:
+            shape = (number, *shape[1:])
+        return jax.ShapeDtypeStruct(shape, leaf.dtype)
+
+    return keras.tree.map_structure(changed, argument)
+
+
+def _outputs(
+    function: Callable[..., Any], arguments: Sequence[Any], rows: int, dtype: Any
+) -> list[tuple[Any, tuple[int, ...]]]:
+    """Return what the outputs of a function are to the samples, and their shapes."""
+
+    def like(leaf: Any) -> Any:
+        leaf = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+        is_float = dtype is not None and np.issubdtype(np.float64, leaf.dtype)
+        wanted = dtype if is_float or (_is_floating(leaf.dtype) and dtype) else leaf.dtype
+        return jax.ShapeDtypeStruct(tuple(leaf.shape), keras.backend.standardize_dtype(wanted))
+
+    arguments = keras.tree.map_structure(like, list(arguments))
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    states = [
+        Apart(0) if leaf.shape and leaf.shape[0] == rows else Shared(frozenset())
+        for leaf in keras.tree.flatten(arguments)
+    ]
+    found = _Reader(rows).closed(closed, states)
+    return list(zip(found, [tuple(leaf.shape) for leaf in jax.tree.leaves(shapes)]))
+
+
+def _is_floating(dtype: Any) -> bool:
+    return keras.backend.is_float_dtype(keras.backend.standardize_dtype(dtype))
+
+
+class _Reader:
+    """Follows samples through jaxprs.
+
+    Args:
+        rows: samples.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+
+    def closed(self, closed: Any, states: Sequence[Any]) -> list[Any]:
+        """Return what the outputs of a closed jaxpr are, from what its inputs are."""
+        constants = [_of_constant(value) for value in closed.consts]
+        return self.run(closed.jaxpr, [*constants, *states])
+
+    def run(self, jaxpr: Any, states: Sequence[Any]) -> list[Any]:
+        """Return what the outputs of a jaxpr are, from what its constants and inputs are."""
+        known: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], states))
+
+        def state_of(atom: Any) -> Any:
+            return _of_constant(atom.val) if hasattr(atom, "val") else known[atom]
+
+        for eqn in jaxpr.eqns:
+            outputs = self._equation(eqn, [state_of(atom) for atom in eqn.invars])
+            known.update(zip(eqn.outvars, outputs))
+        return [state_of(atom) for atom in jaxpr.outvars]
+
+    def _equation(self, eqn: Any, states: list[Any]) -> list[Any]:
+        rule = _RULES.get(eqn.primitive.name, _Reader._other)
+        mixed = [state for state in states if isinstance(state, MixedError)]
+        if mixed and rule is not _Reader.nested:
+            return mixed[:1] * len(eqn.outvars)
+        try:
+            found = rule(self, eqn, states)
+        except MixedError as error:
+            found = error
+        return found if isinstance(found, list) else [found] * len(eqn.outvars)
+
+    def _other(self, eqn: Any, states: list[Any]) -> Any:
+        name = eqn.primitive.name
+        if name == "select_n" and isinstance(states[0], Shared) and states[0].value is not None:
+            return states[1 + int(states[0].value)]
+        if name in _ELEMENTWISE:
+            return self._elementwise(eqn, states)
+        if all(isinstance(state, Shared) for state in states):
+            return Shared(frozenset())
+        raise MixedError(f"runs `{name}`, of which it is not known what it does to samples")
+
+    # What follows takes an equation and what its inputs are.
+
+    def _elementwise(self, eqn: Any, states: list[Any]) -> Any:
+        if any(isinstance(state, Added) for state in states):
+            return self._of_sums(eqn, states)
+        if all(isinstance(state, Shared) for state in states):
+            rank = len(eqn.outvars[0].aval.shape)
+            pairs = list(zip(eqn.invars, states))
+            axes = (a for a in range(rank) if all(_is_same(*pair, a) for pair in pairs))
+            return Shared(frozenset(axes), _folded(eqn, states))
+        return self.together(eqn, states)
+
+    def together(self, eqn: Any, states: Sequence[Any], atoms: Any = None) -> Apart:
+        """Return what arrays of equal shapes have in common, of which one has samples."""
+        atoms = eqn.invars if atoms is None else atoms
+        apart = {state for state in states if isinstance(state, Apart)}
+        if len(apart) != 1 or any(isinstance(state, Added) for state in states):
+            raise MixedError(f"combines samples with others (`{eqn.primitive.name}`)")
+        (found,) = apart
+        for atom, state in zip(atoms, states):
+            if not (isinstance(state, Apart) or _is_same(atom, state, found.axis)):
+                raise MixedError(
+                    f"computes with the place of samples in the batch (`{eqn.primitive.name}`)"
+                )
+        return found
+
+    def _of_sums(self, eqn: Any, states: list[Any]) -> Any:
+        """Return what an operation makes of sums over samples: linear ones keep them so."""
+        name = eqn.primitive.name
+        sums = [state for state in states if isinstance(state, Added)]
+        if name in ("add", "sub", "add_any", "select_n") and len(set(sums)) == 1:
+            others = [state for state in states if not isinstance(state, Added)]
+            if not others or (name == "select_n" and len(others) == 1 and states[0] is others[0]):
+                return sums[0]
+        if name in _LINEAR and len(states) == 1:
+            return sums[0]
+        if len(sums) == 1 and all(isinstance(s, (Added, Shared)) for s in states):
+            value = next((s.value for s in states if isinstance(s, Shared)), None)
+            if name == "mul":  # by a number that is not known, which does not follow from samples
+                return sums[0] if value is None else Added(sums[0].divisor / _not_zero(value))
+            if name == "div" and isinstance(states[0], Added):
+                return sums[0] if value is None else Added(sums[0].divisor * value)
+        raise MixedError(f"computes with a sum over samples (`{name}`)")
+
+    def nested(self, eqn: Any, states: list[Any]) -> list[Any]:
+        params = eqn.params
+        inner = next(params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in params)
+        if hasattr(inner, "consts"):
+            return self.closed(inner, states)
+        return self.run(inner, states)
+
+    def broadcast(self, eqn: Any, states: list[Any]) -> Any:
+        state, places = states[0], eqn.params["broadcast_dimensions"]
+        before, after = eqn.invars[0].aval.shape, eqn.params["shape"]
+        if isinstance(state, Apart):
+            return Apart(places[state.axis], state.entries)
+        if isinstance(state, Added):
+            return state
+        grown = {p for a, p in enumerate(places) if a in state.axes or before[a] != after[p]}
+        return Shared(frozenset(set(range(len(after))) - set(places) | grown), state.value)
+
+    def reshape(self, eqn: Any, states: list[Any]) -> Any:
+        state, before = states[0], eqn.invars[0].aval.shape
+        after = eqn.outvars[0].aval.shape
+        if isinstance(state, Added):
+            return state
+        if isinstance(state, Apart):
+            return _reshaped(state, before, after, self._rows)
+        if len(state.axes) == len(before):
+            return Shared(frozenset(range(len(after))), state.value)
+        kept = {}  # axes by what stands in front of them, and their length
+        for axis, length in enumerate(before):
+            kept[math.prod(before[:axis]), length] = axis
+        same = {a for a, n in enumerate(after) if kept.get((math.prod(after[:a]), n)) in state.axes}
+        return Shared(frozenset(same), state.value)
+
+    def transpose(self, eqn: Any, states: list[Any]) -> Any:
+        return _moved(states[0], {old: new for new, old in enumerate(eqn.params["permutation"])})
+
+    def squeeze(self, eqn: Any, states: list[Any]) -> Any:
+        return _without(states[0], eqn.params["dimensions"], eqn)
+
+    def expand_dims(self, eqn: Any, states: list[Any]) -> Any:
+        rank, new = len(eqn.outvars[0].aval.shape), set(eqn.params["dimensions"])
+        moved = _moved(states[0], dict(enumerate(a for a in range(rank) if a not in new)))
+        return moved._replace(axes=moved.axes | new) if isinstance(moved, Shared) else moved
+
+    def reduce(self, eqn: Any, states: list[Any]) -> Any:
+        axes = eqn.params["axes"]
+        state = states[0]
+        if isinstance(state, Apart) and state.axis in axes and eqn.primitive.name == "reduce_sum":
+            return Added()
+        if isinstance(state, Added) and eqn.primitive.name == "reduce_sum":
+            return state
+        return _without(state, axes, eqn)
+
+    def along(self, eqn: Any, states: list[Any]) -> list[Any]:
+        """Of what an operation does along one axis."""
+        params = eqn.params
+        axis = next(params[k] for k in ("axis", "dimension", "dimensions") if k in params)
+        axes = set(axis) if isinstance(axis, (list, tuple)) else {axis}
+        return self._alone(eqn, states, axes)
+
+    def last(self, eqn: Any, states: list[Any]) -> list[Any]:
+        """Of what an operation does along the last axis, or the last two."""
+        number = 1 if eqn.primitive.name in ("top_k", "approx_top_k") else 2
+        if eqn.primitive.name == "fft":
+            number = len(eqn.params["fft_lengths"])
+        rank = len(eqn.invars[0].aval.shape)
+        return self._alone(eqn, states, set(range(rank - number, rank)))
+
+    def _alone(self, eqn: Any, states: list[Any], axes: set[int]) -> list[Any]:
+        if all(isinstance(state, Shared) for state in states):
+            return [_vary(frozenset.intersection(*(s.axes for s in states)) - axes)] * len(
+                eqn.outvars
+            )
+        state = self.together(eqn, states)
+        if state.axis in axes:
+            raise MixedError(_over(eqn))
+        return [state] * len(eqn.outvars)
+
+    def dot(self, eqn: Any, states: list[Any]) -> Any:
+        (contracted, batched) = eqn.params["dimension_numbers"]
+        ranks = [len(atom.aval.shape) for atom in eqn.invars[:2]]
+        free = [
+            [a for a in range(rank) if a not in (*c, *b)]
+            for rank, c, b in zip(ranks, contracted, batched)
+        ]
+        places: list[dict[int, int]] = []
+        start = len(batched[0])
+        for axes, batch in zip(free, batched):
+            places.append({a: i for i, a in enumerate(batch)})
+            places[-1].update({a: start + i for i, a in enumerate(axes)})
+            start += len(axes)
+        if any(isinstance(state, Added) for state in states):
+            raise MixedError("computes with a sum over samples (`dot_general`)")
+        if all(isinstance(state, Shared) for state in states):
+            same = [
+                {p[a] for a in s.axes if a in p} - set(range(len(batched[0])))
+                for s, p in zip(states, places)
+            ]
+            both = {
+                i
+                for i, (a, b) in enumerate(zip(*batched))
+                if a in states[0].axes and b in states[1].axes
+            }
+            return Shared(frozenset(same[0] | same[1] | both))
+        apart = [isinstance(state, Apart) for state in states]
+        for state, axes in zip(states, contracted):
+            if isinstance(state, Apart) and state.axis in axes:
+                raise MixedError(_over(eqn))
+        one = apart.index(True)
+        state, other = states[one], states[1 - one]
+        if state.axis in batched[one]:
+            pair = batched[1 - one][batched[one].index(state.axis)]
+            is_same = other == Apart(pair, state.entries) if apart[1 - one] else pair in other.axes
+            if not is_same:
+                raise MixedError(f"combines samples with others (`{eqn.primitive.name}`)")
+        elif apart[1 - one]:
+            raise MixedError(f"combines samples with others (`{eqn.primitive.name}`)")
+        return Apart(places[one][state.axis], state.entries)
+
+    def convolution(self, eqn: Any, states: list[Any]) -> Any:
+        numbers = eqn.params["dimension_numbers"]
+        state, kernel = states
+        if isinstance(state, Shared) and isinstance(kernel, Shared):
+            is_same = _is_same(eqn.invars[0], state, numbers.lhs_spec[0])
+            return _vary({numbers.out_spec[0]} if is_same else ())
+        is_by_sample = isinstance(state, Apart) and state.axis == numbers.lhs_spec[0]
+        is_plain = isinstance(kernel, Shared) and eqn.params["batch_group_count"] == 1
+        if not (is_by_sample and is_plain):
+            raise MixedError(f"combines samples with others (`{eqn.primitive.name}`)")
+        return Apart(numbers.out_spec[0], state.entries)
+
+    def window(self, eqn: Any, states: list[Any]) -> list[Any]:
+        params = eqn.params
+        if all(isinstance(state, Shared) for state in states):
+            return [_vary(frozenset())] * len(eqn.outvars)
+        state = self.together(eqn, states[:1], eqn.invars[:1])
+        if params["window_dimensions"][state.axis] != 1:
+            raise MixedError(_over(eqn))
+        return [state] * len(eqn.outvars)
+
+    def gather(self, eqn: Any, states: list[Any]) -> Any:
+        operand, indices = states
+        numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+        rank = len(eqn.outvars[0].aval.shape)
+        of_indices = [a for a in range(rank) if a not in numbers.offset_dims]
+        pairs = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims))
+        if all(isinstance(state, Shared) for state in states):
+            return _vary(frozenset(of_indices[a] for a in indices.axes if a < len(of_indices)))
+        if isinstance(operand, Shared) and isinstance(indices, Apart):
+            shape = eqn.invars[0].aval.shape
+            is_table = all(p in operand.axes for p, i in pairs.items() if i == indices.axis)
+            if is_table and indices.axis < len(of_indices) and shape:
+                return Apart(of_indices[indices.axis], indices.entries)
+        if isinstance(operand, Apart) and operand.axis in pairs:
+            place = pairs[operand.axis]
+            is_same = (
+                indices == Apart(place, operand.entries)
+                if isinstance(indices, Apart)
+                else place in indices.axes
+            )
+            if is_same:
+                return Apart(of_indices[place], operand.entries)
+        if isinstance(operand, Apart) and isinstance(indices, Shared):
+            axis, gone = operand.axis, (*numbers.collapsed_slice_dims, *pairs)
+            is_whole = sizes[axis] == eqn.invars[0].aval.shape[axis] and axis not in gone
+            if is_whole:
+                kept = [a for a in range(len(sizes)) if a not in gone]
+                return Apart(numbers.offset_dims[kept.index(axis)], operand.entries)
+        raise MixedError(f"combines samples with others (`{eqn.primitive.name}`)")
+
+    def scatter(self, eqn: Any, states: list[Any]) -> Any:
+        operand, indices, updates = states
+        numbers = eqn.params["dimension_numbers"]
+        if all(isinstance(state, Shared) for state in states):
+            return _vary(frozenset())
+        shape, rank = eqn.invars[0].aval.shape, len(eqn.invars[2].aval.shape)
+        of_indices = [a for a in range(rank) if a not in numbers.update_window_dims]
+        pairs = dict(zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims))
+        for axis in range(len(shape)):
+            if axis in pairs:
+                places = (axis, pairs[axis], of_indices[pairs[axis]])
+            elif axis not in (*numbers.inserted_window_dims, *pairs):
+                kept = [a for a in range(len(shape)) if a not in numbers.inserted_window_dims]
+                kept = [a for a in kept if a not in pairs]
+                place = numbers.update_window_dims[kept.index(axis)]
+                if eqn.invars[2].aval.shape[place] != shape[axis] or isinstance(indices, Apart):
+                    continue
+                places = (axis, None, place)
+            else:
+                continue
+            fits = [place is None or _is_at(state, place) for state, place in zip(states, places)]
+            if all(fits) and any(isinstance(s, Apart) for s in (operand, indices, updates)):
+                return Apart(axis)
+        raise MixedError(f"combines samples with others (`{eqn.primitive.name}`)")
+
+    def cut(self, eqn: Any, states: list[Any]) -> Any:
+        """Of slices: all samples are in them."""
+        before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+        state = states[0]
+        if any(isinstance(s, (Apart, Added)) for s in states[1:]) or isinstance(state, Added):
+            raise MixedError(f"combines samples with others (`{eqn.primitive.name}`)")
+        if isinstance(state, Apart) and before[state.axis] != after[state.axis]:
+            raise MixedError("takes some of the samples apart from the others")
+        return state if isinstance(state, Apart) else Shared(state.axes)
+
+    def put(self, eqn: Any, states: list[Any]) -> Any:
+        """Of an array of which a part is exchanged: all samples are in that part."""
+        if all(isinstance(state, Shared) for state in states):
+            return _vary(frozenset())
+        if any(not isinstance(state, Shared) for state in states[2:]):
+            raise MixedError(f"combines samples with others (`{eqn.primitive.name}`)")
+        state = self.together(eqn, states[:2], eqn.invars[:2])
+        shapes = [atom.aval.shape for atom in eqn.invars[:2]]
+        if shapes[0][state.axis] != shapes[1][state.axis]:
+            raise MixedError("takes some of the samples apart from the others")
+        return state
+
+    def concatenate(self, eqn: Any, states: list[Any]) -> Any:
+        return self._alone(eqn, states, {eqn.params["dimension"]})
+
+    def stack(self, eqn: Any, states: list[Any]) -> Any:
+        new = eqn.params["axis"]
+        places = {axis: axis + (axis >= new) for axis in range(len(eqn.invars[0].aval.shape))}
+        moved = [_moved(state, places) for state in states]
+        if all(isinstance(state, Shared) for state in moved):
+            return Shared(frozenset.intersection(*(state.axes for state in moved)))
+        return self.together(eqn, states) and next(s for s in moved if isinstance(s, Apart))
+
+    def pad(self, eqn: Any, states: list[Any]) -> Any:
+        state, config = states[0], eqn.params["padding_config"]
+        padded = {axis for axis, numbers in enumerate(config) if any(numbers)}
+        if isinstance(state, Shared) and isinstance(states[1], Shared):
+            return Shared(state.axes - padded)
+        if not isinstance(state, Apart) or not isinstance(states[1], Shared):
+            raise MixedError(f"combines samples with others (`{eqn.primitive.name}`)")
+        if state.axis in padded:
+            raise MixedError("puts something between samples, or around them")
+        return state
+
+    def iota(self, eqn: Any, states: list[Any]) -> Any:
+        rank = len(eqn.outvars[0].aval.shape)
+        return Shared(frozenset(a for a in range(rank) if a != eqn.params["dimension"]))
+
+    def random(self, eqn: Any, states: list[Any]) -> list[Any]:
+        if not all(isinstance(state, Shared) for state in states):
+            raise MixedError("draws random numbers by the values of samples")
+        return [Shared(frozenset(range(len(v.aval.shape)))) for v in eqn.outvars]
+
+    def scan(self, eqn: Any, states: list[Any]) -> list[Any]:
+        params = eqn.params
+        num_consts, num_carry = params["num_consts"], params["num_carry"]
+        consts, carry = states[:num_consts], states[num_consts : num_consts + num_carry]
+        xs = [_without(x, (0,), eqn) for x in states[num_consts + num_carry :]]
+
+        def body(carry: list[Any]) -> list[Any]:
+            return self.closed(params["jaxpr"], [*consts, *carry, *xs])
+
+        carry, outputs = self._until_stable(body, carry)
+        ys = [_behind(state) for state in outputs[num_carry:]]
+        return [*carry, *ys]
+
+    def loop(self, eqn: Any, states: list[Any]) -> list[Any]:
+        params = eqn.params
+        first, second = params["cond_nconsts"], params["body_nconsts"]
+        of_cond, of_body = states[:first], states[first : first + second]
+
+        def body(carry: list[Any]) -> list[Any]:
+            return self.closed(params["body_jaxpr"], [*of_body, *carry])
+
+        carry, _ = self._until_stable(body, states[first + second :])
+        (goes_on,) = self.closed(params["cond_jaxpr"], [*of_cond, *carry])
+        if not isinstance(goes_on, Shared):
+            raise MixedError("runs a loop as long as a sample needs it")
+        return carry
+
+    def _until_stable(
+        self, body: Callable[[list[Any]], list[Any]], carry: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Return what the carry of a loop is at any time, and the outputs of its body then."""
+        for _ in range(2 + 4 * len(carry)):
+            outputs = body(carry)
+            joined = [_joined(a, b) for a, b in zip(carry, outputs)]
+            if joined == carry:
+                return carry, outputs
+            carry = joined
+        raise MixedError("runs a loop of which it is not known what it does to samples")
+
+    def branches(self, eqn: Any, states: list[Any]) -> list[Any]:
+        if not isinstance(states[0], Shared):
+            raise MixedError("takes a branch by the values of samples")
+        outputs = [self.closed(branch, states[1:]) for branch in eqn.params["branches"]]
+        found = outputs[0]
+        for others in outputs[1:]:
+            found = [_joined(a, b) for a, b in zip(found, others)]
+        return found
+
+
+def _of_constant(value: Any) -> Shared:
+    """Return what a constant is."""
+    if isinstance(value, jax.core.Tracer):
+        return _vary(frozenset())
+    try:
+        value = np.asarray(value)
+    except Exception:  # keys of random numbers are no arrays
+        return _vary(frozenset(range(len(getattr(value, "shape", ())))))
+    if value.ndim == 0:
+        is_number = np.issubdtype(value.dtype, np.number) or value.dtype == bool
+        return Shared(frozenset(), float(value.real) if is_number else None)
+    if value.size > _LARGEST_CONSTANT:
+        return _vary(frozenset())
+    axes = range(value.ndim)
+    return _vary(frozenset(a for a in axes if (value == np.take(value, [0], axis=a)).all()))
+
+
+def _vary(axes: Any) -> Shared:
+    return Shared(frozenset(axes))
+
+
+def _folded(eqn: Any, states: list[Any]) -> Any:
+    """Return the value of a scalar that follows from others that are known, or None."""
+    values = [state.value for state in states]
+    if eqn.outvars[0].aval.shape or None in values:
+        return None
+    function = _NUMBERS.get(eqn.primitive.name)
+    try:
+        return None if function is None else function(*values)
+    except (ArithmeticError, ValueError, TypeError):
+        return None
+
+
+def _not_zero(value: float) -> float:
+    if not value:
+        raise MixedError("multiplies a sum over samples by zero")
+    return value
+
+
+def _over(eqn: Any) -> str:
+    return f"computes over samples (`{eqn.primitive.name}`)"
+
+
+def _is_same(atom: Any, state: Shared, axis: int) -> bool:
+    """Return whether an array that follows from no sample does not vary along an axis."""
+    return not atom.aval.shape or atom.aval.shape[axis] == 1 or axis in state.axes
+
+
+def _is_at(state: Any, axis: int) -> bool:
+    """Return whether samples stand on an axis, or nothing varies along it."""
+    return state == Apart(axis) if isinstance(state, Apart) else axis in state.axes
+
+
+def _reshaped(state: Apart, before: Any, after: Any, rows: int) -> Apart:
+    front = math.prod(before[: state.axis])
+    for axis, length in enumerate(after):
+        if math.prod(after[:axis]) == front and length > 1 and length % rows == 0:
+            return Apart(axis, length // rows)
+    raise MixedError("puts samples together with others (`reshape`)")
+
+
+def _moved(state: Any, places: dict[int, int]) -> Any:
+    """Return what an array is whose axes stand in other places."""
+    if isinstance(state, Apart):
+        return Apart(places[state.axis], state.entries)
+    if isinstance(state, Shared):
+        return Shared(frozenset(places[a] for a in state.axes), state.value)
+    return state
+
+
+def _without(state: Any, axes: Any, eqn: Any) -> Any:
+    """Return what an array is without some axes."""
+    if isinstance(state, Apart) and state.axis in axes:
+        raise MixedError(_over(eqn))
+    if isinstance(state, Added):
+        if eqn.primitive.name != "squeeze":
+            raise MixedError(f"computes with a sum over samples (`{eqn.primitive.name}`)")
+        return state
+    rank = len(eqn.invars[0].aval.shape) if eqn.primitive.name != "scan" else 32
+    kept = [a for a in range(rank) if a not in axes]
+    places = {a: i for i, a in enumerate(kept)}
+    if isinstance(state, Apart):
+        return Apart(places[state.axis], state.entries)
+    return Shared(frozenset(places[a] for a in state.axes if a in places), state.value)
+
+
+def _behind(state: Any) -> Any:
+    """Return what arrays are that are stacked in front."""
+    if isinstance(state, Apart):
+        return Apart(state.axis + 1, state.entries)
+    if isinstance(state, Shared):
+        return Shared(frozenset(a + 1 for a in state.axes))
+    if isinstance(state, MixedError):
+        return state
+    raise MixedError("computes with a sum over samples (`scan`)")
+
+
+def _joined(one: Any, other: Any) -> Any:
+    """Return what an array is that is one of two."""
+    if one == other or isinstance(one, MixedError):
+        return one
+    if isinstance(other, MixedError):
+        return other
+    if isinstance(one, Shared) and isinstance(other, Shared):
+        return Shared(one.axes & other.axes)
+    if isinstance(one, Apart) and isinstance(other, Shared) and one.axis in other.axes:
+        return one
+    if isinstance(other, Apart) and isinstance(one, Shared) and other.axis in one.axes:
+        return other
+    raise MixedError("combines samples with others in a loop or a branch")
+
+
+_LINEAR = {"neg", "convert_element_type", "copy", "copy_p", "stop_gradient", "reduce_precision"}
+_NUMBERS: dict[str, Callable[..., float]] = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "div": lambda a, b: a / b,
+    "max": max,
+    "min": min,
+    "neg": lambda a: -a,
+    "convert_element_type": lambda a: a,
+    "copy": lambda a: a,
+    "eq": lambda a, b: float(a == b),
+    "ne": lambda a, b: float(a != b),
+    "gt": lambda a, b: float(a > b),
+    "ge": lambda a, b: float(a >= b),
+    "lt": lambda a, b: float(a < b),
+    "le": lambda a, b: float(a <= b),
+}
+
+
+def _names(text: str) -> list[str]:
+    return text.split()
+
+
+_ELEMENTWISE = set(
+    _names(
+        "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e "
+        "bitcast_convert_type cbrt ceil clamp clz complex conj convert_element_type copy copy_p "
+        "cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma "
+        "igamma_grad_a igammac imag integer_pow is_finite le lgamma log log1p logistic lt max min "
+        "mul name ne neg nextafter not or polygamma population_count pow real real_imag "
+        "reduce_precision regularized_incomplete_beta rem round rsqrt select_n "
+        "sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh "
+        "sqrt square stop_gradient sub tan tanh xor zeta"
+    )
+)
+_Rule = Callable[[_Reader, Any, list[Any]], Any]
+_BY_RULE: dict[_Rule, str] = {
+    _Reader.nested: "jit pjit closed_call core_call remat remat2 checkpoint custom_jvp_call "
+    "custom_vjp_call custom_vjp_call_jaxpr",
+    _Reader.reduce: "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor "
+    "argmax argmin",
+    _Reader.along: "cumsum cumprod cummax cummin cumlogsumexp sort rev split",
+    _Reader.last: "top_k fft cholesky eigh lu qr svd triangular_solve",
+    _Reader.window: "reduce_window_sum reduce_window_max reduce_window_min reduce_window",
+    _Reader.cut: "slice dynamic_slice",
+    _Reader.scatter: "scatter scatter-add scatter_add scatter-mul",
+    _Reader.random: "random_bits random_wrap random_unwrap random_seed random_split "
+    "random_fold_in threefry2x32",
+}
+_RULES: dict[str, _Rule] = {
+    **{name: rule for rule, text in _BY_RULE.items() for name in _names(text)},
+    "broadcast_in_dim": _Reader.broadcast,
+    "reshape": _Reader.reshape,
+    "transpose": _Reader.transpose,
+    "squeeze": _Reader.squeeze,
+    "expand_dims": _Reader.expand_dims,
+    "dot_general": _Reader.dot,
+    "conv_general_dilated": _Reader.convolution,
+    "gather": _Reader.gather,
+    "dynamic_update_slice": _Reader.put,
+    "concatenate": _Reader.concatenate,
+    "stack": _Reader.stack,
+    "pad": _Reader.pad,
+    "iota": _Reader.iota,
+    "scan": _Reader.scan,
+    "while": _Reader.loop,
+    "cond": _Reader.branches,
+}

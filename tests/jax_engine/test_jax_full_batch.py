@@ -1,0 +1,247 @@
+"""On JAX, any step and any loss is exact with `microbatch_size`: calls of layers are split."""
+
+import warnings
+
+import jax
+import keras
+import numpy as np
+import pytest
+from helpers import dense_data, dense_model
+from jax import numpy as jnp
+from keras import layers, ops
+from pairs import TOLERANCE, assert_same_logs, difference_of_fits, train
+
+from ga_model import AccumulatingModel
+
+SIZE = {"rows": 12, "size": 5}
+
+
+def sgd(loss=None, **kwargs):
+    return lambda: {"optimizer": keras.optimizers.SGD(0.1), "loss": loss, **kwargs}
+
+
+def fresh(base):
+    """Return a function that makes a small network of a class."""
+    return lambda: base([keras.Input((4,)), *dense_model().layers])
+
+
+class OwnStep(keras.Sequential):
+    """A step as the guides for JAX have it, with a loss that compares samples."""
+
+    def loss_of(self, trainable, non_trainable, x, y):
+        y_pred, non_trainable = self.stateless_call(trainable, non_trainable, x, training=True)
+        similar = jnp.matmul(y_pred, y_pred.T)
+        return jnp.mean(jnp.square(y_pred - y)) + 0.1 * jnp.mean(jnp.square(similar)), non_trainable
+
+    def train_step(self, state, data):
+        trainable, non_trainable, optimizer, metrics = state
+        x, y = data[:2]
+        gradient = jax.value_and_grad(self.loss_of, has_aux=True)
+        (loss, non_trainable), grads = gradient(trainable, non_trainable, x, y)
+        grads = self.worked_over(grads)
+        trainable, optimizer = self.optimizer.stateless_apply(optimizer, grads, trainable)
+        return {"loss": loss}, (trainable, non_trainable, optimizer, metrics)
+
+    def worked_over(self, grads):
+        return grads
+
+
+class Clipping(OwnStep):
+    def worked_over(self, grads):
+        return [jnp.clip(g, -0.01, 0.01) for g in grads]
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("base", [OwnStep, Clipping])
+@pytest.mark.parametrize("size", [5, 4, 1])
+def test_a_step_of_ones_own_matches(base, size):
+    settings = {"rows": 12, "size": size}
+    assert difference_of_fits(fresh(base), sgd(), dense_data(31), **settings) <= TOLERANCE
+
+
+class OwnLoss(keras.Sequential):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        distances = ops.sum(ops.square(y_pred[:, None] - y_pred[None]), axis=-1)
+        return ops.mean(ops.square(y - y_pred)) + 0.01 * ops.max(distances)
+
+
+class OwnMetrics(keras.Sequential):
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        return {**super().compute_metrics(x, y, y_pred, sample_weight), "most": ops.max(y_pred)}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("base", [OwnLoss, OwnMetrics])
+def test_a_loss_and_metrics_of_ones_own_match(base):
+    arguments = sgd("mse", metrics=["mae"])
+    reference, _ = train(fresh(base), arguments, dense_data(24), rows=12)
+    model, _ = train(fresh(base), arguments, dense_data(24), rows=12, microbatch_size=5)
+    assert_same_logs(model, reference)
+    assert difference_of_fits(fresh(base), arguments, dense_data(31), **SIZE) <= TOLERANCE
+
+
+class Gan(keras.Model):
+    """Two networks that one optimizer trains, with noise drawn in the step."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = keras.Sequential([keras.Input((3,)), layers.Dense(4, activation="tanh")])
+        self.critic = keras.Sequential(
+            [keras.Input((4,)), layers.Dense(5, "tanh"), layers.Dense(1)]
+        )
+        self.seeds = keras.random.SeedGenerator(3)
+        self.built = True
+
+    def call(self, x):
+        return self.critic(x)
+
+    def compute_loss_and_updates(
+        self, trainable, non_trainable, metrics, x, y, sample_weight, training, optimizer_variables
+    ):
+        variables = [*self.trainable_variables, *self.non_trainable_variables]
+        with keras.StatelessScope(list(zip(variables, [*trainable, *non_trainable]))) as scope:
+            noise = keras.random.normal((x.shape[0], 3), seed=self.seeds)
+            fake = self.generator(noise, training=True)
+            scores = self.critic(ops.concatenate([x, fake]), training=True)
+            loss = ops.mean(scores[: x.shape[0]]) - ops.mean(ops.tanh(scores[x.shape[0] :]))
+        after = [scope.get_current_value(v) for v in self.non_trainable_variables]
+        return loss, (loss, scores, after, metrics)
+
+
+@pytest.mark.parametrize("size", [5, 4])
+def test_two_networks_match(size):
+    settings = {"rows": 12, "size": size}
+    assert difference_of_fits(Gan, sgd(), dense_data(24), **settings) <= TOLERANCE
+
+
+def normalized():
+    return keras.Sequential(
+        [keras.Input((4,)), layers.Dense(6), layers.LayerNormalization(), layers.Dense(2)]
+    )
+
+
+def recurrent():
+    return keras.Sequential(
+        [
+            keras.Input((4,)),
+            layers.Reshape((4, 1)),
+            layers.Masking(),
+            layers.GRU(5),
+            layers.Dense(2),
+        ]
+    )
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("make", [dense_model, normalized, recurrent])
+def test_recomputing_matches_adding_up(make):
+    arguments = sgd("mse", metrics=["mae"])
+    found = difference_of_fits(make, arguments, dense_data(31), **SIZE, loss_over="batch")
+    assert found <= TOLERANCE
+
+
+def test_activations_are_not_kept():
+    """Of a call that is split, JAX keeps what goes into it and comes out, and one microbatch."""
+
+    def bytes_of(**settings):
+        rows, width = 512, 64
+        parts = [layers.Dense(width, "tanh") for _ in range(12)]
+        model = accumulating(keras.Sequential([keras.Input((width,)), *parts, layers.Dense(1)]))
+        model.compile("sgd", "mse", **settings)
+        x, y = np.ones((rows, width), "float32"), np.ones((rows, 1), "float32")
+        model.train_on_batch(x, y)
+        state = model._get_jax_state(True, True, True, True)
+        step = model._accumulation.programs.step_of(settings["microbatch_size"])
+        compiled = jax.jit(step).lower(state, (x, y)).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    split = bytes_of(microbatch_size=16, loss_over="batch")
+    assert split < 0.35 * bytes_of(microbatch_size=512, loss_over="batch")
+
+
+def accumulating(model):
+    from ga_model import accumulate
+
+    return accumulate(model)
+
+
+def test_dropout_draws_the_same_numbers_in_both_passes():
+    """The gradient of a kernel behind a dropout is zero exactly where its inputs were dropped."""
+
+    class Masked(AccumulatingModel, OwnStep):
+        def loss_of(self, trainable, non_trainable, x, y):
+            y_pred, after = self.stateless_call(trainable, non_trainable, x, training=True)
+            return jnp.sum(y_pred), after
+
+    drop, dense = layers.Dropout(0.5, seed=1), layers.Dense(1, use_bias=False)
+    model = Masked([keras.Input((64,)), drop, dense])
+    model.compile(keras.optimizers.SGD(1.0), microbatch_size=1)
+    dense.kernel.assign(np.zeros((64, 1)))
+    logs = model.train_on_batch(np.eye(64, dtype="float32"), np.ones((64, 1)), return_dict=True)
+    assert logs["loss"] == 0.0
+    change = -np.asarray(dense.kernel.value)[:, 0]
+    assert set(np.unique(change)) == {0.0, 2.0}
+    model.train_on_batch(np.eye(64, dtype="float32"), np.ones((64, 1)))
+    assert np.any(-np.asarray(dense.kernel.value)[:, 0] - change != change)  # others next time
+
+
+class Adds(layers.Layer):
+    def call(self, x):
+        self.add_loss(0.02 * ops.mean(ops.square(x)))
+        self.add_loss(0.01 * ops.sum(ops.abs(x)))
+        return x
+
+
+def test_losses_that_layers_add_match():
+    def make():
+        regularized = layers.Dense(6, "tanh", kernel_regularizer="l2", activity_regularizer="l2")
+        return keras.Sequential([keras.Input((4,)), regularized, Adds(), layers.Dense(2)])
+
+    settings = {**SIZE, "loss_over": "batch"}
+    assert difference_of_fits(make, sgd("mse"), dense_data(31), **settings) <= TOLERANCE
+
+
+class Counts(layers.Layer):
+    def build(self, shape):
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, x):
+        self.calls.assign(self.calls + 1)
+        return x * ops.cast(self.calls > 0, x.dtype)
+
+
+def test_what_a_call_writes_to_is_told_of_or_exact():
+    def make():
+        return keras.Sequential([keras.Input((4,)), Counts(), *dense_model().layers])
+
+    with pytest.warns(UserWarning, match="writes to"):
+        train(make, sgd("mse"), dense_data(12), rows=12, microbatch_size=4)
+
+
+class Centers(layers.Layer):
+    def call(self, x):
+        return x - 0.5 * ops.mean(x, axis=0, keepdims=True)
+
+
+def test_calls_inside_of_one_that_is_not_split_are():
+    def make():
+        return keras.Sequential([keras.Input((4,)), dense_model(), Centers(), dense_model(2)])
+
+    with pytest.warns(UserWarning, match="cannot be split into microbatches") as caught:
+        found = difference_of_fits(make, sgd("mse"), dense_data(31), **SIZE)
+    assert found <= TOLERANCE
+    assert sum("cannot be split" in str(w.message) for w in caught) == 1
+
+
+def test_steps_that_are_exact_are_not_told_of():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for base in (OwnStep, Clipping, OwnLoss, OwnMetrics):
+            train(fresh(base), sgd("mse"), dense_data(24), rows=12, microbatch_size=5)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("eager", [{"run_eagerly": True}, {"jit_compile": False}])
+def test_a_step_that_is_not_compiled_matches(eager):
+    arguments = sgd(**eager)
+    assert difference_of_fits(fresh(OwnStep), arguments, dense_data(24), **SIZE) <= TOLERANCE
