@@ -1,4 +1,4 @@
-"""Exact gradient accumulation for Keras 3 models on TensorFlow and PyTorch.
+"""Exact gradient accumulation for Keras 3 models on TensorFlow, PyTorch and JAX.
 
 Train with the updates of a batch that does not fit in memory:
 
@@ -40,9 +40,10 @@ _MODULES = {
     "check_equivalence": "check._check",
 }
 
-# On the PyTorch backend; other names are in the same module as on TensorFlow.
-_MODULES_ON_TORCH = {
-    "GradientAccumulator": "torch_engine._torch_accumulator",
+# On other backends than TensorFlow. Other names are in the same module on all of them.
+_ACCUMULATORS = {
+    "torch": "torch_engine._torch_accumulator",
+    "jax": "jax_engine._jax_accumulator",
 }
 
 __all__ = [
@@ -62,8 +63,9 @@ def __getattr__(name: str) -> _Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from keras import backend as _backend
 
-    others = _MODULES_ON_TORCH if _backend.backend() == "torch" else {}
-    module = others.get(name, _MODULES[name])
+    module = _MODULES[name]
+    if name == "GradientAccumulator":
+        module = _ACCUMULATORS.get(_backend.backend(), module)
     value = getattr(_importlib.import_module(f"{__name__}.{module}"), name)
     globals()[name] = value
     return value

@@ -171,6 +171,19 @@ def put_values_back(model: Any) -> None:
         model.jax_state_sync()
 
 
+def leave_values(model: Any, values: Iterable[Any]) -> None:
+    """Let Keras put values back to the variables of a model, after a step on JAX that failed.
+
+    Args:
+        model: the model.
+        values: as `train_step` takes them, before the step.
+    """
+    groups = ["trainable", "non_trainable", "optimizer", "metrics"]
+    found = {f"{name}_variables": list(group) for name, group in zip(groups, values)}
+    if not any(value.is_deleted() for group in found.values() for value in group):
+        model._jax_state, model._jax_state_synced = found, False
+
+
 @contextlib.contextmanager
 def jax_state_of(model: Any) -> Iterator[tuple[list[list[Any]], Callable[[Any], None]]]:
     """Get the values of a model's variables on JAX, as `train_step` takes them.

@@ -117,3 +117,18 @@ def weight_message(weight: Any) -> str:
         f"Received: weight={weight!r}. "
         "Pass what the microbatch's loss averages over, such as the number of samples."
     )
+
+
+def mixed_weights_message() -> str:
+    return (
+        "`weight` must be a number in every call of a window, or None in every one. "
+        "Received: both. Pass a number in all of them, or None in all of them."
+    )
+
+
+def gradient_message(gradient: Any, variable: Any, source: str) -> str:
+    return (
+        "A gradient must be a tensor, an array of real numbers or None. "
+        f"Received: a {type(gradient).__name__} for {variable.path!r}. Pass {source}, or its "
+        "values as a NumPy array."
+    )

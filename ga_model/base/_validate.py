@@ -9,10 +9,12 @@ import importlib.metadata
 import operator
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-_NOT_THE_USERS = {"contextlib", "ga_model", "keras", "tensorflow", "torch"}
+from ga_model.base import _messages
+
+_NOT_THE_USERS = {"contextlib", "ga_model", "jax", "jaxlib", "keras", "tensorflow", "torch"}
 
 
 def warn(message: str) -> None:
@@ -25,20 +27,26 @@ def warn(message: str) -> None:
 
 # The oldest releases that the tests pass on.
 _OLDEST = {"keras": (3, 8), "tensorflow": (2, 18)}
+_OLDEST_KERAS_ON_JAX = (3, 14)
 
 
 def check_releases() -> None:
     """Raise ImportError if Keras or TensorFlow is too old. What has another name is let through."""
     for name, oldest in _OLDEST.items():
-        try:
-            installed = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        if tuple(int(part) for part in installed.split(".")[:2]) < oldest:
-            needed = f"{name}>={'.'.join(map(str, oldest))}"
-            raise ImportError(
-                f"`ga_model` needs {needed}. Received: {installed}. Run `pip install '{needed}'`."
-            )
+        _check_release(name, oldest)
+
+
+def _check_release(name: str, oldest: tuple[int, int], where: str = "") -> None:
+    try:
+        installed = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return
+    if tuple(int(part) for part in installed.split(".")[:2]) < oldest:
+        needed = f"{name}>={'.'.join(map(str, oldest))}"
+        raise ImportError(
+            f"`ga_model` needs {needed}{where}. Received: {installed}. "
+            f"Run `pip install '{needed}'`."
+        )
 
 
 def check_backend(backend: str) -> None:
@@ -49,6 +57,8 @@ def check_backend(backend: str) -> None:
             f"Received: keras.backend.backend()={backend!r}. Set the environment variable "
             "KERAS_BACKEND to one of them before importing keras."
         )
+    if backend == "jax":
+        _check_release("keras", _OLDEST_KERAS_ON_JAX, " on the JAX backend")
 
 
 def check_accumulation_steps(value: Any) -> int:
@@ -292,4 +302,32 @@ def check_variables(variables: Iterable[Any]) -> None:
             "`variables` must be variables of TensorFlow or Keras. "
             f"Received: {len(others)} values of type {', '.join(dict.fromkeys(others))}. "
             "Pass the gradients first and the variables second."
+        )
+
+
+def check_lengths(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+    """Raise ValueError unless there is a gradient, or None, for each variable."""
+    if len(gradients) != len(variables):
+        counts = [f"{len(gradients)} gradients", f"{len(variables)} variables"]
+        raise ValueError(_messages.lengths_message(*counts))
+
+
+def check_shapes(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+    """Raise ValueError unless each gradient that is not None has the shape of its variable."""
+    for gradient, variable in zip(gradients, variables):
+        if gradient is not None and tuple(gradient.shape) != tuple(variable.shape):
+            raise ValueError(
+                "A gradient must have the shape of its variable. "
+                f"Received: shape {tuple(gradient.shape)} for {variable.path!r} of shape "
+                f"{tuple(variable.shape)}. Pass gradients and variables in the same order."
+            )
+
+
+def check_same_variables(known: Sequence[Any], variables: Sequence[Any]) -> None:
+    """Raise ValueError unless variables are those that are known, if there are any."""
+    if known and [id(v) for v in known] != [id(v) for v in variables]:
+        raise ValueError(
+            "All gradients of a window must belong to the same variables, in the same order. "
+            "Received: different variables. Call `reset()` first, or create a "
+            "`GradientAccumulator` per list."
         )

@@ -129,11 +129,12 @@ class _Pass:
             x, y, sample_weight = keras.tree.map_structure(backend.as_tensor, data)
 
             def loss_of(y_pred: Any) -> Any:
-                self.outputs = [_array(a) for a in keras.tree.flatten(y_pred)]
                 return model.compute_loss(x, y, y_pred, sample_weight, training=True)
 
             training = {"training": True} if takes_training(model) else {}
-            gradients = backend.gradients(loss_of, model(x, **training))
+            outputs = model(x, **training)
+            self.outputs = [_array(a) for a in keras.tree.flatten(outputs)]
+            gradients = backend.gradients(loss_of, outputs)
             self.gradients = [_array(g) for g in gradients if g is not None]
         except Exception:  # of the model's own code, called in a way that it may not know
             return

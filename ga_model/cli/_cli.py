@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         backend = os.environ.get("KERAS_BACKEND") or "tensorflow"
         if backend == "tensorflow":
             start_tensorflow()  # before anything else imports it
-        elif backend != "torch":
+        elif backend not in ("torch", "jax") or (backend, words[0]) == ("jax", "bench"):
             raise ToldError(_backend_message(words[0], backend))
         from ga_model.cli import _commands
 
@@ -84,9 +84,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _backend_message(command: str, backend: str) -> str:
+    others = "" if command == "bench" else ", or jax"
     return (
-        f"{command!r} runs on the TensorFlow and PyTorch backends of Keras. "
-        f"Received: KERAS_BACKEND={backend!r}. Set it to tensorflow or torch, or leave it unset."
+        f"{command!r} runs on other backends of Keras. Received: KERAS_BACKEND={backend!r}. "
+        f"Set it to tensorflow or torch{others}, or leave it unset."
     )
 
 

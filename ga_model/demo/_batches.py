@@ -5,29 +5,31 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+import numpy as np
 
 
-def shuffled_batches(x: Any, y: Any, batch_size: int, seed: int) -> Any:
-    """Return what `fit` takes: batches of samples that are shuffled before they are cut.
+class ShuffledBatches(keras.utils.PyDataset):  # type: ignore[misc]
+    """Batches of samples that are shuffled before they are cut, anew for each epoch.
 
     Args:
         x, y: arrays with an entry of axis 0 for each sample.
         batch_size: samples per batch.
         seed: of the order.
     """
-    if keras.backend.backend() == "torch":
-        return _of_torch(x, y, batch_size, seed)
-    import tensorflow as tf
 
-    x, y = tf.constant(x), tf.constant(y)
-    rows = tf.data.Dataset.range(len(x)).shuffle(len(x), seed=seed)
-    return rows.batch(batch_size).map(lambda i: (tf.gather(x, i), tf.gather(y, i)))
+    def __init__(self, x: Any, y: Any, batch_size: int, seed: int) -> None:
+        super().__init__()
+        self._x, self._y = x, y
+        self._batch_size = batch_size
+        self._generator = np.random.default_rng(seed)
+        self.on_epoch_end()
 
+    def __len__(self) -> int:
+        return -(-len(self._x) // self._batch_size)
 
-def _of_torch(x: Any, y: Any, batch_size: int, seed: int) -> Any:
-    import torch
-    from torch.utils.data import DataLoader, TensorDataset
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        rows = self._order[index * self._batch_size : (index + 1) * self._batch_size]
+        return self._x[rows], self._y[rows]
 
-    samples = TensorDataset(torch.as_tensor(x), torch.as_tensor(y))
-    generator = torch.Generator().manual_seed(seed)
-    return DataLoader(samples, batch_size=batch_size, shuffle=True, generator=generator)
+    def on_epoch_end(self) -> None:
+        self._order = self._generator.permutation(len(self._x))

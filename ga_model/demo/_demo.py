@@ -20,7 +20,7 @@ import numpy as np
 
 from ga_model._wrap import accumulate
 from ga_model.demo import _plot, _report
-from ga_model.demo._batches import shuffled_batches
+from ga_model.demo._batches import ShuffledBatches
 from ga_model.demo._options import Settings
 from ga_model.demo._report import Result, Run
 from ga_model.tools._cpu import on_cpu
@@ -199,7 +199,7 @@ def train(run: Run, settings: Settings) -> Result:
     model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
     start = model.get_weights()
 
-    batches = shuffled_batches(data.x, data.y, run.batch_size, settings.seed)
+    batches = ShuffledBatches(data.x, data.y, run.batch_size, settings.seed)
     base_memory = peak_memory()
     started = time.perf_counter()
     history = model.fit(

@@ -11,12 +11,13 @@ import keras
 from ga_model._kept import Kept
 from ga_model._settings import Settings
 from ga_model.automatic._search import FoundSize
-from ga_model.base._internals import jax_state_of
+from ga_model.base._internals import jax_state_of, leave_values
 from ga_model.base._numbers import power_of_two
 from ga_model.hearing._attributes import watch_attributes
 from ga_model.hearing._models import is_of_keras, recording_of_thread
 from ga_model.hearing._split import Batch
 from ga_model.jax_engine import _jax_refusals
+from ga_model.jax_engine._jax_noise import Estimate
 from ga_model.jax_engine._jax_terms import DoesNotAddUpError
 from ga_model.jax_engine._jax_window import Window
 from ga_model.jax_engine._programs import Mode, NeedsTotalsError, Programs, State, Structure
@@ -39,7 +40,7 @@ class Accumulation(Kept):
     def __init__(self, model: Any, settings: Settings) -> None:
         super().__init__(model, settings)
         self.automatic_size = FoundSize()
-        self.noise = GradientNoise(_jax_refusals.no_estimate)
+        self.noise = GradientNoise(Estimate)
         self.programs = Programs(model)
         self._structure: Structure | None = None
         self._skips = False
@@ -107,13 +108,14 @@ class Accumulation(Kept):
             The logs, and the values of variables after it.
         """
         model = self._model
-        _jax_refusals.check(model)
-        watch_attributes(model)
-        self.warn_of_accumulating_optimizers()
         try:
+            _jax_refusals.check(model)
+            watch_attributes(model)
+            self.warn_of_accumulating_optimizers()
             return self._train(State(*map(list, state)), data)
         except BaseException:  # KeyboardInterrupt, too
             self.discard_window()
+            leave_values(model, state)  # which Keras would lose, if it is the first step of `fit`
             raise
 
     def _train(self, state: State, data: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -151,6 +153,7 @@ class Accumulation(Kept):
             self.size if is_whole else None,
             self._skips,
             self.must_add_up(batch),
+            self.measured_noise is not None,
         )
         numbers = {
             "steps": float(window.steps),
@@ -202,7 +205,10 @@ class Accumulation(Kept):
         has_weight = True if sums.total is None else sums.total != 0
         lost = (sums.has_lost & has_weight).astype("int32")
         self.num_lost = lost + (0 if self.num_lost is None else self.num_lost)
-        return self.programs.update(structure, self._skips, state, sums)
+        if self.measured_noise is not None and sums.squares is not None:
+            estimate = self.measured_noise.of(self._model.optimizer)
+            self.programs.measure(estimate, state.optimizer, sums)
+        return self.programs.update(structure, self._skips, state, sums._replace(squares=None))
 
     def close_window(self) -> None:
         """Make the update of a partial window, and warn of what was done so far."""

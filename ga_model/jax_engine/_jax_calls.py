@@ -34,7 +34,7 @@ from ga_model.base._internals import (
     set_mask,
     stateless_scope,
 )
-from ga_model.hearing._moments_heard import is_known, listener
+from ga_model.hearing._moments_heard import is_known, listener, telling
 from ga_model.hearing._splitting import NotByRowsError, Splitting
 from ga_model.jax_engine import _jax_refusals
 from ga_model.jax_engine._jax_statistics import Listener, Moments
@@ -340,6 +340,7 @@ def splitting_calls(model: Any, losses: Any, size: int | None) -> Iterator[None]
     """
     assert size is not None
     splitting = _Splitting(model, size)
-    with _in_front.of(layers_in(model)), _calls.set(splitting):
+    heard = telling(model._batch_normalization_layers())
+    with _in_front.of(layers_in(model)), heard, _calls.set(splitting):
         yield
         splitting.end()

@@ -27,14 +27,6 @@ def check(model: Any) -> None:
         raise ValueError(_automatic_message(model.name))
 
 
-def no_estimate(decay: float) -> Any:
-    """Raise ValueError: the noise of gradients is not measured here."""
-    raise ValueError(
-        "`GradientNoiseScale` does not measure on the JAX backend. "
-        f"Received: the callback, with decay={decay}. Remove it, or {_OTHERS}."
-    )
-
-
 def _overwritten_message(model: str, variables: list[str]) -> str:
     return (
         "On JAX, gradients that overwrite their variables, such as those of float8 layers, cannot "

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from ga_model.jax_engine._jax_noise import Squares
 from ga_model.jax_engine._jax_statistics import Moments
 
 
@@ -43,6 +44,7 @@ class Sums(NamedTuple):
             zero.
         moments: of the calls of BatchNormalization layers, in their order.
         amounts: of the numbers that metrics get, in their order.
+        squares: what they tell of the noise of gradients, or None if it is not measured.
     """
 
     gradients: list[Any]
@@ -53,6 +55,7 @@ class Sums(NamedTuple):
     has_lost: Any
     moments: list[Moments]
     amounts: list[Amount]
+    squares: Squares | None = None
 
     def plus(self, other: Sums) -> Sums:
         """Return what both come to. The unit of `other`, which came later, is not the smaller."""
@@ -75,6 +78,7 @@ class Sums(NamedTuple):
             self.has_lost | other.has_lost,
             [a.plus(b) for a, b in zip(self.moments, other.moments)],
             [Amount(*(x + y for x, y in zip(a, b))) for a, b in zip(self.amounts, other.amounts)],
+            self.squares and other.squares and self.squares.plus(other.squares, shrink),
         )
 
 

@@ -24,6 +24,7 @@ from ga_model.hearing import _messages, _weights
 from ga_model.hearing._split import Batch
 from ga_model.jax_engine import _jax_refusals
 from ga_model.jax_engine._jax_calls import looking_at_calls, splitting_calls
+from ga_model.jax_engine._jax_noise import Estimate, Squares, averaged, loss_scale, squared_norm
 from ga_model.jax_engine._jax_recorder import Update, record
 from ga_model.jax_engine._jax_statistics import Call, listening
 from ga_model.jax_engine._jax_terms import Position
@@ -49,6 +50,7 @@ class Mode(NamedTuple):
         size: samples of these, or None.
         skips: whether a microbatch with NaN or Inf in a gradient is skipped.
         must_add_up: whether what does not add up over microbatches is refused, and not told.
+        is_measured: whether the noise of gradients is.
     """
 
     is_split: bool
@@ -57,6 +59,7 @@ class Mode(NamedTuple):
     size: int | None
     skips: bool
     must_add_up: bool
+    is_measured: bool
 
 
 class Structure(NamedTuple):
@@ -229,6 +232,12 @@ class Programs:
             hears.moments,
             amounts,
         )
+        if mode.is_measured:
+            if recording.relative_weight is None:
+                raise ValueError(_messages.noise_of_sum_message(model.name))
+            scale = loss_scale(model.optimizer, state.optimizer)
+            squares = Squares.of(found.gradients, recording.relative_weight, scale)
+            found = found._replace(squares=squares)
         after = after._replace(
             trainable=state.trainable,
             optimizer=state.optimizer,
@@ -314,6 +323,26 @@ class Programs:
                     metric.count.assign(metric.count.value + more)
             logs = model.get_metrics_result()
         return logs, _values_in(scope, model.metrics_variables, metrics)
+
+    def measure(self, estimate: Estimate, optimizer: list[Any], sums: Sums) -> None:
+        """Take a window into averages.
+
+        Args:
+            estimate: the averages.
+            optimizer: the values of the optimizer's variables.
+            sums: what the microbatches of the window have come to.
+        """
+        sums = sums._replace(amounts=[], moments=[])
+        measure = self._jit("measure", self._measure)
+        estimate.sums = measure(estimate.sums, estimate.decay, optimizer, sums)
+
+    def _measure(self, before: Any, decay: Any, optimizer: list[Any], sums: Sums) -> Any:
+        assert sums.squares is not None
+        scale = loss_scale(self._model.optimizer, optimizer)
+        total = jnp.where(sums.total == 0, 1, sums.total)
+        norm = squared_norm(sums.gradients, scale) / total**2
+        squares = sums.squares._replace(total=sums.squares.total * sums.unit)
+        return averaged(before, decay, squares, sums.total * sums.unit, norm)
 
     def update(self, structure: Structure, skips: bool, state: State, sums: Sums) -> State:
         """Make the update of a window.

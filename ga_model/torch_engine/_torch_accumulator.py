@@ -17,6 +17,8 @@ from ga_model.torch_engine._part import Part, sum_dtype
 from ga_model.torch_engine._process_group import Processes, num_processes
 from ga_model.torch_engine._torch_window import Window
 
+_WHERE = "what the backward pass leaves in `variable.value.grad`"
+
 
 class GradientAccumulator:
     """Sums weighted gradients over microbatches and applies their mean to an optimizer.
@@ -88,16 +90,13 @@ class GradientAccumulator:
             raise TypeError(_messages.lengths_message(*types))
         gradients, variables = list(gradients), list(variables)
         _validate.check_variables(variables)
-        if len(gradients) != len(variables):
-            counts = [f"{len(gradients)} gradients", f"{len(variables)} variables"]
-            raise ValueError(_messages.lengths_message(*counts))
+        _validate.check_lengths(gradients, variables)
         gradients = [_tensor(gradient, v) for gradient, v in zip(gradients, variables)]
-        self._check_shapes(gradients, variables)
-        if self.variables and [id(v) for v in self.variables] != [id(v) for v in variables]:
-            raise ValueError(_other_variables_message())
+        _validate.check_shapes(gradients, variables)
+        _validate.check_same_variables(self.variables, variables)
         is_sum = weight is None
         if self._is_sum not in (None, is_sum):
-            raise ValueError(_mixed_message())
+            raise ValueError(_messages.mixed_weights_message())
         number = 1.0 if is_sum else _number(weight)
         self._is_sum = is_sum
         self.num_microbatches += 1
@@ -108,15 +107,6 @@ class GradientAccumulator:
             part = Part(None, variables, [None if g is None else g.detach() for g in given])
             part.widen()
             self._window.add([part.times(relative)], None if is_sum else relative)
-
-    def _check_shapes(self, gradients: list[Any], variables: list[Any]) -> None:
-        for gradient, variable in zip(gradients, variables):
-            if gradient is not None and tuple(gradient.shape) != tuple(variable.shape):
-                raise ValueError(
-                    "A gradient must have the shape of its variable. "
-                    f"Received: shape {tuple(gradient.shape)} for {variable.path!r} of shape "
-                    f"{tuple(variable.shape)}. Pass gradients and variables in the same order."
-                )
 
     @property
     def variables(self) -> list[Any]:
@@ -199,7 +189,7 @@ def _tensor(gradient: Any, variable: Any) -> Any:
             raise TypeError
         return torch.tensor(array.astype("float64"), dtype=sum_dtype(weight), device=weight.device)
     except (TypeError, ValueError):
-        raise TypeError(_gradient_message(gradient, variable)) from None
+        raise TypeError(_messages.gradient_message(gradient, variable, _WHERE)) from None
 
 
 def _number(weight: Any) -> float:
@@ -212,25 +202,3 @@ def _number(weight: Any) -> float:
         return float(weight.detach() if torch.is_tensor(weight) else weight)
     except (TypeError, ValueError):
         raise ValueError(_messages.weight_message(weight)) from None
-
-
-def _gradient_message(gradient: Any, variable: Any) -> str:
-    return (
-        "A gradient must be a tensor, an array of real numbers or None. "
-        f"Received: a {type(gradient).__name__} for {variable.path!r}. Pass what the backward pass "
-        "leaves in `variable.value.grad`, or its values as a NumPy array."
-    )
-
-
-def _other_variables_message() -> str:
-    return (
-        "All gradients of a window must belong to the same variables, in the same order. Received: "
-        "different variables. Call `reset()` first, or create a `GradientAccumulator` per list."
-    )
-
-
-def _mixed_message() -> str:
-    return (
-        "`weight` must be a number in every call of a window, or None in every one. "
-        "Received: both. Pass a number in all of them, or None in all of them."
-    )

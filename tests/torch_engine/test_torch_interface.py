@@ -17,7 +17,7 @@ from ga_model import GradientAccumulator, accumulate
 from ga_model.bench import _bench
 from ga_model.bench._bench_cases import random_numbers
 from ga_model.demo import _demo, _report
-from ga_model.demo._batches import shuffled_batches
+from ga_model.demo._batches import ShuffledBatches
 from ga_model.demo._options import Settings
 
 
@@ -111,15 +111,18 @@ def test_commands_say_what_needs_tensorflow(monkeypatch, capsys):
         assert status == 2
         assert said in error
     monkeypatch.setenv("KERAS_BACKEND", "jax")
-    assert "Received: KERAS_BACKEND='jax'" in said_by_command(capsys, "demo")[1]
+    assert "Received: KERAS_BACKEND='jax'" in said_by_command(capsys, "bench")[1]
 
 
 def test_batches_of_the_demonstration_come_in_one_order():
     x, y = np.arange(10.0), np.arange(10)
-    orders = [
-        [torch.cat([y for _, y in batches]).tolist() for _ in range(2)]
-        for batches in (shuffled_batches(x, y, size, 1) for size in (3, 5))
-    ]
+    orders = []
+    for size in (3, 5):
+        batches = ShuffledBatches(x, y, size, 1)
+        orders.append([])
+        for _ in range(2):
+            orders[-1].append(np.concatenate([y for _, y in batches]).tolist())
+            batches.on_epoch_end()
     assert orders[0] == orders[1]
     assert orders[0][0] != orders[0][1]
     assert sorted(orders[0][0]) == list(range(10))

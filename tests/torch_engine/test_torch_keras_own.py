@@ -5,7 +5,7 @@ import re
 
 import pytest
 from keras_own import errors_of, names, needs_tests_of_keras
-from pairs import torch  # noqa: F401 (skips this file where Keras runs on something else)
+from torch_step import torch  # noqa: F401 (skips this file where Keras runs on something else)
 
 from ga_model import AccumulatingModel
 
