@@ -369,6 +369,12 @@ def stateless_scope() -> Any:
     return get_stateless_scope()
 
 
+def value_in(scope: Any, variable: Any) -> Any:
+    """Return the value of a variable in a scope, or its own where there is none."""
+    value = None if scope is None else scope.get_current_value(variable)
+    return variable.value if value is None else value
+
+
 def is_symbolic() -> bool:
     """Return whether calls here are those in which Keras infers shapes."""
     return bool(in_symbolic_scope())

@@ -24,7 +24,13 @@ from ga_model.jax_engine._programs import Mode, NeedsTotalsError, Programs, Stat
 from ga_model.sums._noise import GradientNoise
 
 # What makes a step, and logs: methods that a model has from Keras's trainer.
-_STEP = ("train_step", "compute_loss_and_updates", "_update_metrics_variables")
+_STEP = (
+    "train_step",
+    "compute_loss_and_updates",
+    "stateless_call",
+    "stateless_compute_loss",
+    "_update_metrics_variables",
+)
 _LOGS = ("compute_metrics", "get_metrics_result")
 
 
@@ -33,6 +39,10 @@ class Accumulation(Kept):
 
     Args:
         model, settings: as `Kept` takes them.
+
+    Attributes:
+        programs: that train the model.
+        known_calls: what was read of calls of layers, as `_jax_calls` does.
     """
 
     window: Window | None
@@ -42,6 +52,7 @@ class Accumulation(Kept):
         self.automatic_size = FoundSize()
         self.noise = GradientNoise(Estimate)
         self.programs = Programs(model)
+        self.known_calls: dict[Any, Any] = {}
         self._structure: Structure | None = None
         self._skips = False
         self._is_tracing = False

@@ -33,7 +33,9 @@ from ga_model.base._internals import (
     mask_of,
     set_mask,
     stateless_scope,
+    value_in,
 )
+from ga_model.hearing._metric_calls import waiting
 from ga_model.hearing._moments_heard import is_known, listener, telling
 from ga_model.hearing._splitting import NotByRowsError, Splitting
 from ga_model.jax_engine import _jax_refusals
@@ -89,7 +91,7 @@ class _Call:
         self.samples = [self._leaves[place] for place in self._places]
         self._variables = list(layer.variables)
         self._scope = stateless_scope()
-        self.state = [_value_in(self._scope, variable) for variable in self._variables]
+        self.state = [value_in(self._scope, variable) for variable in self._variables]
         self.kinds: list[Any] = []
         self.num_losses = 0
         self._adders: list[Any] = []
@@ -131,26 +133,35 @@ class _Call:
         self._written = [place for place, (new, old) in pairs if new is not old]
         return _Traced(flat, masks, after, losses, hears.moments)
 
-    def read(self) -> str | None:
-        """Return why samples are not known to be treated one by one, or None, and note losses."""
+    def read(self, known: dict[Any, Any]) -> str | None:
+        """Return why samples are not known to be treated one by one, or None, and note losses.
+
+        Args:
+            known: what was found so far, by layers and shapes.
+        """
+        shapes = tuple((a.shape, str(a.dtype)) for a in self.samples)
+        others = [leaf for place, leaf in enumerate(self._leaves) if place not in self._places]
+        static = str([leaf for leaf in others if not hasattr(leaf, "shape")])
+        key = (id(self._layer), shapes, static, str(self._structure))
+        if key not in known:
+            known[key] = self._read()
+        why, self.kinds, self.num_losses, self._written = known[key]
+        return why
+
+    def _read(self) -> tuple[str | None, list[Any], int, list[int]]:
+        """Return that, the kinds of losses, their number, and what the call writes to."""
 
         def outputs(samples: list[Any]) -> list[Any]:
             traced = self.run(self.state, samples)
             return [*traced.outputs, *traced.masks.values(), *traced.losses]
 
         normalizing = [layer for layer in layers_in(self._layer) if is_known(layer)]
-        with _averaging.of(normalizing), _is_read.set(True):
+        with _averaging.of(normalizing), _is_read.set(True), waiting(None):
             found = kinds_of(outputs, [self.samples], self.rows)
         number = len(found) - self.num_losses
-        self.kinds = found[number:]
-        return next(
-            (
-                str(k) if isinstance(k, Exception) else _NOT_ROWS
-                for k in found[:number]
-                if k != "rows"
-            ),
-            None,
-        )
+        others = [kind for kind in found[:number] if kind != "rows"]
+        why = next((str(k) if isinstance(k, Exception) else _NOT_ROWS for k in others), None)
+        return why, found[number:], self.num_losses, self._written
 
     def by_microbatches(self, size: int) -> Any:
         """Run the call by microbatches of `size` samples, and return its outputs."""
@@ -231,7 +242,7 @@ class _Looking:
 
     def run(self, layer: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         found = _Call(layer, call, args, kwargs)
-        why = found.read()
+        why = found.read(self._model._accumulation.known_calls)
         if why is not None and not self._model._has_rule():
             self._losses.tell(_jax_refusals.mixing_message(self._model.name, layer.name, why))
         scope = stateless_scope()
@@ -267,7 +278,7 @@ class _Splitting(Splitting):
         found = _Call(layer, call, args, kwargs)
         if found.rows <= self._size:
             raise NotByRowsError("")
-        why = found.read()
+        why = found.read(self._model._accumulation.known_calls)
         if why is None and any(isinstance(kind, Exception) for kind in found.kinds):
             why = "adds a loss that is neither a mean nor a sum over samples"
         if why is not None:
@@ -281,12 +292,6 @@ class _Splitting(Splitting):
 
     def _model_layers(self) -> list[Any]:
         return list(self._model._batch_normalization_layers())
-
-
-def _value_in(scope: Any, variable: Any) -> Any:
-    """Return the value of a variable in a scope, or its own."""
-    value = scope.get_current_value(variable)
-    return variable.value if value is None else value
 
 
 def _with_averages(layer: Any, moments: Callable[..., Any]) -> Callable[..., Any]:

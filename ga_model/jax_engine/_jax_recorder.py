@@ -68,6 +68,7 @@ class Recording:
         self.losses = StepLosses(model, data, position)
         self._position = position
         self._metrics = _Calls()
+        self._kinds: dict[int, Any] = {}  # of numbers that wait, by their place
         self._loss: tuple[Any, Any] | None = None  # numerator and denominator
 
     def stand_in(self, value: Any) -> Any:
@@ -111,31 +112,36 @@ class Recording:
         self.gradients = list(grads)
         return trainable_variables, optimizer_variables
 
+    def note_kinds(self, kinds: list[Any]) -> None:
+        """Note what the next numbers that wait are to the samples, as `kinds_of` returns it."""
+        begin = len(self._metrics.updates)
+        self._kinds.update(enumerate(kinds, begin))
+
     def amounts(self) -> tuple[list[Update], list[Amount]]:
         """Return the updates of metrics that wait for the full batch, and what is added to them."""
         updates, amounts = [], []
         rows = self.losses.num_rows()
-        for call in self._metrics.updates_by_key().values():
+        for place, call in enumerate(self._metrics.updates_by_key().values()):
             metric, _, weight, term = call
             is_tracker = metric is loss_tracker(self.model)
             is_rows = term is not None or (is_tracker and weight is not None)
             is_sum = is_rows or (weight is not None and not keras.ops.is_tensor(weight))
             count = rows if is_rows else 1.0 if weight is None else weight
             updates.append(Update(metric, is_sum, 1.0 if is_sum else float(count)))
-            numerator, denominator = self._mean_of(call, is_tracker)
+            numerator, denominator = self._mean_of(call, is_tracker, self._kinds.get(place))
             as_scalar = _numbers.float64
             amounts.append(
                 Amount(as_scalar(numerator), as_scalar(denominator), as_scalar(count), jnp.int32(1))
             )
         return updates, amounts
 
-    def _mean_of(self, call: Any, is_tracker: bool) -> tuple[Any, Any]:
+    def _mean_of(self, call: Any, is_tracker: bool, kind: Any) -> tuple[Any, Any]:
         """Return what a number counts in the mean over a window: numerator and denominator."""
         if is_tracker and self._loss is not None:
             return self._loss
         value, is_first = call.value, self._position.is_first
         weight: Any = self.losses.num_rows() if call.term is None else call.term.weight
-        if weight is None:
+        if weight is None or kind == "sum":
             return value, is_first
         return value * _numbers.like(value, weight), weight
 

@@ -112,6 +112,15 @@ def addition_message(model: str) -> str:
     )
 
 
+def metric_message(metric: str, model: str, why: str) -> str:
+    return (
+        "A metric adds up over microbatches if it is a mean or a sum over samples. "
+        f"Received: the metric {metric!r} of {model!r}, of which that is not known: its update "
+        f"{why}. If it is none, its logs differ from those of the full batch; updates do not. "
+        f"For exact logs, {ALONE}."
+    )
+
+
 def unlike_entries_message(model: str) -> str:
     return (
         "The terms of this loss average over values whose numbers per sample changed within a "

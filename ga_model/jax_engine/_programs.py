@@ -24,6 +24,7 @@ from ga_model.hearing import _messages, _weights
 from ga_model.hearing._split import Batch
 from ga_model.jax_engine import _jax_refusals
 from ga_model.jax_engine._jax_calls import looking_at_calls, splitting_calls
+from ga_model.jax_engine._jax_metrics import looking_at_metrics
 from ga_model.jax_engine._jax_noise import Estimate, Squares, averaged, loss_scale, squared_norm
 from ga_model.jax_engine._jax_recorder import Update, record
 from ga_model.jax_engine._jax_statistics import Call, listening
@@ -210,6 +211,7 @@ class Programs:
             record(model, data, position) as recording,
             listening(layers) as hears,
             looking(model, recording.losses, mode.size),
+            looking_at_metrics(model, recording),
         ):
             _, after = model.train_step(tuple(state), data)
         after = State(*map(list, after))

@@ -8,6 +8,9 @@ vary, as positions in the batch do, unless it is random.
 
 Sums over samples, and what they are divided by, are followed further, to find out whether a loss
 that is one number is a mean or a sum of what single samples give.
+
+What Python computes with the number of samples is a constant of the jaxpr. So the function is
+traced with two numbers of samples, and the constants that differ follow from that.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import jax
 import keras
 import numpy as np
 
+_COUNTS = "computes with the number of samples"
 _LARGEST_CONSTANT = 1_000_000  # entries of an array whose values are looked at
 
 
@@ -40,11 +44,15 @@ class Shared(NamedTuple):
 
     Attributes:
         axes: along which it does not vary.
-        value: of a scalar, if it is known.
+        value: of a scalar, or of an array that is the same all over, if it is known.
+        counts: whether it follows from the number of samples.
+        origin: the id of the constant that it is, or None.
     """
 
     axes: frozenset[int]
     value: Any = None
+    counts: bool = False
+    origin: Any = None
 
 
 class Added(NamedTuple):
@@ -52,9 +60,22 @@ class Added(NamedTuple):
 
     Attributes:
         divisor: by what it was divided, as far as numbers are known.
+        base: what it is added to that follows from no sample, or None: the id of a constant, or
+            "other".
     """
 
     divisor: float = 1.0
+    base: Any = None
+
+
+class Grows(NamedTuple):
+    """A constant that a sum over samples is added to.
+
+    Attributes:
+        base: its id, or "other" if it is none.
+    """
+
+    base: Any
 
 
 class MixedError(Exception):
@@ -77,40 +98,123 @@ def kinds_of(
 
     Returns:
         For each output, "rows" if it has one entry of axis 0 for each sample, which follows from
-        that sample alone; "mean" or "sum" of what single samples give; or a `MixedError`.
+        that sample alone; "mean" or "sum" of what single samples give; `Grows` if such a sum is
+        added to what follows from no sample; "shared" if it follows from none; or a `MixedError`.
     """
     if rows == 1:  # of which all is one
         arguments, rows = [_with_rows(argument, 1, 2) for argument in arguments], 2
-    found = _outputs(function, arguments, rows, dtype)
-    kinds = [_kind(state, shape, rows) for state, shape in found]
-    if not any(isinstance(kind, Added) for kind in kinds):
-        return kinds
-    others: list[list[Any]] = []
-    for number in (rows, rows + 1):
-        changed = [_with_rows(argument, rows, number) for argument in arguments]
-        others.append([state for state, _ in _outputs(function, changed, number, dtype)])
-    return [
-        _kind_of_sum(one, other, rows) if isinstance(kind, Added) else kind
-        for kind, one, other in zip(kinds, *others)
-    ]
+    more = [_with_rows(argument, rows, rows + 1) for argument in arguments]
+    one = _Traced.of(function, arguments, rows, dtype)
+    try:
+        other = _Traced.of(function, more, rows + 1, dtype)
+    except Exception:  # of the user's code, which may know one number only
+        return [MixedError("cannot be traced with another number of samples")] * len(one.shapes)
+    differing = _differing(one.closed, other.closed)
+    if differing is None:
+        return [MixedError("does other things with another number of samples")] * len(one.shapes)
+    found = [_Reader(traced.rows, differing).outputs(traced) for traced in (one, other)]
+    return [_kind(*states, shape, rows) for *states, shape in zip(*found, one.shapes)]
 
 
-def _kind(state: Any, shape: tuple[int, ...], rows: int) -> Any:
-    if isinstance(state, (Added, MixedError)):
-        return state
-    if state == Apart(0) and shape and shape[0] == rows:
+class _Traced(NamedTuple):
+    """A function, traced with some samples.
+
+    Attributes:
+        closed: the closed jaxpr.
+        states: what its inputs are.
+        shapes: of its outputs.
+        rows: samples.
+    """
+
+    closed: Any
+    states: list[Any]
+    shapes: list[tuple[int, ...]]
+    rows: int
+
+    @classmethod
+    def of(
+        cls, function: Callable[..., Any], arguments: Sequence[Any], rows: int, dtype: Any
+    ) -> _Traced:
+        """Trace a function, as `kinds_of` takes it."""
+
+        def like(leaf: Any) -> Any:
+            leaf = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+            kind = keras.backend.standardize_dtype(leaf.dtype)
+            is_float = dtype is not None and keras.backend.is_float_dtype(kind)
+            return jax.ShapeDtypeStruct(tuple(leaf.shape), dtype if is_float else kind)
+
+        arguments = keras.tree.map_structure(like, list(arguments))
+        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+        states = [
+            Apart(0) if leaf.shape and leaf.shape[0] == rows else _vary(())
+            for leaf in keras.tree.flatten(arguments)
+        ]
+        return cls(closed, states, [tuple(leaf.shape) for leaf in jax.tree.leaves(shapes)], rows)
+
+
+def _kind(one: Any, other: Any, shape: tuple[int, ...], rows: int) -> Any:
+    """Return the kind of an output, from what it is with `rows` samples, and with one more."""
+    if isinstance(one, MixedError):
+        return one
+    if one == other == Apart(0) and shape and shape[0] == rows:
         return "rows"
+    if isinstance(one, Shared) and isinstance(other, Shared) and not one.counts:
+        return "shared"
+    if isinstance(one, Added) and isinstance(other, Added):
+        if math.isclose(one.divisor, other.divisor, rel_tol=1e-6):
+            return "sum" if one.base is None else Grows(one.base)
+        if one.base is not None:
+            return MixedError("adds something to a sum over samples")
+        if math.isclose(one.divisor / rows, other.divisor / (rows + 1), rel_tol=1e-6):
+            return "mean"
+        return MixedError("divides by something other than the number of samples")
     return MixedError("gives something other than one value per sample")
 
 
-def _kind_of_sum(one: Any, other: Any, rows: int) -> Any:
-    """Return what a sum is, from what it is divided by with `rows` samples, and with one more."""
-    if isinstance(other, Added):
-        if math.isclose(one.divisor, other.divisor, rel_tol=1e-6):
-            return "sum"
-        if math.isclose(one.divisor / rows, other.divisor / (rows + 1), rel_tol=1e-6):
-            return "mean"
-    return MixedError("divides by something other than the number of samples")
+def _differing(one: Any, other: Any) -> set[tuple[int, int]] | None:
+    """Return the constants in which two jaxprs differ: ids of equations, and places in them.
+
+    None if they differ in more. Constants of the outermost jaxpr have its own id.
+    """
+    found: set[tuple[int, int]] = set()
+    for place, (a, b) in enumerate(zip(one.consts, other.consts)):
+        if not _is_equal(a, b):
+            found |= {(id(one.jaxpr), place), (id(other.jaxpr), place)}
+    if not _compare(one.jaxpr, other.jaxpr, found):
+        return None
+    return found
+
+
+def _compare(one: Any, other: Any, found: set[tuple[int, int]]) -> bool:
+    """Note the literals in which two jaxprs differ, and return whether all else is alike."""
+    if len(one.eqns) != len(other.eqns):
+        return False
+    for a, b in zip(one.eqns, other.eqns):
+        if a.primitive is not b.primitive or len(a.invars) != len(b.invars):
+            return False
+        for place, (x, y) in enumerate(zip(a.invars, b.invars)):
+            if hasattr(x, "val") and hasattr(y, "val"):
+                if not _is_equal(x.val, y.val):
+                    found |= {(id(a), place), (id(b), place)}
+            elif hasattr(x, "val") or hasattr(y, "val"):
+                return False
+        pairs = zip(_inner(a), _inner(b))
+        if not all(_compare(x, y, found) for x, y in pairs):
+            return False
+    return True
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    """Return whether two constants have the same value all over, as far as these are known."""
+    values = [_of_constant(value).value for value in (one, other)]
+    return values[0] == values[1] or str(values[0]) == str(values[1])  # which are NaN, perhaps
+
+
+def _inner(eqn: Any) -> list[Any]:
+    """Return the jaxprs in an equation, not closed."""
+    leaves = [v for p in eqn.params.values() for v in (p if isinstance(p, tuple) else (p,))]
+    closed = [getattr(leaf, "jaxpr", leaf) for leaf in leaves]
+    return [leaf for leaf in closed if hasattr(leaf, "eqns")]
 
 
 def _with_rows(argument: Any, rows: int, number: int) -> Any:
@@ -126,40 +230,27 @@ def _with_rows(argument: Any, rows: int, number: int) -> Any:
     return keras.tree.map_structure(changed, argument)
 
 
-def _outputs(
-    function: Callable[..., Any], arguments: Sequence[Any], rows: int, dtype: Any
-) -> list[tuple[Any, tuple[int, ...]]]:
-    """Return what the outputs of a function are to the samples, and their shapes."""
-
-    def like(leaf: Any) -> Any:
-        leaf = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
-        is_float = dtype is not None and np.issubdtype(np.float64, leaf.dtype)
-        wanted = dtype if is_float or (_is_floating(leaf.dtype) and dtype) else leaf.dtype
-        return jax.ShapeDtypeStruct(tuple(leaf.shape), keras.backend.standardize_dtype(wanted))
-
-    arguments = keras.tree.map_structure(like, list(arguments))
-    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
-    states = [
-        Apart(0) if leaf.shape and leaf.shape[0] == rows else Shared(frozenset())
-        for leaf in keras.tree.flatten(arguments)
-    ]
-    found = _Reader(rows).closed(closed, states)
-    return list(zip(found, [tuple(leaf.shape) for leaf in jax.tree.leaves(shapes)]))
-
-
-def _is_floating(dtype: Any) -> bool:
-    return keras.backend.is_float_dtype(keras.backend.standardize_dtype(dtype))
-
-
 class _Reader:
     """Follows samples through jaxprs.
 
     Args:
         rows: samples.
+        differing: constants that follow from their number, as `_differing` returns them.
     """
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, differing: set[tuple[int, int]]) -> None:
         self._rows = rows
+        self._differing = differing
+
+    def outputs(self, traced: _Traced) -> list[Any]:
+        """Return what the outputs of a traced function are."""
+        jaxpr = traced.closed.jaxpr
+        constants = [self._constant(jaxpr, *pair) for pair in enumerate(traced.closed.consts)]
+        return self.run(jaxpr, [*constants, *traced.states])
+
+    def _constant(self, owner: Any, place: int, value: Any) -> Shared:
+        counts = (id(owner), place) in self._differing
+        return _of_constant(value)._replace(counts=counts, origin=id(value))
 
     def closed(self, closed: Any, states: Sequence[Any]) -> list[Any]:
         """Return what the outputs of a closed jaxpr are, from what its inputs are."""
@@ -170,24 +261,32 @@ class _Reader:
         """Return what the outputs of a jaxpr are, from what its constants and inputs are."""
         known: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], states))
 
-        def state_of(atom: Any) -> Any:
-            return _of_constant(atom.val) if hasattr(atom, "val") else known[atom]
+        def state_of(owner: Any, place: int, atom: Any) -> Any:
+            if hasattr(atom, "val"):
+                return self._constant(owner, place, atom.val)
+            return known[atom]
 
         for eqn in jaxpr.eqns:
-            outputs = self._equation(eqn, [state_of(atom) for atom in eqn.invars])
-            known.update(zip(eqn.outvars, outputs))
-        return [state_of(atom) for atom in jaxpr.outvars]
+            states = [state_of(eqn, *pair) for pair in enumerate(eqn.invars)]
+            known.update(zip(eqn.outvars, self._equation(eqn, states)))
+        return [state_of(None, *pair) for pair in enumerate(jaxpr.outvars)]
 
     def _equation(self, eqn: Any, states: list[Any]) -> list[Any]:
         rule = _RULES.get(eqn.primitive.name, _Reader._other)
         mixed = [state for state in states if isinstance(state, MixedError)]
         if mixed and rule is not _Reader.nested:
             return mixed[:1] * len(eqn.outvars)
+        counts = any(isinstance(state, Shared) and state.counts for state in states)
+        if counts and rule is not _Reader.nested and any(isinstance(s, Apart) for s in states):
+            return [MixedError(_COUNTS)] * len(eqn.outvars)
         try:
             found = rule(self, eqn, states)
         except MixedError as error:
             found = error
-        return found if isinstance(found, list) else [found] * len(eqn.outvars)
+        found = found if isinstance(found, list) else [found] * len(eqn.outvars)
+        if counts and rule is not _Reader.nested:  # also what they are combined with
+            found = [s._replace(counts=True) if isinstance(s, Shared) else s for s in found]
+        return found
 
     def _other(self, eqn: Any, states: list[Any]) -> Any:
         name = eqn.primitive.name
@@ -202,13 +301,20 @@ class _Reader:
     # What follows takes an equation and what its inputs are.
 
     def _elementwise(self, eqn: Any, states: list[Any]) -> Any:
+        name = eqn.primitive.name
         if any(isinstance(state, Added) for state in states):
             return self._of_sums(eqn, states)
         if all(isinstance(state, Shared) for state in states):
             rank = len(eqn.outvars[0].aval.shape)
             pairs = list(zip(eqn.invars, states))
-            axes = (a for a in range(rank) if all(_is_same(*pair, a) for pair in pairs))
-            return Shared(frozenset(axes), _folded(eqn, states))
+            axes = frozenset(a for a in range(rank) if all(_is_same(*pair, a) for pair in pairs))
+            counted = [s for s in states if s.counts and s.value]
+            if name in ("add", "add_any") and not rank and len(counted) == 1:
+                # A number of samples, of which each one adds its share.
+                (base,) = (s for s in states if s is not counted[0])
+                return Added(self._rows / counted[0].value, base.origin or "other")
+            is_kept = name in _LINEAR and name != "neg"
+            return Shared(axes, _folded(eqn, states), origin=states[0].origin if is_kept else None)
         return self.together(eqn, states)
 
     def together(self, eqn: Any, states: Sequence[Any], atoms: Any = None) -> Apart:
@@ -229,17 +335,25 @@ class _Reader:
         """Return what an operation makes of sums over samples: linear ones keep them so."""
         name = eqn.primitive.name
         sums = [state for state in states if isinstance(state, Added)]
-        if name in ("add", "sub", "add_any", "select_n") and len(set(sums)) == 1:
-            others = [state for state in states if not isinstance(state, Added)]
-            if not others or (name == "select_n" and len(others) == 1 and states[0] is others[0]):
-                return sums[0]
+        others = [state for state in states if not isinstance(state, Added)]
+        bases = [state.base for state in sums if state.base is not None]
         if name in _LINEAR and len(states) == 1:
             return sums[0]
-        if len(sums) == 1 and all(isinstance(s, (Added, Shared)) for s in states):
-            value = next((s.value for s in states if isinstance(s, Shared)), None)
-            if name == "mul":  # by a number that is not known, which does not follow from samples
+        if name in ("add", "sub", "add_any") and len({state.divisor for state in sums}) == 1:
+            if not others and len(bases) <= (name != "sub"):
+                return sums[0]._replace(base=next(iter(bases), None))
+            if others and isinstance(others[0], Shared) and not others[0].counts:
+                if others[0].value == 0.0:
+                    return sums[0]
+                if not bases and name != "sub":
+                    return sums[0]._replace(base=others[0].origin or "other")
+        is_alone = len(sums) == 1 == len(others) and not bases
+        if is_alone and isinstance(others[0], Shared):
+            value, counts = others[0].value, others[0].counts
+            is_known = value is not None or not counts  # else a number that follows from no sample
+            if name == "mul" and is_known:
                 return sums[0] if value is None else Added(sums[0].divisor / _not_zero(value))
-            if name == "div" and isinstance(states[0], Added):
+            if name == "div" and is_known and isinstance(states[0], Added):
                 return sums[0] if value is None else Added(sums[0].divisor * value)
         raise MixedError(f"computes with a sum over samples (`{name}`)")
 
@@ -550,10 +664,11 @@ def _of_constant(value: Any) -> Shared:
     if value.ndim == 0:
         is_number = np.issubdtype(value.dtype, np.number) or value.dtype == bool
         return Shared(frozenset(), float(value.real) if is_number else None)
-    if value.size > _LARGEST_CONSTANT:
-        return _vary(frozenset())
-    axes = range(value.ndim)
-    return _vary(frozenset(a for a in axes if (value == np.take(value, [0], axis=a)).all()))
+    if value.size > _LARGEST_CONSTANT or not value.size:
+        return _vary(())
+    axes = [a for a in range(value.ndim) if (value == np.take(value, [0], axis=a)).all()]
+    is_same = len(axes) == value.ndim
+    return Shared(frozenset(axes), _of_constant(value.ravel()[0]).value if is_same else None)
 
 
 def _vary(axes: Any) -> Shared:
@@ -561,9 +676,9 @@ def _vary(axes: Any) -> Shared:
 
 
 def _folded(eqn: Any, states: list[Any]) -> Any:
-    """Return the value of a scalar that follows from others that are known, or None."""
+    """Return the value of what follows from others that are known, or None."""
     values = [state.value for state in states]
-    if eqn.outvars[0].aval.shape or None in values:
+    if None in values:
         return None
     function = _NUMBERS.get(eqn.primitive.name)
     try:
