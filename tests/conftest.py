@@ -7,6 +7,7 @@ with KERAS_BACKEND=jax those in `jax_engine`.
 import collections
 import gc
 import os
+import tempfile
 
 if os.environ.get("KERAS_BACKEND") not in ("torch", "jax"):
     os.environ["KERAS_BACKEND"] = "tensorflow"
@@ -24,7 +25,16 @@ if BACKEND == "torch":
     import torch
 
     torch.set_num_threads(1)
-elif BACKEND == "tensorflow":
+elif BACKEND == "jax":
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # what one process compiles serves all
+        _compiled = tempfile.TemporaryDirectory()
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
+    import jax
+
+    jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+else:
     import tensorflow as tf
 
     # The suite runs in several processes, and its models are small.

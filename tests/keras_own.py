@@ -14,7 +14,9 @@ import pytest
 
 SPEC = importlib.util.find_spec("keras.src.trainers.trainer_test")
 _BACKEND = keras.backend.backend()
-_TRAINER = {"tensorflow": "TensorFlowTrainer", "torch": "TorchTrainer"}[_BACKEND]
+_TRAINERS = {"tensorflow": "TensorFlowTrainer", "torch": "TorchTrainer", "jax": "JAXTrainer"}
+_TRAINER = _TRAINERS[_BACKEND]
+_OTHERS = {} if _BACKEND == "jax" else {"jax": types.ModuleType("jax")}  # imported, and not used
 
 needs_tests_of_keras = pytest.mark.skipif(
     SPEC is None, reason="Keras is installed without its tests"
@@ -41,7 +43,7 @@ def _load(mix):
     module = importlib.util.module_from_spec(SPEC)
     trainers = importlib.import_module(f"keras.src.backend.{_BACKEND}.trainer")
     with (
-        mock.patch.dict(sys.modules, jax=types.ModuleType("jax")),  # imported, and not used here
+        mock.patch.dict(sys.modules, _OTHERS),
         mock.patch.object(trainers, _TRAINER, mix(getattr(trainers, _TRAINER))),
     ):
         SPEC.loader.exec_module(module)

@@ -2,7 +2,8 @@
 
 A release that renames one of them breaks this module, or one of those beside it: those of
 activity regularizers are in `_internals_activities`, those of the backends in `_internals_tf` and
-`_internals_torch`. Read in Keras 3.8.0 to 3.15.1, TensorFlow 2.18 to 2.21 and PyTorch 2.13.
+`_internals_torch`. Read in Keras 3.8.0 to 3.15.1, TensorFlow 2.18 to 2.21, PyTorch 2.13 and
+JAX 0.10.
 `tests/base/test_internals.py` finds private names elsewhere.
 
 What releases do differently stands here, too: one function for each difference, which names the
@@ -163,6 +164,18 @@ def move_renormalization(layer: Any, mean: Any, variance: Any) -> None:
 
 
 # Models and optimizers.
+
+
+# The methods of a model that make its step on JAX, and what it logs.
+OF_STEP_ON_JAX = (
+    "train_step",
+    "compute_loss_and_updates",
+    "stateless_call",
+    "stateless_compute_loss",
+    "_update_metrics_variables",
+    "compute_metrics",
+    "get_metrics_result",
+)
 
 
 def put_values_back(model: Any) -> None:

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 
 
-class ShuffledBatches(keras.utils.PyDataset):  # type: ignore[misc]
+class ShuffledBatches(keras.utils.PyDataset):
     """Batches of samples that are shuffled before they are cut, anew for each epoch.
 
     Args:

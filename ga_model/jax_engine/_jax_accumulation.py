@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,27 +12,23 @@ import keras
 from ga_model._kept import Kept
 from ga_model._settings import Settings
 from ga_model.automatic._search import FoundSize
-from ga_model.base._internals import jax_state_of, leave_values
+from ga_model.base._internals import OF_STEP_ON_JAX, jax_state_of, leave_values
 from ga_model.base._numbers import power_of_two
-from ga_model.hearing._attributes import watch_attributes
 from ga_model.hearing._models import is_of_keras, recording_of_thread
 from ga_model.hearing._split import Batch
 from ga_model.jax_engine import _jax_refusals
 from ga_model.jax_engine._jax_noise import Estimate
 from ga_model.jax_engine._jax_terms import DoesNotAddUpError
 from ga_model.jax_engine._jax_window import Window
-from ga_model.jax_engine._programs import Mode, NeedsTotalsError, Programs, State, Structure
-from ga_model.sums._noise import GradientNoise
-
-# What makes a step, and logs: methods that a model has from Keras's trainer.
-_STEP = (
-    "train_step",
-    "compute_loss_and_updates",
-    "stateless_call",
-    "stateless_compute_loss",
-    "_update_metrics_variables",
+from ga_model.jax_engine._programs import (
+    Counters,
+    Mode,
+    NeedsTotalsError,
+    Programs,
+    State,
+    Structure,
 )
-_LOGS = ("compute_metrics", "get_metrics_result")
+from ga_model.sums._noise import GradientNoise
 
 
 class Accumulation(Kept):
@@ -55,18 +52,17 @@ class Accumulation(Kept):
         self.known_calls: dict[Any, Any] = {}
         self._structure: Structure | None = None
         self._skips = False
-        self._is_tracing = False
+        self._is_tracing = self._is_checked = False
         self._adds_up = True  # as far as is known
         self._most_rows = 0
 
     # What a step is.
 
+    @functools.cached_property
     def has_own_step(self) -> bool:
         """Return whether a step, or what it logs, is the user's own."""
         return not all(
-            is_of_keras(self._model, name)
-            for name in (*_STEP, *_LOGS)
-            if hasattr(keras.Model, name)
+            is_of_keras(self._model, name) for name in OF_STEP_ON_JAX if hasattr(keras.Model, name)
         )
 
     def takes_full_batch(self) -> bool:
@@ -74,7 +70,7 @@ class Accumulation(Kept):
         if self.settings.loss_over != "auto":
             return self.settings.loss_over == "batch"
         model = self._model
-        if self.has_own_step():
+        if self.has_own_step:
             return True
         if model._has_rule():
             return False
@@ -120,9 +116,10 @@ class Accumulation(Kept):
         """
         model = self._model
         try:
-            _jax_refusals.check(model)
-            watch_attributes(model)
-            self.warn_of_accumulating_optimizers()
+            if not self._is_checked:
+                _jax_refusals.check(model)
+                self.warn_of_accumulating_optimizers()
+                self._is_checked = True
             return self._train(State(*map(list, state)), data)
         except BaseException:  # KeyboardInterrupt, too
             self.discard_window()
@@ -137,7 +134,7 @@ class Accumulation(Kept):
         if is_whole and not (self.accumulates() or self.settings.skip_nonfinite):
             logs, state = self.programs.whole(size, state, data)
             return logs, tuple(state)
-        if self.has_own_step():
+        if self.has_own_step:
             raise RuntimeError(_jax_refusals.own_step_message(model.name))
         if not (is_of_keras(model, "compute_loss") or model._has_rule() or is_whole):
             raise RuntimeError(_jax_refusals.own_loss_message(model.name))
@@ -172,9 +169,7 @@ class Accumulation(Kept):
             "parts": power_of_two(window.steps) * power_of_two(batch.num_microbatches),
             "rows": float(batch.rows),
         }
-        before, sums, structure = window.sums, window.sums, self._structure
-        amounts = None if before is None else before._replace(gradients=[], moments=[])
-        programs = self.programs
+        structure, programs = self._structure, self.programs
         is_to_weigh = batch.is_split and programs.needs_totals
         totals = programs.totals(batch, state) if is_to_weigh else None
         try:
@@ -182,13 +177,14 @@ class Accumulation(Kept):
         except NeedsTotalsError:
             programs.needs_totals = True
             return self._by_microbatches(state, batch, is_whole)
+        sums = window.sums or programs.begin(mode)
+        before = sums.amounts
         for index in range(batch.num_microbatches):
             data = batch.microbatch(index)
             state, sums, structure = programs.microbatch(mode, sums, state, data, numbers, totals)
             self._look_at_entries(window, structure)
-        assert sums is not None
         assert structure is not None
-        logs, metrics = self.programs.report(structure, state.metrics, amounts, sums)
+        logs, metrics = programs.report(structure, state.metrics, before, sums.amounts)
         state = state._replace(metrics=metrics)
         window.sums, self._structure = sums, structure
         if window.end_batch():
@@ -212,14 +208,14 @@ class Accumulation(Kept):
         assert structure is not None
         sums = window.sums
         window.discard()
-        self.num_skipped = sums.num_skipped + (0 if self.num_skipped is None else self.num_skipped)
-        has_weight = True if sums.total is None else sums.total != 0
-        lost = (sums.has_lost & has_weight).astype("int32")
-        self.num_lost = lost + (0 if self.num_lost is None else self.num_lost)
         if self.measured_noise is not None and sums.squares is not None:
             estimate = self.measured_noise.of(self._model.optimizer)
             self.programs.measure(estimate, state.optimizer, sums)
-        return self.programs.update(structure, self._skips, state, sums._replace(squares=None))
+        sums = sums._replace(squares=None)
+        counters = Counters(self.num_skipped or 0, self.num_lost or 0)
+        update = self.programs.update(structure, self._skips, state, sums, counters)
+        state, (self.num_skipped, self.num_lost) = update
+        return state
 
     def close_window(self) -> None:
         """Make the update of a partial window, and warn of what was done so far."""

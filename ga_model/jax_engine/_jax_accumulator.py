@@ -53,7 +53,11 @@ class GradientAccumulator:
 
     @answering
     def __init__(self) -> None:
-        self.reset()
+        self.variables: list[Any] = []
+        self.num_microbatches = 0
+        self._sums: list[Any] = []
+        self._total = 0.0
+        self._is_sum: bool | None = None
 
     def add(
         self, gradients: Collection[Any], variables: Collection[Any], *, weight: Any | None
@@ -142,11 +146,8 @@ class GradientAccumulator:
 
     def reset(self) -> None:
         """Forget the open window."""
-        self.variables: list[Any] = []
-        self.num_microbatches = 0
-        self._sums: list[Any] = []
-        self._total = 0.0
-        self._is_sum: bool | None = None
+        self.variables, self._sums, self._is_sum = [], [], None
+        self.num_microbatches, self._total = 0, 0.0
 
 
 @functools.partial(jax.jit, donate_argnums=0)

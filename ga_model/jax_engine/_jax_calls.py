@@ -145,6 +145,7 @@ class _Call:
         key = (id(self._layer), shapes, static, str(self._structure))
         if key not in known:
             known[key] = self._read()
+        why: str | None
         why, self.kinds, self.num_losses, self._written = known[key]
         return why
 

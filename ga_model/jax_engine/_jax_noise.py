@@ -83,10 +83,10 @@ class Estimate:
         self.decay = decay
 
     def averages(self) -> Averages:
-        *sums, weight, number = map(float, self.sums)
+        trace, norm, size, weight, number = map(float, self.sums)
         if not number:
             return Averages.of_nothing()
-        return Averages(*(part / weight for part in sums), int(number))
+        return Averages(trace / weight, norm / weight, size / weight, int(number))
 
 
 def averaged(before: Any, decay: Any, squares: Squares, weight: Any, norm: Any) -> Any:

@@ -96,8 +96,8 @@ class StepLosses(StepTerms):
             total: the number that Keras made of it.
         """
         kind = next((kind for other, kind in self._kinds_of_added if other is loss), None)
-        is_sum = {"sum": True, "mean": False, "rows": True}.get(kind)
-        self._additional.append((total, is_sum))
+        is_known = kind in ("mean", "sum", "rows")
+        self._additional.append((total, kind != "mean" if is_known else None))
 
     def note_kinds(self, losses: list[Any], kinds: list[Any]) -> None:
         """Note what losses are to the samples that layers have added, as `kinds_of` returns it."""

@@ -21,6 +21,7 @@ from ga_model.base._identity import is_in
 from ga_model.base._internals import layers_in, seeds
 from ga_model.base._messages import batch_normalization_messages
 from ga_model.hearing import _messages, _weights
+from ga_model.hearing._attributes import watch_attributes
 from ga_model.hearing._split import Batch
 from ga_model.jax_engine import _jax_refusals
 from ga_model.jax_engine._jax_calls import looking_at_calls, splitting_calls
@@ -29,7 +30,7 @@ from ga_model.jax_engine._jax_noise import Estimate, Squares, averaged, loss_sca
 from ga_model.jax_engine._jax_recorder import Update, record
 from ga_model.jax_engine._jax_statistics import Call, listening
 from ga_model.jax_engine._jax_terms import Position
-from ga_model.jax_engine._jax_window import Sums
+from ga_model.jax_engine._jax_window import Amount, Sums
 
 
 class State(NamedTuple):
@@ -39,6 +40,18 @@ class State(NamedTuple):
     non_trainable: list[Any]
     optimizer: list[Any]
     metrics: list[Any]
+
+
+class Counters(NamedTuple):
+    """What was counted since `compile`: int32 scalars, or zero.
+
+    Attributes:
+        skipped: microbatches that were left out.
+        lost: windows with weight of which a microbatch had a term that was made zero.
+    """
+
+    skipped: Any = 0
+    lost: Any = 0
 
 
 class Mode(NamedTuple):
@@ -126,14 +139,14 @@ class Programs:
         Raises:
             DoesNotAddUpError, NeedsTotalsError: a microbatch cannot run like this.
         """
-        zero = _numbers.float64(0.0)
         for index in {0, batch.num_microbatches - 1}:
             data = batch.microbatch(index)
             leaves, structure = jax.tree.flatten(data)
             kinds = tuple((getattr(a, "shape", None), str(getattr(a, "dtype", ""))) for a in leaves)
             key = (mode, totals is None, len(state.trainable), structure, kinds)
             if key not in self._seen:
-                inner = self._inner(mode)
+                watch_attributes(self._model)
+                inner, zero = self._inner(mode), _numbers.float64(0.0)
                 arguments = (zero, zero == 0, state, data, numbers, totals)
                 _, self._shapes[mode] = jax.eval_shape(inner, *arguments)
                 self._seen.add(key)
@@ -141,10 +154,20 @@ class Programs:
     def _inner(self, mode: Mode) -> Any:
         return self._jit(("inner", mode), functools.partial(self._microbatch, mode))
 
+    def begin(self, mode: Mode) -> Sums:
+        """Return the sums of a window that has no microbatch, for a mode that is prepared."""
+        shapes = self._shapes[mode]
+
+        def zeros() -> Sums:
+            made: Sums = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+            return made
+
+        return self._jit(("begin", mode), zeros)()  # type: ignore[no-any-return]
+
     def microbatch(
         self,
         mode: Mode,
-        sums: Sums | None,
+        sums: Sums,
         state: State,
         data: Any,
         numbers: dict[str, Any],
@@ -154,7 +177,7 @@ class Programs:
 
         Args:
             mode: what the program is made for.
-            sums: of the window so far, which are not to be used again, or None.
+            sums: of the window so far, whose gradients are not to be used again.
             state: the values of variables.
             data: the microbatch.
             numbers: `steps`, `num_microbatches` and `parts`, as `Position` has them, and `rows`,
@@ -166,9 +189,6 @@ class Programs:
         """
         inner = self._inner(mode)
         arguments = (state, data, numbers, totals)
-        if sums is None:
-            shapes = self._shapes[mode]
-            sums = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
         def add(gradients: list[Any], others: Sums, *arguments: Any) -> Any:
             sums = others._replace(gradients=gradients)
@@ -176,8 +196,8 @@ class Programs:
             return found, sums.plus(part)
 
         run = self._jit(("add", mode), add, donate_argnums=0)
-        state, sums = run(sums.gradients, sums._replace(gradients=[]), *arguments)
-        return state, sums, self._structures[mode]
+        changed, sums = run(sums.gradients, sums._replace(gradients=[]), *arguments)
+        return state._replace(**changed), sums, self._structures[mode]
 
     def _microbatch(
         self,
@@ -188,8 +208,8 @@ class Programs:
         data: Any,
         numbers: dict[str, Any],
         totals: list[Any] | None,
-    ) -> tuple[State, Sums]:
-        """Trace the step on a microbatch."""
+    ) -> tuple[dict[str, list[Any]], Sums]:
+        """Trace the step on a microbatch, and return values that it changes, and what it gives."""
         model = self._model
         whole = None
         if mode.is_split:
@@ -240,15 +260,16 @@ class Programs:
             scale = loss_scale(model.optimizer, state.optimizer)
             squares = Squares.of(found.gradients, recording.relative_weight, scale)
             found = found._replace(squares=squares)
-        after = after._replace(
-            trainable=state.trainable,
-            optimizer=state.optimizer,
-            non_trainable=self._without(hears.written(), state, after),
-        )
+        # Not the others: what a program returns is copied, also if it is as it was.
+        changed = {
+            "non_trainable": self._without(hears.written(), state, after),
+            "metrics": after.metrics,
+        }
         if mode.skips:
-            after, found = _skipped(state, after, found)
+            before = {"non_trainable": state.non_trainable, "metrics": state.metrics}
+            changed, found = _skipped(before, changed, found)
         self._structures[mode] = Structure(updates, hears.calls, recording.losses.entries())
-        return after, found
+        return changed, found
 
     def _totals(self, totals: list[Any] | None) -> list[Any]:
         if totals is None:
@@ -262,12 +283,14 @@ class Programs:
             UserWarning: others are written to that no random numbers are drawn with.
         """
         model = self._model
-        drawn = {id(s) for layer in layers_in(model) for s in seeds(layer)}
+        known = {id(s) for layer in layers_in(model) for s in seeds(layer)}
+        normalizing = model._batch_normalization_layers()  # which are told of
+        known |= {id(v) for layer in normalizing for v in layer.non_trainable_variables}
         values, written = [], []
         triples = zip(model.non_trainable_variables, before.non_trainable, after.non_trainable)
         for variable, old, new in triples:
             is_kept = id(variable) in heard
-            if not (is_kept or new is old or id(variable) in drawn):
+            if not (is_kept or new is old or id(variable) in known):
                 written.append(variable.path)
             values.append(old if is_kept else new)
         if written:
@@ -293,20 +316,19 @@ class Programs:
         return [_numbers.float64(0.0 if weight is None else weight) for weight in weights]
 
     def report(
-        self, structure: Structure, metrics: list[Any], before: Sums | None, now: Sums
+        self, structure: Structure, metrics: list[Any], before: list[Amount], now: list[Amount]
     ) -> tuple[Any, list[Any]]:
         """Give metrics what waited for the full batch, and return the logs and their variables.
 
         Args:
             structure: what is known of the sums.
             metrics: the values of their variables.
-            before: the amounts of the window before the batch, or None.
+            before: the amounts of the window before the batch.
             now: those after it.
         """
-        amounts = now.amounts
-        first = before.amounts if before is not None else jax.tree.map(jnp.zeros_like, amounts)
         self._structure = structure
-        return self._jit("report", self._report)(metrics, first, amounts)
+        logs, after = self._jit("report", self._report)(metrics, before, now)
+        return logs, after
 
     def _report(self, metrics: list[Any], before: Any, now: Any) -> tuple[Any, list[Any]]:
         model, structure = self._model, self._structure
@@ -346,7 +368,9 @@ class Programs:
         squares = sums.squares._replace(total=sums.squares.total * sums.unit)
         return averaged(before, decay, squares, sums.total * sums.unit, norm)
 
-    def update(self, structure: Structure, skips: bool, state: State, sums: Sums) -> State:
+    def update(
+        self, structure: Structure, skips: bool, state: State, sums: Sums, counters: Counters
+    ) -> tuple[State, Counters]:
         """Make the update of a window.
 
         Args:
@@ -354,16 +378,24 @@ class Programs:
             skips: whether it may have none.
             state: the values of variables. Those of weights and optimizer are not to be used again.
             sums: what its microbatches have come to.
+            counters: those of the windows before.
         """
         self._structure = structure
         run = self._jit(("update", skips), functools.partial(self._update, skips), donate_argnums=0)
         sums = sums._replace(amounts=[])
-        changed = run((state.trainable, state.optimizer), state.non_trainable, sums)
-        trainable, non_trainable, optimizer = changed
-        return State(trainable, non_trainable, optimizer, state.metrics)
+        donated = state.trainable, state.optimizer
+        (trainable, others, optimizer), counters = run(donated, state.non_trainable, sums, counters)
+        return State(trainable, others, optimizer, state.metrics), counters
 
-    def _update(self, skips: bool, donated: Any, non_trainable: list[Any], sums: Sums) -> Any:
+    def _update(
+        self, skips: bool, donated: Any, non_trainable: list[Any], sums: Sums, counters: Counters
+    ) -> Any:
         trainable, optimizer = donated
+        has_weight = True if sums.total is None else sums.total != 0
+        counters = Counters(
+            counters.skipped + sums.num_skipped,
+            counters.lost + (sums.has_lost & has_weight).astype(jnp.int32),
+        )
 
         def update() -> tuple[list[Any], list[Any], list[Any]]:
             divisor: Any = 1.0
@@ -374,12 +406,13 @@ class Programs:
                 for g, v in zip(sums.gradients, trainable)
             ]
             applied = self._model.optimizer.stateless_apply(optimizer, gradients, trainable)
-            return self._end_update(*map(list, applied), non_trainable, sums)
+            weights, state = map(list, applied)
+            return self._end_update(weights, state, non_trainable, sums)
 
         if not skips:
-            return update()
+            return update(), counters
         keep = (trainable, non_trainable, optimizer)
-        return jax.lax.cond(sums.num_counted > 0, update, lambda: keep)
+        return jax.lax.cond(sums.num_counted > 0, update, lambda: keep), counters
 
     def _end_update(
         self, trainable: list[Any], optimizer: list[Any], others: list[Any], sums: Sums | None
@@ -435,7 +468,9 @@ def _widened(gradient: Any) -> Any:
     return gradient.astype(jnp.float32) if is_half else gradient
 
 
-def _skipped(before: State, after: State, found: Sums) -> tuple[State, Sums]:
+def _skipped(
+    before: dict[str, Any], after: dict[str, Any], found: Sums
+) -> tuple[dict[str, Any], Sums]:
     """Return what there is after a microbatch that is left out if a gradient is not finite."""
     is_finite = functools.reduce(
         jnp.logical_and, [jnp.isfinite(g).all() for g in found.gradients], jnp.ones((), bool)

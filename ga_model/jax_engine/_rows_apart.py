@@ -113,7 +113,8 @@ def kinds_of(
     if differing is None:
         return [MixedError("does other things with another number of samples")] * len(one.shapes)
     found = [_Reader(traced.rows, differing).outputs(traced) for traced in (one, other)]
-    return [_kind(*states, shape, rows) for *states, shape in zip(*found, one.shapes)]
+    triples = zip(found[0], found[1], one.shapes)
+    return [_kind(first, second, shape, rows) for first, second, shape in triples]
 
 
 class _Traced(NamedTuple):

@@ -19,7 +19,12 @@ OVERRIDDEN = {
     "_maybe_symbolic_build",
     "_make_function",
 }
-OVERRIDING = ["_model.py", "_tensorflow_engine.py", "torch_engine/_hooks.py"]
+OVERRIDING = [
+    "_model.py",
+    "_tensorflow_engine.py",
+    "jax_engine/_jax_hooks.py",
+    "torch_engine/_hooks.py",
+]
 # What single files may name, and no other.
 IN_FILE = {
     **dict.fromkeys(OVERRIDING, OVERRIDDEN),  # by the model class and its base for each backend

@@ -37,9 +37,9 @@ def runs_here(block):
     """Return whether a block needs neither devices nor PyTorch.
 
     The others are run by `test_workers.py`, and by `test_torch_processes.py` and
-    `test_torch_documents.py`.
+    `test_torch_documents.py` and `test_jax_documents.py`.
     """
-    return not re.search("Strategy|process_group|torch", block)
+    return not re.search("Strategy|process_group|torch|jax", block)
 
 
 def run_page(name, tmp_path):

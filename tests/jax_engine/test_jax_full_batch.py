@@ -51,7 +51,6 @@ class Clipping(OwnStep):
         return [jnp.clip(g, -0.01, 0.01) for g in grads]
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("base", [OwnStep, Clipping])
 @pytest.mark.parametrize("size", [5, 4, 1])
 def test_a_step_of_ones_own_matches(base, size):
@@ -240,7 +239,6 @@ def test_steps_that_are_exact_are_not_told_of():
             train(fresh(base), sgd("mse"), dense_data(24), rows=12, microbatch_size=5)
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("eager", [{"run_eagerly": True}, {"jit_compile": False}])
 def test_a_step_that_is_not_compiled_matches(eager):
     arguments = sgd(**eager)

@@ -35,7 +35,6 @@ def sample_weights(*shape):
 REDUCTIONS = ["mean_with_sample_weight", "sum_over_batch_size", "mean", "sum"]
 
 
-@pytest.mark.every_case
 @every_way
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("kind", ["masked", "dense"])
@@ -88,7 +87,6 @@ def two_masks_data(rows):
     return [x, x[::-1].copy()], [y, y[::-1].copy()]
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("reductions", [("mean", "mean"), ("sum", "mean"), ("mean", "sum")])
 def test_two_outputs_have_denominators_of_their_own(reductions):
     losses = [keras.losses.MeanSquaredError(reduction=r) for r in reductions]
@@ -165,7 +163,6 @@ def total(y_true, y_pred):
     return ops.sum(ops.square(y_true - y_pred))
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("loss", [total, mean, vector])
 @pytest.mark.parametrize("way", [*WAYS, "one"])
 def test_losses_of_ones_own_match(loss, way):
@@ -184,7 +181,6 @@ def over_a_mask(y_true, y_pred):
     return ops.sum(mask * ops.square(y_true - y_pred)) / (ops.sum(mask) + 1e-3)
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("size", [5, 1])
 @pytest.mark.parametrize("loss", [contrastive, over_a_mask, "dice"])
 def test_losses_that_do_not_add_up_match(loss, size):
@@ -204,7 +200,6 @@ OVER_SAMPLES = {
 }
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("kind", OVER_SAMPLES)
 def test_losses_that_look_like_those_of_keras_match(kind):
     x, y = dense_data(31)
@@ -285,7 +280,6 @@ class Looks(layers.Embedding):
         return vectors - 0.5 * ops.mean(vectors, axis=0, keepdims=True)
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("kind", ["ids", "values"])
 def test_a_model_that_mixes_samples_is_found_though_the_first_are_alike(kind, own):

@@ -28,7 +28,6 @@ from ga_model import GradientNoiseScale, accumulate
 every_setting = pytest.mark.parametrize("name", SETTINGS)
 
 
-@pytest.mark.every_case
 @every_setting
 def test_the_estimates_are_unbiased(name):
     x, trace, square = normal_rows(2_405)
@@ -62,7 +61,6 @@ def compiled(model, **arguments):
     return model
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("nan", [False, True])
 @every_setting
 def test_the_estimates_are_those_of_the_formula(name, nan):
@@ -88,7 +86,6 @@ def test_the_estimates_are_those_of_the_formula(name, nan):
     np.testing.assert_allclose(scale.averages, expected, rtol=1e-4)
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("scaling", ["factor", "dynamic"])
 @pytest.mark.parametrize("name", ["steps", "size"])
 def test_the_scale_of_the_loss_cancels(scaling, name):
@@ -112,7 +109,6 @@ def test_the_scale_of_the_loss_cancels(scaling, name):
     np.testing.assert_allclose(measure(scaling), measure(None), rtol=1e-4)
 
 
-@pytest.mark.every_case
 @every_setting
 def test_weights_are_those_of_training_without_it(name):
     weights = []

@@ -102,7 +102,6 @@ def twice():
     return Twice([keras.Input((4,)), layers.BatchNormalization(momentum=0.8), layers.Dense(2)])
 
 
-@pytest.mark.every_case
 @every_setting
 def test_they_are_those_of_the_full_batch(settings):
     assert difference(first, settings) <= TOLERANCE
@@ -136,7 +135,6 @@ def test_a_layer_that_moves_itself_is_told_of_and_gets_the_full_batch_where_it_c
         assert difference(own, "windows") > 1e-2
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("settings", ["windows", "split", "full batch"])
 def test_the_warning_says_what_is_true(settings):
     with pytest.warns(

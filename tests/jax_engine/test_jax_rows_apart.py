@@ -97,7 +97,11 @@ FUNCTIONS = {
     "an offset": (lambda x: ops.mean(x) + 1.0, "adds something to a sum"),
     "more than samples": (lambda x: ops.sum(x) / (x.shape[0] + 1e-3), "other than the number"),
     "masked": (lambda x: ops.sum(x * (x > 0)) / ops.sum(ops.cast(x > 0, "float32")), "a sum over"),
-    "against others": (lambda x: ops.matmul(x, ops.transpose(x)), "combines samples"),
+    "against others": (lambda x: ops.matmul(x, ops.transpose(x)), "combines samples with others"),
+    "padded": (
+        lambda x: ops.pad(x, [[1, 0], [0, 0]]),
+        "puts something between samples, or around them",
+    ),
     "shifted": (lambda x: ops.roll(x, 1, axis=0), "some of the samples"),
     "places": (lambda x: x * ops.arange(x.shape[0], dtype="float32")[:, None], "the place of"),
     "of one": (lambda x: x - x[:1], "samples"),

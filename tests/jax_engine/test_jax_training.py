@@ -32,7 +32,6 @@ def plain(data, rows=12, make=dense_model, compile_args=arguments, **kwargs):
 # Updates.
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "options",
@@ -76,7 +75,6 @@ def test_a_window_of_one_microbatch_is_plain_keras_to_the_bit():
             np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_train_on_batch_and_close_window_match(run_eagerly):
     x, y = dense_data(20)
@@ -114,7 +112,6 @@ def test_a_fit_begins_with_an_empty_window():
 # What is logged.
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["masked_recurrent", "two_outputs", "regularized", "dense"])
 def test_logs_are_those_of_the_full_batch(name, way):
@@ -216,7 +213,6 @@ def test_frozen_batch_normalization_matches():
     assert difference_of_fits(make, arguments, dense_data(31), **WAYS["both"]) <= TOLERANCE
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "bfloat16"])
 def test_half_precision_trains_near_the_full_batch(policy):
     keras.config.set_dtype_policy(policy)
@@ -255,7 +251,6 @@ def test_an_overflow_lowers_the_scale_once():
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("settings", [{"microbatch_size": 3}, {"accumulation_steps": 4}])
 def test_microbatches_that_are_not_finite_are_left_out(settings):
     x, y = dense_data(12)
