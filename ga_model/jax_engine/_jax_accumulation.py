@@ -169,11 +169,11 @@ class Accumulation(Kept):
             "parts": power_of_two(window.steps) * power_of_two(batch.num_microbatches),
             "rows": float(batch.rows),
         }
-        structure, programs = self._structure, self.programs
+        programs = self.programs
         is_to_weigh = batch.is_split and programs.needs_totals
         totals = programs.totals(batch, state) if is_to_weigh else None
         try:
-            programs.prepare(mode, batch, state, numbers, totals)
+            structure, last = programs.prepare(mode, batch, state, numbers, totals)
         except NeedsTotalsError:
             programs.needs_totals = True
             return self._by_microbatches(state, batch, is_whole)
@@ -181,9 +181,9 @@ class Accumulation(Kept):
         before = sums.amounts
         for index in range(batch.num_microbatches):
             data = batch.microbatch(index)
-            state, sums, structure = programs.microbatch(mode, sums, state, data, numbers, totals)
-            self._look_at_entries(window, structure)
-        assert structure is not None
+            state, sums = programs.microbatch(mode, sums, state, data, numbers, totals)
+            is_last = index + 1 == batch.num_microbatches
+            self._look_at_entries(window, last if is_last else structure)
         logs, metrics = programs.report(structure, state.metrics, before, sums.amounts)
         state = state._replace(metrics=metrics)
         window.sums, self._structure = sums, structure

@@ -97,7 +97,8 @@ class Recording:
             relative = jnp.where(is_any, weight / jnp.where(is_any, self.unit, 1), 0)
         self.relative_weight = relative
         counted = None if relative is None else weight
-        numerator = jax.lax.stop_gradient(terms.fold(loss, counted, position.is_first))
+        wide = jax.lax.stop_gradient(_numbers.float64(loss))
+        numerator = jax.lax.stop_gradient(terms.fold(wide, counted, position.is_first))
         is_first = _numbers.float64(position.is_first)
         self._loss = numerator, is_first if counted is None else counted
         return optimizer.scale_loss(terms.fold(loss, relative, position.is_first))

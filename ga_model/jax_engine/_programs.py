@@ -108,9 +108,8 @@ class Programs:
         self._model = model
         self.needs_totals = False
         self._made: dict[Any, Any] = {}
-        self._structures: dict[Any, Structure] = {}
-        self._structure: Structure | None = None
-        self._seen: set[Any] = set()  # what was traced
+        self._structure: Structure | None = None  # of the program that is traced
+        self._seen: dict[Any, Structure] = {}  # of microbatches, by modes and shapes
         self._shapes: dict[Any, Any] = {}  # of sums
 
     def _jit(self, name: Any, function: Callable[..., Any], **options: Any) -> Any:
@@ -129,17 +128,21 @@ class Programs:
         state: State,
         numbers: dict[str, Any],
         totals: list[Any] | None,
-    ) -> None:
+    ) -> tuple[Structure, Structure]:
         """Trace the step on the microbatches of a batch, each shape once, before anything runs.
 
         Args:
             mode, state, numbers, totals: as `microbatch` takes them.
             batch: the batch.
 
+        Returns:
+            What is known of its microbatches, and of the last one, which may be smaller.
+
         Raises:
             DoesNotAddUpError, NeedsTotalsError: a microbatch cannot run like this.
         """
-        for index in {0, batch.num_microbatches - 1}:
+        found = []
+        for index in (0, batch.num_microbatches - 1):
             data = batch.microbatch(index)
             leaves, structure = jax.tree.flatten(data)
             kinds = tuple((getattr(a, "shape", None), str(getattr(a, "dtype", ""))) for a in leaves)
@@ -149,7 +152,10 @@ class Programs:
                 inner, zero = self._inner(mode), _numbers.float64(0.0)
                 arguments = (zero, zero == 0, state, data, numbers, totals)
                 _, self._shapes[mode] = jax.eval_shape(inner, *arguments)
-                self._seen.add(key)
+                assert self._structure is not None
+                self._seen[key] = self._structure
+            found.append(self._seen[key])
+        return found[0], found[1]
 
     def _inner(self, mode: Mode) -> Any:
         return self._jit(("inner", mode), functools.partial(self._microbatch, mode))
@@ -172,7 +178,7 @@ class Programs:
         data: Any,
         numbers: dict[str, Any],
         totals: list[Any] | None,
-    ) -> tuple[State, Sums, Structure]:
+    ) -> tuple[State, Sums]:
         """Run the step on a microbatch, and add what it gives to the sums of its window.
 
         Args:
@@ -185,7 +191,7 @@ class Programs:
             totals: what the terms of the loss weigh in the batch, where it needs them.
 
         Returns:
-            The values of variables, the sums, and what is known of them.
+            The values of variables, and the sums.
         """
         inner = self._inner(mode)
         arguments = (state, data, numbers, totals)
@@ -197,7 +203,7 @@ class Programs:
 
         run = self._jit(("add", mode), add, donate_argnums=0)
         changed, sums = run(sums.gradients, sums._replace(gradients=[]), *arguments)
-        return state._replace(**changed), sums, self._structures[mode]
+        return state._replace(**changed), sums
 
     def _microbatch(
         self,
@@ -268,7 +274,7 @@ class Programs:
         if mode.skips:
             before = {"non_trainable": state.non_trainable, "metrics": state.metrics}
             changed, found = _skipped(before, changed, found)
-        self._structures[mode] = Structure(updates, hears.calls, recording.losses.entries())
+        self._structure = Structure(updates, hears.calls, recording.losses.entries())
         return changed, found
 
     def _totals(self, totals: list[Any] | None) -> list[Any]:

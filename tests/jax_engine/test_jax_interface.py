@@ -166,6 +166,9 @@ def test_terms_whose_lengths_differ_in_a_window_are_told_of():
 
     model = accumulate(make(), accumulation_steps=2)
     model.compile("sgd", ["mse", "mse"])
+    for batch in batches():  # first each in a window of its own
+        for _ in range(2):
+            model.train_on_batch(*batch)
     with pytest.warns(UserWarning, match="numbers per sample changed within a window"):
         model.fit(batches(), shuffle=False, verbose=0)
 
