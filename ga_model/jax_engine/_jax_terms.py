@@ -148,9 +148,9 @@ class StepLosses(StepTerms):
 
 def _fit(y_true: Any, y_pred: Any) -> bool:
     """Return whether targets do not broadcast against outputs along the samples."""
-    pairs = list(zip(keras.tree.flatten(y_true), keras.tree.flatten(y_pred)))
-    ranks = [(len(a.shape), len(b.shape)) for a, b in pairs]
-    return all(abs(a - b) <= 1 for a, b in ranks)
+    pairs = zip(keras.tree.flatten(y_true), keras.tree.flatten(y_pred))
+    shapes = [sorted((tuple(a.shape), tuple(b.shape)), key=len) for a, b in pairs]
+    return all(len(a) == len(b) or (len(a) + 1 == len(b) and b[-1] == 1) for a, b in shapes)
 
 
 def observer_of(entry: Any, compiled: Any, losses: StepLosses) -> Any:

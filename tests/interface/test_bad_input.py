@@ -335,11 +335,11 @@ def command(case, tmp_path):
 
 
 def test_a_backend_that_a_command_does_not_run_on(monkeypatch):
-    monkeypatch.setenv("KERAS_BACKEND", "jax")
-    with pytest.raises(
-        CommandError, match=r"^.*TensorFlow and PyTorch backends .*KERAS_BACKEND='jax'\. Set"
-    ):
-        run_command("demo")
+    for command, backend in (("demo", "mxnet"), ("bench", "jax")):
+        monkeypatch.setenv("KERAS_BACKEND", backend)
+        text = rf"'{command}' runs on other backends .*KERAS_BACKEND='{backend}'\. Set"
+        with pytest.raises(CommandError, match=text):
+            run_command(command)
 
 
 def run_command(line):
