@@ -71,7 +71,7 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     """Put the heart first, and leave a test's cases to the gate or the sweep as CONTRIBUTING says.
 
-    The gate takes one case in 23, from the first of a test marked so, from the second of
+    The gate takes one case in 37, from the first of a test marked so, from the second of
     others: a number that has no factor in common with those of what cases are combined of.
     """
     items.sort(key=lambda item: "equivalence" not in item.path.parts)
@@ -82,7 +82,7 @@ def pytest_collection_modifyitems(config, items):
         test = (item.path, item.originalname)
         if seen[test]:
             first = 0 if item.get_closest_marker("gate") else 1
-            is_taken = seen[test] % 23 == first or item.get_closest_marker("gate_every_case")
+            is_taken = seen[test] % 37 == first or item.get_closest_marker("gate_every_case")
             item.add_marker("gate" if is_taken else "sweep")
         seen[test] += 1
     if helpers.num_replicas > 1:

@@ -287,6 +287,7 @@ INPUTS = {
 }
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(("weighted", "static"), [(False, False), (True, True)])
 @pytest.mark.parametrize("kind", INPUTS)
 def test_whatever_a_batch_holds_is_split_and_accumulated(kind, weighted, static, float64):

@@ -90,6 +90,7 @@ def test_unbuilt_models_trace_once_more_than_with_plain_keras():
     assert counts[1] <= counts[0] + 1  # the function for the batch that fills a window
 
 
+@pytest.mark.gate
 def test_batches_of_a_loop_of_ones_own_count_in_a_window_that_python_counts():
     model, (x, y) = make("wrap"), dense_data(8)
     own = tf.function(lambda: model.train_step((x, y)))

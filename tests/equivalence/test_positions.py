@@ -143,6 +143,7 @@ def all_kinds(length):
 
 
 @one_device
+@pytest.mark.gate
 def test_ids_match_the_full_batch_whatever_they_come_from(float64):
     settings = {"rows": 6, "steps": 2, "size": 4}
     make = functools.partial(all_kinds, length=None)

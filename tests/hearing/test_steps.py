@@ -300,6 +300,7 @@ class WassersteinGANAtOnce(WassersteinGAN):
         return {m.name: m.result() for m in self.metrics}
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_a_wasserstein_gan_with_gradient_penalty(settings, float64):
     rows = 36

@@ -502,6 +502,7 @@ def test_bad_microbatches_are_left_out_on_any_replica(float64):
     assert_equal_logs(model, reference)
 
 
+@pytest.mark.gate
 @pytest.mark.filterwarnings("ignore:Microbatches of")
 def test_a_batch_of_a_step_of_ones_own_is_left_out_on_all_replicas(float64):
     """Of a first replica's samples one is bad, and the step assigns weights that do not train."""
