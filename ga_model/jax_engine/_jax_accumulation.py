@@ -116,7 +116,7 @@ class Accumulation(Kept):
         """
         model = self._model
         try:
-            if not self._is_checked:
+            if not self._is_checked or self.is_automatic:
                 _jax_refusals.check(model)
                 self.warn_of_accumulating_optimizers()
                 self._is_checked = True
@@ -131,7 +131,8 @@ class Accumulation(Kept):
         batch = Batch(data, size)
         self._most_rows = max(self._most_rows, batch.rows)
         is_whole = batch.is_split and self.takes_full_batch()
-        if is_whole and not (self.accumulates() or self.settings.skip_nonfinite):
+        is_alone = not (self.accumulates() or self.settings.skip_nonfinite)
+        if is_alone and (is_whole or not batch.is_split):
             logs, state = self.programs.whole(size, state, data)
             return logs, tuple(state)
         if self.has_own_step:

@@ -118,7 +118,7 @@ class _Call:
             now = scope.state_mapping
         own = {id(variable) for variable in self._variables}
         if any(now[key] is not before.get(key) for key in now if key not in own):
-            raise NotByRowsError("it writes to a variable of another layer")
+            raise NotByRowsError("writes to a variable of another layer")
         self._adders = [adder_of(loss, self._layer) for loss in losses]
         self.num_losses = len(losses)
         self.heard = hears.calls
@@ -157,8 +157,11 @@ class _Call:
             return [*traced.outputs, *traced.masks.values(), *traced.losses]
 
         normalizing = [layer for layer in layers_in(self._layer) if is_known(layer)]
-        with _averaging.of(normalizing), _is_read.set(True), waiting(None):
-            found = kinds_of(outputs, [self.samples], self.rows)
+        try:
+            with _averaging.of(normalizing), _is_read.set(True), waiting(None):
+                found = kinds_of(outputs, [self.samples], self.rows)
+        except NotByRowsError as error:
+            return str(error), [], 0, []
         number = len(found) - self.num_losses
         others = [kind for kind in found[:number] if kind != "rows"]
         why = next((str(k) if isinstance(k, Exception) else _NOT_ROWS for k in others), None)

@@ -232,6 +232,36 @@ def test_calls_inside_of_one_that_is_not_split_are():
     assert sum("cannot be split" in str(w.message) for w in caught) == 1
 
 
+@pytest.mark.parametrize("base", [OwnStep, OwnLoss])
+def test_batches_that_are_not_split_train_as_they_are(base):
+    settings = {"rows": 12, "size": 10}  # the last batch has seven samples
+    assert difference_of_fits(fresh(base), sgd("mse"), dense_data(31), **settings) <= TOLERANCE
+
+
+class Elsewhere(layers.Layer):
+    """Writes to a variable that is no layer's."""
+
+    other = None
+
+    def call(self, x):
+        type(self).other.assign(ops.mean(x))
+        return x
+
+
+def test_a_call_that_writes_elsewhere_runs_whole_or_is_told_of():
+    Elsewhere.other = keras.Variable(0.0)
+    base = fresh(keras.Sequential)
+    data = dense_data(12)
+
+    def make():
+        return keras.Sequential([base(), Elsewhere()])
+
+    with pytest.warns(UserWarning, match="writes to a variable of another layer"):
+        assert difference_of_fits(make, sgd("mse"), data, **SIZE) <= TOLERANCE
+    with pytest.warns(UserWarning, match="writes to a variable of another layer"):
+        train(make, sgd("mse"), data, rows=4, accumulation_steps=3)
+
+
 def test_steps_that_are_exact_are_not_told_of():
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)

@@ -134,6 +134,16 @@ def test_logs_are_those_of_the_full_batch(name, way):
     assert_same_logs(model, reference)
 
 
+def test_batches_of_a_window_log_what_it_has_so_far():
+    """`train_on_batch` resets metrics: a batch's log is the window's, with the batches before."""
+    x, y = dense_data(12)
+    model = accumulate(seeded(dense_model), accumulation_steps=3)
+    model.compile(**arguments())
+    expected = [model.evaluate(x[:stop], y[:stop], verbose=0) for stop in (4, 8, 12)]
+    logs = [model.train_on_batch(x[i : i + 4], y[i : i + 4]) for i in (0, 4, 8)]
+    np.testing.assert_allclose([log[0] for log in logs], [e[0] for e in expected], rtol=1e-5)
+
+
 def test_callbacks_see_full_batches():
     seen = []
 
