@@ -62,7 +62,7 @@ def compiled(model, **arguments):
 
 
 @pytest.mark.parametrize("nan", [False, True])
-@every_setting
+@pytest.mark.parametrize("name", ["size", "both", "steps"])  # the first has some without weight
 def test_the_estimates_are_those_of_the_formula(name, nan):
     """Ragged parts, a ragged batch, a partial window, weights of zero, a microbatch with NaN."""
     ids, y, weights = weighted_data(46)
