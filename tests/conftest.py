@@ -1,7 +1,7 @@
 """Settings for all tests: quiet TensorFlow, few threads, fixed seeds, float32 by default.
 
-With the environment variable KERAS_BACKEND=torch the tests in `torch_engine` run, and no others;
-with KERAS_BACKEND=jax those in `jax_engine`.
+With the environment variable KERAS_BACKEND=torch the tests in `torch_engine` and `off_tensorflow`
+run, and no others; with KERAS_BACKEND=jax those in `jax_engine` and `off_tensorflow`.
 """
 
 import collections
@@ -19,7 +19,11 @@ import keras
 import pytest
 
 BACKEND = keras.backend.backend()
-OTHER_ENGINES = {"torch": "torch_engine", "jax": "jax_engine"}
+OFF_TENSORFLOW = {
+    "torch_engine": ["torch"],
+    "jax_engine": ["jax"],
+    "off_tensorflow": ["torch", "jax"],
+}
 
 if BACKEND == "torch":
     import torch
@@ -50,8 +54,8 @@ def pytest_ignore_collect(collection_path):
     """Leave out the tests of other backends, which would fail as they are imported."""
     if collection_path.suffix != ".py":
         return None
-    found = set(collection_path.parts) & set(OTHER_ENGINES.values())
-    return None if found == {OTHER_ENGINES.get(BACKEND)} - {None} else True
+    folder = next((part for part in collection_path.parts if part in OFF_TENSORFLOW), None)
+    return None if BACKEND in OFF_TENSORFLOW.get(folder, ["tensorflow"]) else True
 
 
 def pytest_addoption(parser):

@@ -16,7 +16,7 @@ from ga_model import accumulate
 
 pytestmark = pytest.mark.filterwarnings("ignore:BatchNormalization layers in training mode")
 
-# Settings, and samples per batch where an update takes 12.
+
 SETTINGS = {
     "both": ({"accumulation_steps": 3, "microbatch_size": 3}, 4),
     "split": ({"microbatch_size": 5}, 12),
@@ -25,7 +25,6 @@ SETTINGS = {
     "full batches": ({"accumulation_steps": 3, "microbatch_size": 3, "loss_over": "batch"}, 4),
     "skips": ({"microbatch_size": 5, "skip_nonfinite": True}, 12),
 }
-every_setting = pytest.mark.parametrize("settings", SETTINGS)
 
 
 def averages(model):
@@ -57,31 +56,6 @@ def first():
     return keras.Model(inputs, layers.Dense(2)(layers.Concatenate()(parts)))
 
 
-def masked():
-    inputs = keras.Input((5, 3))
-    normal = layers.BatchNormalization(momentum=0.8)(layers.Masking()(inputs))
-    return keras.Model(inputs, layers.Dense(2)(layers.GlobalAveragePooling1D()(normal)))
-
-
-def masked_data():
-    x, y = dense_data(31, 15)
-    x = x.reshape(-1, 5, 3)
-    x[np.arange(31) % 3 == 0, 2:] = 0
-    x[np.arange(31) % 7 == 0, 1:] = 0
-    return x, y
-
-
-def of_images():
-    inputs = keras.Input((4, 3, 2))
-    parts = [layers.BatchNormalization(axis=a, momentum=0.8)(inputs) for a in (1, -1, 2)]
-    return keras.Model(inputs, layers.Dense(2)(layers.Flatten()(layers.Concatenate()(parts))))
-
-
-def image_data():
-    x, y = dense_data(31, 24)
-    return 2 * x.reshape(-1, 4, 3, 2) + 1, y
-
-
 class Twice(keras.Sequential):
     """Calls its first layer on two things, in a step of its own."""
 
@@ -104,20 +78,6 @@ def twice():
     return Twice([keras.Input((4,)), layers.BatchNormalization(momentum=0.8), layers.Dense(2)])
 
 
-@pytest.mark.every_case
-@every_setting
-def test_they_are_those_of_the_full_batch(settings):
-    assert difference(first, settings) <= TOLERANCE
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize("settings", ["both", "split", "full batch"])
-@pytest.mark.parametrize("case", [(masked, masked_data), (of_images, image_data)])
-def test_of_other_layers_and_data(case, settings):
-    make, data = case
-    assert difference(make, settings, data()) <= TOLERANCE
-
-
 def test_a_layer_that_a_step_calls_twice_moves_twice():
     assert difference(twice, "split") <= TOLERANCE
 
@@ -133,41 +93,3 @@ def test_control_moved_by_each_microbatch_they_differ_and_it_is_told():
     for settings in ("split", "full batch"):
         with pytest.warns(UserWarning, match=r"\['bn'\].*once per microbatch"):
             assert difference(own, settings) > 1e-2
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize("settings", ["windows", "split", "full batch"])
-def test_the_warning_says_what_is_true(settings):
-    with pytest.warns(
-        UserWarning, match="Their running averages are updated once per update"
-    ) as caught:
-        fit(first, *SETTINGS[settings])
-    assert [w.category for w in caught].count(UserWarning) == 1
-
-
-def test_nothing_moves_before_the_update_or_in_an_interrupted_window():
-    model = accumulate(seeded(first), accumulation_steps=3, microbatch_size=3)
-    model.compile(keras.optimizers.SGD(0.1), "mse")
-    x, y = dense_data(16)
-    model.train_on_batch(x[:4], y[:4])
-    start = averages(model)
-    model.train_on_batch(x[4:8], y[4:8])
-    for one, other in zip(averages(model), start, strict=True):
-        np.testing.assert_array_equal(one, other)
-    with pytest.raises(ValueError, match="same number"):
-        model.train_on_batch(x[:4], y[:3])
-    model.close_window()
-    for one, other in zip(averages(model), start, strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
-def test_what_is_left_out_moves_nothing():
-    x, y = dense_data(12)
-    bad = y.copy()
-    bad[5:10] = np.nan
-    settings = {"microbatch_size": 5, "skip_nonfinite": True}
-    with pytest.warns(UserWarning, match="were skipped"):
-        found, start = fit(first, settings, 12, (x, bad), epochs=1)
-    rest = [np.concatenate([part[:5], part[10:]]) for part in (x, y)]
-    expected, _ = fit(first, {}, 12, rest, epochs=1)
-    assert relative_difference(found, expected, start) <= TOLERANCE

@@ -1,4 +1,4 @@
-"""On JAX, accumulation makes the updates of plain Keras on the whole window.
+"""Off TensorFlow, accumulation makes the updates of plain Keras on the whole window.
 
 All models of the zoo, optimizers, windows, microbatches and both; even epochs, ragged last batches,
 and partial last windows.
