@@ -10,6 +10,8 @@ from keras import layers
 
 from ga_model import EquivalenceReport, check_equivalence
 
+SPLIT, WINDOWS = {"microbatch_size": 4}, {"accumulation_steps": 3}
+
 BY_MICROBATCH = {"microbatch_size": 4, "loss_over": "microbatch"}
 
 
@@ -61,8 +63,6 @@ def test_without_two_microbatches_there_is_nothing_to_compare():
 
 SCRIPT = """
 import keras, numpy
-
-SPLIT, WINDOWS = {"microbatch_size": 4}, {"accumulation_steps": 3}
 
 def make():
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
