@@ -27,6 +27,7 @@ def in_turns(names):
     return [*first, *(in_the_sweep(*pair) for pair in others if pair not in first)]
 
 
+@pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning:keras")
 @pytest.mark.every_case
 @pytest.mark.parametrize(("name", "window"), in_turns(ZOO))
 def test_zoo_matches_the_full_batch(name, window, record_property):
