@@ -15,6 +15,7 @@ from pairs import TOLERANCE
 
 import ga_model
 from ga_model import AccumulatingModel, GradientAccumulator, accumulate
+from ga_model.base import _validate
 
 
 def test_importing_and_training_imports_no_other_backend():
@@ -33,6 +34,12 @@ def test_importing_and_training_imports_no_other_backend():
     )
     assert result.returncode == 0, result.stderr
     assert not result.stdout.split()
+
+
+def test_a_keras_that_is_too_old_is_refused(monkeypatch):
+    monkeypatch.setattr(_validate, "_OLDEST_KERAS_ON_JAX", (99, 0))
+    with pytest.raises(ImportError, match=r"needs keras>=99.0 on the JAX backend\. Received"):
+        _validate.check_backend("jax")
 
 
 def test_all_names_are_there():
