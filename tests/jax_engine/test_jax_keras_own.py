@@ -11,8 +11,7 @@ from ga_model import AccumulatingModel
 NAMES = names(
     re.compile(
         "torch|_tf|grain|multiprocessing"  # not installed, or left out by Keras
-        "|unknown_data_size"  # imports TensorFlow
-        "|predict_preserve_order"  # makes a `tf.data.Dataset`
+        "|predict_preserve_order|unknown_data"  # make a `tf.data.Dataset`
     )
 )
 

@@ -12,7 +12,7 @@ from ga_model import AccumulatingModel
 NAMES = names(
     re.compile(
         "jax|_tf|grain|multiprocessing"  # not installed, or left out by Keras
-        "|predict_preserve_order"  # makes a `tf.data.Dataset`
+        "|predict_preserve_order|unknown_data"  # make a `tf.data.Dataset`
         "|(?<!non)_jit$"  # `jit_compile=True`, which is refused
     )
 )
