@@ -1,15 +1,13 @@
 """On PyTorch, a window costs no buffer where Keras's own step runs in float32."""
 
 import importlib.util
-from pathlib import Path
 
-import pairs
 import pytest
+from helpers import ROOT
 
 
 def measured(name, way):
-    path = Path(pairs.__file__).parents[2] / "docs/measure_torch.py"
-    spec = importlib.util.spec_from_file_location("measure_torch", path)
+    spec = importlib.util.spec_from_file_location("measure_torch", ROOT / "docs/measure_torch.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     (found,) = [whole for whole in module.WAYS if whole.startswith(way)]
