@@ -137,11 +137,9 @@ class Accumulation(Kept):
             return logs, tuple(state)
         if self.has_own_step:
             raise RuntimeError(_jax_refusals.own_step_message(model.name))
-        if not (is_of_keras(model, "compute_loss") or model._has_rule() or is_whole):
+        if not is_of_keras(model, "compute_loss") and (is_whole or not model._has_rule()):
             raise RuntimeError(_jax_refusals.own_loss_message(model.name))
         if is_whole:
-            if not is_of_keras(model, "compute_loss"):
-                raise RuntimeError(_jax_refusals.own_loss_message(model.name))
             batch = Batch(data, None)
         try:
             return self._by_microbatches(state, batch, is_whole)
@@ -158,7 +156,6 @@ class Accumulation(Kept):
         mode = Mode(
             batch.is_split,
             window.steps == 1,
-            is_whole,
             self.size if is_whole else None,
             self._skips,
             self.must_add_up(batch),

@@ -22,6 +22,7 @@ import keras
 
 from ga_model.base._call_again import inside_of_call
 from ga_model.base._context import ThreadValue
+from ga_model.base._identity import is_in
 from ga_model.base._in_front import InFront
 from ga_model.base._internals import (
     MOMENTS,
@@ -288,14 +289,11 @@ class _Splitting(Splitting):
         if why is not None:
             raise NotByRowsError(f"it {why}")
         outputs = found.by_microbatches(self._size)
-        layers = [layer for layer in layers_in(layer) if layer in self._model_layers()]
-        normalizing = [part.name for part in layers if is_known(part)]
-        others = [part.name for part in layers if not is_known(part)]
-        is_training = training is True
-        return outputs, (normalizing, others) if is_training else ([], [])
-
-    def _model_layers(self) -> list[Any]:
-        return list(self._model._batch_normalization_layers())
+        trained = self._model._batch_normalization_layers() if training is True else []
+        trained = [part for part in layers_in(layer) if is_in(part, trained)]
+        normalizing = [part.name for part in trained if is_known(part)]
+        others = [part.name for part in trained if not is_known(part)]
+        return outputs, (normalizing, others)
 
 
 def _with_averages(layer: Any, moments: Callable[..., Any]) -> Callable[..., Any]:
@@ -326,28 +324,25 @@ _in_front = InFront("call", _heard)
 
 
 @contextlib.contextmanager
-def looking_at_calls(model: Any, losses: Any, size: int | None) -> Iterator[None]:
+def looking_at_calls(model: Any, losses: Any) -> Iterator[None]:
     """Tell of outermost calls of layers that combine samples.
 
     Args:
         model: the model whose step is traced.
         losses: of the step, which are told.
-        size: of no meaning here.
     """
     with _in_front.of(layers_in(model)), _calls.set(_Looking(model, losses)):
         yield
 
 
 @contextlib.contextmanager
-def splitting_calls(model: Any, losses: Any, size: int | None) -> Iterator[None]:
+def splitting_calls(model: Any, size: int) -> Iterator[None]:
     """Let the outermost calls of layers go by microbatches.
 
     Args:
         model: the model whose step is traced.
-        losses: of no meaning here.
         size: samples per microbatch.
     """
-    assert size is not None
     splitting = _Splitting(model, size)
     heard = telling(model._batch_normalization_layers())
     with _in_front.of(layers_in(model)), heard, _calls.set(splitting):

@@ -60,8 +60,8 @@ class Mode(NamedTuple):
     Attributes:
         is_split: whether the microbatch is one of several of its batch.
         is_alone: whether the batch makes an update of its own.
-        is_whole: whether the step sees the full batch, and its calls of layers go by microbatches.
-        size: samples of these, or None.
+        size: samples of microbatches that calls of layers go by, where the step sees the full
+            batch, or None.
         skips: whether a microbatch with NaN or Inf in a gradient is skipped.
         must_add_up: whether what does not add up over microbatches is refused, and not told.
         is_measured: whether the noise of gradients is.
@@ -69,7 +69,6 @@ class Mode(NamedTuple):
 
     is_split: bool
     is_alone: bool
-    is_whole: bool
     size: int | None
     skips: bool
     must_add_up: bool
@@ -231,19 +230,20 @@ class Programs:
             whole,
             mode.must_add_up,
         )
-        looking = looking_at_calls if not mode.is_whole else splitting_calls
         layers = model._batch_normalization_layers()
         with (
             record(model, data, position) as recording,
             listening(layers) as hears,
-            looking(model, recording.losses, mode.size),
+            looking_at_calls(model, recording.losses)
+            if mode.size is None
+            else splitting_calls(model, mode.size),
             looking_at_metrics(model, recording),
         ):
             _, after = model.train_step(tuple(state), data)
         after = State(*map(list, after))
         if recording.gradients is None:
             raise RuntimeError(_messages.not_recorded_message(model.name, []))
-        if not mode.is_whole:
+        if mode.size is None:
             heard = [call.layer for call in hears.calls]
             others = [layer.name for layer in layers if not is_in(layer, heard)]
             for message in batch_normalization_messages([part.name for part in heard], others):
@@ -461,7 +461,7 @@ class Programs:
 
         def run(state: Any, data: Any) -> tuple[Any, State]:
             model = self._model
-            with model._accumulation.tracing(), splitting_calls(model, None, size):
+            with model._accumulation.tracing(), splitting_calls(model, size):
                 logs, after = model.train_step(tuple(state), data)
             return logs, self.after_update(State(*map(list, after)))
 
