@@ -607,7 +607,10 @@ class _Reader:
 
     def scan(self, eqn: Any, states: list[Any]) -> list[Any]:
         params = eqn.params
-        num_consts, num_carry = params["num_consts"], params["num_carry"]
+        if "ft_in" in params:  # since JAX 0.11
+            num_consts, num_carry, _ = map(len, params["ft_in"].unpack())
+        else:
+            num_consts, num_carry = params["num_consts"], params["num_carry"]
         consts, carry = states[:num_consts], states[num_consts : num_consts + num_carry]
         xs = [_without(x, (0,), eqn) for x in states[num_consts + num_carry :]]
 
