@@ -152,18 +152,18 @@ class _Call:
 
     def _read(self) -> tuple[str | None, list[Any], int, list[int]]:
         """Return that, the kinds of losses, their number, and what the call writes to."""
+        number = 1  # of outputs and masks
 
         def outputs(samples: list[Any]) -> list[Any]:
+            nonlocal number
             traced = self.run(self.state, samples)
-            return [*traced.outputs, *traced.masks.values(), *traced.losses]
+            arrays = [*traced.outputs, *traced.masks.values()]
+            number = len(arrays)
+            return [*arrays, *traced.losses]
 
         normalizing = [layer for layer in layers_in(self._layer) if is_known(layer)]
-        try:
-            with _averaging.of(normalizing), _is_read.set(True), waiting(None):
-                found = kinds_of(outputs, [self.samples], self.rows)
-        except NotByRowsError as error:
-            return str(error), [], 0, []
-        number = len(found) - self.num_losses
+        with _averaging.of(normalizing), _is_read.set(True), waiting(None):
+            found = kinds_of(outputs, [self.samples], self.rows)
         others = [kind for kind in found[:number] if kind != "rows"]
         why = next((str(k) if isinstance(k, Exception) else _NOT_ROWS for k in others), None)
         return why, found[number:], self.num_losses, self._written

@@ -100,7 +100,22 @@ def kinds_of(
         For each output, "rows" if it has one entry of axis 0 for each sample, which follows from
         that sample alone; "mean" or "sum" of what single samples give; `Grows` if such a sum is
         added to what follows from no sample; "shared" if it follows from none; or a `MixedError`.
+        One `MixedError` alone if the function cannot be analyzed: whatever fails here, no error is
+        raised, as the user's code may well run.
     """
+    try:
+        return _kinds(function, arguments, rows, dtype)
+    except Exception as error:
+        return [MixedError(f"cannot be analyzed ({_first_line(error)})")]
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def _kinds(
+    function: Callable[..., Any], arguments: Sequence[Any], rows: int, dtype: Any
+) -> list[Any]:
     if rows == 1:  # of which all is one
         arguments, rows = [_with_rows(argument, 1, 2) for argument in arguments], 2
     more = [_with_rows(argument, rows, rows + 1) for argument in arguments]
@@ -284,6 +299,8 @@ class _Reader:
             found = rule(self, eqn, states)
         except MixedError as error:
             found = error
+        except Exception:  # another release of JAX, perhaps, whose equations are unlike these
+            found = _unknown(eqn)
         found = found if isinstance(found, list) else [found] * len(eqn.outvars)
         if counts and rule is not _Reader.nested:  # also what they are combined with
             found = [s._replace(counts=True) if isinstance(s, Shared) else s for s in found]
@@ -297,7 +314,7 @@ class _Reader:
             return self._elementwise(eqn, states)
         if all(isinstance(state, Shared) for state in states):
             return Shared(frozenset())
-        raise MixedError(f"runs `{name}`, of which it is not known what it does to samples")
+        raise _unknown(eqn)
 
     # What follows takes an equation and what its inputs are.
 
@@ -695,6 +712,11 @@ def _not_zero(value: float) -> float:
     if not value:
         raise MixedError("multiplies a sum over samples by zero")
     return value
+
+
+def _unknown(eqn: Any) -> MixedError:
+    name = eqn.primitive.name
+    return MixedError(f"runs `{name}`, of which it is not known what it does to samples")
 
 
 def _over(eqn: Any) -> str:

@@ -3,8 +3,11 @@
 import keras
 import numpy as np
 import pytest
+from helpers import dense_data, dense_model
 from keras import layers, ops
+from pairs import TOLERANCE, difference_and_said, difference_of_fits
 
+from ga_model.jax_engine import _rows_apart
 from ga_model.jax_engine._rows_apart import kinds_of
 
 ROWS = 6
@@ -146,3 +149,70 @@ def test_one_sample_tells_no_less():
 def test_a_function_that_knows_one_number_of_samples_is_not_known():
     (kind,) = kinds_of(lambda x: ops.reshape(x, (24,)), [np.ones((6, 4), "float32")], 6)
     assert "another number of samples" in str(kind)
+
+
+def squares_of_samples(y, y_pred):
+    return ops.sum(ops.square(y - y_pred), axis=-1)
+
+
+def fails(*args):
+    raise KeyError("num_consts")  # as where a release of JAX has renamed a parameter
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("settings", [{"microbatch_size": 5}, {"accumulation_steps": 3}])
+def test_an_equation_that_is_unlike_what_is_known_is_no_error(settings, monkeypatch):
+    monkeypatch.setitem(_rows_apart._RULES, "dot_general", fails)
+    rows = 12 // settings.get("accumulation_steps", 1)
+    difference, said = difference_and_said(dense_model, settings, rows=rows)
+    assert difference <= TOLERANCE
+    (message,) = {text for text in said if "`dot_general`, of which it is not known" in text}
+    exact = "microbatch_size" in settings
+    assert (
+        "cannot be split into microbatches" if exact else "of which that is not known"
+    ) in message
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("part", ["_compare", "_of_constant", "_kind"])
+def test_whatever_fails_in_reading_is_no_error(part, monkeypatch):
+    monkeypatch.setattr(_rows_apart, part, fails)
+    assert "cannot be analyzed ('num_consts')" in kind_of(lambda x: 2.0 * x, (4,))
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("settings", [{"rows": 12, "size": 5}, {"rows": 4, "steps": 3}])
+@pytest.mark.filterwarnings("ignore:Gradients of microbatches:UserWarning")
+def test_a_loss_that_is_not_analyzed_is_trained_with(settings, monkeypatch):
+    monkeypatch.setitem(_rows_apart._RULES, "reduce_sum", fails)
+
+    def arguments():
+        return {"optimizer": keras.optimizers.SGD(0.1), "loss": squares_of_samples}
+
+    assert difference_of_fits(dense_model, arguments, dense_data(24), **settings) <= TOLERANCE
+
+
+class Named(keras.Model):
+    """Compares samples, so calls in it are split, of which one gives what is no array."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = NamedDense(3), layers.Dense(2)
+
+    def call(self, x):
+        outputs, name = self.first(x)
+        assert name == "first"
+        return self.last(outputs - ops.mean(outputs, axis=0))
+
+
+class NamedDense(layers.Dense):
+    def call(self, x):
+        return super().call(x), "first"
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot be split:UserWarning")
+def test_a_call_that_cannot_be_traced_alone_runs_whole():
+    def arguments():
+        return {"optimizer": keras.optimizers.SGD(0.1), "loss": "mse"}
+
+    assert difference_of_fits(Named, arguments, dense_data(24), rows=12, size=5) <= TOLERANCE
