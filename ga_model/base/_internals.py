@@ -34,6 +34,7 @@ from keras.src.backend.common import global_state
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+from keras.src.backend.common.variables import AutocastScope
 from keras.src.losses.loss import scale_loss_for_distribution
 
 # The name of the `global_seed` in Keras; only newer releases have a constant for it.
@@ -382,10 +383,26 @@ def stateless_scope() -> Any:
     return get_stateless_scope()
 
 
+def scope_of(variables: Iterable[Any], values: Iterable[Any]) -> Any:
+    """Return a `keras.StatelessScope` in which variables have values, in their own dtype.
+
+    In an autocast scope Keras would cast them.
+    """
+    scope = keras.StatelessScope(collect_losses=True)
+    scope.state_mapping.update((id(variable), v) for variable, v in zip(variables, values))
+    return scope
+
+
 def value_in(scope: Any, variable: Any) -> Any:
-    """Return the value of a variable in a scope, or its own where there is none."""
+    """Return the value of a variable in a scope, or its own where there is none.
+
+    It has the variable's own dtype, also in an autocast scope.
+    """
     value = None if scope is None else scope.get_current_value(variable)
-    return variable.value if value is None else value
+    if value is not None:
+        return value
+    with AutocastScope(None):
+        return variable.value
 
 
 def is_symbolic() -> bool:

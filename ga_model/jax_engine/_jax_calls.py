@@ -32,6 +32,7 @@ from ga_model.base._internals import (
     layers_in,
     losses_of_scope,
     mask_of,
+    scope_of,
     set_mask,
     stateless_scope,
     value_in,
@@ -108,8 +109,7 @@ class _Call:
         args, kwargs = jax.tree.unflatten(self._structure, leaves)
         known = dict(self._scope.state_mapping)
         hears = Listener()
-        mapping = list(zip(self._variables, state))
-        with keras.StatelessScope(mapping, collect_losses=True) as scope:
+        with scope_of(self._variables, state) as scope:
             for key, value in known.items():  # of other variables, for layers that share them
                 scope.state_mapping.setdefault(key, value)
             before = dict(scope.state_mapping)

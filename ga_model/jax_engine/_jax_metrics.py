@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import keras
 
 from ga_model.base._context import ThreadValue
 from ga_model.base._in_front import InFront
-from ga_model.base._internals import mask_of, set_mask, stateless_scope, value_in
+from ga_model.base._internals import mask_of, scope_of, set_mask, stateless_scope, value_in
 from ga_model.hearing._metric_calls import MetricCalls, waiting
 from ga_model.hearing._metrics_of_user import counts_samples, parts_of
 from ga_model.jax_engine import _jax_refusals
@@ -77,7 +76,7 @@ def _read(
                 set_mask(array, masks[place])
         own, own_kwargs = jax.tree.unflatten(structure, changed)
         calls = MetricCalls()
-        with keras.StatelessScope(list(zip(variables, before))) as inner, waiting(calls):
+        with scope_of(variables, before) as inner, waiting(calls):
             with _looking.set(None):
                 update_state(*own, **own_kwargs)
             after = [value_in(inner, variable) for variable in variables]

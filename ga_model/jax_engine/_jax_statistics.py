@@ -16,7 +16,12 @@ import jax
 import jax.numpy as jnp
 import keras
 
-from ga_model.base._internals import move_renormalization, reduction_axes
+from ga_model.base._internals import (
+    move_renormalization,
+    reduction_axes,
+    stateless_scope,
+    value_in,
+)
 from ga_model.hearing._moments_heard import listener, telling
 
 
@@ -71,7 +76,8 @@ class Call(NamedTuple):
             share = moments.count / (moments.count + epsilon)
             mean = mean * share
             variance = (variance + jnp.square(moments.mean - mean)) * share
-        before = [v.value for v in layer.non_trainable_variables]
+        scope = stateless_scope()
+        before = [value_in(scope, v) for v in layer.non_trainable_variables]
         if getattr(layer, "renorm", False):
             move_renormalization(layer, mean, variance)
         else:
@@ -81,7 +87,7 @@ class Call(NamedTuple):
         if not epsilon:
             is_any = jnp.any(moments.count > 0)
             for variable, value in zip(layer.non_trainable_variables, before):
-                variable.assign(jnp.where(is_any, variable.value, value))
+                variable.assign(jnp.where(is_any, value_in(scope, variable), value))
 
 
 class Listener:
