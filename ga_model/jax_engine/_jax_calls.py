@@ -33,6 +33,7 @@ from ga_model.base._internals import (
     losses_of_scope,
     mask_of,
     scope_of,
+    seeds,
     set_mask,
     stateless_scope,
     value_in,
@@ -168,6 +169,15 @@ class _Call:
         why = next((str(k) if isinstance(k, Exception) else _NOT_ROWS for k in others), None)
         return why, found[number:], self.num_losses, self._written
 
+    def written(self) -> list[str]:
+        """Return what it writes to but seeds and the statistics of BatchNormalization."""
+        parts = layers_in(self._layer)
+        normal = [part for part in parts if isinstance(part, keras.layers.BatchNormalization)]
+        known = {id(seed) for part in parts for seed in seeds(part)}
+        known |= {id(variable) for part in normal for variable in part.variables}
+        found = [self._variables[place] for place in self._written]
+        return sorted({variable.path for variable in found if id(variable) not in known})
+
     def by_microbatches(self, size: int) -> Any:
         """Run the call by microbatches of `size` samples, and return its outputs."""
         number, rest = divmod(self.rows, size)
@@ -286,6 +296,8 @@ class _Splitting(Splitting):
         why = found.read(self._model._accumulation.known_calls)
         if why is None and any(isinstance(kind, Exception) for kind in found.kinds):
             why = "adds a loss that is neither a mean nor a sum over samples"
+        if why is None and (written := found.written()):
+            why = f"writes to {written} in each call"
         if why is not None:
             raise NotByRowsError(f"it {why}")
         outputs = found.by_microbatches(self._size)

@@ -222,6 +222,27 @@ class Centers(layers.Layer):
         return x - 0.5 * ops.mean(x, axis=0, keepdims=True)
 
 
+class CountsInside(Centers):
+    """Is not split, so calls in it are."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = layers.SpectralNormalization(layers.Dense(4))
+
+    def call(self, x):
+        return super().call(self.counts(x, training=True))
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("inner", [Counts, CountsInside])
+def test_a_call_that_writes_to_variables_runs_whole(inner):
+    def make():
+        return keras.Sequential([keras.Input((4,)), inner(), Centers(), dense_model()])
+
+    with pytest.warns(UserWarning, match="cannot be split into microbatches"):
+        assert difference_of_fits(make, sgd("mse"), dense_data(24), **SIZE) <= TOLERANCE
+
+
 INSIDE = {
     "embedding": ((3,), lambda: [layers.Embedding(4, 5), layers.GlobalAveragePooling1D()]),
     "seeds": ((4,), lambda: [keras.Sequential([layers.Dense(5), layers.Dropout(1e-7)])]),
