@@ -56,7 +56,7 @@ class GradientAccumulator:
         self.variables: list[Any] = []
         self.num_microbatches = 0
         self._sums: list[Any] = []
-        self._total = 0.0
+        self._unit = self._total = 0.0  # the first weight, and the sum of all weights in that unit
         self._is_sum: bool | None = None
 
     def add(
@@ -96,12 +96,14 @@ class GradientAccumulator:
         if not self.variables:
             self.variables, self._sums = variables, [None] * len(variables)
         pairs = zip(gradients, self._sums)
-        self._sums = [_zeros(g) if s is None is not g else s for g, s in pairs]
+        self._sums = [_nothing(g) if s is None is not g else s for g, s in pairs]
         self._is_sum = is_sum
         self.num_microbatches += 1
         if number:  # of one without weight gradients may be NaN
-            self._sums = _added(self._sums, gradients, number)
-            self._total += number
+            self._unit = self._unit or number
+            relative = number / self._unit  # 1 in a window of one, which is its gradient to the bit
+            self._sums = _added(self._sums, gradients, relative)
+            self._total += relative
 
     @property
     def summed_variables(self) -> list[Any]:
@@ -114,11 +116,9 @@ class GradientAccumulator:
         That is sum(w_i * g_i) / sum(w_i), or sum(g_i) where the weights are None. Not finite where
         the weights sum to zero.
         """
-        total = np.float64(1.0 if self._is_sum else self._total)
-        with np.errstate(divide="ignore"):
-            factor = 1.0 / total
+        total = 1.0 if self._is_sum else self._total
         pairs = zip(self._sums, self.variables)
-        return [None if s is None else (s * factor).astype(v.dtype) for s, v in pairs]
+        return [None if s is None else (s / total).astype(v.dtype) for s, v in pairs]
 
     def apply(self, optimizer: Any) -> None:
         """Update the variables with the window's gradient, and start the next window.
@@ -147,7 +147,7 @@ class GradientAccumulator:
     def reset(self) -> None:
         """Forget the open window."""
         self.variables, self._sums, self._is_sum = [], [], None
-        self.num_microbatches, self._total = 0, 0.0
+        self.num_microbatches, self._unit, self._total = 0, 0.0, 0.0
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -172,8 +172,9 @@ def _array(gradient: Any, variable: Any) -> Any:
         raise TypeError(_messages.gradient_message(gradient, variable, source)) from None
 
 
-def _zeros(gradient: Any) -> Any:
-    return jnp.zeros(gradient.shape, jnp.promote_types(gradient.dtype, jnp.float32))
+def _nothing(gradient: Any) -> Any:
+    """Return what a sum begins with: -0.0, which changes the sign of no zero."""
+    return jnp.full(gradient.shape, -0.0, jnp.promote_types(gradient.dtype, jnp.float32))
 
 
 def _number(weight: Any) -> float:

@@ -257,6 +257,21 @@ def test_a_microbatch_without_weight_counts_for_nothing():
         np.testing.assert_array_equal(np.asarray(mean), 1.0)
 
 
+@pytest.mark.every_case
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("weight", [3, 1 / 3, -2.5, None])
+def test_a_window_of_one_microbatch_returns_its_gradient_bit_for_bit(weight, dtype):
+    """XLA compiles what is added; zeros keep their signs."""
+    values = np.random.default_rng(0).normal(size=1000)
+    values[:20] = np.resize([0.0, -0.0], 20)
+    gradient = jnp.asarray(values, dtype)
+    accumulator = GradientAccumulator()
+    variable = keras.Variable(np.zeros(1000), dtype=dtype)
+    accumulator.add([gradient], [variable], weight=weight)
+    (mean,) = accumulator.mean()
+    assert np.asarray(mean).tobytes() == np.asarray(gradient).tobytes()
+
+
 @pytest.mark.parametrize("convert", [np.asarray, np.ndarray.tolist])
 def test_gradients_may_be_arrays(convert):
     model = seeded(dense_model)
