@@ -99,8 +99,10 @@ class Recording:
         counted = None if relative is None else weight
         wide = jax.lax.stop_gradient(_numbers.float64(loss))
         numerator = jax.lax.stop_gradient(terms.fold(wide, counted, position.is_first))
-        is_first = _numbers.float64(position.is_first)
-        self._loss = numerator, is_first if counted is None else counted
+        if counted is None:
+            self._loss = numerator, _numbers.float64(position.is_first)
+        else:  # what has no weight may be NaN, and is left out
+            self._loss = jnp.where(counted == 0, 0, numerator), counted
         return optimizer.scale_loss(terms.fold(loss, relative, position.is_first))
 
     def stateless_apply(
@@ -144,7 +146,7 @@ class Recording:
         weight: Any = self.losses.num_rows() if call.term is None else call.term.weight
         if weight is None or kind == "sum":
             return value, is_first
-        return value * _numbers.like(value, weight), weight
+        return jnp.where(weight == 0, 0, value * _numbers.like(value, weight)), weight
 
 
 class _OptimizerStandIn(OptimizerStandIn):

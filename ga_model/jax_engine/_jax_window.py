@@ -65,8 +65,10 @@ class Sums(NamedTuple):
             gradients = [a + b for a, b in zip(self.gradients, other.gradients)]
             total = None
         else:
+            counts = other.total != 0  # else it is left out, and not multiplied: it may be NaN
             gradients = [
-                a * shrink.astype(a.dtype) + b for a, b in zip(self.gradients, other.gradients)
+                jnp.where(counts, a * shrink.astype(a.dtype) + b, a)
+                for a, b in zip(self.gradients, other.gradients)
             ]
             total = self.total * shrink + other.total
         return Sums(

@@ -165,7 +165,7 @@ class Programs:
 
         def zeros() -> Sums:
             made: Sums = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-            return made
+            return made._replace(gradients=[-g for g in made.gradients])  # -0.0 + g is g, also -0.0
 
         return self._jit(("begin", mode), zeros)()  # type: ignore[no-any-return]
 

@@ -2,8 +2,9 @@
 
 import keras
 import numpy as np
+import pytest
 from helpers import dense_data, dense_model, seeded
-from keras import layers
+from keras import layers, ops
 
 from ga_model import AccumulatingModel, accumulate
 
@@ -63,3 +64,45 @@ def test_half_precision_gradients_are_summed_in_float32():
 @keras.saving.register_keras_serializable("tests")
 class Net(AccumulatingModel, keras.Sequential):
     pass
+
+
+class Weighed(AccumulatingModel, keras.Sequential):
+    """Divides by what the targets' third column weighs, which may be nothing."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        weight = y[:, 2:]
+        return ops.sum(weight * ops.square(y[:, :2] - y_pred)) / ops.sum(weight)
+
+    def microbatch_weight(self, x, y=None, sample_weight=None):
+        return ops.sum(y[:, 2])
+
+
+class Keep(keras.optimizers.SGD):
+    """Makes each variable its gradient."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        self.assign(variable, gradient)
+
+
+def weighed(rows, *, size, **settings):
+    """Return what `Weighed` trained to, on batches of which the first and third weigh nothing."""
+    x, y = dense_data(16)
+    x[:, 1] = 0.0  # whose gradients are zeros, of either sign
+    y = np.concatenate([y, np.repeat([0.0, 3.0, 0.0, 0.1], 4)[:, None]], axis=-1).astype("float32")
+    model = seeded(lambda: Weighed([keras.Input((4,)), *dense_model().layers]))
+    model.compile(Keep(1.0), **settings)
+    history = model.fit(x[rows], y[rows], batch_size=size, shuffle=False, verbose=0).history
+    return [w.tobytes() for w in model.get_weights()], history["loss"]
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.parametrize(
+    "settings", [{"size": 4, "accumulation_steps": 3}, {"size": 12, "microbatch_size": 4}]
+)
+def test_a_microbatch_without_weight_is_left_out(settings, run_eagerly):
+    """Its gradient, and what it logs, is NaN; the one that is left is itself to the bit."""
+    expected, logged = weighed(slice(4, 8), size=4, run_eagerly=run_eagerly)
+    found, loss = weighed(slice(0, 12), run_eagerly=run_eagerly, **settings)
+    assert found == expected
+    np.testing.assert_allclose(loss, logged, rtol=1e-6)
