@@ -43,6 +43,7 @@ from ga_model.hearing._moments_heard import is_known, listener, telling
 from ga_model.hearing._splitting import NotByRowsError, Splitting
 from ga_model.jax_engine import _jax_refusals
 from ga_model.jax_engine._jax_statistics import Listener, Moments
+from ga_model.jax_engine._nests import with_leaves
 from ga_model.jax_engine._rows_apart import kinds_of
 
 _NOT_ROWS = "gives something other than one value per sample"
@@ -87,7 +88,8 @@ class _Call:
 
     def __init__(self, layer: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> None:
         self._layer, self._call = layer, call
-        self._leaves, self._structure = jax.tree.flatten((args, kwargs))
+        self._arguments = args, kwargs
+        self._leaves, self._structure = jax.tree.flatten(self._arguments)
         shapes = [tuple(getattr(leaf, "shape", ())) for leaf in self._leaves]
         self.rows = next((shape[0] for shape in shapes if shape), 0)
         self._places = [i for i, shape in enumerate(shapes) if shape and shape[0] == self.rows]
@@ -100,14 +102,14 @@ class _Call:
         self._adders: list[Any] = []
         self._written: list[int] = []  # places of the variables that it writes to
         self.heard: list[Any] = []
-        self._output_structure: Any = None
+        self._outputs: Any = None  # without its arrays
 
     def run(self, state: list[Any], samples: list[Any]) -> _Traced:
         """Trace the call for some samples, with values of variables."""
         leaves = list(self._leaves)
         for place, array in zip(self._places, samples):
             leaves[place] = array
-        args, kwargs = jax.tree.unflatten(self._structure, leaves)
+        args, kwargs = with_leaves(self._arguments, leaves)
         known = dict(self._scope.state_mapping)
         hears = Listener()
         with scope_of(self._variables, state) as scope:
@@ -124,7 +126,8 @@ class _Call:
         self._adders = [adder_of(loss, self._layer) for loss in losses]
         self.num_losses = len(losses)
         self.heard = hears.calls
-        flat, self._output_structure = jax.tree.flatten(outputs)
+        flat = jax.tree.leaves(outputs)
+        self._outputs = with_leaves(outputs, [0] * len(flat))
         masks = {i: m for i, array in enumerate(flat) if (m := mask_of(array)) is not None}
         kept = hears.written()
         after = [
@@ -237,7 +240,7 @@ class _Call:
         flat = [jnp.concatenate(parts) for parts in zip(*(part.outputs for part in found))]
         for place in found[0].masks:
             set_mask(flat[place], jnp.concatenate([part.masks[place] for part in found]))
-        return jax.tree.unflatten(self._output_structure, flat)
+        return with_leaves(self._outputs, flat)
 
 
 class _Looking:

@@ -19,6 +19,7 @@ from ga_model.base._internals import mask_of, scope_of, set_mask, stateless_scop
 from ga_model.hearing._metric_calls import MetricCalls, waiting
 from ga_model.hearing._metrics_of_user import counts_samples, parts_of
 from ga_model.jax_engine import _jax_refusals
+from ga_model.jax_engine._nests import with_leaves
 from ga_model.jax_engine._rows_apart import Grows, MixedError, kinds_of
 
 _looking = ThreadValue()  # the recording whose metrics are looked at, or None
@@ -60,7 +61,7 @@ def _read(
     metric: Any, update_state: Callable[..., Any], args: Any, kwargs: Any
 ) -> tuple[list[Any], list[Any]]:
     """Return what numbers that wait are to the samples, and variables that do not just grow."""
-    leaves, structure = jax.tree.flatten((args, kwargs))
+    leaves = jax.tree.leaves((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if len(getattr(leaf, "shape", ()))]
     masks = {i: m for i in places if (m := mask_of(leaves[i])) is not None}
     scope, variables = stateless_scope(), list(metric.variables)
@@ -74,7 +75,7 @@ def _read(
             changed[place] = array
             if place in masks:
                 set_mask(array, masks[place])
-        own, own_kwargs = jax.tree.unflatten(structure, changed)
+        own, own_kwargs = with_leaves((args, kwargs), changed)
         calls = MetricCalls()
         with scope_of(variables, before) as inner, waiting(calls):
             with _looking.set(None):

@@ -322,3 +322,41 @@ def test_steps_that_are_exact_are_not_told_of():
 def test_a_step_that_is_not_compiled_matches(eager):
     arguments = sgd(**eager)
     assert difference_of_fits(fresh(OwnStep), arguments, dense_data(24), **SIZE) <= TOLERANCE
+
+
+class Ordered(layers.Layer):
+    """Takes and gives dicts whose keys are not sorted, by their order."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = [layers.Dense(3, "tanh"), layers.Dense(3)]
+
+    def call(self, inputs):
+        first, _, second = inputs.values()
+        return {"z": self.parts[0](first), "c": (self.parts[1](second), None)}
+
+
+class InOrder(keras.Model):
+    """JAX takes dicts apart by sorted keys. Plain Keras does so between `fit` and the step only."""
+
+    def __init__(self, mixes):
+        super().__init__()
+        self.mixes, self.ordered = mixes, Ordered()
+        self.heads = [layers.Dense(2), layers.Dense(2)]
+
+    def call(self, x):
+        first, (second, _) = self.ordered({"z": x, "m": None, "b": ops.sin(x)}).values()
+        if self.mixes:  # so the calls inside are split
+            first = first - 0.1 * ops.mean(first, axis=0)
+        return {"y": self.heads[0](first), "a": self.heads[1](second)}
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        first, second = y_pred.values()
+        return ops.mean(ops.square(y - first)) + 3.0 * ops.mean(ops.square(y - second))
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("mixes", [False, True])
+@pytest.mark.filterwarnings("ignore:A call of 'in_order:UserWarning")
+def test_dicts_in_calls_that_are_split_have_their_order(mixes):
+    assert difference_of_fits(lambda: InOrder(mixes), sgd(), dense_data(24), **SIZE) <= TOLERANCE
