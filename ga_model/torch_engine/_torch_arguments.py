@@ -37,7 +37,8 @@ class Arguments:
     ) -> None:
         self._most = most
         self._nest = (args, kwargs)
-        self._flat = keras.tree.flatten(self._nest)
+        self._flat: list[Any] = []  # in the order of `map_structure`, which `packed` uses again
+        keras.tree.map_structure(self._flat.append, self._nest)
         self._numbers = [i for i, leaf in enumerate(self._flat) if torch.is_tensor(leaf)]
         tensors = [self._flat[i] for i in self._numbers]
         masks = [mask_of(tensor) for tensor in tensors]
@@ -79,4 +80,6 @@ class Arguments:
             i = self._numbers[number]
             flat[i] = flat[i].view_as(flat[i])  # that of the caller keeps its own mask
             set_mask(flat[i], mask)
-        return keras.tree.pack_sequence_as(self._nest, flat)  # type: ignore[no-any-return]
+        leaves = iter(flat)
+        # `pack_sequence_as` would give a layer its dicts with sorted keys.
+        return keras.tree.map_structure(lambda _: next(leaves), self._nest)  # type: ignore[no-any-return]

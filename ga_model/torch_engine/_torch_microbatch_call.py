@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,14 +16,19 @@ from ga_model.base._internals import keeping_call_context, losses_of_scope, mask
 from ga_model.hearing._models import instances_in, unrecorded
 from ga_model.torch_engine._torch_arguments import Arguments
 
-TENSOR = object()  # stands where a tensor does
+
+@dataclasses.dataclass(frozen=True)  # which no nest is taken for
+class Place:
+    """Stands where a tensor does: its number in the order of `keras.tree.flatten`."""
+
+    number: int
 
 
 class Form(NamedTuple):
     """How the outputs of a call are put together.
 
     Attributes:
-        outputs: as the call gave them, but for the tensors.
+        outputs: as the call gave them, with a `Place` for each tensor.
         num_tensors: in it.
         masked: numbers of those that have a mask.
         holds_objects: whether other objects in it hold tensors.
@@ -93,10 +99,10 @@ def run_on(
     changed = {id(v): v for v in scope.written}
     kept = {id(v): (v, value) for v, value in values}
     kept.update({k: (v, scope.get_current_value(v).detach()) for k, v in changed.items()})
-    outputs = keras.tree.map_structure(
-        lambda leaf: TENSOR if torch.is_tensor(leaf) else leaf, outputs
-    )
-    others = [leaf for leaf in keras.tree.flatten(outputs) if leaf is not TENSOR]
+    others = [leaf for leaf in keras.tree.flatten(outputs) if not torch.is_tensor(leaf)]
+    # `flatten` sorts the keys of dicts, and `map_structure` takes them as they are.
+    places = {id(tensor): Place(number) for number, tensor in enumerate(found)}
+    outputs = keras.tree.map_structure(lambda leaf: places.get(id(leaf), leaf), outputs)
     form = Form(outputs, len(found), masked, any(map(_holds_tensors, others)))
     tensors = [*found, *(mask for mask in masks if mask is not None)]
     return Given(form, tensors, losses, list(kept.values()), list(changed.values()))

@@ -28,9 +28,9 @@ from ga_model.torch_engine._source_sum import SourceSum
 from ga_model.torch_engine._tensors import Tensors
 from ga_model.torch_engine._torch_arguments import Arguments
 from ga_model.torch_engine._torch_microbatch_call import (
-    TENSOR,
     Autocast,
     Given,
+    Place,
     random_kept,
     random_state,
     run_on,
@@ -112,9 +112,9 @@ class SplitCall:
         losses = list(masks[len(self._form.masked) :])
         if losses:
             keras.layers.Layer.add_loss(self._layer, losses)  # a Functional's own refuses
-        remaining = iter(tensors)
         return keras.tree.map_structure(
-            lambda leaf: next(remaining) if leaf is TENSOR else leaf, self._form.outputs
+            lambda leaf: tensors[leaf.number] if isinstance(leaf, Place) else leaf,
+            self._form.outputs,
         )
 
     def first_pass(self) -> list[Any]:
