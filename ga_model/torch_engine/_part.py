@@ -31,6 +31,8 @@ class Part:
 
     Attributes:
         squares: what they tell of their noise, or None where nobody asks.
+        is_left_out: whether they are zeros, of microbatches without weight: nothing is added to
+            them, and they are added to nothing.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class Part:
         self.in_pairs = in_pairs
         self.variables = variables
         self.squares: Squares | None = None
+        self.is_left_out = False
         self._gradients = {id(v): g for v, g in zip(variables, gradients) if g is not None}
 
     def gradient(self, variable: Any) -> Any:
@@ -53,17 +56,27 @@ class Part:
     def tensors(self) -> list[Any]:
         return list(self._gradients.values())
 
+    def leave_out(self) -> None:
+        """Forget the gradients of a microbatch without weight, which may be NaN, and not that there
+        are some."""
+        self.is_left_out = True
+        self._gradients = {key: torch.zeros_like(g) for key, g in self._gradients.items()}
+
     def is_finite(self) -> bool:
         return all(bool(torch.isfinite(gradient).all()) for gradient in self.tensors())
 
     def add(self, other: Part) -> None:
         """Add another part, whose tensors may become this one's."""
-        for key, gradient in other._gradients.items():
-            present = self._gradients.get(key)
-            if present is None:
-                self._gradients[key] = gradient
-            else:
-                present += gradient
+        if self.is_left_out:
+            self._gradients.update(other._gradients)
+            self.is_left_out = other.is_left_out
+        else:
+            for key, gradient in other._gradients.items():
+                present = self._gradients.get(key)
+                if present is None:
+                    self._gradients[key] = gradient
+                elif not other.is_left_out:
+                    present += gradient
         if self.squares is not None and other.squares is not None:
             self.squares = self.squares.plus(other.squares)
         self.variables = other.variables  # those that are trained now
@@ -84,7 +97,9 @@ class Part:
         """Return a copy of the part that is multiplied with a number."""
         gradients = [self._gradients.get(id(v)) for v in self.variables]
         gradients = [None if g is None else g * factor for g in gradients]
-        return Part(self.optimizer, self.variables, gradients, self.in_pairs)
+        part = Part(self.optimizer, self.variables, gradients, self.in_pairs)
+        part.is_left_out = self.is_left_out
+        return part
 
     def mean(self, total: float) -> list[Any]:
         """Return the sum divided by a number, in the dtypes of the variables."""
@@ -114,7 +129,7 @@ class Part:
     def put_back(self) -> None:
         """Let the gradients of the variables be the sum."""
         for variable in self.variables:
-            raw(variable).grad = self._gradients.get(id(variable))
+            raw(variable).grad = None if self.is_left_out else self.gradient(variable)
 
     def update(self, total: float) -> None:
         """Apply the optimizer to the sum divided by a number, and let go of the sum.

@@ -279,14 +279,17 @@ class _Run:
         if not keeps_gradients:
             for part in recording.parts:
                 part.widen()
-        is_finite = recording.is_finite and all(part.is_finite() for part in recording.parts)
-        is_left_out = self._skips and not is_finite
+        parts_are_finite = (part.is_finite() for part in recording.parts)
+        is_left_out = self._skips and not (recording.is_finite and all(parts_are_finite))
+        if not (has_weight := recording.relative_weight != 0.0):
+            for part in recording.parts:
+                part.leave_out()
         if not is_left_out:
             if self._accumulation.measured_noise is not None:
                 for part in recording.parts:
                     part.measure(recording.relative_weight or 0.0)
             parts = [] if recording.applies_at_once else recording.parts
-            window.add(parts, recording.relative_weight, keeps_gradients)
+            window.add(parts, recording.relative_weight, keeps_gradients and has_weight)
             window.has_lost |= recording.losses.is_lost and not self._is_window
             window.statistics.add([] if hears is None else hears.heard)
             self._num_counted += 1

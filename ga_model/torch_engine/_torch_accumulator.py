@@ -102,10 +102,10 @@ class GradientAccumulator:
         self.num_microbatches += 1
         relative = self._window.relative_weight(None if is_sum else number, 1.0)
         with torch.no_grad():
-            # A weight of zero is not multiplied, as gradients may be NaN then.
-            given = [g if g is None or is_sum or number else torch.zeros_like(g) for g in gradients]
-            part = Part(None, variables, [None if g is None else g.detach() for g in given])
+            part = Part(None, variables, [None if g is None else g.detach() for g in gradients])
             part.widen()
+            if not (is_sum or number):
+                part.leave_out()
             self._window.add([part.times(relative)], None if is_sum else relative)
 
     @property

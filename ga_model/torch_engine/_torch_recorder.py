@@ -54,7 +54,8 @@ class Recording:
 
     Attributes:
         parts: gradients, for each optimizer in the order in which they were applied.
-        relative_weight: what the microbatch counts, in the window's unit, or None: it is a sum.
+        relative_weight: what the microbatch counts, in the window's unit, or None: it is a sum. 0.0
+            if it is left out: its gradients may be NaN, and are multiplied with nothing.
         metrics: what metrics got that waits for the full batch.
         losses: what is known of the step's losses.
         registered_hooks: pairs of a tensor that the step has computed, and a hook on its gradient.
@@ -171,6 +172,10 @@ class Recording:
             raise ValueError(_messages.noise_of_sum_message(self.model.name))
         relative = window.relative_weight(terms.weight, self._position.parts)
         self.relative_weight = None if terms.weight is None else relative
+        if self.relative_weight == 0.0:
+            if self.keeps_gradients:
+                clear_gradients(self.model)  # the window has the sums, which nothing is added to
+            return loss
         return terms.fold(loss, relative, self.losses.is_first_of_window)
 
     def _look_at_gradients(self, loss: Any) -> None:
@@ -265,8 +270,8 @@ class Recording:
 
     def _update(self, part: Part) -> None:
         """Update at once, and keep the values of before."""
-        self.is_finite = self.is_finite and part.is_finite()
         if self.model.skip_nonfinite:
+            self.is_finite = self.is_finite and part.is_finite()
             known = {id(v) for v in (*self.model.variables, *(v for v, _ in self.before))}
             updated = (*part.variables, *variables_of(part.optimizer))
             new = [v for v in updated if id(v) not in known]
@@ -324,7 +329,7 @@ class Recording:
         if self._position.is_window:
             return gradient.detach()
         relative = self.relative_weight
-        if self.losses.terms().is_plain and relative != 0.0:
+        if self.losses.terms().is_plain or relative == 0.0:
             return gradient.detach() * (1.0 if relative is None else relative)
         folded = self._folded_late[id(given.loss)]
         with unheard(), torch.enable_grad():

@@ -38,7 +38,13 @@ class Moments(NamedTuple):
         step = other.mean - self.mean
         between = step * share * step * (1.0 - share)
         variance = self.variance * (1.0 - share) + other.variance * share + between
-        return Moments(count, self.mean + step * share, variance)
+
+        def of(both: Any, own: Any, others: Any) -> Any:
+            # Those of no values may be NaN, and are left out.
+            return torch.where(other.count > 0, torch.where(self.count > 0, both, others), own)
+
+        mean = of(self.mean + step * share, self.mean, other.mean)
+        return Moments(count, mean, of(variance, self.variance, other.variance))
 
 
 class Call(NamedTuple):

@@ -119,9 +119,8 @@ class Window:
         self.has_counted = True
         self.total += relative_weight or 0.0
         if is_added:
-            self.parts = list(parts)
-        else:
-            self.add_parts(parts)
+            self.parts = [part for part in self.parts if part.is_left_out]
+        self.add_parts(parts)
 
     def add_parts(self, parts: list[Part]) -> None:
         """Add gradients to the sums."""
