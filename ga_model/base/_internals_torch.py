@@ -118,8 +118,13 @@ def _gradient(result: Any, upstream: Any, node: Any) -> Any:
 
 
 def times_written(tensor: Any) -> int:
-    """Return a number that grows whenever a tensor of PyTorch is written to in place."""
-    return int(getattr(tensor, "_version", 0))
+    """Return a number that grows whenever a tensor of PyTorch is written to in place.
+
+    Tensors of `torch.inference_mode` have none, and raise an error.
+    """
+    with contextlib.suppress(AttributeError, RuntimeError):
+        return int(tensor._version)
+    return 0
 
 
 def hooks_on_gradient(tensor: Any) -> Any:

@@ -21,6 +21,7 @@ from ga_model.base._internals_torch import (
     takes_leaf,
 )
 from ga_model.torch_engine._autograd import unheard
+from ga_model.torch_engine._not_known import otherwise
 
 _MOST_NODES = 100  # that are looked at, from the loss on
 
@@ -40,6 +41,7 @@ class Divided(NamedTuple):
         """Return what a microbatch weighs that has these, or None: there is no such number."""
         return divisors[self.place] / self.unit if self.place < len(divisors) else None
 
+    @otherwise(True)
     def loses(self, loss: Any, inputs: list[Any], until: Iterable[Any] = ()) -> bool:
         """Return whether a loss that is divided by zero would have a gradient if it was not.
 
@@ -56,8 +58,9 @@ class Divided(NamedTuple):
             return bool(inputs) and divides_something(loss, node, left_out, inputs)
 
 
+@otherwise([])
 def divisors_of(loss: Any, until: Iterable[Any] = ()) -> list[float]:
-    """Return the numbers by which a loss, or parts of it, are divided.
+    """Return the numbers by which a loss, or parts of it, are divided, as far as they are known.
 
     One that a loss is not divided by as it is zero, by `divide_no_nan`, is 0.
 

@@ -23,6 +23,7 @@ from ga_model.base._internals_torch import (
     hooks_on_gradient,
 )
 from ga_model.hearing._splitting import NotByRowsError
+from ga_model.torch_engine._not_known import otherwise
 from ga_model.torch_engine._own_gradients import is_linear
 
 _noted = ThreadValue()
@@ -30,11 +31,20 @@ _noted = ThreadValue()
 
 def check_call(layer: Any) -> None:
     """Raise NotByRowsError if hooks see what goes into a layer, or comes out of it."""
+    if (hooks := _hooks_on(layer)) is not None:
+        raise NotByRowsError(f"it has {hooks}, which would see each microbatch")
+
+
+@otherwise("hooks that are not known")
+def _hooks_on(layer: Any) -> str | None:
     for part in _modules_in(layer):
         if has_hooks_on_calls(part):
-            raise NotByRowsError("it has forward hooks, which would see each microbatch")
+            return "forward hooks"
         if has_hooks_on_gradients(part):
-            raise NotByRowsError("it has backward hooks, which would see each microbatch")
+            return "backward hooks"
+    for weight in layer.parameters():
+        hooks_on_gradient(weight)  # as `without_hooks` reads them
+    return None
 
 
 def _modules_in(layer: Any) -> list[Any]:
@@ -42,12 +52,14 @@ def _modules_in(layer: Any) -> list[Any]:
     return [module for part in layers_in(layer) for module in part.modules()]
 
 
+@otherwise(True)
 def has_hooks(model: Any) -> bool:
     """Return whether gradients of a model go through hooks on weights or layers."""
     is_hooked = any(hooks_on_gradient(w) or has_hooks_on_sum(w) for w in model.parameters())
     return is_hooked or any(map(has_hooks_on_gradients, _modules_in(model)))
 
 
+@otherwise("a hook that is not known")
 def not_linear_hook(model: Any, registered: list[tuple[Any, Any]], rows: int) -> str | None:
     """Return what the first hook is that is not known to be linear and separate, or None.
 

@@ -24,10 +24,10 @@ from ga_model.hearing._split import num_rows
 from ga_model.torch_engine._batch_logs import values_of
 from ga_model.torch_engine._divisors import Divided, is_to_try
 from ga_model.torch_engine._metric_trials import Arguments, noting, outcome
+from ga_model.torch_engine._not_known import is_to_raise, otherwise
 from ga_model.torch_engine._numbers import Number, Shares
 from ga_model.torch_engine._probes import joined
 from ga_model.torch_engine._step_probe import results_of_again, results_of_halves
-from ga_model.torch_engine._torch_auto import is_exhausted
 
 _TOLERANCE, _OF_HALVES = 1e-4, 2e-2  # of numbers that round otherwise for other samples
 
@@ -93,6 +93,7 @@ class NumbersProbe:
         """Return whether a number is the value of a loss, as `Number.is_loss` does."""
         return self._numbers.setdefault(key, Number()).is_loss(is_equal, is_zero)
 
+    @otherwise(True)
     def is_due(self, values: dict[Hashable, Any], is_first: bool) -> bool:
         """Return whether to try, with a microbatch that has these numbers, by their keys.
 
@@ -148,7 +149,7 @@ class NumbersProbe:
                 for key in self._of_step(others, trials, shares, again):
                     found.append(OfBatches(key, others[key], False))
         except Exception as error:  # of a step that takes no half of a microbatch, say
-            if isinstance(error, Warning) or is_exhausted(error):
+            if is_to_raise(error):
                 raise
             place = f"what cannot be tried on half of a microbatch ({type(error).__name__})"
             names |= {(id(metric),): f"the metric {metric.name!r}" for metric in metrics}

@@ -18,6 +18,7 @@ from ga_model.hearing._models import unrecorded
 from ga_model.hearing._split import num_rows, part_of
 from ga_model.torch_engine import _probes
 from ga_model.torch_engine._divisors import is_to_try
+from ga_model.torch_engine._not_known import otherwise
 
 _TOLERANCE = 1e-4
 
@@ -93,6 +94,7 @@ class OwnCall:
         self.is_late = self.computes_itself and known is not None
         return self.computes_itself
 
+    @otherwise(False)
     def _is_product(self, call: LossCall, factor: float) -> bool:
         """Return whether a call on the halves gives what Keras does, times the same number."""
         y_true, y_pred = _probes.detached(call.y_true), _probes.apart(_probes.detached(call.y_pred))
@@ -115,6 +117,7 @@ def _factor_of(loss: Any, y_true: Any, y_pred: Any) -> float | None:
     return _factor(value, reduced[-1]) if reduced else None
 
 
+@otherwise(None)
 def _factor(value: Any, reduced: Any) -> float | None:
     """Return by what a tensor was multiplied to give another one: None if by no number, and 0.0
     where nothing tells, as both are zero or not finite."""

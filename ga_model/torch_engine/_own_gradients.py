@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ga_model.base._internals_torch import function_of, results_of, takes_leaf
+from ga_model.torch_engine._not_known import otherwise
 
 _FACTORS = (1e-6, 1e-3, 1.0, 1e3)
 _LIBRARIES = ("torch.", "keras.", "ga_model.")
@@ -31,6 +32,7 @@ def nodes_of(tensors: Iterable[Any]) -> Iterator[Any]:
         nodes += new
 
 
+@otherwise("(not analyzed)")
 def not_linear(tensors: Iterable[Any], rows: int) -> str | None:
     """Return the name of the first function whose gradient is not linear and separate, or None.
 
@@ -57,6 +59,7 @@ def _has_linear_gradient(node: Any, function: Any, rows: int | None) -> bool:
     return is_linear(pass_back, results_of(node), rows)
 
 
+@otherwise(False)  # of the user's code, called in a way that it may not know
 def is_linear(
     pass_back: Callable[[list[Any]], list[Any]], results: list[Any], rows: int | None = None
 ) -> bool:
@@ -68,19 +71,15 @@ def is_linear(
         rows: samples, if there are any.
     """
     generator = torch.Generator().manual_seed(0)
-    try:
-        upstream = [
-            torch.randn(tuple(part.shape), generator=generator).to(part.device, part.dtype)
-            for part in results
+    upstream = [
+        torch.randn(tuple(part.shape), generator=generator).to(part.device, part.dtype)
+        for part in results
+    ]
+    with torch.no_grad():
+        found = [
+            [g / factor for g in pass_back([u * factor for u in upstream])] for factor in _FACTORS
         ]
-        with torch.no_grad():
-            found = [
-                [g / factor for g in pass_back([u * factor for u in upstream])]
-                for factor in _FACTORS
-            ]
-            mixes = rows is not None and _mixes_samples(pass_back, upstream, rows)
-    except Exception:  # of the user's code, called in a way that it may not know
-        return False
+        mixes = rows is not None and _mixes_samples(pass_back, upstream, rows)
     if mixes:
         return False
     halves = (torch.float16, torch.bfloat16)

@@ -20,6 +20,7 @@ from ga_model.hearing._models import unrecorded
 from ga_model.hearing._split import num_rows, part_of
 from ga_model.torch_engine._autograd import unheard
 from ga_model.torch_engine._divisors import Tried, Watch, divisors_of
+from ga_model.torch_engine._not_known import otherwise
 from ga_model.torch_engine._state import unchanged
 
 _TOLERANCE = {torch.float16: 5e-2, torch.bfloat16: 5e-2}  # elsewhere as below
@@ -34,6 +35,7 @@ class DoesNotAddUpError(ValueError):
     """
 
 
+@otherwise("other")
 def kind_of_loss(
     compute: Callable[[Any, Any], Any], dtype: Any, y_true: Any, y_pred: Any, watch: Watch
 ) -> Any:
@@ -94,7 +96,10 @@ def joined(first: Any, second: Any) -> Any:
     """Return the samples of two nests in one. What has no samples is that of the second."""
 
     def together(a: Any, b: Any) -> Any:
-        return torch.cat([detached(a), detached(b)]) if len(getattr(a, "shape", ())) else b
+        if not len(getattr(a, "shape", ())):
+            return b
+        a, b = detached(a), detached(b)
+        return torch.cat([a if a.shape == b.shape else b, b])  # sequences have other lengths
 
     return keras.tree.map_structure(together, first, second)
 

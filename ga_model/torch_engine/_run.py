@@ -18,6 +18,7 @@ from ga_model.hearing._split import Batch
 from ga_model.torch_engine import _refusals
 from ga_model.torch_engine._batch_logs import BatchLogs
 from ga_model.torch_engine._logged_values import LoggedValues
+from ga_model.torch_engine._not_known import is_to_raise
 from ga_model.torch_engine._optimizer_writes import OptimizerWrites
 from ga_model.torch_engine._probes import DoesNotAddUpError
 from ga_model.torch_engine._state import (
@@ -158,11 +159,14 @@ class _Run:
                 model._warn_once(_refusals.own_averages_message(layers))
         if model._has_rule():
             return
-        # A step of the user's own may call the model in another way.
-        is_own = not is_of_keras(model, "train_step")
-        with contextlib.suppress(Exception) if is_own else contextlib.nullcontext():
+        try:
             numbers, batch = range(self._batch.num_microbatches), self._batch
             accumulation.probes.call(unpack(batch.two_or_more(i))[0] for i in numbers)
+        except Exception as error:
+            if is_of_keras(model, "train_step"):  # else it may call the model in another way
+                if is_to_raise(error):
+                    raise
+                accumulation.probes.mixes_samples = True  # for all that is known
         if accumulation.probes.mixes_samples:
             message = _refusals.mixing_message(model.name)
             if self._must_add_up():

@@ -31,6 +31,7 @@ from ga_model.torch_engine._divisors import (
     guess,
     is_to_try,
 )
+from ga_model.torch_engine._not_known import is_to_raise
 from ga_model.torch_engine._probes import joined
 from ga_model.torch_engine._state import Before
 from ga_model.torch_engine._zero_weights import exchanged, zero_weights
@@ -147,6 +148,10 @@ class StepProbe:
             if not self._has_exchanged and self._is_hidden(gradients_of, data):
                 found = "other"
             self._has_exchanged = True
+        except Exception as error:  # of a step that takes no half of a microbatch, say
+            if is_to_raise(error) or isinstance(error, RuntimeError):
+                raise
+            raise RuntimeError(_refusals.unknown_loss_message(self._model.name)) from error
         finally:
             self.is_trying = False
         name, known = self._model.name, self.kind

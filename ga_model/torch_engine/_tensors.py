@@ -14,6 +14,7 @@ import torch
 from ga_model.base._internals import layers_in, raw
 from ga_model.base._internals_torch import norms_of, times_written
 from ga_model.hearing._python_state import is_of_library
+from ga_model.torch_engine._not_known import otherwise
 
 
 class WrittenSince:
@@ -33,11 +34,12 @@ class WrittenSince:
         """Return the names of those that were written to."""
         pairs = zip(self._named, self._versions)
         written = [times_written(tensor) != version for (_, tensor), version in pairs]
-        if self._norms is not None:
-            by_norm = (self._norms_now() != self._norms).tolist()
+        if self._norms is not None and (now := self._norms_now()) is not None:
+            by_norm = (now != self._norms).tolist()
             written = [counted or changed for counted, changed in zip(written, by_norm)]
         return [name for (name, _), yes in zip(self._named, written) if yes]
 
+    @otherwise(None)
     def _norms_now(self) -> Any:
         """Return the norms in one tensor, of which those that are no numbers are -1."""
         dense = [_with_norm(t.detach()) for _, t in self._named if t.layout == torch.strided]
@@ -103,6 +105,7 @@ class Tensors:
                 tensor.detach().copy_(value)
 
 
+@otherwise(False)
 def _is_same(tensor: Any, value: Any) -> bool:
     if tensor.dtype != value.dtype:
         return False

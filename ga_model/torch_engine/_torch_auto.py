@@ -25,17 +25,8 @@ from ga_model.base._internals_torch import times_written
 from ga_model.hearing._models import computes_loss_as_keras, is_of_keras, optimizers_in
 from ga_model.hearing._split import Batch
 from ga_model.torch_engine import _refusals
+from ga_model.torch_engine._not_known import is_exhausted
 from ga_model.torch_engine._torch_microbatch_call import random_state, set_random_state
-
-# What an allocation that fails says, where its error has no class of its own.
-_EXHAUSTED = ("can't allocate memory", "not enough memory", "out of memory")
-
-
-def is_exhausted(error: BaseException) -> bool:
-    """Return whether an error says that memory is used up."""
-    if isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)):
-        return True
-    return type(error) is RuntimeError and any(text in str(error) for text in _EXHAUSTED)
 
 
 class AutomaticSize(FoundSize):

@@ -22,6 +22,7 @@ from ga_model.base._internals import is_built, layers_in
 from ga_model.hearing._moments_heard import telling
 from ga_model.hearing._splitting import NotByRowsError, Splitting
 from ga_model.torch_engine._gradient_hooks import check_call
+from ga_model.torch_engine._not_known import otherwise
 from ga_model.torch_engine._torch_arguments import Arguments
 from ga_model.torch_engine._torch_call_checks import kinds_of_losses
 from ga_model.torch_engine._torch_split_call import SplitCall
@@ -58,8 +59,14 @@ class _Splitting(Splitting):
             raise NotByRowsError("")
         check_call(layer)
         _build(layer, arguments)
-        split = SplitCall(layer, arguments, training, _kinds_of(layer, arguments, training))
+        kinds = _kinds_of(layer, arguments, training)
+        split = _split_call(layer, arguments, training, kinds)
+        if split is None:
+            raise NotByRowsError("what it holds is not known")
         return split.outputs(), split.normalizing
+
+
+_split_call = otherwise(None)(SplitCall)
 
 
 def _kinds_of(layer: Any, arguments: Arguments, training: Any) -> list[str | None]:

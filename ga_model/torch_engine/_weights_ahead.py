@@ -13,13 +13,18 @@ from ga_model.hearing._compiled_copy import copy_with
 from ga_model.hearing._metric_calls import MetricCalls
 from ga_model.hearing._models import unpack, unrecorded
 from ga_model.hearing._split import Batch
+from ga_model.torch_engine._not_known import otherwise
 from ga_model.torch_engine._observer import observer_of
 from ga_model.torch_engine._state import unchanged
 from ga_model.torch_engine._terms import Probes
 
 
-def weights_ahead(model: Any, batch: Batch) -> list[float]:
-    """Return what the terms of the compiled loss weigh in a batch: the model runs forward once."""
+@otherwise(None)
+def weights_ahead(model: Any, batch: Batch) -> list[float] | None:
+    """Return what the terms of the compiled loss weigh in a batch: the model runs forward once.
+
+    None where it fails.
+    """
     compiled = compiled_loss(model)
     if compiled is None:
         return []

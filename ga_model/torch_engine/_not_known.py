@@ -1,0 +1,52 @@
+"""What reads PyTorch's graphs, or tries a step, may meet what it does not know.
+
+That is no error of the user's: what is asked is answered as where nothing tells, so the step runs
+in the way that is exact for any, or it is told that it may not be.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+# What an allocation that fails says, where its error has no class of its own.
+_EXHAUSTED = ("can't allocate memory", "not enough memory", "out of memory")
+
+
+def is_exhausted(error: BaseException) -> bool:
+    """Return whether an error says that memory is used up."""
+    if isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)):
+        return True
+    return type(error) is RuntimeError and any(text in str(error) for text in _EXHAUSTED)
+
+
+def is_to_raise(error: Exception) -> bool:
+    """Return whether an error of a reader is no sign of something that it does not know."""
+    return isinstance(error, Warning) or is_exhausted(error)
+
+
+def otherwise(answer: Any) -> Callable[[_Function], _Function]:
+    """Return a decorator that lets a function answer what it cannot read.
+
+    Args:
+        answer: what it returns then.
+    """
+
+    def decorate(read: _Function) -> _Function:
+        @functools.wraps(read)
+        def reading(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return read(*args, **kwargs)
+            except Exception as error:
+                if is_to_raise(error):
+                    raise
+                return answer
+
+        return cast(_Function, reading)
+
+    return decorate
