@@ -46,8 +46,10 @@ def _kept_divisor_of(node: Any) -> float | None:
         is_number = other.numel() == 1 and node.next_functions[1][0] is None
         return float(other) if is_number else None
     if name in ("MeanBackward0", "MeanBackward1"):
-        (result,) = results_of(node)
-        return float(math.prod(node._saved_self_sym_sizes)) / max(int(math.prod(result.shape)), 1)
+        sizes = node._saved_self_sym_sizes
+        axes = getattr(node, "_saved_dim", ()) or range(len(sizes))
+        # Negative axes are kept as unsigned numbers of 64 bits.
+        return float(math.prod(sizes[axis - 2**64 if axis >= 2**63 else axis] for axis in axes))
     if getattr(node, "_saved_reduction", None) != 1:  # a loss of PyTorch's that is a mean
         return None
     if hasattr(node, "_saved_total_weight"):
