@@ -8,7 +8,7 @@ model is called on a microbatch and on its halves.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from ga_model.torch_engine._autograd import unheard
 from ga_model.torch_engine._divisors import Tried, Watch, divisors_of
 from ga_model.torch_engine._not_known import otherwise
 from ga_model.torch_engine._state import unchanged
+from ga_model.torch_engine._zero_weights import exchanged, floats_in
 
 _TOLERANCE = {torch.float16: 5e-2, torch.bfloat16: 5e-2}  # elsewhere as below
 _OF_LOSSES = 2e-5  # of few operations: a sum over the number of samples + 1e-3 is no mean
@@ -167,8 +168,23 @@ def _gradients(
     return _Found(values.ndim == 0, gradients, divisors)
 
 
-def is_close(one: Any, other: Any, tolerance: float = _OF_MODELS) -> bool:
-    """Return whether two tensors are the same but for rounding."""
+def rounding_in(layers: Iterable[Any], outputs: Any) -> float:
+    """Return the relative error of the half precision that layers compute or give in, or 0.0."""
+    dtypes = {layer.compute_dtype for layer in layers}
+    dtypes |= {keras.backend.standardize_dtype(leaf.dtype) for leaf in keras.tree.flatten(outputs)}
+    halves = (torch.float16, torch.bfloat16)
+    found = (torch.finfo(d).eps for d in halves if keras.backend.standardize_dtype(d) in dtypes)
+    return max(found, default=0.0) / 2
+
+
+def is_close(one: Any, other: Any, tolerance: float = _OF_MODELS, rounded: Any = None) -> bool:
+    """Return whether two tensors are the same but for rounding.
+
+    Args:
+        one, other: the tensors.
+        tolerance: relative difference, in full precision.
+        rounded: what the first one is with errors of rounding, where that tells the tolerance.
+    """
     if one.shape != other.shape:
         return False
     if not one.is_floating_point():
@@ -176,6 +192,10 @@ def is_close(one: Any, other: Any, tolerance: float = _OF_MODELS) -> bool:
     tolerance = _TOLERANCE.get(one.dtype, tolerance)
     difference = torch.linalg.vector_norm((one - other).float())
     size = torch.linalg.vector_norm(one.float())
+    if rounded is not None:
+        noise = float(torch.linalg.vector_norm((one - rounded).float()) / size)
+        least = max(_OF_MODELS, torch.finfo(one.dtype).eps)
+        tolerance = min(max(least, noise), max(_TOLERANCE.values()))
     # What is not finite tells nothing of the samples.
     return bool(difference <= tolerance * size) or not bool(torch.isfinite(size))
 
@@ -203,7 +223,11 @@ class ModelProbe:
             outputs, losses = self._call(model, x)
             shares = [(0, half), (half, rows)]
             parts = [self._call(model, part_of(x, *s)) for s in shares]
-            self.mixes_samples = not is_whole_of(outputs, [o for o, _ in parts], rows)
+            rounded = None
+            if error := rounding_in(layers_in(model), outputs):
+                with exchanged(floats_in(model), error):
+                    rounded, _ = self._call(model, x)
+            self.mixes_samples = not is_whole_of(outputs, [o for o, _ in parts], rows, rounded)
             if self.mixes_samples:  # or draws numbers that nobody can tell of
                 again, _ = self._call(model, x)
                 pairs = zip(*(keras.tree.flatten(o) for o in (outputs, again)))
@@ -226,14 +250,23 @@ class ModelProbe:
             return outputs, [told_by(loss, weights) for loss in model.losses]
 
 
-def is_whole_of(outputs: Any, parts: list[Any], rows: int) -> bool:
-    """Return whether outputs for all samples are those for the parts, one behind the other."""
-    for whole, *ones in zip(keras.tree.flatten(outputs), *map(keras.tree.flatten, parts)):
+def is_whole_of(outputs: Any, parts: list[Any], rows: int, rounded: Any = None) -> bool:
+    """Return whether outputs for all samples are those for the parts, one behind the other.
+
+    Args:
+        outputs: for all samples.
+        parts: for some of them each.
+        rows: samples.
+        rounded: outputs with errors of rounding, or None.
+    """
+    leaves = keras.tree.flatten(outputs)
+    others = [None for _ in leaves] if rounded is None else keras.tree.flatten(rounded)
+    for whole, other, *ones in zip(leaves, others, *map(keras.tree.flatten, parts)):
         if not whole.ndim or whole.shape[0] != rows:
             return False
         if any(not one.ndim or one.shape[1:] != whole.shape[1:] for one in ones):
             return False
-        if not is_close(whole, torch.cat(ones)):
+        if not is_close(whole, torch.cat(ones), rounded=other):
             return False
     return True
 

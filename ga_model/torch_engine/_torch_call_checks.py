@@ -22,12 +22,13 @@ from ga_model.torch_engine._probes import (
     is_close,
     is_whole_of,
     kind_of_addition,
+    rounding_in,
     told_by,
 )
 from ga_model.torch_engine._tensors import Tensors
 from ga_model.torch_engine._torch_arguments import Arguments
 from ga_model.torch_engine._torch_microbatch_call import random_kept, run_on
-from ga_model.torch_engine._zero_weights import exchanged, zero_weights
+from ga_model.torch_engine._zero_weights import exchanged, floats_in, zero_weights
 
 
 def kinds_of_losses(layer: Any, arguments: Arguments, training: Any) -> list[str | None]:
@@ -83,7 +84,11 @@ def kinds_of_losses(layer: Any, arguments: Arguments, training: Any) -> list[str
     def kinds() -> list[str | None]:
         outputs, losses = run(0, rows)
         parts = [run(0, half), run(half, rows)]
-        if not is_whole_of(outputs, [tensors for tensors, _ in parts], rows):
+        rounded = None
+        if error := rounding_in(layers, outputs):
+            with exchanged(floats_in(layer), error):
+                rounded, _ = run(0, rows)
+        if not is_whole_of(outputs, [tensors for tensors, _ in parts], rows, rounded):
             again, _ = run(0, rows)
             # Otherwise it draws numbers that nobody can tell of.
             if len(again) != len(outputs) or all(map(is_close, outputs, again)):
