@@ -648,8 +648,8 @@ MUTATIONS = [
     Mutation(
         "metrics that average a number per batch are not looked at",
         "recording/_recorder.py",
-        "                tell_of_numbers(self, self._writes.values_for)\n",
-        "                pass\n",
+        "            tell_of_numbers(self, self._writes.values_for)\n",
+        "            pass\n",
         "recording/test_metric_values.py",
     ),
     Mutation(

@@ -331,7 +331,8 @@ class Passes:
                 logs = recording.logs = self._run_step(data, position.must_add_up)
             found = ([], []) if hears is None else hears.heard()
         if not tf.executing_eagerly():
-            self._tell_of_numbers(recording)
+            with recording.losses.reading():
+                self._tell_of_numbers(recording)
         moments = self._in_order(*found)
         self._note_targets(recording)
         part = Part(

@@ -22,7 +22,7 @@ from ga_model.base._internals import layers_in
 from ga_model.calls._call_arguments import Arguments
 from ga_model.calls._microbatch_call import MicrobatchCall
 from ga_model.calls._split_call import SplitCall, Turns
-from ga_model.hearing._splitting import Splitting
+from ga_model.hearing._splitting import NotByRowsError, Splitting
 from ga_model.recording._normalization import heard_layers
 from ga_model.recording._recorder import note_call
 
@@ -64,7 +64,12 @@ class _Splitting(Splitting):
     def _by_microbatches(
         self, layer: Any, call: Callable[..., Any], args: Any, kwargs: Any, training: Any
     ) -> tuple[Any, tuple[list[str], list[str]]]:
-        arguments = Arguments(args, kwargs, self._rows, self._size)
+        try:
+            arguments = Arguments(args, kwargs, self._rows, self._size)
+        except NotByRowsError:
+            raise
+        except Exception as error:  # of a graph that is not what it is taken for
+            raise NotByRowsError("it is unclear which of its inputs have a batch axis") from error
         jit_compile = bool(self._model.jit_compile)
         on_microbatch = MicrobatchCall(layer, call, arguments, training, jit_compile, self._limit)
         split = SplitCall(on_microbatch, self._turns)

@@ -136,9 +136,13 @@ class FirstPass:
             check_axes(call)
 
     def has_loop(self) -> bool:
-        """Return whether the call has a loop, in a graph."""
-        is_graph = not tf.executing_eagerly()
-        return is_graph and has_loop(self._function.get_concrete_function().graph)
+        """Return whether the call may have a loop, in a graph."""
+        if tf.executing_eagerly():
+            return False
+        try:
+            return has_loop(self._function.get_concrete_function().graph)
+        except Exception:  # of a graph that is not what it is taken for
+            return True
 
     def run(self) -> None:
         """Run the microbatches, one after the other."""

@@ -163,11 +163,12 @@ def unread_loss_message(model: str) -> str:
     return (
         "What a custom loss averages over is read from the graph of the step. "
         f"Received: `train_step` of {model!r}, whose graph cannot be read: it runs eagerly, takes "
-        "gradients in a nested function, or has ragged or sparse inputs. Its loss and the numbers "
-        "that it logs are assumed to be means over samples, its gradients to reach the optimizer "
-        "unchanged, and custom gradients to be linear and separate for each sample. If the loss is "
-        f"something else, {EXACT_WAY}. If the step clips gradients, takes some after an update, or "
-        f"changes a learning rate or a metric that it computes with, {ALONE} for any step."
+        "gradients in a nested function, has ragged or sparse inputs, or an operation in a form "
+        "that is not known. Its loss and the numbers that it logs are assumed to be means over "
+        "samples, its gradients to reach the optimizer unchanged, and custom gradients to be "
+        "linear and separate for each sample. If the loss is something else, "
+        f"{EXACT_WAY}. If the step clips gradients, takes some after an update, or changes a "
+        f"learning rate or a metric that it computes with, {ALONE} for any step."
     )
 
 

@@ -8,8 +8,9 @@ norm that it clips by, it would compute of the full batch's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -54,6 +55,26 @@ class Work(NamedTuple):
     shifts: Any = None
 
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _or_unknown(unknown: Any) -> Callable[[_Method], _Method]:
+    """Let a method of `HeardGradients` that fails return something else, and note that."""
+
+    def guarded(method: _Method) -> _Method:
+        @functools.wraps(method)
+        def run(self: HeardGradients, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(self, *args, **kwargs)
+            except Exception:  # of a graph that is not what it is taken for
+                self.has_failed = True
+                return unknown
+
+        return run  # type: ignore[return-value]
+
+    return guarded
+
+
 class HeardGradients:
     """The gradients that the tapes of a step have taken, and of what.
 
@@ -61,9 +82,13 @@ class HeardGradients:
         graph: that the step is drawn in, or None: eagerly, nothing is read.
         data: the microbatch.
         model: whose BatchNormalization layers are another matter.
+
+    Attributes:
+        has_failed: whether something of the graph could not be read.
     """
 
     def __init__(self, graph: Any, data: Any, model: Any) -> None:
+        self.has_failed = False
         self._model = model
         self._graph = graph
         self._data = data
@@ -114,18 +139,21 @@ class HeardGradients:
         self._reader()
         return list(self._readings.values())
 
+    @_or_unknown(None)
     def note(self, tensor: Any, denominator: Denominator) -> None:
         """Take it as known what a scalar is divided by."""
         if self._is_here(tensor):
             for reader in self._readers():
                 reader.note(tensor, denominator)
 
+    @_or_unknown(None)
     def note_same(self, tensor: Any, other: Any) -> None:
         """Take it as known that a tensor is to samples what another one is."""
         if self._is_here(tensor) and self._is_here(other):
             for reader in self._readers():
                 reader.note_same(tensor, other)
 
+    @_or_unknown(None)
     def note_samples(self, outputs: Any) -> None:
         """Take it as known that outputs of a call have an entry of axis 0 for each sample."""
         for tensor in tf.nest.flatten(outputs):
@@ -138,6 +166,7 @@ class HeardGradients:
         is_symbolic = tf.is_symbolic_tensor(tensor)
         return is_symbolic and tensor.graph is self._graph is graph_being_made()
 
+    @_or_unknown(StepLoss(None))
     def read(self, tensor: Any, of_values: bool = False) -> StepLoss:
         """Return what a tensor is divided by, whose gradient is taken, or whose value counts."""
         leaves = tf.nest.flatten(self._data)
@@ -146,6 +175,7 @@ class HeardGradients:
             return StepLoss(None)
         return self._reader(of_values).of(tensor)
 
+    @_or_unknown(lambda gradients: None)
     def listen(self, target: Any, sources: Any, upstream: Any = None) -> Any:
         """Read what a tape takes the gradient of, and return what takes the gradients."""
         tensors = [t for t in tf.nest.flatten(target) if tf.is_tensor(t)]
@@ -155,24 +185,36 @@ class HeardGradients:
         losses = [self.read(tensor) for tensor in tensors]
         number = 0 if self._graph is None else len(self._graph.get_operations())
 
-        def tell(gradients: Any) -> None:
-            unlike = [loss for loss in losses if loss.denominators is None]
-            found = by_kind(d for loss in losses for d in loss.denominators or ())
-            whole = unlike[0] if unlike else StepLoss(list(found.values()))
-            taken = list(zip(tf.nest.flatten(sources), tf.nest.flatten(gradients)))
-            if self._graph is not None:
-                self._made.append(range(number, len(self._graph.get_operations())))
-                self._first = self._first or self._made[0].stop
-            for source, gradient in taken:
-                tensor = getattr(gradient, "values", gradient)
-                if self._is_here(tensor):
-                    self._found[id(tensor)] = whole
-                    self._gradients.append(tensor)
-                    self._taken[id(tensor)] = (tensors, tf.nest.flatten(sources))
-                if tf.is_tensor(source) and self._is_here(source) and self._is_here(gradient):
-                    self._note_gradient(gradient, source, whole)
+        return functools.partial(self._note_gradients, tensors, losses, sources, number)
 
-        return tell
+    @_or_unknown(None)
+    def _note_gradients(
+        self, tensors: list[Any], losses: list[StepLoss], sources: Any, first: int, gradients: Any
+    ) -> None:
+        """Note what a tape gave.
+
+        Args:
+            tensors: what it has differentiated.
+            losses: what these were read to be.
+            sources: with respect to what.
+            first: number of the first operation that took the gradients.
+            gradients: the gradients.
+        """
+        unlike = [loss for loss in losses if loss.denominators is None]
+        found = by_kind(d for loss in losses for d in loss.denominators or ())
+        whole = unlike[0] if unlike else StepLoss(list(found.values()))
+        taken = list(zip(tf.nest.flatten(sources), tf.nest.flatten(gradients)))
+        if self._graph is not None:
+            self._made.append(range(first, len(self._graph.get_operations())))
+            self._first = self._first or self._made[0].stop
+        for source, gradient in taken:
+            tensor = getattr(gradient, "values", gradient)
+            if self._is_here(tensor):
+                self._found[id(tensor)] = whole
+                self._gradients.append(tensor)
+                self._taken[id(tensor)] = (tensors, tf.nest.flatten(sources))
+            if tf.is_tensor(source) and self._is_here(source) and self._is_here(gradient):
+                self._note_gradient(gradient, source, whole)
 
     def _note_gradient(self, gradient: Any, source: Any, loss: StepLoss) -> None:
         """Let both readers know a gradient with respect to samples, as `note_gradient` does."""
@@ -181,6 +223,7 @@ class HeardGradients:
             for reader in (self._reader(), self._reader(of_values=True)):
                 reader.note_gradient(gradient, source, loss)
 
+    @_or_unknown(None)
     def note_jacobian(self, jacobian: Any, target: Any, source: Any) -> None:
         """Take it as known that a jacobian has an entry of axis 0 for each sample, if both have."""
         if all(map(self._is_here, (jacobian, target, source))):
@@ -199,6 +242,7 @@ class HeardGradients:
         """Return whether an operation of the graph, by its number, has taken a gradient."""
         return any(number in numbers for numbers in self._made)
 
+    @_or_unknown(())
     def losses_of(self, gradients: Any) -> list[StepLoss]:
         """Return the losses that some gradients are of, as the tapes gave them or worked over."""
         if self._graph is None:
@@ -209,6 +253,7 @@ class HeardGradients:
         losses = [self._found[id(tensor)] for tensor in tensors if id(tensor) in self._found]
         return list({id(loss): loss for loss in losses}.values())
 
+    @_or_unknown(Work())
     def work_on(self, gradients: Any) -> Work:
         """Return what the step has made of its tapes' gradients to get these."""
         if not self._found:

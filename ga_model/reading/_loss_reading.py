@@ -124,9 +124,12 @@ def kind_of_scalar(tensor: Any) -> str | None:
     """
     if not tf.is_symbolic_tensor(tensor):
         return None
-    if not dependence_of(tensor).on_values:
-        return "mean"
-    kind = Reading(tensor.graph, trusts_layers=True).kind_of(tensor)
+    try:
+        if not dependence_of(tensor).on_values:
+            return "mean"
+        kind = Reading(tensor.graph, trusts_layers=True).kind_of(tensor)
+    except Exception:  # of a graph that is not what it is taken for
+        return None
     return {MEAN: "mean", SUM: "sum"}.get(kind or "")
 
 

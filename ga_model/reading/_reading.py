@@ -93,8 +93,16 @@ class Reading:
                 self._known.setdefault(id(inner), SHARED)
         operations = self._graph.get_operations()  # each behind those that it depends on
         for op in operations[self._number :]:
-            self._read(op)
+            try:
+                self._read(op)
+            except Exception:  # of an operation that is not what a rule takes it for
+                self._note_unknown(op)
         self._number = len(operations)
+
+    def _note_unknown(self, op: Any) -> None:
+        """Take it that an operation may put samples together."""
+        self.unknown.append(op)
+        self._known.update((id(output), MIXED) for output in op.outputs)
 
     def proves(self, tensor: Any) -> bool:
         """Return whether a tensor has a value for each sample, or is a mean of such values."""

@@ -178,6 +178,10 @@ class StepReading(ReducedReading):
                     self._obstacles[id(inherited[0])] if inherited else self._obstacle(op)
                 )
 
+    def _note_unknown(self, op: Any) -> None:
+        super()._note_unknown(op)
+        self._obstacles.update((id(output), Obstacle(op, UNKNOWN)) for output in op.outputs)
+
     def _trusted(self, op: Any, kinds: list[Any], output: Any, inner: list[Any]) -> str | None:
         kind = super()._trusted(op, kinds, output, inner)
         is_loss = kind == MIXED and bool(inner) and output.shape.rank == 0

@@ -105,14 +105,26 @@ class StepLosses(StepTerms):
 
     def _check_adds_up(self, loss: Any, y_true: Any, y_pred: Any) -> None:
         """Raise DoesNotAddUpError if a compiled loss is not known to add up."""
-        check_adds_up(loss, y_true, y_pred)
-        if why_mixed(tf.nest.flatten(y_pred), self._model) is not None:
-            raise DoesNotAddUpError
-        shapes = [leaf.shape for leaf in tf.nest.flatten(y_pred)]
-        if self._compares_samples is None and any(None in shape[1:] for shape in shapes):
-            self._compares_samples = has_axis_of_samples(self._model, self._data)
-        if self._compares_samples:
-            raise DoesNotAddUpError
+        with self.reading():
+            check_adds_up(loss, y_true, y_pred)
+            if why_mixed(tf.nest.flatten(y_pred), self._model) is not None:
+                raise DoesNotAddUpError
+            shapes = [leaf.shape for leaf in tf.nest.flatten(y_pred)]
+            if self._compares_samples is None and any(None in shape[1:] for shape in shapes):
+                self._compares_samples = has_axis_of_samples(self._model, self._data)
+            if self._compares_samples:
+                raise DoesNotAddUpError
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Take a step that this block fails to read for one whose graph cannot be read."""
+        try:
+            yield
+        except (DoesNotAddUpError, Warning):
+            raise
+        except Exception:  # of a graph that is not what it is taken for
+            if not self._position.is_update:  # in which nothing is put together
+                self.tell(_messages.unread_loss_message(self._model.name))
 
     def tell(self, message: str) -> None:
         """Warn of what is exact on the full batch only, or let the step run there.

@@ -115,7 +115,10 @@ class Listener:
         if self._graph is None or not is_in(layer, [other for other, _, _ in self._before]):
             return False
         if self._written is None:  # all has been called when this is first asked
-            self._written = written_by_functions(self._graph, self._first, self._unseen)
+            try:
+                self._written = written_by_functions(self._graph, self._first, self._unseen)
+            except Exception:  # of a graph that is not what it is taken for
+                return True
         return any(self._written & handles_of(variable) for variable in _statistics(layer))
 
     def heard(self) -> tuple[list[Call], list[Moments]]:

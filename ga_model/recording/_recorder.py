@@ -216,9 +216,10 @@ class Recording:
         is_sum = terms.weight is None
         if self.losses.reads_step:
             is_weighted_here = not is_folded and not is_sum and factor is None
-            self._warn_of_work_on(given, is_weighted_here)
-            for message in self.updates.messages_of_gradients(optimizer, given):
-                self.losses.tell(message)
+            with self.losses.reading():
+                self._warn_of_work_on(given, is_weighted_here)
+                for message in self.updates.messages_of_gradients(optimizer, given):
+                    self.losses.tell(message)
         noise_of = None if self.model._accumulation.measured_noise is None else optimizer
         if noise_of is not None and is_sum:
             raise ValueError(_messages.noise_of_sum_message(self.model.name))
@@ -278,7 +279,8 @@ class Recording:
         may_apply = self._position.is_update  # the step then runs once per update
         written = NOTHING
         if self._writes is not None:
-            written = self._writes.read(known, applied_at, waiting, may_apply)
+            with self.losses.reading():
+                written = self._writes.read(known, applied_at, waiting, may_apply)
         names = [optimizer.name for optimizer in written.optimizers]
         if names or (not self.targets and self.model.trainable_weights):
             if self._writes is not None:
@@ -289,9 +291,12 @@ class Recording:
             raise RuntimeError(_messages.not_recorded_message(self.model.name, names, at))
         if self._position.is_update:
             return
+        if self.losses.heard.has_failed:
+            self.losses.tell(_messages.unread_loss_message(self.model.name))
         if self._graph is not None:
-            for message in messages_of_custom_gradients(self._graph, self.model.name):
-                self.losses.tell(message)
+            with self.losses.reading():
+                for message in messages_of_custom_gradients(self._graph, self.model.name):
+                    self.losses.tell(message)
         if written.others and self._position.must_add_up:
             raise DoesNotAddUpError
         for message in batch_normalization_messages(*names_by_fate(written.normalization)):
@@ -299,13 +304,22 @@ class Recording:
         if written.others:
             self.losses.tell(_messages.written_message(self.model.name, written.others))
         if self._graph is not None:
-            self._warn_of_metrics(written.metrics)
-            if self._writes is not None:
-                tell_of_numbers(self, self._writes.values_for)
-            of_metrics = [] if self._writes is None else self._writes.values_for(written.metrics)
-            waiting = [update.value for update in self.metrics.updates]
-            for message in self.updates.messages_of_values([of_metrics, waiting, self.logs]):
-                self.model._warn_once(message)
+            with self.losses.reading():
+                self._warn_of_values(written.metrics)
+
+    def _warn_of_values(self, written: list[Any]) -> None:
+        """Warn of what metrics and logs get, and give.
+
+        Args:
+            written: variables of metrics that were written to.
+        """
+        self._warn_of_metrics(written)
+        if self._writes is not None:
+            tell_of_numbers(self, self._writes.values_for)
+        of_metrics = [] if self._writes is None else self._writes.values_for(written)
+        waiting = [update.value for update in self.metrics.updates]
+        for message in self.updates.messages_of_values([of_metrics, waiting, self.logs]):
+            self.model._warn_once(message)
 
     def _warn_of_metrics(self, variables: list[Any]) -> None:
         """Warn if gradients follow from metrics, of which these variables were written to."""

@@ -47,7 +47,11 @@ class Parts(NamedTuple):
         if not tf.is_symbolic_tensor(slices.indices):
             return cls(slices, None)
         pieces = _pieces(slices.indices)
-        flags = [_is_of_places(piece) for piece in pieces]
+        try:
+            flags = [_is_of_places(piece) for piece in pieces]
+        except Exception:  # of a graph that is not what it is taken for
+            _validate.warn(_unread_ids_message(slices.indices))
+            return cls(slices, None)
         if all(flags):
             return cls(None, slices)
         if not any(flags):
@@ -152,6 +156,15 @@ def positions_message(path: str, number: int) -> str:
         f"update. Received: microbatches that all look up the ids 0 to {number - 1} in {path!r}. "
         "If these are positions, train without `run_eagerly=True`; in your own loop, take the "
         "gradients and call `GradientAccumulator.add` in one `tf.function`."
+    )
+
+
+def _unread_ids_message(ids: Any) -> str:
+    return (
+        "Whether a sparse gradient is of samples or of positions is read from the graph. "
+        f"Received: one whose ids come from {ids.op.type!r} in a graph that cannot be read. It is "
+        "taken for one of samples, which is added once per microbatch; if it is one of positions, "
+        "clipping, and optimizers such as Adam, make a different update than on the full batch."
     )
 
 
