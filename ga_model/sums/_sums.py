@@ -128,7 +128,10 @@ class GradientSum(NamedTuple):
         if len(gradients) != len(variables):
             counts = f"{len(gradients)} gradients", f"{len(variables)} variables"
             raise ValueError(_messages.lengths_message(*counts))
-        maxima = [g if overwrites(v) else None for g, v in zip(gradients, variables)]
+        is_empty = tf.equal(weight.relative, 0.0)
+        maxima = [
+            _finite_if(is_empty, g) if overwrites(v) else None for g, v in zip(gradients, variables)
+        ]
         gradients = [None if overwrites(v) else in_parts(g) for g, v in zip(gradients, variables)]
         if scale:
             gradients = [scaled(gradient, weight.relative) for gradient in gradients]
@@ -295,6 +298,14 @@ class GradientSum(NamedTuple):
     def values(self) -> list[Any]:
         """Return the gradient or the maximum of each variable."""
         return [g if m is None else m for g, m in zip(self.gradients, self.maxima)]
+
+
+def _finite_if(is_empty: Any, maximum: Any) -> Any:
+    """Return what is to overwrite a variable: of a microbatch without weight, what is finite."""
+    if maximum is None:
+        return None
+    maximum = tf.convert_to_tensor(maximum)
+    return tf.where(is_empty & ~tf.math.is_finite(maximum), maximum.dtype.min, maximum)
 
 
 def _maxima(a: GradientSum, b: GradientSum) -> list[Any]:

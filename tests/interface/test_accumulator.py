@@ -214,6 +214,17 @@ def test_gradients_that_overwrite_their_variable_are_neither_weighted_nor_summed
     np.testing.assert_allclose(kernel, [-2.0] if weights[0] else [-6.0], rtol=1e-6)
 
 
+@pytest.mark.parametrize("weights", [[0, 3], [3, 0]], ids=str)
+def test_no_nan_without_weight_overwrites_a_variable(weights):
+    scale, kernel = keras.Variable(5.0), keras.Variable(0.0)
+    scale.overwrite_with_gradient = True
+    accumulator = GradientAccumulator()
+    for weight in weights:
+        gradient = tf.constant(2.0 if weight else np.nan)
+        accumulator.add([gradient, gradient], [scale, kernel], weight=weight)
+    assert [float(mean) for mean in accumulator.mean()] == [2.0, 2.0]
+
+
 @pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning:keras")
 def test_none_stays_none():
     x, y = dense_data(12)
