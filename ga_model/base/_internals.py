@@ -3,7 +3,7 @@
 A release that renames one of them breaks this module, or one of those beside it: those of
 activity regularizers are in `_internals_activities`, those of the backends in `_internals_tf` and
 `_internals_torch`. Read in Keras 3.8.0 to 3.15.1, TensorFlow 2.18 to 2.21, PyTorch 2.13 and
-JAX 0.10.
+JAX 0.6 to 0.12.
 `tests/base/test_internals.py` finds private names elsewhere.
 
 What releases do differently stands here, too: one function for each difference, which names the
