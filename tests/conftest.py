@@ -1,7 +1,8 @@
 """Settings for all tests: quiet TensorFlow, few threads, fixed seeds, float32 by default.
 
-With the environment variable KERAS_BACKEND=torch the tests in `torch_engine` and `off_tensorflow`
-run, and no others; with KERAS_BACKEND=jax those in `jax_engine` and `off_tensorflow`.
+The tests in `conformance` run on every backend. With the environment variable KERAS_BACKEND=torch
+these and those in `torch_engine` run, and no others; with KERAS_BACKEND=jax `conformance` and
+`jax_engine`.
 """
 
 import collections
@@ -14,15 +15,18 @@ if os.environ.get("KERAS_BACKEND") not in ("torch", "jax"):
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 
-import helpers
 import keras
 import pytest
 
+pytest.register_assert_rewrite("case", "helpers", "training")
+
+import helpers  # noqa: E402 (with its assertions rewritten)
+
 BACKEND = keras.backend.backend()
-OFF_TENSORFLOW = {
+BACKENDS = {  # of folders
+    "conformance": ["tensorflow", "torch", "jax"],
     "torch_engine": ["torch"],
     "jax_engine": ["jax"],
-    "off_tensorflow": ["torch", "jax"],
 }
 
 if BACKEND == "torch":
@@ -54,8 +58,8 @@ def pytest_ignore_collect(collection_path):
     """Leave out the tests of other backends, which would fail as they are imported."""
     if collection_path.suffix != ".py":
         return None
-    folder = next((part for part in collection_path.parts if part in OFF_TENSORFLOW), None)
-    return None if BACKEND in OFF_TENSORFLOW.get(folder, ["tensorflow"]) else True
+    folder = next((part for part in collection_path.parts if part in BACKENDS), None)
+    return None if BACKEND in BACKENDS.get(folder, ["tensorflow"]) else True
 
 
 def pytest_addoption(parser):

@@ -1,11 +1,4 @@
-"""Train a model with plain Keras and with accumulation, and compare what comes out.
-
-The measure is the relative difference of the weight change, the largest over all variables:
-
-    ||w - w_reference|| / ||w_reference - w_start||
-
-References are trained by plain Keras in the same process on the same rows in the same order.
-"""
+"""What tests of every kind use: seeds, small models and data, replicas, what was said."""
 
 import contextlib
 import functools
@@ -18,8 +11,6 @@ import pytest
 from hypothesis import HealthCheck, settings
 from keras.src.backend.common import global_state
 
-from ga_model import accumulate
-
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
 
@@ -27,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 
 # The promise: see "What is exact" in the README.
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
+LIMIT = TOLERANCE["float32"]  # where Keras has no float64
 
 
 def in_the_sweep(*arguments):
@@ -95,7 +87,7 @@ class MeanOfSquares(keras.regularizers.Regularizer):
 
 def num_updates(optimizer):
     """Return the updates that an optimizer has made, of which a LossScaleOptimizer may not know."""
-    return int(getattr(optimizer, "inner_optimizer", optimizer).iterations.numpy())
+    return int(getattr(optimizer, "inner_optimizer", optimizer).iterations)
 
 
 def text_of(error):
@@ -134,69 +126,6 @@ def assert_changed(weights, start):
     assert any(np.any(w != s) for w, s in zip(weights, start, strict=True))
 
 
-def fit_pair(
-    make,
-    compile_args,
-    data,
-    *,
-    rows,
-    steps,
-    size=None,
-    loss_over=None,
-    epochs=2,
-    fit_args=None,
-    replicas=None,
-):
-    """Train two equal models, on windows of `steps` batches of `rows` rows and on whole windows.
-
-    Args:
-        make: function that returns a fresh model, the same one every time.
-        compile_args: function that returns fresh keyword arguments of `compile`.
-        data: (x, y) or (x, y, sample_weight).
-        rows: rows per batch.
-        steps: batches per window.
-        size: rows per microbatch, or None.
-        loss_over: the setting.
-        replicas: devices that the model is trained on, `num_replicas` by default.
-
-    Returns:
-        The accumulating model, the reference, and their common start weights.
-    """
-    arguments = {"epochs": epochs, "shuffle": False, "verbose": 0, **(fit_args or {})}
-    arguments.update(zip(("x", "y", "sample_weight"), data))
-
-    reference = seeded(make)
-    reference.compile(**compile_args())
-    with scope(replicas):
-        settings = {"accumulation_steps": steps, "microbatch_size": size, "loss_over": loss_over}
-        model = accumulate(seeded(make), **settings)
-        model.compile(**compile_args())
-    if not reference.built:
-        for m in (reference, model):
-            with m.distribute_strategy.scope():
-                m(keras.tree.map_structure(lambda x: x[:1], data[0]))
-            set_random_seed(2)
-            m.set_weights([keras.random.normal(w.shape) * 0.5 for w in m.get_weights()])
-    for m in (reference, model):
-        if m.optimizer:  # built by the first update, it would make Keras trace the step twice
-            with m.distribute_strategy.scope():
-                m.optimizer.build(m.trainable_variables)
-    start = reference.get_weights()
-    for a, b in zip(start, model.get_weights(), strict=True):
-        np.testing.assert_array_equal(a, b)
-    reference.fit(batch_size=rows * steps, **arguments)
-    model.fit(batch_size=rows, **arguments)
-    assert_changed(reference.get_weights(), start)
-    return model, reference, start
-
-
-def difference_of_fits(*args, **kwargs):
-    """Return the relative difference of the two trainings of `fit_pair`."""
-    model, reference, start = fit_pair(*args, **kwargs)
-    assert model.optimizer.iterations.numpy() == reference.optimizer.iterations.numpy()
-    return relative_difference(model.get_weights(), reference.get_weights(), start)
-
-
 def set_random_seed(seed):
     """Set all seeds, also that of `keras.random`, which Keras leaves as it is up to 3.12."""
     keras.utils.set_random_seed(seed)
@@ -227,15 +156,18 @@ def dense_data(rows, features=4, outputs=2, seed=3):
     return x, y
 
 
-LOGS = 1e-6  # relative, as in the README
+class Batches(keras.utils.PyDataset):
+    """Batches of so many rows."""
 
+    def __init__(self, x, y, rows, **kwargs):
+        super().__init__(**kwargs)
+        self.parts = [(x[i : i + rows], y[i : i + rows]) for i in range(0, len(x), rows)]
 
-def assert_equal_logs(model, reference, rtol=LOGS):
-    """Compare what the last `fit` of each has logged."""
-    logs, expected = model.history.history, reference.history.history
-    assert logs.keys() == expected.keys()
-    for name, values in logs.items():
-        np.testing.assert_allclose(values, expected[name], rtol=rtol, err_msg=name)
+    def __len__(self):
+        return len(self.parts)
+
+    def __getitem__(self, index):
+        return self.parts[index]
 
 
 def examples(number, is_deep=False):

@@ -1,9 +1,13 @@
 """Models, data and metrics whose logs are compared with those of the full batch, on any backend."""
 
+import warnings
+
 import keras
 import numpy as np
-from helpers import dense_data
+from helpers import LIMIT, dense_data, relative_difference, seeded
 from keras import ops
+
+from ga_model import accumulate
 
 SAMPLES, ROWS, STEPS = 22, 2, 3  # of a window: 6, and the last one of an epoch has 4
 POSITIONS = 4
@@ -115,6 +119,33 @@ def of_updates(seen):
     """Return the logs of batches that fill a window, or end an epoch."""
     num_batches = seen[-1][0] + 1
     return [logs for n, logs in seen if (n + 1) % STEPS == 0 or n + 1 == num_batches]
+
+
+def trained(make, data, arguments, rows, settings):
+    """Return weights, logs of batches and of epochs of a training without a warning."""
+    model = seeded(make)
+    start = model.get_weights()
+    if settings is not None:
+        model = accumulate(model, **settings)
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.05, 1, 0.9)
+    model.compile(keras.optimizers.SGD(schedule, momentum=0.9), **arguments())
+    logs = Logs()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        x, y, weights = (*data(), None)[:3]
+        fit = {"batch_size": rows, "shuffle": False, "callbacks": [logs], "verbose": 0}
+        history = model.fit(x, y, sample_weight=weights, epochs=2, **fit).history
+    return start, model.get_weights(), logs.seen, history
+
+
+def check(case, settings):
+    """Compare logs after each update with those of the full batch, in float32."""
+    start, *expected = trained(*case, ROWS * STEPS, None)
+    _, *found = trained(*case, ROWS, SETTINGS[settings])
+    assert relative_difference(found[0], expected[0], start) < 10 * LIMIT
+    for logs, (_, known) in zip(of_updates(found[1]), expected[1], strict=True):
+        assert difference(logs, known) < LIMIT
+    assert difference(found[2], expected[2]) < LIMIT
 
 
 def difference(logs, expected):

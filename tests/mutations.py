@@ -161,7 +161,7 @@ MUTATIONS = [
         "        weight = self._in_unit(optimizer, terms.weight)\n        self._folded",
         "        weight = self._in_unit(optimizer, terms.weight if terms.weight is None else 1.0)\n"
         "        self._folded",
-        "equivalence/test_weights.py::test_reduction_matches_the_whole_batch",
+        "conformance/test_conformance.py",
     ),
     Mutation(
         "gradients of a step that does not call scale_loss are not weighted",
@@ -175,14 +175,14 @@ MUTATIONS = [
         "recording/_observed_loss.py",
         "valid, added = tf.math.count_nonzero(mask, dtype=tf.float64), added_to_valid_entries()",
         "valid, added = tf.cast(tf.size(mask), tf.float64), added_to_valid_entries()",
-        "equivalence/test_weights.py::test_ignored_class_counts_like_a_mask",
+        "conformance/test_conformance.py",
     ),
     Mutation(
         "sample weights do not count in a mean over them",
         "recording/_observed_loss.py",
         'by_sample_weight = reduction == "mean_with_sample_weight" and sample_weight is not None',
         "by_sample_weight = False",
-        "equivalence/test_weights.py::test_reduction_matches_the_whole_batch",
+        "conformance/test_conformance.py",
     ),
     Mutation(
         "a sum beside a mean is not scaled by the microbatches of the window",
@@ -205,7 +205,7 @@ MUTATIONS = [
         "hearing/_weights.py",
         "loss = loss - repeated * _numbers.like(loss, value)",
         "pass",
-        "batch/test_microbatch_size.py::test_regularizers_count_once_per_batch",
+        "conformance/test_conformance.py",
     ),
     Mutation(
         "the unit does not grow with a heavier microbatch",
@@ -268,14 +268,14 @@ MUTATIONS = [
         "            for _, whole in self._sums.values():\n"
         "                number = self.steps.numpy() / self.num_batches()\n"
         "                whole._total.assign(whole._total * number)\n",
-        "equivalence/test_equivalence.py::test_zoo_matches_the_whole_batch",
+        "conformance/test_conformance.py",
     ),
     Mutation(
         "a window stays open at an epoch's end",
         "_callbacks.py",
         "warn_of_no_effect(has_updated)\n        self._accumulating.close_window()",
         "warn_of_no_effect(has_updated)",
-        "equivalence/test_equivalence.py::test_zoo_matches_the_whole_batch",
+        "conformance/test_conformance.py",
     ),
     Mutation(
         "a window stays open for validation",
@@ -450,7 +450,7 @@ MUTATIONS = [
         "calls/_microbatch_call.py",
         "tf.reduce_sum(loss) if adds else loss * tf.cast(share, loss.dtype)",
         "tf.reduce_sum(loss) if adds else loss / tf.cast(self.num_microbatches, loss.dtype)",
-        "calls/test_loss_over.py::test_losses_that_layers_add_count_once",
+        "conformance/test_conformance.py",
     ),
     Mutation(
         "what TensorFlow knows of a list is of the call before",
@@ -571,7 +571,7 @@ MUTATIONS = [
         "sums/_noise.py",
         "(count - 1.0)",
         "count",
-        "interface/test_noise_scale.py::test_the_estimates_are_unbiased",
+        "conformance/test_noise.py",
     ),
     Mutation(
         "the noise of replicas is off by their number",
@@ -643,7 +643,7 @@ MUTATIONS = [
         "hearing/_step_terms.py",
         "if not (regularization and self._terms) or terms.weight is None:",
         "if True:",
-        "batch/test_microbatch_size.py::test_a_batch_without_weight_makes_the_update_that_plain_keras_makes",
+        "conformance/test_conformance.py",
     ),
     Mutation(
         "metrics that average a number per batch are not looked at",
@@ -657,7 +657,7 @@ MUTATIONS = [
         "recording/_logs.py",
         "metric.total.assign_add(tf.cast(total - known, metric.dtype))",
         "metric.total.assign_add(tf.cast(total, metric.dtype))",
-        "batch/test_window_logs.py::test_losses_of_windows_are_those_of_the_full_batch",
+        "conformance/test_window_logs_everywhere.py",
     ),
     Mutation(
         "a batch without weight has the gradients of 0 / 0",
@@ -699,7 +699,7 @@ MUTATIONS = [
         "batch/_window.py",
         "        self.logs.reset()\n",
         "",
-        "batch/test_window_logs.py::test_losses_of_windows_are_those_of_the_full_batch",
+        "conformance/test_window_logs_everywhere.py",
     ),
     Mutation(
         "operations that are not known are trusted in layers",

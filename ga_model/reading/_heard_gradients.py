@@ -55,13 +55,13 @@ class Work(NamedTuple):
     shifts: Any = None
 
 
-_Method = TypeVar("_Method", bound=Callable[..., Any])
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def _or_unknown(unknown: Any) -> Callable[[_Method], _Method]:
+def _or_unknown(unknown: Any) -> Callable[[Method], Method]:
     """Let a method of `HeardGradients` that fails return something else, and note that."""
 
-    def guarded(method: _Method) -> _Method:
+    def guarded(method: Method) -> Method:
         @functools.wraps(method)
         def run(self: HeardGradients, *args: Any, **kwargs: Any) -> Any:
             try:

@@ -11,7 +11,6 @@ Covered by `test_zoo_matches_plain_keras_on_the_same_batches`, through `fit` in 
 The rest is shown on a small model each.
 """
 
-import functools
 import warnings
 from typing import NamedTuple
 
@@ -23,73 +22,22 @@ from conftest import set_dtype
 from counting import Counting
 from helpers import (
     TOLERANCE,
-    assert_equal_logs,
     dense_data,
     dense_model,
-    fit_pair,
-    float32_in_the_sweep,
     num_updates,
     relative_difference,
     seeded,
 )
 from own_steps import TwoOptimizers
 from reductions import (
-    DIFFERENT_REDUCTIONS,
-    REDUCTIONS,
-    UNLIKE,
-    compile_with,
-    masked_sequence_model,
-    sample_weights,
-    sequence_model,
     two_masked_data,
-    two_masked_outputs,
 )
-from zoo import OPTIMIZERS, ZOO, embedding, embedding_data, masked_data, masked_recurrent
+from training import assert_equal_logs, train_pair
+from zoo import embedding, embedding_data
 
 from ga_model import AccumulatingModel, accumulate
 from ga_model.bench import _bench
 from ga_model.tools._process import in_own_process
-
-
-@pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning:keras")
-@pytest.mark.parametrize("optimizer", ["adam", pytest.param("momentum", marks=pytest.mark.sweep)])
-@pytest.mark.parametrize("name", ZOO)
-@float32_in_the_sweep
-def test_zoo_matches_plain_keras_on_the_same_batches(name, optimizer, dtype):
-    make, make_data = ZOO[name]
-    x, y = make_data(43)
-    metrics = [["mae"], ["mae"]] if isinstance(y, list) else ["mae"]
-
-    def compiled(m):
-        m.compile(OPTIMIZERS[optimizer](), "mse", metrics=metrics)
-        m.predict(x[:1], verbose=0)
-        return m
-
-    reference, model = compiled(seeded(make)), compiled(accumulate(seeded(make)))
-    start = reference.get_weights()
-    for size in (5, 4, 16):
-        model.microbatch_size = size
-        for m in (reference, model):
-            m.set_weights(start)
-            m.optimizer.build(m.trainable_variables)
-            for variable in m.optimizer.variables:
-                if variable is not m.optimizer._learning_rate:
-                    variable.assign(tf.zeros_like(variable))
-            m.fit(x, y, batch_size=12, epochs=2, shuffle=False, verbose=0)
-        assert model.optimizer.iterations == reference.optimizer.iterations == 8
-        assert_equal_logs(model, reference)
-        difference = relative_difference(model.get_weights(), reference.get_weights(), start)
-        assert difference <= TOLERANCE[dtype], size
-
-
-def smooth_adam(**kwargs):
-    return lambda: {
-        "optimizer": keras.optimizers.Adam(0.01),
-        "loss": "mse",
-        "metrics": ["mae"],
-        **kwargs,
-    }
-
 
 WAYS = {
     "graph": {},
@@ -99,118 +47,7 @@ WAYS = {
 }
 
 
-@pytest.mark.gate
-@pytest.mark.parametrize(("steps", "rows"), [(1, 12), (3, 7)])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["dense", "embedding"])
-def test_every_way_to_run_alone_and_with_accumulation_steps(name, way, steps, rows, float64):
-    make, make_data = ZOO[name]
-    model, reference, start = fit_pair(
-        make, smooth_adam(**WAYS[way]), make_data(71), rows=rows, steps=steps, size=3
-    )
-    assert model.optimizer.iterations == reference.optimizer.iterations
-    difference = relative_difference(model.get_weights(), reference.get_weights(), start)
-    assert difference <= TOLERANCE[float64]
-    if steps == 1:
-        assert_equal_logs(model, reference)
-
-
-@pytest.mark.parametrize(
-    ("steps", "kind"),
-    [(1, "positions"), (1, "rows"), (1, "none"), (1, "zeros"), (2, "none"), (2, "positions")],
-)
-@pytest.mark.parametrize("masked", [True, False])
-@pytest.mark.parametrize("reduction", DIFFERENT_REDUCTIONS)
-def test_reduction_matches_the_whole_batch_and_so_does_the_loss(
-    reduction, masked, kind, steps, float64
-):
-    x, y = masked_data(33)
-    make = masked_sequence_model if masked else sequence_model
-    data = (x, y, *sample_weights(kind, 33))
-    arguments = compile_with(reduction, metrics=["mae"], weighted_metrics=["mse"])
-    model, reference, start = fit_pair(make, arguments, data, rows=12 // steps, steps=steps, size=5)
-    difference = relative_difference(model.get_weights(), reference.get_weights(), start)
-    assert difference <= TOLERANCE[float64]
-    if steps == 1:
-        assert_equal_logs(model, reference)
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS[::-1])  # a mean has them once by itself
-@float32_in_the_sweep
-def test_regularizers_count_once_per_batch(reduction, dtype):
-    l2 = keras.regularizers.L2(0.1)
-
-    def make():
-        hidden = keras.layers.Dense(6, activation="tanh", kernel_regularizer=l2)
-        return keras.Sequential(
-            [keras.Input((4,)), hidden, keras.layers.Dense(2, bias_regularizer=l2)]
-        )
-
-    model, reference, start = fit_pair(
-        make, compile_with(reduction), dense_data(33), rows=12, steps=1, size=5
-    )
-    difference = relative_difference(model.get_weights(), reference.get_weights(), start)
-    assert difference <= TOLERANCE[dtype]
-    assert_equal_logs(model, reference)
-
-
-@pytest.mark.parametrize("regularizers", [{"kernel_regularizer": "l2"}, {}])
-@pytest.mark.parametrize("way", ["graph", "eager"])
-def test_a_batch_without_weight_makes_the_update_that_plain_keras_makes(way, regularizers, float64):
-    """Its gradient is that of regularizers, and the momentum goes on."""
-    x, y = masked_data(36)
-    x[12:24] = 0.0  # the second of three batches is masked whole
-    make = functools.partial(masked_recurrent, **regularizers)
-    model, reference, start = fit_pair(
-        make, compile_with("mean", **WAYS[way]), (x, y), rows=12, steps=1, size=5
-    )
-    assert model.optimizer.iterations == reference.optimizer.iterations == 6
-    difference = relative_difference(model.get_weights(), reference.get_weights(), start)
-    assert difference <= TOLERANCE[float64]
-    assert_equal_logs(model, reference)
-
-
 # Terms that one weight per microbatch cannot serve.
-
-
-@pytest.mark.parametrize("way", ["graph", "jit", "eager"])
-@pytest.mark.parametrize("case", UNLIKE)
-def test_terms_of_unlike_weights_are_exact_in_a_batch_and_nothing_warns(case, way, float64):
-    make, arguments, make_data = UNLIKE[case]
-    model, reference, start = fit_pair(
-        make,
-        lambda: {**arguments(), **WAYS[way]},
-        make_data(33),
-        rows=12,
-        steps=1,
-        size=5,
-    )
-    difference = relative_difference(model.get_weights(), reference.get_weights(), start)
-    assert difference <= TOLERANCE[float64]
-    assert_equal_logs(model, reference)
-
-
-class OwnLoss(keras.Model):
-    """Its `compute_loss` may do more than compute, so it is not called ahead of time."""
-
-    def compute_loss(self, *args, **kwargs):
-        return super().compute_loss(*args, **kwargs)
-
-
-def own_loss():
-    a = two_masked_outputs()
-    return OwnLoss(a.inputs, a.outputs)
-
-
-@pytest.mark.parametrize(("make", "steps"), [(own_loss, 1), (two_masked_outputs, 2)])
-def test_terms_of_unlike_weights_warn_where_they_can_not_be_exact(make, steps, float64):
-    x, y = two_masked_data(24)
-    model = accumulate(
-        seeded(make), accumulation_steps=steps, microbatch_size=5, loss_over="microbatch"
-    )
-    model.compile("sgd", [keras.losses.MeanSquaredError(), keras.losses.MeanSquaredError()])
-    with pytest.warns(UserWarning, match="The terms of .* loss"):
-        model.fit(x, y, batch_size=12, shuffle=False, verbose=0)
 
 
 @pytest.mark.gate
@@ -554,7 +391,7 @@ def test_every_metric_sees_every_row_once(float64):
 
     x, y = dense_data(33)
     y = (y > 0).astype("float64")
-    model, reference, _ = fit_pair(make, arguments, (x, y), rows=12, steps=1, size=5)
+    model, reference, _ = train_pair(make, arguments, (x, y), rows=12, steps=1, size=5)
     assert_equal_logs(model, reference, rtol=1e-9)
     assert model.history.history["rows_seen"] == [33, 33]
 
@@ -648,14 +485,6 @@ def test_a_wrapped_models_compile_config_is_the_plain_models():
     assert configs[0] == configs[1]
 
 
-def test_batch_normalization_warns_once():
-    model = keras.Sequential([keras.Input((4,)), keras.layers.BatchNormalization(name="bn")])
-    accumulate(model, microbatch_size=5).compile("sgd", "mse")
-    with pytest.warns(UserWarning, match=r"BatchNormalization layers in training mode: \['bn'\]"):
-        model.fit(*dense_data(12, outputs=4), verbose=0)
-    model.fit(*dense_data(12, outputs=4), verbose=0)
-
-
 # Half precision.
 
 
@@ -676,24 +505,6 @@ def test_one_finite_check_per_batch_in_float16(power):
     # The full batch adds its rows up in float16, and may overflow where float32 sums do not.
     assert split[0] in (whole[0], whole[0] + 1)
     assert split[1] == 2.0 ** (power - (8 - split[0]))
-
-
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16"])
-def test_bfloat16_sums_are_float32(policy):
-    set_dtype(policy)
-    model, reference, start = fit_pair(
-        dense_model,
-        lambda: {"optimizer": keras.optimizers.SGD(0.1), "loss": "mse"},
-        [a.astype("float32") for a in dense_data(64)],
-        rows=32,
-        steps=1,
-        size=1,
-    )
-    for w, r, s in zip(
-        *(m if isinstance(m, list) else m.get_weights() for m in (model, reference, start))
-    ):
-        w, r, s = (np.asarray(a, "float32") for a in (w, r, s))
-        assert np.abs(w - r).max() <= 0.05 * np.abs(r - s).max() + 1e-3
 
 
 def test_several_optimizers_each_get_their_own_sum(float64):
@@ -726,7 +537,7 @@ def test_the_mean_of_the_parts_means_would_be_wrong(float64):
     parts = [gradients(slice(i, i + 5)) for i in (0, 5, 10)]
     model.optimizer.apply([sum(g) / 3 for g in zip(*parts, strict=True)], variables)
     naive = model.get_weights()
-    expected, _, _ = fit_pair(
+    expected, _, _ = train_pair(
         dense_model,
         lambda: {"optimizer": keras.optimizers.SGD(0.1), "loss": "mse"},
         (x, y),

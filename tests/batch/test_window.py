@@ -6,10 +6,10 @@ import pytest
 import tensorflow as tf
 from helpers import (
     TOLERANCE,
+    Batches,
     assert_changed,
     dense_data,
     dense_model,
-    float32_in_the_sweep,
     relative_difference,
     seeded,
 )
@@ -37,18 +37,6 @@ def assert_same_training(model, reference, start):
     assert_changed(reference.get_weights(), start)
     difference = relative_difference(model.get_weights(), reference.get_weights(), start)
     assert difference <= TOLERANCE[keras.config.floatx()]
-
-
-class Batches(keras.utils.PyDataset):
-    def __init__(self, x, y, rows, **kwargs):
-        super().__init__(**kwargs)
-        self.parts = [(x[i : i + rows], y[i : i + rows]) for i in range(0, len(x), rows)]
-
-    def __len__(self):
-        return len(self.parts)
-
-    def __getitem__(self, index):
-        return self.parts[index]
 
 
 def arrays(x, y, rows):
@@ -134,32 +122,6 @@ def test_running_into_the_end_of_the_data_leaves_no_trace(rows, reduction, float
     for _ in range(3):
         model.fit(**dataset_without_cardinality(x, y, ROWS), epochs=2, shuffle=False, verbose=0)
         reference.fit(**dataset(x, y, FULL), epochs=2, shuffle=False, verbose=0)
-    assert_same_training(model, reference, start)
-
-
-@pytest.mark.parametrize(
-    "compile_args",
-    [
-        {"run_eagerly": True},
-        {"jit_compile": True},
-        {"steps_per_execution": 2},
-        {"steps_per_execution": 3},
-        {"steps_per_execution": 5},
-        {"steps_per_execution": 3, "jit_compile": True},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("rows", [36, 34, 28])
-@float32_in_the_sweep
-def test_every_way_to_run_matches_the_whole_batch(compile_args, rows, dtype):
-    x, y = dense_data(rows)
-    reference_args = {k: v for k, v in compile_args.items() if k != "steps_per_execution"}
-    model, _ = make_pair(**compile_args)
-    _, reference = make_pair(**reference_args)
-    start = model.get_weights()
-    arguments = {"epochs": 2, "shuffle": False, "verbose": 0}
-    reference.fit(x, y, batch_size=FULL, **arguments)
-    model.fit(x, y, batch_size=ROWS, **arguments)
     assert_same_training(model, reference, start)
 
 
@@ -357,14 +319,3 @@ def test_a_window_begun_before_a_change_to_1_is_finished(float64):
     for rows in (range(12), range(12, 16), range(16, 20)):
         reference.train_on_batch(x[rows], y[rows])
     assert_same_training(model, reference, start)
-
-
-def test_epoch_logs_and_metrics_equal_those_of_the_whole_batch(float64):
-    x, y = dense_data(34)
-    histories = []
-    for m, rows in zip(make_pair(metrics=["mae"], weighted_metrics=["mse"]), (ROWS, FULL)):
-        fit = m.fit(x, y, batch_size=rows, epochs=3, shuffle=False, verbose=0)
-        histories.append(fit.history)
-    assert histories[0].keys() == histories[1].keys() >= {"loss", "mae"}
-    for key, values in histories[0].items():
-        np.testing.assert_allclose(values, histories[1][key], rtol=1e-12)

@@ -3,7 +3,6 @@
 import warnings
 
 import keras
-import logged
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -22,8 +21,6 @@ from logged import (
     number_above,
     of_updates,
     plain_data,
-    tagger,
-    tokens,
 )
 
 from ga_model import accumulate
@@ -73,7 +70,6 @@ def steps():
 
 
 CASES = {
-    **logged.CASES,
     "steps": (steps, plain_data, dict),
     "functions": (
         dense,
@@ -111,14 +107,6 @@ def check(case, run, settings):
     for logs, (_, known) in zip(of_updates(found[1]), expected[1], strict=True):
         assert difference(logs, known) < tolerance
     assert difference(found[2], expected[2]) < tolerance
-
-
-@float32_in_the_sweep
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("case", logged.CASES)
-def test_losses_of_windows_are_those_of_the_full_batch(dtype, case, run, settings):
-    check(case, run, settings)
 
 
 @float32_in_the_sweep
@@ -165,15 +153,3 @@ def test_what_cannot_be_read_eagerly_is_told():
     model.compile("sgd", "mse", metrics=[error], run_eagerly=True)
     (said,) = fit(model, *plain_data())
     assert "cannot run in a graph (ZeroDivisionError)" in said
-
-
-def test_metrics_that_are_reset_within_a_window_begin_again():
-    model = accumulate(seeded(tagger), accumulation_steps=STEPS)
-    model.compile("sgd", "mse")
-    x, y = tokens()
-    batches = [(x[i : i + ROWS], y[i : i + ROWS]) for i in range(0, ROWS * STEPS, ROWS)]
-    expected = float(model.test_on_batch(x[: ROWS * STEPS], y[: ROWS * STEPS]))
-    for batch in batches:
-        model.reset_metrics()
-        loss = model.train_on_batch(*batch)
-    np.testing.assert_allclose(loss, expected, rtol=1e-6)  # of the window, and nothing twice

@@ -22,8 +22,6 @@ from helpers import (
     TOLERANCE,
     dense_data,
     dense_model,
-    difference_of_fits,
-    fit_pair,
     in_the_sweep,
     mirrored,
     relative_difference,
@@ -31,6 +29,7 @@ from helpers import (
     seeded,
 )
 from keras import layers, ops
+from training import difference_of_fits, train_pair
 from zoo import ZOO
 
 from ga_model import AccumulatingModel, accumulate, check_equivalence
@@ -140,7 +139,7 @@ LOSSES = {
 by_loss = pytest.mark.parametrize("name", LOSSES)
 
 
-# Of `fit_pair`: batches of 12 rows in parts of 5, 5 and 2.
+# Of `train_pair`: batches of 12 rows in parts of 5, 5 and 2.
 IN_PARTS = {"rows": 12, "steps": 1, "size": 5, "loss_over": "batch"}
 
 
@@ -152,7 +151,7 @@ def compile_args(loss, optimizer=None, **kwargs):
 def difference(name, rows=34, batch=12, steps=1, size=5, loss_over="batch", **kwargs):
     """Return the relative difference from plain Keras, after three batches in two epochs."""
     make, loss, data = LOSSES[name]
-    model, reference, start = fit_pair(
+    model, reference, start = train_pair(
         make,
         compile_args(loss, **kwargs),
         data(rows),
@@ -167,12 +166,6 @@ def difference(name, rows=34, batch=12, steps=1, size=5, loss_over="batch", **kw
 @by_loss
 def test_losses_that_compare_rows_match_the_whole_batch(name, dtype):
     assert difference(name) < TOLERANCE[dtype]
-
-
-@pytest.mark.gate
-def test_parts_of_one_size_match_and_parts_of_one_row(float64):
-    assert difference("in-batch InfoNCE", rows=36, size=4) < TOLERANCE[float64]
-    assert difference("in-batch InfoNCE", size=1) < TOLERANCE[float64]
 
 
 @by_loss
@@ -413,24 +406,6 @@ def with_added_losses():
     return keras.Model(inputs, layers.Dense(4)(AddsLosses()(hidden)))
 
 
-@pytest.mark.parametrize("way", [{}, {"jit_compile": True}, {"run_eagerly": True}])
-@pytest.mark.filterwarnings("ignore:Gradients do not exist for variables")
-@pytest.mark.parametrize("loss", [supervised_contrastive, None])
-def test_losses_that_layers_add_count_once(loss, way, float64):
-    model, reference, start = fit_pair(
-        with_added_losses,
-        compile_args(loss, **way),
-        classes(34),
-        **IN_PARTS,
-    )
-    assert (
-        relative_difference(model.get_weights(), reference.get_weights(), start)
-        < (TOLERANCE[float64])
-    )
-    histories = [m.history.history["loss"] for m in (model, reference)]
-    np.testing.assert_allclose(*histories, rtol=1e-12)
-
-
 @pytest.mark.filterwarnings("ignore:Gradients do not exist for variables", "ignore:The terms of")
 def test_added_losses_keep_what_they_average_over(float64):
     """A sum beside means is exact over full windows of equal batches, and only if it is known."""
@@ -469,7 +444,7 @@ def test_what_layers_track_is_tracked_once(float64):
     def make():
         return keras.Sequential([keras.Input((4,)), CountsCalls(), layers.Dense(4)])
 
-    model, reference, _ = fit_pair(
+    model, reference, _ = train_pair(
         make,
         compile_args(supervised_contrastive),
         classes(34),
@@ -529,92 +504,6 @@ def test_losses_find_the_logits(activation, loss, way, float64):
     assert difference_of_fits(make, arguments, one_hot(34), **IN_PARTS) < (TOLERANCE[float64])
 
 
-class Lazy(keras.Model):
-    """Not built before its first call; several outputs, one of whole numbers."""
-
-    def __init__(self):
-        super().__init__()
-        self.hidden = layers.Dense(5, activation="tanh")
-        self.head = layers.Dense(3)
-
-    def call(self, inputs, training=False):
-        scores = self.head(self.hidden(inputs["x"]))
-        return {"scores": scores, "best": ops.argmax(scores, -1)}
-
-
-class OwnLoss(Lazy):
-    """Compares rows in `compute_loss`, and calls the model once more."""
-
-    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        own = tf.reduce_mean(supervised_contrastive(y, y_pred["scores"]))
-        again = self({"x": -x["x"]}, training=training)["scores"]
-        return own + tf.reduce_mean(tf.square(again))
-
-
-@pytest.mark.parametrize("way", [{}, {"jit_compile": True}, {"run_eagerly": True}])
-def test_a_compute_loss_of_ones_own_matches(way, float64):
-    x, y = classes(34)
-    model, reference, start = fit_pair(
-        OwnLoss,
-        compile_args(None, **way),
-        ({"x": x}, y),
-        **IN_PARTS,
-    )
-    assert (
-        relative_difference(model.get_weights(), reference.get_weights(), start)
-        < (TOLERANCE[float64])
-    )
-
-
-@pytest.mark.parametrize("way", [{}, {"run_eagerly": True}])
-def test_a_model_that_is_not_built_yet_trains(way, float64):
-    x, y = classes(34)
-    losses = {"scores": supervised_contrastive, "best": None}
-    weights = []
-    for settings in ({}, {"microbatch_size": 5, "loss_over": "batch"}):
-        model = accumulate(seeded(Lazy), **settings)
-        model.compile(keras.optimizers.SGD(0.1), losses, **way)
-        model.fit({"x": x}, y, batch_size=12, verbose=0, shuffle=False)
-        weights.append(model.get_weights())
-    for a, b in zip(*weights, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-12)
-
-
-class Unused(keras.Model):
-    """Has an output that no loss uses, of which the gradient would not be finite."""
-
-    def __init__(self):
-        super().__init__()
-        self.used, self.unused = layers.Dense(5, use_bias=False), layers.Dense(3)
-
-    def call(self, inputs, training=False):
-        hidden = self.used(inputs)
-        return {"a": hidden, "b": ops.log(ops.abs(hidden)), "c": self.unused(hidden), "d": None}
-
-
-@pytest.mark.filterwarnings("ignore:Gradients do not exist for variables")
-@pytest.mark.parametrize("way", [{}, {"run_eagerly": True}])
-def test_an_output_without_a_loss_has_no_gradient(way, float64):
-    """Not one of zeros, by which optimizers decay weights, and infinite slopes become NaN."""
-
-    class Compared(Unused):
-        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-            return tf.reduce_mean(supervised_contrastive(y, y_pred["a"]))
-
-    x, y = classes(34)
-    x[3] = 0.0
-    model, reference, start = fit_pair(
-        Compared,
-        compile_args(None, functools.partial(keras.optimizers.AdamW, 0.01, 0.1), **way),
-        (x, y),
-        **IN_PARTS,
-    )
-    pairs = zip(model.get_weights(), reference.get_weights(), start, strict=True)
-    changed = [(w, r, s) for w, r, s in pairs if np.any(r != s) or np.any(w != s)]
-    assert len(changed) == 1  # of the three
-    assert relative_difference(*zip(*changed)) < TOLERANCE[float64]
-
-
 class Complex(keras.Model):
     """A complex output, one that is reshaped, and what decays: a scale and a frozen layer."""
 
@@ -641,7 +530,7 @@ class Complex(keras.Model):
 @pytest.mark.parametrize("way", [{}, {"jit_compile": True}, {"run_eagerly": True}])
 def test_the_second_pass_sees_what_the_first_one_saw(way, size, float64):
     """Also where `compute_loss` has written to a variable in between."""
-    model, reference, start = fit_pair(
+    model, reference, start = train_pair(
         Complex,
         compile_args(None, **way),
         classes(34),
@@ -698,54 +587,7 @@ def test_outputs_of_other_lengths_are_named(monkeypatch):
         model.fit(dataset, shuffle=False, verbose=0)
 
 
-def share_of_own(y, encoded):
-    """Of the queries, those that find their own key among all of the batch: one number."""
-    queries, keys = (tf.math.l2_normalize(part, -1) for part in tf.split(encoded, 2, -1))
-    scores = queries @ tf.transpose(keys)
-    found = tf.equal(tf.argmax(scores, -1), tf.range(tf.shape(scores)[0], dtype=tf.int64))
-    return tf.reduce_mean(tf.cast(found, scores.dtype))
-
-
-def test_logs_and_metrics_are_those_of_the_whole_batch(float64):
-    model, reference, _ = fit_pair(
-        two_towers,
-        compile_args(info_nce, metrics=[share_of_own, "mae"]),
-        pairs(34),
-        **IN_PARTS,
-    )
-    assert set(reference.history.history) == {"loss", "share_of_own", "mae"}
-    for name, values in reference.history.history.items():
-        np.testing.assert_allclose(model.history.history[name], values, rtol=1e-12)
-
-
-class Contrastive(keras.losses.Loss):
-    def call(self, y, y_pred):
-        return supervised_contrastive(y, y_pred)
-
-
-@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight", "sum"])
-def test_sample_weights_and_reductions_match(reduction, float64):
-    data = (*classes(34), np.linspace(0.1, 2.0, 34))
-    arguments = compile_args(
-        Contrastive(reduction=reduction), functools.partial(keras.optimizers.SGD, 0.01)
-    )
-    assert difference_of_fits(encoder, arguments, data, **IN_PARTS) < TOLERANCE[float64]
-
-
 # Precision, devices, faults.
-
-
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "bfloat16"])
-def test_half_precision_trains_as_the_whole_batch_does(policy):
-    """As near as its rounding, which is that of sums in another order."""
-    keras.config.set_dtype_policy(policy)
-
-    def make():
-        return keras.Sequential([dense_model(outputs=6), layers.Activation("linear")])
-
-    arguments = compile_args(supervised_contrastive, functools.partial(keras.optimizers.SGD, 0.1))
-    found = difference_of_fits(make, arguments, classes(36), **IN_PARTS)
-    assert found < (2e-2 if policy == "mixed_float16" else 0.2)
 
 
 def test_an_overflow_skips_the_batch_and_halves_the_scale_once():

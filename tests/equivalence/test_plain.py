@@ -5,28 +5,8 @@ import keras
 import numpy as np
 import pytest
 from helpers import dense_data, dense_model, seeded
-from zoo import ZOO
 
 from ga_model import AccumulatingModel, accumulate
-
-
-@pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning:keras")
-@pytest.mark.parametrize(
-    ("name", "jit_compile"),
-    [*((name, False) for name in ZOO), ("dense", True), ("masked_recurrent", True)],
-)
-def test_one_batch_per_window_is_plain_keras_to_the_bit(name, jit_compile):
-    make, make_data = ZOO[name]
-    x, y = make_data(30)
-    trained = []
-    for wrap in (lambda m: m, lambda m: accumulate(m, accumulation_steps=1)):
-        model = wrap(seeded(make))
-        model.compile("adam", "mse", jit_compile=jit_compile)
-        keras.utils.set_random_seed(3)
-        model.fit(x, y, batch_size=8, epochs=2, verbose=0)
-        trained.append([*model.get_weights(), *(v.numpy() for v in model.optimizer.variables)])
-    for w, expected in zip(*trained, strict=True):
-        np.testing.assert_array_equal(w, expected)
 
 
 def test_windows_of_one_batch_in_between_are_plain_keras_to_the_bit():

@@ -6,8 +6,15 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import TOLERANCE, dense_data, difference_of_fits, relative_difference, scope, seeded
+from helpers import (
+    TOLERANCE,
+    dense_data,
+    relative_difference,
+    scope,
+    seeded,
+)
 from keras import layers, ops
+from training import difference_of_fits
 
 from ga_model import GradientAccumulator, accumulate
 

@@ -6,16 +6,11 @@ import pytest
 import tensorflow as tf
 from conftest import set_dtype
 from helpers import (
-    TOLERANCE,
     dense_data,
     dense_model,
-    difference_of_fits,
-    in_the_sweep,
     num_updates,
-    relative_difference,
     seeded,
 )
-from zoo import ZOO
 
 from ga_model import accumulate
 
@@ -88,66 +83,3 @@ def test_bfloat16_models_train_with_float32_sums(policy):
     for w, r in zip(model.get_weights(), reference.get_weights(), strict=True):
         difference = np.abs(np.asarray(w, "float32") - np.asarray(r, "float32")).max()
         assert difference <= 0.05 * change  # bfloat16 has 8 bits
-
-
-@pytest.mark.gate
-@pytest.mark.parametrize(
-    ("rows", "settings"),
-    [
-        (4, {"accumulation_steps": 3}),
-        (12, {"microbatch_size": 5}),
-        (4, {"accumulation_steps": 3, "microbatch_size": 3}),
-    ],
-)
-@pytest.mark.parametrize("name", ["dense", *map(in_the_sweep, ("attention", "masked_recurrent"))])
-def test_float32_rounds_as_plain_keras_with_the_rows_in_another_order(
-    name, rows, settings, record_property
-):
-    """Whatever is added in another order is rounded in another way. Weights add nothing to that."""
-    make, make_data = ZOO[name]
-    x, y = make_data(34)  # windows of 12, 12 and 10 rows
-
-    def trained(order, batch_size, **given):
-        model = seeded(make)
-        model = accumulate(model, **given) if given else model
-        model.compile(keras.optimizers.Adam(0.01), "mse")
-        start = model.get_weights()
-        model.fit(x[order], y[order], batch_size=batch_size, epochs=3, shuffle=False, verbose=0)
-        return model.get_weights(), start
-
-    in_order = np.arange(34)
-    expected, start = trained(in_order, 12)
-    generator = np.random.default_rng(0)
-    parts = np.split(in_order, [12, 24])
-    orders = [np.concatenate([generator.permutation(part) for part in parts]) for _ in range(6)]
-    permuted = [relative_difference(trained(o, 12)[0], expected, start) for o in orders]
-    found = relative_difference(trained(in_order, rows, **settings)[0], expected, start)
-    record_property("over_that_of_another_order", float(found / max(permuted)))
-    assert found <= 2 * max(permuted)
-
-
-class AppliesGradientsAlone(keras.Sequential):
-    """Leaves it to the optimizer which variables the gradients are of."""
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
-            scaled = self.optimizer.scale_loss(loss)
-        self.optimizer.apply(tape.gradient(scaled, self.trainable_variables))
-        return {"loss": loss}
-
-
-@pytest.mark.parametrize("settings", [{"steps": 2}, {"steps": 1, "size": 3}], ids=str)
-def test_a_loss_scale_optimizer_knows_its_variables(settings):
-    def optimizer():
-        return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=8.0)
-
-    difference = difference_of_fits(
-        lambda: AppliesGradientsAlone([keras.Input((4,)), *dense_model().layers]),
-        lambda: {"optimizer": optimizer(), "loss": None},
-        dense_data(24),
-        rows=6,
-        **settings,
-    )
-    assert difference <= TOLERANCE["float32"]

@@ -12,10 +12,15 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import TOLERANCE, MeanOfSquares, difference_of_fits, examples
+from helpers import (
+    TOLERANCE,
+    MeanOfSquares,
+    examples,
+)
 from hypothesis import event, given
 from hypothesis import strategies as st
 from keras import layers, losses, optimizers
+from training import difference_of_fits
 
 from ga_model import GradientAccumulator
 

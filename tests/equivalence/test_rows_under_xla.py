@@ -6,7 +6,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import TOLERANCE, difference_of_fits
+from helpers import (
+    TOLERANCE,
+)
+from training import difference_of_fits
 from zoo import embedding, embedding_data
 
 from ga_model.replicas import _optimizers

@@ -6,8 +6,13 @@ import warnings
 import keras
 import pytest
 import tensorflow as tf
-from helpers import TOLERANCE, difference_of_fits, scope, seeded
+from helpers import (
+    TOLERANCE,
+    scope,
+    seeded,
+)
 from keras.optimizers import SGD, Adam, Lion
+from training import difference_of_fits
 from zoo import embedding, embedding_data
 
 from ga_model import GradientAccumulator, accumulate

@@ -5,7 +5,14 @@ import contextlib
 import keras
 import numpy as np
 import pytest
-from helpers import TOLERANCE, dense_data, dense_model, fit_pair, relative_difference, seeded
+from helpers import (
+    TOLERANCE,
+    dense_data,
+    dense_model,
+    relative_difference,
+    seeded,
+)
+from training import train_pair
 from zoo import float8
 
 from ga_model import accumulate
@@ -72,7 +79,7 @@ def ids(rows):
     ],
 )
 def test_low_rank_and_int8_layers_match_the_whole_batch(make, make_data):
-    model, reference, start = fit_pair(make, arguments, make_data(34), **WAYS["both"])
+    model, reference, start = train_pair(make, arguments, make_data(34), **WAYS["both"])
     difference = relative_difference(model.get_weights(), reference.get_weights(), start)
     assert difference <= TOLERANCE["float32"]
 
@@ -92,7 +99,7 @@ def test_float8_layers_remember_a_batch_without_weight_as_plain_keras_does():
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("way", WAYS)
 def test_float8_layers_take_the_windows_largest_values(way, optimizer):
-    model, reference, start = fit_pair(
+    model, reference, start = train_pair(
         float8, lambda: {"optimizer": optimizer, "loss": "mse"}, dense_data(36), **WAYS[way]
     )
     overwritten = [v for v in model.trainable_variables if v.overwrite_with_gradient]

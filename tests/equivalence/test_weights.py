@@ -1,7 +1,6 @@
 """Every reduction, masked or weighted, equals the full batch; the mean of means does not."""
 
 import contextlib
-import functools
 import warnings
 
 import keras
@@ -14,42 +13,18 @@ from helpers import (
     averages_activities,
     dense_data,
     dense_model,
-    difference_of_fits,
-    fit_pair,
-    float32_in_the_sweep,
     relative_difference,
     seeded,
 )
 from reductions import (
-    DIFFERENT_REDUCTIONS,
-    REDUCTIONS,
     compile_with,
-    masked_sequence_model,
     sample_weights,
     sequence_model,
 )
+from training import difference_of_fits, train_pair
 from zoo import masked_data, masked_recurrent, regularized, two_outputs, two_outputs_data
 
 from ga_model import AccumulatingModel, accumulate
-
-
-@pytest.mark.parametrize("kind", ["positions", "rows", "none", "zeros"])
-@pytest.mark.parametrize("masked", [True, False])
-@pytest.mark.parametrize("reduction", DIFFERENT_REDUCTIONS)
-@float32_in_the_sweep
-def test_reduction_matches_the_whole_batch(reduction, masked, kind, dtype):
-    rows = 34  # windows of 12 rows: two full ones, and a partial one that is ragged
-    x, y = masked_data(rows)
-    make = masked_sequence_model if masked else sequence_model
-    data = (x, y, *sample_weights(kind, rows))
-    difference = difference_of_fits(make, compile_with(reduction), data, rows=4, steps=3)
-    assert difference <= TOLERANCE[dtype]
-
-
-def test_reduction_none_matches_the_whole_batch(float64):
-    data = dense_data(34)
-    difference = difference_of_fits(dense_model, compile_with("none"), data, rows=4, steps=3)
-    assert difference <= TOLERANCE[float64]
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning:keras")
@@ -62,93 +37,6 @@ def test_a_loss_may_be_a_number(float64):
     data = dense_data(34)
     difference = difference_of_fits(regularized, arguments, data, rows=12, steps=1, size=5)
     assert difference <= TOLERANCE[float64]
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@float32_in_the_sweep
-def test_class_weight_matches_the_whole_batch(reduction, dtype):
-    x, _ = dense_data(34)
-    y = (np.arange(34) % 3).astype("int32")
-
-    def arguments():
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
-        return {"optimizer": keras.optimizers.SGD(0.1), "loss": loss}
-
-    difference = difference_of_fits(
-        lambda: dense_model(outputs=3),
-        arguments,
-        (x, y),
-        rows=4,
-        steps=3,
-        fit_args={"class_weight": {0: 0.2, 1: 1.0, 2: 4.0}},
-    )
-    assert difference <= TOLERANCE[dtype]
-
-
-def test_ignored_class_counts_like_a_mask(float64):
-    x, _ = masked_data(34)
-    y = np.random.default_rng(6).integers(0, 2, size=(34, 5)).astype("int32")
-    y[:9] = -1  # two microbatches and a row that are ignored
-    y[12:, 2:] = -1
-
-    def arguments():
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)
-        return {"optimizer": keras.optimizers.SGD(0.1), "loss": loss}
-
-    difference = difference_of_fits(sequence_model, arguments, (x, y), rows=4, steps=3)
-    assert difference <= TOLERANCE[float64]
-
-
-def embedding_lm():
-    """A causal language model: next-token loss, padding masked by the Embedding."""
-    return keras.Sequential(
-        [
-            keras.Input((6,), dtype="int32"),
-            keras.layers.Embedding(9, 4, mask_zero=True),
-            keras.layers.GRU(5, return_sequences=True, reset_after=False),
-            keras.layers.Dense(9),
-        ]
-    )
-
-
-@pytest.mark.gate
-def test_token_loss_with_very_unequal_token_counts_matches_the_whole_batch(dtype):
-    generator = np.random.default_rng(7)
-    tokens = generator.integers(1, 9, size=(34, 7)).astype("int32")
-    lengths = np.where(np.arange(34) % 8 < 4, 1, 6)  # microbatches of 4 rows: 4 or 24 tokens
-    x = np.where(np.arange(6) < lengths[:, None], tokens[:, :-1], 0).astype("int32")
-
-    def arguments():
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        return {"optimizer": keras.optimizers.SGD(0.1), "loss": loss}
-
-    difference = difference_of_fits(embedding_lm, arguments, (x, tokens[:, 1:]), rows=4, steps=3)
-    assert difference <= TOLERANCE[dtype]
-
-
-def regularized_sequence_model():
-    l2 = keras.regularizers.L2(0.1)
-    return keras.Sequential(
-        [
-            keras.Input((5, 3)),
-            keras.layers.Masking(),
-            keras.layers.SimpleRNN(4, return_sequences=True, kernel_regularizer=l2),
-            keras.layers.Dense(2, kernel_regularizer=l2, bias_regularizer=l2),
-        ]
-    )
-
-
-@pytest.mark.parametrize(
-    "steps_per_execution",
-    [1, pytest.param(3, marks=pytest.mark.one_device("Keras runs one step per execution there"))],
-)
-@pytest.mark.parametrize("reduction", REDUCTIONS[::-1])  # a mean has them once by itself
-@float32_in_the_sweep
-def test_regularizers_are_counted_once_per_window(reduction, steps_per_execution, dtype):
-    data = masked_data(34)
-    arguments = compile_with(reduction, steps_per_execution=steps_per_execution)
-    difference = difference_of_fits(regularized_sequence_model, arguments, data, rows=4, steps=3)
-    assert difference <= TOLERANCE[dtype]
 
 
 def with_activity_regularizer():
@@ -237,45 +125,6 @@ def test_activities_of_layers_of_ones_own_match_as_keras_adds_them(name, way, fl
     assert difference <= TOLERANCE[float64]
 
 
-class AddsLoss(keras.layers.Layer):
-    def call(self, inputs):
-        self.add_loss(0.1 * tf.reduce_mean(tf.square(inputs)))
-        return inputs
-
-
-def test_add_loss_is_a_mean_over_rows(dtype):
-    def make():
-        return keras.Sequential([*dense_model().layers, AddsLoss()])
-
-    difference = difference_of_fits(
-        make, compile_with("sum_over_batch_size"), dense_data(34), rows=4, steps=3
-    )
-    assert difference <= TOLERANCE[dtype]
-
-
-def test_add_loss_without_a_compiled_loss_matches_the_whole_batch(float64):
-    def make():
-        return keras.Sequential([*dense_model().layers, AddsLoss()])
-
-    def arguments():
-        return {"optimizer": keras.optimizers.SGD(0.1), "loss": None}
-
-    x, _ = dense_data(34)
-    difference = difference_of_fits(make, arguments, (x,), rows=4, steps=3)
-    assert difference <= TOLERANCE[float64]
-
-
-def test_loss_functions_that_reduce_by_themselves_are_weighted_by_rows(float64):
-    def loss(y_true, y_pred):
-        return tf.reduce_mean(tf.square(y_true - y_pred))
-
-    def arguments():
-        return {"optimizer": keras.optimizers.SGD(0.1), "loss": loss}
-
-    difference = difference_of_fits(dense_model, arguments, dense_data(34), rows=4, steps=3)
-    assert difference <= TOLERANCE[float64]
-
-
 def masked_squares(y_true, y_pred):
     mask = tf.cast(y_true > 0.8, y_pred.dtype)
     return tf.reduce_sum(mask * tf.square(y_true - y_pred)), tf.reduce_sum(mask)
@@ -330,7 +179,7 @@ NUMBERS = {  # single numbers of all samples
 @pytest.mark.parametrize("size", [None, 5])
 @pytest.mark.parametrize("name", NUMBERS)
 def test_single_numbers_are_weighted_by_what_they_are_divided_by(name, size, float64):
-    model, reference, start = fit_pair(
+    model, reference, start = train_pair(
         dense_model,
         lambda: {"optimizer": keras.optimizers.SGD(0.01), "loss": NUMBERS[name]()},
         dense_data(34),
@@ -397,20 +246,6 @@ def test_the_losses_of_two_outputs_are_tracked_where_one_needs_the_full_batch(fl
     assert difference <= TOLERANCE[float64]
 
 
-@pytest.mark.gate
-def test_two_outputs_with_two_reductions_that_agree_match_the_whole_batch(float64):
-    def arguments():
-        losses = [keras.losses.MeanSquaredError(), keras.losses.MeanAbsoluteError(reduction="mean")]
-        return {
-            "optimizer": keras.optimizers.SGD(0.1),
-            "loss": losses,
-            "loss_weights": [0.3, 2.0],
-        }
-
-    difference = difference_of_fits(two_outputs, arguments, two_outputs_data(34), rows=4, steps=3)
-    assert difference <= TOLERANCE[float64]
-
-
 def two_masks():
     inputs = keras.Input((5, 3))
     a = keras.layers.SimpleRNN(4, return_sequences=True)(keras.layers.Masking()(inputs))
@@ -457,38 +292,6 @@ def test_a_sum_beside_a_mean_is_exact_in_full_windows_of_equal_microbatches(redu
     assert difference <= TOLERANCE[float64]
 
 
-def test_a_microbatch_of_weight_zero_changes_nothing(float64):
-    x, y = dense_data(12)
-    model = accumulate(seeded(dense_model), accumulation_steps=3)
-    model.compile(**compile_with("mean_with_sample_weight")())
-    model.fit(x, y, sample_weight=np.repeat([1.0, 0.0, 1.0], 4), batch_size=4, shuffle=False)
-    reference = seeded(dense_model)
-    reference.compile(**compile_with("mean_with_sample_weight")())
-    keep = np.r_[0:4, 8:12]
-    reference.fit(x[keep], y[keep], batch_size=8, shuffle=False)
-    for w, r in zip(model.get_weights(), reference.get_weights(), strict=True):
-        np.testing.assert_allclose(w, r, rtol=1e-12)
-
-
-@pytest.mark.parametrize("regularizers", [{"kernel_regularizer": "l2"}, {}])
-@pytest.mark.parametrize("way", [{}, {"jit_compile": True}, {"run_eagerly": True}])
-def test_a_window_without_weight_makes_the_update_that_plain_keras_makes(
-    way, regularizers, float64
-):
-    """Its gradient is that of regularizers: momentum, weight decay and the schedule go on."""
-    x, y = masked_data(36)
-    x[12:24] = 0.0  # the second of three windows is masked whole
-
-    def arguments():
-        rate = keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)
-        optimizer = keras.optimizers.AdamW(rate, weight_decay=0.1)
-        return {"optimizer": optimizer, "loss": "mse", **way}
-
-    make = functools.partial(masked_recurrent, **regularizers)
-    difference = difference_of_fits(make, arguments, (x, y), rows=4, steps=3)
-    assert difference <= TOLERANCE[float64]
-
-
 class CountsPositions(AccumulatingModel, keras.Sequential):
     """Its loss is a mean over the positions that its targets mark; only it knows."""
 
@@ -498,57 +301,6 @@ class CountsPositions(AccumulatingModel, keras.Sequential):
 
     def microbatch_weight(self, x, y=None, sample_weight=None):
         return tf.math.count_nonzero(y)
-
-
-@pytest.mark.one_device("a loss of one's own has to be divided by the replicas")
-def test_a_weight_rule_of_the_users_own_is_followed(float64):
-    x, y = dense_data(34)
-    y[::3] = 0.0
-    y[4:8] = 0.0
-
-    def make():
-        return CountsPositions(dense_model().layers)
-
-    def arguments():
-        return {"optimizer": keras.optimizers.SGD(0.1), "loss": None}
-
-    difference = difference_of_fits(make, arguments, (x, y), rows=4, steps=3)
-    assert difference <= TOLERANCE[float64]
-
-
-class MasksByTarget(keras.Sequential):
-    """Makes sample weights of its own and leaves the rest to Keras."""
-
-    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        valid = tf.cast(tf.not_equal(y[..., :1], 0.0), y_pred.dtype)
-        return super().compute_loss(x, y, y_pred, valid)
-
-
-class MasksByTargetSubclass(AccumulatingModel, MasksByTarget):
-    pass
-
-
-@pytest.mark.parametrize("make", [MasksByTarget, MasksByTargetSubclass])
-def test_sample_weights_made_in_compute_loss_are_counted(make, float64):
-    x, y = masked_data(34)
-    y[np.arange(5) >= (1 + np.arange(34) % 5)[:, None]] = 0.0
-    difference = difference_of_fits(
-        lambda: make(sequence_model().layers),
-        compile_with("mean_with_sample_weight"),
-        (x, y),
-        rows=4,
-        steps=3,
-    )
-    assert difference <= TOLERANCE[float64]
-
-
-def test_a_second_loss_on_one_output_counts_as_little_as_in_keras(float64):
-    def arguments():
-        losses = [keras.losses.MeanSquaredError(), keras.losses.MeanAbsoluteError(reduction="sum")]
-        return {"optimizer": keras.optimizers.SGD(0.1), "loss": losses}
-
-    difference = difference_of_fits(dense_model, arguments, dense_data(34), rows=4, steps=3)
-    assert difference <= TOLERANCE[float64]
 
 
 def test_a_loss_is_computed_once_per_microbatch():
@@ -598,55 +350,6 @@ def test_a_loss_without_reduction_beside_another_is_refused():
     x, y = two_outputs_data(12)
     with pytest.raises(ValueError, match="Set its reduction to 'sum'"):
         model.fit(x, y, batch_size=4, verbose=0)
-
-
-class SumRule(AccumulatingModel, keras.Sequential):
-    """Sums a loss of its own over rows, beside weight regularizers."""
-
-    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        data = tf.reduce_sum(tf.square(y_pred - y))
-        return super().compute_loss(x, y, y_pred) + data if self.losses else data
-
-    def microbatch_weight(self, x, y=None, sample_weight=None):
-        return "sum"
-
-
-@pytest.mark.parametrize("regularizer", [None, keras.regularizers.L2(0.3)])
-def test_a_rule_of_the_users_own_can_say_sum(regularizer, float64):
-    def make():
-        layer = keras.layers.Dense(2, kernel_regularizer=regularizer)
-        return SumRule([keras.Input((4,)), layer])
-
-    def arguments():
-        return {"optimizer": keras.optimizers.SGD(0.001), "loss": None}
-
-    difference = difference_of_fits(make, arguments, dense_data(34), rows=4, steps=3)
-    assert difference <= TOLERANCE[float64]
-
-
-class Tripled(keras.losses.MeanSquaredError):
-    """Overrides `__call__`, passes on to Keras, and keeps a count."""
-
-    calls = 0
-
-    def __call__(self, y_true, y_pred, sample_weight=None):
-        self.calls += 1
-        return 3 * super().__call__(y_true, y_pred, sample_weight)
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_a_loss_that_passes_on_to_keras_is_weighted_like_keras(reduction, float64):
-    losses = []
-
-    def arguments():
-        losses.append(Tripled(reduction=reduction))
-        rate = 0.0003 if reduction == "sum" else 0.03
-        return {"optimizer": keras.optimizers.SGD(rate), "loss": losses[-1]}
-
-    data = (*masked_data(34), *sample_weights("positions", 34))
-    difference = difference_of_fits(masked_recurrent, arguments, data, rows=4, steps=3)
-    assert difference <= TOLERANCE[float64]
-    assert min(loss.calls for loss in losses) >= 1
 
 
 class Rooted(keras.losses.MeanSquaredError):
@@ -708,21 +411,6 @@ def test_sample_weights_of_a_loss_are_told_of_that_follow_from_several_samples(f
         model.train_on_batch(*dense_data(4))
 
 
-@pytest.mark.gate_every_case
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("loss", ["hinge", "squared_hinge"])
-def test_losses_that_convert_their_labels_are_exact(loss, float64):
-    x, y = dense_data(34)
-    difference = difference_of_fits(
-        dense_model,
-        lambda: {"optimizer": keras.optimizers.SGD(0.03), "loss": loss},
-        (x, np.sign(y)),
-        rows=4,
-        steps=3,
-    )
-    assert difference <= TOLERANCE[float64]
-
-
 class AddsLossPerRow(keras.layers.Layer):
     def call(self, inputs):
         self.add_loss(0.01 * tf.reduce_mean(tf.square(inputs), axis=-1))
@@ -769,30 +457,6 @@ def test_batches_of_different_lengths_are_weighted_by_positions(run_eagerly, flo
     assert relative_difference(model.get_weights(), reference.get_weights(), start) <= 1e-12
 
 
-class Ruled(keras.Sequential):
-    """A plain model with a rule: its loss is a mean over some of the rows, and it says so."""
-
-    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        valid = tf.cast(y[:, :1] > 0, y_pred.dtype)
-        return tf.reduce_sum(tf.square(y_pred - y) * valid) / tf.reduce_sum(valid)
-
-    def microbatch_weight(self, x, y=None, sample_weight=None):
-        return tf.math.count_nonzero(y[:, 0] > 0)
-
-
-@pytest.mark.one_device("a loss of one's own has to be divided by the replicas")
-@pytest.mark.parametrize("make", [Ruled, type("Sub", (AccumulatingModel, Ruled), {})])
-def test_a_rule_of_a_plain_class_is_followed_where_the_mixin_stands_left_of_it(make, float64):
-    difference = difference_of_fits(
-        lambda: make(dense_model().layers),
-        lambda: {"optimizer": keras.optimizers.SGD(0.1), "loss": None},
-        dense_data(34),
-        rows=4,
-        steps=3,
-    )
-    assert difference <= TOLERANCE[float64]
-
-
 # Controls: what others do fails where this package passes.
 
 
@@ -831,7 +495,7 @@ def test_control_the_mean_of_means_fails_wherever_microbatches_differ(case, rows
         reduction, weights = "mean_with_sample_weight", sample_weights("positions", rows)
     data = (*masked_data(rows), *weights)
     arguments = compile_with(reduction)
-    model, reference, start = fit_pair(make, arguments, data, rows=4, steps=3)
+    model, reference, start = train_pair(make, arguments, data, rows=4, steps=3)
     naive = mean_of_means(make, arguments, data, rows=4, steps=3)
     final = reference.get_weights()
     assert relative_difference(model.get_weights(), final, start) <= TOLERANCE[float64]

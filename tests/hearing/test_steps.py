@@ -11,12 +11,11 @@ from helpers import (
     assert_changed,
     dense_data,
     dense_model,
-    difference_of_fits,
-    fit_pair,
     relative_difference,
     seeded,
 )
 from own_steps import TwoOptimizers
+from training import difference_of_fits, train_pair
 
 from ga_model import AccumulatingModel, accumulate
 
@@ -400,7 +399,7 @@ def distilled_arguments():
 )
 def test_one_network_learns_from_another(make, make_arguments, make_data, settings, float64):
     steps = settings.get("accumulation_steps", 1)
-    model, reference, start = fit_pair(
+    model, reference, start = train_pair(
         make, make_arguments, make_data(36), rows=12 // steps, steps=steps, **size_of(settings)
     )
     difference = relative_difference(model.get_weights(), reference.get_weights(), start)
@@ -434,7 +433,7 @@ class OwnMetrics(keras.Model):
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_compute_metrics_and_training_are_honoured(settings, float64):
     steps = settings.get("accumulation_steps", 1)
-    model, reference, start = fit_pair(
+    model, reference, start = train_pair(
         OwnMetrics,
         lambda: {**arguments(), "metrics": ["mae"]},
         dense_data(34),

@@ -83,33 +83,6 @@ def test_a_whole_window_in_one_function_matches_the_whole_batch(float64):
     assert difference <= TOLERANCE[float64]
 
 
-def test_weight_none_sums(float64):
-    x, y = dense_data(12)
-    model = seeded(dense_model)
-
-    def sum_loss(model, x, y):
-        return tf.reduce_sum(tf.square(model(x) - y))
-
-    accumulator = GradientAccumulator()
-    for part in PARTS:
-        gradients = gradients_of(sum_loss, model, x[part], y[part])
-        accumulator.add(gradients, model.trainable_variables, weight=None)
-    expected = gradients_of(sum_loss, model, x, y)
-    for g, e in zip(accumulator.mean(), expected, strict=True):
-        np.testing.assert_allclose(g, e, rtol=1e-12)
-
-
-def test_one_microbatch_gives_its_gradient_back_to_the_bit():
-    generator = np.random.default_rng(0)
-    variable = keras.Variable(np.zeros(1000, "float32"))
-    accumulator = GradientAccumulator()
-    for weight in (1.0, 3.0, 0.1, 1e-30, 1e30, 7):
-        gradient = generator.normal(size=1000).astype("float32")
-        accumulator.add([gradient], [variable], weight=weight)
-        np.testing.assert_array_equal(accumulator.mean()[0], gradient)
-        accumulator.reset()
-
-
 @pytest.mark.parametrize("weights", [(1, 64, 1000), (1000, 1, 64), (0, 1, 3), (0.7, 0.1, 5.3)])
 def test_no_gradient_is_scaled_up_and_weights_that_grow_are_exact(weights, float64):
     generator = np.random.default_rng(1)
@@ -236,19 +209,6 @@ def test_none_stays_none():
     accumulator.add(gradients, model.trainable_variables, weight=1.0)
     assert [g is None for g in accumulator.mean()] == [False, False, True, True]
     accumulator.apply(keras.optimizers.Adam())
-
-
-def test_weight_zero_changes_nothing_and_a_window_of_it_makes_no_update():
-    variable = keras.Variable([1.0, 2.0])
-    optimizer = keras.optimizers.Adam()
-    accumulator = GradientAccumulator()
-    accumulator.add([tf.constant([5.0, np.nan])], [variable], weight=0)
-    accumulator.apply(optimizer)
-    assert optimizer.iterations == 0
-    np.testing.assert_array_equal(variable, [1.0, 2.0])
-    accumulator.add([tf.constant([np.inf, 5.0])], [variable], weight=0)
-    accumulator.add([tf.constant([1.0, 3.0])], [variable], weight=4)
-    np.testing.assert_array_equal(accumulator.mean()[0], [1.0, 3.0])
 
 
 def test_tf_variables_and_optimizers_that_are_built_later_work():

@@ -4,7 +4,6 @@ The reference is plain Keras with the full batch that goes through the same chan
 """
 
 import keras
-import numpy as np
 import pytest
 from helpers import (
     TOLERANCE,
@@ -48,19 +47,6 @@ def assert_same(pair):
 
 def compiled(model, optimizer=None, **arguments):
     model.compile(optimizer or keras.optimizers.Adam(0.01), "mse", **arguments)
-
-
-@pytest.mark.gate
-def test_layers_are_frozen_and_unfrozen_before_another_compile(pair):
-    for model, rows in pair:
-        for trainable in (True, False, True):
-            model.layers[0].trainable = trainable
-            frozen = model.layers[0].get_weights()
-            compiled(model)
-            fit(model, rows)
-            is_same = np.array_equal(frozen[0], model.layers[0].get_weights()[0])
-            assert is_same is not trainable
-    assert_same(pair)
 
 
 @pytest.mark.gate

@@ -11,11 +11,11 @@ from helpers import (
     TOLERANCE,
     dense_data,
     dense_model,
-    difference_of_fits,
     files_told,
     relative_difference,
     seeded,
 )
+from training import difference_of_fits
 
 from ga_model import AccumulatingModel, accumulate
 from ga_model.base._validate import check_releases
@@ -255,15 +255,3 @@ def test_no_warning_for_frozen_batch_normalization_or_without_accumulation():
                 if layer.name == name:
                     layer.trainable = False
         model.compile("sgd", "mse")
-
-
-def test_frozen_batch_normalization_matches_the_whole_batch(float64):
-    def make():
-        model = batch_normalized()
-        for layer in model._flatten_layers():
-            if isinstance(layer, keras.layers.BatchNormalization):
-                layer.trainable = False
-        return model
-
-    difference = difference_of_fits(make, arguments, dense_data(34), rows=4, steps=3)
-    assert difference <= TOLERANCE[float64]

@@ -21,7 +21,6 @@ from noise import (
     averages_by_formula,
     fit,
     linear_model,
-    measure_again,
     measure_two_networks,
     nonlinear_model,
     normal_rows,
@@ -45,31 +44,6 @@ def sweep(name, way, is_slow):
 
 
 # The truth.
-
-
-@pytest.mark.parametrize(
-    ("name", "way"),
-    [
-        *((name, "graph") for name in SETTINGS),
-        *(sweep(name, "xla", name != "size") for name in SETTINGS),
-        *(sweep(name, "two replicas", name != "both") for name in SETTINGS),
-    ],
-)
-def test_the_estimates_are_unbiased(name, way):
-    """The batches of 8, or 4 per replica, leave a ragged part; the epoch a ragged batch."""
-    replicas = 2 if way == "two replicas" else 1
-    x, trace, square = normal_rows(10_005 // replicas)
-    batch_size = 10 if name == "size" else 8
-    noise = GradientNoiseScale(0.99999)
-    with scope(replicas):
-        model = linear_model(settings=SETTINGS[name], jit_compile=way == "xla")
-    history = fit(model, x, noise, batch_size=batch_size)
-    assert noise.trace_of_covariance == pytest.approx(trace, rel=0.03)
-    assert noise.squared_gradient_norm == pytest.approx(square, rel=0.03)
-    assert noise.noise_scale == pytest.approx(trace / square, rel=0.05)
-    window = batch_size * SETTINGS[name].get("accumulation_steps", 1)
-    assert noise.batch_size == pytest.approx(window, rel=0.01)
-    assert history["gradient_noise_scale"] == [noise.noise_scale]
 
 
 # The formula.
@@ -147,23 +121,6 @@ def test_the_estimates_are_those_of_the_formula(name, way, float64):
     assert_averages(noise, expected)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_microbatches_that_are_not_finite_are_left_out(name, float64):
-    ids, y, weights = weighted_data(32)
-    y[9] = np.nan
-    model, reference = both_models(SETTINGS[name])
-    model.skip_nonfinite = True
-    noise = GradientNoiseScale(DECAY)
-    arguments = {"batch_size": 8, "shuffle": False, "verbose": 0, "callbacks": [noise]}
-    with pytest.warns(UserWarning, match="with NaN or Inf in their gradients were skipped"):
-        model.fit(ids, y, sample_weight=weights, **arguments)
-    assert model.num_skipped_microbatches == 1
-    windows = windows_of(32, 8, **SETTINGS[name])
-    (bad,) = [part for window in windows for part in window if part.start <= 9 < part.stop]
-    expected = measured_by_numpy(reference, (ids, y, weights), windows, left_out=[bad])
-    assert_averages(noise, expected)
-
-
 def test_rows_of_equal_ids_are_summed_before_they_are_squared():
     values = tf.constant([[1.0, 2.0], [10.0, 0.0], [3.0, 4.0], [0.0, 0.5]])
     slices = tf.IndexedSlices(values, tf.constant([5, 0, 5, 2], tf.int64), tf.constant([9, 2]))
@@ -194,19 +151,6 @@ def make_optimizer(scaling):
     return keras.optimizers.LossScaleOptimizer(
         inner, initial_scale=scale[scaling], dynamic_growth_steps=5
     )
-
-
-@pytest.mark.parametrize("name", ["steps", "size"])
-@pytest.mark.parametrize("scaling", ["factor", "dynamic"])
-def test_the_scale_of_the_loss_cancels(scaling, name):
-    x, _, _ = normal_rows(480)
-
-    def measure(scaling):
-        noise = GradientNoiseScale()
-        fit(linear_model(make_optimizer(scaling), settings=SETTINGS[name]), x, noise)
-        return noise.noise_scales["optimizer"].averages
-
-    np.testing.assert_allclose(measure(scaling), measure(None), rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["steps", "size"])
@@ -306,14 +250,6 @@ def test_a_fit_that_fails_leaves_it_off():
 # What it shows.
 
 
-def test_it_goes_on_in_the_next_fit_and_another_one_starts_anew():
-    model, x, _ = measure_again()
-    last, alone = GradientNoiseScale(0.0), GradientNoiseScale(0.9)  # one window alone, by each
-    fit(model, x, last)
-    fit(linear_model(settings=SETTINGS["size"]), x[-8:], alone)
-    assert last.trace_of_covariance == pytest.approx(alone.trace_of_covariance, rel=1e-12)
-
-
 def test_logs_have_the_noise_scale(tmp_path):
     model = accumulate(seeded(dense_model), **SETTINGS["size"])
     model.compile("adam", "mse")
@@ -354,21 +290,6 @@ def test_several_optimizers_each_have_their_own(name, capsys):
     noise = measure_two_networks(OfTwo(), name, rel=1e-5, verbose=True)
     words = "\n".join(f"{key}: {scale}" for key, scale in noise.noise_scales.items())
     assert capsys.readouterr().out == f"{words}\n"
-
-
-def test_windows_of_one_microbatch_are_left_out():
-    """Of 3 rows that are split, and of 9 rows in parts of 8, the last window has one part."""
-    x, _, _ = normal_rows(11)
-    noise = GradientNoiseScale()
-    fit(linear_model(settings=SETTINGS["size"]), x, noise)  # 3 + 3 + 2, and 3
-    assert noise.noise_scales["optimizer"].averages.num_windows == 1
-    assert noise.batch_size == 8
-    noise = GradientNoiseScale()
-    fit(linear_model(settings={"accumulation_steps": 4}), x, noise, batch_size=2, epochs=2)
-    assert noise.noise_scales["optimizer"].averages.num_windows == 4
-    noise = GradientNoiseScale()
-    fit(linear_model(settings={"accumulation_steps": 4}), x[:10], noise, batch_size=2, epochs=2)
-    assert noise.noise_scales["optimizer"].averages.num_windows == 2
 
 
 def test_an_epoch_without_a_measurement_is_warned_of_once():

@@ -6,7 +6,7 @@ import keras
 import pytest
 from helpers import dense_data, dense_model
 from keras import ops
-from pairs import assert_same_logs, train
+from training import assert_equal_logs, train
 
 WAYS = {
     "both": {"accumulation_steps": 3, "microbatch_size": 3},
@@ -82,7 +82,7 @@ def test_metrics_that_add_up_are_exact_without_a_word(way):
         warnings.simplefilter("error", UserWarning)
         rows = 12 if way == "size" else 4
         model, _ = train(dense_model, arguments, dense_data(24), rows=rows, **WAYS[way])
-    assert_same_logs(model, reference)
+    assert_equal_logs(model, reference)
 
 
 @pytest.mark.every_case
@@ -90,7 +90,7 @@ def test_metrics_that_add_up_are_exact_without_a_word(way):
 def test_others_get_the_full_batch_or_are_told_of(metric):
     reference, _ = train(dense_model, compile_args(metric), dense_data(24), rows=12)
     model, _ = train(dense_model, compile_args(metric), dense_data(24), rows=12, microbatch_size=5)
-    assert_same_logs(model, reference)
+    assert_equal_logs(model, reference)
     name = metric().name if isinstance(metric, type) else metric.__name__
     with pytest.warns(UserWarning, match=f"the metric '{name}' of"):
         train(dense_model, compile_args(metric), dense_data(24), rows=4, accumulation_steps=3)

@@ -7,8 +7,8 @@ plain Keras on the full batch.
 import keras
 import pytest
 from averages import difference
+from helpers import LIMIT
 from keras import layers, ops
-from pairs import TOLERANCE
 
 pytestmark = pytest.mark.filterwarnings("ignore:BatchNormalization layers in training mode")
 
@@ -35,7 +35,7 @@ def twice():
 
 
 def test_a_layer_that_a_step_calls_twice_moves_twice():
-    assert difference(twice, "split") <= TOLERANCE
+    assert difference(twice, "split") <= LIMIT
 
 
 class MovesItself(layers.BatchNormalization):
@@ -49,6 +49,6 @@ def test_a_layer_that_moves_itself_is_told_of_and_gets_the_full_batch_where_it_c
         return keras.Sequential([keras.Input((4,)), MovesItself(name="bn"), layers.Dense(2)])
 
     with pytest.warns(UserWarning, match="cannot be split into microbatches"):
-        assert difference(own, "split") <= TOLERANCE
+        assert difference(own, "split") <= LIMIT
     with pytest.warns(UserWarning, match=r"\['bn'\].*once per microbatch"):
         assert difference(own, "windows") > 1e-2

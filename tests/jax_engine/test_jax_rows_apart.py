@@ -3,9 +3,13 @@
 import keras
 import numpy as np
 import pytest
-from helpers import dense_data, dense_model
+from helpers import (
+    LIMIT,
+    dense_data,
+    dense_model,
+)
 from keras import layers, ops
-from pairs import TOLERANCE, difference_and_said, difference_of_fits
+from training import difference_and_said, difference_of_fits
 
 from ga_model.jax_engine import _rows_apart
 from ga_model.jax_engine._rows_apart import kinds_of
@@ -165,7 +169,7 @@ def test_an_equation_that_is_unlike_what_is_known_is_no_error(settings, monkeypa
     monkeypatch.setitem(_rows_apart._RULES, "dot_general", fails)
     rows = 12 // settings.get("accumulation_steps", 1)
     difference, said = difference_and_said(dense_model, settings, rows=rows)
-    assert difference <= TOLERANCE
+    assert difference <= LIMIT
     (message,) = {text for text in said if "`dot_general`, of which it is not known" in text}
     exact = "microbatch_size" in settings
     assert (
@@ -189,7 +193,7 @@ def test_a_loss_that_is_not_analyzed_is_trained_with(settings, monkeypatch):
     def arguments():
         return {"optimizer": keras.optimizers.SGD(0.1), "loss": squares_of_samples}
 
-    assert difference_of_fits(dense_model, arguments, dense_data(24), **settings) <= TOLERANCE
+    assert difference_of_fits(dense_model, arguments, dense_data(24), **settings) <= LIMIT
 
 
 class Named(keras.Model):
@@ -215,4 +219,4 @@ def test_a_call_that_cannot_be_traced_alone_runs_whole():
     def arguments():
         return {"optimizer": keras.optimizers.SGD(0.1), "loss": "mse"}
 
-    assert difference_of_fits(Named, arguments, dense_data(24), rows=12, size=5) <= TOLERANCE
+    assert difference_of_fits(Named, arguments, dense_data(24), rows=12, size=5) <= LIMIT

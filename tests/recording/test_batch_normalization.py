@@ -70,42 +70,10 @@ def first(**arguments):
     return keras.Model(inputs, layers.Dense(2)(layers.Concatenate()(parts)))
 
 
-def convolutional():
-    """Channels first, in one layer, and of images."""
-    inputs = keras.Input((4, 3, 2))
-    parts = [layers.BatchNormalization(axis=a, momentum=0.8)(inputs) for a in (1, -1, 2)]
-    parts = [layers.GlobalAveragePooling2D()(layers.Conv2D(2, 2)(part)) for part in parts]
-    return keras.Model(inputs, layers.Dense(2)(layers.Concatenate()(parts)))
-
-
 def masked(features=3, axis=-1):
     inputs = keras.Input((5, features))
     normal = layers.BatchNormalization(momentum=0.8, axis=axis)(layers.Masking()(inputs))
     return keras.Model(inputs, layers.Dense(2)(layers.Flatten()(normal)))
-
-
-def called_twice():
-    a, b = keras.Input((4,)), keras.Input((4,))
-    normal = layers.BatchNormalization(momentum=0.5)
-    return keras.Model([a, b], layers.Dense(2)(normal(a) + normal(b)))
-
-
-def masked_data(rows, features=3):
-    generator = np.random.default_rng(0)
-    x = generator.normal(size=(rows, 5, features)).astype(keras.config.floatx())
-    x[generator.random((rows, 5)) < 0.4] = 0.0
-    x[:3] = 0.0  # a microbatch of nothing
-    return x, dense_data(rows)[1]
-
-
-def image_data(rows):
-    x, y = dense_data(rows, 24)
-    return x.reshape(rows, 4, 3, 2), y
-
-
-def two_inputs(rows):
-    x, y = dense_data(rows, 8)
-    return (x[:, :4], 3 * x[:, 4:] + 1), y
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -114,23 +82,6 @@ def test_they_are_those_of_the_full_batch(settings, way, float64):
     """The last window has a part of its batches, and the last batch a part of its samples."""
     arguments = {} if way == "graph" else WAYS[way]
     assert difference(first, settings, dense_data(41), **arguments) <= TOLERANCE["float64"]
-
-
-CASES = {
-    "masked": (masked, masked_data),
-    "called twice": (called_twice, two_inputs),
-    "images": (convolutional, image_data),
-    "one masked channel": (lambda: masked(1), lambda rows: masked_data(rows, 1)),
-    "a mask for each channel": (lambda: masked(axis=1), masked_data),
-    "renorm": (lambda: first(renorm=True), lambda rows: dense_data(rows)),
-}
-
-
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("case", CASES)
-def test_of_other_layers_and_data(case, settings, float64):
-    make, data = CASES[case]
-    assert difference(make, settings, data(41)) <= TOLERANCE["float64"]
 
 
 def per_time_step():
@@ -192,53 +143,6 @@ def test_moving_them_per_microbatch_differs_and_is_told(settings, float64):
     assert [w.category for w in caught].count(UserWarning) == 1
     reference, _ = fit(with_layer(layers.BatchNormalization), {}, dense_data(36), 12, epochs=1)
     assert relative_difference(averages(model), averages(reference), start) > 1e-2
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("settings", SETTINGS)
-def test_the_warning_says_what_is_true(settings, way):
-    own, rows = SETTINGS[settings]
-    model = accumulate(seeded(with_layer(layers.BatchNormalization)), **own)
-    model.compile("sgd", "mse", **WAYS[way])
-    with pytest.warns(UserWarning, match=r"\['bn'\].*ghost.*once per update") as caught:
-        model.fit(*dense_data(36), batch_size=rows, verbose=0)
-    assert [w.category for w in caught].count(UserWarning) == 1
-
-
-@pytest.mark.parametrize("settings", ["windows", "both"])
-def test_nothing_moves_before_the_update_or_in_an_interrupted_window(settings, float64):
-    own, rows = SETTINGS[settings]
-    x, y = dense_data(16)
-    model, _ = fit(first, own, (x[:12], y[:12]), rows)
-    start = averages(model)
-    for _ in range(2):
-        model.train_on_batch(x[:rows] + 5, y[:rows])
-        for a, b in zip(averages(model), start, strict=True):
-            np.testing.assert_array_equal(a, b)
-    model.fit(x[:12], y[:12], batch_size=rows, shuffle=False, verbose=0)
-    reference, _ = fit(first, {}, (x[:12], y[:12]), 12, epochs=3)
-    for a, b in zip(averages(model), averages(reference), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-12)
-
-
-@pytest.mark.filterwarnings("ignore:Microbatches of:UserWarning")
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("settings", SETTINGS)
-def test_what_is_left_out_moves_nothing(settings, way, float64):
-    own, rows = SETTINGS[settings]
-    size = rows if "recomputed" in settings else own.get("microbatch_size", rows)
-    x, y = dense_data(24)
-    bad = x.copy()
-    bad[0] = np.nan
-    # The whole first microbatch is left out, or the whole first batch where a batch is one.
-    model, start = fit(first, {**own, "skip_nonfinite": True}, (bad, y), rows, 1, **WAYS[way])
-    reference = seeded(first)
-    reference.compile(keras.optimizers.SGD(0.1), "mse")
-    for part in (slice(size, 12), slice(12, 24)):
-        if part.start < part.stop:
-            reference.train_on_batch(x[part], y[part])
-    difference = relative_difference(averages(model), averages(reference), start)
-    assert difference <= TOLERANCE["float64"]
 
 
 class OwnStep(AccumulatingModel, keras.Model):

@@ -16,8 +16,6 @@ from helpers import (
     TOLERANCE,
     dense_data,
     dense_model,
-    difference_of_fits,
-    fit_pair,
     float32_in_the_sweep,
     metrics_of_replicas_add_up,
     mirrored,
@@ -25,9 +23,10 @@ from helpers import (
     relative_difference,
     seeded,
 )
-from helpers import assert_equal_logs as assert_logs_match
 from own_steps import BYOL
 from reductions import UNLIKE
+from training import assert_equal_logs as assert_logs_match
+from training import difference_of_fits, train_pair
 from zoo import ZOO, float8, masked_data, masked_recurrent
 
 from ga_model import GradientAccumulator, accumulate
@@ -61,7 +60,7 @@ def test_every_setting_matches_the_whole_batch(name, settings, replicas, dtype):
     make, make_data = ZOO[name]
     arguments = adam(clipnorm=0.05 if name == "regularized" else None)  # of what all have
     # 29 rows: a last batch of 5, shared out as 3 + 2 or 2 + 2 + 1, in a partial window.
-    model, reference, start = fit_pair(
+    model, reference, start = train_pair(
         make, arguments, make_data(29), rows=8, replicas=replicas, **settings
     )
     assert model.optimizer.iterations.numpy() == reference.optimizer.iterations.numpy()
@@ -86,7 +85,7 @@ def test_masks_that_differ_between_replicas_match_the_whole_batch(
         loss = keras.losses.MeanSquaredError(reduction=reduction)
         return {"optimizer": keras.optimizers.SGD(0.003, momentum=0.9), "loss": loss}
 
-    model, reference, start = fit_pair(
+    model, reference, start = train_pair(
         masked_recurrent, arguments, (x, y, weights), rows=8, replicas=replicas, **settings
     )
     difference = relative_difference(model.get_weights(), reference.get_weights(), start)
@@ -141,7 +140,7 @@ def test_a_loss_scale_optimizer_sees_an_overflow_on_any_replica(settings, replic
         optimizer = keras.optimizers.LossScaleOptimizer(adam, dynamic_growth_steps=2)
         return {"optimizer": optimizer, "loss": "mse"}
 
-    model, reference, start = fit_pair(
+    model, reference, start = train_pair(
         dense_model, arguments, (x, y), rows=8, replicas=replicas, **settings
     )
     updates = 2 * 48 // (8 * settings["steps"])  # without the two that overflow
@@ -157,7 +156,7 @@ def test_a_loss_scale_optimizer_sees_an_overflow_on_any_replica(settings, replic
 @pytest.mark.parametrize(("case", "replicas"), list(zip(UNLIKE, (2, 3) * 3)))
 def test_terms_of_unlike_weights_are_exact_in_a_batch(case, replicas, float64):
     make, arguments, make_data = UNLIKE[case]
-    model, reference, start = fit_pair(
+    model, reference, start = train_pair(
         make, arguments, make_data(29), rows=8, steps=1, size=3, replicas=replicas
     )
     difference = relative_difference(model.get_weights(), reference.get_weights(), start)
@@ -174,7 +173,7 @@ def test_a_loss_that_reduces_by_itself_is_a_mean_over_replicas(settings, replica
     def arguments():
         return {"optimizer": keras.optimizers.SGD(0.1), "loss": loss}
 
-    model, reference, start = fit_pair(
+    model, reference, start = train_pair(
         dense_model, arguments, dense_data(25), rows=8, replicas=replicas, **settings
     )
     difference = relative_difference(model.get_weights(), reference.get_weights(), start)
@@ -187,7 +186,7 @@ def test_a_loss_that_reduces_by_itself_is_a_mean_over_replicas(settings, replica
 def test_eagerly_and_under_xla(way, settings, replicas, float64):
     if "jit_compile" in way and settings is STEPS and not metrics_of_replicas_add_up():
         with pytest.raises(ValueError, match=r"keras>=3\.10, or set `jit_compile=False`"):
-            fit_pair(
+            train_pair(
                 dense_model,
                 lambda: {**adam()(), **way},
                 dense_data(8),

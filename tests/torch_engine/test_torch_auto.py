@@ -9,10 +9,15 @@ import re
 import keras
 import numpy as np
 import pytest
-from helpers import assert_changed, dense_data, relative_difference, seeded
+from helpers import (
+    LIMIT,
+    assert_changed,
+    dense_data,
+    relative_difference,
+    seeded,
+)
 from keras import layers, ops
 from keras.optimizers import SGD
-from pairs import TOLERANCE
 from torch_step import torch
 
 from ga_model import accumulate
@@ -260,7 +265,7 @@ def test_a_step_that_applies_optimizers_in_turn_gets_a_size():
     start = seeded(lambda: Adversaries(Memory())).get_weights()
     assert_changed(models[0].get_weights(), weights)
     difference = relative_difference(models[0].get_weights(), models[1].get_weights(), start)
-    assert difference < TOLERANCE
+    assert difference < LIMIT
     models[0].makes.layers[1].memory.drop_in(1, 1)  # the judges were updated twice
     with pytest.raises(RuntimeError, match="retried only if its update has not begun"):
         models[0].train_on_batch(*data)

@@ -5,10 +5,13 @@ import functools
 
 import keras
 import pytest
-from helpers import relative_difference
+from helpers import (
+    LIMIT,
+    relative_difference,
+)
 from keras import layers
-from pairs import TOLERANCE, difference_and_said, train_and_hear
 from torch_step import Step, torch
+from training import difference_and_said, train_and_hear
 
 from ga_model.base._call_again import PythonState
 
@@ -151,18 +154,18 @@ class Reentrant(Checkpointed):
 def test_a_checkpoint_of_the_step_is_exact(base, settings):
     rows = 12 // settings.get("accumulation_steps", 1)
     difference, said = compare(base, layers.Dense, settings, rows)
-    assert (difference <= TOLERANCE, said) == (True, [])
+    assert (difference <= LIMIT, said) == (True, [])
 
 
 def test_outputs_in_objects_run_whole_exactly_and_are_told():
     difference, said = compare(OfObjects, GivesObjects, {"microbatch_size": 5})
-    assert difference <= TOLERANCE
+    assert difference <= LIMIT
     assert ["returns tensors in an object that cannot" in text for text in said] == [True]
 
 
 def test_what_calls_count_in_python_is_counted_once_per_batch():
     difference, said = compare(keras.Sequential, Fades, {"microbatch_size": 5})
-    assert (said, difference <= TOLERANCE) == ([], True)
+    assert (said, difference <= LIMIT) == ([], True)
 
 
 def test_what_calls_count_in_a_window_is_told():
@@ -179,7 +182,7 @@ def normalized(units, **arguments):
 @pytest.mark.parametrize("base", [keras.Sequential, Step])
 def test_a_layer_that_writes_to_its_weights_is_exact_where_a_batch_is_split(base):
     difference, said = compare(base, normalized, {"microbatch_size": 5})
-    assert difference <= TOLERANCE
+    assert difference <= LIMIT
     assert ["it writes to ['" in text for text in said] == [True]
 
 
@@ -214,12 +217,12 @@ class CountsAndCodes(Codes, Fades):
 
 def test_what_was_counted_in_vain_is_not_counted():
     difference, _ = compare(keras.Sequential, CountsAndCodes, {"microbatch_size": 5})
-    assert difference <= TOLERANCE
+    assert difference <= LIMIT
 
 
 def test_a_state_that_a_layer_keeps_is_exact_where_a_batch_is_split():
     difference, said = compare(keras.Sequential, Codes, {"microbatch_size": 5})
-    assert difference <= TOLERANCE
+    assert difference <= LIMIT
     assert ["it writes to ['" in text for text in said] == [True]
 
 

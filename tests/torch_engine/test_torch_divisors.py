@@ -5,10 +5,14 @@ import warnings
 import keras
 import numpy as np
 import pytest
-from helpers import dense_data, dense_model
+from helpers import (
+    LIMIT,
+    dense_data,
+    dense_model,
+)
 from keras import layers
-from pairs import TOLERANCE, difference_of_fits, train
 from torch_step import Step, torch
+from training import difference_of_fits, train
 
 from ga_model.torch_engine._divisors import Divided, Tried, Watch, divisors_of
 
@@ -83,7 +87,7 @@ def _tells_nothing():
 def test_steps_of_ones_own_match_the_full_batch(name, way):
     make = step_of(LOSSES[name])
     found = difference_of_fits(make, compiled_with(None), later(), epochs=1, **WAYS[way])
-    assert found <= TOLERANCE
+    assert found <= LIMIT
 
 
 @pytest.mark.every_case
@@ -92,7 +96,7 @@ def test_steps_of_ones_own_match_the_full_batch(name, way):
 def test_compiled_losses_match_the_full_batch(name, way):
     arguments = compiled_with(LOSSES[name])
     found = difference_of_fits(dense_model, arguments, later(), epochs=1, **WAYS[way])
-    assert found <= TOLERANCE
+    assert found <= LIMIT
 
 
 def of_two():
@@ -110,7 +114,7 @@ def test_two_losses_with_different_masks_match_where_a_batch_is_split():
     x, y = dense_data(36)
     arguments = compiled_with({"a": quotient, "b": other})
     data = (x, {"a": y, "b": y[:, ::-1].copy()})
-    assert difference_of_fits(of_two, arguments, data, rows=12, size=5) <= TOLERANCE
+    assert difference_of_fits(of_two, arguments, data, rows=12, size=5) <= LIMIT
 
 
 def test_a_second_loss_that_is_found_out_later_is_an_error():

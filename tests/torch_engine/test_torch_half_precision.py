@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from helpers import relative_difference
 from keras import layers, ops
-from pairs import train
+from training import train
 
 WHOLE = "cannot be split into microbatches"
 

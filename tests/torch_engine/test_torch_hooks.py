@@ -2,9 +2,10 @@
 
 import keras
 import pytest
+from helpers import LIMIT
 from keras import layers
-from pairs import TOLERANCE, difference_and_said
 from torch_step import Step
+from training import difference_and_said
 
 
 class Hooked(layers.Dense):
@@ -90,7 +91,7 @@ def compare(kind, base, settings, rows=12):
 @pytest.mark.parametrize("base", [Step, keras.Sequential])
 def test_a_split_batch_is_exact(kind, base):
     difference, said = compare(kind, base, {"microbatch_size": 5})
-    assert difference <= TOLERANCE
+    assert difference <= LIMIT
     # Their calls run as a whole, which costs memory.
     assert [RUNS_WHOLE[kind] in text for text in said] == [True] * (kind in RUNS_WHOLE)
 
@@ -100,7 +101,7 @@ def test_a_split_batch_is_exact(kind, base):
 def test_what_differs_in_a_window_is_told_and_nothing_else(kind):
     difference, said = compare(kind, keras.Sequential, {"accumulation_steps": 3}, rows=4)
     if kind == "linear":
-        assert (said, difference <= TOLERANCE) == ([], True)
+        assert (said, difference <= LIMIT) == ([], True)
     else:
         assert ["hook" in text for text in said] == [True]
         assert difference > 1e-3

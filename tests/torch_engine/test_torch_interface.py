@@ -1,52 +1,21 @@
 """On PyTorch, the package imports no TensorFlow, and what it cannot do it refuses by name."""
 
-import os
-import subprocess
-import sys
-
 import keras
 import numpy as np
 import pytest
-from helpers import dense_data, dense_model, relative_difference, seeded
-from keras import ops
-from pairs import TOLERANCE
+from helpers import (
+    dense_data,
+    dense_model,
+    seeded,
+)
 from torch_step import torch
 
-import ga_model
 from ga_model import GradientAccumulator, accumulate
 from ga_model.bench import _bench
 from ga_model.bench._bench_cases import random_numbers
 from ga_model.demo import _demo, _report
 from ga_model.demo._batches import ShuffledBatches
 from ga_model.demo._options import Settings
-
-
-def test_importing_and_training_imports_no_tensorflow():
-    code = (
-        "import sys, numpy as np\n"
-        "sys.modules['tensorflow'] = None\n"  # to import it would fail
-        "import ga_model, keras\n"
-        "from ga_model import *\n"
-        "model = accumulate(keras.Sequential([keras.layers.Dense(1)]), microbatch_size=2)\n"
-        "model.compile('sgd', 'mse', accumulation_steps=2)\n"
-        "model.fit(np.ones((8, 3)), np.ones((8, 1)), batch_size=4, verbose=0)\n"
-        "print(*(m for m in sys.modules if m.split('.')[0] in ('tensorflow', 'jax')))\n"
-    )
-    environment = {**os.environ, "KERAS_BACKEND": "torch"}
-    result = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.split() == ["tensorflow"]  # the None above
-
-
-def test_all_names_are_there():
-    for name in ga_model.__all__:
-        assert getattr(ga_model, name) is not None
-
-
-def of_two():
-    return keras.optimizers.SGD(gradient_accumulation_steps=2)
 
 
 def test_a_compiled_step_is_refused():
@@ -58,12 +27,6 @@ def test_a_compiled_step_is_refused():
     model = accumulate(plain, microbatch_size=3)
     with pytest.raises(ValueError, match=r"(?s)Received: .*jit_compile=False"):
         model.fit(*dense_data(6), verbose=0)
-
-
-def test_an_optimizer_that_accumulates_itself_is_refused():
-    model = accumulate(dense_model(), accumulation_steps=2)
-    with pytest.raises(ValueError, match="accumulated twice"):
-        model.compile(of_two(), "mse")
 
 
 def test_a_refused_setting_leaves_the_model_as_it_was():
@@ -160,100 +123,6 @@ def test_ways_of_the_benchmark_update_where_they_are_to(way):
 
 
 # Loops of the user's own.
-
-
-def gradients_of(model, x, y, reduce=ops.mean):
-    model.zero_grad()
-    reduce(ops.square(ops.subtract(model(x, training=True), y))).backward()
-    return [v.value.grad for v in model.trainable_variables]
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize("reduce", [ops.mean, ops.sum])
-def test_an_own_loop_matches_the_full_batch(reduce):
-    x, y = dense_data(22)
-    models = [seeded(dense_model) for _ in range(2)]
-    optimizers = [keras.optimizers.SGD(0.01, momentum=0.9) for _ in models]
-    start = models[0].get_weights()
-    accumulator = GradientAccumulator()
-    for first in range(0, 22, 12):
-        part = slice(first, min(first + 12, 22))
-        variables = models[0].trainable_variables
-        optimizers[0].apply(gradients_of(models[0], x[part], y[part], reduce), variables)
-        variables = models[1].trainable_variables
-        for begin in range(part.start, part.stop, 5):
-            rows = slice(begin, min(begin + 5, part.stop))
-            weight = rows.stop - rows.start if reduce is ops.mean else None
-            gradients = gradients_of(models[1], x[rows], y[rows], reduce)
-            accumulator.add(gradients, variables, weight=weight)
-        accumulator.apply(optimizers[1])
-        accumulator.apply(optimizers[1])
-    assert int(optimizers[1].iterations) == 2
-    weights = [model.get_weights() for model in models]
-    assert relative_difference(weights[1], weights[0], start) <= TOLERANCE
-
-
-def test_an_accumulator_refuses_what_it_cannot_add():
-    model = seeded(dense_model)
-    variables = model.trainable_variables
-    gradients = [torch.ones(tuple(v.shape)) for v in variables]
-    accumulator = GradientAccumulator()
-    with pytest.raises(ValueError, match="one gradient for each variable"):
-        accumulator.add(gradients[:1], variables, weight=1)
-    with pytest.raises(ValueError, match="the shape of its variable"):
-        accumulator.add(gradients[::-1], variables, weight=1)
-    with pytest.raises(ValueError, match="must be a scalar number"):
-        accumulator.add(gradients, variables, weight="all")
-    with pytest.raises(TypeError, match="takes a Keras optimizer"):
-        accumulator.apply("sgd")
-    accumulator.add(gradients, variables, weight=2)
-    with pytest.raises(ValueError, match="or None in every one"):
-        accumulator.add(gradients, variables, weight=None)
-    with pytest.raises(ValueError, match="must belong to the same variables"):
-        accumulator.add(gradients[:2], variables[:2], weight=1)
-    assert repr(accumulator) == "<GradientAccumulator: 1 microbatches, 4 variables>"
-    accumulator.reset()
-    assert accumulator.variables == []
-
-
-def test_a_microbatch_without_weight_counts_for_nothing():
-    model = seeded(dense_model)
-    variables = model.trainable_variables
-    accumulator = GradientAccumulator()
-    nan = [torch.full(tuple(v.shape), float("nan")) for v in variables]
-    ones = [torch.ones(tuple(v.shape)) for v in variables]
-    accumulator.add(nan, variables, weight=0)
-    accumulator.add(ones, variables, weight=3)
-    for mean in accumulator.mean():
-        np.testing.assert_array_equal(mean.numpy(), 1.0)
-
-
-@pytest.mark.parametrize("convert", [np.asarray, np.ndarray.tolist])
-def test_gradients_may_be_arrays(convert):
-    model = seeded(dense_model)
-    variables = model.trainable_variables
-    generator = np.random.default_rng(0)
-    arrays = [generator.normal(size=v.shape) for v in variables]
-    accumulator = GradientAccumulator()
-    given = [convert(array) for array in arrays]
-    accumulator.add([None, *given[1:]], variables, weight=1)
-    accumulator.add(given, variables, weight=3)
-    means = accumulator.mean()
-    assert [mean.dtype for mean in means] == [torch.float32] * len(variables)
-    np.testing.assert_allclose(means[0].numpy(), 0.75 * arrays[0], rtol=1e-6)
-    for mean, array, one in zip(means[1:], arrays[1:], given[1:], strict=True):
-        np.testing.assert_allclose(mean.numpy(), array, rtol=1e-6)
-        np.testing.assert_array_equal(one, array)  # as they were
-
-
-@pytest.mark.parametrize("gradient", ["all", object(), np.zeros((4, 6), complex), [[1], [1, 2]]])
-def test_gradients_that_are_no_numbers_are_refused_by_name(gradient):
-    (variable, *_) = seeded(dense_model).trainable_variables
-    accumulator = GradientAccumulator()
-    text = f"(?s)must be a tensor, an array of real numbers or None.* for {variable.path!r}"
-    with pytest.raises(TypeError, match=text):
-        accumulator.add([gradient], [variable], weight=1)
-    assert accumulator.num_microbatches == 0
 
 
 def test_a_weight_may_have_a_gradient():

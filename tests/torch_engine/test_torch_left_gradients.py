@@ -2,9 +2,15 @@
 
 import keras
 import pytest
-from helpers import dense_data, dense_model, relative_difference, seeded
-from pairs import TOLERANCE, difference_and_said, train_and_hear
+from helpers import (
+    LIMIT,
+    dense_data,
+    dense_model,
+    relative_difference,
+    seeded,
+)
 from torch_step import Step, torch
+from training import difference_and_said, train_and_hear
 
 from ga_model import accumulate
 
@@ -113,7 +119,7 @@ def test_a_step_that_never_clears_gradients_is_told_of_once(settings):
 @pytest.mark.parametrize("kind", CLEAR)
 def test_a_step_that_clears_gradients_is_not(kind, settings):
     difference, said = difference_and_said(make_of(kind), settings, rows=4)
-    assert difference <= TOLERANCE
+    assert difference <= LIMIT
     assert not said
 
 
@@ -164,7 +170,7 @@ def test_gradients_that_are_cleared_between_batches_are_not_told_of(clear):
         x, y = dense_data(24)
         model.fit(x, y, batch_size=rows, shuffle=False, verbose=0, callbacks=[clearing])
         weights.append(model.get_weights())
-    assert relative_difference(weights[1], weights[0], starts[0]) <= TOLERANCE
+    assert relative_difference(weights[1], weights[0], starts[0]) <= LIMIT
 
 
 def clip(model):

@@ -3,13 +3,16 @@
 import contextlib
 
 import keras
-import numpy as np
 import pytest
 import zoo
-from helpers import dense_data, dense_model
+from helpers import (
+    LIMIT,
+    dense_data,
+    dense_model,
+)
 from keras import layers, ops
-from pairs import TOLERANCE, difference_of_fits, difference_of_orders, train
 from torch_step import Step
+from training import difference_of_fits, difference_of_orders, train
 
 WAYS = {
     "both": {"rows": 4, "steps": 3, "size": 3},
@@ -25,7 +28,7 @@ def sgd(loss, learning_rate=0.05, **kwargs):
     return lambda: {"optimizer": keras.optimizers.SGD(learning_rate), "loss": loss, **kwargs}
 
 
-def assert_matches(make, arguments, data, way, tolerance=TOLERANCE):
+def assert_matches(make, arguments, data, way, tolerance=LIMIT):
     order = difference_of_orders(make, arguments, data, rows=12)
     found = difference_of_fits(make, arguments, data, **WAYS[way])
     assert found <= max(tolerance, 10 * order), (found, order)
@@ -43,112 +46,13 @@ def adding():
     return keras.Sequential([keras.Input((4,)), first, Adds(), layers.Dense(2)])
 
 
-class AddsRoot(layers.Layer):
-    def call(self, x):
-        self.add_loss(ops.sqrt(ops.sum(ops.square(x))))
-        return x
-
-
-def test_what_a_layer_adds_that_is_neither_is_exact_or_told():
-    def make():
-        return keras.Sequential([dense_model(), AddsRoot()])
-
-    with pytest.warns(UserWarning, match="adds a loss that is neither a mean nor a sum"):
-        assert_matches(make, sgd("mse"), dense_data(31), "size")
-    with pytest.warns(UserWarning, match="one that is neither"):
-        train(make, sgd("mse"), dense_data(12), rows=4, accumulation_steps=3)
-
-
 def total(y_true, y_pred):
     return ops.sum(ops.square(y_true - y_pred))
-
-
-def contrastive(y_true, y_pred):
-    similarities = ops.matmul(y_pred, ops.transpose(y_pred))
-    return ops.mean(ops.logsumexp(similarities, axis=-1))
-
-
-def per_sample(y_true, y_pred):
-    """Compares samples where a target is negative."""
-    values = ops.mean(ops.square(y_true - y_pred), axis=-1)
-    return values + ops.cast(ops.any(y_true < 0), values.dtype) * ops.mean(values)
-
-
-def test_values_of_samples_that_are_compared_later_are_found():
-    x, y = dense_data(48)
-    y = np.abs(y)
-    y[30] *= -1
-    with pytest.raises(ValueError, match="are not those of its halves together"):
-        train(dense_model, sgd(per_sample), (x, y), rows=24, microbatch_size=8)
-
-
-def test_losses_that_do_not_add_up_are_told_of_where_they_are_asked_for():
-    settings = {"microbatch_size": 5, "loss_over": "microbatch"}
-    with pytest.warns(UserWarning, match="are not those of its halves together"):
-        train(dense_model, sgd(contrastive), dense_data(12), rows=12, **settings)
-    with pytest.warns(UserWarning, match="are not those of its halves together"):
-        train(dense_model, sgd(contrastive), dense_data(12), rows=4, accumulation_steps=3)
-
-
-def test_a_divisor_that_is_alike_by_chance_is_found_later():
-    x, y = dense_data(48)
-    y = np.abs(y)
-    y[40:] *= np.sign(np.arange(8) % 3 - 0.5)[:, None]
-    with pytest.raises(ValueError, match="are not those of its halves together"):
-        train(dense_model, sgd(over_a_plain_mask), (x, y), rows=24, microbatch_size=8)
-
-
-def over_a_plain_mask(y_true, y_pred):
-    mask = ops.cast(y_true[:, :1] > 0, y_pred.dtype)
-    return ops.sum(mask * ops.square(y_true - y_pred)) * ops.reciprocal(ops.sum(mask))
 
 
 class Centers(layers.Layer):
     def call(self, x):
         return x - 0.5 * ops.mean(x, axis=0, keepdims=True)
-
-
-def test_a_model_that_mixes_samples_is_exact_or_told():
-    def make():
-        return keras.Sequential([dense_model(), Centers(), layers.Dense(2)])
-
-    for size in (4, 1):
-        with pytest.warns(UserWarning, match="outputs for one sample depend on other samples"):
-            found = difference_of_fits(make, sgd("mse"), dense_data(12), rows=12, size=size)
-        assert found <= TOLERANCE
-    with pytest.warns(UserWarning, match="depend on the others of its microbatch"):
-        train(make, sgd("mse"), dense_data(12), rows=4, accumulation_steps=3)
-
-
-class Looks(layers.Embedding):
-    """Takes from vectors of ids a part of their mean over samples."""
-
-    def call(self, ids):
-        vectors = super().call(ids)
-        return vectors - 0.5 * ops.mean(vectors, axis=0, keepdims=True)
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("kind", ["ids", "values"])
-def test_a_model_that_mixes_samples_is_found_though_the_first_are_alike(kind, own):
-    class Own(keras.Sequential):
-        def train_step(self, data):
-            return keras.Sequential.train_step(self, data)
-
-    def make():
-        first = Looks(7, 3) if kind == "ids" else Centers()
-        shape = keras.Input((2,), dtype="int32" if kind == "ids" else "float32")
-        parts = [first, layers.Flatten(), layers.Dense(3, activation="tanh"), layers.Dense(2)]
-        return (Own if own else keras.Sequential)([shape, *parts])
-
-    generator = np.random.default_rng(0)
-    x = generator.integers(0, 7, size=(24, 2)) if kind == "ids" else generator.normal(size=(24, 2))
-    x[:5] = x[0]
-    y = generator.normal(size=(24, 2))
-    with pytest.warns(UserWarning, match="outputs for one sample depend on other samples"):
-        found = difference_of_fits(make, sgd("mse"), (x, y), rows=12, size=5)
-    assert found <= TOLERANCE
 
 
 class Scaled(layers.Layer):
@@ -186,7 +90,7 @@ def test_a_model_that_mixes_samples_behind_zero_weights_is_exact_or_told(kind, b
 
     data = dense_data(48)
     with pytest.warns(UserWarning, match="outputs for one sample depend on other samples"):
-        assert difference_of_fits(make, sgd("mse"), data, rows=12, size=5) <= TOLERANCE
+        assert difference_of_fits(make, sgd("mse"), data, rows=12, size=5) <= LIMIT
     told = "depend on the others of its microbatch"
     refused = contextlib.nullcontext()
     if base is OwnMean:
@@ -214,7 +118,7 @@ def test_what_a_loss_is_divided_by_behind_zero_weights_is_no_reason_to_refuse():
         head = layers.Dense(2, kernel_initializer="zeros")
         return OfZeroWeights([keras.Input((4,)), layers.Dense(5, activation="tanh"), head])
 
-    assert difference_of_fits(make, sgd("mse"), dense_data(24), rows=4, steps=3) <= TOLERANCE
+    assert difference_of_fits(make, sgd("mse"), dense_data(24), rows=4, steps=3) <= LIMIT
 
 
 def test_dividing_by_the_number_of_microbatches_would_be_seen():
@@ -299,7 +203,7 @@ def test_what_a_layer_adds_is_found_when_it_is_not_zero(base):
     found = difference_of_fits(
         make, sgd("mse"), dense_data(24), fit_args=fit_args, epochs=3, **WAYS["size"]
     )
-    assert found <= TOLERANCE
+    assert found <= LIMIT
 
 
 class Surrogate(layers.Layer):
@@ -321,7 +225,7 @@ def test_what_a_layer_adds_that_is_zero_counts_as_its_gradient_does(way):
         loss = keras.losses.MeanSquaredError(reduction="sum")
         return {"optimizer": keras.optimizers.SGD(0.01), "loss": loss}
 
-    assert difference_of_fits(make, of_sum, dense_data(31), **WAYS[way]) <= TOLERANCE
+    assert difference_of_fits(make, of_sum, dense_data(31), **WAYS[way]) <= LIMIT
 
 
 def test_what_a_layer_adds_later_that_is_neither_is_told_of():

@@ -5,10 +5,16 @@ import warnings
 import keras
 import numpy as np
 import pytest
-from helpers import dense_data, dense_model, seeded, told
+from helpers import (
+    LIMIT,
+    dense_data,
+    dense_model,
+    seeded,
+    told,
+)
 from keras import ops
-from pairs import TOLERANCE, difference_of_fits
 from torch_step import Step, torch
+from training import difference_of_fits
 
 from ga_model import accumulate
 
@@ -179,7 +185,7 @@ def test_a_safe_quotient_of_which_nothing_counts_matches_the_full_batch(name):
         rows=4,
         steps=3,
     )
-    assert found <= TOLERANCE
+    assert found <= LIMIT
 
 
 @pytest.mark.every_case

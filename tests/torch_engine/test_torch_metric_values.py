@@ -5,7 +5,13 @@ import warnings
 import keras
 import numpy as np
 import pytest
-from helpers import dense_data, dense_model, relative_difference, seeded
+from helpers import (
+    LIMIT,
+    dense_data,
+    dense_model,
+    relative_difference,
+    seeded,
+)
 from keras import ops
 from logged import (
     Confusion,
@@ -21,7 +27,6 @@ from logged import (
     mean_error,
     number_above,
 )
-from pairs import TOLERANCE
 from torch_step import Step, torch
 
 from ga_model import accumulate
@@ -58,7 +63,7 @@ def compare(make, metrics, settings):
     rows = 4 if "accumulation_steps" in settings else 12
     start, weights, logs, said = fit(make, metrics, rows, settings)
     _, expected, known, _ = fit(make, metrics, 12)
-    assert relative_difference(weights, expected, start) < 10 * TOLERANCE
+    assert relative_difference(weights, expected, start) < 10 * LIMIT
     assert logs.keys() == known.keys()
     return [n for n in known if not np.allclose(logs[n], known[n], rtol=1e-5, atol=0)], said
 

@@ -2,10 +2,14 @@
 
 import keras
 import pytest
-from helpers import dense_data, dense_model
+from helpers import (
+    LIMIT,
+    dense_data,
+    dense_model,
+)
 from keras import ops
-from pairs import TOLERANCE, difference_of_fits, train
 from torch_step import Step
+from training import difference_of_fits, train
 
 WAYS = {"steps": {"rows": 4, "steps": 3}, "both": {"rows": 4, "steps": 3, "size": 3}}
 every_way = pytest.mark.parametrize("way", WAYS)
@@ -53,7 +57,7 @@ def step_of(loss):
 @pytest.mark.parametrize("loss", [total, mean])
 def test_compiled_losses_match_the_full_batch(loss, num_empty, way):
     found = difference_of_fits(dense_model, arguments(loss), data(num_empty), **WAYS[way])
-    assert found <= TOLERANCE
+    assert found <= LIMIT
 
 
 @pytest.mark.every_case
@@ -62,7 +66,7 @@ def test_compiled_losses_match_the_full_batch(loss, num_empty, way):
 @pytest.mark.parametrize("loss", [mean, total])
 def test_steps_of_ones_own_match_the_full_batch(loss, num_empty, way):
     found = difference_of_fits(step_of(loss), arguments(), data(num_empty), **WAYS[way])
-    assert found <= TOLERANCE
+    assert found <= LIMIT
 
 
 def test_a_loss_that_turns_out_to_be_another_is_told_of():
@@ -75,4 +79,4 @@ def test_a_loss_that_turns_out_to_be_another_is_told_of():
 def test_it_may_turn_out_in_another_window():
     for make, loss in ((dense_model, sum_of_means), (step_of(sum_of_means), None)):
         found = difference_of_fits(make, arguments(loss), data(12), **WAYS["steps"])
-        assert found <= TOLERANCE
+        assert found <= LIMIT

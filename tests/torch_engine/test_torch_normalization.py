@@ -7,8 +7,8 @@ plain Keras on the full batch.
 import keras
 import pytest
 from averages import difference
+from helpers import LIMIT
 from keras import layers, ops
-from pairs import TOLERANCE
 from torch_step import torch
 
 pytestmark = pytest.mark.filterwarnings("ignore:BatchNormalization layers in training mode")
@@ -37,7 +37,7 @@ def twice():
 
 
 def test_a_layer_that_a_step_calls_twice_moves_twice():
-    assert difference(twice, "split") <= TOLERANCE
+    assert difference(twice, "split") <= LIMIT
 
 
 def test_control_moved_by_each_microbatch_they_differ_and_it_is_told():

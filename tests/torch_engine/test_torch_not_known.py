@@ -5,9 +5,12 @@ import warnings
 import keras
 import numpy as np
 import pytest
-from helpers import relative_difference, seeded
+from helpers import (
+    LIMIT,
+    relative_difference,
+    seeded,
+)
 from keras import layers, ops
-from pairs import TOLERANCE
 from torch_step import torch
 
 from ga_model import accumulate
@@ -78,9 +81,9 @@ def test_a_reader_that_fails_is_no_error_of_the_users(monkeypatch, owner, name, 
 
     monkeypatch.setattr(owner, name, fails)
     _, weights, _ = trained(16, loss, microbatch_size=4)
-    assert relative_difference(weights, expected, start) <= TOLERANCE
+    assert relative_difference(weights, expected, start) <= LIMIT
     _, weights, said = trained(8, loss, accumulation_steps=2)
-    assert relative_difference(weights, expected, start) <= TOLERANCE or said
+    assert relative_difference(weights, expected, start) <= LIMIT or said
 
 
 def test_a_loss_that_takes_no_half_of_a_microbatch_sees_the_full_batch():
@@ -89,7 +92,7 @@ def test_a_loss_that_takes_no_half_of_a_microbatch_sees_the_full_batch():
 
     start, expected, _ = trained(16, by_fours)
     _, weights, _ = trained(16, by_fours, microbatch_size=4)
-    assert relative_difference(weights, expected, start) <= TOLERANCE
+    assert relative_difference(weights, expected, start) <= LIMIT
 
 
 def test_memory_that_is_used_up_is_no_reading_that_failed():

@@ -6,9 +6,15 @@ import warnings
 import keras
 import numpy as np
 import pytest
-from helpers import assert_changed, dense_data, dense_model, relative_difference, seeded
+from helpers import (
+    LIMIT,
+    assert_changed,
+    dense_data,
+    dense_model,
+    relative_difference,
+    seeded,
+)
 from keras import ops
-from pairs import TOLERANCE
 from torch_step import torch
 
 from ga_model import accumulate
@@ -117,7 +123,7 @@ def test_a_rate_that_a_step_moves_by_itself_is_told_of(name, settings):
 def test_a_rate_that_is_the_same_for_all_microbatches_is_not(name, settings):
     off, _, said = compare(setting(RATES_EXACT[name]), settings)
     assert not said
-    assert off < 10 * TOLERANCE
+    assert off < 10 * LIMIT
 
 
 def test_a_rate_that_is_set_after_the_update_is_told_of():
@@ -180,7 +186,7 @@ class Counts(OwnStep):
 @pytest.mark.parametrize("make", [Predicts, Counts, Measures, Weighs])
 def test_values_of_updated_weights_are_told_of(make, settings):
     off, names, (said,) = compare(make, settings)
-    assert off < 10 * TOLERANCE
+    assert off < 10 * LIMIT
     assert names == ["late"]
     assert "A window applies optimizers at its end" in said
     assert "computes logs or metrics with" in said
@@ -189,7 +195,7 @@ def test_values_of_updated_weights_are_told_of(make, settings):
 @pytest.mark.parametrize("make", [Predicts, Counts, Measures, Weighs])
 def test_with_a_microbatch_size_they_are_exact(make):
     off, names, said = compare(make, SIZE)
-    assert off < 10 * TOLERANCE
+    assert off < 10 * LIMIT
     assert not names
     assert not said
 
@@ -210,7 +216,7 @@ class Frozen(OwnStep):
 @pytest.mark.parametrize("settings", [STEPS, BOTH], ids=str)
 def test_calls_of_other_layers_are_not(settings):
     off, names, said = compare(Frozen, settings)
-    assert off < 10 * TOLERANCE
+    assert off < 10 * LIMIT
     assert not names
     assert not said
 
@@ -276,5 +282,5 @@ def test_gradients_that_depend_on_a_metric_are_told_of(settings):
 
 def test_gradients_that_depend_on_a_metric_that_stays_are_not():
     off, _, said = compare(Unmoved, STEPS)
-    assert off < 10 * TOLERANCE
+    assert off < 10 * LIMIT
     assert not said

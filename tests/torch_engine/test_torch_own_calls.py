@@ -4,9 +4,14 @@ import keras
 import numpy as np
 import pytest
 import zoo
-from helpers import dense_data, dense_model, relative_difference
+from helpers import (
+    LIMIT,
+    dense_data,
+    dense_model,
+    relative_difference,
+)
 from keras import layers, ops
-from pairs import TOLERANCE, difference_of_fits, train
+from training import difference_of_fits, train
 
 WAYS = {
     "steps": {"rows": 4, "accumulation_steps": 3},
@@ -81,7 +86,7 @@ def test_what_is_made_of_kerass_number_is_exact_or_told(kind, way, recwarn):
     if "accumulation_steps" in WAYS[way]:
         assert ["are not those of its halves together" in text for text in said] == [True]
     else:
-        assert (difference <= TOLERANCE, said) == (True, [])
+        assert (difference <= LIMIT, said) == (True, [])
 
 
 @pytest.mark.every_case
@@ -100,7 +105,7 @@ def test_what_is_computed_without_keras_is_exact(kind, way):
         steps=settings.get("accumulation_steps", 1),
         size=settings.get("microbatch_size"),
     )
-    assert found <= TOLERANCE
+    assert found <= LIMIT
 
 
 @pytest.mark.every_case
@@ -109,7 +114,7 @@ def test_sample_weights_are_tried_with_it(way, recwarn):
     weights = np.random.default_rng(0).uniform(0.1, 3.0, size=24).astype("float32")
     data = (*dense_data(24), weights)
     difference, said = compare(dense_model, Weighted(), data, way, recwarn)
-    assert (difference <= TOLERANCE, said) == (True, [])
+    assert (difference <= LIMIT, said) == (True, [])
 
 
 def masked():
@@ -126,7 +131,7 @@ def test_kerass_number_times_another_is_exact_and_silent(way, recwarn):
         loss.factor = 0.03 if reduction == "sum" else 3.0
         data = (*zoo.masked_data(24), weights)
         difference, said = compare(masked, loss, data, way, recwarn)
-        assert (difference <= TOLERANCE, said) == (True, []), reduction
+        assert (difference <= LIMIT, said) == (True, []), reduction
 
 
 def test_the_number_may_change_between_epochs(recwarn):
@@ -140,7 +145,7 @@ def test_the_number_may_change_between_epochs(recwarn):
         loss.factor = 0.0
         data = dense_data(24)
         difference, said = compare(dense_model, loss, data, way, recwarn, fit_args)
-        assert (difference <= TOLERANCE, said) == (True, [])
+        assert (difference <= LIMIT, said) == (True, [])
 
 
 def test_what_it_does_with_a_mask_is_told_of(recwarn):

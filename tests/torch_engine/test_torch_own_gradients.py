@@ -2,9 +2,10 @@
 
 import keras
 import pytest
+from helpers import LIMIT
 from keras import layers
-from pairs import TOLERANCE, difference_and_said
 from torch_step import torch
+from training import difference_and_said
 
 
 class Clipped(torch.autograd.Function):
@@ -68,7 +69,7 @@ def compare(rule, settings, rows=12):
 @every
 def test_a_split_batch_is_exact(rule):
     difference, said = compare(rule, {"microbatch_size": 5})
-    assert difference <= TOLERANCE
+    assert difference <= LIMIT
     # Its call runs as a whole, which costs memory.
     assert ["may mix samples" in text for text in said] == [True] * (rule in NOT_LINEAR)
 
@@ -78,7 +79,7 @@ def test_a_split_batch_is_exact(rule):
 def test_what_differs_in_a_window_is_told_and_nothing_else(rule):
     difference, said = compare(rule, {"accumulation_steps": 3}, rows=4)
     if rule in LINEAR:
-        assert (said, difference <= TOLERANCE) == ([], True)
+        assert (said, difference <= LIMIT) == ([], True)
     else:
         assert len(said) == 1
         assert f"the `torch.autograd.Function` '{rule.__name__}', which may not be" in said[0]
@@ -111,4 +112,4 @@ def test_hooks_on_tensors_that_mix_samples_are_told_of():
     assert difference > 1e-3
     assert ["on a tensor (`register_hook`), which may not be" in text for text in said] == [True]
     difference, _ = difference_and_said(make, {"microbatch_size": 5})
-    assert difference <= TOLERANCE
+    assert difference <= LIMIT

@@ -11,8 +11,12 @@ import sys
 import numpy as np
 import pytest
 import trainings_of_processes as trainings
-from helpers import ROOT, python_blocks, relative_difference
-from pairs import TOLERANCE
+from helpers import (
+    LIMIT,
+    ROOT,
+    python_blocks,
+    relative_difference,
+)
 from processes import run_in_processes
 
 
@@ -61,7 +65,7 @@ def assert_match(name, size):
     for weights, num_exchanges in trained:
         for a, b in zip(weights, trained[0][0], strict=True):
             np.testing.assert_array_equal(a, b)
-        assert relative_difference(weights, reference, start) <= TOLERANCE
+        assert relative_difference(weights, reference, start) <= LIMIT
         assert num_exchanges == num_updates
 
 
@@ -135,7 +139,7 @@ def test_sums_beside_means_are_exact_for_equal_batches_and_told(way):
     reference, start = trainings.told_reference(2, trainings.with_a_sum)
     for result in results(2):
         weights, messages = result["told"][f"with_a_sum {way}"]
-        assert relative_difference(weights, reference, start) <= TOLERANCE
+        assert relative_difference(weights, reference, start) <= LIMIT
         assert any("The terms of" in message for message in messages)
 
 

@@ -5,8 +5,9 @@ import warnings
 import keras
 import numpy as np
 import pytest
-from pairs import TOLERANCE, difference_of_fits, difference_of_orders
+from helpers import LIMIT
 from torch_step import torch
+from training import difference_of_fits, difference_of_orders
 from zoo import OPTIMIZERS, ZOO
 
 LOSSES = [keras.losses.MeanSquaredError, keras.losses.Huber, keras.losses.LogCosh]
@@ -81,4 +82,4 @@ def assert_match_or_told(make, arguments, data, rows, steps, size):
         found = difference_of_fits(make, arguments, data, rows=rows, steps=steps, size=size)
     told = [str(w.message) for w in caught if "The terms of" in str(w.message)]
     if not told:
-        assert found <= max(TOLERANCE, 20 * order), order
+        assert found <= max(LIMIT, 20 * order), order

@@ -7,10 +7,16 @@ from collections import deque
 import keras
 import numpy as np
 import pytest
-from helpers import dense_data, dense_model, relative_difference, seeded
+from helpers import (
+    LIMIT,
+    dense_data,
+    dense_model,
+    relative_difference,
+    seeded,
+)
 from keras import layers, ops
-from pairs import TOLERANCE, assert_same_logs, difference_of_fits, train
 from torch_step import torch
+from training import assert_equal_logs, difference_of_fits, train
 
 from ga_model import AccumulatingModel, accumulate
 from ga_model.torch_engine._divisors import Divided
@@ -106,14 +112,14 @@ def arguments():
 )
 def test_own_steps_match_the_full_batch(kind, way):
     found = difference_of_fits(make_of(kind), arguments, dense_data(31), **WAYS[way])
-    assert found <= TOLERANCE
+    assert found <= LIMIT
 
 
 def test_an_own_step_logs_the_full_batch():
     data = dense_data(24)
     model, _ = train(make_of(Own), arguments, data, rows=12, microbatch_size=5)
     reference, _ = train(make_of(Own), arguments, data, rows=12)
-    assert_same_logs(model, reference)
+    assert_equal_logs(model, reference)
 
 
 class OwnLoss(Own):
@@ -308,7 +314,7 @@ def test_single_samples_are_tried_in_pairs(kind, settings):
             each.fit(*data, batch_size=size, shuffle=False, verbose=0)
     if kind is not Compares:
         difference = relative_difference(model.get_weights(), reference.get_weights(), start)
-        assert difference <= TOLERANCE
+        assert difference <= LIMIT
 
 
 def test_normalization_does_not_hide_a_mean():
@@ -352,7 +358,7 @@ TRIED = [
 @pytest.mark.parametrize("kind", TRIED)
 def test_what_a_step_of_ones_own_averages_over_is_found_by_trying(kind, way):
     found = difference_of_fits(make_of(kind), arguments, dense_data(31), **WAYS[way])
-    assert found <= TOLERANCE
+    assert found <= LIMIT
 
 
 @pytest.mark.parametrize("way", ["steps", "both"])
@@ -365,7 +371,7 @@ def test_gradients_of_a_sum_beside_regularizers_may_be_differentiable(way):
         loss = keras.losses.MeanSquaredError(reduction="sum")
         return {"optimizer": keras.optimizers.SGD(0.01), "loss": loss}
 
-    assert difference_of_fits(make, of_sum, dense_data(31), **WAYS[way]) <= TOLERANCE
+    assert difference_of_fits(make, of_sum, dense_data(31), **WAYS[way]) <= LIMIT
 
 
 def test_trying_leaves_no_trace():
@@ -521,7 +527,7 @@ def test_they_are_exact_where_batches_are_split(kind):
         elsewhere["optimizer"].build(weights[1:] if kind is ByGlobalName else weights)
         return model
 
-    assert difference_of_fits(make, arguments, dense_data(31), **WAYS["size"]) <= TOLERANCE
+    assert difference_of_fits(make, arguments, dense_data(31), **WAYS["size"]) <= LIMIT
 
 
 def test_optimizers_of_torch_are_refused_in_windows():
@@ -546,7 +552,7 @@ def ruled(kind):
 @pytest.mark.parametrize("kind", [OwnLoss, ComputesLoss, DifferentiableMean])
 def test_a_rule_of_ones_own_makes_them_exact(kind, way):
     found = difference_of_fits(make_of(ruled(kind)), arguments, dense_data(31), **WAYS[way])
-    assert found <= TOLERANCE
+    assert found <= LIMIT
 
 
 class Adversarial(keras.Model):
@@ -759,4 +765,4 @@ def test_a_class_may_inherit_the_mixin(made):
         return model.get_weights(), start
 
     (weights, start), (reference, _) = of(4), of(None)
-    assert relative_difference(weights, reference, start) <= TOLERANCE
+    assert relative_difference(weights, reference, start) <= LIMIT

@@ -5,10 +5,14 @@ import warnings
 
 import keras
 import pytest
-from helpers import dense_data, told
+from helpers import (
+    LIMIT,
+    dense_data,
+    told,
+)
 from keras import layers
-from pairs import TOLERANCE, difference_and_said
 from torch_step import Step, torch
+from training import difference_and_said
 
 from ga_model import accumulate
 
@@ -121,7 +125,7 @@ def compare(layer, base, settings, rows=12):
 @pytest.mark.parametrize("settings", [{"microbatch_size": 5}, FULL], ids=str)
 def test_a_split_batch_is_exact(kind, base, settings):
     difference, said = compare(KINDS[kind], base, settings)
-    assert difference <= TOLERANCE
+    assert difference <= LIMIT
     assert ["cannot be split into microbatches" in text for text in said] == [True]
 
 
@@ -186,9 +190,9 @@ class KeepsNumbers(layers.Layer):
 
 def test_numbers_of_other_types_do_no_harm():
     difference, said = compare(KeepsNumbers, keras.Sequential, {"accumulation_steps": 3}, rows=4)
-    assert (difference <= TOLERANCE, said) == (True, [])
+    assert (difference <= LIMIT, said) == (True, [])
 
 
 def test_what_stays_or_is_not_read_is_not_told():
     difference, said = compare(Fixed, keras.Sequential, {"accumulation_steps": 3}, rows=4)
-    assert (difference <= TOLERANCE, said) == (True, [])
+    assert (difference <= LIMIT, said) == (True, [])

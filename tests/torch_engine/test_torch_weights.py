@@ -6,11 +6,9 @@ import pytest
 from keras import ops
 from torch_step import torch
 
-from ga_model import AccumulatingModel, GradientAccumulator
+from ga_model import AccumulatingModel
 from ga_model.torch_engine._part import Part
 from ga_model.torch_engine._torch_statistics import Moments
-
-BITS = {"float32": torch.int32, "float16": torch.int16, "bfloat16": torch.int16}
 
 
 class Masked(AccumulatingModel, keras.Model):
@@ -31,18 +29,6 @@ class Masked(AccumulatingModel, keras.Model):
         return ops.sum(ops.cast(y > 0, "float32"))
 
 
-class Stepping(Masked):
-    def train_step(self, data):
-        x, y = data
-        self.zero_grad()
-        loss = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
-        loss.backward()
-        weights = self.trainable_weights
-        with torch.no_grad():
-            self.optimizer.apply([w.value.grad for w in weights], weights)
-        return {"loss": loss}
-
-
 def trained(make, counts, **settings):
     """Return weights and logs of a batch of 8 samples for each of `counts`: those with weight."""
     batches = np.random.default_rng(0).normal(size=(2, 8, 3)).astype("float32")
@@ -56,17 +42,6 @@ def trained(make, counts, **settings):
     return model.get_weights(), history["loss"]
 
 
-@pytest.mark.every_case
-@pytest.mark.parametrize("make", [Masked, Stepping])
-@pytest.mark.parametrize("counts", [[True, False], [False, True], [False, True, False]])
-def test_a_microbatch_without_weight_leaves_no_bit(make, counts):
-    expected, logged = trained(make, [True])
-    weights, logs = trained(make, counts, accumulation_steps=len(counts))
-    for one, other in zip(weights, expected, strict=True):
-        np.testing.assert_array_equal(one, other)
-    np.testing.assert_allclose(logs, logged, rtol=1e-6)
-
-
 def test_gradients_are_tested_for_nan_where_that_is_asked_for(monkeypatch):
     def is_finite(part):
         raise AssertionError
@@ -75,26 +50,6 @@ def test_gradients_are_tested_for_nan_where_that_is_asked_for(monkeypatch):
     trained(Masked, [True, True], accumulation_steps=2)
     with pytest.raises(AssertionError):
         trained(Masked, [True, True], accumulation_steps=2, skip_nonfinite=True)
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize("dtype", BITS)
-@pytest.mark.parametrize("weight", [3, 0.1, 1e-30, -7, None])
-@pytest.mark.parametrize("where", ["nowhere", "before", "after"])
-def test_the_mean_of_one_gradient_is_that_gradient(dtype, weight, where):
-    gradient = torch.randn(1000, generator=torch.Generator().manual_seed(0))
-    gradient[:3] = torch.tensor([-0.0, 0.0, 1e-40])
-    gradient = gradient.to(getattr(torch, dtype))
-    variable = keras.Variable(np.zeros(1000), dtype=dtype)
-    accumulator = GradientAccumulator()
-    without = torch.full_like(gradient, float("nan"))
-    if where == "before" and weight is not None:
-        accumulator.add([without], [variable], weight=0)
-    accumulator.add([gradient], [variable], weight=weight)
-    if where == "after" and weight is not None:
-        accumulator.add([without], [variable], weight=0)
-    (mean,) = accumulator.mean()
-    assert torch.equal(mean.view(BITS[dtype]), gradient.view(BITS[dtype]))
 
 
 def test_statistics_of_no_values_are_left_out():

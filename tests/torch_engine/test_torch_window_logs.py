@@ -1,28 +1,14 @@
 """Logs of windows on PyTorch: those of plain Keras on the full batch."""
 
-import warnings
-
 import keras
 import logged
 import numpy as np
 import pytest
-from helpers import dense_data, relative_difference, seeded
 from logged import (
-    ROWS,
     SETTINGS,
-    STEPS,
-    Logs,
-    dense,
-    difference,
-    of_updates,
     plain_data,
-    tagger,
-    tokens,
 )
-from pairs import TOLERANCE
 from torch_step import torch
-
-from ga_model import accumulate
 
 
 class Steps(keras.Model):
@@ -93,61 +79,12 @@ def guide():
 
 
 CASES = {
-    **logged.CASES,
     "steps": (steps, plain_data, dict),
     "guide": (guide, plain_data, lambda: {"loss": "mse", "metrics": ["mae"]}),
 }
 
 
-def trained(case, rows, settings):
-    """Return weights, logs of the updates and of the epochs of a training without a warning."""
-    make, data, arguments = CASES[case]
-    model = seeded(make)
-    start = model.get_weights()
-    if settings is not None:
-        model = accumulate(model, **settings)
-    schedule = keras.optimizers.schedules.ExponentialDecay(0.05, 1, 0.9)
-    model.compile(keras.optimizers.SGD(schedule, momentum=0.9), **arguments())
-    logs = Logs()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        x, y, weights = (*data(), None)[:3]
-        fit = {"batch_size": rows, "shuffle": False, "callbacks": [logs], "verbose": 0}
-        history = model.fit(x, y, sample_weight=weights, epochs=2, **fit).history
-    return start, model.get_weights(), logs.seen, history
-
-
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("case", CASES)
 def test_logs_of_windows_are_those_of_the_full_batch(case, settings):
-    start, *expected = trained(case, ROWS * STEPS, None)
-    _, *found = trained(case, ROWS, SETTINGS[settings])
-    assert relative_difference(found[0], expected[0], start) < 10 * TOLERANCE
-    for logs, (_, known) in zip(of_updates(found[1]), expected[1], strict=True):
-        assert difference(logs, known) < TOLERANCE
-    assert difference(found[2], expected[2]) < TOLERANCE
-
-
-def test_metrics_that_are_reset_within_a_window_begin_again():
-    model = accumulate(seeded(tagger), accumulation_steps=STEPS)
-    model.compile("sgd", "mse")
-    x, y = tokens()
-    batches = [(x[i : i + ROWS], y[i : i + ROWS]) for i in range(0, ROWS * STEPS, ROWS)]
-    expected = float(model.test_on_batch(x[: ROWS * STEPS], y[: ROWS * STEPS]))
-    for batch in batches:
-        model.reset_metrics()
-        loss = model.train_on_batch(*batch)
-    np.testing.assert_allclose(loss, expected, rtol=1e-6)  # of the window, and nothing twice
-
-
-def test_microbatches_that_are_skipped_count_for_nothing():
-    x, y = dense_data(ROWS * STEPS)
-    y[:ROWS] = np.nan
-    model = accumulate(seeded(dense), accumulation_steps=STEPS, skip_nonfinite=True)
-    model.compile("sgd", "mse")
-    expected = float(model.test_on_batch(x[ROWS:], y[ROWS:]))
-    model.reset_metrics()
-    warnings.filterwarnings("ignore", "Microbatches of")
-    for i in range(0, ROWS * STEPS, ROWS):
-        loss = model.train_on_batch(x[i : i + ROWS], y[i : i + ROWS])
-    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    logged.check(CASES[case], settings)

@@ -1,0 +1,494 @@
+"""Cases about losses: reductions, masks, weights, logs, and losses of the user's own."""
+
+import dataclasses
+import functools
+import itertools
+
+import keras
+import logged
+import numpy as np
+import reductions
+import zoo
+from case import ALL, DIVISORS, ONE_SAMPLE, OWN_LOSS, Case, Refused, Told, sgd
+from helpers import dense_data, dense_model
+from keras import layers, ops
+
+FULL = 24  # of ragged batches, Keras on TensorFlow does not know the samples, and counts one each
+
+MODELS = {
+    "masked": (reductions.masked_sequence_model, zoo.masked_data),
+    "unmasked": (reductions.sequence_model, zoo.masked_data),
+}
+
+
+def weighted(make_data, kind):
+    return lambda rows: (*make_data(rows), *reductions.sample_weights(kind, rows))
+
+
+CASES = {
+    f"{reduction}, {name}, weights: {kind}": Case(
+        make,
+        weighted(data, kind),
+        reductions.compile_with(reduction),
+        # Keras's own step on PyTorch takes no weights of samples for sequences.
+        backends=("tensorflow", "jax")
+        if kind in ("rows", "zeros")
+        else ("tensorflow", "torch", "jax"),
+    )
+    for (name, (make, data)), reduction, kind in itertools.product(
+        MODELS.items(), reductions.DIFFERENT_REDUCTIONS, ("none", "rows", "positions", "zeros")
+    )
+}
+CASES |= {
+    f"{reduction}, weights of samples": Case(
+        dense_model,
+        lambda rows: (*dense_data(rows), np.linspace(0.1, 3.0, rows)),
+        reductions.compile_with(reduction),
+    )
+    for reduction in reductions.DIFFERENT_REDUCTIONS
+}
+CASES["no reduction"] = Case(
+    dense_model,
+    dense_data,
+    sgd((lambda: keras.losses.MeanSquaredError("none"),), 0.005),
+    backends=("tensorflow",),  # others take gradients of scalars only
+)
+
+
+# Weights of classes, ignored classes, and microbatches that count nothing.
+
+
+def classes(rows):
+    return dense_data(rows)[0], (np.arange(rows) % 3).astype("int32")
+
+
+def ignoring(rows):
+    """Two microbatches and a sample are ignored, and most of the others' positions."""
+    y = np.random.default_rng(6).integers(0, 2, size=(rows, 5)).astype("int32")
+    y[:9] = -1
+    y[12:, 2:] = -1
+    return zoo.masked_data(rows)[0], y
+
+
+def without_weight(rows, value):
+    """The second of three microbatches of 4 has no weight, and a feature that is `value`."""
+    x, y = dense_data(rows)
+    weights = np.random.default_rng(0).uniform(0.5, 2.0, rows)
+    for begin in range(4, rows, 12):
+        weights[begin : begin + 4] = 0.0
+        x[begin : begin + 4] = value
+    return x, y, weights
+
+
+def masked_window(rows):
+    """The second window has no valid position: its gradient is that of regularizers."""
+    x, y = zoo.masked_data(rows)
+    x[12:24] = 0.0
+    return x, y
+
+
+def decaying():
+    rate = keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)
+    return {"optimizer": keras.optimizers.AdamW(rate, weight_decay=0.1), "loss": "mse"}
+
+
+for reduction in reductions.REDUCTIONS:
+    loss = functools.partial(keras.losses.SparseCategoricalCrossentropy, True, reduction=reduction)
+    CASES[f"class weights, {reduction}"] = Case(
+        functools.partial(dense_model, outputs=3),
+        classes,
+        sgd((loss,), 0.02),
+        {"class_weight": {0: 0.2, 1: 1.0, 2: 4.0}},
+    )
+
+CASES |= {
+    "ignored class": Case(
+        reductions.sequence_model,
+        ignoring,
+        sgd((lambda: keras.losses.SparseCategoricalCrossentropy(True, ignore_class=-1),)),
+    ),
+    "a microbatch without weight": Case(
+        dense_model,
+        functools.partial(without_weight, value=1.0),
+        reductions.compile_with("mean_with_sample_weight"),
+    ),
+    "a window without weight": Case(
+        functools.partial(zoo.masked_recurrent, kernel_regularizer="l2"), masked_window, decaying
+    ),
+}
+
+
+# Several outputs, with denominators of their own.
+
+
+def terms(make, compile_args, data):
+    """Return a case whose terms weigh differently, which is exact within a batch."""
+    return Case(
+        make,
+        data,
+        compile_args,
+        expects={"across": Told("The terms of|average over different things")},
+    )
+
+
+CASES |= {name: terms(*parts) for name, parts in reductions.UNLIKE.items()}
+CASES["mask and activity"] = dataclasses.replace(CASES["mask and activity"], falls_short=ONE_SAMPLE)
+
+CASES |= {
+    "two reductions that agree": Case(
+        zoo.two_outputs,
+        zoo.two_outputs_data,
+        sgd(
+            (lambda: [keras.losses.MeanSquaredError(), keras.losses.MeanAbsoluteError("mean")],),
+            loss_weights=[0.3, 2.0],
+        ),
+    ),
+    "a second loss on one output": Case(
+        dense_model,
+        dense_data,
+        sgd((lambda: [keras.losses.MeanSquaredError(), keras.losses.MeanAbsoluteError("sum")],)),
+    ),
+}
+
+
+# Regularizers.
+
+
+def regularized_sequences():
+    l2 = keras.regularizers.L2(0.1)
+    return keras.Sequential(
+        [
+            keras.Input((5, 3)),
+            layers.Masking(),
+            layers.SimpleRNN(4, return_sequences=True, kernel_regularizer=l2),
+            layers.Dense(2, kernel_regularizer=l2, bias_regularizer=l2),
+        ]
+    )
+
+
+CASES |= {
+    f"regularizers, {reduction}": Case(
+        regularized_sequences, zoo.masked_data, reductions.compile_with(reduction)
+    )
+    for reduction in reductions.REDUCTIONS
+}
+
+
+# Losses of the user's own.
+
+
+def per_sample(y_true, y_pred):
+    return ops.mean(ops.square(y_true - y_pred), axis=-1)
+
+
+def mean(y_true, y_pred):
+    return ops.mean(ops.square(y_true - y_pred))
+
+
+def by_four(y_true, y_pred):
+    """A loss that knows the size of a batch."""
+    return ops.mean(ops.square(ops.reshape(y_true, (4, -1)) - ops.reshape(y_pred, (4, -1))), -1)
+
+
+def total(y_true, y_pred):
+    return ops.sum(ops.square(y_true - y_pred))
+
+
+def two_means(y_true, y_pred):
+    return ops.mean(ops.abs(y_true - y_pred)) + 0.5 * ops.mean(ops.square(y_true - y_pred))
+
+
+def by_output(y_true, y_pred):
+    return ops.mean(ops.square(y_true - y_pred), axis=0)
+
+
+def by_entry(y_true, y_pred):
+    return ops.square(ops.reshape(y_true, (-1,)) - ops.reshape(y_pred, (-1,)))
+
+
+def masked(y_true, y_pred):
+    mask = ops.cast(y_true[:, :1] > 0.8, y_pred.dtype)
+    return ops.sum(mask * ops.square(y_true - y_pred)), ops.sum(mask)
+
+
+def masked_mean(y_true, y_pred):
+    above, count = masked(y_true, y_pred)
+    return above / (count + 0.5)
+
+
+def masked_mean_of_one_at_least(y_true, y_pred):
+    above, count = masked(y_true, y_pred)
+    return above / ops.maximum(count, 1.0)
+
+
+def contrastive(y_true, y_pred):
+    similarities = ops.matmul(y_pred, ops.transpose(y_pred))
+    return ops.mean(ops.logsumexp(similarities, axis=-1))
+
+
+def comparing_later(y_true, y_pred):
+    """Compares samples where a target is negative."""
+    values = per_sample(y_true, y_pred)
+    return values + ops.cast(ops.any(y_true < 0), values.dtype) * ops.mean(values)
+
+
+def alike_at_first(y_true, y_pred):
+    """Divides by a number that is that of the samples at first, in a way of its own."""
+    total, count = masked(y_true + 0.8, y_pred + 0.8)
+    return total * ops.reciprocal(count)
+
+
+def positive_at_first(rows):
+    x, y = positive(rows)
+    y[26::2] *= -1
+    return x, y
+
+
+def root(y_true, y_pred):
+    return ops.sqrt(mean(y_true, y_pred))
+
+
+@functools.wraps(keras.losses.mean_squared_error)
+def wrapped(y_true, y_pred):
+    return contrastive(y_true, y_pred)
+
+
+def mixture(y_true, y_pred, axis=0):
+    """The likelihood of classes, of which some are ignored, under a mixture of two."""
+    parts = [ops.log_softmax(part) for part in ops.split(y_pred, 2, axis=-1)]
+    likelihood = ops.logsumexp(ops.stack(parts, axis=axis), axis=axis) - np.log(2.0)
+    classes = ops.cast(ops.reshape(y_true, (-1, 1)), "int32")
+    valid = ops.cast(classes[:, 0] >= 0, y_pred.dtype)
+    values = ops.take_along_axis(likelihood, ops.maximum(classes, 0), axis=-1)[:, 0]
+    return -ops.sum(values * valid) / ops.sum(valid)
+
+
+def some_classes(rows):
+    y = np.random.default_rng(0).integers(0, 3, rows)
+    return dense_data(rows)[0], np.where(np.arange(rows) % 5 < 2, -1, y)
+
+
+class SumOfMeans(keras.losses.Loss):
+    """A mean over samples, of which Keras takes the sum."""
+
+    def __init__(self):
+        super().__init__(reduction="sum")
+
+    def call(self, y_true, y_pred):
+        return mean(y_true, y_pred)
+
+
+class Tripled(keras.losses.MeanSquaredError):
+    """Overrides `__call__`, and passes on to Keras."""
+
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        return 3 * super().__call__(y_true, y_pred, sample_weight)
+
+
+def positive(rows):
+    x, y = dense_data(rows)
+    return x, np.abs(y)
+
+
+def own(loss, learning_rate=0.05, data=dense_data, make=dense_model, **kwargs):
+    return Case(make, data, sgd(loss, learning_rate), **kwargs)
+
+
+# Of one sample that is ignored, the loss is 0 / 0.
+EMPTY = {
+    "torch: batches of one": "what the loss is divided by is not known to be zero",
+    "torch: microbatches of one": "what the loss is divided by is not known to be zero",
+    "jax: across": DIVISORS["jax: across"],
+}
+
+STACKED = "`logsumexp` over a stack counts as one over samples"
+
+COMPARES = "samples|neither a mean nor a sum|halves"
+
+
+def compares(loss, **kwargs):
+    """Return a case of a loss that compares samples, which is exact within a batch."""
+    return own(loss, data=positive, expects={"across": Told(COMPARES)}, **kwargs)
+
+
+CASES |= {
+    "own loss: per sample": own(per_sample),
+    "own loss: mean": own(mean),
+    "own loss: sum": own(total, 0.005),
+    "own loss: two means": own(two_means, falls_short={"jax: across": DIVISORS["jax: across"]}),
+    "own loss: a number per output": own(by_output, falls_short=DIVISORS),
+    "own loss: a number per entry": own(by_entry, 0.01, falls_short=DIVISORS),
+    "own loss: masked mean with epsilon": own(masked_mean, 0.02, falls_short=DIVISORS),
+    "own loss: masked mean of one at least": own(
+        masked_mean_of_one_at_least, 0.02, falls_short=DIVISORS
+    ),
+    "own loss: of batches of four": own(
+        by_four, samples=24, settings=("windows",), falls_short=DIVISORS
+    ),
+    "own loss: a sum of means": own((SumOfMeans,)),
+    "own loss: passes on to Keras": own((Tripled,), 0.01),
+    **{
+        f"own loss: a mixture on axis {axis}": own(
+            functools.partial(mixture, axis=axis),
+            make=functools.partial(dense_model, outputs=6),
+            data=some_classes,
+            falls_short=EMPTY if axis else {**EMPTY, "tensorflow: across": STACKED},
+        )
+        for axis in (0, 1)
+    },
+    "own loss: contrastive": compares(contrastive),
+    "own loss: root": compares(root),
+    "own loss: wrapped": compares(wrapped),
+    **{
+        f"own loss: {loss.__name__}": own(
+            loss,
+            data=positive_at_first,
+            expects={"torch: split": Refused("not those of its halves together")},
+            settings=("split", "recomputed"),
+        )
+        for loss in (comparing_later, alike_at_first)
+    },
+    "dice": compares("dice"),
+    "cosine over samples": compares((lambda: keras.losses.CosineSimilarity(axis=0),)),
+    "hinge": own("hinge", data=lambda rows: (dense_data(rows)[0], np.sign(dense_data(rows)[1]))),
+}
+
+
+class MeanOfSome(keras.Sequential):
+    """Its loss is a mean over the samples that its targets mark; only it knows."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        valid = ops.cast(y[:, :1] > 0, y_pred.dtype)
+        return ops.sum(ops.square(y_pred - y) * valid) / ops.sum(valid)
+
+
+class MeanOfSomeWithRule(MeanOfSome):
+    def microbatch_weight(self, x, y=None, sample_weight=None):
+        return ops.sum(ops.cast(y[:, 0] > 0, "float32"))
+
+
+class SumWithRule(keras.Sequential):
+    """Sums a loss of its own over samples, and has a regularizer."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return super().compute_loss(x, y, y_pred) + ops.sum(ops.square(y_pred - y))
+
+    def microbatch_weight(self, x, y=None, sample_weight=None):
+        return "sum"
+
+
+class ComparesPredictions(keras.Sequential):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        distances = ops.sum(ops.square(y_pred[:, None] - y_pred[None]), axis=-1)
+        return mean(y, y_pred) + 0.01 * ops.max(distances)
+
+
+class OwnMetrics(keras.Sequential):
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        return {**super().compute_metrics(x, y, y_pred, sample_weight), "most": ops.max(y_pred)}
+
+
+class WeighsByTarget(keras.Sequential):
+    """Makes sample weights of its own and leaves the rest to Keras."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        valid = ops.cast(ops.not_equal(y[..., :1], 0.0), y_pred.dtype)
+        return super().compute_loss(x, y, y_pred, valid)
+
+
+def of_class(base, *more):
+    return lambda: base([keras.Input((4,)), *dense_model().layers, *more])
+
+
+def some_positive(rows):
+    """The samples of the second microbatch of 4 are not marked."""
+    x, y = dense_data(rows)
+    y[4::12] = y[5::12] = y[6::12] = y[7::12] = -1.0
+    return x, y
+
+
+def some_zeros(rows):
+    x, y = zoo.masked_data(rows)
+    y[np.arange(5) >= (1 + np.arange(rows) % 5)[:, None]] = 0.0
+    return x, y
+
+
+CASES |= {
+    "own compute_loss: with a rule": Case(
+        of_class(MeanOfSomeWithRule), some_positive, sgd(None, 0.02)
+    ),
+    "own compute_loss: a sum by rule": Case(
+        lambda: SumWithRule([keras.Input((4,)), layers.Dense(2, kernel_regularizer="l2")]),
+        dense_data,
+        sgd(None, 0.001),
+    ),
+    "own compute_loss: sample weights of its own": Case(
+        lambda: WeighsByTarget(reductions.sequence_model().layers),
+        some_zeros,
+        reductions.compile_with("mean_with_sample_weight"),
+        expects=OWN_LOSS,
+    ),
+    "own compute_loss: compares samples": Case(
+        of_class(ComparesPredictions),
+        dense_data,
+        sgd(None, 0.02, metrics=["mae"]),
+        settings=("split", "recomputed", "microbatches of one"),
+    ),
+    "own compute_metrics": Case(
+        of_class(OwnMetrics),
+        dense_data,
+        sgd("mse", metrics=["mae"]),
+        samples=FULL,
+        settings=("recomputed",),
+    ),
+    "own compute_loss: mean of some": Case(
+        of_class(MeanOfSome), dense_data, sgd(None, 0.02), expects=OWN_LOSS
+    ),
+}
+
+
+# Logs: metrics of masks, weights, several outputs, layers and the user's own.
+
+CASES |= {
+    f"logs: {name}": Case(
+        make,
+        lambda rows, data=data: data(),
+        lambda given=given: {"optimizer": keras.optimizers.SGD(0.01), **given()},
+    )
+    for name, (make, data, given) in logged.CASES.items()
+}
+
+# Calls that write to metrics are not split; Keras's own step on JAX does not take them.
+CASES["logs: layer"] = dataclasses.replace(
+    CASES["logs: layer"],
+    backends=("tensorflow", "torch"),
+    expects={"recomputed": Told("cannot be split", ALL)},
+    falls_short=ONE_SAMPLE,
+)
+
+CASES |= {
+    "logs: metrics of two outputs": Case(
+        zoo.two_outputs,
+        zoo.two_outputs_data,
+        sgd("mse", metrics=[["mae", "mse"], ["mae"]]),
+        samples=FULL,
+    ),
+    "logs: weighted metrics of a mask": Case(
+        zoo.masked_recurrent,
+        weighted(zoo.masked_data, "positions"),
+        sgd(
+            (lambda: keras.losses.MeanSquaredError("sum"),), 0.0001, weighted_metrics=["mse", "mae"]
+        ),
+    ),
+    "logs: accuracy and area": Case(
+        lambda: keras.Sequential([keras.Input((4,)), layers.Dense(1, activation="sigmoid")]),
+        lambda rows: (dense_data(rows)[0], (dense_data(rows)[1][:, :1] > 0).astype("float32")),
+        sgd("binary_crossentropy", metrics=["accuracy", "auc"]),
+    ),
+    "logs: validation": Case(
+        dense_model,
+        dense_data,
+        sgd(metrics=["mae"]),
+        {"validation_data": dense_data(8, seed=9)},
+    ),
+}

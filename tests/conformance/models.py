@@ -1,0 +1,522 @@
+"""Cases about models, their data and its structure, optimizers and precision."""
+
+import dataclasses
+import functools
+import itertools
+
+import keras
+import numpy as np
+import zoo
+from case import ALL, ONE_SAMPLE, OWN_LOSS, Case, Told, sgd
+from helpers import dense_data, dense_model
+from keras import layers, ops
+
+CASES = {name: Case(*pair) for name, pair in zoo.ZOO.items()}
+CASES["regularized"] = Case(*zoo.ZOO["regularized"], falls_short=ONE_SAMPLE)
+
+
+# Recurrent models, attention and other layers.
+
+
+def recurrent(layer, **kwargs):
+    return keras.Sequential(
+        [
+            keras.Input((5, 3)),
+            layers.Masking(),
+            layer(4, return_sequences=True, **kwargs),
+            layers.Dense(2),
+        ]
+    )
+
+
+def stateful(rows):
+    """Return a model whose state is of `rows` samples."""
+    return keras.Sequential(
+        [
+            keras.Input((5, 3), batch_size=rows),
+            layers.SimpleRNN(4, stateful=True, return_sequences=True),
+            layers.Dense(2),
+        ]
+    )
+
+
+def sequences(rows):
+    x, y = zoo.masked_data(rows)
+    return np.where(x == 0, 0.5, x), y
+
+
+def language_model():
+    """A causal one: tokens look at those before, and the padding is masked."""
+    ids = keras.Input((6,), dtype="int32")
+    x = layers.Embedding(9, 4, mask_zero=True)(ids)
+    attention = layers.MultiHeadAttention(num_heads=2, key_dim=3, use_bias=False)
+    x = layers.LayerNormalization()(x + attention(x, x, use_causal_mask=True))
+    return keras.Model(ids, layers.Dense(9)(x))
+
+
+def tokens(rows):
+    """Microbatches of one or six tokens per sample."""
+    drawn = np.random.default_rng(7).integers(1, 9, size=(rows, 7)).astype("int32")
+    lengths = np.where(np.arange(rows) % 8 < 4, 1, 6)
+    return np.where(np.arange(6) < lengths[:, None], drawn[:, :-1], 0), drawn[:, 1:]
+
+
+def token_loss():
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def normalized(**kwargs):
+    """Normalizes its inputs, so that what it averages does not depend on weights."""
+    inputs = keras.Input((4,))
+    both = [inputs, layers.BatchNormalization(**kwargs)(inputs)]
+    return keras.Model(inputs, layers.Dense(2)(layers.Concatenate()(both)))
+
+
+CASES |= {
+    "gru": Case(functools.partial(recurrent, layers.GRU), zoo.masked_data),
+    "lstm": Case(
+        functools.partial(recurrent, layers.LSTM, unroll=True),
+        zoo.masked_data,
+        falls_short={"jax": "an operation of an unrolled layer is not known"},
+    ),
+    "bidirectional": Case(
+        lambda: keras.Sequential(
+            [
+                keras.Input((5, 3)),
+                layers.Bidirectional(layers.GRU(3)),
+                layers.Dense(2),
+            ]
+        ),
+        lambda rows: (zoo.masked_data(rows)[0], dense_data(rows)[1]),
+    ),
+    "stateful recurrent": Case(
+        functools.partial(stateful, 12),
+        sequences,
+        samples=36,
+        settings=("split", "recomputed"),
+        expects={"within": Told("no effect|cannot be split")},
+    ),
+    "language model": Case(language_model, tokens, sgd((token_loss,))),
+    "frozen batch normalization": Case(functools.partial(normalized, trainable=False), dense_data),
+    "batch normalization": Case(
+        normalized,
+        dense_data,
+        expects={
+            name: Told("BatchNormalization", compares=("variables",))
+            for name in ("within", "across")
+        },
+    ),
+}
+
+
+# Structures of data, in any order of keys.
+
+
+class TwoTowers(keras.Model):
+    """Takes a dict and gives one, whose keys are not in alphabetical order."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = layers.Dense(4, "tanh"), layers.Dense(4, "tanh")
+        self.z, self.a = layers.Dense(1), layers.Dense(3)
+
+    def call(self, inputs):
+        left, right = self.left(inputs["right"]), self.right(inputs["left"])
+        return {"z": self.z(left * right), "a": self.a(left - right)}
+
+
+class OwnLossOfTwoTowers(TwoTowers):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        losses = [ops.mean(ops.square(y[name] - y_pred[name])) for name in ("z", "a")]
+        return losses[0] + 3.0 * losses[1]
+
+
+def towers_data(rows):
+    x, y = dense_data(rows, features=6, outputs=4)
+    return {"right": x[:, :4], "left": x[:, 4:]}, {"z": y[:, :1], "a": y[:, 1:] + 5.0}
+
+
+def functional_towers():
+    inputs = {name: keras.Input((n,), name=name) for name, n in (("right", 4), ("left", 2))}
+    hidden = {name: layers.Dense(4, "tanh")(part) for name, part in inputs.items()}
+    outputs = {
+        "z": layers.Dense(1, name="z")(hidden["right"] * hidden["left"]),
+        "a": layers.Dense(3, name="a")(hidden["right"] - hidden["left"]),
+    }
+    return keras.Model(inputs, outputs)
+
+
+class Nested(keras.Model):
+    """Takes a dict of a tuple and of an optional part."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = layers.Dense(4, "tanh"), layers.Dense(2)
+
+    def call(self, inputs):
+        one, other = inputs["y"]
+        hidden = self.first(ops.concatenate([one, other["b"], other["a"]], axis=-1))
+        return (self.head(hidden + inputs["x"]), [hidden])
+
+
+class OwnLossOfNested(Nested):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        found, (hidden,) = y_pred
+        return ops.mean(ops.square(y - found)) + 0.1 * ops.mean(ops.square(hidden))
+
+
+def nested_data(rows):
+    x, y = dense_data(rows, features=10)
+    parts = {"b": x[:, 2:3], "a": x[:, 3:6]}
+    return {"y": (x[:, :2], parts), "x": x[:, 6:]}, y
+
+
+class Ordered(layers.Layer):
+    """Takes and gives dicts, of which it goes by the order, and one tensor twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = layers.Dense(4), layers.Dense(4)
+
+    def call(self, inputs):
+        first, nothing, (second, _) = inputs.values()
+        return {"z": self.one(first), "m": nothing, "again": (self.other(second),) * 2}
+
+
+class CallsOrdered(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.ordered, self.head = Ordered(), layers.Dense(2)
+
+    def call(self, x):
+        first, _, (second, same) = self.ordered(self.parts(x)).values()
+        return self.head(ops.tanh(first) * second + same)
+
+    def parts(self, x):
+        return {"b": x[:, :3], "m": None, "a": (x[:, 3:], x)}
+
+
+CASES |= {
+    "an order of keys": Case(CallsOrdered, dense_data),
+    "dicts": Case(TwoTowers, towers_data, sgd({"z": "mse", "a": "mae"}, metrics={"a": ["mse"]})),
+    "dicts of a functional model": Case(
+        functional_towers,
+        towers_data,
+        sgd({"z": "mse", "a": "mae"}, loss_weights={"a": 0.3, "z": 2.0}),
+    ),
+    "dicts in a loss": Case(OwnLossOfTwoTowers, towers_data, sgd(None, 0.02), expects=OWN_LOSS),
+    "nested": Case(OwnLossOfNested, nested_data, sgd(None), expects=OWN_LOSS),
+    "a list with an output without a loss": Case(
+        zoo.two_outputs,
+        lambda rows: (dense_data(rows)[0], [dense_data(rows)[1], None]),
+        sgd(["mse", None]),
+    ),
+    "a list of inputs": Case(
+        lambda: two_inputs([keras.Input((2,)), keras.Input((2,))]),
+        lambda rows: (
+            [dense_data(rows)[0][:, 2:], dense_data(rows)[0][:, :2]],
+            dense_data(rows)[1],
+        ),
+    ),
+    "sample weights by output": Case(
+        functional_towers,
+        lambda rows: (
+            *towers_data(rows),
+            {"z": np.linspace(0.1, 3, rows), "a": np.linspace(2, 1, rows)},
+        ),
+        sgd({"z": "mse", "a": "mae"}),
+    ),
+    "no targets": Case(
+        lambda: keras.Sequential([dense_model(), AddsMean()]),
+        lambda rows: dense_data(rows)[:1],
+        sgd(None),
+        falls_short=ONE_SAMPLE,
+    ),
+    "a sample": Case(
+        dense_model,
+        dense_data,
+        samples=1,
+        expects={
+            "within": Told("has no effect", ALL),
+            "across": Told("is more than the batches of an epoch", ALL),
+        },
+    ),
+}
+
+
+def two_inputs(inputs):
+    return keras.Model(inputs, layers.Dense(2)(layers.Subtract()(inputs)))
+
+
+# Layers that add losses, or combine samples.
+
+
+class AddsMean(layers.Layer):
+    def call(self, x):
+        self.add_loss(0.1 * ops.mean(ops.square(x)))
+        return x
+
+
+class AddsSum(layers.Layer):
+    def call(self, x):
+        self.add_loss(0.01 * ops.sum(ops.square(x)))
+        return x
+
+
+class AddsBoth(layers.Layer):
+    def call(self, x):
+        self.add_loss(0.02 * ops.mean(ops.square(x)))
+        self.add_loss(0.01 * ops.sum(ops.abs(x)))
+        return x
+
+
+class AddsPerSample(layers.Layer):
+    def call(self, x):
+        self.add_loss(0.01 * ops.mean(ops.square(x), axis=-1))
+        return x
+
+
+class AddsPenalty(layers.Layer):
+    """A penalty on its own weights, as Bayesian layers add."""
+
+    def build(self, shape):
+        self.w = self.add_weight(shape=(shape[-1], 2), name="w")
+
+    def call(self, x):
+        squares = ops.square(self.w)
+        self.add_loss(0.01 * ops.sum(squares - ops.log(1e-3 + squares)))
+        return x @ self.w
+
+
+class Centers(layers.Layer):
+    def call(self, x):
+        return x - 0.5 * ops.mean(x, axis=0, keepdims=True)
+
+
+class Looks(layers.Embedding):
+    """Takes from vectors of ids a part of their mean over samples."""
+
+    def call(self, ids):
+        vectors = super().call(ids)
+        return vectors - 0.5 * ops.mean(vectors, axis=0, keepdims=True)
+
+
+def looking():
+    ids = keras.Input((2,), dtype="int32")
+    hidden = layers.Dense(3, activation="tanh")(layers.Flatten()(Looks(7, 3)(ids)))
+    return keras.Model(ids, layers.Dense(2)(hidden))
+
+
+def alike_at_first(rows):
+    ids = np.random.default_rng(0).integers(0, 7, size=(rows, 2)).astype("int32")
+    ids[:5] = ids[0]
+    return ids, dense_data(rows)[1]
+
+
+class AddsRoot(layers.Layer):
+    def call(self, x):
+        self.add_loss(ops.sqrt(ops.sum(ops.square(x))))
+        return x
+
+
+class Heads(layers.Layer):
+    """A mixture: `logsumexp` over a stack of what two layers give."""
+
+    def build(self, shape):
+        self.parts = [layers.Dense(2), layers.Dense(2)]
+        for part in self.parts:
+            part.build(shape)
+
+    def call(self, x):
+        return ops.logsumexp(ops.stack([part(x) for part in self.parts]), axis=0)
+
+
+def followed_by(*parts):
+    """Return a function that makes a dense model with fresh layers of some classes behind."""
+    return lambda: keras.Sequential([dense_model(), *(part() for part in parts), layers.Dense(2)])
+
+
+CASES |= {
+    "a layer that adds a mean": Case(followed_by(AddsMean), dense_data, falls_short=ONE_SAMPLE),
+    "a layer that adds a sum": Case(
+        followed_by(AddsSum),
+        dense_data,
+        sgd((lambda: keras.losses.MeanSquaredError("sum"),), 0.005),
+        falls_short=ONE_SAMPLE,
+    ),
+    "a layer that adds a mean and a sum": Case(
+        followed_by(AddsBoth), dense_data, expects={"across": Told("terms|average over|add_loss")}
+    ),
+    "a layer that adds a value per sample": Case(
+        followed_by(AddsPerSample),
+        dense_data,
+        expects={"across": Told("terms|average over|add_loss")},
+    ),
+    "a layer that adds a penalty": Case(
+        followed_by(AddsPenalty),
+        dense_data,
+        falls_short={**ONE_SAMPLE, "jax: across": "a term of weights alone is taken for no mean"},
+    ),
+    "a layer that combines samples": Case(
+        followed_by(Centers),
+        dense_data,
+        expects={
+            "across": Told("samples|cannot be split"),
+            "within": Told("cannot be split|depend on other samples", compares=("weights",)),
+        },
+        falls_short=ONE_SAMPLE,
+    ),
+    "a layer that combines samples, which are alike at first": Case(
+        looking,
+        alike_at_first,
+        expects={"within": Told("cannot be split|depend on other samples", ("weights",))},
+        settings=("split", "recomputed"),
+    ),
+    "a layer that adds a root": Case(
+        followed_by(AddsRoot),
+        dense_data,
+        expects={
+            "across": Told("add_loss|cannot be split|only if the loss"),
+            "within": Told("neither a mean nor a sum", ("weights", "logs")),
+        },
+    ),
+    "a mixture of layers": Case(
+        followed_by(Heads),
+        dense_data,
+        falls_short={"tensorflow": "`logsumexp` over a stack is taken for one over samples"},
+    ),
+}
+
+
+# What an optimizer does once per update.
+
+
+def schedule():
+    return keras.optimizers.schedules.ExponentialDecay(0.2, decay_steps=2, decay_rate=0.5)
+
+
+SETTINGS_OF_SGD = {
+    "schedule": {"learning_rate": schedule, "momentum": 0.9},
+    "moving average that overwrites": {"use_ema": True, "ema_overwrite_frequency": 2},
+    "clipnorm": {"clipnorm": 0.1},
+    "global_clipnorm": {"global_clipnorm": 0.1},
+    "clipvalue": {"clipvalue": 0.05},
+    "weight decay": {"weight_decay": 0.3},
+    "loss scale factor": {"loss_scale_factor": 8.0},
+}
+
+OPTIMIZERS = {
+    **zoo.OPTIMIZERS,
+    "moving average": lambda: keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.8),
+    "lamb": lambda: keras.optimizers.Lamb(0.01),
+    "nadam": lambda: keras.optimizers.Nadam(0.01),
+    "adamax": lambda: keras.optimizers.Adamax(0.01),
+    "adagrad": lambda: keras.optimizers.Adagrad(0.1),
+    "adadelta": lambda: keras.optimizers.Adadelta(1.0),
+    "adafactor": lambda: keras.optimizers.Adafactor(0.05),
+    "ftrl": lambda: keras.optimizers.Ftrl(0.1),
+    "loss scale": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01)),
+}
+
+
+def of_sgd(options):
+    options = {"learning_rate": 0.1, **options}
+    if callable(options["learning_rate"]):
+        options["learning_rate"] = options["learning_rate"]()
+    return keras.optimizers.SGD(**options)
+
+
+OPTIMIZERS |= {name: functools.partial(of_sgd, given) for name, given in SETTINGS_OF_SGD.items()}
+
+if hasattr(keras.optimizers, "Muon"):  # since Keras 3.10
+    OPTIMIZERS["muon"] = lambda: keras.optimizers.Muon(0.01)
+
+if hasattr(keras.optimizers, "ScheduleFreeAdamW"):  # since Keras 3.14
+    OPTIMIZERS["schedule free"] = lambda: keras.optimizers.ScheduleFreeAdamW(0.01)
+
+if hasattr(keras.optimizers, "MultiOptimizer"):  # since Keras 3.15
+
+    def several():
+        by_rank = keras.optimizers.Adam(0.01), keras.optimizers.SGD(0.1, momentum=0.9)
+        return keras.optimizers.MultiOptimizer(lambda v: by_rank[len(v.shape) == 1])
+
+    OPTIMIZERS["several"] = several
+
+
+class Shrink(keras.constraints.Constraint):
+    """Not idempotent: applied twice it shrinks twice."""
+
+    def __call__(self, w):
+        return 0.9 * w
+
+
+def constrained():
+    return keras.Sequential(
+        [
+            keras.Input((4,)),
+            layers.Dense(6, activation="tanh", kernel_constraint=Shrink()),
+            layers.Dense(2, kernel_constraint=Shrink()),
+        ]
+    )
+
+
+def compiled_with(make):
+    return lambda: {"optimizer": make(), "loss": "mse"}
+
+
+CASES |= {
+    name: Case(dense_model, dense_data, compiled_with(make), settings=("both", "split"))
+    for name, make in OPTIMIZERS.items()
+}
+CASES["constraints"] = Case(constrained, dense_data)
+CASES["embedding with adam"] = Case(*zoo.ZOO["embedding"], compiled_with(OPTIMIZERS["adam"]))
+
+
+# Precision, and ways to run.
+
+
+def with_calls_inside():
+    """Its own call is not split, as samples are combined, so that calls inside of it are."""
+    inputs = keras.Input((4,))
+    hidden = layers.Dense(6, activation="tanh")(inputs)
+    return keras.Model(inputs, layers.Dense(2)(Centers()(hidden)))
+
+
+HALF = {
+    "dense": Case(dense_model, dense_data),
+    "recurrent": Case(*zoo.ZOO["masked_recurrent"]),
+    "attention": Case(*zoo.ZOO["attention"]),
+    "embedding": Case(*zoo.ZOO["embedding"]),
+    "calls inside of a model": Case(
+        with_calls_inside,
+        dense_data,
+        settings=("split", "recomputed", "microbatches of one"),
+        expects={"within": Told("cannot be split|depend on other samples", ("weights",))},
+    ),
+}
+# Without the optimizer's state: in float32 there is no LossScaleOptimizer to compare with.
+IN_HALF = {"compares": ("weights", "variables", "logs")}
+
+for policy, (name, case) in itertools.product(("mixed_float16", "mixed_bfloat16"), HALF.items()):
+    CASES[f"{policy}: {name}"] = dataclasses.replace(case, precision=policy, **IN_HALF)
+
+# XLA has no float16 for it on CPUs.
+CASES["mixed_float16: attention"] = dataclasses.replace(
+    CASES["mixed_float16: attention"], backends=("tensorflow", "torch")
+)
+
+CASES |= {
+    "eager": Case(dense_model, dense_data, sgd(metrics=["mae"], run_eagerly=True)),
+    "compiled by XLA": Case(
+        dense_model,
+        dense_data,
+        sgd(metrics=["mae"], jit_compile=True),
+        backends=("tensorflow", "jax"),
+    ),
+    "several steps per execution": Case(
+        dense_model,
+        dense_data,
+        sgd(metrics=["mae"], steps_per_execution=3),
+        backends=("tensorflow", "jax"),
+    ),
+}

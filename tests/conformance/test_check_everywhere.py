@@ -1,0 +1,175 @@
+"""`check_equivalence` on any backend: its verdicts, and the command."""
+
+import random
+import re
+import subprocess
+import sys
+
+import keras
+import losses
+import numpy as np
+import pytest
+from helpers import dense_data, dense_model, seeded
+from keras import layers, ops
+from models import Centers
+from own_train_steps import OwnStep
+
+from ga_model import AccumulatingModel, EquivalenceReport, accumulate, check_equivalence
+
+SPLIT, WINDOWS = {"microbatch_size": 4}, {"accumulation_steps": 3}
+
+BY_MICROBATCH = {"microbatch_size": 4, "loss_over": "microbatch"}
+
+
+def with_layer(*parts, kind=keras.Sequential):
+    def make(loss="mse", optimizer="adam"):
+        first = layers.Dense(6, activation="tanh")
+        model = seeded(lambda: kind([keras.Input((4,)), first, *parts, layers.Dense(2)]))
+        model.compile(optimizer, loss, metrics=["mae"])
+        return model
+
+    return make
+
+
+def check(make, settings, **arguments):
+    x, y = dense_data(48)
+    return check_equivalence(make(**arguments), x, y, batch_size=12, **settings)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("settings", [SPLIT, WINDOWS, {**SPLIT, **WINDOWS}, BY_MICROBATCH], ids=str)
+def test_what_adds_up_is_equivalent(settings):
+    report = check(with_layer(), settings)
+    assert isinstance(report, EquivalenceReport)
+    assert (report.verdict, report.reasons) == ("equivalent", [])
+
+
+def of_root(parts):
+    return OwnStep(losses.root, parts)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("kind", ["own", "loss", "centers"])
+def test_what_needs_the_full_batch_is_equivalent_where_it_has_it(kind):
+    parts = [Centers()] if kind == "centers" else []
+    make = with_layer(*parts, kind=of_root if kind == "own" else keras.Sequential)
+    loss = {"loss": losses.contrastive, "own": None}.get(kind, "mse")
+    report = check(make, SPLIT, loss=loss, optimizer=keras.optimizers.SGD(0.05))
+    assert report.verdict == "equivalent"
+
+
+REASONS = {
+    "normalization": (
+        lambda: with_layer(layers.BatchNormalization())(),
+        SPLIT,
+        "BatchNormalization layers in training mode",
+    ),
+    "samples": (
+        lambda: with_layer(Centers())(),
+        BY_MICROBATCH,
+        "only if the model treats samples|depend on the others|combines",
+    ),
+    "loss": (
+        lambda: with_layer()(losses.contrastive, keras.optimizers.SGD(0.05)),
+        WINDOWS,
+        "only if the loss is a mean or|not those of its halves together|only if the loss is a sum",
+    ),
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("name", REASONS)
+def test_what_differs_is_named(name):
+    make, settings, words = REASONS[name]
+    report = check(make, settings)
+    assert report.verdict == "different"
+    assert re.search(words, " ".join(report.reasons))
+    assert re.search(words, " ".join(str(report).split()))
+
+
+class Ruled(AccumulatingModel, keras.Sequential):
+    def microbatch_weight(self, x, y=None, sample_weight=None):
+        return ops.where(x[0, 0] > 0, 1.0, 3.0)
+
+
+def test_a_weight_that_is_wrong_is_found():
+    report = check(with_layer(kind=Ruled), SPLIT)
+    assert report.verdict == "different"
+    words = "have the weights 0.333|must return what the loss is divided by"
+    assert re.search(words, " ".join(report.reasons))
+
+
+@pytest.mark.filterwarnings("ignore:BatchNormalization layers in training mode")
+def test_dropout_is_shared_and_everything_is_left_as_it_was():
+    make = with_layer(layers.BatchNormalization(), layers.Dropout(0.4, seed=1))
+    model = make()
+    accumulate(model, accumulation_steps=2)
+    model.fit(*dense_data(24), batch_size=6, verbose=0)
+
+    def state():
+        variables = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
+        return [np.array(ops.convert_to_numpy(v)) for v in variables]
+
+    before, attributes = state(), dict(vars(model))
+    numbers = random.getstate(), np.random.get_state()[1].tolist()
+    report = check_equivalence(model, *dense_data(48), batch_size=12, microbatch_size=4)
+    assert report.random_layers.shared == [model.layers[2].name]
+    for one, other in zip(state(), before, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert random.getstate() == numbers[0]
+    assert np.random.get_state()[1].tolist() == numbers[1]
+    assert vars(model).keys() == attributes.keys()
+    assert (model.accumulation_steps, model.microbatch_size) == (2, None)
+    assert "call" not in vars(model.layers[2])
+
+
+def test_a_model_that_is_not_built_is_built():
+    class Net(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = layers.Dense(2)
+
+        def call(self, x):
+            return self.dense(x)
+
+    model = seeded(Net)
+    model.compile("sgd", "mse")
+    report = check_equivalence(model, *dense_data(24), batch_size=12, microbatch_size=5)
+    assert report.equivalent
+    assert model.built
+
+
+def test_without_two_microbatches_there_is_nothing_to_compare():
+    model = dense_model()
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="must have at least two microbatches"):
+        check_equivalence(model, *dense_data(24), batch_size=12)
+
+
+SCRIPT = """
+import keras, numpy
+
+def make():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    model.compile("sgd", "mse")
+    x = numpy.random.default_rng(0).normal(size=(48, 4))
+    return model, x, x[:, :2]
+"""
+
+
+@pytest.mark.gate
+def test_the_command_checks_a_script(tmp_path):
+    file = tmp_path / "train.py"
+    file.write_text(SCRIPT)
+    check = ["check", f"{file}:make", "--batch-size", "12", "--microbatch-size", "5"]
+
+    def run(*words):
+        command = [sys.executable, "-m", "ga_model", *words]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    done = run(*check)
+    assert (done.returncode, done.stdout.split(":")[0]) == (0, "Equivalent"), done.stderr
+    if keras.backend.backend() != "tensorflow":
+        refused = run(*check, "--dtype", "float64")
+        assert refused.returncode == 2
+        assert "KERAS_BACKEND=tensorflow" in refused.stderr

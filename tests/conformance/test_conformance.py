@@ -1,0 +1,119 @@
+"""The promise, case by case and setting by setting, on the backend that the tests run on.
+
+Each case trains twice through `fit`: plainly on the full batch, and with a setting. Weights, other
+variables, seeds, the optimizer's state, the number of updates and logs must be equal to the
+tolerance of the precision, or to what rounding makes of plain Keras, where that is more; nothing
+may be warned of, unless the case expects it. Its cases are in `models`, `losses` and
+`own_train_steps`; on TensorFlow they train in float64 and in float32.
+
+Every run takes one setting of the cases in `FIRST`; the gate one of each case, in turn; the sweep
+takes the others.
+"""
+
+import itertools
+
+import keras
+import losses
+import models
+import own_train_steps
+import pytest
+from case import BACKEND, check
+from conftest import set_dtype
+
+TABLE = {**models.CASES, **losses.CASES, **own_train_steps.CASES}
+PRECISIONS = ("float64", "float32") if BACKEND == "tensorflow" else ("float32",)
+
+FIRST = {
+    "convolution",
+    "embedding",
+    "masked_recurrent",
+    "attention",
+    "two_outputs",
+    "regularized",
+    "unused_variable",
+    "lazily_built",
+    "stateful recurrent",
+    "language model",
+    "batch normalization",
+    "dicts",
+    "dicts in a loss",
+    "nested",
+    "sample weights by output",
+    "a sample",
+    "a layer that adds a mean and a sum",
+    "a layer that combines samples",
+    "adam",
+    "schedule",
+    "moving average that overwrites",
+    "global_clipnorm",
+    "weight decay",
+    "loss scale",
+    "constraints",
+    "mixed_float16: dense",
+    "mixed_bfloat16: calls inside of a model",
+    "eager",
+    "compiled by XLA",
+    "several steps per execution",
+    "sum, masked, weights: positions",
+    "mean_with_sample_weight, masked, weights: positions",
+    "class weights, sum_over_batch_size",
+    "ignored class",
+    "a microbatch without weight",
+    "two masks",
+    "own loss: masked mean with epsilon",
+    "own loss: contrastive",
+    "own compute_loss: with a rule",
+    "logs: mask",
+    "logs: weights",
+    "own train_step: masked mean",
+    "own train_step: compute_loss",
+    "own train_step: sum",
+    "own train_step: contrastive",
+}
+
+
+def trainings():
+    """Return a parameter for each case, setting and precision that this backend has."""
+    found = []
+    for turn, (name, case) in enumerate(TABLE.items()):
+        if BACKEND not in case.backends:
+            continue
+        precisions = (case.precision,) if case.precision else PRECISIONS
+        number = len(case.settings)
+        order = [case.settings[(turn + i) % number] for i in range(number)]
+        for setting, precision in itertools.product(order, precisions):
+            is_taken = setting == order[0] and precision == precisions[0]
+            is_for_gate = setting == order[0] or (name in FIRST and setting == order[1 % number])
+            marks = []
+            if not (is_taken and name in FIRST):
+                is_for_gate = is_for_gate and (is_taken or name in FIRST)
+                marks.append(pytest.mark.gate if is_for_gate else pytest.mark.sweep)
+            if reason := case.of_setting(case.falls_short, setting, None):
+                marks.append(pytest.mark.xfail(reason=reason))
+            found.append(
+                pytest.param(
+                    name, setting, precision, marks=marks, id=f"{name}-{setting}-{precision}"
+                )
+            )
+    return found
+
+
+@pytest.mark.every_case
+@pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning:keras")
+@pytest.mark.parametrize(("name", "setting", "precision"), trainings())
+def test_training_is_that_of_the_full_batch(name, setting, precision, record_property):
+    set_dtype(precision)
+    for what, difference in check(TABLE[name], setting, precision).items():
+        record_property(what, float(difference))
+
+
+def test_every_optimizer_of_keras_is_in_a_case():
+    every = {
+        cls
+        for cls in vars(keras.optimizers).values()
+        if isinstance(cls, type) and issubclass(cls, keras.optimizers.Optimizer)
+    }
+    tested = {type(make()) for make in models.OPTIMIZERS.values()}
+    assert {cls.__name__ for cls in tested} == {
+        cls.__name__ for cls in every - {keras.optimizers.Optimizer}
+    }

@@ -1,0 +1,165 @@
+"""Train models through `fit`, plainly and with settings, and compare them, on any backend.
+
+The measure is the relative difference of the weight change, the largest over all variables:
+
+    ||w - w_reference|| / ||w_reference - w_start||
+
+References are trained by plain Keras in the same process, on the same samples in the same order.
+"""
+
+import warnings
+
+import keras
+import numpy as np
+from helpers import (
+    assert_changed,
+    dense_data,
+    num_updates,
+    relative_difference,
+    scope,
+    seeded,
+    set_random_seed,
+)
+
+from ga_model import accumulate
+
+
+def train(
+    make,
+    compile_args,
+    data,
+    *,
+    rows,
+    epochs=2,
+    fit_args=None,
+    builds=True,
+    replicas=None,
+    **settings,
+):
+    """Return a fresh model that was trained through `fit`, and the weights that it began with.
+
+    These are None if it was not built.
+
+    Args:
+        make: function that returns a fresh model, the same one every time.
+        compile_args: function that returns fresh keyword arguments of `compile`.
+        data: (x, y), (x, y, sample_weight), or (x,).
+        rows: samples per batch.
+        builds: whether a model that is not built is built before, with weights that are drawn.
+        replicas: devices that a model with settings is trained on, those of `--replicas` if None.
+        settings: of `accumulate`; without any, it is plain Keras.
+    """
+    with scope(replicas if settings else 1):
+        model = seeded(make)
+        if settings:
+            model = accumulate(model, **settings)
+        model.compile(**compile_args())
+        if builds and not model.built:
+            model(keras.tree.map_structure(lambda x: x[:1], data[0]))
+            set_random_seed(2)
+            generator = np.random.default_rng(2)
+            model.set_weights([generator.normal(size=w.shape) * 0.5 for w in model.get_weights()])
+        if model.built and model.optimizer:  # built by the first update, Keras traces a step twice
+            model.optimizer.build(model.trainable_variables)
+    start = model.get_weights() if model.built else None
+    arguments = {"epochs": epochs, "shuffle": False, "verbose": 0, **(fit_args or {})}
+    arguments.update(zip(("x", "y", "sample_weight"), data))
+    model.fit(batch_size=rows, **arguments)
+    if start is not None:
+        assert_changed(model.get_weights(), start)
+    return model, start
+
+
+def train_pair(
+    make, compile_args, data, *, rows, steps=1, size=None, loss_over=None, replicas=None, **kwargs
+):
+    """Train two equal models: in windows of `steps` batches of `rows` samples, and on full batches.
+
+    Args:
+        size: samples per microbatch, or None.
+        loss_over: the setting.
+        kwargs: of `train`, as its other arguments are.
+
+    Returns:
+        The accumulating model, the reference, and the weights that both began with.
+    """
+    reference, start = train(make, compile_args, data, rows=rows * steps, **kwargs)
+    settings = {"accumulation_steps": steps, "microbatch_size": size, "loss_over": loss_over}
+    model, begun = train(
+        make, compile_args, data, rows=rows, replicas=replicas, **settings, **kwargs
+    )
+    for a, b in zip(start, begun, strict=True):
+        np.testing.assert_array_equal(a, b)
+    return model, reference, start
+
+
+def difference_of_fits(*args, **kwargs):
+    """Return the relative difference of the two trainings of `train_pair`."""
+    model, reference, start = train_pair(*args, **kwargs)
+    if reference.optimizer is not None:
+        assert num_updates(model.optimizer) == num_updates(reference.optimizer)
+    return relative_difference(model.get_weights(), reference.get_weights(), start)
+
+
+def difference_of_orders(make, compile_args, data, *, rows, **kwargs):
+    """Return how much plain Keras differs from itself with the samples in another order."""
+    reference, start = train(make, compile_args, data, rows=rows, **kwargs)
+    other, _ = train(make, compile_args, reordered(data, rows, 0), rows=rows, **kwargs)
+    return relative_difference(other.get_weights(), reference.get_weights(), start)
+
+
+def reordered(data, rows, seed):
+    """Return data with the samples of each batch of `rows` in another order."""
+    generator = np.random.default_rng(seed)
+    samples = len(keras.tree.flatten(data)[0])
+    parts = np.split(np.arange(samples), range(rows, samples, rows))
+    order = np.concatenate([generator.permutation(part) for part in parts])
+    return tuple(keras.tree.map_structure(lambda x: x[order], part) for part in data)
+
+
+def rounded(data, seed):
+    """Return data with every floating-point number off by a rounding, up or down."""
+    generator = np.random.default_rng(seed)
+
+    def moved(x):
+        if x.dtype.kind != "f":
+            return x
+        away = np.where(generator.random(x.shape) < 0.5, -np.inf, np.inf).astype(x.dtype)
+        return np.where(x == 0, x, np.nextafter(x, away))
+
+    return tuple(keras.tree.map_structure(moved, part) for part in data)
+
+
+def assert_equal_logs(model, reference, rtol=1e-5):
+    """Compare what the last `fit` of each has logged."""
+    logs, expected = model.history.history, reference.history.history
+    assert list(logs) == list(expected)
+    for name, values in logs.items():
+        np.testing.assert_allclose(values, expected[name], rtol=rtol, atol=1e-7, err_msg=name)
+
+
+def train_and_hear(make, settings, rows=12, prepare=None):
+    """Return the weights before and after, and what was said.
+
+    Args:
+        make: function that returns a fresh model, the same one every time.
+        settings: of accumulation.
+        rows: samples per batch.
+        prepare: called with the model before it is compiled.
+    """
+    model = accumulate(seeded(make), **settings)
+    if prepare is not None:
+        prepare(model)
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    start = model.get_weights()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        model.fit(*dense_data(24), batch_size=rows, epochs=2, shuffle=False, verbose=0)
+    return start, model.get_weights(), [str(w.message) for w in caught]
+
+
+def difference_and_said(make, settings, rows=12, prepare=None):
+    """Return the relative difference from training on batches of 12 samples, and what was said."""
+    start, weights, said = train_and_hear(make, settings, rows, prepare)
+    _, expected, _ = train_and_hear(make, {}, prepare=prepare)
+    return relative_difference(weights, expected, start), said
