@@ -87,7 +87,7 @@ class MeanOfSquares(keras.regularizers.Regularizer):
 
 def num_updates(optimizer):
     """Return the updates that an optimizer has made, of which a LossScaleOptimizer may not know."""
-    return int(getattr(optimizer, "inner_optimizer", optimizer).iterations)
+    return int(getattr(optimizer, "inner_optimizer", optimizer).iterations.numpy())
 
 
 def text_of(error):

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+Reader = TypeVar("Reader", bound=Callable[..., Any])
 
 # What an allocation that fails says, where its error has no class of its own.
 _EXHAUSTED = ("can't allocate memory", "not enough memory", "out of memory")
@@ -30,14 +30,14 @@ def is_to_raise(error: Exception) -> bool:
     return isinstance(error, Warning) or is_exhausted(error)
 
 
-def otherwise(answer: Any) -> Callable[[_Function], _Function]:
+def otherwise(answer: Any) -> Callable[[Reader], Reader]:
     """Return a decorator that lets a function answer what it cannot read.
 
     Args:
         answer: what it returns then.
     """
 
-    def decorate(read: _Function) -> _Function:
+    def decorate(read: Reader) -> Reader:
         @functools.wraps(read)
         def reading(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -47,6 +47,6 @@ def otherwise(answer: Any) -> Callable[[_Function], _Function]:
                     raise
                 return answer
 
-        return cast(_Function, reading)
+        return cast(Reader, reading)
 
     return decorate

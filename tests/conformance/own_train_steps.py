@@ -17,7 +17,7 @@ if BACKEND == "tensorflow":
             with tf.GradientTape() as tape:
                 loss = self.objective(x, y, self(x, training=True))
             gradients = tape.gradient(loss, self.trainable_variables)
-            self.optimizer.apply(gradients, self.trainable_variables)
+            self.optimizer.apply(self.changed(gradients), self.trainable_variables)
             return {"loss": loss}
 
 elif BACKEND == "torch":
@@ -31,7 +31,7 @@ elif BACKEND == "torch":
             loss.backward()
             with torch.no_grad():
                 gradients = [variable.value.grad for variable in self.trainable_variables]
-                self.optimizer.apply(gradients, self.trainable_variables)
+                self.optimizer.apply(self.changed(gradients), self.trainable_variables)
             return {"loss": loss.detach()}
 
 else:
@@ -48,6 +48,7 @@ else:
             trainable, non_trainable, optimizer, metrics = state
             gradient = jax.value_and_grad(self.loss_of, has_aux=True)
             (loss, non_trainable), gradients = gradient(trainable, non_trainable, *data)
+            gradients = self.changed(gradients)
             trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
             return {"loss": loss}, (trainable, non_trainable, optimizer, metrics)
 
@@ -61,6 +62,15 @@ class OwnStep(Step):
 
     def objective(self, x, y, y_pred):
         return self.function(y, y_pred)
+
+    def changed(self, gradients):
+        """Return the gradients that are applied."""
+        return gradients
+
+
+class Clips(OwnStep):
+    def changed(self, gradients):
+        return [ops.clip(gradient, -0.01, 0.01) for gradient in gradients]
 
 
 class ByComputeLoss(OwnStep):
@@ -176,6 +186,14 @@ CASES = {
     "a loss of Keras": step(by_a_loss_of_keras),
     "compute_loss": step(None, loss="mse", base=ByComputeLoss),
     "a penalty on a weight": step(losses.mean, base=Penalized),
+    "clipped gradients": step(
+        losses.mean,
+        base=Clips,
+        expects={
+            "tensorflow: across": Told("Gradients must reach the optimizer unchanged"),
+            "torch: across": Refused("(?i)gradients"),
+        },
+    ),
     "contrastive": step(losses.contrastive, expects=COMPARES),
     "root": step(losses.root, expects=COMPARES),
 }
