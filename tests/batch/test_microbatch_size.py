@@ -549,22 +549,6 @@ def test_the_mean_of_the_parts_means_would_be_wrong(float64):
     assert relative_difference(naive, expected.get_weights(), start) > 1e-2
 
 
-@pytest.mark.parametrize("way", [{}, {"jit_compile": True}, {"run_eagerly": True}], ids=str)
-def test_a_batch_that_is_one_microbatch_takes_the_step_as_it_is(way, float64, monkeypatch):
-    def fit(wrapped):
-        model = seeded(dense_model)
-        if wrapped:
-            model = accumulate(model, microbatch_size=8)
-        model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"], **way)
-        batches = tf.data.Dataset.from_tensor_slices(dense_data(24)).batch(8, drop_remainder=True)
-        history = model.fit(batches, epochs=2, shuffle=False, verbose=0).history
-        return [*model.get_weights(), *history.values()]
-
-    monkeypatch.setattr("ga_model.batch._step.run", None)
-    for found, expected in zip(fit(True), fit(False), strict=True):
-        np.testing.assert_array_equal(found, expected)
-
-
 def test_a_batch_in_which_nothing_counts_changes_nothing():
     """Where the loss of its microbatches is 0 / 0."""
 

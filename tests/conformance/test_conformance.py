@@ -72,6 +72,20 @@ FIRST = {
 }
 
 
+# Reasons, by beginnings of names, why a case is left out with `--replicas`.
+ONE_DEVICE = {
+    "own ": "what is computed without Keras has to be divided by the replicas",
+    "nested": "what is computed without Keras has to be divided by the replicas",
+    "dicts in a loss": "what is computed without Keras has to be divided by the replicas",
+    "a layer that": "replicas add losses of their own samples",
+    "mixed_bfloat16: calls inside": "replicas combine their own samples",
+    "mixed_float16: calls inside": "replicas combine their own samples",
+    "stateful recurrent": "replicas have another number of samples",
+    "several steps per execution": "Keras runs one step per execution there",
+    "moving average that overwrites": "Keras does not overwrite weights there",
+}
+
+
 def trainings():
     """Return a parameter for each case, setting and precision that this backend has."""
     found = []
@@ -88,6 +102,8 @@ def trainings():
             if not (is_taken and name in FIRST):
                 is_for_gate = is_for_gate and (is_taken or name in FIRST)
                 marks.append(pytest.mark.gate if is_for_gate else pytest.mark.sweep)
+            if reason := next((r for n, r in ONE_DEVICE.items() if name.startswith(n)), None):
+                marks.append(pytest.mark.one_device(reason))
             if reason := case.of_setting(case.falls_short, setting, None):
                 marks.append(pytest.mark.xfail(reason=reason))
             found.append(

@@ -96,23 +96,6 @@ def test_no_gradient_is_scaled_up_and_weights_that_grow_are_exact(weights, float
     np.testing.assert_allclose(accumulator.mean()[0], expected, rtol=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
-def test_1024_small_half_precision_gradients_sum_right(kind):
-    variable = keras.Variable(np.zeros(4), dtype=kind)
-    accumulator = GradientAccumulator()
-    gradient = tf.constant([1.0, 2.0, -1.0, 0.5], kind)
-
-    @tf.function
-    def add():
-        accumulator.add([gradient / 1024], [variable], weight=None)
-
-    for _ in range(1024):
-        add()
-    mean = accumulator.mean()[0]
-    assert mean.dtype == kind
-    np.testing.assert_array_equal(tf.cast(mean, "float32"), [1.0, 2.0, -1.0, 0.5])
-
-
 @pytest.mark.parametrize("num_ids", [200, 7])
 def test_sparse_gradients_are_one_behind_the_other_up_to_a_quarter_more_than_the_table(
     num_ids, float64
