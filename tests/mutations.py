@@ -227,7 +227,7 @@ MUTATIONS = [
         "sums/_rows.py",
         "return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype",
         "return dtype",
-        "interface/test_accumulator.py::test_1024_small_half_precision_gradients_sum_right",
+        "conformance/test_accumulator_everywhere.py",
     ),
     Mutation(
         "what overwrites a variable is summed",
