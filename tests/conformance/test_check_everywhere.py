@@ -25,7 +25,7 @@ def with_layer(*parts, kind=keras.Sequential):
     def make(loss="mse", optimizer="adam"):
         first = layers.Dense(6, activation="tanh")
         model = seeded(lambda: kind([keras.Input((4,)), first, *parts, layers.Dense(2)]))
-        model.compile(optimizer, loss, metrics=["mae"] if loss else [])
+        model.compile(optimizer, loss, metrics=["mae"] if loss else None)
         return model
 
     return make
