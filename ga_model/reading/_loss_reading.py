@@ -64,10 +64,15 @@ def is_known(loss: Any) -> bool:
         return False
     kinds = [loss if inspect.isfunction(loss) else type(loss), getattr(loss, "fn", None)]
     return all(
-        (kind.__module__ or "").startswith("keras.") and kind.__name__ not in _NOT_BY_SAMPLE
+        _module_of(kind).startswith("keras.") and kind.__name__ not in _NOT_BY_SAMPLE
         for kind in kinds
         if kind is not None
     )
+
+
+def _module_of(kind: Any) -> str:
+    """Return the module of a class or function, though `functools.wraps` gave it another's."""
+    return str(getattr(kind, "__globals__", {}).get("__name__", kind.__module__))
 
 
 def _fit(loss: Any, y_true: Any, y_pred: Any) -> bool:
