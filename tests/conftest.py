@@ -82,7 +82,7 @@ def pytest_collection_modifyitems(config, items):
     The gate takes one case in 37, from the first of a test marked so, from the second of
     others: a number that has no factor in common with those of what cases are combined of.
     """
-    items.sort(key=lambda item: "equivalence" not in item.path.parts)
+    items.sort(key=lambda item: not {"conformance", "equivalence"} & set(item.path.parts))
     seen = collections.Counter()
     for item in items:
         if any(item.get_closest_marker(name) for name in ("every_case", "sweep", "deep")):
@@ -114,7 +114,7 @@ def rewrite_graphs(is_on):
 @pytest.fixture(autouse=True)
 def fresh_keras(request):
     # The heart and the documents run as users' scripts do.
-    rewrite_graphs(bool({"equivalence", "documents"} & set(request.path.parts)))
+    rewrite_graphs(bool({"conformance", "equivalence", "documents"} & set(request.path.parts)))
     keras.utils.clear_session()
     gc.freeze()  # what is alive now is not looked through at every collection of garbage to come
     helpers.set_random_seed(0)

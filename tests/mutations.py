@@ -55,7 +55,7 @@ MUTATIONS = [
         "recording/_observed_loss.py",
         "        if found is not None:\n            value, term",
         "        if found is None and found:\n            value, term",
-        "equivalence/test_weights.py::test_single_numbers_are_weighted_by_what_they_are_divided_by",
+        "conformance/test_conformance.py",
     ),
     Mutation(
         "numbers that change with the number of samples are taken for literals",
@@ -189,16 +189,14 @@ MUTATIONS = [
         "hearing/_weights.py",
         "(term.value, _numbers.float64(steps) * parts)",
         "(term.value, parts)",
-        "equivalence/test_weights.py"
-        "::test_a_sum_beside_a_mean_is_exact_in_full_windows_of_equal_microbatches",
+        "conformance/test_conformance.py",
     ),
     Mutation(
         "terms of different weights have one weight in a split batch",
         "hearing/_weights.py",
         "factors.append((term.value, share * parts))",
         "factors.append((term.value, parts))",
-        "batch/test_microbatch_size.py"
-        "::test_terms_of_unlike_weights_are_exact_in_a_batch_and_nothing_warns",
+        "conformance/test_conformance.py",
     ),
     Mutation(
         "a regularizer beside a sum counts once per microbatch",
@@ -384,8 +382,7 @@ MUTATIONS = [
         "hearing/_metric_calls.py",
         "return _is_scalar(values) and _is_scalar(sample_weight)",
         "return False",
-        "batch/test_microbatch_size.py"
-        "::test_reduction_matches_the_whole_batch_and_so_does_the_loss",
+        "conformance/test_conformance.py",
     ),
     Mutation(
         "numbers that a step logs are not weighted",

@@ -522,33 +522,6 @@ def test_several_optimizers_each_get_their_own_sum(float64):
         np.testing.assert_allclose(values, logs[1][name], rtol=1e-12)
 
 
-def test_the_mean_of_the_parts_means_would_be_wrong(float64):
-    """The control: parts of 5, 5 and 2 rows, each counted alike."""
-    x, y = dense_data(12)
-    model = seeded(dense_model)
-    model.compile(keras.optimizers.SGD(0.1), "mse")
-    start, variables = model.get_weights(), model.trainable_variables
-
-    def gradients(rows):
-        with tf.GradientTape() as tape:
-            loss = model.compute_loss(y=y[rows], y_pred=model(x[rows]))
-        return tape.gradient(loss, variables)
-
-    parts = [gradients(slice(i, i + 5)) for i in (0, 5, 10)]
-    model.optimizer.apply([sum(g) / 3 for g in zip(*parts, strict=True)], variables)
-    naive = model.get_weights()
-    expected, _, _ = train_pair(
-        dense_model,
-        lambda: {"optimizer": keras.optimizers.SGD(0.1), "loss": "mse"},
-        (x, y),
-        rows=12,
-        steps=1,
-        size=5,
-        epochs=1,
-    )
-    assert relative_difference(naive, expected.get_weights(), start) > 1e-2
-
-
 def test_a_batch_in_which_nothing_counts_changes_nothing():
     """Where the loss of its microbatches is 0 / 0."""
 

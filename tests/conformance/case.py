@@ -47,11 +47,16 @@ SETTINGS = {
     "recomputed": Setting(12, {"microbatch_size": 5, "loss_over": "batch"}, True),
     "batches of one": Setting(1, {"accumulation_steps": 12}, False),
     "microbatches of one": Setting(12, {"microbatch_size": 1}, True),
+    "added up": Setting(12, {"microbatch_size": 5, "loss_over": "microbatch"}, True),
 }
+USUAL = tuple(name for name in SETTINGS if name != "added up")
+
+
+ALL = ("weights", "variables", "seeds", "optimizer", "updates", "logs")
 
 
 @dataclasses.dataclass(frozen=True)
-class Told:
+class Warns:
     """Warnings are given, each of them once.
 
     Attributes:
@@ -65,15 +70,32 @@ class Told:
 
 @dataclasses.dataclass(frozen=True)
 class Refused:
-    """An error is raised whose text matches."""
+    """An error is raised whose text matches.
+
+    Attributes:
+        is_late: whether batches were trained before.
+    """
 
     text: str
+    is_late: bool = False
 
 
-EXACT = Told("")
-OWN_LOSS = {"jax: across": Refused("custom `compute_loss`")}
+@dataclasses.dataclass(frozen=True)
+class FallsShort:
+    """What is expected does not happen yet.
+
+    Attributes:
+        kind: what happens: a "false alarm" (a warning, though all is exact), what is "inexact" with
+            a warning or "silent" without, or it is "refused" by an error.
+        reason: why.
+    """
+
+    kind: str
+    reason: str
+
+
+EXACT = Warns("")
 ROUNDOFF = {"mixed_float16": 2.0**-11, "mixed_bfloat16": 2.0**-8}  # of any number
-ALL = ("weights", "variables", "seeds", "optimizer", "logs")
 
 
 def sgd(loss="mse", learning_rate=0.1, **kwargs):
@@ -95,11 +117,17 @@ def sgd(loss="mse", learning_rate=0.1, **kwargs):
 MSE = sgd()
 
 # What the trials and readers of today's engines do not see, or take for what it is not.
-ONE_SAMPLE = {"torch: batches of one": "a batch of one sample has no halves to compare"}
+ONE_SAMPLE = "a batch of one sample has no halves to compare"
 DIVISORS = {
-    "torch: across": "gradients of halves do not tell what a loss is divided by",
-    "jax: across": "the reader of jaxprs takes the loss for one that compares samples",
+    "torch: across": FallsShort("false alarm", "halves do not tell what a loss is divided by"),
+    "jax: across": FallsShort("false alarm", "the loss is taken for one that compares samples"),
 }
+OWN_LOSS = {"jax: across": FallsShort("refused", "a custom `compute_loss` has no weight")}
+OWN_STEP = {"jax: across": FallsShort("refused", "a custom `train_step` has no weight")}
+
+
+def of_one_sample(kind):
+    return {"torch: batches of one": FallsShort(kind, ONE_SAMPLE)}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -112,9 +140,9 @@ class Case:
         compile: function that returns fresh arguments of `compile`.
         fit: further arguments of `fit`.
         samples: of an epoch.
-        expects: `Told` or `Refused`, by the name of a setting, "within" or "across" (batches), or
+        expects: `Warns` or `Refused`, by the name of a setting, "within" or "across" (batches), or
             such a name behind a backend and a colon; all else is exact, without a warning.
-        falls_short: reasons why what is expected does not happen yet, by the same names.
+        falls_short: what happens instead for now, by the same names.
         compares: what has to be that of the full batch.
         precision: the policy's, where it is neither float32 nor float64.
         backends: those that have what the case is about.
@@ -126,12 +154,12 @@ class Case:
     compile: Callable[[], dict[str, Any]] = MSE
     fit: dict[str, Any] = dataclasses.field(default_factory=dict)
     samples: int = SAMPLES
-    expects: dict[str, Told | Refused] = dataclasses.field(default_factory=dict)
-    falls_short: dict[str, str] = dataclasses.field(default_factory=dict)
+    expects: dict[str, Warns | Refused] = dataclasses.field(default_factory=dict)
+    falls_short: dict[str, FallsShort] = dataclasses.field(default_factory=dict)
     compares: tuple[str, ...] = ALL
     precision: str | None = None
     backends: tuple[str, ...] = ("tensorflow", "torch", "jax")
-    settings: tuple[str, ...] = tuple(SETTINGS)
+    settings: tuple[str, ...] = USUAL
 
     def of_setting(self, table, setting, default):
         """Return what a table by settings and backends has for one, the closest name first."""
@@ -180,7 +208,7 @@ def state_of(model):
         values_of(others),
         values_of(seeds),
         values_of(optimizer.variables if optimizer else []),
-        num_updates(optimizer) if optimizer else 0,
+        num_updates(optimizer) if optimizer and optimizer.built else 0,
     )
 
 
@@ -202,7 +230,9 @@ def largest(found, expected, start):
     start = start or [np.zeros_like(value) for value in expected]
     differences = [0.0]
     for value, reference, begun in zip(found, expected, start, strict=True):
-        if reference.dtype == np.float64:
+        if not np.all(np.isfinite(value)):
+            differences.append(np.inf)
+        elif reference.dtype == np.float64:
             differences.append(relative_difference([value], [reference], [begun]))
         else:
             differences.append(0.0 if np.array_equal(value, reference) else np.inf)
@@ -211,63 +241,118 @@ def largest(found, expected, start):
 
 def differences(found, expected, start):
     """Return in what two trainings differ: relative numbers, by what they are of."""
-    assert found.updates == expected.updates
     assert found.logs.keys() == expected.logs.keys()
     logs = [
         np.max(np.abs(np.subtract(found.logs[name], values)) / np.maximum(np.abs(values), 1e-3))
         for name, values in expected.logs.items()
     ]
-    has_same_optimizer = len(found.optimizer) == len(expected.optimizer)
     return {
         "weights": largest(found.weights, expected.weights, start.weights),
         "variables": largest(found.variables, expected.variables, start.variables),
         "seeds": largest(found.seeds, expected.seeds, start.seeds),
-        "optimizer": largest(found.optimizer, expected.optimizer, [])
-        if has_same_optimizer
-        else np.inf,
+        "optimizer": largest(found.optimizer, expected.optimizer, []),
+        "updates": abs(found.updates - expected.updates),
         "logs": max(logs, default=0.0),
     }
 
 
-@functools.lru_cache(maxsize=8)
-def plain(case, dtype, changed=lambda data: data):
-    """Return the state that a case starts with, and what plain Keras makes of it.
+def plain(case):
+    """Return the state that a case starts with, and what plain Keras makes of it."""
+    return _plain(case, keras.config.dtype_policy().name, keras.config.floatx())
 
-    Args:
-        dtype: the policy that is set, as models follow it.
-        changed: what its data goes through.
-    """
+
+@functools.lru_cache(maxsize=4)
+def _plain(case, policy, floatx):
     data = case.data(case.samples)
     model = seeded(case.make)
     if not model.built:
         model(keras.tree.map_structure(lambda x: x[:1], data[0]))
-    return state_of(model), trained(case, changed(data), 12)
+    return state_of(model), trained(case, data, 12)
 
 
 def rounding(case, dtype):
-    """Return how much rounding makes of a case: what plain Keras differs from itself.
+    """Return how far rounding alone moves plain Keras.
 
     That is with the samples of each batch in another order, and with all numbers of the data off
     by a rounding; and in half precision, which rounds each gradient, three times its difference
     from float32: trainings of which one is as far from float32 as plain Keras is, and the other
     twice as far, are at most so far from each other.
     """
-    start, expected = plain(case, dtype)
-    changes = [functools.partial(reordered, rows=12, seed=seed) for seed in range(3)]
-    changes += [functools.partial(rounded, seed=seed) for seed in range(6)]
-    others = [(1, plain(case, dtype, change)[1]) for change in changes]
+    start, expected = plain(case)
+    data = case.data(case.samples)
+    changed = [reordered(data, 12, seed) for seed in range(3)]
+    changed += [rounded(data, seed) for seed in range(6)]
+    others = [(1, trained(case, each, 12)) for each in changed]
     if dtype.startswith("mixed"):
         set_dtype("float32")
-        others.append((3, plain(case, "float32")[1]))
+        others.append(
+            (3, trained(dataclasses.replace(case, compile=scaled(case, dtype)), data, 12))
+        )
         set_dtype(dtype)
     found = [(factor, differences(other, expected, start)) for factor, other in others]
     return {name: max(factor * each[name] for factor, each in found) for name in ALL}
 
 
-def news(found, expected):
+def scaled(case, dtype):
+    """Return arguments of `compile` with the optimizer that Keras makes for a precision."""
+
+    def arguments():
+        given = case.compile()
+        if dtype == "mixed_float16":
+            given["optimizer"] = keras.optimizers.LossScaleOptimizer(given["optimizer"])
+        return given
+
+    return arguments
+
+
+def new_warnings(found, expected):
     """Return the warnings of a training that another one has not, whatever models are called."""
     texts = [[re.sub(r"_\d+", "", text) for text in state.warnings] for state in (found, expected)]
     return [text for text, same in zip(found.warnings, texts[0]) if same not in texts[1]]
+
+
+def compared(case, setting, dtype, compares):
+    """Train a case plainly and with a setting.
+
+    Returns:
+        The new warnings, all differences, and those that are more than what is allowed, beside it.
+    """
+    rows, settings, _ = SETTINGS[setting]
+    start, expected = plain(case)
+    assert_changed(expected.weights, start.weights)
+    found = trained(case, case.data(case.samples), rows, **settings)
+    seen = differences(found, expected, start)
+    allowed = dict.fromkeys(ALL, {**TOLERANCE, **ROUNDOFF}[dtype])
+    if any(not seen[name] <= allowed[name] for name in compares):
+        measured = rounding(case, dtype)
+        allowed = {name: max(allowed[name], measured[name]) for name in ALL}
+    pairs = {name: (seen[name], allowed[name]) for name in compares}
+    too_much = {name: pair for name, pair in pairs.items() if not pair[0] <= pair[1]}
+    return new_warnings(found, expected), seen, too_much
+
+
+def kind_of(case, setting, dtype):
+    """Return what happens in a case that falls short, as `FallsShort` names it."""
+    try:
+        warned, _, too_much = compared(case, setting, dtype, case.compares)
+    except (ValueError, RuntimeError):
+        return "refused"
+    if too_much:
+        return "inexact" if warned else "silent"
+    return "false alarm" if warned else "nothing"
+
+
+def assert_refused(case, setting, refused):
+    """Train a case that is refused, and assert that nothing was trained before, unless it may."""
+    rows, settings, _ = SETTINGS[setting]
+    holder = keras.callbacks.Callback()  # of the model
+    callbacks = {**case.fit, "callbacks": [holder]}
+    with pytest.raises((ValueError, RuntimeError), match=refused.text):
+        trained(dataclasses.replace(case, fit=callbacks), case.data(case.samples), rows, **settings)
+    if holder.model is not None and not refused.is_late:
+        state, start = state_of(holder.model), state_of(seeded(case.make))
+        for value, expected in zip(state.weights, start.weights, strict=True):
+            np.testing.assert_array_equal(value, expected)
 
 
 def check(case, setting, dtype):
@@ -277,31 +362,20 @@ def check(case, setting, dtype):
         All differences.
     """
     expects = case.of_setting(case.expects, setting, EXACT)
-    rows, settings, _ = SETTINGS[setting]
-    data = case.data(case.samples)
+    short = case.of_setting(case.falls_short, setting, None)
+    if short is not None:
+        assert kind_of(case, setting, dtype) == short.kind
+        pytest.xfail(short.reason)
     if isinstance(expects, Refused):
-        with pytest.raises((ValueError, RuntimeError, TypeError), match=expects.text):
-            trained(case, data, rows, **settings)
+        assert_refused(case, setting, expects)
         return {}
-    start, expected = plain(case, dtype)
-    found = trained(case, data, rows, **settings)
-    assert_changed(expected.weights, start.weights)
-    said = news(found, expected)
-    if expects is EXACT:
-        assert said == []
-    else:
-        assert said
-        assert [text for text in said if not re.search(expects.text, text)] == []
-        assert len(set(said)) == len(said)
     compares = case.compares if expects is EXACT else expects.compares
-    seen = differences(found, expected, start)
-    allowed = dict.fromkeys(ALL, {**TOLERANCE, **ROUNDOFF}[dtype])
-    if any(seen[name] > allowed[name] for name in compares):
-        allowed = {
-            name: max(allowed[name], rounded) for name, rounded in rounding(case, dtype).items()
-        }
-    too_much = {
-        name: (seen[name], allowed[name]) for name in compares if not seen[name] <= allowed[name]
-    }
+    warned, seen, too_much = compared(case, setting, dtype, compares)
+    if expects is EXACT:
+        assert warned == []
+    else:
+        assert warned
+        assert [text for text in warned if not re.search(expects.text, text)] == []
+        assert len(set(warned)) == len(warned)
     assert too_much == {}
     return seen

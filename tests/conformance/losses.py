@@ -9,7 +9,7 @@ import logged
 import numpy as np
 import reductions
 import zoo
-from case import ALL, DIVISORS, ONE_SAMPLE, OWN_LOSS, Case, Refused, Told, sgd
+from case import ALL, DIVISORS, OWN_LOSS, Case, FallsShort, Refused, Warns, of_one_sample, sgd
 from helpers import dense_data, dense_model
 from keras import layers, ops
 
@@ -70,13 +70,12 @@ def ignoring(rows):
     return zoo.masked_data(rows)[0], y
 
 
-def without_weight(rows, value):
-    """The second of three microbatches of 4 has no weight, and a feature that is `value`."""
+def without_weight(rows):
+    """The second of three microbatches of 4 has no weight."""
     x, y = dense_data(rows)
     weights = np.random.default_rng(0).uniform(0.5, 2.0, rows)
     for begin in range(4, rows, 12):
         weights[begin : begin + 4] = 0.0
-        x[begin : begin + 4] = value
     return x, y, weights
 
 
@@ -109,7 +108,7 @@ CASES |= {
     ),
     "a microbatch without weight": Case(
         dense_model,
-        functools.partial(without_weight, value=1.0),
+        without_weight,
         reductions.compile_with("mean_with_sample_weight"),
     ),
     "a window without weight": Case(
@@ -127,12 +126,11 @@ def terms(make, compile_args, data):
         make,
         data,
         compile_args,
-        expects={"across": Told("The terms of|average over different things")},
+        expects={"across": Warns("The terms of|average over different things|add_loss")},
     )
 
 
 CASES |= {name: terms(*parts) for name, parts in reductions.UNLIKE.items()}
-CASES["mask and activity"] = dataclasses.replace(CASES["mask and activity"], falls_short=ONE_SAMPLE)
 
 CASES |= {
     "two reductions that agree": Case(
@@ -226,6 +224,15 @@ def contrastive(y_true, y_pred):
     return ops.mean(ops.logsumexp(similarities, axis=-1))
 
 
+def shifted(y_true, y_pred):
+    return contrastive(y_true, y_pred + 0.3) + mean(y_true, y_pred)
+
+
+def zero_at_first():
+    head = layers.Dense(2, kernel_initializer="zeros")
+    return keras.Sequential([keras.Input((4,)), layers.Dense(5), head])
+
+
 def comparing_later(y_true, y_pred):
     """Compares samples where a target is negative."""
     values = per_sample(y_true, y_pred)
@@ -278,6 +285,19 @@ class SumOfMeans(keras.losses.Loss):
         return mean(y_true, y_pred)
 
 
+class WeighsByItself(keras.losses.Loss):
+    """Has a `__call__` of its own, with another reduction than it says."""
+
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        weights = ops.square(y_true[:, 0])
+        return ops.sum(weights * per_sample(y_true, y_pred)) / ops.sum(weights)
+
+
+class AddsUpByItself(keras.losses.MeanSquaredError):
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        return total(y_true, y_pred)
+
+
 class Tripled(keras.losses.MeanSquaredError):
     """Overrides `__call__`, and passes on to Keras."""
 
@@ -295,20 +315,29 @@ def own(loss, learning_rate=0.05, data=dense_data, make=dense_model, **kwargs):
 
 
 # Of one sample that is ignored, the loss is 0 / 0.
+NOT_ZERO = FallsShort("silent", "what the loss is divided by is not known to be zero")
 EMPTY = {
-    "torch: batches of one": "what the loss is divided by is not known to be zero",
-    "torch: microbatches of one": "what the loss is divided by is not known to be zero",
-    "jax: across": DIVISORS["jax: across"],
+    "torch: batches of one": NOT_ZERO,
+    "torch: microbatches of one": NOT_ZERO,
+    "jax: across": FallsShort("inexact", DIVISORS["jax: across"].reason),
 }
 
-STACKED = "`logsumexp` over a stack counts as one over samples"
+HALVES = "halves do not tell what a loss is divided by"
+INEXACT = {
+    "torch: across": FallsShort("inexact", HALVES),
+    "jax: across": FallsShort("inexact", DIVISORS["jax: across"].reason),
+}
 
-COMPARES = "samples|neither a mean nor a sum|halves"
+OWN_CALL = {"jax: across": FallsShort("inexact", "a custom `__call__` is taken for a mean")}
+
+STACKED = FallsShort("inexact", "`logsumexp` over a stack counts as one over samples")
+
+COMPARES = "add up to the full-batch gradient only if the loss is a (mean or a )?sum over samples"
 
 
 def compares(loss, **kwargs):
     """Return a case of a loss that compares samples, which is exact within a batch."""
-    return own(loss, data=positive, expects={"across": Told(COMPARES)}, **kwargs)
+    return own(loss, data=positive, expects={"across": Warns(COMPARES)}, **kwargs)
 
 
 CASES |= {
@@ -316,17 +345,52 @@ CASES |= {
     "own loss: mean": own(mean),
     "own loss: sum": own(total, 0.005),
     "own loss: two means": own(two_means, falls_short={"jax: across": DIVISORS["jax: across"]}),
-    "own loss: a number per output": own(by_output, falls_short=DIVISORS),
+    "own loss: a number per output": own(
+        by_output,
+        falls_short={
+            **DIVISORS,
+            "torch: windows": INEXACT["torch: across"],
+            "torch: both": INEXACT["torch: across"],
+            "jax: windows": INEXACT["jax: across"],
+            "jax: both": INEXACT["jax: across"],
+        },
+    ),
     "own loss: a number per entry": own(by_entry, 0.01, falls_short=DIVISORS),
-    "own loss: masked mean with epsilon": own(masked_mean, 0.02, falls_short=DIVISORS),
+    "own loss: masked mean with epsilon": own(masked_mean, 0.02, falls_short=INEXACT),
     "own loss: masked mean of one at least": own(
-        masked_mean_of_one_at_least, 0.02, falls_short=DIVISORS
+        masked_mean_of_one_at_least,
+        0.02,
+        falls_short={**INEXACT, "torch: both": FallsShort("refused", HALVES)},
     ),
     "own loss: of batches of four": own(
         by_four, samples=24, settings=("windows",), falls_short=DIVISORS
     ),
     "own loss: a sum of means": own((SumOfMeans,)),
-    "own loss: passes on to Keras": own((Tripled,), 0.01),
+    **{
+        f"own loss: passes on to Keras, {reduction}": Case(
+            zoo.masked_recurrent,
+            weighted(zoo.masked_data, "positions"),
+            sgd(
+                (functools.partial(Tripled, reduction=reduction),),
+                0.0003 if reduction == "sum" else 0.01,
+            ),
+        )
+        for reduction in reductions.DIFFERENT_REDUCTIONS
+    },
+    "own loss: weighs by itself": own((WeighsByItself,), falls_short=OWN_CALL),
+    "own loss: adds up by itself": own((AddsUpByItself,), 0.005, falls_short=OWN_CALL),
+    "own loss: of predictions that are alike at first": own(
+        shifted, make=zero_at_first, settings=("split", "recomputed")
+    ),
+    **{
+        f"asked to add up: {loss.__name__}": own(
+            loss,
+            0.005 if loss is total else 0.05,
+            settings=("added up",),
+            expects={} if loss in (mean, total) else {"within": Warns(COMPARES)},
+        )
+        for loss in (mean, total, contrastive)
+    },
     **{
         f"own loss: a mixture on axis {axis}": own(
             functools.partial(mixture, axis=axis),
@@ -343,7 +407,7 @@ CASES |= {
         f"own loss: {loss.__name__}": own(
             loss,
             data=positive_at_first,
-            expects={"torch: split": Refused("not those of its halves together")},
+            expects={"torch: split": Refused("not those of its halves together", is_late=True)},
             settings=("split", "recomputed"),
         )
         for loss in (comparing_later, alike_at_first)
@@ -426,7 +490,7 @@ CASES |= {
         lambda: WeighsByTarget(reductions.sequence_model().layers),
         some_zeros,
         reductions.compile_with("mean_with_sample_weight"),
-        expects=OWN_LOSS,
+        falls_short=OWN_LOSS,
     ),
     "own compute_loss: compares samples": Case(
         of_class(ComparesPredictions),
@@ -442,7 +506,7 @@ CASES |= {
         settings=("recomputed",),
     ),
     "own compute_loss: mean of some": Case(
-        of_class(MeanOfSome), dense_data, sgd(None, 0.02), expects=OWN_LOSS
+        of_class(MeanOfSome), dense_data, sgd(None, 0.02), falls_short=OWN_LOSS
     ),
 }
 
@@ -462,8 +526,8 @@ CASES |= {
 CASES["logs: layer"] = dataclasses.replace(
     CASES["logs: layer"],
     backends=("tensorflow", "torch"),
-    expects={"recomputed": Told("cannot be split", ALL)},
-    falls_short=ONE_SAMPLE,
+    expects={"recomputed": Warns("cannot be split", ALL)},
+    falls_short=of_one_sample("silent"),
 )
 
 CASES |= {

@@ -7,12 +7,12 @@ import itertools
 import keras
 import numpy as np
 import zoo
-from case import ALL, ONE_SAMPLE, OWN_LOSS, Case, Told, sgd
+from case import ALL, OWN_LOSS, Case, FallsShort, Refused, Warns, of_one_sample, sgd
 from helpers import dense_data, dense_model
 from keras import layers, ops
 
 CASES = {name: Case(*pair) for name, pair in zoo.ZOO.items()}
-CASES["regularized"] = Case(*zoo.ZOO["regularized"], falls_short=ONE_SAMPLE)
+CASES["regularized"] = Case(*zoo.ZOO["regularized"], falls_short=of_one_sample("false alarm"))
 
 
 # Recurrent models, attention and other layers.
@@ -29,11 +29,12 @@ def recurrent(layer, **kwargs):
     )
 
 
-def stateful(rows):
+def stateful(rows, *parts):
     """Return a model whose state is of `rows` samples."""
     return keras.Sequential(
         [
             keras.Input((5, 3), batch_size=rows),
+            *(part() for part in parts),
             layers.SimpleRNN(4, stateful=True, return_sequences=True),
             layers.Dense(2),
         ]
@@ -74,10 +75,11 @@ def normalized(**kwargs):
 
 CASES |= {
     "gru": Case(functools.partial(recurrent, layers.GRU), zoo.masked_data),
-    "lstm": Case(
+    "lstm": Case(functools.partial(recurrent, layers.LSTM), zoo.masked_data),
+    "unrolled lstm": Case(
         functools.partial(recurrent, layers.LSTM, unroll=True),
         zoo.masked_data,
-        falls_short={"jax": "an operation of an unrolled layer is not known"},
+        falls_short={"jax": FallsShort("false alarm", "an operation of it is not known")},
     ),
     "bidirectional": Case(
         lambda: keras.Sequential(
@@ -94,7 +96,14 @@ CASES |= {
         sequences,
         samples=36,
         settings=("split", "recomputed"),
-        expects={"within": Told("no effect|cannot be split")},
+        expects={"within": Warns("cannot be split into", ALL)},
+    ),
+    "stateful masked recurrent": Case(
+        functools.partial(stateful, 12, layers.Masking),
+        zoo.masked_data,
+        samples=36,
+        settings=("split", "recomputed"),
+        expects={"within": Warns("cannot be split into", ALL)},
     ),
     "language model": Case(language_model, tokens, sgd((token_loss,))),
     "frozen batch normalization": Case(functools.partial(normalized, trainable=False), dense_data),
@@ -102,7 +111,7 @@ CASES |= {
         normalized,
         dense_data,
         expects={
-            name: Told("BatchNormalization", compares=("variables",))
+            name: Warns("BatchNormalization", compares=("variables",))
             for name in ("within", "across")
         },
     ),
@@ -178,6 +187,10 @@ class Ordered(layers.Layer):
         super().__init__()
         self.one, self.other = layers.Dense(4), layers.Dense(4)
 
+    def build(self, _):
+        self.one.build((None, 3))
+        self.other.build((None, 1))
+
     def call(self, inputs):
         first, nothing, (second, _) = inputs.values()
         return {"z": self.one(first), "m": nothing, "again": (self.other(second),) * 2}
@@ -204,8 +217,8 @@ CASES |= {
         towers_data,
         sgd({"z": "mse", "a": "mae"}, loss_weights={"a": 0.3, "z": 2.0}),
     ),
-    "dicts in a loss": Case(OwnLossOfTwoTowers, towers_data, sgd(None, 0.02), expects=OWN_LOSS),
-    "nested": Case(OwnLossOfNested, nested_data, sgd(None), expects=OWN_LOSS),
+    "dicts in a loss": Case(OwnLossOfTwoTowers, towers_data, sgd(None, 0.02), falls_short=OWN_LOSS),
+    "nested": Case(OwnLossOfNested, nested_data, sgd(None), falls_short=OWN_LOSS),
     "a list with an output without a loss": Case(
         zoo.two_outputs,
         lambda rows: (dense_data(rows)[0], [dense_data(rows)[1], None]),
@@ -230,15 +243,15 @@ CASES |= {
         lambda: keras.Sequential([dense_model(), AddsMean()]),
         lambda rows: dense_data(rows)[:1],
         sgd(None),
-        falls_short=ONE_SAMPLE,
+        falls_short=of_one_sample("false alarm"),
     ),
     "a sample": Case(
         dense_model,
         dense_data,
         samples=1,
         expects={
-            "within": Told("has no effect", ALL),
-            "across": Told("is more than the batches of an epoch", ALL),
+            "within": Warns("has no effect", ALL),
+            "across": Warns("is more than the batches of an epoch", ALL),
         },
     ),
 }
@@ -289,8 +302,12 @@ class AddsPenalty(layers.Layer):
 
 
 class Centers(layers.Layer):
+    def __init__(self, factor=0.5):
+        super().__init__()
+        self.factor = factor
+
     def call(self, x):
-        return x - 0.5 * ops.mean(x, axis=0, keepdims=True)
+        return x - self.factor * ops.mean(x, axis=0, keepdims=True)
 
 
 class Looks(layers.Embedding):
@@ -307,6 +324,12 @@ def looking():
     return keras.Model(ids, layers.Dense(2)(hidden))
 
 
+def values_alike_at_first(rows):
+    x, y = dense_data(rows)
+    x[:5] = x[0]
+    return x, y
+
+
 def alike_at_first(rows):
     ids = np.random.default_rng(0).integers(0, 7, size=(rows, 2)).astype("int32")
     ids[:5] = ids[0]
@@ -317,6 +340,17 @@ class AddsRoot(layers.Layer):
     def call(self, x):
         self.add_loss(ops.sqrt(ops.sum(ops.square(x))))
         return x
+
+
+class Draws(layers.Layer):
+    """Draws random numbers that change nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.seeds = keras.random.SeedGenerator(3)
+
+    def call(self, x):
+        return x + 0 * keras.random.normal(ops.shape(x), dtype=x.dtype, seed=self.seeds)
 
 
 class Heads(layers.Layer):
@@ -337,53 +371,69 @@ def followed_by(*parts):
 
 
 CASES |= {
-    "a layer that adds a mean": Case(followed_by(AddsMean), dense_data, falls_short=ONE_SAMPLE),
+    "a layer that adds a mean": Case(
+        followed_by(AddsMean), dense_data, falls_short=of_one_sample("false alarm")
+    ),
     "a layer that adds a sum": Case(
         followed_by(AddsSum),
         dense_data,
         sgd((lambda: keras.losses.MeanSquaredError("sum"),), 0.005),
-        falls_short=ONE_SAMPLE,
+        falls_short=of_one_sample("inexact"),
     ),
     "a layer that adds a mean and a sum": Case(
-        followed_by(AddsBoth), dense_data, expects={"across": Told("terms|average over|add_loss")}
+        followed_by(AddsBoth), dense_data, expects={"across": Warns("terms|average over|add_loss")}
     ),
     "a layer that adds a value per sample": Case(
         followed_by(AddsPerSample),
         dense_data,
-        expects={"across": Told("terms|average over|add_loss")},
+        expects={"across": Warns("terms|average over|add_loss")},
     ),
     "a layer that adds a penalty": Case(
         followed_by(AddsPenalty),
         dense_data,
-        falls_short={**ONE_SAMPLE, "jax: across": "a term of weights alone is taken for no mean"},
+        falls_short={
+            **of_one_sample("false alarm"),
+            "jax: across": FallsShort("false alarm", "a term of weights is taken for no mean"),
+        },
     ),
     "a layer that combines samples": Case(
         followed_by(Centers),
         dense_data,
         expects={
-            "across": Told("samples|cannot be split"),
-            "within": Told("cannot be split|depend on other samples", compares=("weights",)),
+            "across": Warns("only if the (model|loss)|cannot be split into"),
+            "within": Warns("cannot be split into", ALL),
         },
-        falls_short=ONE_SAMPLE,
+        falls_short=of_one_sample("silent"),
     ),
     "a layer that combines samples, which are alike at first": Case(
         looking,
         alike_at_first,
-        expects={"within": Told("cannot be split|depend on other samples", ("weights",))},
+        expects={"within": Warns("cannot be split into", ALL)},
+        settings=("split", "recomputed"),
+    ),
+    "a layer that combines values, which are alike at first": Case(
+        lambda: keras.Sequential([keras.Input((4,)), Centers(), dense_model()]),
+        values_alike_at_first,
+        expects={"within": Warns("cannot be split into", ALL)},
         settings=("split", "recomputed"),
     ),
     "a layer that adds a root": Case(
         followed_by(AddsRoot),
         dense_data,
         expects={
-            "across": Told("add_loss|cannot be split|only if the loss"),
-            "within": Told("neither a mean nor a sum", ("weights", "logs")),
+            "across": Warns("add_loss|cannot be split into|only if the loss"),
+            "within": Warns("neither a mean nor a sum", ALL),
         },
+    ),
+    "a layer that draws": Case(
+        followed_by(Draws),
+        dense_data,
+        compares=tuple(name for name in ALL if name != "seeds"),
     ),
     "a mixture of layers": Case(
         followed_by(Heads),
         dense_data,
-        falls_short={"tensorflow": "`logsumexp` over a stack is taken for one over samples"},
+        falls_short={"tensorflow": FallsShort("false alarm", "`logsumexp` over a stack")},
     ),
 }
 
@@ -475,11 +525,18 @@ CASES["embedding with adam"] = Case(*zoo.ZOO["embedding"], compiled_with(OPTIMIZ
 # Precision, and ways to run.
 
 
+def tokens_with_calls_inside():
+    ids = keras.Input((6,), dtype="int32")
+    x = Centers(0.1)(layers.Embedding(9, 4)(ids))
+    x = x + layers.MultiHeadAttention(num_heads=2, key_dim=3, use_bias=False)(x, x)
+    return keras.Model(ids, layers.Dense(9)(x))
+
+
 def with_calls_inside():
     """Its own call is not split, as samples are combined, so that calls inside of it are."""
     inputs = keras.Input((4,))
     hidden = layers.Dense(6, activation="tanh")(inputs)
-    return keras.Model(inputs, layers.Dense(2)(Centers()(hidden)))
+    return keras.Model(inputs, layers.Dense(2)(Centers(0.1)(hidden)))
 
 
 HALF = {
@@ -487,23 +544,31 @@ HALF = {
     "recurrent": Case(*zoo.ZOO["masked_recurrent"]),
     "attention": Case(*zoo.ZOO["attention"]),
     "embedding": Case(*zoo.ZOO["embedding"]),
+    "calls inside of a language model": Case(
+        tokens_with_calls_inside,
+        tokens,
+        sgd((token_loss,)),
+        settings=("split", "recomputed"),
+        backends=("tensorflow", "torch", "jax"),
+        expects={"within": Warns("cannot be split into", ALL)},
+    ),
     "calls inside of a model": Case(
         with_calls_inside,
         dense_data,
         settings=("split", "recomputed", "microbatches of one"),
-        expects={"within": Told("cannot be split|depend on other samples", ("weights",))},
+        expects={"within": Warns("cannot be split into", ALL)},
     ),
 }
-# Without the optimizer's state: in float32 there is no LossScaleOptimizer to compare with.
-IN_HALF = {"compares": ("weights", "variables", "logs")}
+
 
 for policy, (name, case) in itertools.product(("mixed_float16", "mixed_bfloat16"), HALF.items()):
-    CASES[f"{policy}: {name}"] = dataclasses.replace(case, precision=policy, **IN_HALF)
+    CASES[f"{policy}: {name}"] = dataclasses.replace(case, precision=policy)
 
 # XLA has no float16 for it on CPUs.
-CASES["mixed_float16: attention"] = dataclasses.replace(
-    CASES["mixed_float16: attention"], backends=("tensorflow", "torch")
-)
+for name in ("attention", "calls inside of a language model"):
+    CASES[f"mixed_float16: {name}"] = dataclasses.replace(
+        CASES[f"mixed_float16: {name}"], backends=("tensorflow", "torch")
+    )
 
 CASES |= {
     "eager": Case(dense_model, dense_data, sgd(metrics=["mae"], run_eagerly=True)),
@@ -511,8 +576,18 @@ CASES |= {
         dense_model,
         dense_data,
         sgd(metrics=["mae"], jit_compile=True),
-        backends=("tensorflow", "jax"),
+        expects={"torch": Refused("jit_compile=False")},
     ),
+    **{
+        f"{number} steps per execution, compiled by XLA": Case(
+            dense_model,
+            dense_data,
+            sgd(metrics=["mae"], steps_per_execution=number, jit_compile=True),
+            backends=("tensorflow", "jax"),
+            settings=("windows", "both"),
+        )
+        for number in (2, 5)
+    },
     "several steps per execution": Case(
         dense_model,
         dense_data,

@@ -118,20 +118,20 @@ def test_a_fit_begins_with_an_empty_window():
 
 
 class Fails(layers.Layer):
-    """Raises an error at a call."""
+    """Raises an error at one of its calls, which are counted where no trial puts them back."""
 
-    def __init__(self):
-        super().__init__()
-        self.is_failing = False
+    calls, fails_at = 0, None
 
     def call(self, inputs):
-        if self.is_failing:
+        Fails.calls += 1
+        if Fails.calls == Fails.fails_at:
             raise KeyboardInterrupt
         return inputs
 
 
 @pytest.mark.parametrize("settings", [WINDOWS, SPLIT])
 def test_an_interrupted_window_is_forgotten(settings):
+    """It fails in the second microbatch, when the first is in the sums."""
     x, y = dense_data(12)
 
     def make():
@@ -140,16 +140,16 @@ def test_an_interrupted_window_is_forgotten(settings):
     model = compiled(make, lambda: arguments(run_eagerly=True), **settings)
     start = model.get_weights()
     rows = 4 if settings is WINDOWS else 12
-
-    class Fail(keras.callbacks.Callback):
-        def on_train_batch_begin(self, batch, logs=None):
-            model.layers[1].is_failing = batch == (1 if settings is WINDOWS else 0)
-
+    model.fit(x, y, batch_size=rows, shuffle=False, verbose=0)  # what is tried, is tried here
+    model.set_weights(start)
+    Fails.fails_at = Fails.calls + 2
     with pytest.raises(KeyboardInterrupt):
-        model.fit(10.0 * x, y, batch_size=rows, shuffle=False, verbose=0, callbacks=[Fail()])
+        model.fit(10.0 * x, y, batch_size=rows, shuffle=False, verbose=0)
     assert model.has_updated
     assert_equal_weights(model, start)
-    model.layers[1].is_failing = False
+    if BACKEND == "torch":
+        assert all(v.value.grad is None for v in model.trainable_weights)
+    Fails.fails_at = None
     model.fit(x, y, batch_size=rows, shuffle=False, verbose=0)
     assert_same(model, *trained((x, y), make=make, epochs=1))
 
@@ -309,6 +309,26 @@ def test_a_microbatch_of_nan_without_weight_is_left_out(counts, rows, settings):
     np.testing.assert_allclose(*logs, rtol=1e-5)
 
 
+@pytest.mark.parametrize("first", [0, 4])
+@pytest.mark.parametrize(("rows", "settings"), [(4, WINDOWS), (12, {"microbatch_size": 4})])
+def test_nan_behind_sample_weights_of_zero_is_left_out(rows, settings, first):
+    """Plain Keras on the full batch gives NaN: the reference is trained on the other samples."""
+    x, y = dense_data(12)
+    weights, bad = np.ones(12), x.copy()
+    weights[first : first + 4], bad[first : first + 4] = 0.0, np.nan
+    rest = weights > 0
+
+    def mean():
+        return arguments(loss=keras.losses.MeanSquaredError("mean_with_sample_weight"), metrics=[])
+
+    reference, start = trained((x[rest], y[rest]), 8, compile_args=mean, epochs=1)
+    found, _ = trained((bad, y, weights), rows, compile_args=mean, epochs=1, **settings)
+    assert_same(found, reference, start)
+    np.testing.assert_allclose(
+        found.history.history["loss"], reference.history.history["loss"], rtol=1e-5
+    )
+
+
 class Keep(keras.optimizers.Optimizer):
     """Makes each variable its gradient."""
 
@@ -341,17 +361,19 @@ def test_the_one_microbatch_that_has_weight_is_itself_to_the_bit(rows, settings)
 # Models that change, and models in files.
 
 
-def test_layers_that_are_unfrozen_in_between_are_trained():
+@pytest.mark.parametrize("unfreezes", [True, False])
+def test_layers_that_are_unfrozen_or_frozen_in_between_are_trained_or_not(unfreezes):
     data = dense_data(24)
     weights = []
     for settings, rows in (({}, 12), (WINDOWS, 4)):
-        model = compiled(zoo.frozen_layer, **settings)
+        model = compiled(zoo.frozen_layer if unfreezes else dense_model, **settings)
+        start = model.get_weights()
         model.fit(*data, batch_size=rows, shuffle=False, verbose=0)
-        model.layers[1].trainable = True
+        model.layers[1].trainable = unfreezes
         model.compile(**arguments())
         model.fit(*data, batch_size=rows, shuffle=False, verbose=0)
         weights.append(model.get_weights())
-    assert relative_difference(*weights, seeded(zoo.frozen_layer).get_weights()) <= LIMIT
+    assert relative_difference(*weights, start) <= LIMIT
 
 
 @keras.saving.register_keras_serializable("tests")
@@ -444,7 +466,6 @@ def test_an_optimizer_that_accumulates_itself_is_refused():
         accumulate(dense_model(), **WINDOWS).compile(optimizer, "mse")
 
 
-@pytest.mark.xfail(reason="the state of a layer is not known as one of each sample")
 def test_stateful_recurrent_models_train_in_windows_of_their_batch_size():
     """As with the accumulation of Keras's optimizers, which is exact in full windows."""
 
@@ -455,14 +476,16 @@ def test_stateful_recurrent_models_train_in_windows_of_their_batch_size():
     generator = np.random.default_rng(0)
     data = generator.normal(size=(96, 5, 3)), generator.normal(size=(96, 5, 1))
     data = tuple(part.astype("float32") for part in data)
-    reference, start = trained(
-        data,
-        8,
-        make,
-        lambda: arguments(optimizer=keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)),
-    )
-    model, _ = trained(data, 8, make, accumulation_steps=2)
+    optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+    reference, start = trained(data, 8, make, lambda: arguments(optimizer=optimizer))
+    with pytest.warns(UserWarning, match="To train exactly|writes to"):
+        model, _ = trained(data, 8, make, accumulation_steps=2)
+    if BACKEND == "torch":
+        difference = relative_difference(model.get_weights(), reference.get_weights(), start)
+        assert difference > LIMIT
+        pytest.xfail("a trial moves the state of a layer: it is told of, and inexact")
     assert_same(model, reference, start)
+    pytest.xfail("the state of a layer is not known as one of each sample: a false alarm")
 
 
 # The package.

@@ -12,12 +12,14 @@ takes the others.
 
 import itertools
 
+import helpers
 import keras
 import losses
 import models
 import own_train_steps
 import pytest
-from case import BACKEND, check
+import zoo
+from case import BACKEND, Case, check, kind_of, sgd
 from conftest import set_dtype
 
 TABLE = {**models.CASES, **losses.CASES, **own_train_steps.CASES}
@@ -104,8 +106,6 @@ def trainings():
                 marks.append(pytest.mark.gate if is_for_gate else pytest.mark.sweep)
             if reason := next((r for n, r in ONE_DEVICE.items() if name.startswith(n)), None):
                 marks.append(pytest.mark.one_device(reason))
-            if reason := case.of_setting(case.falls_short, setting, None):
-                marks.append(pytest.mark.xfail(reason=reason))
             found.append(
                 pytest.param(
                     name, setting, precision, marks=marks, id=f"{name}-{setting}-{precision}"
@@ -121,6 +121,39 @@ def test_training_is_that_of_the_full_batch(name, setting, precision, record_pro
     set_dtype(precision)
     for what, difference in check(TABLE[name], setting, precision).items():
         record_property(what, float(difference))
+
+
+class WeighsAlike(keras.Sequential):
+    """Says that every microbatch counts the same: the mean of means that others take."""
+
+    def microbatch_weight(self, x, y=None, sample_weight=None):
+        return 1.0
+
+
+def weighs_alike(model, data, **kwargs):
+    return Case(lambda: WeighsAlike(model().layers), data, **kwargs)
+
+
+CONTROLS = {
+    "even": weighs_alike(helpers.dense_model, helpers.dense_data, samples=24),
+    "ragged": weighs_alike(helpers.dense_model, helpers.dense_data),
+    "masked": weighs_alike(zoo.masked_recurrent, zoo.masked_data, samples=24),
+    "sum": weighs_alike(
+        helpers.dense_model,
+        helpers.dense_data,
+        samples=24,
+        compile=sgd((lambda: keras.losses.MeanSquaredError("sum"),), 0.005),
+    ),
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("precision", [*PRECISIONS, "mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("name", CONTROLS)
+def test_control_a_mean_of_means_is_found_to_differ(name, precision):
+    set_dtype(precision)
+    found = kind_of(CONTROLS[name], "windows", precision)
+    assert found in (["nothing"] if name == "even" else ["silent", "inexact"])
 
 
 def test_every_optimizer_of_keras_is_in_a_case():

@@ -6,11 +6,13 @@ import pytest
 import tensorflow as tf
 from conftest import set_dtype
 from helpers import (
+    TOLERANCE,
     dense_data,
     dense_model,
     num_updates,
     seeded,
 )
+from training import difference_of_fits
 
 from ga_model import accumulate
 
@@ -83,3 +85,30 @@ def test_bfloat16_models_train_with_float32_sums(policy):
     for w, r in zip(model.get_weights(), reference.get_weights(), strict=True):
         difference = np.abs(np.asarray(w, "float32") - np.asarray(r, "float32")).max()
         assert difference <= 0.05 * change  # bfloat16 has 8 bits
+
+
+class AppliesGradientsAlone(keras.Sequential):
+    """Leaves it to the optimizer which variables the gradients are of."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
+            scaled = self.optimizer.scale_loss(loss)
+        self.optimizer.apply(tape.gradient(scaled, self.trainable_variables))
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("settings", [{"steps": 2}, {"steps": 1, "size": 3}], ids=str)
+def test_a_loss_scale_optimizer_knows_its_variables(settings):
+    def optimizer():
+        return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=8.0)
+
+    difference = difference_of_fits(
+        lambda: AppliesGradientsAlone([keras.Input((4,)), *dense_model().layers]),
+        lambda: {"optimizer": optimizer(), "loss": None},
+        dense_data(24),
+        rows=6,
+        **settings,
+    )
+    assert difference <= TOLERANCE["float32"]

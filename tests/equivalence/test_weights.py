@@ -16,12 +16,7 @@ from helpers import (
     relative_difference,
     seeded,
 )
-from reductions import (
-    compile_with,
-    sample_weights,
-    sequence_model,
-)
-from training import difference_of_fits, train_pair
+from training import difference_of_fits
 from zoo import masked_data, masked_recurrent, regularized, two_outputs, two_outputs_data
 
 from ga_model import AccumulatingModel, accumulate
@@ -135,11 +130,6 @@ def safe_masked_mean(y_true, y_pred):
     return total / (count + 0.5)
 
 
-def masked_mean_over_one_at_least(y_true, y_pred):
-    total, count = masked_squares(y_true, y_pred)
-    return total / tf.maximum(count, 1.0)
-
-
 class MeanAddedUp(keras.losses.Loss):
     """A mean over samples, of which Keras takes the sum."""
 
@@ -159,41 +149,6 @@ class WeighsByItself(keras.losses.Loss):
         return tf.reduce_sum(weights * values) / tf.reduce_sum(weights)
 
 
-class AddsUpByItself(keras.losses.MeanSquaredError):
-    def __call__(self, y_true, y_pred, sample_weight=None):
-        return tf.reduce_sum(tf.square(y_true - y_pred))
-
-
-NUMBERS = {  # single numbers of all samples
-    "a masked mean with an epsilon": lambda: safe_masked_mean,
-    "a masked mean over one at least": lambda: masked_mean_over_one_at_least,
-    "a sum of means": MeanAddedUp,
-    "a weighted mean of its own": WeighsByItself,
-    "a sum of its own": AddsUpByItself,
-    "a number per output": lambda: lambda y_true, y_pred: tf.reduce_mean((y_true - y_pred) ** 2, 0),
-}
-
-
-@pytest.mark.every_case
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("size", [None, 5])
-@pytest.mark.parametrize("name", NUMBERS)
-def test_single_numbers_are_weighted_by_what_they_are_divided_by(name, size, float64):
-    model, reference, start = train_pair(
-        dense_model,
-        lambda: {"optimizer": keras.optimizers.SGD(0.01), "loss": NUMBERS[name]()},
-        dense_data(34),
-        rows=4 if size is None else 12,
-        steps=3 if size is None else 1,
-        size=size,
-    )
-    difference = relative_difference(model.get_weights(), reference.get_weights(), start)
-    assert difference <= TOLERANCE[float64]
-    np.testing.assert_allclose(
-        model.history.history["loss"], reference.history.history["loss"], rtol=1e-12
-    )
-
-
 def fit_number(loss, **settings):
     model = accumulate(seeded(dense_model), accumulation_steps=3)
     model.compile("sgd", loss, **settings)
@@ -208,10 +163,10 @@ def test_numbers_of_terms_that_are_divided_by_different_things_are_told(float64)
         fit_number(loss)
 
 
-@pytest.mark.parametrize("name", list(NUMBERS)[:4])
-def test_numbers_that_are_no_means_over_samples_are_told_of_in_eager_steps(name, float64):
+@pytest.mark.parametrize("make", [MeanAddedUp, WeighsByItself, lambda: safe_masked_mean])
+def test_numbers_that_are_no_means_over_samples_are_told_of_in_eager_steps(make, float64):
     with pytest.warns(UserWarning, match="With `run_eagerly=True`, a loss that returns a single"):
-        fit_number(NUMBERS[name](), run_eagerly=True)
+        fit_number(make(), run_eagerly=True)
 
 
 def test_a_compute_loss_of_the_instance_is_read(float64):
@@ -266,30 +221,6 @@ def test_terms_that_one_weight_can_not_serve_are_named_once(float64):
     with warnings.catch_warnings():  # a second trace of the same step does not repeat it
         warnings.simplefilter("error")
         model.fit(x, [y, y], batch_size=5, shuffle=False, verbose=0)
-
-
-def test_no_warning_where_one_weight_serves_all_terms(float64):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        x, y = masked_data(24)
-        inputs = keras.Input((5, 3))
-        h = keras.layers.Masking()(inputs)
-        outputs = [keras.layers.Dense(2, name=n)(h) for n in "ab"]  # one mask for both
-        model = accumulate(keras.Model(inputs, outputs), accumulation_steps=3)
-        model.compile("sgd", ["mse", "mae"])
-        model.fit(x, [y, y], batch_size=4, verbose=0)
-
-
-@pytest.mark.one_device("the shares of a batch are not equal")
-@pytest.mark.filterwarnings("ignore:The terms of:UserWarning")
-@pytest.mark.parametrize("reductions", [("sum", "mean"), ("mean", "sum")])
-def test_a_sum_beside_a_mean_is_exact_in_full_windows_of_equal_microbatches(reductions, float64):
-    def arguments():
-        losses = [keras.losses.MeanSquaredError(reduction=r) for r in reductions]
-        return {"optimizer": keras.optimizers.SGD(0.01), "loss": losses, "loss_weights": [0.5, 2.0]}
-
-    difference = difference_of_fits(two_outputs, arguments, two_outputs_data(24), rows=4, steps=3)
-    assert difference <= TOLERANCE[float64]
 
 
 class CountsPositions(AccumulatingModel, keras.Sequential):
@@ -458,49 +389,3 @@ def test_batches_of_different_lengths_are_weighted_by_positions(run_eagerly, flo
 
 
 # Controls: what others do fails where this package passes.
-
-
-def mean_of_means(make, compile_args, data, *, rows, steps, epochs=2):
-    """Train with the usual recipe: sum the gradients of `steps` batches and divide by `steps`."""
-    model = seeded(make)
-    model.compile(**compile_args())
-    optimizer = model.optimizer
-    parts = [range(i, min(i + rows, len(data[0]))) for i in range(0, len(data[0]), rows)]
-    for _ in range(epochs):
-        for window in [parts[i : i + steps] for i in range(0, len(parts), steps)]:
-            total = [0.0 for _ in model.trainable_variables]
-            for part in window:
-                x, y, *weights = (keras.ops.convert_to_tensor(a[part]) for a in data)
-                with tf.GradientTape() as tape:
-                    loss = model.compute_loss(
-                        x, y, model(x, training=True), weights[0] if weights else None
-                    )
-                gradients = tape.gradient(loss, model.trainable_variables)
-                total = [t + g for t, g in zip(total, gradients)]
-            optimizer.apply([t / steps for t in total], model.trainable_variables)
-    return model
-
-
-@pytest.mark.parametrize(
-    ("case", "rows"),
-    [("even", 24), ("ragged", 22), ("partial", 28), ("masked", 24), ("sum", 24), ("weighted", 24)],
-)
-def test_control_the_mean_of_means_fails_wherever_microbatches_differ(case, rows, float64):
-    make, reduction, weights = sequence_model, "mean", ()
-    if case == "masked":
-        make = masked_recurrent
-    if case == "sum":
-        reduction = "sum"
-    if case == "weighted":
-        reduction, weights = "mean_with_sample_weight", sample_weights("positions", rows)
-    data = (*masked_data(rows), *weights)
-    arguments = compile_with(reduction)
-    model, reference, start = train_pair(make, arguments, data, rows=4, steps=3)
-    naive = mean_of_means(make, arguments, data, rows=4, steps=3)
-    final = reference.get_weights()
-    assert relative_difference(model.get_weights(), final, start) <= TOLERANCE[float64]
-    error = relative_difference(naive.get_weights(), final, start)
-    if case == "even":  # the one case where it is right, so that the control itself is tested
-        assert error <= TOLERANCE[float64]
-    else:
-        assert error >= 0.01

@@ -100,18 +100,6 @@ def test_two_networks_match(size):
     assert difference_of_fits(Gan, sgd(), dense_data(24), **settings) <= LIMIT
 
 
-def recurrent():
-    return keras.Sequential(
-        [
-            keras.Input((4,)),
-            layers.Reshape((4, 1)),
-            layers.Masking(),
-            layers.GRU(5),
-            layers.Dense(2),
-        ]
-    )
-
-
 def test_activations_are_not_kept():
     """Of a call that is split, JAX keeps what goes into it and comes out, and one microbatch."""
 
@@ -198,34 +186,6 @@ def test_a_call_that_writes_to_variables_runs_whole(inner):
 
     with pytest.warns(UserWarning, match="cannot be split into microbatches"):
         assert difference_of_fits(make, sgd("mse"), dense_data(24), **SIZE) <= LIMIT
-
-
-INSIDE = {
-    "embedding": ((3,), lambda: [layers.Embedding(4, 5), layers.GlobalAveragePooling1D()]),
-    "seeds": ((4,), lambda: [keras.Sequential([layers.Dense(5), layers.Dropout(1e-7)])]),
-    "recurrent": ((3, 4), lambda: [layers.Masking(), layers.LSTM(5, dropout=1e-7)]),
-    "normalization": ((4,), lambda: [layers.Dense(5), layers.BatchNormalization()]),
-}
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
-@pytest.mark.parametrize("name", INSIDE)
-@pytest.mark.filterwarnings("ignore:BatchNormalization:UserWarning")
-def test_calls_are_split_in_a_scope_that_casts_variables(name, policy):
-    keras.config.set_dtype_policy(policy)
-    shape, inner = INSIDE[name]
-
-    def make():
-        parts = [*inner(), Centers(), layers.Dense(2, dtype="float32")]
-        return keras.Sequential([keras.Input(shape), *parts])
-
-    generator = np.random.default_rng(0)
-    x = generator.integers(0, 4, (24, *shape)).astype("float32")
-    data = x, generator.normal(size=(24, 2)).astype("float32")
-    with pytest.warns(UserWarning, match="cannot be split into microbatches"):
-        difference = difference_of_fits(make, sgd("mse"), data, **SIZE)
-    assert difference <= 1e-2 or name == "normalization"  # of microbatches, and told
 
 
 @pytest.mark.parametrize("base", [OwnStep, OwnLoss])

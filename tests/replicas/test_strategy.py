@@ -24,7 +24,6 @@ from helpers import (
     seeded,
 )
 from own_steps import BYOL
-from reductions import UNLIKE
 from training import assert_equal_logs as assert_logs_match
 from training import difference_of_fits, train_pair
 from zoo import ZOO, float8, masked_data, masked_recurrent
@@ -115,21 +114,6 @@ def test_parts_larger_than_the_batch_are_the_way_out(float64):
     assert difference <= TOLERANCE[float64]
 
 
-@pytest.mark.gate
-@pytest.mark.parametrize(
-    ("clipping", "settings", "replicas"),
-    [("clipnorm", STEPS, 3), ("global_clipnorm", SIZE, 2), ("clipvalue", BOTH, 2)],
-)
-def test_clipping_sees_the_whole_window(clipping, settings, replicas, float64):
-    def arguments():
-        return {"optimizer": keras.optimizers.SGD(0.5, **{clipping: 0.05}), "loss": "mse"}
-
-    difference = difference_of_fits(
-        dense_model, arguments, dense_data(29), rows=8, replicas=replicas, **settings
-    )
-    assert difference <= TOLERANCE[float64]
-
-
 @several
 def test_a_loss_scale_optimizer_sees_an_overflow_on_any_replica(settings, replicas):
     x, y = dense_data(48)
@@ -150,18 +134,6 @@ def test_a_loss_scale_optimizer_sees_an_overflow_on_any_replica(settings, replic
     assert scales[0] == scales[1]
     difference = relative_difference(model.get_weights(), reference.get_weights(), start)
     assert difference <= TOLERANCE["float32"]
-
-
-@pytest.mark.gate
-@pytest.mark.parametrize(("case", "replicas"), list(zip(UNLIKE, (2, 3) * 3)))
-def test_terms_of_unlike_weights_are_exact_in_a_batch(case, replicas, float64):
-    make, arguments, make_data = UNLIKE[case]
-    model, reference, start = train_pair(
-        make, arguments, make_data(29), rows=8, steps=1, size=3, replicas=replicas
-    )
-    difference = relative_difference(model.get_weights(), reference.get_weights(), start)
-    assert difference <= TOLERANCE[float64]
-    assert_equal_logs(model, reference)
 
 
 @pytest.mark.gate
@@ -202,20 +174,6 @@ def test_eagerly_and_under_xla(way, settings, replicas, float64):
         rows=8,
         replicas=replicas,
         **settings,
-    )
-    assert difference <= TOLERANCE[float64]
-
-
-@pytest.mark.gate
-@several
-def test_sparse_gradients_match_the_whole_batch(settings, replicas, float64):
-    make, make_data = ZOO["embedding"]
-
-    def arguments():
-        return {"optimizer": keras.optimizers.SGD(0.1), "loss": "mse"}
-
-    difference = difference_of_fits(
-        make, arguments, make_data(29), rows=8, replicas=replicas, **settings
     )
     assert difference <= TOLERANCE[float64]
 

@@ -4,7 +4,6 @@ import contextlib
 
 import keras
 import pytest
-import zoo
 from helpers import (
     LIMIT,
     dense_data,
@@ -119,22 +118,6 @@ def test_what_a_loss_is_divided_by_behind_zero_weights_is_no_reason_to_refuse():
         return OfZeroWeights([keras.Input((4,)), layers.Dense(5, activation="tanh"), head])
 
     assert difference_of_fits(make, sgd("mse"), dense_data(24), rows=4, steps=3) <= LIMIT
-
-
-def test_dividing_by_the_number_of_microbatches_would_be_seen():
-    """The control: with equal weights, ragged and masked data are far off."""
-    from ga_model.torch_engine import _torch_window
-
-    def alike(self, weight, parts):
-        return original(self, None if weight is None else 1.0, parts)
-
-    original = _torch_window.Window.relative_weight
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_torch_window.Window, "relative_weight", alike)
-        found = difference_of_fits(
-            zoo.masked_recurrent, sgd("mse"), zoo.masked_data(31), **WAYS["both"]
-        )
-    assert found > 1e-2
 
 
 class Draws(layers.Layer):
