@@ -82,7 +82,8 @@ ONE_DEVICE = {
     "a layer that": "replicas add losses of their own samples",
     "mixed_bfloat16: calls inside": "replicas combine their own samples",
     "mixed_float16: calls inside": "replicas combine their own samples",
-    "stateful recurrent": "replicas have another number of samples",
+    "batch normalization": "replicas average their own samples, as in plain Keras",
+    "stateful": "replicas have another number of samples",
     "several steps per execution": "Keras runs one step per execution there",
     "moving average that overwrites": "Keras does not overwrite weights there",
 }
