@@ -549,7 +549,6 @@ HALF = {
         tokens,
         sgd((token_loss,)),
         settings=("split", "recomputed"),
-        backends=("tensorflow", "torch", "jax"),
         expects={"within": Warns("cannot be split into", ALL)},
     ),
     "calls inside of a model": Case(

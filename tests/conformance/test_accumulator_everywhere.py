@@ -3,13 +3,13 @@
 import keras
 import numpy as np
 import pytest
+from case import BACKEND
 from gradients import gradients_of
 from helpers import LIMIT, dense_data, dense_model, relative_difference, seeded
 from keras import ops
 
 from ga_model import GradientAccumulator
 
-BACKEND = keras.backend.backend()
 pytestmark = pytest.mark.every_case
 
 

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 import zoo
+from case import BACKEND
 from helpers import (
     LIMIT,
     Batches,
@@ -25,7 +26,6 @@ from training import train
 import ga_model
 from ga_model import AccumulatingModel, AccumulationScheduler, accumulate
 
-BACKEND = keras.backend.backend()
 WINDOWS, SPLIT = {"accumulation_steps": 3}, {"microbatch_size": 5}
 
 

@@ -3,13 +3,12 @@
 import functools
 import re
 
-import keras
 import pytest
+from case import BACKEND
 from keras_own import errors_of, names, needs_tests_of_keras
 
 from ga_model import AccumulatingModel
 
-BACKEND = keras.backend.backend()
 # What is not installed or left out by Keras, what makes a `tf.data.Dataset`, and on PyTorch
 # `jit_compile=True`, which is refused.
 WITHOUT_TENSORFLOW = "_tf|grain|multiprocessing|predict_preserve_order|unknown_data"

@@ -1,10 +1,8 @@
 """The examples of the page for a backend run as they stand."""
 
-import keras
 import pytest
+from case import BACKEND
 from helpers import ROOT, python_blocks
-
-BACKEND = keras.backend.backend()
 
 
 @pytest.mark.skipif(BACKEND == "tensorflow", reason="the guides are written for TensorFlow")

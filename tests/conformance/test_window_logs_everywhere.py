@@ -1,15 +1,15 @@
 """Logs of windows are those of plain Keras on the full batch, after each update, on any backend."""
 
-import keras
 import logged
 import numpy as np
 import pytest
+from case import BACKEND
 from helpers import dense_data, seeded
 from logged import ROWS, SETTINGS, STEPS, dense, tagger, tokens
 
 from ga_model import accumulate
 
-CASES = [name for name in logged.CASES if name != "layer" or keras.backend.backend() != "jax"]
+CASES = [name for name in logged.CASES if name != "layer" or BACKEND != "jax"]
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
