@@ -43,7 +43,7 @@ _MODULES = {
 # On other backends than TensorFlow. Other names are in the same module on all of them.
 _ACCUMULATORS = {
     "torch": "torch_engine._torch_accumulator",
-    "jax": "jax_engine._jax_accumulator",
+    "jax": "backends.jax.accumulator",
 }
 
 __all__ = [

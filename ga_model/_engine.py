@@ -20,7 +20,7 @@ _validate.check_backend(keras.backend.backend())
 if TYPE_CHECKING or keras.backend.backend() == "tensorflow":
     from ga_model._tensorflow_engine import Accumulation, Hooks, check_same_epoch, explain
 elif keras.backend.backend() == "jax":
-    from ga_model.jax_engine._engine import Accumulation, Hooks, check_same_epoch, explain
+    from ga_model.backends.jax.engine import Accumulation, Hooks, check_same_epoch, explain
 else:
     from ga_model.torch_engine._engine import Accumulation, Hooks, check_same_epoch, explain
 

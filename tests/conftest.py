@@ -2,7 +2,7 @@
 
 The tests in `conformance` run on every backend. With the environment variable KERAS_BACKEND=torch
 these and those in `torch_engine` run, and no others; with KERAS_BACKEND=jax `conformance` and
-`jax_engine`.
+`on_jax`.
 """
 
 import collections
@@ -26,7 +26,7 @@ BACKEND = keras.backend.backend()
 BACKENDS = {  # of folders
     "conformance": ["tensorflow", "torch", "jax"],
     "torch_engine": ["torch"],
-    "jax_engine": ["jax"],
+    "on_jax": ["jax"],
 }
 
 if BACKEND == "torch":

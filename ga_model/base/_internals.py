@@ -405,6 +405,11 @@ def value_in(scope: Any, variable: Any) -> Any:
         return variable.value
 
 
+def copy_of(variable: Any) -> Any:
+    """Return a copy of the value of a variable where the code here runs, in its own dtype."""
+    return keras.ops.copy(value_in(stateless_scope(), variable))
+
+
 def is_symbolic() -> bool:
     """Return whether calls here are those in which Keras infers shapes."""
     return bool(in_symbolic_scope())

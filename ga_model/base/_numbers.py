@@ -15,6 +15,13 @@ import keras
 # What a microbatch without weight counts beside others: nothing, in float64.
 LEAST_WEIGHT = 2.0**-60
 
+
+def sum_dtype(dtype: Any) -> str:
+    """Return the dtype in which values of a dtype are summed: float32, or their wider one."""
+    name: str = keras.backend.standardize_dtype(dtype)
+    return name if name in ("float32", "float64") else "float32"
+
+
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
 
@@ -49,6 +56,10 @@ if keras.backend.backend() == "tensorflow":
         """Return the power of two at or above a number >= 1, as a scalar of float64."""
         return 2.0 ** tf.math.ceil(tf.math.log(tf.cast(number, tf.float64)) / math.log(2.0))
 
+    def where(condition: Any, first: Any, second: Any) -> Any:
+        """Return one of two values, in their own dtype, which `keras.ops.where` may change."""
+        return tf.where(condition, first, second)
+
 elif keras.backend.backend() == "jax":
     import jax
     import jax.numpy as jnp
@@ -74,7 +85,11 @@ elif keras.backend.backend() == "jax":
     def power_of_two(number: Any) -> Any:
         return float(2 ** (int(number) - 1).bit_length())
 
+    def where(condition: Any, first: Any, second: Any) -> Any:
+        return jnp.where(condition, first, second)
+
 else:
+    import torch
 
     def float64(value: Any) -> Any:
         return float(value)
@@ -96,3 +111,6 @@ else:
 
     def power_of_two(number: Any) -> Any:
         return float(2 ** (int(number) - 1).bit_length())
+
+    def where(condition: Any, first: Any, second: Any) -> Any:
+        return torch.where(condition, first, second)

@@ -22,7 +22,7 @@ OVERRIDDEN = {
 OVERRIDING = [
     "_model.py",
     "_tensorflow_engine.py",
-    "jax_engine/_jax_hooks.py",
+    "backends/jax/hooks.py",
     "torch_engine/_hooks.py",
 ]
 # What single files may name, and no other.

@@ -6,19 +6,20 @@ import math
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import keras
+from keras import ops
 
+from ga_model.base import _numbers
 from ga_model.base._internals import mask_of
-from ga_model.hearing import _messages, _weights
+from ga_model.core import messages
+from ga_model.core.backend import Backend
+from ga_model.hearing import _weights
 from ga_model.hearing._compiled_copy import same_rank, seeing
 from ga_model.hearing._losses_of_keras import is_by_sample
+from ga_model.hearing._messages import product_message
 from ga_model.hearing._models import unpack
 from ga_model.hearing._split import num_rows
 from ga_model.hearing._step_terms import StepTerms
-from ga_model.jax_engine import _jax_refusals
-from ga_model.jax_engine._rows_apart import MixedError, kinds_of
 
 _MEANS = ("mean", "sum_over_batch_size", "mean_with_sample_weight")
 
@@ -26,7 +27,7 @@ _MEANS = ("mean", "sum_over_batch_size", "mean_with_sample_weight")
 class DoesNotAddUpError(ValueError):
     """What a step computes does not add up over microbatches. The text says what, and what to do.
 
-    It is raised while a step is traced.
+    It is raised while a step is traced, or runs.
     """
 
 
@@ -55,20 +56,22 @@ class Position(NamedTuple):
 
 
 class StepLosses(StepTerms):
-    """The losses of one recorded step, as they become known while it is traced.
+    """The losses of one recorded step, as they become known while it runs.
 
     Args:
         model: the model that is recorded.
         data: the microbatch, as `train_step` gets it.
         position: where it stands in its window.
+        backend: what the model runs on.
 
     Attributes:
         lost: bool scalars, each whether a term was made zero because it was divided by zero.
     """
 
-    def __init__(self, model: Any, data: Any, position: Position) -> None:
+    def __init__(self, model: Any, data: Any, position: Position, backend: Backend) -> None:
         super().__init__(model, data, position)
         self.lost: list[Any] = []
+        self._backend = backend
         self._is_ruled = model._has_rule()
         self._kinds_of_added: list[tuple[Any, Any]] = []
 
@@ -84,7 +87,7 @@ class StepLosses(StepTerms):
     def note_term(self, term: _weights.Term) -> None:
         """Note a term of the compiled loss."""
         if term.is_product and not self._is_ruled:
-            self.tell(_messages.product_message(term.name, self._model.name))
+            self.tell(product_message(term.name, self._model.name))
         self._terms.append(term)
         self.lost += term.lost
 
@@ -100,12 +103,17 @@ class StepLosses(StepTerms):
         self._additional.append((total, kind != "mean" if is_known else None))
 
     def note_kinds(self, losses: list[Any], kinds: list[Any]) -> None:
-        """Note what losses are to the samples that layers have added, as `kinds_of` returns it."""
+        """Note what losses that layers have added are to the samples.
+
+        Args:
+            losses: the losses.
+            kinds: "mean", "sum" or "rows" of each, or something else where that is not known.
+        """
         self._kinds_of_added += zip(losses, kinds)
 
     def _is_sum_of_samples(self, index: int, value: Any, is_sum: Any) -> bool:
         if is_sum is None and not self._is_ruled:
-            self.tell(_jax_refusals.addition_message(self._model.name))
+            self.tell(messages.addition_message(self._model.name))
         return bool(is_sum)
 
     def kind_of(self, name: str, loss: Any, y_true: Any, y_pred: Any, values: Any) -> str:
@@ -120,20 +128,19 @@ class StepLosses(StepTerms):
         Warns:
             UserWarning: it is none of these.
         """
-        is_number = values is not None and values.ndim == 0
+        is_number = values is not None and len(values.shape) == 0
         assumed = "mean" if is_number else "rows"
         is_loss = isinstance(loss, keras.losses.Loss)
         if self._is_ruled or (is_loss and is_by_sample(loss) and _fit(y_true, y_pred)):
             return assumed
         subject = f"the loss {name!r} of {self._model.name!r}"
         if values is None:
-            self.tell(_jax_refusals.own_call_message(subject))
+            self.tell(messages.own_call_message(subject))
             return assumed
-        (kind,) = kinds_of(loss.call, (y_true, y_pred), num_rows(y_pred), dtype=loss.dtype)
+        kind, why = self._backend.kind_of_loss(loss, y_true, y_pred)
         if kind in (("mean", "sum") if is_number else ("rows",)):
             return str(kind)
-        why = str(kind) if isinstance(kind, MixedError) else "gives one number per feature"
-        self.tell(_jax_refusals.not_additive_message(subject, why))
+        self.tell(messages.not_additive_message(subject, why or "gives one number per feature"))
         return assumed
 
     def tell(self, message: str) -> None:
@@ -159,7 +166,7 @@ def observer_of(entry: Any, compiled: Any, losses: StepLosses) -> Any:
     Args:
         entry: of the compiled loss, a named tuple.
         compiled: the copy that notes terms.
-        losses: of the step that is traced.
+        losses: of the step that runs.
     """
     loss, name = entry.loss, entry.name
     reduction = getattr(loss, "reduction", None)
@@ -169,7 +176,7 @@ def observer_of(entry: Any, compiled: Any, losses: StepLosses) -> Any:
         value = seeing(loss, seen, lambda number, weights: None)(y_true, y_pred, sample_weight)
         values = seen[-1] if seen else None
         found = losses.kind_of(name, loss, y_true, y_pred, values)
-        is_number = values is not None and values.ndim == 0
+        is_number = values is not None and len(values.shape) == 0
         is_product = is_number and sample_weight is not None
         rows = num_rows(y_pred)
         weight: Any = rows
@@ -183,7 +190,7 @@ def observer_of(entry: Any, compiled: Any, losses: StepLosses) -> Any:
             masks = [mask for t in (y_pred, values) if (mask := mask_of(t)) is not None]
             weight, kind, lost = _denominator(reduction, values, sample_weight, masks, rows)
         is_product = is_product and reduction != "mean_with_sample_weight"
-        value = jnp.sum(value)  # Keras leaves the values of no rows as they are
+        value = ops.sum(value)  # Keras leaves the values of no rows as they are
         in_total = value if entry.loss_weights is None else value * entry.loss_weights
         compiled._terms.append(
             _weights.Term(name, weight, kind, in_total, value, is_product, lost=lost)
@@ -208,31 +215,29 @@ def _denominator(
     Returns:
         The number, its kind as `Term` has it, and bool scalars, as its `lost`.
     """
-    if values.ndim == 0:
+    if len(values.shape) == 0:
         return rows, "rows", ()
     by_sample_weight = reduction == "mean_with_sample_weight" and sample_weight is not None
     if not masks and not by_sample_weight:
-        return values.size, "rows", ()
+        return math.prod(values.shape), "rows", ()
     mask = None
-    for part in masks:
-        part = jax.lax.stop_gradient(part)
-        mask = part if mask is None else mask & part
+    for part in map(ops.stop_gradient, masks):
+        mask = part if mask is None else ops.logical_and(mask, part)
     kind: tuple[Hashable, ...] = (reduction, *(id(part) for part in masks))
-    dtype = jnp.promote_types(values.dtype, jnp.float32)
+    dtype = _numbers.sum_dtype(values.dtype)
     if mask is not None and reduction != "mean_with_sample_weight":
         # Keras scales by prod(shape(mask)) / sum(mask) and divides by prod(shape(values)).
         per_entry = math.prod(values.shape[1:]) / math.prod(mask.shape[1:])
-        return mask.astype(dtype).sum() * per_entry, kind, ()
-    weight = None if mask is None else mask.astype(dtype)
+        return ops.sum(ops.cast(mask, dtype)) * per_entry, kind, ()
+    weight = None if mask is None else ops.cast(mask, dtype)
     lost: tuple[Any, ...] = ()
     if by_sample_weight:
         kind = (*kind, id(sample_weight))
-        sample_weight = jax.lax.stop_gradient(jnp.asarray(sample_weight)).astype(dtype)
-        if weight is None:
-            weight = sample_weight
-        else:
-            weight, sample_weight = same_rank(weight, sample_weight)
-            weight = weight * sample_weight
-        divisor = weight.astype(values.dtype).sum()  # as Keras adds up
-        lost = ((divisor == 0) & jnp.any(weight != 0),)
-    return weight.sum(), kind, lost  # type: ignore[union-attr]
+        weights = ops.stop_gradient(ops.convert_to_tensor(sample_weight))
+        weights = ops.cast(weights, dtype)
+        if weight is not None:
+            weight, weights = same_rank(weight, weights)
+        weight = weights if weight is None else weight * weights
+        divisor = ops.sum(ops.cast(weight, values.dtype))  # as Keras adds up
+        lost = (ops.logical_and(divisor == 0, ops.any(weight != 0)),)
+    return ops.sum(weight), kind, lost

@@ -11,8 +11,8 @@ from helpers import (
 from keras import layers, ops
 from training import difference_and_said, difference_of_fits
 
-from ga_model.jax_engine import _rows_apart
-from ga_model.jax_engine._rows_apart import kinds_of
+from ga_model.backends.jax import rows_apart
+from ga_model.backends.jax.rows_apart import kinds_of
 
 ROWS = 6
 
@@ -166,7 +166,7 @@ def fails(*args):
 @pytest.mark.every_case
 @pytest.mark.parametrize("settings", [{"microbatch_size": 5}, {"accumulation_steps": 3}])
 def test_an_equation_that_is_unlike_what_is_known_is_no_error(settings, monkeypatch):
-    monkeypatch.setitem(_rows_apart._RULES, "dot_general", fails)
+    monkeypatch.setitem(rows_apart._RULES, "dot_general", fails)
     rows = 12 // settings.get("accumulation_steps", 1)
     difference, said = difference_and_said(dense_model, settings, rows=rows)
     assert difference <= LIMIT
@@ -180,7 +180,7 @@ def test_an_equation_that_is_unlike_what_is_known_is_no_error(settings, monkeypa
 @pytest.mark.every_case
 @pytest.mark.parametrize("part", ["_compare", "_of_constant", "_kind"])
 def test_whatever_fails_in_reading_is_no_error(part, monkeypatch):
-    monkeypatch.setattr(_rows_apart, part, fails)
+    monkeypatch.setattr(rows_apart, part, fails)
     assert "cannot be analyzed ('num_consts')" in kind_of(lambda x: 2.0 * x, (4,))
 
 
@@ -188,7 +188,7 @@ def test_whatever_fails_in_reading_is_no_error(part, monkeypatch):
 @pytest.mark.parametrize("settings", [{"rows": 12, "size": 5}, {"rows": 4, "steps": 3}])
 @pytest.mark.filterwarnings("ignore:Gradients of microbatches:UserWarning")
 def test_a_loss_that_is_not_analyzed_is_trained_with(settings, monkeypatch):
-    monkeypatch.setitem(_rows_apart._RULES, "reduce_sum", fails)
+    monkeypatch.setitem(rows_apart._RULES, "reduce_sum", fails)
 
     def arguments():
         return {"optimizer": keras.optimizers.SGD(0.1), "loss": squares_of_samples}

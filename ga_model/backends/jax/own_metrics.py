@@ -13,14 +13,14 @@ from typing import Any
 
 import jax
 
+from ga_model.backends.jax.nests import with_leaves
+from ga_model.backends.jax.rows_apart import Grows, MixedError, kinds_of
 from ga_model.base._context import ThreadValue
 from ga_model.base._in_front import InFront
 from ga_model.base._internals import mask_of, scope_of, set_mask, stateless_scope, value_in
+from ga_model.core.messages import metric_message
 from ga_model.hearing._metric_calls import MetricCalls, waiting
 from ga_model.hearing._metrics_of_user import counts_samples, parts_of
-from ga_model.jax_engine import _jax_refusals
-from ga_model.jax_engine._nests import with_leaves
-from ga_model.jax_engine._rows_apart import Grows, MixedError, kinds_of
 
 _looking = ThreadValue()  # the recording whose metrics are looked at, or None
 
@@ -47,7 +47,7 @@ def _heard(metric: Any, update_state: Callable[..., Any]) -> Callable[..., Any]:
         if bad:
             why = str(bad[0]) if isinstance(bad[0], MixedError) else "does not only add to it"
             name, model = metric.name, recording.model.name
-            recording.losses.tell(_jax_refusals.metric_message(name, model, why))
+            recording.losses.tell(metric_message(name, model, why))
         with _looking.set(None):  # what it holds is a part of it
             return update_state(*args, **kwargs)
 

@@ -20,6 +20,8 @@ import jax
 import jax.numpy as jnp
 import keras
 
+from ga_model.backends.jax.nests import with_leaves
+from ga_model.backends.jax.rows_apart import kinds_of
 from ga_model.base._call_again import inside_of_call
 from ga_model.base._context import ThreadValue
 from ga_model.base._identity import is_in
@@ -38,13 +40,11 @@ from ga_model.base._internals import (
     stateless_scope,
     value_in,
 )
+from ga_model.core.messages import mixing_message
+from ga_model.core.statistics import Listener, Moments
 from ga_model.hearing._metric_calls import waiting
 from ga_model.hearing._moments_heard import is_known, listener, telling
 from ga_model.hearing._splitting import NotByRowsError, Splitting
-from ga_model.jax_engine import _jax_refusals
-from ga_model.jax_engine._jax_statistics import Listener, Moments
-from ga_model.jax_engine._nests import with_leaves
-from ga_model.jax_engine._rows_apart import kinds_of
 
 _NOT_ROWS = "gives something other than one value per sample"
 _calls = ThreadValue()  # what is done with outermost calls in this thread, or None
@@ -249,20 +249,22 @@ class _Looking:
     Args:
         model: the model whose step is traced.
         losses: of the step.
+        known: as `_Call.read` takes it.
     """
 
-    def __init__(self, model: Any, losses: Any) -> None:
+    def __init__(self, model: Any, losses: Any, known: dict[Any, Any]) -> None:
         self._model = model
         self._losses = losses
+        self._known = known
 
     def applies(self, layer: Any) -> bool:
         return not (inside_of_call.get() or is_symbolic() or stateless_scope() is None)
 
     def run(self, layer: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         found = _Call(layer, call, args, kwargs)
-        why = found.read(self._model._accumulation.known_calls)
+        why = found.read(self._known)
         if why is not None and not self._model._has_rule():
-            self._losses.tell(_jax_refusals.mixing_message(self._model.name, layer.name, why))
+            self._losses.tell(mixing_message(self._model.name, layer.name, why))
         scope = stateless_scope()
         before = len(losses_of_scope(scope))
         with inside_of_call.set(True):
@@ -277,11 +279,13 @@ class _Splitting(Splitting):
     Args:
         model: the model whose step is traced.
         size: samples per microbatch.
+        known: as `_Call.read` takes it.
     """
 
-    def __init__(self, model: Any, size: int) -> None:
+    def __init__(self, model: Any, size: int, known: dict[Any, Any]) -> None:
         super().__init__(model)
         self._size = size
+        self._known = known
 
     def applies(self, layer: Any) -> bool:
         if inside_of_call.get() or is_symbolic() or stateless_scope() is None:
@@ -296,7 +300,7 @@ class _Splitting(Splitting):
         found = _Call(layer, call, args, kwargs)
         if found.rows <= self._size:
             raise NotByRowsError("")
-        why = found.read(self._model._accumulation.known_calls)
+        why = found.read(self._known)
         if why is None and any(isinstance(kind, Exception) for kind in found.kinds):
             why = "adds a loss that is neither a mean nor a sum over samples"
         if why is None and (written := found.written()):
@@ -339,26 +343,28 @@ _in_front = InFront("call", _heard)
 
 
 @contextlib.contextmanager
-def looking_at_calls(model: Any, losses: Any) -> Iterator[None]:
+def looking_at_calls(model: Any, losses: Any, known: dict[Any, Any]) -> Iterator[None]:
     """Tell of outermost calls of layers that combine samples.
 
     Args:
         model: the model whose step is traced.
         losses: of the step, which are told.
+        known: what was found so far, by layers and shapes.
     """
-    with _in_front.of(layers_in(model)), _calls.set(_Looking(model, losses)):
+    with _in_front.of(layers_in(model)), _calls.set(_Looking(model, losses, known)):
         yield
 
 
 @contextlib.contextmanager
-def splitting_calls(model: Any, size: int) -> Iterator[None]:
+def splitting_calls(model: Any, size: int, known: dict[Any, Any]) -> Iterator[None]:
     """Let the outermost calls of layers go by microbatches.
 
     Args:
         model: the model whose step is traced.
         size: samples per microbatch.
+        known: what was found so far, by layers and shapes.
     """
-    splitting = _Splitting(model, size)
+    splitting = _Splitting(model, size, known)
     heard = telling(model._batch_normalization_layers())
     with _in_front.of(layers_in(model)), heard, _calls.set(splitting):
         yield

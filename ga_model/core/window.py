@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
+from keras import ops
 
-from ga_model.jax_engine._jax_noise import Squares
-from ga_model.jax_engine._jax_statistics import Moments
+from ga_model.base import _numbers
+from ga_model.core.noise import Squares
+from ga_model.core.statistics import Moments
 
 
 class Amount(NamedTuple):
@@ -24,18 +25,21 @@ class Amount(NamedTuple):
     count: Any
     num_added: Any
 
+    def plus(self, other: Amount) -> Amount:
+        """Return both."""
+        return Amount._make(a + b for a, b in zip(self, other))
+
     def value(self) -> Any:
         """Return the mean or sum, or zero of nothing."""
-        is_any = self.denominator != 0
-        return jnp.where(is_any, self.numerator / jnp.where(is_any, self.denominator, 1), 0)
+        return _numbers.share(self.numerator, self.denominator)
 
 
 class Sums(NamedTuple):
-    """What microbatches have come to: of one of them, or of a window.
+    """What microbatches have come to: one of them, or those of a window.
 
     Attributes:
         gradients: one for each trainable variable, float32 or its wider dtype, each times the
-            weight of its microbatch in `unit`.
+            weight of its microbatch in `unit`; None where it has none.
         total: scalar, the sum of these weights, or None where the loss is a sum.
         unit: scalar, what weights are counted in: the heaviest so far times a power of two near
             the number of microbatches; zero before the first.
@@ -59,15 +63,14 @@ class Sums(NamedTuple):
 
     def plus(self, other: Sums) -> Sums:
         """Return what both come to. The unit of `other`, which came later, is not the smaller."""
-        is_begun = self.unit != 0
-        shrink = jnp.where(is_begun, self.unit / jnp.where(is_begun, other.unit, 1), 1)
+        shrink = _numbers.where(self.unit == 0, 1.0, _numbers.share(self.unit, other.unit))
         if self.total is None:
-            gradients = [a + b for a, b in zip(self.gradients, other.gradients)]
+            gradients = [_sum(a, b, 1.0) for a, b in zip(self.gradients, other.gradients)]
             total = None
         else:
             counts = other.total != 0  # else it is left out, and not multiplied: it may be NaN
             gradients = [
-                jnp.where(counts, a * shrink.astype(a.dtype) + b, a)
+                a if b is None else _numbers.where(counts, _sum(a, b, shrink), a)
                 for a, b in zip(self.gradients, other.gradients)
             ]
             total = self.total * shrink + other.total
@@ -77,11 +80,28 @@ class Sums(NamedTuple):
             other.unit,
             self.num_counted + other.num_counted,
             self.num_skipped + other.num_skipped,
-            self.has_lost | other.has_lost,
+            ops.logical_or(self.has_lost, other.has_lost),
             [a.plus(b) for a, b in zip(self.moments, other.moments)],
-            [Amount(*(x + y for x, y in zip(a, b))) for a, b in zip(self.amounts, other.amounts)],
+            [a.plus(b) for a, b in zip(self.amounts, other.amounts)],
             self.squares and other.squares and self.squares.plus(other.squares, shrink),
         )
+
+    def mean(self, variables: list[Any]) -> list[Any]:
+        """Return the gradients of the update, in the dtypes of the variables.
+
+        Those of a window without any weight are zero, as plain Keras's are.
+        """
+        divisor: Any = 1.0
+        if self.total is not None:
+            divisor = _numbers.where(self.total == 0, 1.0, self.total)
+        return [
+            None if g is None else ops.cast(g / _numbers.like(g, divisor), v.dtype)
+            for g, v in zip(self.gradients, variables)
+        ]
+
+
+def _sum(a: Any, b: Any, shrink: Any) -> Any:
+    return a if b is None else a * _numbers.like(a, shrink) + b
 
 
 class Window:

@@ -110,9 +110,10 @@ def test_activations_are_not_kept():
         model.compile("sgd", "mse", **settings)
         x, y = np.ones((rows, width), "float32"), np.ones((rows, 1), "float32")
         model.train_on_batch(x, y)
-        state = model._get_jax_state(True, True, True, True)
-        step = model._accumulation.programs.step_of(settings["microbatch_size"])
-        compiled = jax.jit(step).lower(state, (x, y)).compile()
+        backend = model._accumulation.backend
+        with backend.state_in_hand():
+            step = backend.compiled(("whole", settings["microbatch_size"]), None, [])
+            compiled = step.lowered(((x, y),)).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     split = bytes_of(microbatch_size=16, loss_over="batch")

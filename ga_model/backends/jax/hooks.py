@@ -45,11 +45,7 @@ def _switching(model: Any, of_keras: Callable[[Any, Any], Any]) -> Callable[[Any
         accumulation.check_step()
         if accumulation.is_plain():
             return of_keras(state, iterator)
-        logs, state = accumulation.train(state, next(iterator))
-        for _ in range(model.steps_per_execution - 1):
-            if (data := next(iterator, None)) is None:
-                break
-            logs, state = accumulation.train(state, data)
-        return logs, state
+        number = model.steps_per_execution
+        return accumulation.backend.train(state, lambda: accumulation.train(iterator, number))
 
     return run

@@ -1,8 +1,8 @@
 """The running averages of BatchNormalization, updated from the statistics of all samples.
 
-As on TensorFlow (`recording/_normalization.py`): while a microbatch is traced, a function stands in
-front of the method that computes mean and variance, and notes them. What the layer writes is left
-out, what was noted is pooled over microbatches, and the averages move once per update.
+While a microbatch runs, a function shadows the method that computes mean and variance, and notes
+them. What the layer has written is put back, what was noted is pooled over microbatches, and the
+averages move once per update.
 """
 
 from __future__ import annotations
@@ -12,21 +12,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import keras
+from keras import ops
 
-from ga_model.base._internals import (
-    move_renormalization,
-    reduction_axes,
-    stateless_scope,
-    value_in,
-)
+from ga_model.base import _numbers
+from ga_model.base._internals import copy_of, move_renormalization, reduction_axes
 from ga_model.hearing._moments_heard import listener, telling
 
 
 class Moments(NamedTuple):
-    """Mean and variance of the values that have come so far, pooled as in `sums/_moments.py`.
+    """Mean and variance of values, those of several microbatches pooled by Chan's formula.
+
+    T. F. Chan, G. H. Golub, R. J. LeVeque: Updating Formulae and a Pairwise Algorithm for
+    Computing Sample Variances. Stanford, STAN-CS-79-773, 1979.
 
     Attributes:
         count: values per channel, a scalar or a vector.
@@ -40,17 +38,18 @@ class Moments(NamedTuple):
     @classmethod
     def of_stacked(cls, parts: Moments) -> Moments:
         """Return the moments of all parts, which are stacked on a first axis."""
-        count = parts.count.sum(0)
-        shares = jnp.where(count > 0, parts.count / jnp.maximum(count, 1), 0)
-        shares = shares.reshape(*shares.shape, *[1] * (parts.mean.ndim - shares.ndim))
-        mean = (shares * parts.mean).sum(0)
-        variance = (shares * (parts.variance + jnp.square(parts.mean - mean))).sum(0)
-        return cls(count, mean, variance)
+        count = ops.sum(parts.count, axis=0)
+        shares = _numbers.share(parts.count, count)
+        missing = len(parts.mean.shape) - len(shares.shape)
+        shares = ops.reshape(shares, (*shares.shape, *[1] * missing))
+        mean = ops.sum(shares * parts.mean, axis=0)
+        between = ops.square(parts.mean - mean)
+        return cls(count, mean, ops.sum(shares * (parts.variance + between), axis=0))
 
     def plus(self, other: Moments) -> Moments:
         """Return the moments of both."""
         count = self.count + other.count
-        share = jnp.where(count > 0, other.count / jnp.maximum(count, 1), 0)
+        share = _numbers.share(other.count, count)
         step = other.mean - self.mean
         between = step * share * step * (1.0 - share)
         variance = self.variance * (1.0 - share) + other.variance * share + between
@@ -75,46 +74,56 @@ class Call(NamedTuple):
         if epsilon:
             share = moments.count / (moments.count + epsilon)
             mean = mean * share
-            variance = (variance + jnp.square(moments.mean - mean)) * share
-        scope = stateless_scope()
-        before = [value_in(scope, v) for v in layer.non_trainable_variables]
+            variance = (variance + ops.square(moments.mean - mean)) * share
+        before = [copy_of(v) for v in layer.non_trainable_variables]
         if getattr(layer, "renorm", False):
             move_renormalization(layer, mean, variance)
         else:
             for variable, value in ((layer.moving_mean, mean), (layer.moving_variance, variance)):
-                moved = jnp.asarray(variable, value.dtype) * layer.momentum
+                moved = ops.cast(copy_of(variable), value.dtype) * layer.momentum
                 variable.assign(moved + value * (1.0 - layer.momentum))
         if not epsilon:
-            is_any = jnp.any(moments.count > 0)
+            is_any = ops.any(moments.count > 0)
             for variable, value in zip(layer.non_trainable_variables, before):
-                variable.assign(jnp.where(is_any, value_in(scope, variable), value))
+                variable.assign(_numbers.where(is_any, copy_of(variable), value))
 
 
 class Listener:
-    """Notes what layers compute while a microbatch is traced.
+    """Notes what layers compute in a microbatch.
+
+    Args:
+        layers: those whose averages may be put back.
 
     Attributes:
         calls: the calls.
         moments: what they have computed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, layers: Sequence[Any] = ()) -> None:
         self.calls: list[Call] = []
         self.moments: list[Moments] = []
+        state = [v for layer in layers for v in layer.non_trainable_variables]
+        self._before = [(variable, copy_of(variable)) for variable in state]
 
     def hear(self, layer: Any, inputs: Any, mask: Any, mean: Any, variance: Any) -> None:
         """Note what a layer has computed of its inputs."""
         epsilon = 0.0 if mask is None else keras.config.epsilon()
         shape = tuple(layer.moving_mean.shape)
-        mean, variance = (jax.lax.stop_gradient(v).reshape(shape) for v in (mean, variance))
+        mean, variance = (ops.reshape(ops.stop_gradient(v), shape) for v in (mean, variance))
         count = _count(layer, inputs, mask)
         if epsilon:  # of a mean over the values without it
-            is_any = count > 0
-            growth = jnp.where(is_any, (count + epsilon) / jnp.where(is_any, count, 1), 0)
+            growth = _numbers.share(count + epsilon, count)
             exact = mean * growth
-            mean, variance = exact, variance * growth - jnp.square(exact - mean)
+            mean, variance = exact, variance * growth - ops.square(exact - mean)
         self.calls.append(Call(layer, epsilon))
         self.moments.append(Moments(count, mean, variance))
+
+    def put_back(self) -> None:
+        """Let the running averages of layers that were heard be as they were."""
+        written = self.written()
+        for variable, value in self._before:
+            if id(variable) in written:
+                variable.assign(value)
 
     def written(self) -> set[int]:
         """Return the ids of the variables of the layers that were heard."""
@@ -123,18 +132,22 @@ class Listener:
 
 @contextmanager
 def listening(layers: Sequence[Any]) -> Iterator[Listener]:
-    """Listen to a microbatch."""
-    hears = Listener()
+    """Listen to a microbatch.
+
+    Args:
+        layers: BatchNormalization layers.
+    """
+    hears = Listener(layers)
     with listener.set(hears), telling(layers):
         yield hears
 
 
 def _count(layer: Any, inputs: Any, mask: Any) -> Any:
     """Return the number of values per channel that a layer averages over."""
-    axes = reduction_axes(layer)
-    dtype = jnp.promote_types(inputs.dtype, jnp.float32)
+    axes, shape = reduction_axes(layer), ops.shape(inputs)
+    dtype = _numbers.sum_dtype(inputs.dtype)
     if mask is None:
-        return jnp.asarray(math.prod(inputs.shape[axis] for axis in axes), dtype)
-    if inputs.ndim - 1 not in axes:  # the channels have one mask
-        return jnp.broadcast_to(mask, inputs.shape[:-1]).astype(dtype).sum()
-    return jnp.broadcast_to(mask[..., None], inputs.shape).astype(dtype).sum(axis=tuple(axes))
+        return ops.cast(math.prod(shape[axis] for axis in axes), dtype)
+    if len(shape) - 1 not in axes:  # the channels have one mask
+        return ops.sum(ops.cast(ops.broadcast_to(mask, shape[:-1]), dtype))
+    return ops.sum(ops.cast(ops.broadcast_to(mask[..., None], shape), dtype), axis=tuple(axes))

@@ -1,4 +1,4 @@
-"""The noise of gradients on JAX: estimates from microbatches, and their averages.
+"""The noise of gradients: estimates from microbatches, and their averages.
 
 What is estimated stands in `sums/_noise`.
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
-import keras
+from keras import ops
 
+from ga_model.base import _numbers
 from ga_model.sums._noise import Averages, estimates
 
 
@@ -30,13 +30,12 @@ class Squares(NamedTuple):
         """Return that of one microbatch.
 
         Args:
-            gradients: arrays, times `relative_weight`.
+            gradients: of variables, times `relative_weight`, or None.
             relative_weight: the weight in the unit.
             scale: what the loss was scaled by.
         """
-        is_any = relative_weight != 0
-        squares = squared_norm(gradients, scale) / jnp.where(is_any, relative_weight, 1)
-        return cls(jnp.where(is_any, squares, 0), is_any.astype(squares.dtype))
+        squares = _numbers.share(squared_norm(gradients, scale), relative_weight)
+        return cls(squares, _numbers.like(squares, relative_weight != 0))
 
     def plus(self, other: Squares, shrink: Any) -> Squares:
         """Return both, where the unit of the other one is so many times this one's."""
@@ -45,19 +44,8 @@ class Squares(NamedTuple):
 
 def squared_norm(gradients: Sequence[Any], scale: Any) -> Any:
     """Return the sum of the squares of all entries, of gradients whose loss was not scaled."""
-    zero = jnp.zeros(())
-    return sum((jnp.square(g / jnp.asarray(scale, g.dtype)).sum() for g in gradients), zero)
-
-
-def loss_scale(optimizer: Any, values: Sequence[Any]) -> Any:
-    """Return what an optimizer scales losses by.
-
-    Args:
-        optimizer: the optimizer.
-        values: of its variables.
-    """
-    with keras.StatelessScope(list(zip(optimizer.variables, values))):
-        return optimizer.scale_loss(jnp.ones(()))
+    squares = (ops.sum(ops.square(g / _numbers.like(g, scale))) for g in gradients if g is not None)
+    return sum(squares, ops.zeros(()))
 
 
 class Estimate:
@@ -77,13 +65,13 @@ class Estimate:
         self.restart()
 
     def restart(self) -> None:
-        self.sums = jnp.zeros(5)
+        self.sums = ops.zeros(5)
 
     def set_decay(self, decay: float) -> None:
         self.decay = decay
 
     def averages(self) -> Averages:
-        trace, norm, size, weight, number = map(float, self.sums)
+        trace, norm, size, weight, number = map(float, ops.convert_to_numpy(self.sums))
         if not number:
             return Averages.of_nothing()
         return Averages(trace / weight, norm / weight, size / weight, int(number))
@@ -99,8 +87,11 @@ def averaged(before: Any, decay: Any, squares: Squares, weight: Any, norm: Any) 
         weight: the sum of the weights.
         norm: the square of the norm of its gradient.
     """
-    values = jnp.stack([*estimates(*squares, weight, norm), weight, jnp.ones(()), jnp.ones(())])
-    after = jnp.append((decay * before + (1.0 - decay) * values)[:4], before[4] + 1)
+    one = ops.ones(())
+    found = (*estimates(*squares, weight, norm), weight, one)
+    values = ops.stack([ops.cast(value, "float32") for value in found])
+    after = ops.append(decay * before[:4] + (1.0 - decay) * values, before[4] + 1)
     # Not of windows of one microbatch, nor of an update that is skipped.
-    is_measured = (squares.number >= 2) & (weight != 0) & jnp.isfinite(values).all()
-    return jnp.where(is_measured, after, before)
+    is_measured = ops.logical_and(squares.number >= 2, weight != 0)
+    is_measured = ops.logical_and(is_measured, ops.all(ops.isfinite(values)))
+    return _numbers.where(is_measured, after, before)

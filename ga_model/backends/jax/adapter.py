@@ -1,0 +1,308 @@
+"""JAX: functions of the core become pure functions of the values of variables."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import keras
+
+from ga_model.backends.jax import layer_calls, own_metrics, refusals
+from ga_model.backends.jax.rows_apart import kinds_of
+from ga_model.base._internals import (
+    jax_state_of,
+    leave_values,
+    scope_of,
+    stateless_scope,
+    value_in,
+)
+from ga_model.core.backend import Backend, Group
+from ga_model.core.recorder import Recording
+from ga_model.hearing._models import recording_of_thread
+from ga_model.hearing._split import num_rows
+from ga_model.hearing._stand_ins import OptimizerStandIn
+
+GROUPS: tuple[Group, ...] = get_args(Group)
+
+
+class StandIn(OptimizerStandIn):
+    """Stands in for the optimizer while a step is traced."""
+
+    def stateless_apply(
+        self, optimizer_variables: Any, grads: Any, trainable_variables: Any
+    ) -> tuple[Any, Any]:
+        self._listener.apply(self._original, grads)
+        return trainable_variables, optimizer_variables
+
+
+class JaxBackend(Backend):
+    """Keeps the values of a model's variables while Keras has handed them over.
+
+    Keras takes them out of the variables for `fit`, and passes them to the train function.
+    """
+
+    optimizer_stand_in = StandIn
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self._values: dict[Group, list[Any]] = {}
+        self._made: dict[Any, Compiled] = {}
+        self._is_running_step = False
+        self._known_calls: dict[Any, Any] = {}  # what was read of calls of layers
+
+    def variables(self, group: Group) -> list[Any]:
+        """Return the variables of a group, in the order in which Keras passes their values."""
+        owner = self._model.optimizer if group == "optimizer" else self._model
+        name = "variables" if group == "optimizer" else f"{group}_variables"
+        return list(getattr(owner, name))
+
+    @property
+    def of_step(self) -> tuple[Group, ...]:
+        # Hundreds of arrays that an optimizer has would cost time in each call.
+        scales = (
+            self._model.optimizer.__class__.scale_loss is not keras.optimizers.Optimizer.scale_loss
+        )
+        return GROUPS if scales else ("trainable", "non_trainable", "metrics")
+
+    # What is compiled.
+
+    def compiled(
+        self,
+        name: Any,
+        function: Callable[..., Any],
+        reads: Iterable[Group],
+        updates: Iterable[Group] = (),
+        consumes: bool = False,
+        discards: bool = False,
+    ) -> Compiled:
+        if name not in self._made:
+            self._made[name] = Compiled(self, function, reads, updates, consumes, discards)
+        return self._made[name]
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the model is."""
+        return bool(self._model.jit_compile and not self._model.run_eagerly)
+
+    def shapes(self, function: Any, arguments: tuple[Any, ...]) -> Any:
+        return function.shapes(arguments)
+
+    def key_of(self, arguments: tuple[Any, ...]) -> Any:
+        leaves, structure = jax.tree.flatten(arguments)
+        kinds = tuple((jnp.shape(leaf), str(jnp.result_type(leaf))) for leaf in leaves)
+        return structure, kinds, len(self.values("trainable"))
+
+    def zeros(self, name: Any, shapes: Any) -> Any:
+        def nothing(shape: Any) -> Any:
+            zeros = jnp.zeros(shape.shape, shape.dtype)
+            return zeros if shape.dtype == bool else -zeros
+
+        def zeros() -> Any:
+            return jax.tree.map(nothing, shapes)
+
+        return self.compiled(name, zeros, [])()
+
+    # The values of variables.
+
+    def values(self, group: Group) -> list[Any]:
+        """Return the values of a group where the code here runs."""
+        if (scope := stateless_scope()) is None:
+            return self._values[group]
+        return [value_in(scope, variable) for variable in self.variables(group)]
+
+    def put(self, group: Group, values: dict[int, Any]) -> None:
+        """Give variables of a group new values, by their place."""
+        if stateless_scope() is None:
+            now = list(self._values[group])
+            for place, value in values.items():
+                now[place] = value
+            self._values[group] = now
+            return
+        variables = self.variables(group)
+        for place, value in values.items():
+            variables[place].assign(value)
+
+    def train(self, state: Any, run: Callable[[], Any]) -> tuple[Any, tuple[Any, ...]]:
+        """Run a function with the values that Keras passes to a train function.
+
+        Args:
+            state: the values.
+            run: returns logs.
+
+        Returns:
+            The logs, and the values after it.
+        """
+        self._values = dict(zip(GROUPS, map(list, state)))
+        try:
+            logs = run()
+            return logs, tuple(self._values[group] for group in GROUPS)
+        except BaseException:  # KeyboardInterrupt, too
+            # Keras would lose them, if it is the first step of `fit`.
+            leave_values(self._model, [self._values[group] for group in GROUPS])
+            raise
+        finally:
+            self._values = {}
+
+    @contextlib.contextmanager
+    def keeping_state(self) -> Iterator[None]:
+        before = dict(self._values)
+        try:
+            yield
+        except BaseException:
+            self._values = before
+            raise
+
+    @contextlib.contextmanager
+    def state_in_hand(self) -> Iterator[None]:
+        with jax_state_of(self._model) as (before, put):
+            self._values = dict(zip(GROUPS, before))
+            try:
+                yield
+                put([self._values[group] for group in GROUPS])
+            finally:
+                self._values = {}
+
+    # What is run.
+
+    def run_step(self, data: Any) -> tuple[Any, list[Any]]:
+        given = self.of_step if recording_of_thread.get() is not None else GROUPS
+        before = {group: self.values(group) if group in given else [] for group in GROUPS}
+        self._is_running_step, outer = True, self._is_running_step
+        try:
+            state = tuple(list(before[group]) for group in GROUPS)
+            logs, state = self._model.train_step(state, data)
+        finally:
+            self._is_running_step = outer
+        after = dict(zip(GROUPS, state))
+        changed = {
+            group: {
+                i: new for i, (new, old) in enumerate(zip(after[group], values)) if new is not old
+            }
+            for group, values in before.items()
+        }
+        for group, found in changed.items():
+            self.put(group, found)
+        others = self.variables("non_trainable")
+        return logs, [others[place] for place in changed["non_trainable"]]
+
+    def is_running_step(self) -> bool:
+        return self._is_running_step or recording_of_thread.get() is not None
+
+    def run_plain(
+        self, train_step: Callable[..., Any], after: Callable[[], None], state: Any, data: Any
+    ) -> Any:
+        logs, state = train_step(state, data)
+        values = dict(zip(GROUPS, state))
+        variables = [v for group in GROUPS for v in self.variables(group)]
+        flat = [value for group in GROUPS for value in values[group]]
+        with scope_of(variables, flat) as scope:
+            after()
+        _check_known(self._model, scope, variables)
+        found = iter([scope.get_current_value(variable) for variable in variables])
+        return logs, tuple([next(found) for _ in values[group]] for group in GROUPS)
+
+    def apply(self, gradients: list[Any]) -> None:
+        values = self.values("optimizer"), self.values("trainable")
+        after = self._model.optimizer.stateless_apply(values[0], gradients, values[1])
+        self.put("trainable", dict(enumerate(after[0])))
+        self.put("optimizer", dict(enumerate(after[1])))
+
+    # What is refused, or found out.
+
+    def check(self) -> None:
+        refusals.check(self._model)
+
+    def kind_of_loss(self, loss: Any, y_true: Any, y_pred: Any) -> tuple[str | None, str | None]:
+        (kind,) = kinds_of(loss.call, (y_true, y_pred), num_rows(y_pred), dtype=loss.dtype)
+        return (None, str(kind)) if isinstance(kind, Exception) else (str(kind), None)
+
+    @contextlib.contextmanager
+    def watching(self, recording: Recording) -> Iterator[None]:
+        with (
+            layer_calls.looking_at_calls(self._model, recording.losses, self._known_calls),
+            own_metrics.looking_at_metrics(self._model, recording),
+        ):
+            yield
+
+    def splitting_calls(self, size: int) -> Any:
+        return layer_calls.splitting_calls(self._model, size, self._known_calls)
+
+
+class Compiled:
+    """A function of the core, as a pure function that is compiled if the model is.
+
+    Args:
+        backend: has the values of variables.
+        function, reads, updates, consumes, discards: as `JaxBackend.compiled` takes them.
+    """
+
+    def __init__(
+        self,
+        backend: JaxBackend,
+        function: Callable[..., Any],
+        reads: Iterable[Group],
+        updates: Iterable[Group],
+        consumes: bool,
+        discards: bool,
+    ) -> None:
+        self._backend = backend
+        self._function = function
+        self._updates = list(updates)
+        self._reads = [group for group in reads if group not in self._updates]
+        self._consumes = consumes
+        self._discards = discards
+        self._pure: Any = self._run
+        if backend.is_compiled:
+            self._pure = jax.jit(self._run, donate_argnums=0)
+
+    def __call__(self, *arguments: Any) -> Any:
+        result, updated, changed = self._pure(*self._inputs(arguments))
+        for group, found in (*updated.items(), *changed.items()):
+            self._backend.put(group, found)
+        return result
+
+    def shapes(self, arguments: tuple[Any, ...]) -> Any:
+        """Return the shapes of what the function returns, and run nothing."""
+        return jax.eval_shape(self._pure, *self._inputs(arguments))[0]
+
+    def lowered(self, arguments: tuple[Any, ...]) -> Any:
+        """Return what JAX makes of it before it compiles it."""
+        return self._pure.lower(*self._inputs(arguments))
+
+    def _inputs(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        number = int(self._consumes)
+        updated = {group: self._backend.values(group) for group in self._updates}
+        read = {group: self._backend.values(group) for group in self._reads}
+        return (updated, arguments[:number]), read, arguments[number:]
+
+    def _run(self, donated: Any, read: dict[Group, list[Any]], arguments: Any) -> Any:
+        """Return what the function returns, and new values: all of those of the groups that it
+        updates, and of others only what it changes, as what a program returns is copied.
+        """
+        updated, consumed = donated
+        values = {**updated, **read}
+        variables = {group: self._backend.variables(group) for group in values}
+        flat = [variable for group in values for variable in variables[group]]
+        with scope_of(flat, (value for group in values.values() for value in group)) as scope:
+            result = self._function(*consumed, *arguments)
+        _check_known(self._backend._model, scope, flat)
+        if self._discards:
+            return result, {}, {}
+        after = {
+            group: {
+                place: new
+                for place, (variable, old) in enumerate(zip(variables[group], values[group]))
+                if (new := scope.get_current_value(variable)) is not old or group in updated
+            }
+            for group in values
+        }
+        return result, {g: after[g] for g in updated}, {g: after[g] for g in read}
+
+
+def _check_known(model: Any, scope: Any, variables: list[Any]) -> None:
+    """Raise RuntimeError if a variable was written to in a scope that is none of the model's."""
+    if set(scope.state_mapping) - set(map(id, variables)):
+        raise RuntimeError(refusals.unknown_variable_message(model.name))

@@ -1,0 +1,58 @@
+"""What is not supported on the JAX backend: checks, errors and warnings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from ga_model.base._messages import WITHOUT
+
+_OTHERS = (
+    "use the TensorFlow backend (`KERAS_BACKEND=tensorflow`) or PyTorch (`KERAS_BACKEND=torch`), "
+    "which support it"
+)
+
+
+def check(model: Any) -> None:
+    """Raise ValueError if a model cannot be accumulated here."""
+    overwritten = [
+        v.path for v in model.trainable_variables if getattr(v, "overwrite_with_gradient", False)
+    ]
+    if overwritten:
+        raise ValueError(_overwritten_message(model.name, overwritten))
+    if keras.distribution.distribution() is not None:
+        raise ValueError(_distribution_message(model.name))
+    if model._accumulation.is_automatic:
+        raise ValueError(_automatic_message(model.name))
+
+
+def _overwritten_message(model: str, variables: list[str]) -> str:
+    return (
+        "On JAX, gradients that overwrite their variables, such as those of float8 layers, cannot "
+        f"be accumulated. Received: {model!r} with {variables}. Train in another precision, use "
+        f"the TensorFlow backend (`KERAS_BACKEND=tensorflow`), or {WITHOUT}."
+    )
+
+
+def _distribution_message(model: str) -> str:
+    return (
+        "On JAX, gradients are accumulated on one device. "
+        f"Received: {model!r} with a `keras.distribution`. Remove it "
+        f"(`keras.distribution.set_distribution(None)`), {_OTHERS} in their own ways, or {WITHOUT}."
+    )
+
+
+def _automatic_message(model: str) -> str:
+    return (
+        'On JAX, no size is searched for: `microbatch_size="auto"` needs another backend. '
+        f"Received: {model!r} with it. Set `microbatch_size` to a number, such as 16, or {_OTHERS}."
+    )
+
+
+def unknown_variable_message(model: str) -> str:
+    return (
+        "On JAX, `on_update` can write to the variables of the model and its optimizer only. "
+        f"Received: {model!r}, whose `on_update` writes to another variable. Store it in an "
+        "attribute of the model, with `trainable=False`."
+    )

@@ -1,0 +1,142 @@
+"""What the core asks of the backend that Keras runs on."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from ga_model.core.recorder import Recording
+
+# The variables of a model: those that are trained, its others, of its optimizer, of its metrics.
+Group = Literal["trainable", "non_trainable", "optimizer", "metrics"]
+
+
+class Backend(ABC):
+    """Runs the functions of the core for one compiled model.
+
+    These functions read and write variables of the model as any code of Keras's does. What a window
+    has come to, they take as arguments and return: nests of tensors.
+
+    Args:
+        model: the model.
+
+    Attributes:
+        optimizer_stand_in: the class of what stands in for optimizers while a step is recorded.
+    """
+
+    optimizer_stand_in: type
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    # What is compiled.
+
+    @property
+    @abstractmethod
+    def of_step(self) -> tuple[Group, ...]:
+        """The groups of variables that a recorded step reads."""
+
+    @abstractmethod
+    def compiled(
+        self,
+        name: Any,
+        function: Callable[..., Any],
+        reads: Iterable[Group],
+        updates: Iterable[Group] = (),
+        consumes: bool = False,
+        discards: bool = False,
+    ) -> Callable[..., Any]:
+        """Return a function that runs another one compiled, if the model is.
+
+        It may be called in other functions of the core. Nothing of it waits for the device.
+
+        Args:
+            name: what was made by the same name before is returned again.
+            function: takes and returns nests of tensors.
+            reads: groups of variables that it reads, and may write to.
+            updates: groups that it reads, and writes to all variables of.
+            consumes: whether the tensors of its first argument are not used again.
+            discards: whether what it writes is not kept.
+        """
+
+    @abstractmethod
+    def shapes(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        """Return what a function of `compiled` would for arguments, with shapes for tensors.
+
+        Code of the model's and of the core runs, and nothing is computed, written to or kept.
+        """
+
+    @abstractmethod
+    def key_of(self, arguments: tuple[Any, ...]) -> Any:
+        """Return a key for the shapes and dtypes of arguments, and for what is trained."""
+
+    @abstractmethod
+    def zeros(self, name: Any, shapes: Any) -> Any:
+        """Return zeros of the shapes, where they are numbers -0.0, to which x is added bit by bit.
+
+        Args:
+            name: of these shapes.
+            shapes: as `shapes` returns them.
+        """
+
+    # What is run.
+
+    @abstractmethod
+    def run_step(self, data: Any) -> tuple[Any, list[Any]]:
+        """Run the model's `train_step` within a function of the core.
+
+        Returns:
+            Its logs, and the non-trainable variables that it has written to.
+        """
+
+    @abstractmethod
+    def is_running_step(self) -> bool:
+        """Return whether a `train_step` that runs here is run by the core."""
+
+    @abstractmethod
+    def run_plain(
+        self, train_step: Callable[..., Any], after_update: Callable[[], None], *arguments: Any
+    ) -> Any:
+        """Run a `train_step` as it is, and then what the model does after an update.
+
+        Args:
+            train_step: the model's.
+            after_update: takes no arguments, and writes to variables.
+            *arguments: as Keras passes them to `train_step`.
+
+        Returns:
+            What `train_step` returns.
+        """
+
+    @abstractmethod
+    def apply(self, gradients: list[Any]) -> None:
+        """Apply the model's optimizer to gradients of its trainable variables, or None."""
+
+    @abstractmethod
+    def keeping_state(self) -> AbstractContextManager[None]:
+        """Return a context in which a failure leaves all variables as they were before."""
+
+    @abstractmethod
+    def state_in_hand(self) -> AbstractContextManager[None]:
+        """Return a context in which functions run that no train function has called."""
+
+    # What is refused, or found out.
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise ValueError if the model cannot be accumulated here."""
+
+    @abstractmethod
+    def kind_of_loss(self, loss: Any, y_true: Any, y_pred: Any) -> tuple[str | None, str | None]:
+        """Return what a loss is to samples, "rows", "mean" or "sum", or why that is not known."""
+
+    @abstractmethod
+    def watching(self, recording: Recording) -> AbstractContextManager[None]:
+        """Return a context in which the losses of a step are told what does not add up."""
+
+    @abstractmethod
+    def splitting_calls(self, size: int) -> AbstractContextManager[None]:
+        """Return a context in which calls of layers run on `size` samples at a time."""

@@ -1,0 +1,206 @@
+"""How the next batch of a compiled model is trained: its microbatches, its window, its update."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+
+from ga_model._kept import Kept
+from ga_model._settings import Settings
+from ga_model.automatic._search import FoundSize
+from ga_model.base._internals import OF_STEP_ON_JAX
+from ga_model.base._numbers import power_of_two
+from ga_model.core import messages
+from ga_model.core.backend import Backend
+from ga_model.core.losses import DoesNotAddUpError
+from ga_model.core.noise import Estimate
+from ga_model.core.steps import Counters, Mode, NeedsTotalsError, Numbers, Steps, Structure, count
+from ga_model.core.window import Window
+from ga_model.hearing._models import is_of_keras
+from ga_model.hearing._split import Batch
+from ga_model.sums._noise import GradientNoise
+
+
+class Driver(Kept):
+    """Trains a compiled model, batch by batch, and keeps what there is between batches.
+
+    Args:
+        model, settings: as `Kept` takes them.
+        backend: what the model runs on.
+
+    Attributes:
+        backend: as it is passed.
+        steps: what is compiled.
+    """
+
+    window: Window | None
+
+    def __init__(self, model: Any, settings: Settings, backend: Backend) -> None:
+        super().__init__(model, settings)
+        self.automatic_size = FoundSize()
+        self.noise = GradientNoise(Estimate)
+        self.steps = Steps(model, backend)
+        self.backend = backend
+        self._structure: Structure | None = None
+        self._is_checked = False
+        self._adds_up = True  # as far as is known
+        self._most_rows = 0
+
+    # What a step is.
+
+    @functools.cached_property
+    def has_own_step(self) -> bool:
+        """Return whether a step, or what it logs, is the user's own."""
+        names = (name for name in OF_STEP_ON_JAX if hasattr(keras.Model, name))
+        return not all(is_of_keras(self._model, name) for name in names)
+
+    def takes_full_batch(self) -> bool:
+        """Return whether the step of a batch that is split is to see all of it."""
+        if self.settings.loss_over != "auto":
+            return self.settings.loss_over == "batch"
+        model = self._model
+        if self.has_own_step:
+            return True
+        if model._has_rule():
+            return False
+        return not (self._adds_up and is_of_keras(model, "compute_loss"))
+
+    def must_add_up(self, batch: Batch) -> bool:
+        """Return whether what does not add up is not to run by microbatches of a batch."""
+        return batch.is_split and self.settings.loss_over == "auto" and not self._model._has_rule()
+
+    # Batches.
+
+    def train(self, batches: Iterator[Any], number: int) -> Any:
+        """Train one batch or more, as `fit` asks for them, and return the logs.
+
+        Args:
+            batches: where they come from.
+            number: how many, if there are so many left.
+        """
+        logs = self._train_next(next(batches))
+        for data in itertools.islice(batches, number - 1):
+            logs = self._train_next(data)
+        return logs
+
+    def _train_next(self, data: Any) -> Any:
+        """Train a batch by microbatches, and update if it fills its window."""
+        try:
+            if not self._is_checked or self.is_automatic:
+                self.backend.check()
+                self.warn_of_accumulating_optimizers()
+                self._is_checked = True
+            with self.backend.keeping_state():
+                return self._train_batch(data)
+        except BaseException:  # KeyboardInterrupt, too
+            self.discard_window()
+            raise
+
+    def _train_batch(self, data: Any) -> Any:
+        model, size = self._model, self.size
+        batch = Batch(data, size)
+        self._most_rows = max(self._most_rows, batch.rows)
+        is_whole = batch.is_split and self.takes_full_batch()
+        is_alone = not (self.accumulates() or self.settings.skip_nonfinite)
+        if is_alone and (is_whole or not batch.is_split):
+            return self.steps.whole(size, data)
+        if self.has_own_step:
+            raise RuntimeError(messages.own_step_message(model.name))
+        if not is_of_keras(model, "compute_loss") and (is_whole or not model._has_rule()):
+            raise RuntimeError(messages.own_loss_message(model.name))
+        if is_whole:
+            batch = Batch(data, None)
+        try:
+            return self._by_microbatches(batch, is_whole)
+        except DoesNotAddUpError:  # nothing has run
+            self._adds_up = False
+            return self._train_batch(data)
+
+    def _by_microbatches(self, batch: Batch, is_whole: bool) -> Any:
+        steps = self.steps
+        window = self.window = self.window or Window(self.settings.accumulation_steps)
+        mode = Mode(
+            batch.is_split,
+            window.steps == 1,
+            self.size if is_whole else None,
+            self._model.skip_nonfinite,
+            self.must_add_up(batch),
+            self.measured_noise is not None,
+        )
+        numbers = Numbers(
+            float(window.steps),
+            float(window.steps * batch.num_microbatches),
+            power_of_two(window.steps) * power_of_two(batch.num_microbatches),
+            float(batch.rows),
+        )
+        totals = steps.totals(batch) if batch.is_split and steps.needs_totals else None
+        try:
+            structure, of_last = steps.prepare(mode, batch, numbers, totals)
+        except NeedsTotalsError:
+            steps.needs_totals = True
+            return self._by_microbatches(batch, is_whole)
+        sums = window.sums or steps.begin(mode)
+        before = sums.amounts
+        for index in range(batch.num_microbatches):
+            sums = steps.microbatch(mode, sums, batch.microbatch(index), numbers, totals)
+            is_last = index + 1 == batch.num_microbatches
+            self._look_at_entries(window, of_last if is_last else structure)
+        logs = steps.report(structure, before, sums.amounts)
+        window.sums, self._structure = sums, structure
+        if window.end_batch():
+            self._update(window)
+        return logs
+
+    def _look_at_entries(self, window: Window, structure: Structure) -> None:
+        """Warn of terms whose shares of the loss values differ between microbatches."""
+        before, window.entries = window.entries, structure.entries
+        if before is None or len(before) < 2 or len(structure.entries) != len(before):
+            return
+        ratios = {a / b for a, b in zip(before, structure.entries)}
+        if len(ratios) > 1:
+            self._model._warn_once(messages.unlike_entries_message(self._model.name))
+
+    # Updates.
+
+    def _update(self, window: Window) -> None:
+        """Make the update of a window, full or not, and begin the next one."""
+        sums, structure = window.sums, self._structure
+        assert sums is not None
+        assert structure is not None
+        window.discard()
+        if self.measured_noise is not None and sums.squares is not None:
+            self.steps.measure(self.measured_noise.of(self._model.optimizer), sums)
+        counters = Counters(self.num_skipped or 0, self.num_lost or 0)
+        if self.settings.skip_nonfinite and not int(sums.num_counted):
+            counters = count(sums, counters)
+        else:
+            counters = self.steps.update(structure, sums, counters)
+        self.num_skipped, self.num_lost = counters
+
+    def close_window(self) -> None:
+        """Make the update of a partial window, and warn of what was done so far."""
+        if self.window is not None and self.window.sums is not None:
+            with self.backend.state_in_hand():
+                self._update(self.window)
+        self.warn_of_what_was_done()
+
+    def _most_samples(self) -> int:
+        return self._most_rows
+
+    # Steps that the driver does not run.
+
+    def run_step(self, train_step: Callable[..., Any], *args: Any) -> Any:
+        """Run `train_step` where Keras, the core or code of the user's calls it.
+
+        Raises:
+            RuntimeError: code of the user's does, and it is to accumulate.
+        """
+        if self.backend.is_running_step():
+            return train_step(*args)
+        if not self.is_plain():
+            raise RuntimeError(messages.own_loop_message(self._model.name))
+        return self.backend.run_plain(train_step, self.steps.after_update, *args)

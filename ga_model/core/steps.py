@@ -1,0 +1,410 @@
+"""What is compiled for one model: a microbatch, its logs, and an update.
+
+A microbatch is one function, whatever comes before and after it: it adds what it gives to the sums
+of its window, which it gets and returns. The optimizer is in a function of its own, and so are the
+updates of metrics that wait for the full batch. So the forward and backward pass is compiled once
+for each shape of microbatches, as in plain Keras, and nothing waits for a condition.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import keras
+from keras import ops
+
+from ga_model.base import _numbers
+from ga_model.base._identity import is_in
+from ga_model.base._internals import copy_of, layers_in, seeds
+from ga_model.base._messages import batch_normalization_messages
+from ga_model.core.backend import Backend, Group
+from ga_model.core.losses import Position
+from ga_model.core.noise import Estimate, Squares, averaged, squared_norm
+from ga_model.core.recorder import Update, record
+from ga_model.core.statistics import Call, listening
+from ga_model.core.window import Amount, Sums
+from ga_model.hearing import _messages, _weights
+from ga_model.hearing._attributes import watch_attributes
+from ga_model.hearing._split import Batch
+
+
+class Counters(NamedTuple):
+    """What was counted since `compile`: int32 scalars, or zero.
+
+    Attributes:
+        skipped: microbatches that were left out.
+        lost: windows with weight of which a microbatch had a term that was made zero.
+    """
+
+    skipped: Any = 0
+    lost: Any = 0
+
+
+class Numbers(NamedTuple):
+    """Numbers of a batch that its microbatches know.
+
+    Attributes:
+        steps: batches that fill the window.
+        num_microbatches: microbatches that do.
+        parts: a power of two near that.
+        rows: samples of the batch.
+    """
+
+    steps: float
+    num_microbatches: float
+    parts: float
+    rows: float
+
+
+class Mode(NamedTuple):
+    """What the function of a microbatch is made for.
+
+    Attributes:
+        is_split: whether the microbatch is one of several of its batch.
+        is_alone: whether the batch makes an update of its own.
+        size: samples of microbatches that calls of layers go by, where the step sees the full
+            batch, or None.
+        skips: whether a microbatch with NaN or Inf in a gradient is skipped.
+        must_add_up: whether what does not add up over microbatches is refused, and not told.
+        is_measured: whether the noise of gradients is.
+    """
+
+    is_split: bool
+    is_alone: bool
+    size: int | None
+    skips: bool
+    must_add_up: bool
+    is_measured: bool
+
+
+class Structure(NamedTuple):
+    """What is found out while a microbatch is traced.
+
+    Attributes:
+        updates: of metrics that wait for the full batch.
+        calls: of BatchNormalization layers.
+        entries: loss values of a sample, of each term that averages over them.
+    """
+
+    updates: list[Update]
+    calls: list[Call]
+    entries: tuple[float, ...]
+
+
+class NeedsTotalsError(Exception):
+    """What the terms of the loss weigh in the full batch has to be known before."""
+
+
+class Steps:
+    """What trains a model, compiled.
+
+    Args:
+        model: the model.
+        backend: what it runs on.
+
+    Attributes:
+        needs_totals: whether a microbatch needs what the terms of the loss weigh in its batch.
+    """
+
+    def __init__(self, model: Any, backend: Backend) -> None:
+        self._model = model
+        self._backend = backend
+        self.needs_totals = False
+        self._structure: Structure | None = None  # of the function that is traced
+        self._seen: dict[Any, Structure] = {}  # of microbatches, by modes and shapes
+        self._shapes: dict[Mode, Sums] = {}
+
+    # Microbatches.
+
+    def prepare(
+        self, mode: Mode, batch: Batch, numbers: Numbers, totals: list[Any] | None
+    ) -> tuple[Structure, Structure]:
+        """Trace the step on the microbatches of a batch, each shape once, before anything runs.
+
+        Args:
+            mode, numbers, totals: as `microbatch` takes them.
+            batch: the batch.
+
+        Returns:
+            What is known of its microbatches, and of the last one, which may be smaller.
+
+        Raises:
+            DoesNotAddUpError, NeedsTotalsError: a microbatch cannot run like this.
+        """
+        found = []
+        for index in (0, batch.num_microbatches - 1):
+            zero = _numbers.float64(0.0)
+            arguments = (zero, zero == 0, batch.microbatch(index), numbers, totals)
+            key = (mode, self._backend.key_of(arguments))
+            if key not in self._seen:
+                watch_attributes(self._model)
+                self._shapes[mode] = self._backend.shapes(self._recording(mode), arguments)
+                assert self._structure is not None
+                self._seen[key] = self._structure
+            found.append(self._seen[key])
+        return found[0], found[1]
+
+    def begin(self, mode: Mode) -> Sums:
+        """Return the sums of a window that has no microbatch, for a mode that is prepared."""
+        sums: Sums = self._backend.zeros(("begin", mode), self._shapes[mode])
+        return sums
+
+    def microbatch(
+        self, mode: Mode, sums: Sums, data: Any, numbers: Numbers, totals: list[Any] | None
+    ) -> Sums:
+        """Run the step on a microbatch, and add what it gives to the sums of its window.
+
+        Args:
+            mode: what the function is made for.
+            sums: of the window so far, whose gradients are not to be used again.
+            data: the microbatch.
+            numbers: of its batch.
+            totals: what the terms of the loss weigh in the batch, where it needs them.
+        """
+        run_one = self._recording(mode)
+
+        def add(gradients: list[Any], others: Sums, *arguments: Any) -> Sums:
+            sums = others._replace(gradients=gradients)
+            return sums.plus(run_one(sums.unit, sums.num_counted == 0, *arguments))
+
+        run = self._backend.compiled(("add", mode), add, self._backend.of_step, consumes=True)
+        added: Sums = run(sums.gradients, sums._replace(gradients=[]), data, numbers, totals)
+        return added
+
+    def _recording(self, mode: Mode) -> Callable[..., Sums]:
+        function = functools.partial(self._record, mode)
+        return self._backend.compiled(("record", mode), function, self._backend.of_step)
+
+    def _record(
+        self,
+        mode: Mode,
+        unit: Any,
+        is_first: Any,
+        data: Any,
+        numbers: Numbers,
+        totals: list[Any] | None,
+    ) -> Sums:
+        """Run the step on a microbatch, and return what it gives."""
+        model, backend = self._model, self._backend
+        whole = None
+        if mode.is_split:
+            whole = _weights.Whole(
+                lambda: numbers.rows, mode.is_alone, functools.partial(_known, totals)
+            )
+        position = Position(
+            numbers.steps,
+            numbers.num_microbatches,
+            numbers.parts,
+            is_first,
+            unit,
+            whole,
+            mode.must_add_up,
+        )
+        layers = model._batch_normalization_layers()
+        state = [*model.non_trainable_variables, *model.metrics_variables] if mode.skips else []
+        before = [copy_of(variable) for variable in state]
+        with (
+            record(model, data, position, backend) as recording,
+            listening(layers) as hears,
+            backend.watching(recording)
+            if mode.size is None
+            else backend.splitting_calls(mode.size),
+        ):
+            _, written = backend.run_step(data)
+        hears.put_back()
+        if recording.gradients is None:
+            raise RuntimeError(_messages.not_recorded_message(model.name, []))
+        self._tell_of_writes(written, layers)
+        if mode.size is None:
+            heard = [call.layer for call in hears.calls]
+            others = [layer.name for layer in layers if not is_in(layer, heard)]
+            for message in batch_normalization_messages([part.name for part in heard], others):
+                model._warn_once(message)
+        updates, amounts = recording.amounts()
+        found = Sums(
+            [None if g is None else _widened(g) for g in recording.gradients],
+            recording.relative_weight,
+            recording.unit,
+            _int32(1),
+            _int32(0),
+            functools.reduce(ops.logical_or, recording.losses.lost, _int32(0) > 0),
+            hears.moments,
+            amounts,
+        )
+        if mode.is_measured:
+            if recording.relative_weight is None:
+                raise ValueError(_messages.noise_of_sum_message(model.name))
+            scale = model.optimizer.scale_loss(ops.ones(()))
+            squares = Squares.of(found.gradients, recording.relative_weight, scale)
+            found = found._replace(squares=squares)
+        if mode.skips:
+            is_finite, found = _skipped(found)
+            for variable, value in zip(state, before):
+                variable.assign(_numbers.where(is_finite, copy_of(variable), value))
+        self._structure = Structure(updates, hears.calls, recording.losses.entries())
+        return found
+
+    def _tell_of_writes(self, written: list[Any], normalizing: list[Any]) -> None:
+        """Warn of variables that a step writes to, but those that random numbers are drawn with."""
+        model = self._model
+        known = {id(s) for layer in layers_in(model) for s in seeds(layer)}
+        known |= {id(v) for layer in normalizing for v in layer.non_trainable_variables}
+        paths = [variable.path for variable in written if id(variable) not in known]
+        if paths:
+            model._warn_once(_messages.written_message(model.name, paths))
+
+    def totals(self, batch: Batch) -> list[Any]:
+        """Return what the terms of the compiled loss weigh in a batch: a forward pass over it."""
+        backend = self._backend
+        weigh = backend.compiled("weigh", self._weigh, backend.of_step, discards=True)
+        parts = [weigh(batch.microbatch(index)) for index in range(batch.num_microbatches)]
+        return [sum(weights) for weights in zip(*parts)]
+
+    def _weigh(self, data: Any) -> list[Any]:
+        model = self._model
+        position = Position(1.0, 1.0, 1.0, True, _numbers.float64(0.0), None, False)
+        with (
+            model._accumulation.holding_back(),
+            record(model, data, position, self._backend) as recording,
+        ):
+            self._backend.run_step(data)
+        weights = [term.weight for term in recording.losses.compiled_terms()]
+        return [_numbers.float64(0.0 if weight is None else weight) for weight in weights]
+
+    # Logs.
+
+    def report(self, structure: Structure, before: list[Amount], now: list[Amount]) -> Any:
+        """Give metrics what waited for the full batch, and return the logs.
+
+        Args:
+            structure: what is known of the sums.
+            before: the amounts of the window before the batch.
+            now: those after it.
+        """
+        self._structure = structure
+        return self._backend.compiled("report", self._report, ["metrics"])(before, now)
+
+    def _report(self, before: list[Amount], now: list[Amount]) -> Any:
+        model, structure = self._model, self._structure
+        assert structure is not None
+        for update, first, last in zip(structure.updates, before, now):
+            metric = update.metric
+            is_mean = isinstance(metric, keras.metrics.Mean)
+            if is_mean:  # one that was reset within the window has nothing of it
+                is_reset = copy_of(metric.count) == 0
+                first = Amount._make(_numbers.where(is_reset, 0.0, a) for a in first)
+            (total, count), (known, known_count) = update.added(last), update.added(first)
+            metric.total.assign_add(ops.cast(total - known, metric.total.dtype))
+            if is_mean:
+                metric.count.assign_add(ops.cast(count - known_count, metric.count.dtype))
+        return model.get_metrics_result()
+
+    # Updates.
+
+    def measure(self, estimate: Estimate, sums: Sums) -> None:
+        """Take a window into averages.
+
+        Args:
+            estimate: the averages.
+            sums: what the microbatches of the window have come to.
+        """
+        measure = self._backend.compiled("measure", self._measure, ["optimizer"])
+        sums = sums._replace(amounts=[], moments=[])
+        estimate.sums = measure(estimate.sums, estimate.decay, sums)
+
+    def _measure(self, before: Any, decay: Any, sums: Sums) -> Any:
+        assert sums.squares is not None
+        scale = self._model.optimizer.scale_loss(ops.ones(()))
+        total = _numbers.where(sums.total == 0, 1.0, sums.total)
+        norm = squared_norm(sums.gradients, scale) / total**2
+        squares = sums.squares._replace(total=sums.squares.total * sums.unit)
+        return averaged(before, decay, squares, sums.total * sums.unit, norm)
+
+    def update(self, structure: Structure, sums: Sums, counters: Counters) -> Counters:
+        """Make the update of a window.
+
+        Args:
+            structure: what is known of its sums.
+            sums: what its microbatches have come to, which is not to be used again.
+            counters: those of the windows before.
+
+        Returns:
+            The counters with it.
+        """
+        self._structure = structure
+        update = self._backend.compiled(
+            "update",
+            self._update,
+            ["trainable", "non_trainable", "optimizer"],
+            updates=["trainable", "optimizer"],
+        )
+        counted: Counters = update(sums._replace(amounts=[], squares=None), counters)
+        return counted
+
+    def _update(self, sums: Sums, counters: Counters) -> Counters:
+        model, structure = self._model, self._structure
+        assert structure is not None
+        self._backend.apply(sums.mean(model.trainable_variables))
+        for call, moments in zip(structure.calls, sums.moments):
+            call.move(moments)
+        self.after_update()
+        has_lost = sums.has_lost
+        if sums.total is not None:
+            has_lost = ops.logical_and(has_lost, sums.total != 0)
+        return count(sums, counters)._replace(lost=counters.lost + ops.cast(has_lost, "int32"))
+
+    def whole(self, size: int, data: Any) -> Any:
+        """Run the step as it is on a full batch, with its calls of layers by microbatches.
+
+        Returns:
+            Its logs.
+        """
+        every: list[Group] = ["trainable", "non_trainable", "optimizer", "metrics"]
+        function = functools.partial(self._whole, size)
+        return self._backend.compiled(("whole", size), function, [], updates=every)(data)
+
+    def _whole(self, size: int, data: Any) -> Any:
+        with self._backend.splitting_calls(size):
+            logs, _ = self._backend.run_step(data)
+        self.after_update()
+        return logs
+
+    def after_update(self) -> None:
+        """Do what the model does once per update."""
+        if self._model._on_update is not None:
+            self._model._on_update()
+
+
+def count(sums: Sums, counters: Counters) -> Counters:
+    """Return counters with the microbatches that a window has left out."""
+    return counters._replace(skipped=counters.skipped + sums.num_skipped)
+
+
+def _known(totals: list[Any] | None) -> list[Any]:
+    if totals is None:
+        raise NeedsTotalsError
+    return totals
+
+
+def _int32(number: int) -> Any:
+    return ops.convert_to_tensor(number, "int32")
+
+
+def _widened(gradient: Any) -> Any:
+    """Return a gradient in the dtype that it is summed in."""
+    return ops.cast(gradient, _numbers.sum_dtype(gradient.dtype))
+
+
+def _skipped(found: Sums) -> tuple[Any, Sums]:
+    """Return whether all gradients of a microbatch are finite, and nothing of it if not."""
+    parts = [ops.all(ops.isfinite(g)) for g in found.gradients if g is not None]
+    is_finite = functools.reduce(ops.logical_and, parts)
+    counted = keras.tree.map_structure(
+        lambda v: None if v is None else _numbers.where(is_finite, v, ops.zeros_like(v)), found
+    )
+    unit = _numbers.where(ops.isfinite(found.unit), found.unit, 1.0)
+    return is_finite, counted._replace(
+        num_skipped=ops.cast(ops.logical_not(is_finite), "int32"), unit=unit
+    )
