@@ -73,6 +73,10 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     helpers.num_replicas = config.getoption("replicas")
+    if BACKEND == "jax":  # which has not looked for its devices yet
+        flags = os.environ.get("XLA_FLAGS", "")
+        number = f"--xla_force_host_platform_device_count={helpers.num_replicas}"
+        os.environ["XLA_FLAGS"] = f"{flags} {number}"
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by markers

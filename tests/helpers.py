@@ -108,7 +108,25 @@ def files_told(caught):
 def scope(replicas=None):
     """Return the scope to make a model in, on one device by default."""
     replicas = replicas or num_replicas
-    return contextlib.nullcontext() if replicas == 1 else mirrored(replicas).scope()
+    if replicas == 1 or keras.backend.backend() == "jax":
+        return contextlib.nullcontext()
+    return mirrored(replicas).scope()
+
+
+@contextlib.contextmanager
+def sharing(devices=None):
+    """Let JAX share the samples of what is trained in a block among devices, one by default."""
+    devices = devices or num_replicas
+    if devices == 1 or keras.backend.backend() != "jax":
+        yield
+        return
+    distribution = keras.distribution
+    names = distribution.list_devices()[:devices]
+    distribution.set_distribution(distribution.DataParallel(devices=names))
+    try:
+        yield
+    finally:
+        distribution.set_distribution(None)
 
 
 def relative_difference(weights, reference, start):

@@ -19,6 +19,7 @@ from helpers import (
     scope,
     seeded,
     set_random_seed,
+    sharing,
 )
 
 from ga_model import accumulate
@@ -49,6 +50,13 @@ def train(
         replicas: devices that a model with settings is trained on, those of `--replicas` if None.
         settings: of `accumulate`; without any, it is plain Keras.
     """
+    with sharing(replicas if settings else 1):
+        return _train(
+            make, compile_args, data, rows, epochs, fit_args or {}, builds, replicas, settings
+        )
+
+
+def _train(make, compile_args, data, rows, epochs, fit_args, builds, replicas, settings):
     with scope(replicas if settings else 1):
         model = seeded(make)
         if settings:
@@ -62,7 +70,7 @@ def train(
         if model.built and model.optimizer:  # built by the first update, Keras traces a step twice
             model.optimizer.build(model.trainable_variables)
     start = model.get_weights() if model.built else None
-    arguments = {"epochs": epochs, "shuffle": False, "verbose": 0, **(fit_args or {})}
+    arguments = {"epochs": epochs, "shuffle": False, "verbose": 0, **fit_args}
     arguments.update(zip(("x", "y", "sample_weight"), data))
     model.fit(batch_size=rows, **arguments)
     if start is not None:

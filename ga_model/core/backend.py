@@ -25,9 +25,11 @@ class Backend(ABC):
 
     Attributes:
         optimizer_stand_in: the class of what stands in for optimizers while a step is recorded.
+        num_devices: devices that share the samples of each microbatch evenly.
     """
 
     optimizer_stand_in: type
+    num_devices = 1
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -72,6 +74,10 @@ class Backend(ABC):
     @abstractmethod
     def key_of(self, arguments: tuple[Any, ...]) -> Any:
         """Return a key for the shapes and dtypes of arguments, and for what is trained."""
+
+    def placed(self, data: Any) -> Any:
+        """Return a microbatch where it is to be computed."""
+        return data
 
     @abstractmethod
     def zeros(self, name: Any, shapes: Any) -> Any:

@@ -101,7 +101,7 @@ class Driver(Kept):
             raise
 
     def _train_batch(self, data: Any) -> Any:
-        model, size = self._model, self.size
+        model, size = self._model, self._even_size()
         batch = Batch(data, size)
         self._most_rows = max(self._most_rows, batch.rows)
         is_whole = batch.is_split and self.takes_full_batch()
@@ -120,13 +120,18 @@ class Driver(Kept):
             self._adds_up = False
             return self._train_batch(data)
 
+    def _even_size(self) -> int | None:
+        """Return samples per microbatch that devices share evenly: each has one, at least."""
+        devices = self.backend.num_devices
+        return None if self.size is None else max(self.size // devices, 1) * devices
+
     def _by_microbatches(self, batch: Batch, is_whole: bool) -> Any:
         steps = self.steps
         window = self.window = self.window or Window(self.settings.accumulation_steps)
         mode = Mode(
             batch.is_split,
             window.steps == 1,
-            self.size if is_whole else None,
+            self._even_size() if is_whole else None,
             self._model.skip_nonfinite,
             self.must_add_up(batch),
             self.measured_noise is not None,

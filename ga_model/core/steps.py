@@ -170,7 +170,8 @@ class Steps:
             return sums.plus(run_one(sums.unit, sums.num_counted == 0, *arguments))
 
         run = self._backend.compiled(("add", mode), add, self._backend.of_step, consumes=True)
-        added: Sums = run(sums.gradients, sums._replace(gradients=[]), data, numbers, totals)
+        others, data = sums._replace(gradients=[]), self._backend.placed(data)
+        added: Sums = run(sums.gradients, others, data, numbers, totals)
         return added
 
     def _recording(self, mode: Mode) -> Callable[..., Sums]:
@@ -259,7 +260,8 @@ class Steps:
         """Return what the terms of the compiled loss weigh in a batch: a forward pass over it."""
         backend = self._backend
         weigh = backend.compiled("weigh", self._weigh, backend.of_step, discards=True)
-        parts = [weigh(batch.microbatch(index)) for index in range(batch.num_microbatches)]
+        each = map(batch.microbatch, range(batch.num_microbatches))
+        parts = [weigh(backend.placed(data)) for data in each]
         return [sum(weights) for weights in zip(*parts)]
 
     def _weigh(self, data: Any) -> list[Any]:

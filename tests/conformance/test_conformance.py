@@ -75,18 +75,22 @@ FIRST = {
 
 
 # Reasons, by beginnings of names, why a case is left out with `--replicas`.
-ONE_DEVICE = {
-    "own ": "what is computed without Keras has to be divided by the replicas",
-    "nested": "what is computed without Keras has to be divided by the replicas",
-    "dicts in a loss": "what is computed without Keras has to be divided by the replicas",
-    "a layer that": "replicas add losses of their own samples",
-    "mixed_bfloat16: calls inside": "replicas combine their own samples",
-    "mixed_float16: calls inside": "replicas combine their own samples",
-    "batch normalization": "replicas average their own samples, as in plain Keras",
-    "stateful": "replicas have another number of samples",
-    "several steps per execution": "Keras runs one step per execution there",
-    "moving average that overwrites": "Keras does not overwrite weights there",
-}
+ONE_DEVICE = (
+    {}
+    if BACKEND == "jax"
+    else {
+        "own ": "what is computed without Keras has to be divided by the replicas",
+        "nested": "what is computed without Keras has to be divided by the replicas",
+        "dicts in a loss": "what is computed without Keras has to be divided by the replicas",
+        "a layer that": "replicas add losses of their own samples",
+        "mixed_bfloat16: calls inside": "replicas combine their own samples",
+        "mixed_float16: calls inside": "replicas combine their own samples",
+        "batch normalization": "replicas average their own samples, as in plain Keras",
+        "stateful": "replicas have another number of samples",
+        "several steps per execution": "Keras runs one step per execution there",
+        "moving average that overwrites": "Keras does not overwrite weights there",
+    }
+)
 
 
 def trainings():
@@ -105,7 +109,10 @@ def trainings():
             if not (is_taken and name in FIRST):
                 is_for_gate = is_for_gate and (is_taken or name in FIRST)
                 marks.append(pytest.mark.gate if is_for_gate else pytest.mark.sweep)
-            if reason := next((r for n, r in ONE_DEVICE.items() if name.startswith(n)), None):
+            reason = next((r for n, r in ONE_DEVICE.items() if name.startswith(n)), None)
+            if BACKEND == "jax" and setting == "batches of one":
+                reason = "a batch has a sample for each device"
+            if reason:
                 marks.append(pytest.mark.one_device(reason))
             found.append(
                 pytest.param(
@@ -150,7 +157,15 @@ CONTROLS = {
 
 @pytest.mark.every_case
 @pytest.mark.parametrize("precision", [*PRECISIONS, "mixed_bfloat16", "mixed_float16"])
-@pytest.mark.parametrize("name", CONTROLS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.one_device("devices share batches evenly"))
+        if (name, BACKEND) == ("ragged", "jax")
+        else name
+        for name in CONTROLS
+    ],
+)
 def test_control_a_mean_of_means_is_found_to_differ(name, precision):
     set_dtype(precision)
     found = kind_of(CONTROLS[name], "windows", precision)

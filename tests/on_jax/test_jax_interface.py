@@ -65,12 +65,19 @@ def test_an_automatic_size_is_refused():
         model.fit(*dense_data(8), verbose=0)
 
 
-def test_a_distribution_is_refused(monkeypatch):
-    model = accumulate(dense_model(), microbatch_size=2)
-    model.compile("sgd", "mse")
-    monkeypatch.setattr(keras.distribution, "distribution", lambda: "one")
-    with pytest.raises(ValueError, match=r"(?s)on one device.*with a `keras.distribution`"):
-        model.fit(*dense_data(8), verbose=0)
+def test_another_distribution_than_of_data_is_refused():
+    mesh = keras.distribution.DeviceMesh((1, 1), ["batch", "model"], ["cpu:0"])
+    layouts = keras.distribution.LayoutMap(mesh)
+    keras.distribution.set_distribution(
+        keras.distribution.ModelParallel(layout_map=layouts, batch_dim_name="batch")
+    )
+    try:
+        model = accumulate(dense_model(), microbatch_size=2)
+        model.compile("sgd", "mse")
+        with pytest.raises(ValueError, match="with another distribution"):
+            model.fit(*dense_data(8), verbose=0)
+    finally:
+        keras.distribution.set_distribution(None)
 
 
 def test_variables_that_gradients_overwrite_are_refused():

@@ -95,6 +95,26 @@ class JaxBackend(Backend):
         kinds = tuple((jnp.shape(leaf), str(jnp.result_type(leaf))) for leaf in leaves)
         return structure, kinds, len(self.values("trainable"))
 
+    @property
+    def num_devices(self) -> int:  # type: ignore[override]
+        distribution = keras.distribution.distribution()
+        return 1 if distribution is None else int(distribution.device_mesh.devices.size)
+
+    def placed(self, data: Any) -> Any:
+        if (distribution := keras.distribution.distribution()) is None:
+            return data
+        # Rows of one part of a batch lie on one device, or are copied to all.
+        return keras.tree.map_structure(
+            lambda leaf: (
+                leaf
+                if not jnp.ndim(leaf)
+                else keras.distribution.distribute_tensor(
+                    leaf, distribution.get_data_layout(leaf.shape)
+                )
+            ),
+            data,
+        )
+
     def zeros(self, name: Any, shapes: Any) -> Any:
         def nothing(shape: Any) -> Any:
             zeros = jnp.zeros(shape.shape, shape.dtype)
@@ -103,7 +123,13 @@ class JaxBackend(Backend):
         def zeros() -> Any:
             return jax.tree.map(nothing, shapes)
 
-        return self.compiled(name, zeros, [])()
+        made = self.compiled(name, zeros, [])()
+        if keras.distribution.distribution() is None:
+            return made
+        mesh = self._values["trainable"][0].sharding.mesh
+        return jax.device_put(
+            made, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        )  # on all devices, as weights
 
     # The values of variables.
 

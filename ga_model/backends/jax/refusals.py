@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import keras
 
 from ga_model.base._messages import WITHOUT
@@ -21,7 +22,9 @@ def check(model: Any) -> None:
     ]
     if overwritten:
         raise ValueError(_overwritten_message(model.name, overwritten))
-    if keras.distribution.distribution() is not None:
+    distribution = keras.distribution.distribution()
+    is_known = distribution is None or type(distribution) is keras.distribution.DataParallel
+    if not is_known or jax.process_count() > 1:
         raise ValueError(_distribution_message(model.name))
     if model._accumulation.is_automatic:
         raise ValueError(_automatic_message(model.name))
@@ -37,9 +40,9 @@ def _overwritten_message(model: str, variables: list[str]) -> str:
 
 def _distribution_message(model: str) -> str:
     return (
-        "On JAX, gradients are accumulated on one device. "
-        f"Received: {model!r} with a `keras.distribution`. Remove it "
-        f"(`keras.distribution.set_distribution(None)`), {_OTHERS} in their own ways, or {WITHOUT}."
+        "On JAX, gradients are accumulated on one device, or on those of one process with "
+        f"`keras.distribution.DataParallel`. Received: {model!r} with another distribution, or "
+        f"several processes. Set `DataParallel`, {_OTHERS} in their own ways, or {WITHOUT}."
     )
 
 
