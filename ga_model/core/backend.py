@@ -5,13 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
+    from ga_model.core.proof.draws import Draws
     from ga_model.core.recorder import Recording
 
 # The variables of a model: those that are trained, its others, of its optimizer, of its metrics.
 Group = Literal["trainable", "non_trainable", "optimizer", "metrics"]
+GROUPS: tuple[Group, ...] = get_args(Group)
 
 
 class Backend(ABC):
@@ -96,6 +98,22 @@ class Backend(ABC):
 
         Returns:
             Its logs, and the non-trainable variables that it has written to.
+        """
+
+    @abstractmethod
+    def noting(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], draws: Draws | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """Run a function within one of the core, and note what it divides by.
+
+        Args:
+            function: takes and returns nests of tensors, and may write to variables.
+            arguments: of the function.
+            draws: what random numbers are drawn by, or None: as always.
+
+        Returns:
+            What the function returns, and floating-point scalars by names, which are the same for
+            other numbers of samples.
         """
 
     @abstractmethod

@@ -18,9 +18,12 @@ from ga_model.core import messages
 from ga_model.core.backend import Backend
 from ga_model.core.losses import DoesNotAddUpError
 from ga_model.core.noise import Estimate
+from ga_model.core.proof import proof
+from ga_model.core.proof.verdict import Verdict
+from ga_model.core.proof.weighing import Weighing
 from ga_model.core.steps import Counters, Mode, NeedsTotalsError, Numbers, Steps, Structure, count
 from ga_model.core.window import Window
-from ga_model.hearing._models import is_of_keras
+from ga_model.hearing._models import is_of_keras, unpack
 from ga_model.hearing._split import Batch
 from ga_model.sums._noise import GradientNoise
 
@@ -47,6 +50,7 @@ class Driver(Kept):
         self.backend = backend
         self._structure: Structure | None = None
         self._is_checked = False
+        self._found: Verdict | None = None
         self._adds_up = True  # as far as is known
         self._most_rows = 0
 
@@ -107,25 +111,45 @@ class Driver(Kept):
         is_whole = batch.is_split and self.takes_full_batch()
         is_alone = not (self.accumulates() or self.settings.skip_nonfinite)
         if is_alone and (is_whole or not batch.is_split):
-            return self.steps.whole(size, data)
-        if self.has_own_step:
-            raise RuntimeError(messages.own_step_message(model.name))
-        if not is_of_keras(model, "compute_loss") and (is_whole or not model._has_rule()):
-            raise RuntimeError(messages.own_loss_message(model.name))
+            return self.steps.whole(size or batch.rows, data)
+        verdict = None
+        is_ruled = model._has_rule()
+        if self.has_own_step or not (is_ruled or is_of_keras(model, "compute_loss")):
+            verdict = self._verdict(data)
         if is_whole:
             batch = Batch(data, None)
         try:
-            return self._by_microbatches(batch, is_whole)
+            return self._by_microbatches(batch, is_whole, verdict)
         except DoesNotAddUpError:  # nothing has run
             self._adds_up = False
             return self._train_batch(data)
+
+    def _verdict(self, data: Any) -> Verdict:
+        """Return what a step of the user's own was found to be, tried once, before it trains.
+
+        Warns:
+            UserWarning: it does not train as on the full batch, or cannot be tried.
+        """
+        if self._found is None:
+            model = self._model
+            weight = model.microbatch_weight(*unpack(data))
+            if weight is not None:
+                weighing = Weighing("sum" if isinstance(weight, str) else "loss")
+                self._found = Verdict(weighing, otherwise=weighing)
+                return self._found
+            self._found, error = proof.of_step(model, self.backend, data)
+            if error is not None:
+                model._warn_once(messages.untried_message(model.name, error))
+            elif not self._found.is_exact:
+                model._warn_once(messages.unlike_message(model.name, self._found))
+        return self._found
 
     def _even_size(self) -> int | None:
         """Return samples per microbatch that devices share evenly: each has one, at least."""
         devices = self.backend.num_devices
         return None if self.size is None else max(self.size // devices, 1) * devices
 
-    def _by_microbatches(self, batch: Batch, is_whole: bool) -> Any:
+    def _by_microbatches(self, batch: Batch, is_whole: bool, verdict: Verdict | None) -> Any:
         steps = self.steps
         window = self.window = self.window or Window(self.settings.accumulation_steps)
         mode = Mode(
@@ -135,6 +159,7 @@ class Driver(Kept):
             self._model.skip_nonfinite,
             self.must_add_up(batch),
             self.measured_noise is not None,
+            verdict,
         )
         numbers = Numbers(
             float(window.steps),
@@ -147,7 +172,7 @@ class Driver(Kept):
             structure, of_last = steps.prepare(mode, batch, numbers, totals)
         except NeedsTotalsError:
             steps.needs_totals = True
-            return self._by_microbatches(batch, is_whole)
+            return self._by_microbatches(batch, is_whole, verdict)
         sums = window.sums or steps.begin(mode)
         before = sums.amounts
         for index in range(batch.num_microbatches):

@@ -54,6 +54,16 @@ class Position(NamedTuple):
     must_add_up: bool
     is_window: bool = False
 
+    def in_unit(self, weight: Any) -> tuple[Any, Any]:
+        """Return the unit of the window with a microbatch, and its weight in that.
+
+        Args:
+            weight: of the microbatch, a scalar.
+        """
+        least = ops.absolute(weight * self.parts)
+        unit = _numbers.where(least > self.unit, least, self.unit)
+        return unit, _numbers.share(weight, unit)
+
 
 class StepLosses(StepTerms):
     """The losses of one recorded step, as they become known while it runs.

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ga_model.base._messages import ALONE, WITHOUT
+
+if TYPE_CHECKING:
+    from ga_model.core.proof.verdict import Verdict
 
 _OTHERS = (
     "use the TensorFlow backend (`KERAS_BACKEND=tensorflow`) or PyTorch (`KERAS_BACKEND=torch`), "
@@ -19,20 +24,24 @@ def own_loop_message(model: str) -> str:
     )
 
 
-def own_step_message(model: str) -> str:
+def unlike_message(model: str, verdict: Verdict) -> str:
+    first, *others = verdict.differences
+    more = f", and {len(others)} more things do" if others else ""
+    size = f" by {first.size:.0%}" if first.size < 10 else ""
     return (
-        "On JAX, a custom `train_step`, `compute_loss_and_updates`, `compute_metrics` or "
-        "`get_metrics_result` is not accumulated over several batches, nor with `skip_nonfinite`. "
-        f"Received: {model!r}, which has one. To train exactly, {ALONE}, or {_OTHERS}."
+        "A window of microbatches does not train as the full batch. Received: the `train_step` of "
+        f"{model!r}, which was run on some samples of the first batch at once, and in two parts: "
+        f"{first.what} differs{size}{more}, however the parts are weighted. To train "
+        f"exactly, {ALONE}; if the difference does not matter, override `microbatch_weight`."
     )
 
 
-def own_loss_message(model: str) -> str:
+def untried_message(model: str, error: Exception) -> str:
     return (
-        "On JAX, it is not read what a custom `compute_loss` averages over. "
-        f"Received: {model!r}, which has one, with `accumulation_steps` above 1 or "
-        "`skip_nonfinite`. Override `microbatch_weight`: return the number of samples if the loss "
-        f'is their mean, or "sum". Or {ALONE}.'
+        "It is not known whether a window of microbatches trains as the full batch. Received: the "
+        f"`train_step` of {model!r}, which cannot be run on some samples of the first batch: "
+        f"{type(error).__name__}: {error} It is taken for a mean over samples. To train exactly, "
+        f"{ALONE}, or override `microbatch_weight`."
     )
 
 

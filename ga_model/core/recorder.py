@@ -14,13 +14,15 @@ from typing import Any, NamedTuple
 from keras import ops
 
 from ga_model.base import _numbers, _validate
+from ga_model.base._identity import unique
 from ga_model.base._internals import loss_tracker
 from ga_model.core.backend import Backend
 from ga_model.core.losses import Position, StepLosses, observer_of
 from ga_model.core.window import Amount
 from ga_model.hearing import _messages
 from ga_model.hearing._compiled_copy import copy_with
-from ga_model.hearing._metric_calls import MetricCalls, waiting
+from ga_model.hearing._metric_calls import MetricCalls, noting_results, waiting
+from ga_model.hearing._metrics_of_user import parts_of
 from ga_model.hearing._models import recording_of_thread
 from ga_model.hearing._stand_ins import stand_in
 
@@ -54,23 +56,39 @@ class Recording:
         data: the microbatch, as `train_step` gets it.
         position: where it stands in its window.
         backend: what the model runs on.
+        is_own: whether the step, or its loss, is the user's own. Then nothing is folded into the
+            loss, and what the microbatch weighs is found out later.
+        rate: scalar, of the surrogate update where a step is tried, or None.
+        waits: whether numbers that metrics get wait for the full batch, and are not only noted.
 
     Attributes:
+        rate: as it is passed.
         gradients: of the trainable variables, once the step has applied its optimizer.
         relative_weight: scalar, what the microbatch counts, in `unit`, or None: it is a sum.
         unit: scalar, what weights are counted in now.
         losses: what is known of the step's losses.
     """
 
-    def __init__(self, model: Any, data: Any, position: Position, backend: Backend) -> None:
+    def __init__(
+        self,
+        model: Any,
+        data: Any,
+        position: Position,
+        backend: Backend,
+        is_own: bool = False,
+        rate: Any = None,
+        waits: bool = True,
+    ) -> None:
         self.model = model
+        self.rate = rate
         self.gradients: list[Any] | None = None
         self.relative_weight: Any = None
         self.unit: Any = position.unit
         self.losses = StepLosses(model, data, position, backend)
         self._backend = backend
+        self._is_own = is_own
         self._position = position
-        self._metrics = _Calls()
+        self._metrics = _Calls(waits)
         self._kinds: dict[int, Any] = {}  # of numbers that wait, by their place
         self._loss: tuple[Any, Any] | None = None  # numerator and denominator
 
@@ -89,15 +107,15 @@ class Recording:
 
     def scale_loss(self, optimizer: Any, loss: Any) -> Any:
         """Fold the microbatch's weight into the loss, then scale it as the optimizer does."""
+        if self._is_own:
+            return optimizer.scale_loss(loss)
         terms, position = self.losses.terms(), self._position
         relative = weight = None
         if terms.weight is None:
             self.unit = ops.ones_like(position.unit)
         else:
             weight = ops.stop_gradient(_numbers.float64(terms.weight))
-            least = ops.absolute(weight * position.parts)
-            self.unit = _numbers.where(least > position.unit, least, position.unit)
-            relative = _numbers.share(weight, self.unit)
+            self.unit, relative = position.in_unit(weight)
         self.relative_weight = relative
         wide = ops.stop_gradient(_numbers.float64(loss))
         numerator = ops.stop_gradient(terms.fold(wide, weight, position.is_first))
@@ -114,29 +132,60 @@ class Recording:
         _validate.check_single_accumulation([optimizer], self.model.accumulation_steps)
         self.gradients = list(gradients)
 
+    def weight_of_loss(self) -> Any:
+        """Return what the compiled losses weigh, or None: they are sums, or were not computed."""
+        if not (self.losses.compiled_terms() or self.model._has_rule()):
+            return None
+        weight = self.losses.terms().weight
+        return None if weight is None else _numbers.float64(weight)
+
+    def numbers(self) -> list[Any]:
+        """Return the numbers that wait for the full batch."""
+        return [_numbers.float64(call.value) for call in self._metrics.updates_by_key().values()]
+
+    def split_logs(self, logs: Any) -> tuple[dict[str, Any], tuple[tuple[str, Any, Any], ...]]:
+        """Return the scalars that a step logs itself, and the metrics whose results others are.
+
+        Args:
+            logs: what the step returns.
+
+        Returns:
+            The scalars by name; and names, metrics, and the key of their result, or None.
+        """
+        own: dict[str, Any] = {}
+        of_metrics: list[tuple[str, Any, Any]] = []
+        for name, value in (logs if isinstance(logs, dict) else {}).items():
+            known = next((r for r in self._metrics.results if r[0] is value), None)
+            if known is not None:
+                of_metrics.append((name, *known[1:]))
+            elif not isinstance(value, dict) and not ops.shape(value):
+                own[name] = _numbers.float64(value)
+        return own, tuple(of_metrics)
+
     def note_kinds(self, kinds: list[Any]) -> None:
         """Note what the numbers that wait since the last time are to the samples."""
         first = len(self._metrics.updates)
         self._kinds.update(enumerate(kinds, first))
 
-    def amounts(self) -> tuple[list[Update], list[Amount]]:
-        """Return the updates of metrics that wait for the full batch, and what they count."""
-        rows, updates, amounts = self.losses.num_rows(), [], []
-        for place, call in enumerate(self._metrics.updates_by_key().values()):
+    def updates(self) -> list[tuple[Update, Any]]:
+        """Return the updates of metrics that wait for the full batch, and what each counts."""
+        rows, found = self.losses.num_rows(), []
+        for call in self._metrics.updates_by_key().values():
             metric, _, weight, term = call
             is_tracker = metric is loss_tracker(self.model)
             is_rows = term is not None or (is_tracker and weight is not None)
             is_sum = is_rows or (weight is not None and not ops.is_tensor(weight))
             count = rows if is_rows else 1.0 if weight is None else weight
-            updates.append(Update(metric, is_sum, 1.0 if is_sum else float(count)))
-            numerator, denominator = self._mean_of(call, is_tracker, self._kinds.get(place))
-            numbers = map(_numbers.float64, (numerator, denominator, count, 1.0))
-            amounts.append(Amount._make(numbers))
-        return updates, amounts
+            found.append((Update(metric, is_sum, 1.0 if is_sum else float(count)), count))
+        return found
 
-    def _mean_of(self, call: Any, is_tracker: bool, kind: Any) -> tuple[Any, Any]:
-        """Return what a number counts in the mean over a window: numerator and denominator."""
-        if is_tracker and self._loss is not None:
+    def means(self) -> list[tuple[Any, Any]]:
+        """Return what each number that waits counts in its mean: numerator and denominator."""
+        calls = enumerate(self._metrics.updates_by_key().values())
+        return [self._mean_of(call, self._kinds.get(place)) for place, call in calls]
+
+    def _mean_of(self, call: Any, kind: Any) -> tuple[Any, Any]:
+        if call.metric is loss_tracker(self.model) and self._loss is not None:
             return self._loss
         value, is_first = call.value, self._position.is_first
         weight: Any = self.losses.num_rows() if call.term is None else call.term.weight
@@ -147,19 +196,36 @@ class Recording:
 
 
 class _Calls(MetricCalls):
-    """Notes numbers that may be computed inside of what is differentiated."""
+    """Notes numbers that may be computed inside of what is differentiated.
+
+    Args:
+        waits: whether metrics get them later.
+    """
+
+    def __init__(self, waits: bool) -> None:
+        super().__init__()
+        self._waits = waits
 
     def update(self, metric: Any, value: Any, sample_weight: Any, term: Any = None) -> None:
         super().update(metric, ops.stop_gradient(value), sample_weight, term)
+        if not self._waits:
+            with waiting(None):
+                metric.update_state(value, sample_weight)
 
 
 @contextlib.contextmanager
-def record(model: Any, data: Any, position: Position, backend: Backend) -> Iterator[Recording]:
+def record(
+    model: Any, data: Any, position: Position, backend: Backend, **options: Any
+) -> Iterator[Recording]:
     """Record the step of `model` that this thread runs.
 
     Args:
-        model, data, position, backend: as `Recording` takes them.
+        model, data, position, backend, **options: as `Recording` takes them.
     """
-    recording = Recording(model, data, position, backend)
-    with recording_of_thread.set(recording), waiting(recording._metrics):
+    recording = Recording(model, data, position, backend, **options)
+    results: Any = contextlib.nullcontext()
+    if options.get("is_own"):
+        parts = [part for metric in model.metrics for part in (metric, *parts_of(metric))]
+        results = noting_results(unique(parts))
+    with recording_of_thread.set(recording), waiting(recording._metrics), results:
         yield recording

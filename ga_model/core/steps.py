@@ -8,6 +8,7 @@ for each shape of microbatches, as in plain Keras, and nothing waits for a condi
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,15 +20,18 @@ from ga_model.base import _numbers
 from ga_model.base._identity import is_in
 from ga_model.base._internals import copy_of, layers_in, seeds
 from ga_model.base._messages import batch_normalization_messages
-from ga_model.core.backend import Backend, Group
+from ga_model.core.backend import GROUPS, Backend, Group
 from ga_model.core.losses import Position
 from ga_model.core.noise import Estimate, Squares, averaged, squared_norm
-from ga_model.core.recorder import Update, record
-from ga_model.core.statistics import Call, listening
+from ga_model.core.proof.verdict import Verdict
+from ga_model.core.proof.weighing import Seen, Weighing
+from ga_model.core.recorder import Recording, Update, record
+from ga_model.core.statistics import Call, Listener, Moments, listening
 from ga_model.core.window import Amount, Sums
 from ga_model.hearing import _messages, _weights
 from ga_model.hearing._attributes import watch_attributes
-from ga_model.hearing._split import Batch
+from ga_model.hearing._models import unpack
+from ga_model.hearing._split import Batch, num_rows
 
 
 class Counters(NamedTuple):
@@ -69,6 +73,7 @@ class Mode(NamedTuple):
         skips: whether a microbatch with NaN or Inf in a gradient is skipped.
         must_add_up: whether what does not add up over microbatches is refused, and not told.
         is_measured: whether the noise of gradients is.
+        verdict: what was found of a step of the user's own, or None where Keras's runs.
     """
 
     is_split: bool
@@ -77,6 +82,7 @@ class Mode(NamedTuple):
     skips: bool
     must_add_up: bool
     is_measured: bool
+    verdict: Verdict | None = None
 
 
 class Structure(NamedTuple):
@@ -86,11 +92,16 @@ class Structure(NamedTuple):
         updates: of metrics that wait for the full batch.
         calls: of BatchNormalization layers.
         entries: loss values of a sample, of each term that averages over them.
+        own_logs: names of scalars that a step of the user's own logs.
+        logs_of_metrics: names of logs that are results of metrics, the metrics, and the keys of
+            these results, or None.
     """
 
     updates: list[Update]
     calls: list[Call]
-    entries: tuple[float, ...]
+    entries: tuple[float, ...] = ()
+    own_logs: tuple[str, ...] = ()
+    logs_of_metrics: tuple[tuple[str, Any, str | None], ...] = ()
 
 
 class NeedsTotalsError(Exception):
@@ -169,14 +180,17 @@ class Steps:
             sums = others._replace(gradients=gradients)
             return sums.plus(run_one(sums.unit, sums.num_counted == 0, *arguments))
 
-        run = self._backend.compiled(("add", mode), add, self._backend.of_step, consumes=True)
+        run = self._backend.compiled(("add", mode), add, self._reads(mode), consumes=True)
         others, data = sums._replace(gradients=[]), self._backend.placed(data)
         added: Sums = run(sums.gradients, others, data, numbers, totals)
         return added
 
     def _recording(self, mode: Mode) -> Callable[..., Sums]:
         function = functools.partial(self._record, mode)
-        return self._backend.compiled(("record", mode), function, self._backend.of_step)
+        return self._backend.compiled(("record", mode), function, self._reads(mode))
+
+    def _reads(self, mode: Mode) -> tuple[Group, ...]:
+        return self._backend.of_step if mode.verdict is None else GROUPS
 
     def _record(
         self,
@@ -188,7 +202,7 @@ class Steps:
         totals: list[Any] | None,
     ) -> Sums:
         """Run the step on a microbatch, and return what it gives."""
-        model, backend = self._model, self._backend
+        model = self._model
         whole = None
         if mode.is_split:
             whole = _weights.Whole(
@@ -203,17 +217,93 @@ class Steps:
             whole,
             mode.must_add_up,
         )
-        layers = model._batch_normalization_layers()
         state = [*model.non_trainable_variables, *model.metrics_variables] if mode.skips else []
         before = [copy_of(variable) for variable in state]
+        if mode.verdict is None:
+            found = self._record_of_keras(mode, position, data)
+        else:
+            found = self._record_own(mode, mode.verdict, position, data)
+        if mode.is_measured:
+            if found.total is None:
+                raise ValueError(_messages.noise_of_sum_message(model.name))
+            scale = model.optimizer.scale_loss(ops.ones(()))
+            squares = Squares.of(found.gradients, found.total, scale)
+            found = found._replace(squares=squares)
+        if mode.skips:
+            is_finite, found = _skipped(found)
+            for variable, value in zip(state, before):
+                variable.assign(_numbers.where(is_finite, copy_of(variable), value))
+        return found
+
+    def _record_of_keras(self, mode: Mode, position: Position, data: Any) -> Sums:
+        """Run Keras's step, with the weight of the microbatch in its loss."""
+        recording, hears, _ = self._run(mode, position, data)
+        updates, means = recording.updates(), recording.means()
+        amounts = [
+            Amount._make(map(_numbers.float64, (*mean, count, 1.0)))
+            for mean, (_, count) in zip(means, updates)
+        ]
+        self._structure = Structure(
+            [update for update, _ in updates], hears.calls, recording.losses.entries()
+        )
+        return _of_one(
+            recording.gradients, recording.relative_weight, recording.unit, hears.moments, amounts
+        )._replace(has_lost=_any(recording.losses.lost))
+
+    def _record_own(self, mode: Mode, verdict: Verdict, position: Position, data: Any) -> Sums:
+        """Run a step of the user's own, and weigh the microbatch by what it was found to weigh."""
+
+        def run(data: Any) -> tuple[Any, ...]:
+            recording, hears, logs = self._run(mode, position, data, is_own=True)
+            own, of_metrics = recording.split_logs(logs)
+            updates = recording.updates()
+            self._structure = Structure(
+                [update for update, _ in updates], hears.calls, (), tuple(own), of_metrics
+            )
+            counts = [_numbers.float64(count) for _, count in updates]
+            numbers = zip(recording.numbers(), counts)
+            said = recording.weight_of_loss()
+            return recording.gradients, hears.moments, said, list(numbers), own
+
+        found, divisors = self._backend.noting(run, (data,))
+        gradients, moments, said, numbers, own = found
+        seen = Seen(num_rows(unpack(data)[0]), divisors, said)
+        amounts = [
+            _weighed(value, verdict.of_number(place), seen, position, count)
+            for place, (value, count) in enumerate(numbers)
+        ]
+        assert self._structure is not None
+        amounts += [
+            _weighed(own[name], verdict.of_log(name), seen, position)
+            for name in self._structure.own_logs
+        ]
+        weighing = verdict.weighing
+        weight = _numbers.float64(weighing.weight(seen))
+        if weighing.is_sum:
+            return _of_one(gradients, None, ops.ones_like(position.unit), moments, amounts)
+        unit, relative = position.in_unit(weight)
+        gradients = [
+            None if g is None else _widened(g) * _numbers.like(g, relative) for g in gradients
+        ]
+        once = _numbers.share(_numbers.float64(weighing.once), unit)
+        total = _numbers.where(position.is_first, relative, relative - once)
+        return _of_one(gradients, total, unit, moments, amounts)
+
+    def _run(
+        self, mode: Mode, position: Position, data: Any, is_own: bool = False
+    ) -> tuple[Recording, Listener, Any]:
+        """Run a step, recorded, and return what was recorded, what was heard, and its logs."""
+        model, backend = self._model, self._backend
+        layers = model._batch_normalization_layers()
+        watching: Any = contextlib.nullcontext()
+        if mode.size is not None:
+            watching = backend.splitting_calls(mode.size)
         with (
-            record(model, data, position, backend) as recording,
+            record(model, data, position, backend, is_own=is_own) as recording,
             listening(layers) as hears,
-            backend.watching(recording)
-            if mode.size is None
-            else backend.splitting_calls(mode.size),
+            watching if is_own or mode.size is not None else backend.watching(recording),
         ):
-            _, written = backend.run_step(data)
+            logs, written = backend.run_step(data)
         hears.put_back()
         if recording.gradients is None:
             raise RuntimeError(_messages.not_recorded_message(model.name, []))
@@ -223,29 +313,7 @@ class Steps:
             others = [layer.name for layer in layers if not is_in(layer, heard)]
             for message in batch_normalization_messages([part.name for part in heard], others):
                 model._warn_once(message)
-        updates, amounts = recording.amounts()
-        found = Sums(
-            [None if g is None else _widened(g) for g in recording.gradients],
-            recording.relative_weight,
-            recording.unit,
-            _int32(1),
-            _int32(0),
-            functools.reduce(ops.logical_or, recording.losses.lost, _int32(0) > 0),
-            hears.moments,
-            amounts,
-        )
-        if mode.is_measured:
-            if recording.relative_weight is None:
-                raise ValueError(_messages.noise_of_sum_message(model.name))
-            scale = model.optimizer.scale_loss(ops.ones(()))
-            squares = Squares.of(found.gradients, recording.relative_weight, scale)
-            found = found._replace(squares=squares)
-        if mode.skips:
-            is_finite, found = _skipped(found)
-            for variable, value in zip(state, before):
-                variable.assign(_numbers.where(is_finite, copy_of(variable), value))
-        self._structure = Structure(updates, hears.calls, recording.losses.entries())
-        return found
+        return recording, hears, logs
 
     def _tell_of_writes(self, written: list[Any], normalizing: list[Any]) -> None:
         """Warn of variables that a step writes to, but those that random numbers are drawn with."""
@@ -301,7 +369,14 @@ class Steps:
             metric.total.assign_add(ops.cast(total - known, metric.total.dtype))
             if is_mean:
                 metric.count.assign_add(ops.cast(count - known_count, metric.count.dtype))
-        return model.get_metrics_result()
+        if not (structure.own_logs or structure.logs_of_metrics):
+            return model.get_metrics_result()
+        results = {}
+        for name, metric, key in structure.logs_of_metrics:
+            result = metric.result()
+            results[name] = result if key is None else result[key]
+        own = zip(structure.own_logs, now[len(structure.updates) :])
+        return {**results, **{name: amount.value() for name, amount in own}}
 
     # Updates.
 
@@ -363,9 +438,8 @@ class Steps:
         Returns:
             Its logs.
         """
-        every: list[Group] = ["trainable", "non_trainable", "optimizer", "metrics"]
         function = functools.partial(self._whole, size)
-        return self._backend.compiled(("whole", size), function, [], updates=every)(data)
+        return self._backend.compiled(("whole", size), function, [], updates=GROUPS)(data)
 
     def _whole(self, size: int, data: Any) -> Any:
         with self._backend.splitting_calls(size):
@@ -382,6 +456,31 @@ class Steps:
 def count(sums: Sums, counters: Counters) -> Counters:
     """Return counters with the microbatches that a window has left out."""
     return counters._replace(skipped=counters.skipped + sums.num_skipped)
+
+
+def _of_one(
+    gradients: Any, total: Any, unit: Any, moments: list[Moments], amounts: list[Amount]
+) -> Sums:
+    """Return the sums of one microbatch."""
+    widened = [None if g is None else _widened(g) for g in gradients]
+    return Sums(widened, total, unit, _int32(1), _int32(0), _any([]), moments, amounts)
+
+
+def _any(flags: list[Any]) -> Any:
+    return functools.reduce(ops.logical_or, flags, _int32(0) > 0)
+
+
+def _weighed(
+    value: Any, weighing: Weighing, seen: Seen, position: Position, count: Any = 1.0
+) -> Amount:
+    """Return what a number of one microbatch counts in that of the window."""
+    if weighing.is_sum:
+        numbers = value, position.is_first, count, 1.0
+        return Amount._make(map(_numbers.float64, numbers))
+    weight = _numbers.float64(weighing.weight(seen))
+    numerator = _numbers.where(weight == 0, 0.0, value * weight)
+    rest = _numbers.where(position.is_first, weight, weight - weighing.once)
+    return Amount._make(map(_numbers.float64, (numerator, rest, count, 1.0)))
 
 
 def _known(totals: list[Any] | None) -> list[Any]:

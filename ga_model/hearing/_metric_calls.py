@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import keras
@@ -82,7 +82,10 @@ class MetricCalls:
     def result(self, metric: Any) -> Any:
         """Return the metric's result, and remember that it is that."""
         self.watched.append(metric)
-        result = metric.result()
+        return self.note_result(metric, metric.result())
+
+    def note_result(self, metric: Any, result: Any) -> Any:
+        """Remember that something is a metric's result, and return it."""
         by_key = result if isinstance(result, dict) else {None: result}
         self.results += [(value, metric, key) for key, value in by_key.items()]
         return result
@@ -123,6 +126,22 @@ def waiting(calls: MetricCalls | None) -> Iterator[None]:
         return
     with _in_front.of(_MEANS), _noting.of(_of_samples()), _calls.set(calls):
         yield
+
+
+def noting_results(metrics: Iterable[Any]) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which results of metrics are remembered, whoever asks for them."""
+    return _results.of(metrics)
+
+
+def _remembered(metric: Any, result: Callable[..., Any]) -> Callable[..., Any]:
+    def remembered(*args: Any, **kwargs: Any) -> Any:
+        found, calls = result(*args, **kwargs), _calls.get()
+        return found if calls is None else calls.note_result(metric, found)
+
+    return remembered
+
+
+_results = InFront("result", _remembered)
 
 
 def _noted(_: Any, update_state: Callable[..., Any]) -> Callable[..., Any]:

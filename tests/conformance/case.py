@@ -124,8 +124,6 @@ DIVISORS = {
     "torch: across": FallsShort("false alarm", "halves do not tell what a loss is divided by"),
     "jax: across": FallsShort("false alarm", "the loss is taken for one that compares samples"),
 }
-OWN_LOSS = {"jax: across": FallsShort("refused", "a custom `compute_loss` has no weight")}
-OWN_STEP = {"jax: across": FallsShort("refused", "a custom `train_step` has no weight")}
 
 
 def of_one_sample(kind):

@@ -9,7 +9,7 @@ import logged
 import numpy as np
 import reductions
 import zoo
-from case import ALL, DIVISORS, OWN_LOSS, Case, FallsShort, Refused, Warns, of_one_sample, sgd
+from case import ALL, DIVISORS, Case, FallsShort, Refused, Warns, of_one_sample, sgd
 from helpers import dense_data, dense_model
 from keras import layers, ops
 
@@ -490,7 +490,6 @@ CASES |= {
         lambda: WeighsByTarget(reductions.sequence_model().layers),
         some_zeros,
         reductions.compile_with("mean_with_sample_weight"),
-        falls_short=OWN_LOSS,
     ),
     "own compute_loss: compares samples": Case(
         of_class(ComparesPredictions),
@@ -505,9 +504,7 @@ CASES |= {
         samples=FULL,
         settings=("recomputed",),
     ),
-    "own compute_loss: mean of some": Case(
-        of_class(MeanOfSome), dense_data, sgd(None, 0.02), falls_short=OWN_LOSS
-    ),
+    "own compute_loss: mean of some": Case(of_class(MeanOfSome), dense_data, sgd(None, 0.02)),
 }
 
 

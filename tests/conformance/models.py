@@ -7,7 +7,7 @@ import itertools
 import keras
 import numpy as np
 import zoo
-from case import ALL, OWN_LOSS, Case, FallsShort, Refused, Warns, of_one_sample, sgd
+from case import ALL, Case, FallsShort, Refused, Warns, of_one_sample, sgd
 from helpers import dense_data, dense_model
 from keras import layers, ops
 
@@ -217,8 +217,8 @@ CASES |= {
         towers_data,
         sgd({"z": "mse", "a": "mae"}, loss_weights={"a": 0.3, "z": 2.0}),
     ),
-    "dicts in a loss": Case(OwnLossOfTwoTowers, towers_data, sgd(None, 0.02), falls_short=OWN_LOSS),
-    "nested": Case(OwnLossOfNested, nested_data, sgd(None), falls_short=OWN_LOSS),
+    "dicts in a loss": Case(OwnLossOfTwoTowers, towers_data, sgd(None, 0.02)),
+    "nested": Case(OwnLossOfNested, nested_data, sgd(None)),
     "a list with an output without a loss": Case(
         zoo.two_outputs,
         lambda rows: (dense_data(rows)[0], [dense_data(rows)[1], None]),

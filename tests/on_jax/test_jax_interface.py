@@ -22,14 +22,21 @@ def test_a_keras_that_is_too_old_is_refused(monkeypatch):
         _validate.check_backend("jax")
 
 
-class OwnStep(keras.Sequential):
+class Logging(keras.Sequential):
+    """Keras's step, with logs of its own."""
+
     def train_step(self, state, data):
-        return keras.Sequential.train_step(self, state, data)
+        logs, state = super().train_step(state, data)
+        largest = ops.mean(ops.max(data[0], axis=-1))
+        return {**logs, "largest": largest, "rate": ops.convert_to_tensor(0.5)}, state
 
 
-class OwnLoss(keras.Sequential):
-    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        return ops.mean(ops.square(y - y_pred))
+class Doubling(keras.Sequential):
+    """Logs what it computes with the result of a metric, which waits for the window."""
+
+    def train_step(self, state, data):
+        logs, state = super().train_step(state, data)
+        return {**logs, "twice": 2 * logs["loss"]}, state
 
 
 def of(base):
@@ -37,20 +44,62 @@ def of(base):
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize(
-    ("base", "text"),
-    [(OwnStep, "is not accumulated over several batches"), (OwnLoss, "averages over")],
-)
-@pytest.mark.parametrize("settings", [{"accumulation_steps": 2}, {"skip_nonfinite": True}])
-def test_what_is_the_users_own_is_refused_in_windows(base, text, settings):
-    model = accumulate(of(base), **settings)
+@pytest.mark.parametrize("settings", [{"accumulation_steps": 3}, {"skip_nonfinite": True}])
+def test_logs_of_a_step_are_those_of_the_window(settings):
+    def logs_of(rows, **settings):
+        model, seen = accumulate(of(Logging), **settings), []
+        model.compile("sgd", "mse", metrics=["mae"])
+        note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda i, logs: seen.append(logs))
+        model.fit(*dense_data(12), batch_size=rows, shuffle=False, verbose=0, callbacks=[note])
+        return seen[-1]
+
+    logs = logs_of(4 if "accumulation_steps" in settings else 12, **settings)
+    expected = logs_of(12)
+    assert list(logs) == list(expected) == ["largest", "loss", "mae", "rate"]
+    for name, value in expected.items():
+        assert logs[name] == pytest.approx(value, rel=1e-5)
+
+
+def test_a_log_of_the_result_of_a_metric_is_told_of():
+    model = accumulate(of(Doubling), accumulation_steps=2)
     model.compile("sgd", "mse")
-    before = model.get_weights()
-    with pytest.raises(RuntimeError, match=text):
+    with pytest.warns(UserWarning, match="(?s)does not train as the full batch.*the log 'twice'"):
         model.fit(*dense_data(8), batch_size=4, verbose=0)
-    assert model.has_updated
-    for a, b in zip(model.get_weights(), before, strict=True):
-        np.testing.assert_array_equal(a, b)
+
+
+class Raising(keras.Sequential):
+    """Takes batches of one number of samples."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return ops.mean(ops.reshape(ops.square(y - y_pred), (4, 2)))
+
+
+class Bounded(keras.Sequential):
+    """The gradient of a loss beyond its bound is zero."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return ops.minimum(ops.mean(ops.square(y_pred)) + 1.0, 0.0)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(("base", "why"), [(Raising, "cannot reshape"), (Bounded, "are zero")])
+def test_what_cannot_be_tried_is_told_of(base, why):
+    model = accumulate(of(base), accumulation_steps=2)
+    model.compile("sgd", None)
+    with pytest.warns(UserWarning, match=f"(?s)not known whether a window.*{why}"):
+        model.fit(*dense_data(8), batch_size=4, verbose=0)
+
+
+def test_a_trial_leaves_the_model_as_it_was():
+    model = accumulate(of(Logging), accumulation_steps=9)
+    model.compile("sgd", "mse", metrics=["mae"])
+    model.optimizer.build(model.trainable_variables)
+    before = [np.array(v.value) for v in (*model.variables, *model.optimizer.variables)]
+    model.train_on_batch(*dense_data(4))
+    after = [np.array(v.value) for v in (*model.variables, *model.optimizer.variables)]
+    names = [v.path for v in (*model.variables, *model.optimizer.variables)]
+    changed = [n for n, a, b in zip(names, before, after, strict=True) if not np.array_equal(a, b)]
+    assert all(name.startswith(("loss", "mean_absolute")) for name in changed)
 
 
 def test_an_automatic_size_is_refused():

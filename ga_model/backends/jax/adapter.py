@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import keras
 
 from ga_model.backends.jax import layer_calls, own_metrics, refusals
+from ga_model.backends.jax.noting import Noting
 from ga_model.backends.jax.rows_apart import kinds_of
 from ga_model.base._internals import (
     jax_state_of,
     leave_values,
+    num_updates,
     scope_of,
     stateless_scope,
     value_in,
 )
-from ga_model.core.backend import Backend, Group
+from ga_model.core.backend import GROUPS, Backend, Group
+from ga_model.core.proof.draws import Draws
 from ga_model.core.recorder import Recording
 from ga_model.hearing._models import recording_of_thread
 from ga_model.hearing._split import num_rows
 from ga_model.hearing._stand_ins import OptimizerStandIn
-
-GROUPS: tuple[Group, ...] = get_args(Group)
 
 
 class StandIn(OptimizerStandIn):
@@ -34,8 +35,21 @@ class StandIn(OptimizerStandIn):
     def stateless_apply(
         self, optimizer_variables: Any, grads: Any, trainable_variables: Any
     ) -> tuple[Any, Any]:
-        self._listener.apply(self._original, grads)
-        return trainable_variables, optimizer_variables
+        optimizer, rate = self._original, self._listener.rate
+        self._listener.apply(optimizer, grads)
+        if rate is None:
+            return trainable_variables, optimizer_variables
+        moved = [_moved(*pair, rate) for pair in zip(trainable_variables, grads)]
+        counter = num_updates(optimizer)
+        pairs = zip(optimizer.variables, optimizer_variables)
+        return moved, [x + (rate != 0).astype(x.dtype) if v is counter else x for v, x in pairs]
+
+
+def _moved(weight: Any, gradient: Any, rate: Any) -> Any:
+    """Return a weight after the surrogate update of a trial."""
+    if gradient is None:
+        return weight
+    return jnp.where(rate == 0, weight, weight - (rate * gradient).astype(weight.dtype))
 
 
 class JaxBackend(Backend):
@@ -194,8 +208,7 @@ class JaxBackend(Backend):
     # What is run.
 
     def run_step(self, data: Any) -> tuple[Any, list[Any]]:
-        given = self.of_step if recording_of_thread.get() is not None else GROUPS
-        before = {group: self.values(group) if group in given else [] for group in GROUPS}
+        before = {group: self.values(group) if self._is_read(group) else [] for group in GROUPS}
         self._is_running_step, outer = True, self._is_running_step
         try:
             state = tuple(list(before[group]) for group in GROUPS)
@@ -213,6 +226,37 @@ class JaxBackend(Backend):
             self.put(group, found)
         others = self.variables("non_trainable")
         return logs, [others[place] for place in changed["non_trainable"]]
+
+    def _is_read(self, group: Group) -> bool:
+        """Return whether the function that runs here reads a group of variables."""
+        known = stateless_scope().state_mapping
+        return all(id(variable) in known for variable in self.variables(group))
+
+    def noting(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], draws: Draws | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        variables = {g: self.variables(g) for g in GROUPS if self._is_read(g)}
+        values = {group: self.values(group) for group in variables}
+        flat = [variable for group in variables for variable in variables[group]]
+
+        def pure(values: dict[Group, list[Any]], arguments: tuple[Any, ...]) -> Any:
+            with scope_of(flat, (v for group in variables for v in values[group])) as scope:
+                result = function(*arguments)
+            after = {
+                group: {
+                    place: new
+                    for place, (variable, old) in enumerate(zip(variables[group], values[group]))
+                    if (new := scope.get_current_value(variable)) is not old
+                }
+                for group in variables
+            }
+            return result, after
+
+        noted = Noting(draws)
+        result, after = noted.run(pure, (values, arguments))
+        for group, found in after.items():
+            self.put(group, found)
+        return result, noted.divisors
 
     def is_running_step(self) -> bool:
         return self._is_running_step or recording_of_thread.get() is not None

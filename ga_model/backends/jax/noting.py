@@ -1,0 +1,85 @@
+"""Run a function, and note the scalars that it divides by.
+
+The function is traced to a jaxpr, which is evaluated equation by equation. What is not known of an
+equation does not matter: it is bound as it stands. Only calls of jaxprs are looked into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from ga_model.core.proof.draws import Draws
+
+# Equations that call one jaxpr with their inputs, and the parameters that it may be under.
+_CALLS = {"pjit", "jit", "closed_call", "core_call", "custom_jvp_call", "remat", "checkpoint"}
+_CALLS |= {"remat2", "custom_vjp_call", "custom_vjp_call_jaxpr"}
+_JAXPRS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+
+
+class Noting:
+    """Evaluates jaxprs, and notes.
+
+    Args:
+        draws: what gives random bits, or None: those of JAX.
+
+    Attributes:
+        divisors: floating-point scalars that were divided by, by their number.
+    """
+
+    def __init__(self, draws: Draws | None) -> None:
+        self.divisors: dict[str, Any] = {}
+        self._draws = draws
+
+    def run(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        """Return what a function returns for its arguments: nests of arrays."""
+        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+        outputs = self._evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(arguments))
+        return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
+
+    def _evaluate(self, jaxpr: Any, constants: Sequence[Any], arguments: Sequence[Any]) -> Any:
+        variables = [*jaxpr.constvars, *jaxpr.invars]
+        known = dict(zip(variables, [*constants, *arguments]))
+
+        def value(variable: Any) -> Any:
+            return variable.val if isinstance(variable, Literal) else known[variable]
+
+        for equation in jaxpr.eqns:
+            outputs = self._outputs(equation, [value(v) for v in equation.invars])
+            known.update(zip(equation.outvars, outputs))
+        return [value(v) for v in jaxpr.outvars]
+
+    def _outputs(self, equation: Any, inputs: list[Any]) -> Any:
+        name, parameters = equation.primitive.name, equation.params
+        inner = next((parameters[key] for key in _JAXPRS if key in parameters), None)
+        if name in _CALLS and inner is not None:
+            jaxpr, constants = getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
+            return self._evaluate(jaxpr, constants, inputs)
+        if name == "random_bits" and self._draws is not None:
+            dtype = jnp.dtype(f"uint{parameters['bit_width']}")
+            return [_bits(self._draws, tuple(parameters["shape"]), dtype)]
+        if name == "div" and _is_scalar(inputs[1]):
+            self.divisors[f"division {len(self.divisors) + 1}"] = inputs[1]
+        bound = equation.primitive.get_bind_params(parameters)
+        functions, bound = bound if isinstance(bound, tuple) else ((), bound)  # before JAX 0.10
+        outputs = equation.primitive.bind(*functions, *inputs, **bound)
+        return outputs if equation.primitive.multiple_results else [outputs]
+
+
+def _is_scalar(value: Any) -> bool:
+    return not jnp.shape(value) and jnp.issubdtype(jnp.result_type(value), jnp.floating)
+
+
+def _bits(draws: Draws, shape: tuple[int, ...], dtype: Any) -> Any:
+    """Return random bits: of each sample its own ones, wherever it stands."""
+    key, kind = jax.random.key(draws.next_seed()), draws.kind_of(shape)
+    if kind == "by sample":
+        every = jax.random.bits(key, (draws.total, *shape[1:]), dtype)
+        return jax.lax.dynamic_slice_in_dim(every, draws.begin, shape[0])
+    if kind == "alike":
+        return jnp.broadcast_to(jax.random.bits(key, (1, *shape[1:]), dtype), shape)
+    return jax.random.bits(jax.random.fold_in(key, draws.run), shape, dtype)

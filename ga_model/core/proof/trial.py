@@ -1,0 +1,156 @@
+"""Try one window both ways: all samples at once, and in parts, from the same state.
+
+The optimizer is stood in for by a *surrogate update*, which moves each weight against its gradient
+by a rate. A rate of 0 is what a recorded step does. With others the order of what a step does shows
+at any learning rate, and no slot of an optimizer has to be put back. The rates move weights by 3 %
+of their norm, so that an effect of the update is far above rounding.
+
+Several starts and cuts are tried: one alone may hide a difference by chance.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from ga_model.core.proof.weighing import Seen, Weighing
+
+_MOVES = 0.03  # of the norm of the weights
+_NOISE = (0.0, 0.3, 2.0, 8.0)  # of the starts, in standard deviations of a weight
+
+
+class Outcome(NamedTuple):
+    """What the step makes of some samples.
+
+    Attributes:
+        gradients: of each trained variable, or None.
+        values: of all variables, after the step.
+        numbers: what metrics got that waits for the full batch.
+        logs: scalars that the step logs and that are no results of metrics.
+        seen: what tells the weight.
+    """
+
+    gradients: list[Any]
+    values: list[Any]
+    numbers: list[Any]
+    logs: dict[str, Any]
+    seen: Seen
+
+
+class Runner(Protocol):
+    """Runs the step of a model.
+
+    Attributes:
+        start: values of all variables, as they are.
+        names: of the variables.
+        trained: places of the trained variables, in the order of their gradients.
+        is_free: of each variable, whether it may be anything after a step: a random state.
+        is_moved: of each variable that is not trained, whether starts may differ in it.
+        counter: place of the optimizer's count of updates, or None.
+        epsilon: the rounding of one operation.
+    """
+
+    start: list[Any]
+    names: list[str]
+    trained: list[int]
+    is_free: list[bool]
+    is_moved: list[bool]
+    counter: int | None
+    epsilon: float
+
+    def run(self, begin: int, end: int, values: list[Any], rate: float) -> Outcome:
+        """Run the step on samples from `begin` up to `end`, from values of all variables.
+
+        Args:
+            rate: of the surrogate update.
+        """
+
+
+class Window(NamedTuple):
+    """A window that was tried.
+
+    Attributes:
+        values: that it starts from.
+        rate: of its update.
+        whole: all samples at once.
+        rounded: the same, from weights that differ by a rounding.
+        parts: the same samples in parts, each from where the last one ended.
+    """
+
+    values: list[Any]
+    rate: float
+    whole: Outcome
+    rounded: Outcome
+    parts: list[Outcome]
+
+    def shares(self, weighing: Weighing) -> list[float]:
+        """Return what each part counts in the window, or NaN."""
+        if weighing.is_sum:
+            return [1.0] * len(self.parts)
+        weights = [_number(weighing.weight(part.seen)) for part in self.parts]
+        total = sum(weights) - (len(weights) - 1) * weighing.once
+        return [weight / total if total else float("nan") for weight in weights]
+
+
+def windows(runner: Runner, total: int) -> Iterator[Window]:
+    """Try windows of so many samples, in three parts: a third, most others, and one alone."""
+    sizes = (total // 3, total - total // 3 - 1, 1)
+    cuts = [tuple(itertools.accumulate(sizes[i:] + sizes[:i])) for i in range(3)]
+    for number, noise in enumerate(_NOISE):
+        values = _perturbed(runner, noise, number)
+        unmoved = runner.run(0, total, values, 0.0)
+        gradients = [g for g in unmoved.gradients if g is not None]
+        if number > 1 and not all(np.isfinite(g).all() for g in gradients):
+            continue
+        size = norm_of(gradients)
+        far = norm_of([values[place] for place in runner.trained]) or 1.0
+        rate = _MOVES * far / size if size and np.isfinite(size) else 0.0
+        whole = runner.run(0, total, values, rate)
+        rounded = runner.run(0, total, _rounded(runner, values), rate)
+        for ends in cuts:
+            parts, state, begin = [], values, 0
+            for end in ends:
+                parts.append(runner.run(begin, end, state, 0.0))
+                state, begin = parts[-1].values, end
+            yield Window(values, rate, whole, rounded, parts)
+
+
+def norm_of(arrays: Sequence[Any]) -> float:
+    """Return the norm of all numbers in arrays."""
+    return float(sum(np.linalg.norm(np.asarray(a, "float64").ravel()) ** 2 for a in arrays) ** 0.5)
+
+
+def _number(value: Any) -> float:
+    return float(np.asarray(value))
+
+
+def _perturbed(runner: Runner, noise: float, seed: int) -> list[Any]:
+    """Return values with noise that shows also in weights that are zero."""
+    if not noise:
+        return list(runner.start)
+    generator, found = np.random.default_rng(seed), list(runner.start)
+    for place, value in enumerate(runner.start):
+        value = np.asarray(value)
+        if place in runner.trained and value.dtype.kind != "i":
+            scale = noise * max(norm_of([value]) / max(value.size, 1) ** 0.5, 0.1)
+            moved = value.astype("float64") + scale * generator.normal(size=value.shape)
+        elif not runner.is_moved[place] or value.shape:
+            continue
+        elif value.dtype.kind in "iu":  # a counter
+            moved = value + int(10 ** min(2 * noise, 5))
+        else:  # a factor that is annealed
+            moved = value + noise * generator.random()
+        found[place] = np.asarray(moved).astype(value.dtype)
+    return found
+
+
+def _rounded(runner: Runner, values: list[Any]) -> list[Any]:
+    generator, found = np.random.default_rng(1), list(values)
+    for place in runner.trained:
+        value = np.asarray(values[place])
+        signs = generator.choice([-1.0, 1.0], value.shape)
+        found[place] = (value.astype("float64") * (1 + runner.epsilon * signs)).astype(value.dtype)
+    return found

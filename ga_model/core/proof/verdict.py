@@ -1,0 +1,250 @@
+"""Compare windows that were tried: what microbatches weigh, and whether all comes out the same."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from math import inf
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ga_model.core.proof.trial import Outcome, Runner, Window, norm_of
+from ga_model.core.proof.weighing import Weighing
+
+_TOLERANCE = 2e-4  # relative, of what many operations make of rounding in float32
+
+
+LAST = Weighing("last")  # the number of the last microbatch stands for all
+
+
+class Difference(NamedTuple):
+    """Something that does not come out the same.
+
+    Attributes:
+        what: a gradient, a variable, a log.
+        size: how much, relative to what it is, or to how much it changes.
+    """
+
+    what: str
+    size: float
+
+
+class Verdict(NamedTuple):
+    """What was found of a step.
+
+    Attributes:
+        weighing: of its gradients.
+        numbers: of what it gives to metrics, in this order; None where nothing fits.
+        logs: of scalars that it logs, with their names; None where nothing fits.
+        differences: what differs from the full batch nevertheless: gradients, variables, logs.
+        otherwise: of numbers and logs that nothing else is known of.
+    """
+
+    weighing: Weighing
+    numbers: tuple[Weighing | None, ...] = ()
+    logs: tuple[tuple[str, Weighing | None], ...] = ()
+    differences: tuple[Difference, ...] = ()
+    otherwise: Weighing = Weighing("samples")
+
+    @property
+    def is_exact(self) -> bool:
+        return not self.differences
+
+    def of_log(self, name: str) -> Weighing:
+        """Return how a scalar that the step logs is put together."""
+        return self._known(dict(self.logs).get(name))
+
+    def of_number(self, place: int) -> Weighing:
+        """Return the same of a number that a metric gets."""
+        return self._known(self.numbers[place] if place < len(self.numbers) else None)
+
+    def _known(self, weighing: Weighing | None) -> Weighing:
+        # What is as in the last microbatch is the same in all, or nearly so.
+        return self.otherwise if weighing is None or weighing == LAST else weighing
+
+
+class Judge:
+    """Compares windows.
+
+    Args:
+        runner: what has run them.
+        tried: the windows, with the same samples.
+    """
+
+    def __init__(self, runner: Runner, tried: Sequence[Window]) -> None:
+        self._runner = runner
+        self._windows = tried
+        self._candidates = list(candidates(tried))
+
+    def verdict(self) -> Verdict:
+        """Return what is found."""
+        off = {w: self._gradients_off(w) for w in self._candidates}
+        exact = [weighing for weighing, found in off.items() if not found]
+        weighing = exact[0] if exact else min(off, key=lambda w: _badness(off[w]))
+        differences = [(f"the gradient of {n}", size) for n, size in _largest(off[weighing])]
+        others = self._values_off(weighing)
+        differences += [(n, size) for n, size in _largest(others) if n not in off[weighing]]
+        first = self._windows[0].whole
+        numbers = tuple(
+            self._reduction(functools.partial(_number, place))
+            for place in range(len(first.numbers))
+        )
+        logs = tuple((n, self._reduction(functools.partial(_log, n))) for n in first.logs)
+        differences += [(f"number {i + 1} of metrics", inf) for i, w in enumerate(numbers) if not w]
+        differences += [(f"the log {name!r}", inf) for name, w in logs if not w]
+        found = tuple(Difference(*pair) for pair in differences)
+        return Verdict(weighing, numbers, logs, found)
+
+    def _gradients_off(self, weighing: Weighing) -> dict[str, float]:
+        """Return how much gradients differ that are put together by a weighing, by variable."""
+        found: dict[str, float] = {}
+        for window in self._windows:
+            shares = window.shares(weighing)
+            everything = norm_of([g for g in window.whole.gradients if g is not None])
+            for place, gradient in zip(self._runner.trained, range(len(self._runner.trained))):
+                size = self._gradient_off(window, gradient, shares, everything)
+                if size:
+                    name = self._runner.names[place]
+                    found[name] = max(size, found.get(name, 0.0))
+        return found
+
+    def _gradient_off(
+        self, window: Window, place: int, shares: list[float], everything: float
+    ) -> float:
+        whole, rounded = (o.gradients[place] for o in (window.whole, window.rounded))
+        parts = [part.gradients[place] for part in window.parts]
+        if whole is None and all(part is None for part in parts):
+            return 0.0
+        if whole is None or any(part is None for part in parts):
+            return inf
+        total = _total(shares, parts)
+        noise = norm_of([np.asarray(rounded, "float64") - whole])
+        largest = max((norm_of([_total([s], [p])]) for s, p in zip(shares, parts)), default=0.0)
+        floor = 100 * self._runner.epsilon * (largest + everything) + 10 * noise
+        return _off(total, whole, floor, norm_of([whole]))
+
+    def _values_off(self, weighing: Weighing) -> dict[str, float]:
+        """Return how much variables differ after the one update, by name."""
+        runner, found = self._runner, dict[str, float]()
+        for window in self._windows:
+            left = [np.asarray(value) for value in window.parts[-1].values]
+            shares = window.shares(weighing)
+            for number, place in enumerate(runner.trained):
+                parts = [part.gradients[number] for part in window.parts]
+                if all(part is not None for part in parts):
+                    left[place] = left[place] - window.rate * _total(shares, parts)
+            if runner.counter is not None and window.rate:
+                left[runner.counter] = left[runner.counter] + 1
+            for place, value in enumerate(window.whole.values):
+                value = np.asarray(value)
+                if runner.is_free[place] or value.dtype.kind not in "fiub":
+                    continue
+                moved = norm_of([value.astype("float64") - window.values[place]])
+                rounded = np.asarray(window.rounded.values[place], "float64")
+                floor = 100 * runner.epsilon * norm_of([value]) + 10 * norm_of([rounded - value])
+                if size := _off(left[place], value, floor, moved):
+                    name = runner.names[place]
+                    found[name] = max(size, found.get(name, 0.0))
+        return found
+
+    def _reduction(self, get: Callable[[Outcome], Any]) -> Weighing | None:
+        """Return what a number is put together by, or None."""
+        for weighing in (LAST, *self._candidates):
+            if all(self._fits(window, weighing, get) for window in self._windows):
+                return weighing
+        return None
+
+    def _fits(self, window: Window, weighing: Weighing, get: Callable[[Outcome], Any]) -> bool:
+        whole, rounded = get(window.whole), get(window.rounded)
+        parts = [get(part) for part in window.parts]
+        if whole is None or any(part is None for part in parts):
+            return False
+        if any(np.shape(part) != np.shape(whole) for part in parts):
+            return False
+        if weighing is LAST:
+            total = np.asarray(parts[-1], "float64")
+        else:
+            total = _total(window.shares(weighing), parts)
+        sizes = [norm_of([part]) for part in parts if np.isfinite(part).all()]
+        noise = norm_of([np.asarray(rounded, "float64") - whole])
+        floor = 100 * self._runner.epsilon * max(sizes, default=0.0) + 10 * noise
+        return not _off(total, whole, floor, norm_of([whole]))
+
+
+def candidates(tried: Sequence[Window]) -> Iterator[Weighing]:
+    """Yield ways to weigh microbatches, the more telling ones first.
+
+    What compiled losses say comes first, and then what the step divides by, as that may be the
+    number of samples by chance.
+    """
+    outcomes = [outcome for window in tried for outcome in (window.whole, *window.parts)]
+    sources = sorted(set.intersection(*(set(outcome.seen.divisors) for outcome in outcomes)))
+    if all(outcome.seen.of_loss is not None for outcome in outcomes):
+        sources = ["loss", *sources]
+    known: list[list[float]] = []
+    for weighing in (w for source in sources for w in _variants(source, tried)):
+        shares = [share for window in tried for share in window.shares(weighing)]
+        is_new = not any(np.allclose(shares, other, rtol=1e-9, atol=0) for other in known)
+        if np.isfinite(shares).all() and is_new:
+            known.append(shares)
+            yield weighing
+    yield Weighing("samples")
+    yield Weighing("sum")
+
+
+def _variants(source: str, tried: Sequence[Window]) -> Iterator[Weighing]:
+    """Yield what a number may be of the weight of a microbatch."""
+    plain = Weighing(source)
+    each = [[_weight(plain, part) for part in window.parts] for window in tried]
+    wholes = [_weight(plain, window.whole) for window in tried]
+    everything = [*wholes, *(weight for weights in each for weight in weights)]
+    if not np.isfinite(everything).all() or len(set(everything)) == 1:
+        return  # a constant
+    extra = [(sum(parts) - whole) / (len(parts) - 1) for whole, parts in zip(wholes, each)]
+    size = max(map(abs, everything))
+    if all(abs(more) <= 1e-5 * size for more in extra):
+        yield plain
+        return
+    if max(extra) - min(extra) <= 1e-5 * size:
+        yield Weighing(source, once=float(np.mean(extra)))
+    least = min(everything)
+    if everything.count(least) > 1:
+        yield Weighing(source, least=least * (1 + 1e-6))
+    yield Weighing(source, is_by_sample=True)
+    yield plain
+
+
+def _weight(weighing: Weighing, outcome: Outcome) -> float:
+    return float(np.asarray(weighing.weight(outcome.seen)))
+
+
+def _total(shares: Sequence[float], parts: Sequence[Any]) -> Any:
+    """Return a weighted sum. What weighs nothing is left out, as it may be NaN."""
+    pairs = [(share, np.asarray(part, "float64")) for share, part in zip(shares, parts)]
+    zero = np.zeros_like(pairs[0][1])
+    return sum((share * part for share, part in pairs if share), zero)
+
+
+def _off(found: Any, expected: Any, floor: float, size: float) -> float:
+    """Return a relative difference, or zero if it is what rounding makes."""
+    difference = norm_of([np.asarray(found, "float64") - np.asarray(expected, "float64")])
+    if difference <= floor + _TOLERANCE * size:
+        return 0.0
+    return difference / size if size and np.isfinite(difference) else inf
+
+
+def _badness(off: dict[str, float]) -> tuple[int, float]:
+    return len(off), sum(min(size, 9.0) for size in off.values())
+
+
+def _largest(off: dict[str, float]) -> list[tuple[str, float]]:
+    return sorted(off.items(), key=lambda pair: -pair[1])
+
+
+def _number(place: int, outcome: Outcome) -> Any:
+    return outcome.numbers[place] if place < len(outcome.numbers) else None
+
+
+def _log(name: str, outcome: Outcome) -> Any:
+    return outcome.logs.get(name)

@@ -1,0 +1,59 @@
+"""What a microbatch may weigh in its window."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ga_model.base import _numbers
+
+
+class Seen(NamedTuple):
+    """What one microbatch shows of its weight.
+
+    Attributes:
+        rows: its samples.
+        divisors: floating-point scalars that its step divides by, by name.
+        of_loss: scalar, what the compiled losses say, or None: it is a sum, or they say nothing.
+    """
+
+    rows: int
+    divisors: dict[str, Any]
+    of_loss: Any = None
+
+
+class Weighing(NamedTuple):
+    """A way to weigh microbatches. Those of a window have as much weight together as its sum.
+
+    Attributes:
+        source: "loss" (what the compiled losses say), "samples", "sum" (each counts once, and the
+            window is not divided), or the name of a divisor.
+        once: a part of the weight that a window has once, and not once per microbatch, such as the
+            epsilon in `sum(mask) + epsilon`.
+        least: a weight that counts as nothing, as in `maximum(sum(mask), least)`.
+        is_by_sample: whether it is to be multiplied by the samples, such as the mean of a mask.
+    """
+
+    source: str
+    once: float = 0.0
+    least: float | None = None
+    is_by_sample: bool = False
+
+    @property
+    def is_sum(self) -> bool:
+        return self.source == "sum"
+
+    def weight(self, seen: Seen) -> Any:
+        """Return the weight of a microbatch: a number or a scalar."""
+        if self.source in ("samples", "sum"):
+            return float(seen.rows if self.source == "samples" else 1)
+        weight = seen.of_loss if self.source == "loss" else seen.divisors[self.source]
+        if self.is_by_sample:
+            weight = weight * seen.rows
+        if self.least is None:
+            return weight
+        if isinstance(weight, float):
+            return 0.0 if weight <= self.least else weight
+        return _numbers.where(weight <= self.least, 0.0, _numbers.float64(weight))
+
+    def __str__(self) -> str:
+        return self.source
