@@ -67,6 +67,10 @@ class Backend(ABC):
         """
 
     @abstractmethod
+    def forget(self, kind: str) -> None:
+        """Let go of what was compiled under names that are tuples with this first entry."""
+
+    @abstractmethod
     def shapes(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         """Return what a function of `compiled` would for arguments, with shapes for tensors.
 

@@ -30,7 +30,7 @@ def unlike_message(model: str, verdict: Verdict) -> str:
     size = f" by {first.size:.0%}" if first.size < 10 else ""
     return (
         "A window of microbatches does not train as the full batch. Received: the `train_step` of "
-        f"{model!r}, which was run on some samples of the first batch at once, and in two parts: "
+        f"{model!r}, which was run on some samples of the first batch at once, and in parts: "
         f"{first.what} differs{size}{more}, however the parts are weighted. To train "
         f"exactly, {ALONE}; if the difference does not matter, override `microbatch_weight`."
     )

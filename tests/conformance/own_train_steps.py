@@ -15,10 +15,11 @@ if BACKEND == "tensorflow":
         def train_step(self, data):
             x, y = data
             with tf.GradientTape() as tape:
-                loss = self.objective(x, y, self(x, training=True))
+                y_pred = self(x, training=True)
+                loss = self.objective(x, y, y_pred)
             gradients = tape.gradient(loss, self.trainable_variables)
             self.optimizer.apply(self.changed(gradients), self.trainable_variables)
-            return {"loss": loss}
+            return self.logged(y, y_pred, loss)
 
 elif BACKEND == "torch":
     import torch
@@ -27,12 +28,13 @@ elif BACKEND == "torch":
         def train_step(self, data):
             x, y = data
             self.zero_grad()
-            loss = self.objective(x, y, self(x, training=True))
+            y_pred = self(x, training=True)
+            loss = self.objective(x, y, y_pred)
             loss.backward()
             with torch.no_grad():
                 gradients = [variable.value.grad for variable in self.trainable_variables]
                 self.optimizer.apply(self.changed(gradients), self.trainable_variables)
-            return {"loss": loss.detach()}
+            return self.logged(y, y_pred, loss.detach())
 
 else:
     import jax
@@ -42,15 +44,19 @@ else:
             mapping = list(zip(self.trainable_variables, trainable))
             y_pred, non_trainable = self.stateless_call(trainable, non_trainable, x, training=True)
             with keras.StatelessScope(mapping):
-                return self.objective(x, y, y_pred), non_trainable
+                return self.objective(x, y, y_pred), (y_pred, non_trainable)
 
         def train_step(self, state, data):
             trainable, non_trainable, optimizer, metrics = state
             gradient = jax.value_and_grad(self.loss_of, has_aux=True)
-            (loss, non_trainable), gradients = gradient(trainable, non_trainable, *data)
+            (loss, found), gradients = gradient(trainable, non_trainable, *data)
+            y_pred, non_trainable = found
             gradients = self.changed(gradients)
             trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
-            return {"loss": loss}, (trainable, non_trainable, optimizer, metrics)
+            with keras.StatelessScope(list(zip(self.metrics_variables, metrics))) as scope:
+                logs = self.logged(data[1], y_pred, loss)
+            metrics = [scope.get_current_value(variable) for variable in self.metrics_variables]
+            return logs, (trainable, non_trainable, optimizer, metrics)
 
 
 class OwnStep(Step):
@@ -66,6 +72,28 @@ class OwnStep(Step):
     def changed(self, gradients):
         """Return the gradients that are applied."""
         return gradients
+
+    def logged(self, y, y_pred, loss):
+        """Return the logs."""
+        return {"loss": loss}
+
+
+class Tracks(OwnStep):
+    """Has metrics of its own: of the loss, and of samples."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.of_loss = keras.metrics.Mean(name="of_loss")
+        self.of_samples = keras.metrics.MeanAbsoluteError(name="of_samples")
+
+    @property
+    def metrics(self):
+        return [self.of_loss, self.of_samples]
+
+    def logged(self, y, y_pred, loss):
+        self.of_loss.update_state(loss)
+        self.of_samples.update_state(y, y_pred)
+        return {metric.name: metric.result() for metric in self.metrics}
 
 
 class Clips(OwnStep):
@@ -193,6 +221,7 @@ CASES = {
     "a loss of Keras": step(by_a_loss_of_keras),
     "compute_loss": step(None, loss="mse", base=ByComputeLoss),
     "a penalty on a weight": step(losses.mean, base=Penalized),
+    "metrics of its own": step(losses.mean, base=Tracks),
     "clipped gradients": step(
         losses.mean,
         base=Clips,

@@ -96,6 +96,9 @@ class JaxBackend(Backend):
             self._made[name] = Compiled(self, function, reads, updates, consumes, discards)
         return self._made[name]
 
+    def forget(self, kind: str) -> None:
+        self._made = {name: made for name, made in self._made.items() if name[0] != kind}
+
     @property
     def is_compiled(self) -> bool:
         """Whether the model is."""

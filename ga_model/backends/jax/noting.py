@@ -1,4 +1,4 @@
-"""Run a function, and note the scalars that it divides by.
+"""Run a function, and note the scalars that it may divide by.
 
 The function is traced to a jaxpr, which is evaluated equation by equation. What is not known of an
 equation does not matter: it is bound as it stands. Only calls of jaxprs are looked into.
@@ -18,6 +18,8 @@ from ga_model.core.proof.draws import Draws
 # Equations that call one jaxpr with their inputs, and the parameters that it may be under.
 _CALLS = {"pjit", "jit", "closed_call", "core_call", "custom_jvp_call", "remat", "checkpoint"}
 _CALLS |= {"remat2", "custom_vjp_call", "custom_vjp_call_jaxpr"}
+# Equations of which some inputs may be a divisor, or that give one: `x / maximum(n, 1)`.
+_DIVISORS = {"div": slice(1, 2), "max": slice(0, 2), "select_n": slice(1, None)}
 _JAXPRS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
@@ -28,7 +30,7 @@ class Noting:
         draws: what gives random bits, or None: those of JAX.
 
     Attributes:
-        divisors: floating-point scalars that were divided by, by their number.
+        divisors: floating-point scalars that were divided by, or bounded before, by names.
     """
 
     def __init__(self, draws: Draws | None) -> None:
@@ -62,8 +64,10 @@ class Noting:
         if name == "random_bits" and self._draws is not None:
             dtype = jnp.dtype(f"uint{parameters['bit_width']}")
             return [_bits(self._draws, tuple(parameters["shape"]), dtype)]
-        if name == "div" and _is_scalar(inputs[1]):
-            self.divisors[f"division {len(self.divisors) + 1}"] = inputs[1]
+        if name in _DIVISORS:
+            for value in inputs[_DIVISORS[name]]:
+                if _is_scalar(value):
+                    self.divisors[f"{len(self.divisors):05} {name}"] = value
         bound = equation.primitive.get_bind_params(parameters)
         functions, bound = bound if isinstance(bound, tuple) else ((), bound)  # before JAX 0.10
         outputs = equation.primitive.bind(*functions, *inputs, **bound)

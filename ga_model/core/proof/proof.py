@@ -15,7 +15,7 @@ from ga_model.core.proof.weighing import Weighing
 from ga_model.hearing._attributes import watch_attributes
 from ga_model.hearing._python_state import python_state
 
-_SAMPLES = 12
+_SAMPLES = 11  # an odd number
 
 
 def of_step(model: Any, backend: Backend, data: Any) -> tuple[Verdict, Exception | None]:
@@ -43,3 +43,4 @@ def of_step(model: Any, backend: Backend, data: Any) -> tuple[Verdict, Exception
         return Verdict(Weighing("samples")), error
     finally:
         state.put_back()
+        backend.forget("trial")

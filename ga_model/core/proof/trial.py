@@ -96,8 +96,8 @@ class Window(NamedTuple):
 
 
 def windows(runner: Runner, total: int) -> Iterator[Window]:
-    """Try windows of so many samples, in three parts: a third, most others, and one alone."""
-    sizes = (total // 3, total - total // 3 - 1, 1)
+    """Try windows of so many samples, an odd number, in two equal parts and one sample alone."""
+    sizes = (total // 2, total // 2, 1)
     cuts = [tuple(itertools.accumulate(sizes[i:] + sizes[:i])) for i in range(3)]
     for number, noise in enumerate(_NOISE):
         values = _perturbed(runner, noise, number)

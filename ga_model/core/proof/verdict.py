@@ -175,11 +175,13 @@ class Judge:
 def candidates(tried: Sequence[Window]) -> Iterator[Weighing]:
     """Yield ways to weigh microbatches, the more telling ones first.
 
-    What compiled losses say comes first, and then what the step divides by, as that may be the
-    number of samples by chance.
+    What compiled losses say comes first, and then what the step divides by, in its order: what it
+    bounds before it divides by that, and what may be the number of samples by chance. (Names are in
+    the order of a step.)
     """
     outcomes = [outcome for window in tried for outcome in (window.whole, *window.parts)]
-    sources = sorted(set.intersection(*(set(outcome.seen.divisors) for outcome in outcomes)))
+    common = set.intersection(*(set(outcome.seen.divisors) for outcome in outcomes))
+    sources = sorted(common)
     if all(outcome.seen.of_loss is not None for outcome in outcomes):
         sources = ["loss", *sources]
     known: list[list[float]] = []
@@ -208,9 +210,6 @@ def _variants(source: str, tried: Sequence[Window]) -> Iterator[Weighing]:
         return
     if max(extra) - min(extra) <= 1e-5 * size:
         yield Weighing(source, once=float(np.mean(extra)))
-    least = min(everything)
-    if everything.count(least) > 1:
-        yield Weighing(source, least=least * (1 + 1e-6))
     yield Weighing(source, is_by_sample=True)
     yield plain
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ga_model.base import _numbers
-
 
 class Seen(NamedTuple):
     """What one microbatch shows of its weight.
@@ -29,13 +27,11 @@ class Weighing(NamedTuple):
             window is not divided), or the name of a divisor.
         once: a part of the weight that a window has once, and not once per microbatch, such as the
             epsilon in `sum(mask) + epsilon`.
-        least: a weight that counts as nothing, as in `maximum(sum(mask), least)`.
         is_by_sample: whether it is to be multiplied by the samples, such as the mean of a mask.
     """
 
     source: str
     once: float = 0.0
-    least: float | None = None
     is_by_sample: bool = False
 
     @property
@@ -49,11 +45,7 @@ class Weighing(NamedTuple):
         weight = seen.of_loss if self.source == "loss" else seen.divisors[self.source]
         if self.is_by_sample:
             weight = weight * seen.rows
-        if self.least is None:
-            return weight
-        if isinstance(weight, float):
-            return 0.0 if weight <= self.least else weight
-        return _numbers.where(weight <= self.least, 0.0, _numbers.float64(weight))
+        return weight
 
     def __str__(self) -> str:
         return self.source
