@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
     from ga_model.core.proof.draws import Draws
-    from ga_model.core.recorder import Recording
 
 # The variables of a model: those that are trained, its others, of its optimizer, of its metrics.
 Group = Literal["trainable", "non_trainable", "optimizer", "metrics"]
@@ -156,14 +155,6 @@ class Backend(ABC):
     @abstractmethod
     def check(self) -> None:
         """Raise ValueError if the model cannot be accumulated here."""
-
-    @abstractmethod
-    def kind_of_loss(self, loss: Any, y_true: Any, y_pred: Any) -> tuple[str | None, str | None]:
-        """Return what a loss is to samples, "rows", "mean" or "sum", or why that is not known."""
-
-    @abstractmethod
-    def watching(self, recording: Recording) -> AbstractContextManager[None]:
-        """Return a context in which the losses of a step are told what does not add up."""
 
     @abstractmethod
     def splitting_calls(self, size: int) -> AbstractContextManager[None]:

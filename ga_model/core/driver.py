@@ -16,7 +16,7 @@ from ga_model.base._internals import OF_STEP_ON_JAX
 from ga_model.base._numbers import power_of_two
 from ga_model.core import messages
 from ga_model.core.backend import Backend
-from ga_model.core.losses import DoesNotAddUpError
+from ga_model.core.losses import NeedsTrialError
 from ga_model.core.noise import Estimate
 from ga_model.core.proof import proof
 from ga_model.core.proof.verdict import Verdict
@@ -50,7 +50,10 @@ class Driver(Kept):
         self.backend = backend
         self._structure: Structure | None = None
         self._is_checked = False
-        self._found: Verdict | None = None
+        self._has_own_code: bool | None = None
+        self._has_own_loss = False
+        self._found: dict[bool, Verdict] = {}  # of windows of batches, and of one that is split
+        self._told: dict[Verdict, str] = {}  # of those that are not exact
         self._adds_up = True  # as far as is known
         self._most_rows = 0
 
@@ -69,13 +72,7 @@ class Driver(Kept):
         model = self._model
         if self.has_own_step:
             return True
-        if model._has_rule():
-            return False
-        return not (self._adds_up and is_of_keras(model, "compute_loss"))
-
-    def must_add_up(self, batch: Batch) -> bool:
-        """Return whether what does not add up is not to run by microbatches of a batch."""
-        return batch.is_split and self.settings.loss_over == "auto" and not self._model._has_rule()
+        return not (model._has_rule() or self._adds_up)
 
     # Batches.
 
@@ -112,37 +109,50 @@ class Driver(Kept):
         is_alone = not (self.accumulates() or self.settings.skip_nonfinite)
         if is_alone and (is_whole or not batch.is_split):
             return self.steps.whole(size or batch.rows, data)
-        verdict = None
-        is_ruled = model._has_rule()
-        if self.has_own_step or not (is_ruled or is_of_keras(model, "compute_loss")):
-            verdict = self._verdict(data)
-        if is_whole:
-            batch = Batch(data, None)
+        is_alone = is_alone and batch.is_split
         try:
+            verdict = self._verdict(data, is_alone) if self._needs_trial() else None
+            if verdict is not None and not verdict.is_exact:
+                if batch.is_split and not is_whole and self.settings.loss_over == "auto":
+                    self._adds_up = False
+                    return self._train_batch(data)
+                model._warn_once(self._told[verdict])
+            batch = Batch(data, None) if is_whole else batch
             return self._by_microbatches(batch, is_whole, verdict)
-        except DoesNotAddUpError:  # nothing has run
-            self._adds_up = False
+        except NeedsTrialError:
+            self._has_own_loss = True
             return self._train_batch(data)
 
-    def _verdict(self, data: Any) -> Verdict:
-        """Return what a step of the user's own was found to be, tried once, before it trains.
+    def _needs_trial(self) -> bool:
+        """Return whether it is not known of the step without a trial that it adds up."""
+        if self.has_own_step:
+            return True
+        if self._has_own_code is None:
+            is_own_loss = not is_of_keras(self._model, "compute_loss")
+            self._has_own_code = is_own_loss or proof.has_code_of_user(self._model)
+        return not self._model._has_rule() and (self._has_own_code or self._has_own_loss)
 
-        Warns:
-            UserWarning: it does not train as on the full batch, or cannot be tried.
+    def _verdict(self, data: Any, is_split: bool) -> Verdict:
+        """Return what the step was found to be, tried once, before it trains.
+
+        Args:
+            data: a batch.
+            is_split: whether a window is one batch that is split.
         """
-        if self._found is None:
+        if is_split not in self._found:
             model = self._model
             weight = model.microbatch_weight(*unpack(data))
             if weight is not None:
                 weighing = Weighing("sum" if isinstance(weight, str) else "loss")
-                self._found = Verdict(weighing, otherwise=weighing)
-                return self._found
-            self._found, error = proof.of_step(model, self.backend, data)
+                self._found[is_split] = Verdict(weighing, otherwise=weighing)
+                return self._found[is_split]
+            found, error = proof.of_step(model, self.backend, data, self.has_own_step, is_split)
             if error is not None:
-                model._warn_once(messages.untried_message(model.name, error))
-            elif not self._found.is_exact:
-                model._warn_once(messages.unlike_message(model.name, self._found))
-        return self._found
+                self._told[found] = messages.untried_message(model.name, error)
+            elif not found.is_exact:
+                self._told[found] = messages.unlike_message(model.name, found)
+            self._found[is_split] = found
+        return self._found[is_split]
 
     def _even_size(self) -> int | None:
         """Return samples per microbatch that devices share evenly: each has one, at least."""
@@ -157,7 +167,6 @@ class Driver(Kept):
             window.steps == 1,
             self._even_size() if is_whole else None,
             self._model.skip_nonfinite,
-            self.must_add_up(batch),
             self.measured_noise is not None,
             verdict,
         )

@@ -11,24 +11,31 @@ from keras import ops
 
 from ga_model.base import _numbers
 from ga_model.base._internals import mask_of
-from ga_model.core import messages
-from ga_model.core.backend import Backend
 from ga_model.hearing import _weights
 from ga_model.hearing._compiled_copy import same_rank, seeing
 from ga_model.hearing._losses_of_keras import is_by_sample
 from ga_model.hearing._messages import product_message
-from ga_model.hearing._models import unpack
+from ga_model.hearing._models import is_of_keras, unpack
 from ga_model.hearing._split import num_rows
 from ga_model.hearing._step_terms import StepTerms
 
 _MEANS = ("mean", "sum_over_batch_size", "mean_with_sample_weight")
 
 
-class DoesNotAddUpError(ValueError):
-    """What a step computes does not add up over microbatches. The text says what, and what to do.
+class NeedsTrialError(Exception):
+    """It is not known of a loss of the user's own what it is to the samples. Nothing has run."""
 
-    It is raised while a step is traced, or runs.
+
+class Kinds(NamedTuple):
+    """What losses of the user's own are over samples: "mean" or "sum".
+
+    Attributes:
+        compiled: names of compiled losses, and their kind.
+        added: of the losses that layers add, in their order.
     """
+
+    compiled: tuple[tuple[str, str], ...] = ()
+    added: tuple[str, ...] = ()
 
 
 class Position(NamedTuple):
@@ -41,7 +48,6 @@ class Position(NamedTuple):
         is_first: bool scalar, whether no microbatch of the window has counted yet.
         unit: scalar, what weights are counted in so far, or zero.
         whole: the batch, if it is split.
-        must_add_up: whether what does not add up over microbatches is refused, and not told.
         is_window: whether the microbatch is all of its window, which it never is for sure.
     """
 
@@ -51,7 +57,6 @@ class Position(NamedTuple):
     is_first: Any
     unit: Any
     whole: _weights.Whole | None
-    must_add_up: bool
     is_window: bool = False
 
     def in_unit(self, weight: Any) -> tuple[Any, Any]:
@@ -72,18 +77,23 @@ class StepLosses(StepTerms):
         model: the model that is recorded.
         data: the microbatch, as `train_step` gets it.
         position: where it stands in its window.
-        backend: what the model runs on.
+        kinds: what losses of the user's own are, as far as is known, or None: they need a trial.
 
     Attributes:
         lost: bool scalars, each whether a term was made zero because it was divided by zero.
+        values: of compiled losses of the user's own that are numbers, by name.
+        added: losses that layers have added, and weight regularizers after them.
+        has_own: whether the loss, or one of them, is the user's own.
     """
 
-    def __init__(self, model: Any, data: Any, position: Position, backend: Backend) -> None:
+    def __init__(self, model: Any, data: Any, position: Position, kinds: Kinds | None) -> None:
         super().__init__(model, data, position)
         self.lost: list[Any] = []
-        self._backend = backend
+        self.values: dict[str, Any] = {}
+        self.added: list[Any] = []
+        self.has_own = not is_of_keras(model, "compute_loss")
+        self._kinds = kinds
         self._is_ruled = model._has_rule()
-        self._kinds_of_added: list[tuple[Any, Any]] = []
 
     def entries(self) -> tuple[float, ...]:
         """Return loss values of a sample, of each term that averages over all of them."""
@@ -97,7 +107,7 @@ class StepLosses(StepTerms):
     def note_term(self, term: _weights.Term) -> None:
         """Note a term of the compiled loss."""
         if term.is_product and not self._is_ruled:
-            self.tell(product_message(term.name, self._model.name))
+            self._model._warn_once(product_message(term.name, self._model.name))
         self._terms.append(term)
         self.lost += term.lost
 
@@ -108,23 +118,15 @@ class StepLosses(StepTerms):
             loss: as it was added.
             total: the number that Keras made of it.
         """
-        kind = next((kind for other, kind in self._kinds_of_added if other is loss), None)
-        is_known = kind in ("mean", "sum", "rows")
-        self._additional.append((total, kind != "mean" if is_known else None))
-
-    def note_kinds(self, losses: list[Any], kinds: list[Any]) -> None:
-        """Note what losses that layers have added are to the samples.
-
-        Args:
-            losses: the losses.
-            kinds: "mean", "sum" or "rows" of each, or something else where that is not known.
-        """
-        self._kinds_of_added += zip(losses, kinds)
+        self._additional.append((total, None))
+        self.added.append(ops.stop_gradient(total))
 
     def _is_sum_of_samples(self, index: int, value: Any, is_sum: Any) -> bool:
-        if is_sum is None and not self._is_ruled:
-            self.tell(messages.addition_message(self._model.name))
-        return bool(is_sum)
+        if self._is_ruled:
+            return False
+        if self._kinds is None:
+            raise NeedsTrialError
+        return self._kinds.added[index : index + 1] == ("sum",)
 
     def kind_of(self, name: str, loss: Any, y_true: Any, y_pred: Any, values: Any) -> str:
         """Return what a compiled loss is to the samples: "rows", "mean" or "sum".
@@ -135,39 +137,35 @@ class StepLosses(StepTerms):
             y_true, y_pred: what it got.
             values: what its `call` gave, or None if it has a `__call__` of its own.
 
-        Warns:
-            UserWarning: it is none of these.
+        Raises:
+            NeedsTrialError: that is not known.
         """
         is_number = values is not None and len(values.shape) == 0
         assumed = "mean" if is_number else "rows"
         is_loss = isinstance(loss, keras.losses.Loss)
-        if self._is_ruled or (is_loss and is_by_sample(loss) and _fit(y_true, y_pred)):
+        if self._is_ruled or (is_loss and is_by_sample(loss) and _fit(loss, y_true, y_pred)):
             return assumed
-        subject = f"the loss {name!r} of {self._model.name!r}"
-        if values is None:
-            self.tell(messages.own_call_message(subject))
+        if self._kinds is None:
+            raise NeedsTrialError
+        self.has_own = True
+        if not is_number:
             return assumed
-        kind, why = self._backend.kind_of_loss(loss, y_true, y_pred)
-        if kind in (("mean", "sum") if is_number else ("rows",)):
-            return str(kind)
-        self.tell(messages.not_additive_message(subject, why or "gives one number per feature"))
-        return assumed
-
-    def tell(self, message: str) -> None:
-        """Warn of what differs from the full batch, or refuse it where it has to be exact."""
-        if self._position.must_add_up:
-            raise DoesNotAddUpError(message)
-        self._model._warn_once(message)
+        self.values[name] = ops.stop_gradient(values)
+        return dict(self._kinds.compiled).get(name, assumed)
 
     def num_rows(self) -> int:
         return num_rows(unpack(self._data)[0])
 
 
-def _fit(y_true: Any, y_pred: Any) -> bool:
+def _fit(loss: Any, y_true: Any, y_pred: Any) -> bool:
     """Return whether targets do not broadcast against outputs along the samples."""
+    takes_classes = "sparse" in type(loss).__name__.lower()  # targets without their axis
     pairs = zip(keras.tree.flatten(y_true), keras.tree.flatten(y_pred))
     shapes = [sorted((tuple(a.shape), tuple(b.shape)), key=len) for a, b in pairs]
-    return all(len(a) == len(b) or (len(a) + 1 == len(b) and b[-1] == 1) for a, b in shapes)
+    return all(
+        len(a) == len(b) or (a == b[:-1] and takes_classes) or (len(a) + 1 == len(b) and b[-1] == 1)
+        for a, b in shapes
+    )
 
 
 def observer_of(entry: Any, compiled: Any, losses: StepLosses) -> Any:

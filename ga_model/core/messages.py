@@ -45,48 +45,11 @@ def untried_message(model: str, error: Exception) -> str:
     )
 
 
-def mixing_message(model: str, layer: str, why: str) -> str:
+def unlike_shape_message(model: str, rows: int) -> str:
     return (
-        "Gradients of microbatches add up to the full-batch gradient only if the model treats "
-        f"samples independently. Received: {model!r}, of which that is not known: {layer!r} {why}. "
-        "If it compares samples, training differs from the full batch. To train exactly, "
-        f"{ALONE}; if samples are independent, override `microbatch_weight`."
-    )
-
-
-def not_additive_message(subject: str, why: str) -> str:
-    return (
-        "Gradients of microbatches add up to the full-batch gradient only if the loss is a mean or "
-        f"a sum over samples. Received: {subject}, of which that is not known: it {why}. "
-        "If it compares samples, training differs from the full batch. To train exactly, "
-        f"{ALONE}; or override `microbatch_weight`."
-    )
-
-
-def own_call_message(subject: str) -> str:
-    return (
-        "What a loss averages over is known from its `call`. "
-        f"Received: {subject}, whose `__call__` is custom. It is taken for a mean over samples; if "
-        "it is none, training differs from the full batch. Compute one value per sample in `call`, "
-        f"override `microbatch_weight`, or {ALONE}."
-    )
-
-
-def addition_message(model: str) -> str:
-    return (
-        "A loss added with `add_loss` must be a mean or a sum over samples. "
-        f"Received: {model!r} with one of which that is not known; it is taken for a mean. If it "
-        f"is none, training differs from the full batch. To train exactly, {ALONE}, or override "
-        "`microbatch_weight`."
-    )
-
-
-def metric_message(metric: str, model: str, why: str) -> str:
-    return (
-        "A metric adds up over microbatches if it is a mean or a sum over samples. "
-        f"Received: the metric {metric!r} of {model!r}, of which that is not known: its update "
-        f"{why}. If it is none, its logs differ from those of the full batch; updates do not. "
-        f"For exact logs, {ALONE}."
+        "What a microbatch weighs is a number that its step divides by. Received: the step of "
+        f"{model!r}, which computes another way with {rows} samples, so it is taken for a mean "
+        f"over samples. To train exactly, {ALONE}, or override `microbatch_weight`."
     )
 
 

@@ -11,13 +11,14 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import keras
 from keras import ops
 
 from ga_model.base import _numbers, _validate
 from ga_model.base._identity import unique
 from ga_model.base._internals import loss_tracker
 from ga_model.core.backend import Backend
-from ga_model.core.losses import Position, StepLosses, observer_of
+from ga_model.core.losses import Kinds, Position, StepLosses, observer_of
 from ga_model.core.window import Amount
 from ga_model.hearing import _messages
 from ga_model.hearing._compiled_copy import copy_with
@@ -60,6 +61,7 @@ class Recording:
             loss, and what the microbatch weighs is found out later.
         rate: scalar, of the surrogate update where a step is tried, or None.
         waits: whether numbers that metrics get wait for the full batch, and are not only noted.
+        kinds: as `StepLosses` takes them.
 
     Attributes:
         rate: as it is passed.
@@ -78,18 +80,18 @@ class Recording:
         is_own: bool = False,
         rate: Any = None,
         waits: bool = True,
+        kinds: Kinds | None = None,
     ) -> None:
         self.model = model
         self.rate = rate
         self.gradients: list[Any] | None = None
         self.relative_weight: Any = None
         self.unit: Any = position.unit
-        self.losses = StepLosses(model, data, position, backend)
+        self.losses = StepLosses(model, data, position, kinds)
         self._backend = backend
         self._is_own = is_own
         self._position = position
         self._metrics = _Calls(waits)
-        self._kinds: dict[int, Any] = {}  # of numbers that wait, by their place
         self._loss: tuple[Any, Any] | None = None  # numerator and denominator
 
     def stand_in(self, value: Any) -> Any:
@@ -107,7 +109,7 @@ class Recording:
 
     def scale_loss(self, optimizer: Any, loss: Any) -> Any:
         """Fold the microbatch's weight into the loss, then scale it as the optimizer does."""
-        if self._is_own:
+        if self._is_own or (self.rate is not None and self.losses.terms().is_plain):
             return optimizer.scale_loss(loss)
         terms, position = self.losses.terms(), self._position
         relative = weight = None
@@ -162,11 +164,6 @@ class Recording:
                 own[name] = _numbers.float64(value)
         return own, tuple(of_metrics)
 
-    def note_kinds(self, kinds: list[Any]) -> None:
-        """Note what the numbers that wait since the last time are to the samples."""
-        first = len(self._metrics.updates)
-        self._kinds.update(enumerate(kinds, first))
-
     def updates(self) -> list[tuple[Update, Any]]:
         """Return the updates of metrics that wait for the full batch, and what each counts."""
         rows, found = self.losses.num_rows(), []
@@ -179,20 +176,22 @@ class Recording:
             found.append((Update(metric, is_sum, 1.0 if is_sum else float(count)), count))
         return found
 
-    def means(self) -> list[tuple[Any, Any]]:
-        """Return what each number that waits counts in its mean: numerator and denominator."""
-        calls = enumerate(self._metrics.updates_by_key().values())
-        return [self._mean_of(call, self._kinds.get(place)) for place, call in calls]
+    def means(self) -> list[tuple[Any, Any] | None]:
+        """Return what each number that waits counts in its mean: numerator and denominator.
 
-    def _mean_of(self, call: Any, kind: Any) -> tuple[Any, Any]:
+        None of those that are of no loss.
+        """
+        return [self._mean_of(call) for call in self._metrics.updates_by_key().values()]
+
+    def _mean_of(self, call: Any) -> tuple[Any, Any] | None:
         if call.metric is loss_tracker(self.model) and self._loss is not None:
             return self._loss
-        value, is_first = call.value, self._position.is_first
-        weight: Any = self.losses.num_rows() if call.term is None else call.term.weight
-        if weight is None or kind == "sum":
-            return value, is_first
-        weight = _numbers.float64(weight)
-        return _numbers.where(weight == 0, 0.0, _numbers.float64(value) * weight), weight
+        if call.term is None:
+            return None
+        if call.term.weight is None:
+            return call.value, self._position.is_first
+        weight = _numbers.float64(call.term.weight)
+        return _numbers.where(weight == 0, 0.0, _numbers.float64(call.value) * weight), weight
 
 
 class _Calls(MetricCalls):
@@ -209,8 +208,10 @@ class _Calls(MetricCalls):
     def update(self, metric: Any, value: Any, sample_weight: Any, term: Any = None) -> None:
         super().update(metric, ops.stop_gradient(value), sample_weight, term)
         if not self._waits:
+            is_mean = isinstance(metric, keras.metrics.Mean)
+            base = keras.metrics.Mean if is_mean else keras.metrics.Sum
             with waiting(None):
-                metric.update_state(value, sample_weight)
+                base.update_state(metric, value, sample_weight)
 
 
 @contextlib.contextmanager

@@ -20,13 +20,14 @@ from ga_model.base import _numbers
 from ga_model.base._identity import is_in
 from ga_model.base._internals import copy_of, layers_in, seeds
 from ga_model.base._messages import batch_normalization_messages
+from ga_model.core import messages
 from ga_model.core.backend import GROUPS, Backend, Group
-from ga_model.core.losses import Position
+from ga_model.core.losses import Kinds, Position
 from ga_model.core.noise import Estimate, Squares, averaged, squared_norm
-from ga_model.core.proof.verdict import Verdict
+from ga_model.core.proof.verdict import OF_KERAS, Verdict
 from ga_model.core.proof.weighing import Seen, Weighing
 from ga_model.core.recorder import Recording, Update, record
-from ga_model.core.statistics import Call, Listener, Moments, listening
+from ga_model.core.statistics import Call, Listener, listening
 from ga_model.core.window import Amount, Sums
 from ga_model.hearing import _messages, _weights
 from ga_model.hearing._attributes import watch_attributes
@@ -71,16 +72,14 @@ class Mode(NamedTuple):
         size: samples of microbatches that calls of layers go by, where the step sees the full
             batch, or None.
         skips: whether a microbatch with NaN or Inf in a gradient is skipped.
-        must_add_up: whether what does not add up over microbatches is refused, and not told.
         is_measured: whether the noise of gradients is.
-        verdict: what was found of a step of the user's own, or None where Keras's runs.
+        verdict: what was found of a step, or None if it has no code of the user's own.
     """
 
     is_split: bool
     is_alone: bool
     size: int | None
     skips: bool
-    must_add_up: bool
     is_measured: bool
     verdict: Verdict | None = None
 
@@ -142,7 +141,7 @@ class Steps:
             What is known of its microbatches, and of the last one, which may be smaller.
 
         Raises:
-            DoesNotAddUpError, NeedsTotalsError: a microbatch cannot run like this.
+            NeedsTrialError, NeedsTotalsError: a microbatch cannot run like this.
         """
         found = []
         for index in (0, batch.num_microbatches - 1):
@@ -215,14 +214,10 @@ class Steps:
             is_first,
             unit,
             whole,
-            mode.must_add_up,
         )
         state = [*model.non_trainable_variables, *model.metrics_variables] if mode.skips else []
         before = [copy_of(variable) for variable in state]
-        if mode.verdict is None:
-            found = self._record_of_keras(mode, position, data)
-        else:
-            found = self._record_own(mode, mode.verdict, position, data)
+        found = self._weigh_one(mode, position, data)
         if mode.is_measured:
             if found.total is None:
                 raise ValueError(_messages.noise_of_sum_message(model.name))
@@ -235,79 +230,82 @@ class Steps:
                 variable.assign(_numbers.where(is_finite, copy_of(variable), value))
         return found
 
-    def _record_of_keras(self, mode: Mode, position: Position, data: Any) -> Sums:
-        """Run Keras's step, with the weight of the microbatch in its loss."""
-        recording, hears, _ = self._run(mode, position, data)
-        updates, means = recording.updates(), recording.means()
-        amounts = [
-            Amount._make(map(_numbers.float64, (*mean, count, 1.0)))
-            for mean, (_, count) in zip(means, updates)
-        ]
-        self._structure = Structure(
-            [update for update, _ in updates], hears.calls, recording.losses.entries()
-        )
-        return _of_one(
-            recording.gradients, recording.relative_weight, recording.unit, hears.moments, amounts
-        )._replace(has_lost=_any(recording.losses.lost))
-
-    def _record_own(self, mode: Mode, verdict: Verdict, position: Position, data: Any) -> Sums:
-        """Run a step of the user's own, and weigh the microbatch by what it was found to weigh."""
+    def _weigh_one(self, mode: Mode, position: Position, data: Any) -> Sums:
+        """Run the step, and weigh the microbatch by what it was found to weigh."""
+        verdict = mode.verdict or OF_KERAS
 
         def run(data: Any) -> tuple[Any, ...]:
-            recording, hears, logs = self._run(mode, position, data, is_own=True)
-            own, of_metrics = recording.split_logs(logs)
-            updates = recording.updates()
+            recording, hears, logs = self._run(mode, position, data)
+            own, of_metrics = recording.split_logs(logs) if mode.verdict else ({}, ())
+            updates, losses = recording.updates(), recording.losses
             self._structure = Structure(
-                [update for update, _ in updates], hears.calls, (), tuple(own), of_metrics
+                [update for update, _ in updates],
+                hears.calls,
+                losses.entries() if verdict.is_folded else (),
+                tuple(own),
+                of_metrics,
             )
             counts = [_numbers.float64(count) for _, count in updates]
-            numbers = zip(recording.numbers(), counts)
-            said = recording.weight_of_loss()
-            return recording.gradients, hears.moments, said, list(numbers), own
+            numbers = list(zip(recording.numbers(), counts, recording.means()))
+            said = losses.terms().weight if verdict.is_folded else recording.weight_of_loss()
+            said = None if said is None else _numbers.float64(said)
+            weight = recording.relative_weight, recording.unit
+            found = recording.gradients, hears.moments, numbers, own
+            return (*found, said, weight, _any(losses.lost))
 
-        found, divisors = self._backend.noting(run, (data,))
-        gradients, moments, said, numbers, own = found
+        divisors: dict[str, Any] = {}
+        if mode.verdict is None:
+            found = run(data)
+        else:
+            found, divisors = self._backend.noting(run, (data,))
+        gradients, moments, numbers, own, said, (relative, unit), has_lost = found
         seen = Seen(num_rows(unpack(data)[0]), divisors, said)
+        if not verdict.is_known_in(seen):
+            self._model._warn_once(messages.unlike_shape_message(self._model.name, seen.rows))
+            verdict = Verdict(Weighing("samples"))
         amounts = [
-            _weighed(value, verdict.of_number(place), seen, position, count)
-            for place, (value, count) in enumerate(numbers)
+            Amount._make(map(_numbers.float64, (*mean, count, 1.0)))
+            if verdict.is_folded and mean is not None
+            else _weighed(value, verdict.of_number(place), seen, position, count)
+            for place, (value, count, mean) in enumerate(numbers)
         ]
         assert self._structure is not None
         amounts += [
             _weighed(own[name], verdict.of_log(name), seen, position)
             for name in self._structure.own_logs
         ]
-        weighing = verdict.weighing
-        weight = _numbers.float64(weighing.weight(seen))
-        if weighing.is_sum:
-            return _of_one(gradients, None, ops.ones_like(position.unit), moments, amounts)
-        unit, relative = position.in_unit(weight)
-        gradients = [
-            None if g is None else _widened(g) * _numbers.like(g, relative) for g in gradients
-        ]
-        once = _numbers.share(_numbers.float64(weighing.once), unit)
-        total = _numbers.where(position.is_first, relative, relative - once)
-        return _of_one(gradients, total, unit, moments, amounts)
+        gradients = [None if g is None else _widened(g) for g in gradients]
+        total, weighing = relative, verdict.weighing
+        if not verdict.is_folded and weighing.is_sum:
+            total, unit = None, ops.ones_like(position.unit)
+        elif not verdict.is_folded:
+            unit, relative = position.in_unit(_numbers.float64(weighing.weight(seen)))
+            gradients = [None if g is None else g * _numbers.like(g, relative) for g in gradients]
+            once = _numbers.share(_numbers.float64(weighing.once), unit)
+            total = _numbers.where(position.is_first, relative, relative - once)
+        counted = _int32(1), _int32(0)
+        return Sums(gradients, total, unit, *counted, has_lost, moments, amounts)
 
-    def _run(
-        self, mode: Mode, position: Position, data: Any, is_own: bool = False
-    ) -> tuple[Recording, Listener, Any]:
+    def _run(self, mode: Mode, position: Position, data: Any) -> tuple[Recording, Listener, Any]:
         """Run a step, recorded, and return what was recorded, what was heard, and its logs."""
-        model, backend = self._model, self._backend
+        model, backend, verdict = self._model, self._backend, mode.verdict
         layers = model._batch_normalization_layers()
-        watching: Any = contextlib.nullcontext()
+        splitting: Any = contextlib.nullcontext()
         if mode.size is not None:
-            watching = backend.splitting_calls(mode.size)
+            splitting = backend.splitting_calls(mode.size)
+        kinds = None if verdict is None else verdict.kinds
+        is_own = verdict is not None and not verdict.is_folded
         with (
-            record(model, data, position, backend, is_own=is_own) as recording,
+            record(model, data, position, backend, is_own=is_own, kinds=kinds) as recording,
             listening(layers) as hears,
-            watching if is_own or mode.size is not None else backend.watching(recording),
+            splitting,
         ):
             logs, written = backend.run_step(data)
         hears.put_back()
         if recording.gradients is None:
             raise RuntimeError(_messages.not_recorded_message(model.name, []))
-        self._tell_of_writes(written, layers)
+        if verdict is None:  # else they were compared
+            self._tell_of_writes(written, layers)
         if mode.size is None:
             heard = [call.layer for call in hears.calls]
             others = [layer.name for layer in layers if not is_in(layer, heard)]
@@ -334,10 +332,10 @@ class Steps:
 
     def _weigh(self, data: Any) -> list[Any]:
         model = self._model
-        position = Position(1.0, 1.0, 1.0, True, _numbers.float64(0.0), None, False)
+        position = Position(1.0, 1.0, 1.0, True, _numbers.float64(0.0), None)
         with (
             model._accumulation.holding_back(),
-            record(model, data, position, self._backend) as recording,
+            record(model, data, position, self._backend, kinds=Kinds()) as recording,
         ):
             self._backend.run_step(data)
         weights = [term.weight for term in recording.losses.compiled_terms()]
@@ -456,14 +454,6 @@ class Steps:
 def count(sums: Sums, counters: Counters) -> Counters:
     """Return counters with the microbatches that a window has left out."""
     return counters._replace(skipped=counters.skipped + sums.num_skipped)
-
-
-def _of_one(
-    gradients: Any, total: Any, unit: Any, moments: list[Moments], amounts: list[Amount]
-) -> Sums:
-    """Return the sums of one microbatch."""
-    widened = [None if g is None else _widened(g) for g in gradients]
-    return Sums(widened, total, unit, _int32(1), _int32(0), _any([]), moments, amounts)
 
 
 def _any(flags: list[Any]) -> Any:

@@ -9,7 +9,7 @@ import logged
 import numpy as np
 import reductions
 import zoo
-from case import ALL, DIVISORS, Case, FallsShort, Refused, Warns, of_one_sample, sgd
+from case import ALL, DIVISORS, TRIED, Case, FallsShort, Refused, Warns, of_one_sample, sgd
 from helpers import dense_data, dense_model
 from keras import layers, ops
 
@@ -319,20 +319,18 @@ NOT_ZERO = FallsShort("silent", "what the loss is divided by is not known to be 
 EMPTY = {
     "torch: batches of one": NOT_ZERO,
     "torch: microbatches of one": NOT_ZERO,
-    "jax: across": FallsShort("inexact", DIVISORS["jax: across"].reason),
 }
 
 HALVES = "halves do not tell what a loss is divided by"
 INEXACT = {
     "torch: across": FallsShort("inexact", HALVES),
-    "jax: across": FallsShort("inexact", DIVISORS["jax: across"].reason),
 }
-
-OWN_CALL = {"jax: across": FallsShort("inexact", "a custom `__call__` is taken for a mean")}
 
 STACKED = FallsShort("inexact", "`logsumexp` over a stack counts as one over samples")
 
-COMPARES = "add up to the full-batch gradient only if the loss is a (mean or a )?sum over samples"
+COMPARES = (
+    "add up to the full-batch gradient only if the loss is a (mean or a )?sum over samples|" + TRIED
+)
 
 
 def compares(loss, **kwargs):
@@ -344,15 +342,13 @@ CASES |= {
     "own loss: per sample": own(per_sample),
     "own loss: mean": own(mean),
     "own loss: sum": own(total, 0.005),
-    "own loss: two means": own(two_means, falls_short={"jax: across": DIVISORS["jax: across"]}),
+    "own loss: two means": own(two_means),
     "own loss: a number per output": own(
         by_output,
         falls_short={
             **DIVISORS,
             "torch: windows": INEXACT["torch: across"],
             "torch: both": INEXACT["torch: across"],
-            "jax: windows": INEXACT["jax: across"],
-            "jax: both": INEXACT["jax: across"],
         },
     ),
     "own loss: a number per entry": own(by_entry, 0.01, falls_short=DIVISORS),
@@ -377,8 +373,8 @@ CASES |= {
         )
         for reduction in reductions.DIFFERENT_REDUCTIONS
     },
-    "own loss: weighs by itself": own((WeighsByItself,), falls_short=OWN_CALL),
-    "own loss: adds up by itself": own((AddsUpByItself,), 0.005, falls_short=OWN_CALL),
+    "own loss: weighs by itself": own((WeighsByItself,)),
+    "own loss: adds up by itself": own((AddsUpByItself,), 0.005),
     "own loss: of predictions that are alike at first": own(
         shifted, make=zero_at_first, settings=("split", "recomputed")
     ),

@@ -7,7 +7,7 @@ import itertools
 import keras
 import numpy as np
 import zoo
-from case import ALL, Case, FallsShort, Refused, Warns, of_one_sample, sgd
+from case import ALL, TRIED, Case, FallsShort, Refused, Warns, of_one_sample, sgd
 from helpers import dense_data, dense_model
 from keras import layers, ops
 
@@ -79,7 +79,6 @@ CASES |= {
     "unrolled lstm": Case(
         functools.partial(recurrent, layers.LSTM, unroll=True),
         zoo.masked_data,
-        falls_short={"jax": FallsShort("false alarm", "an operation of it is not known")},
     ),
     "bidirectional": Case(
         lambda: keras.Sequential(
@@ -391,16 +390,13 @@ CASES |= {
     "a layer that adds a penalty": Case(
         followed_by(AddsPenalty),
         dense_data,
-        falls_short={
-            **of_one_sample("false alarm"),
-            "jax: across": FallsShort("false alarm", "a term of weights is taken for no mean"),
-        },
+        falls_short=of_one_sample("false alarm"),
     ),
     "a layer that combines samples": Case(
         followed_by(Centers),
         dense_data,
         expects={
-            "across": Warns("only if the (model|loss)|cannot be split into"),
+            "across": Warns(f"only if the (model|loss)|cannot be split into|{TRIED}"),
             "within": Warns("cannot be split into", ALL),
         },
         falls_short=of_one_sample("silent"),
@@ -421,7 +417,7 @@ CASES |= {
         followed_by(AddsRoot),
         dense_data,
         expects={
-            "across": Warns("add_loss|cannot be split into|only if the loss"),
+            "across": Warns(f"add_loss|cannot be split into|only if the loss|{TRIED}"),
             "within": Warns("neither a mean nor a sum", ALL),
         },
     ),

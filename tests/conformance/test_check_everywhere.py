@@ -67,12 +67,13 @@ REASONS = {
     "samples": (
         lambda: with_layer(Centers())(),
         BY_MICROBATCH,
-        "only if the model treats samples|depend on the others|combines",
+        "only if the model treats samples|depend on the others|combines|as the full batch",
     ),
     "loss": (
         lambda: with_layer()(losses.contrastive, keras.optimizers.SGD(0.05)),
         WINDOWS,
-        "only if the loss is a mean or|not those of its halves together|only if the loss is a sum",
+        "only if the loss is a mean or|not those of its halves together|only if the loss is a sum|"
+        "does not train as the full batch",
     ),
 }
 

@@ -205,7 +205,7 @@ class Elsewhere(layers.Layer):
         return x
 
 
-def test_a_call_that_writes_elsewhere_runs_whole_or_is_told_of():
+def test_a_call_that_writes_elsewhere_runs_whole_or_as_in_plain_keras():
     Elsewhere.other = keras.Variable(0.0)
     base = fresh(keras.Sequential)
     data = dense_data(12)
@@ -214,9 +214,9 @@ def test_a_call_that_writes_elsewhere_runs_whole_or_is_told_of():
         return keras.Sequential([base(), Elsewhere()])
 
     with pytest.warns(UserWarning, match="writes to a variable of another layer"):
-        assert difference_of_fits(make, sgd("mse"), data, **SIZE) <= LIMIT
-    with pytest.warns(UserWarning, match="writes to a variable of another layer"):
-        train(make, sgd("mse"), data, rows=4, accumulation_steps=3)
+        assert difference_of_fits(make, sgd("mse"), data, **SIZE, loss_over="batch") <= LIMIT
+    # Plain Keras loses what it writes, and so does a window.
+    assert difference_of_fits(make, sgd("mse"), data, rows=4, steps=3) <= LIMIT
 
 
 def test_steps_that_are_exact_are_not_told_of():

@@ -76,7 +76,7 @@ def compile_args(*metrics):
 @pytest.mark.every_case
 @pytest.mark.parametrize("way", WAYS)
 def test_metrics_that_add_up_are_exact_without_a_word(way):
-    arguments = compile_args(mean, total, per_sample, Sums, "mae")
+    arguments = compile_args(mean, total, per_sample, Sums, Largest, "mae")
     reference, _ = train(dense_model, arguments, dense_data(24), rows=12)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -86,11 +86,11 @@ def test_metrics_that_add_up_are_exact_without_a_word(way):
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize("metric", [root, Largest, Decays])
+@pytest.mark.parametrize("metric", [root, Decays])
 def test_others_get_the_full_batch_or_are_told_of(metric):
     reference, _ = train(dense_model, compile_args(metric), dense_data(24), rows=12)
     model, _ = train(dense_model, compile_args(metric), dense_data(24), rows=12, microbatch_size=5)
     assert_equal_logs(model, reference)
     name = metric().name if isinstance(metric, type) else metric.__name__
-    with pytest.warns(UserWarning, match=f"the metric '{name}' of"):
+    with pytest.warns(UserWarning, match=f"the metric '{name}' differs"):
         train(dense_model, compile_args(metric), dense_data(24), rows=4, accumulation_steps=3)

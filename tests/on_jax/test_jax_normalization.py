@@ -43,7 +43,7 @@ class MovesItself(layers.BatchNormalization):
         return super().call(inputs, training=training, mask=mask)
 
 
-@pytest.mark.filterwarnings("ignore:Gradients of microbatches add up:UserWarning")
+@pytest.mark.filterwarnings("ignore:A window of microbatches:UserWarning")
 def test_a_layer_that_moves_itself_is_told_of_and_gets_the_full_batch_where_it_can():
     def own():
         return keras.Sequential([keras.Input((4,)), MovesItself(name="bn"), layers.Dense(2)])

@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 import keras
 
-from ga_model.backends.jax import layer_calls, own_metrics, refusals
+from ga_model.backends.jax import layer_calls, refusals
 from ga_model.backends.jax.noting import Noting
-from ga_model.backends.jax.rows_apart import kinds_of
 from ga_model.base._internals import (
     jax_state_of,
     leave_values,
@@ -23,9 +22,7 @@ from ga_model.base._internals import (
 )
 from ga_model.core.backend import GROUPS, Backend, Group
 from ga_model.core.proof.draws import Draws
-from ga_model.core.recorder import Recording
 from ga_model.hearing._models import recording_of_thread
-from ga_model.hearing._split import num_rows
 from ga_model.hearing._stand_ins import OptimizerStandIn
 
 
@@ -287,18 +284,6 @@ class JaxBackend(Backend):
 
     def check(self) -> None:
         refusals.check(self._model)
-
-    def kind_of_loss(self, loss: Any, y_true: Any, y_pred: Any) -> tuple[str | None, str | None]:
-        (kind,) = kinds_of(loss.call, (y_true, y_pred), num_rows(y_pred), dtype=loss.dtype)
-        return (None, str(kind)) if isinstance(kind, Exception) else (str(kind), None)
-
-    @contextlib.contextmanager
-    def watching(self, recording: Recording) -> Iterator[None]:
-        with (
-            layer_calls.looking_at_calls(self._model, recording.losses, self._known_calls),
-            own_metrics.looking_at_metrics(self._model, recording),
-        ):
-            yield
 
     def splitting_calls(self, size: int) -> Any:
         return layer_calls.splitting_calls(self._model, size, self._known_calls)

@@ -1,4 +1,4 @@
-"""Look at the outermost calls of layers in a step that is traced, or run them by microbatches.
+"""Run the outermost calls of layers in a step that is traced by microbatches.
 
 A call that goes by microbatches is a scan over them, of a function that keeps nothing but its
 inputs: JAX runs it again where it takes gradients, and adds up those of the weights in its loop.
@@ -40,7 +40,6 @@ from ga_model.base._internals import (
     stateless_scope,
     value_in,
 )
-from ga_model.core.messages import mixing_message
 from ga_model.core.statistics import Listener, Moments
 from ga_model.hearing._metric_calls import waiting
 from ga_model.hearing._moments_heard import is_known, listener, telling
@@ -243,36 +242,6 @@ class _Call:
         return with_leaves(self._outputs, flat)
 
 
-class _Looking:
-    """Looks at the outermost calls, and lets them run as they are.
-
-    Args:
-        model: the model whose step is traced.
-        losses: of the step.
-        known: as `_Call.read` takes it.
-    """
-
-    def __init__(self, model: Any, losses: Any, known: dict[Any, Any]) -> None:
-        self._model = model
-        self._losses = losses
-        self._known = known
-
-    def applies(self, layer: Any) -> bool:
-        return not (inside_of_call.get() or is_symbolic() or stateless_scope() is None)
-
-    def run(self, layer: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        found = _Call(layer, call, args, kwargs)
-        why = found.read(self._known)
-        if why is not None and not self._model._has_rule():
-            self._losses.tell(mixing_message(self._model.name, layer.name, why))
-        scope = stateless_scope()
-        before = len(losses_of_scope(scope))
-        with inside_of_call.set(True):
-            outputs = call(*args, **kwargs)
-        self._losses.note_kinds(losses_of_scope(scope)[before:], found.kinds)
-        return outputs
-
-
 class _Splitting(Splitting):
     """How the calls of one step are split.
 
@@ -340,19 +309,6 @@ def _heard(layer: Any, call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _in_front = InFront("call", _heard)
-
-
-@contextlib.contextmanager
-def looking_at_calls(model: Any, losses: Any, known: dict[Any, Any]) -> Iterator[None]:
-    """Tell of outermost calls of layers that combine samples.
-
-    Args:
-        model: the model whose step is traced.
-        losses: of the step, which are told.
-        known: what was found so far, by layers and shapes.
-    """
-    with _in_front.of(layers_in(model)), _calls.set(_Looking(model, losses, known)):
-        yield
 
 
 @contextlib.contextmanager

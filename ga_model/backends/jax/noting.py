@@ -18,8 +18,8 @@ from ga_model.core.proof.draws import Draws
 # Equations that call one jaxpr with their inputs, and the parameters that it may be under.
 _CALLS = {"pjit", "jit", "closed_call", "core_call", "custom_jvp_call", "remat", "checkpoint"}
 _CALLS |= {"remat2", "custom_vjp_call", "custom_vjp_call_jaxpr"}
-# Equations of which some inputs may be a divisor, or that give one: `x / maximum(n, 1)`.
-_DIVISORS = {"div": slice(1, 2), "max": slice(0, 2), "select_n": slice(1, None)}
+# Equations that divide, or give what is divided by: `x / maximum(n, 1)`.
+_DIVIDING = {"div", "max", "select_n", "integer_pow", "pow"}
 _JAXPRS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
@@ -64,9 +64,9 @@ class Noting:
         if name == "random_bits" and self._draws is not None:
             dtype = jnp.dtype(f"uint{parameters['bit_width']}")
             return [_bits(self._draws, tuple(parameters["shape"]), dtype)]
-        if name in _DIVISORS:
-            for value in inputs[_DIVISORS[name]]:
-                if _is_scalar(value):
+        if name in _DIVIDING:
+            for variable, value in zip(equation.invars, inputs):
+                if _is_scalar(value) and not isinstance(variable, Literal):
                     self.divisors[f"{len(self.divisors):05} {name}"] = value
         bound = equation.primitive.get_bind_params(parameters)
         functions, bound = bound if isinstance(bound, tuple) else ((), bound)  # before JAX 0.10

@@ -5,42 +5,83 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import keras
 import numpy as np
 
+from ga_model.base._internals import layers_in
 from ga_model.core.backend import Backend
+from ga_model.core.losses import Kinds
 from ga_model.core.proof.runner import StepRunner, samples_for_trial
 from ga_model.core.proof.trial import windows
-from ga_model.core.proof.verdict import Judge, Verdict
+from ga_model.core.proof.verdict import Difference, Judge, Verdict
 from ga_model.core.proof.weighing import Weighing
 from ga_model.hearing._attributes import watch_attributes
+from ga_model.hearing._metrics_of_user import counts_samples
 from ga_model.hearing._python_state import python_state
 
 _SAMPLES = 11  # an odd number
 
 
-def of_step(model: Any, backend: Backend, data: Any) -> tuple[Verdict, Exception | None]:
+def of_step(
+    model: Any, backend: Backend, data: Any, is_own: bool, is_split: bool
+) -> tuple[Verdict, Exception | None]:
     """Try the step of a model on some samples, and leave the model as it was.
 
     Args:
         model: the model.
         backend: what it runs on.
         data: a batch.
+        is_own: whether the step is the user's own.
+        is_split: whether a window is one batch that is split.
 
     Returns:
         What is found, and the error if it cannot be tried.
     """
     state = python_state(model)
     watch_attributes(model)
+    samples, kinds = samples_for_trial(data, _SAMPLES), Kinds()
     try:
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")
-            runner = StepRunner(model, backend, samples_for_trial(data, _SAMPLES))
-            tried = list(windows(runner, _SAMPLES))
-            if not any(window.rate for window in tried):
-                raise ValueError("All gradients are zero, or not finite.")
-            return Judge(runner, tried).verdict(), None
+            for _ in range(2):
+                runner = StepRunner(model, backend, samples, not is_own, is_split, kinds)
+                tried = list(windows(runner, _SAMPLES))
+                judge = Judge(runner, tried)
+                if is_own or (found := judge.kinds()) == kinds or "sum" not in str(found):
+                    break
+                kinds = found  # known from the values of losses, whatever they were taken for
+                state.put_back()
+                backend.forget("trial")
+        if not any(window.rate for window in tried):
+            raise ValueError("All gradients are zero, or not finite.")
+        verdict = judge.verdict()._replace(kinds=kinds)
+        if runner.has_mismatch and not is_split:  # which is told of where weights are combined
+            verdict = verdict._replace(weighing=Weighing("loss"), differences=(), is_folded=True)
+        return verdict, None
     except Exception as error:  # whatever code of the user's raises on other samples
-        return Verdict(Weighing("samples")), error
+        unknown = (Difference("everything", float("inf")),)
+        weighing = Weighing("samples" if is_own else "loss")
+        return Verdict(weighing, (), (), unknown, is_folded=not is_own, kinds=kinds), error
     finally:
         state.put_back()
         backend.forget("trial")
+
+
+def has_code_of_user(model: Any) -> bool:
+    """Return whether layers or metrics of a model are not Keras's, or may combine samples."""
+    layers = layers_in(model)
+    if any(map(_is_of_user, layers)):
+        return True
+    parts = [part for layer in layers for part in getattr(layer, "operations", [])]
+    if any(not isinstance(part, keras.layers.Layer) for part in parts):
+        return True
+    return not all(map(counts_samples, model.metrics[1:]))
+
+
+def _is_of_user(layer: Any) -> bool:
+    module = type(layer).__module__
+    is_of_keras = module.startswith("keras.") and not isinstance(layer, keras.layers.Lambda)
+    axis = getattr(layer, "axis", None)
+    is_along_samples = 0 in (axis if isinstance(axis, (list, tuple)) else [axis])
+    is_stateful = getattr(layer, "stateful", False)  # has a state of each sample
+    return not is_of_keras or is_along_samples or is_stateful or ".preprocessing." in module

@@ -16,12 +16,17 @@ from ga_model.base import _numbers
 from ga_model.base._in_front import InFront
 from ga_model.base._internals import copy_of, layers_in, num_updates, seeds
 from ga_model.core.backend import GROUPS, Backend
-from ga_model.core.losses import Position
+from ga_model.core.losses import Kinds, Position
 from ga_model.core.proof.draws import Draws
 from ga_model.core.proof.trial import Outcome
 from ga_model.core.proof.weighing import Seen
 from ga_model.core.recorder import record
+from ga_model.hearing._metrics_of_user import parts_of
+from ga_model.hearing._moments_heard import is_known
 from ga_model.hearing._split import num_rows, part_of
+from ga_model.hearing._weights import Whole
+
+_ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8}  # of one operation
 
 
 class StepRunner:
@@ -31,18 +36,44 @@ class StepRunner:
         model: the model.
         backend: what it runs on.
         data: the samples of the trial, a nest of arrays.
+        is_folded: whether the step is Keras's, in which the weight of a part is folded into its
+            loss.
+        is_split: whether the window is one batch, of which the weights of all terms are known.
+        kinds: what losses of the user's own are.
+
+    Attributes:
+        has_mismatch: whether terms of the loss have weights that are not proportional.
+        has_own_loss: whether the loss, or a part of it, is the user's own.
     """
 
-    def __init__(self, model: Any, backend: Backend, data: Any) -> None:
+    def __init__(
+        self,
+        model: Any,
+        backend: Backend,
+        data: Any,
+        is_folded: bool,
+        is_split: bool,
+        kinds: Kinds,
+    ) -> None:
         self._model = model
         self._backend = backend
         self._data = data
         self._total = num_rows(data)
         self._runs = itertools.count()
+        self._is_split = is_split
+        self._kinds = kinds
+        self._totals: list[Any] = []  # what terms of the loss weigh in all samples
+        self.is_folded = is_folded
+        self.has_mismatch = self.has_own_loss = False
         counter = num_updates(model.optimizer)
         groups = (model.trainable_variables, model.non_trainable_variables, model.metrics_variables)
         self._variables = [*(v for group in groups for v in group), counter]
-        self.names = [variable.path for variable in self._variables]
+        of_metrics = {id(v): p for m in model.metrics for p in parts_of(m) for v in p.variables}
+        self.names = [
+            f"the metric {of_metrics[id(v)].name!r}" if id(v) in of_metrics else v.path
+            for v in self._variables
+        ]
+        self.metrics: list[str] = []
         self.trained = list(range(len(model.trainable_variables)))
         random = {id(seed) for layer in layers_in(model) for seed in seeds(layer)}
         metrics = set(map(id, model.metrics_variables))
@@ -53,7 +84,9 @@ class StepRunner:
         ]
         self.counter: int | None = len(self._variables) - 1
         self.epsilon = float(np.finfo("float32").eps)
-        read = backend.compiled("values", self._values, GROUPS)
+        dtypes = {layer.compute_dtype for layer in layers_in(model)}
+        self.rounding = max([self.epsilon, *(_ROUNDING[d] for d in dtypes if d in _ROUNDING)])
+        read = backend.compiled(("trial", "values"), self._values, GROUPS)
         self.start = [ops.convert_to_numpy(value) for value in read()]
 
     def _values(self) -> list[Any]:
@@ -61,52 +94,86 @@ class StepRunner:
 
     def run(self, begin: int, end: int, values: list[Any], rate: float) -> Outcome:
         """Run the step, as `trial.Runner` has it."""
+        is_part = end - begin < self._total
         run = self._backend.compiled(
             ("trial", end - begin), functools.partial(self._run, end - begin), GROUPS, discards=True
         )
-        data = part_of(self._data, begin, end)
-        found = run(values, data, np.float32(rate), np.int32(begin), np.int32(next(self._runs)))
-        leaves = keras.tree.map_structure(
-            lambda x: None if x is None else ops.convert_to_numpy(x), found
+        numbers = np.float32(rate), np.int32(begin), np.int32(next(self._runs))
+        data, totals = part_of(self._data, begin, end), self._totals if is_part else []
+        found = keras.tree.map_structure(
+            lambda x: None if x is None else ops.convert_to_numpy(x),
+            run(values, data, totals, *numbers),
         )
-        gradients, after, numbers, logs, of_loss, divisors = leaves
-        return Outcome(gradients, after, numbers, logs, Seen(end - begin, divisors, of_loss))
+        after, divisors, gradients, numbers, logs, of_loss, terms, compiled, added = found
+        if not is_part:
+            self._totals = terms
+        seen = Seen(end - begin, divisors, of_loss)
+        return Outcome(gradients, after, numbers, logs, seen, compiled, added)
 
     def _run(
-        self, rows: int, values: list[Any], data: Any, rate: Any, begin: Any, number: Any
+        self,
+        rows: int,
+        values: list[Any],
+        data: Any,
+        totals: list[Any],
+        rate: Any,
+        begin: Any,
+        number: Any,
     ) -> tuple[Any, ...]:
         for variable, value in zip(self._variables, values):
             variable.assign(value)
-        step = functools.partial(self._step, rate, rows < self._total)
+        step = functools.partial(self._step, rows < self._total)
         draws = Draws(rows, self._total, begin, number)
-        found, divisors = self._backend.noting(step, (data,), draws)
-        gradients, numbers, logs, of_loss = found
-        return gradients, self._values(), numbers, logs, of_loss, divisors
+        found, divisors = self._backend.noting(step, (data, totals, rate, begin), draws)
+        return (self._values(), divisors, *found)
 
-    def _step(self, rate: Any, is_part: bool, data: Any) -> tuple[Any, ...]:
+    def _step(
+        self, is_part: bool, data: Any, totals: list[Any], rate: Any, begin: Any
+    ) -> tuple[Any, ...]:
         model, backend = self._model, self._backend
-        zero = _numbers.float64(0.0)
-        position = Position(1.0, 1.0, 1.0, zero == 0, zero, None, False)
+        whole = None
+        if is_part and self._is_split:
+            whole = Whole(lambda: _numbers.float64(self._total), True, lambda: totals)
+        zero, parts = _numbers.float64(0.0), _numbers.float64(3.0 if is_part else 1.0)
+        # The unit is the weight, so gradients are those of the loss.
+        position = Position(1.0, parts, 1.0, begin == 0, zero, whole)
+        options = {"is_own": not self.is_folded, "rate": rate, "waits": is_part}
         with (
             model._accumulation.holding_back(),
             averaging(layers_in(model)),
-            record(
-                model, data, position, backend, is_own=True, rate=rate, waits=is_part
-            ) as recording,
+            record(model, data, position, backend, kinds=self._kinds, **options) as recording,
         ):
             logs, _ = backend.run_step(data)
+        losses = recording.losses
         if is_part:  # those metrics have nothing of it yet, and what they get is compared instead
             waiting = {id(v) for update, _ in recording.updates() for v in update.metric.variables}
             pairs = zip(self._variables, self.is_free)
             self.is_free = [is_free or id(v) in waiting for v, is_free in pairs]
-        own, _ = recording.split_logs(logs)
-        return recording.gradients, recording.numbers(), own, recording.weight_of_loss()
+        self.has_mismatch = self.has_mismatch or bool(losses.terms().mismatch)
+        self.has_own_loss = losses.has_own
+        self.metrics = [update.metric.name for update, _ in recording.updates()]
+        terms = [0.0 if term.weight is None else term.weight for term in losses.compiled_terms()]
+        of_loss = losses.terms().weight if self.is_folded else recording.weight_of_loss()
+        return (
+            recording.gradients,
+            [  # those of losses are put together as these are
+                None if self.is_folded and mean is not None else number
+                for number, mean in zip(recording.numbers(), recording.means())
+            ],
+            recording.split_logs(logs)[0],
+            None if of_loss is None else _numbers.float64(of_loss),
+            [_numbers.float64(weight) for weight in terms],
+            dict(losses.values),
+            [_numbers.float64(value) for value in losses.added],
+        )
 
 
 def averaging(layers: Iterable[Any]) -> AbstractContextManager[None]:
-    """Return a context in which BatchNormalization layers normalize by their running averages."""
-    normal = keras.layers.BatchNormalization
-    return _averaging.of(layer for layer in layers if isinstance(layer, normal))
+    """Return a context in which BatchNormalization layers normalize by their running averages.
+
+    Others that are derived from it may do anything.
+    """
+    return _averaging.of(layer for layer in layers if is_known(layer))
 
 
 def _without_training(_: Any, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -28,9 +28,11 @@ class Outcome(NamedTuple):
     Attributes:
         gradients: of each trained variable, or None.
         values: of all variables, after the step.
-        numbers: what metrics got that waits for the full batch.
+        numbers: what metrics got that waits for the full batch, None of those of compiled losses.
         logs: scalars that the step logs and that are no results of metrics.
         seen: what tells the weight.
+        compiled: values of compiled losses of the user's own that are numbers, by name.
+        added: values of losses that layers add.
     """
 
     gradients: list[Any]
@@ -38,6 +40,8 @@ class Outcome(NamedTuple):
     numbers: list[Any]
     logs: dict[str, Any]
     seen: Seen
+    compiled: dict[str, Any]
+    added: list[Any]
 
 
 class Runner(Protocol):
@@ -46,20 +50,28 @@ class Runner(Protocol):
     Attributes:
         start: values of all variables, as they are.
         names: of the variables.
+        metrics: names of those that got the numbers of an outcome, after a run.
         trained: places of the trained variables, in the order of their gradients.
         is_free: of each variable, whether it may be anything after a step: a random state.
         is_moved: of each variable that is not trained, whether starts may differ in it.
         counter: place of the optimizer's count of updates, or None.
-        epsilon: the rounding of one operation.
+        epsilon: the rounding of one operation in float32.
+        rounding: the same in the precision of the model.
+        has_own_loss: whether the loss, or a part of it, is the user's own.
+        is_folded: whether weights of compiled losses are folded into the loss.
     """
 
     start: list[Any]
     names: list[str]
+    metrics: list[str]
     trained: list[int]
     is_free: list[bool]
     is_moved: list[bool]
     counter: int | None
     epsilon: float
+    rounding: float
+    has_own_loss: bool
+    is_folded: bool
 
     def run(self, begin: int, end: int, values: list[Any], rate: float) -> Outcome:
         """Run the step on samples from `begin` up to `end`, from values of all variables.
@@ -152,5 +164,5 @@ def _rounded(runner: Runner, values: list[Any]) -> list[Any]:
     for place in runner.trained:
         value = np.asarray(values[place])
         signs = generator.choice([-1.0, 1.0], value.shape)
-        found[place] = (value.astype("float64") * (1 + runner.epsilon * signs)).astype(value.dtype)
+        found[place] = (value.astype("float64") * (1 + runner.rounding * signs)).astype(value.dtype)
     return found

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ga_model.core.losses import Kinds
 from ga_model.core.proof.trial import Outcome, Runner, Window, norm_of
-from ga_model.core.proof.weighing import Weighing
+from ga_model.core.proof.weighing import Seen, Weighing
 
 _TOLERANCE = 2e-4  # relative, of what many operations make of rounding in float32
 
@@ -39,6 +40,8 @@ class Verdict(NamedTuple):
         logs: of scalars that it logs, with their names; None where nothing fits.
         differences: what differs from the full batch nevertheless: gradients, variables, logs.
         otherwise: of numbers and logs that nothing else is known of.
+        is_folded: whether the weight is that of Keras's loss, and is to be folded into it.
+        kinds: of losses of the user's own, where Keras's step runs.
     """
 
     weighing: Weighing
@@ -46,10 +49,18 @@ class Verdict(NamedTuple):
     logs: tuple[tuple[str, Weighing | None], ...] = ()
     differences: tuple[Difference, ...] = ()
     otherwise: Weighing = Weighing("samples")
+    is_folded: bool = False
+    kinds: Kinds = Kinds()
 
     @property
     def is_exact(self) -> bool:
         return not self.differences
+
+    def is_known_in(self, seen: Seen) -> bool:
+        """Return whether a microbatch shows what it was found to be weighed by."""
+        weighings = [self.weighing, *self.numbers, *(weighing for _, weighing in self.logs)]
+        sources = {weighing.source for weighing in weighings if weighing is not None}
+        return sources <= {"loss", "samples", "sum", "last", *seen.divisors}
 
     def of_log(self, name: str) -> Weighing:
         """Return how a scalar that the step logs is put together."""
@@ -64,6 +75,10 @@ class Verdict(NamedTuple):
         return self.otherwise if weighing is None or weighing == LAST else weighing
 
 
+# Of a step of Keras's, without code of the user's own.
+OF_KERAS = Verdict(Weighing("loss"), is_folded=True)
+
+
 class Judge:
     """Compares windows.
 
@@ -75,26 +90,44 @@ class Judge:
     def __init__(self, runner: Runner, tried: Sequence[Window]) -> None:
         self._runner = runner
         self._windows = tried
-        self._candidates = list(candidates(tried))
+        self._candidates = list(candidates(tried, runner.has_own_loss))
 
     def verdict(self) -> Verdict:
         """Return what is found."""
         off = {w: self._gradients_off(w) for w in self._candidates}
         exact = [weighing for weighing, found in off.items() if not found]
-        weighing = exact[0] if exact else min(off, key=lambda w: _badness(off[w]))
+        plain = [w for w in self._candidates if w.source in ("loss", "samples", "sum")]
+        weighing = exact[0] if exact else min(plain, key=lambda w: _badness(off[w]))
         differences = [(f"the gradient of {n}", size) for n, size in _largest(off[weighing])]
         others = self._values_off(weighing)
         differences += [(n, size) for n, size in _largest(others) if n not in off[weighing]]
         first = self._windows[0].whole
         numbers = tuple(
-            self._reduction(functools.partial(_number, place))
-            for place in range(len(first.numbers))
+            LAST if number is None else self._reduction(functools.partial(_number, place))
+            for place, number in enumerate(first.numbers)
         )
         logs = tuple((n, self._reduction(functools.partial(_log, n))) for n in first.logs)
-        differences += [(f"number {i + 1} of metrics", inf) for i, w in enumerate(numbers) if not w]
-        differences += [(f"the log {name!r}", inf) for name, w in logs if not w]
+        pairs = zip(self._runner.metrics, numbers)
+        differences += [(f"the metric {name!r}", inf) for name, w in pairs if w is None]
+        differences += [(f"the log {name!r}", inf) for name, w in logs if w is None]
         found = tuple(Difference(*pair) for pair in differences)
-        return Verdict(weighing, numbers, logs, found)
+        is_said = first.seen.of_loss is None if weighing.is_sum else weighing.source == "loss"
+        is_folded = self._runner.is_folded and is_said
+        return Verdict(weighing, numbers, logs, found, is_folded=is_folded)
+
+    def kinds(self) -> Kinds:
+        """Return what losses of the user's own are over samples, as far as they are either."""
+        first = self._windows[0].whole
+        compiled = (
+            (n, self._kind(functools.partial(_compiled, n))) for n in sorted(first.compiled)
+        )
+        added = (self._kind(functools.partial(_added, i)) for i in range(len(first.added)))
+        return Kinds(tuple(compiled), tuple(added))
+
+    def _kind(self, get: Callable[[Outcome], Any]) -> str:
+        is_sum = all(self._fits(window, Weighing("sum"), get) for window in self._windows)
+        is_mean = all(self._fits(window, Weighing("samples"), get) for window in self._windows)
+        return "sum" if is_sum and not is_mean else "mean"
 
     def _gradients_off(self, weighing: Weighing) -> dict[str, float]:
         """Return how much gradients differ that are put together by a weighing, by variable."""
@@ -172,18 +205,18 @@ class Judge:
         return not _off(total, whole, floor, norm_of([whole]))
 
 
-def candidates(tried: Sequence[Window]) -> Iterator[Weighing]:
+def candidates(tried: Sequence[Window], has_own_loss: bool) -> Iterator[Weighing]:
     """Yield ways to weigh microbatches, the more telling ones first.
 
-    What compiled losses say comes first, and then what the step divides by, in its order: what it
-    bounds before it divides by that, and what may be the number of samples by chance. (Names are in
-    the order of a step.)
+    What the step divides by may be the number of samples by chance, so it comes before that, and
+    before what is assumed of a loss of the user's own. It comes in the order of the step, which is
+    that of the names: what it bounds, before it divides by that.
     """
     outcomes = [outcome for window in tried for outcome in (window.whole, *window.parts)]
     common = set.intersection(*(set(outcome.seen.divisors) for outcome in outcomes))
     sources = sorted(common)
     if all(outcome.seen.of_loss is not None for outcome in outcomes):
-        sources = ["loss", *sources]
+        sources = [*sources, "loss"] if has_own_loss else ["loss", *sources]
     known: list[list[float]] = []
     for weighing in (w for source in sources for w in _variants(source, tried)):
         shares = [share for window in tried for share in window.shares(weighing)]
@@ -196,7 +229,7 @@ def candidates(tried: Sequence[Window]) -> Iterator[Weighing]:
 
 
 def _variants(source: str, tried: Sequence[Window]) -> Iterator[Weighing]:
-    """Yield what a number may be of the weight of a microbatch."""
+    """Yield what a number may be of the weight of a microbatch: that of the parts adds up."""
     plain = Weighing(source)
     each = [[_weight(plain, part) for part in window.parts] for window in tried]
     wholes = [_weight(plain, window.whole) for window in tried]
@@ -204,14 +237,18 @@ def _variants(source: str, tried: Sequence[Window]) -> Iterator[Weighing]:
     if not np.isfinite(everything).all() or len(set(everything)) == 1:
         return  # a constant
     extra = [(sum(parts) - whole) / (len(parts) - 1) for whole, parts in zip(wholes, each)]
-    size = max(map(abs, everything))
-    if all(abs(more) <= 1e-5 * size for more in extra):
+    size = 1e-5 * max(map(abs, everything))
+    if all(abs(more) <= size for more in extra):
         yield plain
-        return
-    if max(extra) - min(extra) <= 1e-5 * size:
+    elif min(extra) > size and max(extra) - min(extra) <= size:
         yield Weighing(source, once=float(np.mean(extra)))
-    yield Weighing(source, is_by_sample=True)
-    yield plain
+    by_sample = Weighing(source, is_by_sample=True)
+    pairs = [
+        (_weight(by_sample, window.whole), sum(_weight(by_sample, part) for part in window.parts))
+        for window in tried
+    ]
+    if all(abs(whole - parts) <= 1e-5 * abs(whole) for whole, parts in pairs):
+        yield by_sample
 
 
 def _weight(weighing: Weighing, outcome: Outcome) -> float:
@@ -243,6 +280,14 @@ def _largest(off: dict[str, float]) -> list[tuple[str, float]]:
 
 def _number(place: int, outcome: Outcome) -> Any:
     return outcome.numbers[place] if place < len(outcome.numbers) else None
+
+
+def _added(place: int, outcome: Outcome) -> Any:
+    return outcome.added[place] if place < len(outcome.added) else None
+
+
+def _compiled(name: str, outcome: Outcome) -> Any:
+    return outcome.compiled.get(name)
 
 
 def _log(name: str, outcome: Outcome) -> Any:
