@@ -63,7 +63,9 @@ def test_logs_of_a_step_are_those_of_the_window(settings):
 def test_a_log_of_the_result_of_a_metric_is_told_of():
     model = accumulate(of(Doubling), accumulation_steps=2)
     model.compile("sgd", "mse")
-    with pytest.warns(UserWarning, match="(?s)does not train as the full batch.*the log 'twice'"):
+    with pytest.warns(
+        UserWarning, match="(?s)does not train as the full batch.*the log 'twice' differs,"
+    ):
         model.fit(*dense_data(8), batch_size=4, verbose=0)
 
 
@@ -82,11 +84,30 @@ class Bounded(keras.Sequential):
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize(("base", "why"), [(Raising, "cannot reshape"), (Bounded, "are zero")])
+@pytest.mark.parametrize(
+    ("base", "why"),
+    [(Raising, "cannot reshape"), (Bounded, r"All gradients are zero, or not finite\.")],
+)
 def test_what_cannot_be_tried_is_told_of(base, why):
     model = accumulate(of(base), accumulation_steps=2)
     model.compile("sgd", None)
     with pytest.warns(UserWarning, match=f"(?s)not known whether a window.*{why}"):
+        model.fit(*dense_data(8), batch_size=4, verbose=0)
+
+
+class DividesInTwoWays(keras.Sequential):
+    """By the marked samples, but with four samples in another way."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        marked = ops.cast(y[:, :1] > 0, "float32")
+        total, count = ops.sum(marked * ops.square(y - y_pred)), ops.sum(marked)
+        return total * ops.exp(-ops.log(count)) if x.shape[0] == 4 else total / count
+
+
+def test_a_step_that_hides_what_it_divides_by_is_told_of():
+    model = accumulate(of(DividesInTwoWays), accumulation_steps=2)
+    model.compile("sgd", None)
+    with pytest.warns(UserWarning, match="(?s)a number that its step divides by.*with 4 samples"):
         model.fit(*dense_data(8), batch_size=4, verbose=0)
 
 

@@ -141,3 +141,4 @@ def test_a_step_in_windows_is_exact_or_told_of(base, told):
         (text,) = said
         assert TOLD in text
         assert told in text
+        assert (" more things do, however" in text) == (told == "gradient")

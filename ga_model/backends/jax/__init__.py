@@ -4,5 +4,5 @@ On JAX a step is a function: it takes the values of all variables and returns ne
 has these values while `fit` runs, and passes to each program those that it reads.
 
 Where the step sees the full batch, its calls of layers go by microbatches: `layer_calls`. Whether a
-function treats samples one by one is read from its jaxpr: `rows_apart`.
+call treats samples one by one is tried: `call_trial`. What a step divides by is noted by `noting`.
 """

@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 import keras
 
+from ga_model.backends.jax.call_trial import kinds_of
 from ga_model.backends.jax.nests import with_leaves
-from ga_model.backends.jax.rows_apart import kinds_of
 from ga_model.base._call_again import inside_of_call
 from ga_model.base._context import ThreadValue
 from ga_model.base._identity import is_in
@@ -45,7 +45,7 @@ from ga_model.hearing._metric_calls import waiting
 from ga_model.hearing._moments_heard import is_known, listener, telling
 from ga_model.hearing._splitting import NotByRowsError, Splitting
 
-_NOT_ROWS = "gives something other than one value per sample"
+_NOT_ROWS = "combines samples, or gives something other than one value per sample"
 _calls = ThreadValue()  # what is done with outermost calls in this thread, or None
 _is_read = ThreadValue(False)  # whether BatchNormalization is to normalize by running averages
 
@@ -80,7 +80,7 @@ class _Call:
     Attributes:
         rows: samples, or 0 if there are none.
         samples: the arrays that have them.
-        kinds: what each loss that layers add is to the samples, as `kinds_of` returns it.
+        kinds: what each loss that layers add is over samples, "mean", "sum" or None.
         num_losses: how many there are.
         heard: calls of BatchNormalization layers in it.
     """
@@ -103,13 +103,19 @@ class _Call:
         self.heard: list[Any] = []
         self._outputs: Any = None  # without its arrays
 
-    def run(self, state: list[Any], samples: list[Any]) -> _Traced:
-        """Trace the call for some samples, with values of variables."""
+    def run(self, state: list[Any], samples: list[Any], knows_others: bool = True) -> _Traced:
+        """Trace the call for some samples, with values of variables.
+
+        Args:
+            state: values of the variables of the layer.
+            samples: arrays.
+            knows_others: whether the values of other variables are known, too.
+        """
         leaves = list(self._leaves)
         for place, array in zip(self._places, samples):
             leaves[place] = array
         args, kwargs = with_leaves(self._arguments, leaves)
-        known = dict(self._scope.state_mapping)
+        known = dict(self._scope.state_mapping) if knows_others else {}
         hears = Listener()
         with scope_of(self._variables, state) as scope:
             for key, value in known.items():  # of other variables, for layers that share them
@@ -157,18 +163,22 @@ class _Call:
         """Return that, the kinds of losses, their number, and what the call writes to."""
         number = 1  # of outputs and masks
 
-        def outputs(samples: list[Any]) -> list[Any]:
+        def outputs(state: list[Any], samples: list[Any]) -> list[Any]:
             nonlocal number
-            traced = self.run(self.state, samples)
+            traced = self.run(state, samples, knows_others=False)
             arrays = [*traced.outputs, *traced.masks.values()]
             number = len(arrays)
-            return [*arrays, *traced.losses]
+            return [*arrays, *map(jnp.sum, traced.losses)]
 
         normalizing = [layer for layer in layers_in(self._layer) if is_known(layer)]
-        with _averaging.of(normalizing), _is_read.set(True), waiting(None):
-            found = kinds_of(outputs, [self.samples], self.rows)
-        others = [kind for kind in found[:number] if kind != "rows"]
-        why = next((str(k) if isinstance(k, Exception) else _NOT_ROWS for k in others), None)
+        try:
+            with _averaging.of(normalizing), _is_read.set(True), waiting(None):
+                found = kinds_of(outputs, self.state, self.samples)
+        except Exception as error:  # whatever code of the user's raises on other arrays
+            line = next(iter(str(error).splitlines()), type(error).__name__)
+            return f"cannot be run by itself ({line})", [], 0, self._written
+        others = found[:number]
+        why = None if all(kind == "rows" for kind in others) else _NOT_ROWS
         return why, found[number:], self.num_losses, self._written
 
     def written(self) -> list[str]:
@@ -218,7 +228,7 @@ class _Call:
 
     def _is_sum(self, place: int) -> bool:
         """Return whether a loss that a layer adds is summed over microbatches."""
-        return self.kinds[place] in ("sum", "rows")
+        return bool(self.kinds[place] == "sum")
 
     def _ended(self, found: list[_Traced], shares: list[int]) -> Any:
         """Put together what two parts of the samples gave."""
@@ -270,7 +280,7 @@ class _Splitting(Splitting):
         if found.rows <= self._size:
             raise NotByRowsError("")
         why = found.read(self._known)
-        if why is None and any(isinstance(kind, Exception) for kind in found.kinds):
+        if why is None and None in found.kinds:
             why = "adds a loss that is neither a mean nor a sum over samples"
         if why is None and (written := found.written()):
             why = f"writes to {written} in each call"
