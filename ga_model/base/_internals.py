@@ -51,6 +51,16 @@ def layers_in(layer: Any, include_self: bool = True) -> list[Any]:
     return list(layer._flatten_layers(include_self=include_self))
 
 
+def operations_in(layer: Any) -> list[tuple[Any, Any, Any]]:
+    """Return the operations of a functional model that are no layers, with symbolic arguments.
+
+    Each comes with its positional and its keyword arguments.
+    """
+    found = [o for o in getattr(layer, "operations", []) if not isinstance(o, keras.layers.Layer)]
+    nodes = [(operation, operation._inbound_nodes[0].arguments) for operation in found]
+    return [(operation, node.args, node.kwargs) for operation, node in nodes]
+
+
 def takes_training(layer: Any) -> bool:
     """Return whether a layer's `call` has an argument `training`."""
     return bool(layer._call_has_training_arg)

@@ -85,6 +85,10 @@ class Backend(ABC):
         return data
 
     @abstractmethod
+    def structure_of(self, data: Any) -> Any:
+        """Return a key for the nest of a batch, and the ranks and dtypes of its arrays."""
+
+    @abstractmethod
     def zeros(self, name: Any, shapes: Any) -> Any:
         """Return zeros of the shapes, where they are numbers -0.0, to which x is added bit by bit.
 

@@ -52,7 +52,7 @@ class Driver(Kept):
         self._is_checked = False
         self._has_own_code: bool | None = None
         self._has_own_loss = False
-        self._found: dict[bool, Verdict] = {}  # of windows of batches, and of one that is split
+        self._found: dict[Any, Verdict] = {}  # by structure, and whether windows are one batch
         self._told: dict[Verdict, str] = {}  # of those that are not exact
         self._adds_up = True  # as far as is known
         self._most_rows = 0
@@ -133,26 +133,27 @@ class Driver(Kept):
         return not self._model._has_rule() and (self._has_own_code or self._has_own_loss)
 
     def _verdict(self, data: Any, is_split: bool) -> Verdict:
-        """Return what the step was found to be, tried once, before it trains.
+        """Return what the step was found to be, tried once for each structure of data.
 
         Args:
             data: a batch.
             is_split: whether a window is one batch that is split.
         """
-        if is_split not in self._found:
+        kind = is_split, self.backend.structure_of(data)
+        if kind not in self._found:
             model = self._model
             weight = model.microbatch_weight(*unpack(data))
             if weight is not None:
                 weighing = Weighing("sum" if isinstance(weight, str) else "loss")
-                self._found[is_split] = Verdict(weighing, otherwise=weighing)
-                return self._found[is_split]
+                self._found[kind] = Verdict(weighing, otherwise=weighing)
+                return self._found[kind]
             found, error = proof.of_step(model, self.backend, data, self.has_own_step, is_split)
             if error is not None:
                 self._told[found] = messages.untried_message(model.name, error)
             elif not found.is_exact:
                 self._told[found] = messages.unlike_message(model.name, found)
-            self._found[is_split] = found
-        return self._found[is_split]
+            self._found[kind] = found
+        return self._found[kind]
 
     def _even_size(self) -> int | None:
         """Return samples per microbatch that devices share evenly: each has one, at least."""

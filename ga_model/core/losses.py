@@ -37,6 +37,11 @@ class Kinds(NamedTuple):
     compiled: tuple[tuple[str, str], ...] = ()
     added: tuple[str, ...] = ()
 
+    @property
+    def has_sum(self) -> bool:
+        """Whether one is a sum, which none is taken for."""
+        return "sum" in (*self.added, *(kind for _, kind in self.compiled))
+
 
 class Position(NamedTuple):
     """Where in its window a microbatch stands.

@@ -9,11 +9,6 @@ from ga_model.base._messages import ALONE, WITHOUT
 if TYPE_CHECKING:
     from ga_model.core.proof.verdict import Verdict
 
-_OTHERS = (
-    "use the TensorFlow backend (`KERAS_BACKEND=tensorflow`) or PyTorch (`KERAS_BACKEND=torch`), "
-    "which support it"
-)
-
 
 def own_loop_message(model: str) -> str:
     return (
@@ -29,7 +24,7 @@ def unlike_message(model: str, verdict: Verdict) -> str:
     more = f", and {len(others)} more things do" if others else ""
     size = f" by {first.size:.0%}" if first.size < 10 else ""
     return (
-        "A window of microbatches does not train as the full batch. Received: the `train_step` of "
+        "A window of microbatches does not train as the full batch. Received: the training step of "
         f"{model!r}, which was run on some samples of the first batch at once, and in parts: "
         f"{first.what} differs{size}{more}, however the parts are weighted. To train "
         f"exactly, {ALONE}; if the difference does not matter, override `microbatch_weight`."
@@ -39,7 +34,7 @@ def unlike_message(model: str, verdict: Verdict) -> str:
 def untried_message(model: str, error: Exception) -> str:
     return (
         "It is not known whether a window of microbatches trains as the full batch. Received: the "
-        f"`train_step` of {model!r}, which cannot be run on some samples of the first batch: "
+        f"training step of {model!r}, which cannot be run on some samples of the first batch: "
         f"{type(error).__name__}: {error} It is taken for a mean over samples. To train exactly, "
         f"{ALONE}, or override `microbatch_weight`."
     )
@@ -48,7 +43,7 @@ def untried_message(model: str, error: Exception) -> str:
 def unlike_shape_message(model: str, rows: int) -> str:
     return (
         "What a microbatch weighs is a number that its step divides by. Received: the step of "
-        f"{model!r}, which computes another way with {rows} samples, so it is taken for a mean "
+        f"{model!r}, which divides in another way with {rows} samples, so it is taken for a mean "
         f"over samples. To train exactly, {ALONE}, or override `microbatch_weight`."
     )
 

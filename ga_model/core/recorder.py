@@ -171,7 +171,7 @@ class Recording:
             metric, _, weight, term = call
             is_tracker = metric is loss_tracker(self.model)
             is_rows = term is not None or (is_tracker and weight is not None)
-            is_sum = is_rows or (weight is not None and not ops.is_tensor(weight))
+            is_sum = is_rows or weight is not None
             count = rows if is_rows else 1.0 if weight is None else weight
             found.append((Update(metric, is_sum, 1.0 if is_sum else float(count)), count))
         return found

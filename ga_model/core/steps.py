@@ -254,7 +254,7 @@ class Steps:
             return (*found, said, weight, _any(losses.lost))
 
         divisors: dict[str, Any] = {}
-        if mode.verdict is None:
+        if not verdict.needs_divisors:
             found = run(data)
         else:
             found, divisors = self._backend.noting(run, (data,))
@@ -351,12 +351,12 @@ class Steps:
             before: the amounts of the window before the batch.
             now: those after it.
         """
-        self._structure = structure
-        return self._backend.compiled("report", self._report, ["metrics"])(before, now)
+        function = functools.partial(self._report, structure)
+        report = self._backend.compiled(("report", id(structure)), function, ["metrics"])
+        return report(before, now)
 
-    def _report(self, before: list[Amount], now: list[Amount]) -> Any:
-        model, structure = self._model, self._structure
-        assert structure is not None
+    def _report(self, structure: Structure, before: list[Amount], now: list[Amount]) -> Any:
+        model = self._model
         for update, first, last in zip(structure.updates, before, now):
             metric = update.metric
             is_mean = isinstance(metric, keras.metrics.Mean)
@@ -408,19 +408,17 @@ class Steps:
         Returns:
             The counters with it.
         """
-        self._structure = structure
         update = self._backend.compiled(
-            "update",
-            self._update,
+            ("update", id(structure)),  # which is kept
+            functools.partial(self._update, structure),
             ["trainable", "non_trainable", "optimizer"],
             updates=["trainable", "optimizer"],
         )
         counted: Counters = update(sums._replace(amounts=[], squares=None), counters)
         return counted
 
-    def _update(self, sums: Sums, counters: Counters) -> Counters:
-        model, structure = self._model, self._structure
-        assert structure is not None
+    def _update(self, structure: Structure, sums: Sums, counters: Counters) -> Counters:
+        model = self._model
         self._backend.apply(sums.mean(model.trainable_variables))
         for call, moments in zip(structure.calls, sums.moments):
             call.move(moments)
@@ -491,7 +489,7 @@ def _widened(gradient: Any) -> Any:
 def _skipped(found: Sums) -> tuple[Any, Sums]:
     """Return whether all gradients of a microbatch are finite, and nothing of it if not."""
     parts = [ops.all(ops.isfinite(g)) for g in found.gradients if g is not None]
-    is_finite = functools.reduce(ops.logical_and, parts)
+    is_finite = functools.reduce(ops.logical_and, parts, _int32(0) == 0)
     counted = keras.tree.map_structure(
         lambda v: None if v is None else _numbers.where(is_finite, v, ops.zeros_like(v)), found
     )

@@ -133,7 +133,8 @@ FUNCTIONS = {
     "running sum": (lambda x: ops.cumsum(x, axis=0), None),
     "scattered": (lambda x: ops.scatter_update(x, [[0]], 2 * x[:1]), None),
     "gathered": (lambda x: ops.take_along_axis(x, ops.argsort(x, axis=-1), axis=-1), "rows"),
-    "not finite": (lambda x: ops.log(-x), None),
+    "not finite": (lambda x: ops.log(-x * x), None),
+    "saturated": (lambda x: ops.tanh(x - 0.5 * ops.mean(ops.relu(-x), axis=0)), None),
 }
 
 

@@ -46,7 +46,9 @@ def _moved(weight: Any, gradient: Any, rate: Any) -> Any:
     """Return a weight after the surrogate update of a trial."""
     if gradient is None:
         return weight
-    return jnp.where(rate == 0, weight, weight - (rate * gradient).astype(weight.dtype))
+    # Of rank one at least, so that nothing of it is taken for a scalar of the step.
+    old, step = jnp.atleast_1d(weight), jnp.atleast_1d((rate * gradient).astype(weight.dtype))
+    return jnp.where(rate == 0, old, old - step).reshape(weight.shape)
 
 
 class JaxBackend(Backend):
@@ -128,6 +130,10 @@ class JaxBackend(Backend):
             ),
             data,
         )
+
+    def structure_of(self, data: Any) -> Any:
+        leaves, structure = jax.tree.flatten(data)
+        return structure, tuple((jnp.ndim(leaf), str(jnp.result_type(leaf))) for leaf in leaves)
 
     def zeros(self, name: Any, shapes: Any) -> Any:
         def nothing(shape: Any) -> Any:

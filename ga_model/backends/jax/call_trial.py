@@ -7,12 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from ga_model.backends.jax.noting import Noting
 from ga_model.core.proof import calls
 from ga_model.core.proof.draws import Draws
+
+_SCALES = (1.0, 0.1, 3.0)  # of samples: what saturates hides what it combines
 
 
 def kinds_of(
@@ -28,35 +29,28 @@ def kinds_of(
     Raises:
         Exception: whatever the function raises for another number of samples.
     """
-    generator = np.random.default_rng(0)
-    values = [_drawn(array, array.shape, generator) for array in state]
-    arrays = [_drawn(array, (calls.TOTAL, *array.shape[1:]), generator) for array in samples]
     compiled: dict[int, Any] = {}
 
-    def run(begin: int, end: int) -> list[Any]:
+    def run(values: list[Any], arrays: list[Any], begin: int, end: int) -> list[Any]:
         arguments = values, [array[begin:end] for array in arrays], np.int32(begin)
         if end - begin not in compiled:
             compiled[end - begin] = jax.jit(functools.partial(_with_draws, function, end - begin))
         with jax.ensure_compile_time_eval():
             return [np.asarray(output) for output in compiled[end - begin](*arguments)]
 
-    return calls.kinds_of(run)
+    found = []
+    for seed, scale in enumerate(_SCALES):
+        generator = np.random.default_rng(seed)
+        values = [_drawn(array, array.shape, generator, None) for array in state]
+        shapes = [(calls.TOTAL, *array.shape[1:]) for array in samples]
+        arrays = [_drawn(a, shape, generator, scale) for a, shape in zip(samples, shapes)]
+        found.append(calls.kinds_of(functools.partial(run, values, arrays)))
+    return calls.agreed(found)
 
 
 def _with_draws(function: Any, rows: int, state: Any, samples: Any, begin: Any) -> Any:
     return Noting(Draws(rows, calls.TOTAL, begin, begin)).run(function, (state, samples))
 
 
-def _drawn(array: Any, shape: tuple[int, ...], generator: Any) -> Any:
-    """Return random numbers of a dtype: small ones, as they may be indices, or divide."""
-    dtype = array.dtype
-    if jnp.issubdtype(dtype, jnp.bool_):
-        return generator.random(shape) < 0.5
-    if jnp.issubdtype(dtype, jnp.floating):
-        drawn = generator.uniform(0.2, 1.2, shape)
-        if shape:  # entries of axis 0, perhaps samples, are unlike
-            drawn *= np.linspace(1.0, 3.0, shape[0]).reshape(-1, *[1] * (len(shape) - 1))
-        return drawn.astype(dtype)
-    if dtype == np.uint32:  # seeds
-        return np.zeros(shape, dtype)
-    return generator.integers(0, 2, shape).astype(dtype)
+def _drawn(array: Any, shape: tuple[int, ...], generator: Any, scale: float | None) -> Any:
+    return calls.drawn(array.dtype, shape, generator, scale).astype(array.dtype)

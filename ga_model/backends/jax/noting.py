@@ -16,8 +16,9 @@ from jax.extend.core import Literal
 from ga_model.core.proof.draws import Draws
 
 # Equations that call one jaxpr with their inputs, and the parameters that it may be under.
-_CALLS = {"pjit", "jit", "closed_call", "core_call", "custom_jvp_call", "remat", "checkpoint"}
-_CALLS |= {"remat2", "custom_vjp_call", "custom_vjp_call_jaxpr"}
+# What JAX is to compute again (`remat`) is left as it is.
+_CALLS = {"pjit", "jit", "closed_call", "core_call", "custom_jvp_call"}
+_CALLS |= {"custom_vjp_call", "custom_vjp_call_jaxpr"}
 # Equations that divide, or give what is divided by: `x / maximum(n, 1)`.
 _DIVIDING = {"div", "max", "select_n", "integer_pow", "pow"}
 _JAXPRS = ("jaxpr", "call_jaxpr", "fun_jaxpr")

@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import numpy as np
+from keras import ops
 
 from ga_model.core.proof.trial import norm_of
 
 TOTAL = 5  # samples of a trial, in parts of three and two
 _ENDS = (3, TOTAL)
-_TOLERANCE = {"float16": 2e-2, "bfloat16": 1e-1}
+_TOLERANCE = {"float16": 1e-3, "bfloat16": 1e-2}
+
+
+def agreed(found: Sequence[Sequence[str | None]]) -> list[str | None]:
+    """Return the kinds of outputs on which several trials agree, of those that show something."""
+    seen = [set(kinds) - {"alike"} for kinds in zip(*found)]
+    return [kinds.pop() if len(kinds) == 1 else None for kinds in seen]
 
 
 def kinds_of(run: Callable[[int, int], Sequence[Any]]) -> list[str | None]:
@@ -22,7 +30,8 @@ def kinds_of(run: Callable[[int, int], Sequence[Any]]) -> list[str | None]:
 
     Returns:
         "rows" of what has one entry of axis 0 for each sample, which follows from that sample
-        alone; "mean" or "sum" of what is one over samples; or None.
+        alone; "alike" if it is the same in all; "mean" or "sum" of what is one over samples; or
+        None.
     """
     whole, parts, begin = run(0, TOTAL), [], 0
     for end in _ENDS:
@@ -31,12 +40,65 @@ def kinds_of(run: Callable[[int, int], Sequence[Any]]) -> list[str | None]:
     return [_kind(output, [part[place] for part in parts]) for place, output in enumerate(whole)]
 
 
+def combines_samples(operation: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+    """Return whether an operation of a functional model may, as it is tried on random numbers.
+
+    Args:
+        operation: the operation.
+        args, kwargs: nests with a symbolic tensor for each array.
+    """
+    generator, arrays = np.random.default_rng(0), dict[int, Any]()
+
+    def part(leaf: Any, begin: int, end: int) -> Any:
+        if not isinstance(leaf, keras.KerasTensor):
+            return leaf
+        has_samples = leaf.shape[:1] == (None,)
+        if id(leaf) not in arrays:
+            shape = [TOTAL if size is None else size for size in leaf.shape]
+            arrays[id(leaf)] = drawn(leaf.dtype, tuple(shape), generator)
+        array = arrays[id(leaf)]
+        return ops.convert_to_tensor(array[begin:end] if has_samples else array, leaf.dtype)
+
+    def run(begin: int, end: int) -> list[Any]:
+        own, own_kwargs = keras.tree.map_structure(lambda x: part(x, begin, end), (args, kwargs))
+        outputs = keras.tree.flatten(operation(*own, **own_kwargs))
+        return [ops.convert_to_numpy(output) for output in outputs]
+
+    try:
+        return any(kind not in ("rows", "alike") for kind in kinds_of(run))
+    except Exception:  # such as of shapes that are not known
+        return True
+
+
+def drawn(dtype: Any, shape: tuple[int, ...], generator: Any, scale: float | None = 1.0) -> Any:
+    """Return random numbers of a dtype: small integers, as they may be indices.
+
+    Args:
+        scale: of samples, or None: they are of weights, which saturate nothing.
+    """
+    name = keras.backend.standardize_dtype(dtype)
+    if name == "bool":
+        return generator.random(shape) < 0.5
+    if name == "uint32":  # seeds
+        return np.zeros(shape, name)
+    if name.startswith(("int", "uint")):
+        return generator.integers(0, 2, shape).astype(name)
+    if scale is None:
+        if len(shape) < 2:  # a variance, perhaps
+            return generator.uniform(0.5, 1.5, shape).astype("float32")
+        scale = np.prod(shape[:-1]) ** -0.5
+    return (generator.normal(size=shape) * scale).astype("float32")
+
+
 def _kind(whole: Any, parts: Sequence[Any]) -> str | None:
     tolerance = _TOLERANCE.get(str(whole.dtype), 1e-4)
     sizes = [end - begin for begin, end in zip((0, *_ENDS), _ENDS)]
     if whole.ndim and [part.shape for part in parts] == [(n, *whole.shape[1:]) for n in sizes]:
         joined = np.concatenate([np.asarray(part) for part in parts])
-        return "rows" if _are_alike(joined, whole, tolerance) else None
+        if not _are_alike(joined, whole, tolerance):
+            return None
+        is_number = whole.dtype != bool
+        return "alike" if is_number and (whole == whole[:1]).all() else "rows"
     if any(part.shape != whole.shape for part in parts):
         return None
     numbers = [np.asarray(part, "float64") for part in parts]

@@ -8,9 +8,10 @@ from typing import Any
 import keras
 import numpy as np
 
-from ga_model.base._internals import layers_in
+from ga_model.base._internals import layers_in, loss_tracker, operations_in
 from ga_model.core.backend import Backend
 from ga_model.core.losses import Kinds
+from ga_model.core.proof.calls import combines_samples
 from ga_model.core.proof.runner import StepRunner, samples_for_trial
 from ga_model.core.proof.trial import windows
 from ga_model.core.proof.verdict import Difference, Judge, Verdict
@@ -37,34 +38,38 @@ def of_step(
     Returns:
         What is found, and the error if it cannot be tried.
     """
-    state = python_state(model)
+    state, kinds = python_state(model), Kinds()
     watch_attributes(model)
-    samples, kinds = samples_for_trial(data, _SAMPLES), Kinds()
-    try:
-        with warnings.catch_warnings(), np.errstate(all="ignore"):
-            warnings.simplefilter("ignore")
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")
+        try:
+            samples = samples_for_trial(data, _SAMPLES)
             for _ in range(2):
                 runner = StepRunner(model, backend, samples, not is_own, is_split, kinds)
                 tried = list(windows(runner, _SAMPLES))
-                judge = Judge(runner, tried)
-                if is_own or (found := judge.kinds()) == kinds or "sum" not in str(found):
+                if is_own or not tried or not (found := Judge(runner, tried).kinds()).has_sum:
                     break
                 kinds = found  # known from the values of losses, whatever they were taken for
                 state.put_back()
                 backend.forget("trial")
+        except Exception as error:  # whatever code of the user's raises on other samples
+            return _unknown(is_own, kinds), error
+        finally:
+            state.put_back()
+            backend.forget("trial")
         if not any(window.rate for window in tried):
-            raise ValueError("All gradients are zero, or not finite.")
-        verdict = judge.verdict()._replace(kinds=kinds)
-        if runner.has_mismatch and not is_split:  # which is told of where weights are combined
-            verdict = verdict._replace(weighing=Weighing("loss"), differences=(), is_folded=True)
-        return verdict, None
-    except Exception as error:  # whatever code of the user's raises on other samples
-        unknown = (Difference("everything", float("inf")),)
-        weighing = Weighing("samples" if is_own else "loss")
-        return Verdict(weighing, (), (), unknown, is_folded=not is_own, kinds=kinds), error
-    finally:
-        state.put_back()
-        backend.forget("trial")
+            return _unknown(is_own, kinds), ValueError("All gradients are zero, or not finite.")
+        verdict = Judge(runner, tried).verdict()._replace(kinds=kinds)
+    if runner.has_mismatch and not is_split:  # which is told of where weights are combined
+        verdict = verdict._replace(weighing=Weighing("loss"), differences=(), is_folded=True)
+    return verdict, None
+
+
+def _unknown(is_own: bool, kinds: Kinds) -> Verdict:
+    """Return what is assumed of a step that cannot be tried."""
+    differences = (Difference("everything", float("inf")),)
+    weighing = Weighing("samples" if is_own else "loss")
+    return Verdict(weighing, (), (), differences, is_folded=not is_own, kinds=kinds)
 
 
 def has_code_of_user(model: Any) -> bool:
@@ -72,16 +77,16 @@ def has_code_of_user(model: Any) -> bool:
     layers = layers_in(model)
     if any(map(_is_of_user, layers)):
         return True
-    parts = [part for layer in layers for part in getattr(layer, "operations", [])]
-    if any(not isinstance(part, keras.layers.Layer) for part in parts):
+    if any(combines_samples(*part) for layer in layers for part in operations_in(layer)):
         return True
-    return not all(map(counts_samples, model.metrics[1:]))
+    tracker = loss_tracker(model)
+    return not all(counts_samples(metric) for metric in model.metrics if metric is not tracker)
 
 
 def _is_of_user(layer: Any) -> bool:
     module = type(layer).__module__
     is_of_keras = module.startswith("keras.") and not isinstance(layer, keras.layers.Lambda)
-    axis = getattr(layer, "axis", None)
-    is_along_samples = 0 in (axis if isinstance(axis, (list, tuple)) else [axis])
+    axes = getattr(layer, "axis", getattr(layer, "axes", None))
+    is_along_samples = set(axes if isinstance(axes, (list, tuple)) else [axes]) - {None, -1}
     is_stateful = getattr(layer, "stateful", False)  # has a state of each sample
-    return not is_of_keras or is_along_samples or is_stateful or ".preprocessing." in module
+    return not is_of_keras or bool(is_along_samples) or is_stateful or ".preprocessing." in module

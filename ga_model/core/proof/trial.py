@@ -19,6 +19,7 @@ import numpy as np
 from ga_model.core.proof.weighing import Seen, Weighing
 
 _MOVES = 0.03  # of the norm of the weights
+_LARGE = 5_000_000  # values, of which fewer windows are tried
 _NOISE = (0.0, 0.3, 2.0, 8.0)  # of the starts, in standard deviations of a weight
 
 
@@ -111,22 +112,25 @@ def windows(runner: Runner, total: int) -> Iterator[Window]:
     """Try windows of so many samples, an odd number, in two equal parts and one sample alone."""
     sizes = (total // 2, total // 2, 1)
     cuts = [tuple(itertools.accumulate(sizes[i:] + sizes[:i])) for i in range(3)]
-    for number, noise in enumerate(_NOISE):
+    is_large = sum(np.asarray(value).size for value in runner.start) > _LARGE
+    for number, noise in enumerate(_NOISE[:2] if is_large else _NOISE):
         values = _perturbed(runner, noise, number)
         unmoved = runner.run(0, total, values, 0.0)
         gradients = [g for g in unmoved.gradients if g is not None]
-        if number > 1 and not all(np.isfinite(g).all() for g in gradients):
+        if not all(np.isfinite(g).all() for g in gradients):
             continue
         size = norm_of(gradients)
         far = norm_of([values[place] for place in runner.trained]) or 1.0
         rate = _MOVES * far / size if size and np.isfinite(size) else 0.0
         whole = runner.run(0, total, values, rate)
         rounded = runner.run(0, total, _rounded(runner, values), rate)
-        for ends in cuts:
+        for ends in cuts[:2] if is_large else cuts:
             parts, state, begin = [], values, 0
             for end in ends:
                 parts.append(runner.run(begin, end, state, 0.0))
                 state, begin = parts[-1].values, end
+                if end < total:  # the last part has all of them
+                    parts[-1] = parts[-1]._replace(values=[])
             yield Window(values, rate, whole, rounded, parts)
 
 
@@ -152,7 +156,8 @@ def _perturbed(runner: Runner, noise: float, seed: int) -> list[Any]:
         elif not runner.is_moved[place] or value.shape:
             continue
         elif value.dtype.kind in "iu":  # a counter
-            moved = value + int(10 ** min(2 * noise, 5))
+            most = int(np.iinfo(value.dtype).max)
+            moved = np.minimum(value.astype("int64") + int(10 ** min(2 * noise, 5)), most)
         else:  # a factor that is annealed
             moved = value + noise * generator.random()
         found[place] = np.asarray(moved).astype(value.dtype)

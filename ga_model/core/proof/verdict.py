@@ -42,6 +42,7 @@ class Verdict(NamedTuple):
         otherwise: of numbers and logs that nothing else is known of.
         is_folded: whether the weight is that of Keras's loss, and is to be folded into it.
         kinds: of losses of the user's own, where Keras's step runs.
+        divisors: names of what the step may divide by, as it was tried.
     """
 
     weighing: Weighing
@@ -51,16 +52,22 @@ class Verdict(NamedTuple):
     otherwise: Weighing = Weighing("samples")
     is_folded: bool = False
     kinds: Kinds = Kinds()
+    divisors: tuple[str, ...] = ()
 
     @property
     def is_exact(self) -> bool:
         return not self.differences
 
-    def is_known_in(self, seen: Seen) -> bool:
-        """Return whether a microbatch shows what it was found to be weighed by."""
+    @property
+    def needs_divisors(self) -> bool:
+        """Whether something is weighed by what the step divides by."""
         weighings = [self.weighing, *self.numbers, *(weighing for _, weighing in self.logs)]
         sources = {weighing.source for weighing in weighings if weighing is not None}
-        return sources <= {"loss", "samples", "sum", "last", *seen.divisors}
+        return not sources <= {"loss", "samples", "sum", "last"}
+
+    def is_known_in(self, seen: Seen) -> bool:
+        """Return whether a microbatch shows what it was found to be weighed by."""
+        return not self.needs_divisors or tuple(sorted(seen.divisors)) == self.divisors
 
     def of_log(self, name: str) -> Weighing:
         """Return how a scalar that the step logs is put together."""
@@ -113,7 +120,8 @@ class Judge:
         found = tuple(Difference(*pair) for pair in differences)
         is_said = first.seen.of_loss is None if weighing.is_sum else weighing.source == "loss"
         is_folded = self._runner.is_folded and is_said
-        return Verdict(weighing, numbers, logs, found, is_folded=is_folded)
+        divisors = tuple(sorted(first.seen.divisors))
+        return Verdict(weighing, numbers, logs, found, is_folded=is_folded, divisors=divisors)
 
     def kinds(self) -> Kinds:
         """Return what losses of the user's own are over samples, as far as they are either."""
@@ -161,7 +169,7 @@ class Judge:
         """Return how much variables differ after the one update, by name."""
         runner, found = self._runner, dict[str, float]()
         for window in self._windows:
-            left = [np.asarray(value) for value in window.parts[-1].values]
+            left = [np.asarray(value).astype("float64") for value in window.parts[-1].values]
             shares = window.shares(weighing)
             for number, place in enumerate(runner.trained):
                 parts = [part.gradients[number] for part in window.parts]
@@ -170,10 +178,10 @@ class Judge:
             if runner.counter is not None and window.rate:
                 left[runner.counter] = left[runner.counter] + 1
             for place, value in enumerate(window.whole.values):
-                value = np.asarray(value)
-                if runner.is_free[place] or value.dtype.kind not in "fiub":
+                value = np.asarray(value).astype("float64")
+                if runner.is_free[place]:
                     continue
-                moved = norm_of([value.astype("float64") - window.values[place]])
+                moved = norm_of([value - np.asarray(window.values[place], "float64")])
                 rounded = np.asarray(window.rounded.values[place], "float64")
                 floor = 100 * runner.epsilon * norm_of([value]) + 10 * norm_of([rounded - value])
                 if size := _off(left[place], value, floor, moved):
@@ -265,6 +273,8 @@ def _total(shares: Sequence[float], parts: Sequence[Any]) -> Any:
 def _off(found: Any, expected: Any, floor: float, size: float) -> float:
     """Return a relative difference, or zero if it is what rounding makes."""
     difference = norm_of([np.asarray(found, "float64") - np.asarray(expected, "float64")])
+    if not (np.isfinite(difference) and np.isfinite(size)):
+        return inf
     if difference <= floor + _TOLERANCE * size:
         return 0.0
     return difference / size if size and np.isfinite(difference) else inf

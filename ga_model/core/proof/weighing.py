@@ -46,6 +46,3 @@ class Weighing(NamedTuple):
         if self.is_by_sample:
             weight = weight * seen.rows
         return weight
-
-    def __str__(self) -> str:
-        return self.source
