@@ -13,9 +13,8 @@ ROWS = 6
 
 
 def kind_of(function, shape, dtype="float32"):
-    (kind,) = kinds_of(
-        lambda _, samples: [function(*samples)], [], [np.ones((ROWS, *shape), dtype)]
-    )
+    samples = [np.ones((ROWS, *shape), dtype)]
+    (kind,) = kinds_of(lambda _, samples: [function(*samples)], [], samples, [])
     return kind
 
 
@@ -27,7 +26,8 @@ def kind_of_layer(layer, shape):
         return [layer.stateless_call(state[:number], state[number:], *samples, **options)[0]]
 
     state = [variable.value for group in groups for variable in group]
-    (kind,) = kinds_of(outputs, state, [np.ones((ROWS, *shape), "float32")])
+    trained = [place < number for place in range(len(state))]
+    (kind,) = kinds_of(outputs, state, [np.ones((ROWS, *shape), "float32")], trained)
     return kind
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,10 @@ _SCALES = (1.0, 0.1, 3.0)  # of samples: what saturates hides what it combines
 
 
 def kinds_of(
-    function: Callable[[Any, Any], list[Any]], state: list[Any], samples: list[Any]
+    function: Callable[[Any, Any], list[Any]],
+    state: list[Any],
+    samples: list[Any],
+    is_trained: Sequence[bool],
 ) -> list[str | None]:
     """Return what the outputs of a function are to the samples, as `calls.kinds_of` does.
 
@@ -25,6 +28,7 @@ def kinds_of(
         function: takes both lists, and returns a list of arrays.
         state: arrays that have no samples, of which shapes and dtypes matter.
         samples: arrays that have samples on axis 0, likewise.
+        is_trained: of each array of the state, whether it is a weight. Others may be variances.
 
     Raises:
         Exception: whatever the function raises for another number of samples.
@@ -41,11 +45,19 @@ def kinds_of(
     found = []
     for seed, scale in enumerate(_SCALES):
         generator = np.random.default_rng(seed)
-        values = [_drawn(array, array.shape, generator, None) for array in state]
+        scales = [
+            _scale(array) if is_weight else None for array, is_weight in zip(state, is_trained)
+        ]
+        values = [_drawn(a, a.shape, generator, own) for a, own in zip(state, scales)]
         shapes = [(calls.TOTAL, *array.shape[1:]) for array in samples]
         arrays = [_drawn(a, shape, generator, scale) for a, shape in zip(samples, shapes)]
         found.append(calls.kinds_of(functools.partial(run, values, arrays)))
     return calls.agreed(found)
+
+
+def _scale(weight: Any) -> float:
+    """Return a size of a weight that saturates nothing."""
+    return float(np.prod(weight.shape[:-1])) ** -0.5 if len(weight.shape) > 1 else 0.3
 
 
 def _with_draws(function: Any, rows: int, state: Any, samples: Any, begin: Any) -> Any:

@@ -173,7 +173,8 @@ class _Call:
         normalizing = [layer for layer in layers_in(self._layer) if is_known(layer)]
         try:
             with _averaging.of(normalizing), _is_read.set(True), waiting(None):
-                found = kinds_of(outputs, self.state, self.samples)
+                trained = [bool(variable.trainable) for variable in self._variables]
+                found = kinds_of(outputs, self.state, self.samples, trained)
         except Exception as error:  # whatever code of the user's raises on other arrays
             line = next(iter(str(error).splitlines()), type(error).__name__)
             return f"cannot be run by itself ({line})", [], 0, self._written

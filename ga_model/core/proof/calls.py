@@ -74,7 +74,7 @@ def drawn(dtype: Any, shape: tuple[int, ...], generator: Any, scale: float | Non
     """Return random numbers of a dtype: small integers, as they may be indices.
 
     Args:
-        scale: of samples, or None: they are of weights, which saturate nothing.
+        scale: of the numbers, or None: they are near one, as a variance may be.
     """
     name = keras.backend.standardize_dtype(dtype)
     if name == "bool":
@@ -84,9 +84,7 @@ def drawn(dtype: Any, shape: tuple[int, ...], generator: Any, scale: float | Non
     if name.startswith(("int", "uint")):
         return generator.integers(0, 2, shape).astype(name)
     if scale is None:
-        if len(shape) < 2:  # a variance, perhaps
-            return generator.uniform(0.5, 1.5, shape).astype("float32")
-        scale = np.prod(shape[:-1]) ** -0.5
+        return generator.uniform(0.5, 1.5, shape).astype("float32")
     return (generator.normal(size=shape) * scale).astype("float32")
 
 
