@@ -189,6 +189,17 @@ OF_STEP_ON_JAX = (
 )
 
 
+@contextlib.contextmanager
+def forgetting_override(model: Any) -> Iterator[None]:
+    """Forget the losses of layers that a step on JAX leaves with a model if it fails in a block."""
+    try:
+        yield
+    except BaseException:
+        if hasattr(model, "_losses_override"):
+            vars(model)["_losses_override"] = []
+        raise
+
+
 def put_values_back(model: Any) -> None:
     """Let the variables of a model have their values, which are elsewhere in `fit` on JAX."""
     if hasattr(model, "jax_state_sync"):

@@ -67,14 +67,17 @@ elif keras.backend.backend() == "jax":
     def float64(value: Any) -> Any:
         return jnp.asarray(value, jax.dtypes.canonicalize_dtype(jnp.float64))
 
+    # Of rank one at least: what is a scalar in a step may be what its loss is divided by.
+
     def share(part: Any, whole: Any) -> Any:
-        return jnp.where(whole == 0, 0.0, part / jnp.where(whole == 0, 1.0, whole))
+        part, whole = (jnp.asarray(value)[None] for value in (part, whole))
+        return jnp.where(whole == 0, 0.0, part / jnp.where(whole == 0, 1.0, whole))[0]
 
     def constant(value: Any) -> Any:
         return jax.lax.stop_gradient(value)
 
     def not_zero(weight: Any, rows: Any) -> Any:
-        return jnp.where(weight == 0, LEAST_WEIGHT if rows else 0.0, float64(weight))
+        return where(weight == 0, LEAST_WEIGHT if rows else 0.0, float64(weight))
 
     def like(tensor: Any, value: Any) -> Any:
         return jnp.asarray(value, jnp.result_type(tensor))
@@ -86,7 +89,8 @@ elif keras.backend.backend() == "jax":
         return float(2 ** (int(number) - 1).bit_length())
 
     def where(condition: Any, first: Any, second: Any) -> Any:
-        return jnp.where(condition, first, second)
+        condition, first, second = (jnp.asarray(v)[None] for v in (condition, first, second))
+        return jnp.where(condition, first, second)[0]
 
 else:
     import torch

@@ -22,7 +22,9 @@ def own_loop_message(model: str) -> str:
 def unlike_message(model: str, verdict: Verdict) -> str:
     first, *others = verdict.differences
     more = f", and {len(others)} more things do" if others else ""
-    size = f" by {first.size:.0%}" if first.size < 10 else ""
+    size = ""
+    if first.size < 10:
+        size = f" by {first.size:.0%}" if first.size >= 0.01 else f" by {first.size:.0e}"
     return (
         "A window of microbatches does not train as the full batch. Received: the training step of "
         f"{model!r}, which was run on some samples of the first batch at once, and in parts: "

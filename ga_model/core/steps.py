@@ -18,7 +18,7 @@ from keras import ops
 
 from ga_model.base import _numbers
 from ga_model.base._identity import is_in
-from ga_model.base._internals import copy_of, layers_in, seeds
+from ga_model.base._internals import copy_of, forgetting_override, layers_in, seeds
 from ga_model.base._messages import batch_normalization_messages
 from ga_model.core import messages
 from ga_model.core.backend import GROUPS, Backend, Group
@@ -150,7 +150,8 @@ class Steps:
             key = (mode, self._backend.key_of(arguments))
             if key not in self._seen:
                 watch_attributes(self._model)
-                self._shapes[mode] = self._backend.shapes(self._recording(mode), arguments)
+                with forgetting_override(self._model):
+                    self._shapes[mode] = self._backend.shapes(self._recording(mode), arguments)
                 assert self._structure is not None
                 self._seen[key] = self._structure
             found.append(self._seen[key])
@@ -262,7 +263,9 @@ class Steps:
         seen = Seen(num_rows(unpack(data)[0]), divisors, said)
         if not verdict.is_known_in(seen):
             self._model._warn_once(messages.unlike_shape_message(self._model.name, seen.rows))
-            verdict = Verdict(Weighing("samples"))
+            # Of a loss with its weight in it, that stands.
+            is_folded = verdict.is_folded
+            verdict = OF_KERAS if is_folded else Verdict(Weighing("samples"))
         amounts = [
             Amount._make(map(_numbers.float64, (*mean, count, 1.0)))
             if verdict.is_folded and mean is not None

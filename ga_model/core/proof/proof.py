@@ -8,7 +8,12 @@ from typing import Any
 import keras
 import numpy as np
 
-from ga_model.base._internals import layers_in, loss_tracker, operations_in
+from ga_model.base._internals import (
+    forgetting_override,
+    layers_in,
+    loss_tracker,
+    operations_in,
+)
 from ga_model.core.backend import Backend
 from ga_model.core.losses import Kinds
 from ga_model.core.proof.calls import combines_samples
@@ -46,7 +51,8 @@ def of_step(
             samples = samples_for_trial(data, _SAMPLES)
             for _ in range(2):
                 runner = StepRunner(model, backend, samples, not is_own, is_split, kinds)
-                tried = list(windows(runner, _SAMPLES))
+                with forgetting_override(model):
+                    tried = list(windows(runner, _SAMPLES))
                 if is_own or not tried or not (found := Judge(runner, tried).kinds()).has_sum:
                     break
                 kinds = found  # known from the values of losses, whatever they were taken for

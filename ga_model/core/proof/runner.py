@@ -59,7 +59,7 @@ class StepRunner:
         self._backend = backend
         self._data = data
         self._total = num_rows(data)
-        self._runs = itertools.count()
+        self._runs = itertools.count(1)
         self._is_split = is_split
         self._kinds = kinds
         self._totals: list[Any] = []  # what terms of the loss weigh in all samples
@@ -98,7 +98,9 @@ class StepRunner:
         run = self._backend.compiled(
             ("trial", end - begin), functools.partial(self._run, end - begin), GROUPS, discards=True
         )
-        numbers = np.float32(rate), np.int32(begin), np.int32(next(self._runs))
+        # What is drawn once per batch is the same whenever all samples run.
+        number = next(self._runs) if is_part else 0
+        numbers = np.float32(rate), np.int32(begin), np.int32(number)
         data, totals = part_of(self._data, begin, end), self._totals if is_part else []
         found = keras.tree.map_structure(
             lambda x: None if x is None else ops.convert_to_numpy(x),

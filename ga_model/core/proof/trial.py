@@ -123,6 +123,9 @@ def windows(runner: Runner, total: int) -> Iterator[Window]:
         far = norm_of([values[place] for place in runner.trained]) or 1.0
         rate = _MOVES * far / size if size and np.isfinite(size) else 0.0
         whole = runner.run(0, total, values, rate)
+        numbers = [v for v in (*whole.numbers, *whole.logs.values()) if v is not None]
+        if number and not all(np.isfinite(v).all() for v in numbers):
+            continue
         rounded = runner.run(0, total, _rounded(runner, values), rate)
         for ends in cuts[:2] if is_large else cuts:
             parts, state, begin = [], values, 0
@@ -153,7 +156,7 @@ def _perturbed(runner: Runner, noise: float, seed: int) -> list[Any]:
         if place in runner.trained and value.dtype.kind != "i":
             scale = noise * max(norm_of([value]) / max(value.size, 1) ** 0.5, 0.1)
             moved = value.astype("float64") + scale * generator.normal(size=value.shape)
-        elif not runner.is_moved[place] or value.shape:
+        elif not runner.is_moved[place] or value.size != 1:
             continue
         elif value.dtype.kind in "iu":  # a counter
             most = int(np.iinfo(value.dtype).max)

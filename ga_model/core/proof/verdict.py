@@ -96,6 +96,8 @@ class Judge:
 
     def __init__(self, runner: Runner, tried: Sequence[Window]) -> None:
         self._runner = runner
+        # How much more rounding may do than one of each weight. Half precision rounds far more.
+        self._factor = 10.0 if runner.rounding == runner.epsilon else 4.0
         self._windows = tried
         self._candidates = list(candidates(tried, runner.has_own_loss))
 
@@ -162,7 +164,7 @@ class Judge:
         total = _total(shares, parts)
         noise = norm_of([np.asarray(rounded, "float64") - whole])
         largest = max((norm_of([_total([s], [p])]) for s, p in zip(shares, parts)), default=0.0)
-        floor = 100 * self._runner.epsilon * (largest + everything) + 10 * noise
+        floor = 100 * self._runner.epsilon * (largest + everything) + self._factor * noise
         return _off(total, whole, floor, norm_of([whole]))
 
     def _values_off(self, weighing: Weighing) -> dict[str, float]:
@@ -183,7 +185,9 @@ class Judge:
                     continue
                 moved = norm_of([value - np.asarray(window.values[place], "float64")])
                 rounded = np.asarray(window.rounded.values[place], "float64")
-                floor = 100 * runner.epsilon * norm_of([value]) + 10 * norm_of([rounded - value])
+                floor = 100 * runner.epsilon * norm_of([value]) + self._factor * norm_of(
+                    [rounded - value]
+                )
                 if size := _off(left[place], value, floor, moved):
                     name = runner.names[place]
                     found[name] = max(size, found.get(name, 0.0))
@@ -209,7 +213,7 @@ class Judge:
             total = _total(window.shares(weighing), parts)
         sizes = [norm_of([part]) for part in parts if np.isfinite(part).all()]
         noise = norm_of([np.asarray(rounded, "float64") - whole])
-        floor = 100 * self._runner.epsilon * max(sizes, default=0.0) + 10 * noise
+        floor = 100 * self._runner.epsilon * max(sizes, default=0.0) + self._factor * noise
         return not _off(total, whole, floor, norm_of([whole]))
 
 
