@@ -39,8 +39,12 @@ def kinds_of(
         arguments = values, [array[begin:end] for array in arrays], np.int32(begin)
         if end - begin not in compiled:
             compiled[end - begin] = jax.jit(functools.partial(_with_draws, function, end - begin))
-        with jax.ensure_compile_time_eval():
-            return [np.asarray(output) for output in compiled[end - begin](*arguments)]
+        try:
+            with jax.ensure_compile_time_eval():
+                outputs = compiled[end - begin](*arguments)
+        except NotImplementedError:  # of loops, up to JAX 0.6
+            outputs = compiled[end - begin].lower(*arguments).compile()(*arguments)
+        return [np.asarray(output) for output in outputs]
 
     found = []
     for seed, scale in enumerate(_SCALES):
