@@ -59,15 +59,17 @@ class Verdict(NamedTuple):
         return not self.differences
 
     @property
-    def needs_divisors(self) -> bool:
-        """Whether something is weighed by what the step divides by."""
+    def needs_divisors(self) -> list[str]:
+        """The names of divisors that something is weighed by."""
         weighings = [self.weighing, *self.numbers, *(weighing for _, weighing in self.logs)]
         sources = {weighing.source for weighing in weighings if weighing is not None}
-        return not sources <= {"loss", "samples", "sum", "last"}
+        return sorted(sources - {"loss", "samples", "sum", "last"})
 
     def is_known_in(self, seen: Seen) -> bool:
-        """Return whether a microbatch shows what it was found to be weighed by."""
-        return not self.needs_divisors or tuple(sorted(seen.divisors)) == self.divisors
+        """Return whether a microbatch shows what it was found to be weighed by, where it was."""
+        last = max(self.needs_divisors, default="")
+        before = tuple(name for name in sorted(seen.divisors) if name <= last)
+        return before == tuple(name for name in self.divisors if name <= last)
 
     def of_log(self, name: str) -> Weighing:
         """Return how a scalar that the step logs is put together."""
