@@ -118,7 +118,7 @@ class Driver(Kept):
                     return self._train_batch(data)
                 model._warn_once(self._told[verdict])
             batch = Batch(data, None) if is_whole else batch
-            return self._by_microbatches(batch, is_whole, verdict)
+            return self._by_microbatches(batch, size if is_whole else None, verdict)
         except NeedsTrialError:
             self._has_own_loss = True
             return self._train_batch(data)
@@ -160,13 +160,14 @@ class Driver(Kept):
         devices = self.backend.num_devices
         return None if self.size is None else max(self.size // devices, 1) * devices
 
-    def _by_microbatches(self, batch: Batch, is_whole: bool, verdict: Verdict | None) -> Any:
+    def _by_microbatches(self, batch: Batch, size: int | None, verdict: Verdict | None) -> Any:
+        """Train the microbatches of a batch, or all of it with calls split by `size` samples."""
         steps = self.steps
         window = self.window = self.window or Window(self.settings.accumulation_steps)
         mode = Mode(
             batch.is_split,
             window.steps == 1,
-            self._even_size() if is_whole else None,
+            size,
             self._model.skip_nonfinite,
             self.measured_noise is not None,
             verdict,
@@ -182,7 +183,7 @@ class Driver(Kept):
             structure, of_last = steps.prepare(mode, batch, numbers, totals)
         except NeedsTotalsError:
             steps.needs_totals = True
-            return self._by_microbatches(batch, is_whole, verdict)
+            return self._by_microbatches(batch, size, verdict)
         sums = window.sums or steps.begin(mode)
         before = sums.amounts
         for index in range(batch.num_microbatches):

@@ -33,19 +33,18 @@ class Update(NamedTuple):
 
     Attributes:
         metric: the metric.
-        is_sum: whether what it counts is summed over microbatches. Else it counts once per window.
-        weight: what it counts then.
+        is_sum: whether what it counts is summed over microbatches. Else it counts as one per
+            window.
     """
 
     metric: Any
     is_sum: bool
-    weight: float
 
     def added(self, amount: Amount) -> tuple[Any, Any]:
         """Return what an amount adds to the metric: to its total, and to its count."""
         count = amount.count
         if not self.is_sum:
-            count = self.weight * _numbers.like(amount.value(), amount.num_added > 0)
+            count = _numbers.like(amount.value(), amount.num_added > 0)
         return amount.value() * count, count
 
 
@@ -173,7 +172,7 @@ class Recording:
             is_rows = term is not None or (is_tracker and weight is not None)
             is_sum = is_rows or weight is not None
             count = rows if is_rows else 1.0 if weight is None else weight
-            found.append((Update(metric, is_sum, 1.0 if is_sum else float(count)), count))
+            found.append((Update(metric, is_sum), count))
         return found
 
     def means(self) -> list[tuple[Any, Any] | None]:

@@ -144,7 +144,7 @@ class Steps:
             NeedsTrialError, NeedsTotalsError: a microbatch cannot run like this.
         """
         found = []
-        for index in (0, batch.num_microbatches - 1):
+        for index in sorted({0, batch.num_microbatches - 1}):
             zero = _numbers.float64(0.0)
             arguments = (zero, zero == 0, batch.microbatch(index), numbers, totals)
             key = (mode, self._backend.key_of(arguments))
@@ -155,7 +155,7 @@ class Steps:
                 assert self._structure is not None
                 self._seen[key] = self._structure
             found.append(self._seen[key])
-        return found[0], found[1]
+        return found[0], found[-1]
 
     def begin(self, mode: Mode) -> Sums:
         """Return the sums of a window that has no microbatch, for a mode that is prepared."""

@@ -64,7 +64,7 @@ class JaxBackend(Backend):
         self._values: dict[Group, list[Any]] = {}
         self._made: dict[Any, Compiled] = {}
         self._is_running_step = False
-        self._known_calls: dict[Any, Any] = {}  # what was read of calls of layers
+        self._known_calls: dict[Any, Any] = {}  # what was found of calls of layers
 
     def variables(self, group: Group) -> list[Any]:
         """Return the variables of a group, in the order in which Keras passes their values."""
@@ -119,7 +119,7 @@ class JaxBackend(Backend):
     def placed(self, data: Any) -> Any:
         if (distribution := keras.distribution.distribution()) is None:
             return data
-        # Rows of one part of a batch lie on one device, or are copied to all.
+        # A part of a batch lies on some of its devices, or is copied to all: share it evenly.
         return keras.tree.map_structure(
             lambda leaf: (
                 leaf
@@ -222,12 +222,7 @@ class JaxBackend(Backend):
         finally:
             self._is_running_step = outer
         after = dict(zip(GROUPS, state))
-        changed = {
-            group: {
-                i: new for i, (new, old) in enumerate(zip(after[group], values)) if new is not old
-            }
-            for group, values in before.items()
-        }
+        changed = {group: _changed(after[group], values) for group, values in before.items()}
         for group, found in changed.items():
             self.put(group, found)
         others = self.variables("non_trainable")
@@ -249,11 +244,7 @@ class JaxBackend(Backend):
             with scope_of(flat, (v for group in variables for v in values[group])) as scope:
                 result = function(*arguments)
             after = {
-                group: {
-                    place: new
-                    for place, (variable, old) in enumerate(zip(variables[group], values[group]))
-                    if (new := scope.get_current_value(variable)) is not old
-                }
+                group: _changed(map(scope.get_current_value, variables[group]), values[group])
                 for group in variables
             }
             return result, after
@@ -355,15 +346,14 @@ class Compiled:
         _check_known(self._backend._model, scope, flat)
         if self._discards:
             return result, {}, {}
-        after = {
-            group: {
-                place: new
-                for place, (variable, old) in enumerate(zip(variables[group], values[group]))
-                if (new := scope.get_current_value(variable)) is not old or group in updated
-            }
-            for group in values
-        }
-        return result, {g: after[g] for g in updated}, {g: after[g] for g in read}
+        after = {group: list(map(scope.get_current_value, variables[group])) for group in values}
+        changed = {group: _changed(after[group], read[group]) for group in read}
+        return result, {group: dict(enumerate(after[group])) for group in updated}, changed
+
+
+def _changed(after: Iterable[Any], before: Iterable[Any]) -> dict[int, Any]:
+    """Return the values that are not those of before, by their place."""
+    return {i: new for i, (new, old) in enumerate(zip(after, before)) if new is not old}
 
 
 def _check_known(model: Any, scope: Any, variables: list[Any]) -> None:

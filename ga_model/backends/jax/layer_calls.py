@@ -81,7 +81,6 @@ class _Call:
         rows: samples, or 0 if there are none.
         samples: the arrays that have them.
         kinds: what each loss that layers add is over samples, "mean", "sum" or None.
-        num_losses: how many there are.
         heard: calls of BatchNormalization layers in it.
     """
 
@@ -97,7 +96,6 @@ class _Call:
         self._scope = stateless_scope()
         self.state = [value_in(self._scope, variable) for variable in self._variables]
         self.kinds: list[Any] = []
-        self.num_losses = 0
         self._adders: list[Any] = []
         self._written: list[int] = []  # places of the variables that it writes to
         self.heard: list[Any] = []
@@ -129,7 +127,6 @@ class _Call:
         if any(now[key] is not before.get(key) for key in now if key not in own):
             raise NotByRowsError("writes to a variable of another layer")
         self._adders = [adder_of(loss, self._layer) for loss in losses]
-        self.num_losses = len(losses)
         self.heard = hears.calls
         flat = jax.tree.leaves(outputs)
         self._outputs = with_leaves(outputs, [0] * len(flat))
@@ -156,11 +153,11 @@ class _Call:
         if key not in known:
             known[key] = self._read()
         why: str | None
-        why, self.kinds, self.num_losses, self._written = known[key]
+        why, self.kinds, self._written = known[key]
         return why
 
-    def _read(self) -> tuple[str | None, list[Any], int, list[int]]:
-        """Return that, the kinds of losses, their number, and what the call writes to."""
+    def _read(self) -> tuple[str | None, list[Any], list[int]]:
+        """Return that, the kinds of losses, and what the call writes to."""
         number = 1  # of outputs and masks
 
         def outputs(state: list[Any], samples: list[Any]) -> list[Any]:
@@ -177,10 +174,10 @@ class _Call:
                 found = kinds_of(outputs, self.state, self.samples, trained)
         except Exception as error:  # whatever code of the user's raises on other arrays
             line = next(iter(str(error).splitlines()), type(error).__name__)
-            return f"cannot be run by itself ({line})", [], 0, self._written
+            return f"cannot be run by itself ({line})", [], self._written
         others = found[:number]
         why = None if all(kind == "rows" for kind in others) else _NOT_ROWS
-        return why, found[number:], self.num_losses, self._written
+        return why, found[number:], self._written
 
     def written(self) -> list[str]:
         """Return what it writes to but seeds and the statistics of BatchNormalization."""

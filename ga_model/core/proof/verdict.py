@@ -283,7 +283,7 @@ def _off(found: Any, expected: Any, floor: float, size: float) -> float:
         return inf
     if difference <= floor + _TOLERANCE * size:
         return 0.0
-    return difference / size if size and np.isfinite(difference) else inf
+    return difference / size if size else inf
 
 
 def _badness(off: dict[str, float]) -> tuple[int, float]:
