@@ -111,7 +111,8 @@ class Driver(Kept):
             return self.steps.whole(size or batch.rows, data)
         is_alone = is_alone and batch.is_split
         try:
-            verdict = self._verdict(data, is_alone) if self._needs_trial() else None
+            rows = size or batch.rows
+            verdict = self._verdict(data, rows, is_alone) if self._needs_trial() else None
             if verdict is not None and not verdict.is_exact:
                 if batch.is_split and not is_whole and self.settings.loss_over == "auto":
                     self._adds_up = False
@@ -132,11 +133,12 @@ class Driver(Kept):
             self._has_own_code = is_own_loss or proof.has_code_of_user(self._model)
         return not self._model._has_rule() and (self._has_own_code or self._has_own_loss)
 
-    def _verdict(self, data: Any, is_split: bool) -> Verdict:
+    def _verdict(self, data: Any, rows: int, is_split: bool) -> Verdict:
         """Return what the step was found to be, tried once for each structure of data.
 
         Args:
             data: a batch.
+            rows: samples of its microbatches.
             is_split: whether a window is one batch that is split.
         """
         kind = is_split, self.backend.structure_of(data)
@@ -147,7 +149,8 @@ class Driver(Kept):
                 weighing = Weighing("sum" if isinstance(weight, str) else "loss")
                 self._found[kind] = Verdict(weighing, otherwise=weighing)
                 return self._found[kind]
-            found, error = proof.of_step(model, self.backend, data, self.has_own_step, is_split)
+            is_own = self.has_own_step
+            found, error = proof.of_step(model, self.backend, data, rows, is_own, is_split)
             if error is not None:
                 self._told[found] = messages.untried_message(model.name, error)
             elif not found.is_exact:

@@ -18,18 +18,18 @@ from ga_model.core.backend import Backend
 from ga_model.core.losses import Kinds
 from ga_model.core.proof.calls import combines_samples
 from ga_model.core.proof.runner import StepRunner, samples_for_trial
-from ga_model.core.proof.trial import windows
+from ga_model.core.proof.trial import Sizes, windows
 from ga_model.core.proof.verdict import Difference, Judge, Verdict
 from ga_model.core.proof.weighing import Weighing
 from ga_model.hearing._attributes import watch_attributes
 from ga_model.hearing._metrics_of_user import counts_samples
 from ga_model.hearing._python_state import python_state
 
-_SAMPLES = 11  # an odd number
+_SIZES = (5, 5, 1)
 
 
 def of_step(
-    model: Any, backend: Backend, data: Any, is_own: bool, is_split: bool
+    model: Any, backend: Backend, data: Any, rows: int, is_own: bool, is_split: bool
 ) -> tuple[Verdict, Exception | None]:
     """Try the step of a model on some samples, and leave the model as it was.
 
@@ -37,22 +37,37 @@ def of_step(
         model: the model.
         backend: what it runs on.
         data: a batch.
+        rows: samples of a microbatch. A step may need multiples of some number of samples.
         is_own: whether the step is the user's own.
         is_split: whether a window is one batch that is split.
 
     Returns:
         What is found, and the error if it cannot be tried.
     """
+    verdict, error = _of_samples(model, backend, data, _SIZES, is_own, is_split)
+    for size in (n for n in range(2, rows + 1) if rows % n == 0):
+        if error is None:
+            break
+        sizes = size, size, 2 * size
+        verdict, other = _of_samples(model, backend, data, sizes, is_own, is_split)
+        error = error if other is not None else None
+    return verdict, error
+
+
+def _of_samples(
+    model: Any, backend: Backend, data: Any, sizes: Sizes, is_own: bool, is_split: bool
+) -> tuple[Verdict, Exception | None]:
+    """Try the step of a model on so many samples."""
     state, kinds = python_state(model), Kinds()
     watch_attributes(model)
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
         try:
-            samples = samples_for_trial(data, _SAMPLES)
+            samples = samples_for_trial(data, sum(sizes))
             for _ in range(2):
                 runner = StepRunner(model, backend, samples, not is_own, is_split, kinds)
                 with forgetting_override(model):
-                    tried = list(windows(runner, _SAMPLES))
+                    tried = list(windows(runner, sizes))
                 if is_own or not tried or not (found := Judge(runner, tried).kinds()).has_sum:
                     break
                 kinds = found  # known from the values of losses, whatever they were taken for

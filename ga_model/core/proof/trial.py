@@ -23,6 +23,9 @@ _LARGE = 5_000_000  # values, of which fewer windows are tried
 _NOISE = (0.0, 0.3, 2.0, 8.0)  # of the starts, in standard deviations of a weight
 
 
+Sizes = tuple[int, int, int]  # samples of the parts of a window
+
+
 class Outcome(NamedTuple):
     """What the step makes of some samples.
 
@@ -108,9 +111,9 @@ class Window(NamedTuple):
         return [weight / total if total else float("nan") for weight in weights]
 
 
-def windows(runner: Runner, total: int) -> Iterator[Window]:
-    """Try windows of so many samples, an odd number, in two equal parts and one sample alone."""
-    sizes = (total // 2, total // 2, 1)
+def windows(runner: Runner, sizes: Sizes) -> Iterator[Window]:
+    """Try windows of samples in parts of these sizes, in other orders, too."""
+    total = sum(sizes)
     cuts = [tuple(itertools.accumulate(sizes[i:] + sizes[:i])) for i in range(3)]
     is_large = sum(np.asarray(value).size for value in runner.start) > _LARGE
     for number, noise in enumerate(_NOISE[:2] if is_large else _NOISE):
