@@ -1,8 +1,8 @@
-"""Scalars for computing weights: tensors on TensorFlow and JAX, floats of Python on PyTorch.
+"""Scalars for computing weights.
 
-A graph needs tensors. Where steps run eagerly, floats are the only float64 that Keras's backends
-share: `keras.backend.result_type("float64", "float64")` is float32 on all but TensorFlow. On JAX
-they are float32 unless it was told to use float64.
+They are tensors on TensorFlow and JAX. On PyTorch, where steps run eagerly, numbers that are known
+without a look at tensors are Python's own. On JAX they are float32 unless it was told to use
+float64; `keras.ops` knows no float64 but on TensorFlow.
 """
 
 from __future__ import annotations
@@ -92,29 +92,96 @@ elif keras.backend.backend() == "jax":
         condition, first, second = (jnp.asarray(v)[None] for v in (condition, first, second))
         return jnp.where(condition, first, second)[0]
 
+    def both(first: Any, second: Any) -> Any:
+        """Return whether two bool scalars are true."""
+        return jnp.logical_and(first, second)
+
+    def either(first: Any, second: Any) -> Any:
+        """Return whether one of two bool scalars is true."""
+        return jnp.logical_or(first, second)
+
+    def if_so(flag: Any, value: Any) -> Any:
+        """Return a value, or zero of its kind where a bool scalar is false."""
+        return where(flag, value, jnp.zeros_like(value))
+
+    def int32(number: int) -> Any:
+        """Return a number as a scalar of int32."""
+        return jnp.asarray(number, "int32")
+
+    def added(total: Any, tensor: Any, shrink: Any, counts: Any = None) -> Any:
+        """Return `total * shrink + tensor`. The total is not to be used again.
+
+        Args:
+            counts: bool scalar, whether the tensor is added, which may be NaN; None for True.
+        """
+        result = total * like(total, shrink) + tensor
+        return result if counts is None else where(counts, result, total)
+
+    def divided(tensor: Any, divisor: Any) -> Any:
+        """Return `tensor / divisor`. The tensor is not to be used again."""
+        return tensor / like(tensor, divisor)
+
 else:
     import torch
 
+    # Python's own numbers stay what they are, as most weights are known without a look at tensors,
+    # and no number of a tensor is waited for.
+
     def float64(value: Any) -> Any:
-        return float(value)
+        if not torch.is_tensor(value):
+            return float(value)
+        return value.to(torch.float32 if value.device.type == "mps" else torch.float64)
 
     def share(part: Any, whole: Any) -> Any:
+        if torch.is_tensor(whole):  # perhaps one for each channel
+            return torch.where(whole == 0, 0.0, part / torch.where(whole == 0, 1.0, whole))
         return part / whole if whole else 0.0
 
     def constant(value: Any) -> Any:
-        return value
+        return value.detach() if torch.is_tensor(value) else value
 
     def not_zero(weight: Any, rows: Any) -> Any:
-        return LEAST_WEIGHT if rows and not weight else weight
+        return where(weight == 0, LEAST_WEIGHT if rows else 0.0, weight)
 
     def like(tensor: Any, value: Any) -> Any:
-        return value.to(tensor.dtype) if hasattr(value, "to") else float(value)
+        return value.to(tensor.dtype) if torch.is_tensor(value) else float(value)
 
     def is_not(flag: Any) -> Any:
-        return not flag
+        return ~flag if torch.is_tensor(flag) else not flag
 
     def power_of_two(number: Any) -> Any:
         return float(2 ** (int(number) - 1).bit_length())
 
     def where(condition: Any, first: Any, second: Any) -> Any:
+        if not torch.is_tensor(condition):
+            return first if condition else second
+        if not (torch.is_tensor(first) or torch.is_tensor(second)):
+            first = torch.tensor(first, dtype=torch.float64, device=condition.device)
         return torch.where(condition, first, second)
+
+    def both(first: Any, second: Any) -> Any:
+        if torch.is_tensor(first) and torch.is_tensor(second):
+            return first & second
+        return (
+            where(first, second, False) if torch.is_tensor(second) else where(second, first, False)
+        )
+
+    def either(first: Any, second: Any) -> Any:
+        return is_not(both(is_not(first), is_not(second)))
+
+    def if_so(flag: Any, value: Any) -> Any:
+        if isinstance(value, bool):
+            return both(flag, value)
+        return where(flag, value, torch.zeros_like(value) if torch.is_tensor(value) else 0.0)
+
+    def int32(number: int) -> Any:
+        return number
+
+    def added(total: Any, tensor: Any, shrink: Any, counts: Any = True) -> Any:
+        if torch.is_tensor(shrink) or shrink != 1.0:
+            total.mul_(like(total, shrink))
+        return total.add_(where(counts, tensor, 0.0))
+
+    def divided(tensor: Any, divisor: Any) -> Any:
+        is_one = not torch.is_tensor(divisor) and divisor == 1.0
+        return tensor if is_one else tensor.div_(like(tensor, divisor))

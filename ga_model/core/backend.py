@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 if TYPE_CHECKING:
     from ga_model.core.proof.draws import Draws
+    from ga_model.core.recorder import Applied
+    from ga_model.core.window import Sums
 
 # The variables of a model: those that are trained, its others, of its optimizer, of its metrics.
 Group = Literal["trainable", "non_trainable", "optimizer", "metrics"]
 GROUPS: tuple[Group, ...] = get_args(Group)
+
+
+class GradientSums(Protocol):
+    """Sums of gradients that a backward pass adds to."""
+
+    def begin(self, shrink: Any, counts: Any) -> None:
+        """Add the gradients that are taken from now on.
+
+        Args:
+            shrink: scalar, what the sums so far are to be multiplied by.
+            counts: bool scalar, whether gradients are added, which may be NaN.
+        """
+
+    def end(self) -> list[Any]:
+        """Return the sums, tensors or None."""
 
 
 class Backend(ABC):
@@ -27,10 +44,16 @@ class Backend(ABC):
     Attributes:
         optimizer_stand_in: the class of what stands in for optimizers while a step is recorded.
         num_devices: devices that share the samples of each microbatch evenly.
+        num_processes: processes that make updates together, each of windows of its own samples.
+        traces: whether functions are traced before they run, and their sums are there before.
+        has_several_optimizers: whether a step may apply more than one.
     """
 
     optimizer_stand_in: type
     num_devices = 1
+    num_processes = 1
+    traces = True
+    has_several_optimizers = True
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -79,6 +102,10 @@ class Backend(ABC):
     @abstractmethod
     def key_of(self, arguments: tuple[Any, ...]) -> Any:
         """Return a key for the shapes and dtypes of arguments, and for what is trained."""
+
+    @abstractmethod
+    def copied(self, nest: Any) -> Any:
+        """Return a copy of a nest of tensors and None."""
 
     def placed(self, data: Any) -> Any:
         """Return a microbatch where it is to be computed."""
@@ -142,9 +169,33 @@ class Backend(ABC):
             What `train_step` returns.
         """
 
+    def exchanged(
+        self, applied: Sequence[Applied], sums: Sums | None, is_measured: bool, is_end: bool
+    ) -> tuple[Sums | None, bool]:
+        """Return the sums of the windows of all processes, which all call it equally often.
+
+        Args:
+            applied: the optimizers that the step applies, as far as is known.
+            sums: of this process's own window, which are not to be used again, or None.
+            is_measured: whether the noise of gradients is.
+            is_end: whether this process has no batches left.
+
+        Returns:
+            The sums, or None if there are none; and whether no process has batches left.
+        """
+        return sums, is_end
+
     @abstractmethod
-    def apply(self, gradients: list[Any]) -> None:
-        """Apply the model's optimizer to gradients of its trainable variables, or None."""
+    def apply(self, applied: Applied, gradients: list[Any]) -> None:
+        """Apply an optimizer, as the step did, to gradients of its variables, tensors or None."""
+
+    def gradient_sums(self, totals: Sequence[Any] | None) -> GradientSums | None:
+        """Return sums that the backward pass of Keras's own step adds to, or None: it cannot.
+
+        Args:
+            totals: of the trainable variables so far, tensors or None; or None.
+        """
+        return None
 
     @abstractmethod
     def keeping_state(self) -> AbstractContextManager[None]:
@@ -161,5 +212,42 @@ class Backend(ABC):
         """Raise ValueError if the model cannot be accumulated here."""
 
     @abstractmethod
-    def splitting_calls(self, size: int) -> AbstractContextManager[None]:
-        """Return a context in which calls of layers run on `size` samples at a time."""
+    def splitting_calls(self, size: int, most: int | None = None) -> AbstractContextManager[None]:
+        """Return a context in which calls of layers run on `size` samples at a time.
+
+        Args:
+            size: samples of a microbatch.
+            most: microbatches of each call that are run, or None for all. What comes out for the
+                other samples is then any number.
+        """
+
+    # Memory.
+
+    @property
+    @abstractmethod
+    def is_on_cpu(self) -> bool:
+        """Whether the model is, where allocations that fail may end the process."""
+
+    @property
+    @abstractmethod
+    def num_bytes_of_weights(self) -> int:
+        """Bytes of the weights that are trained."""
+
+    @abstractmethod
+    def out_of_memory(self, error: Exception) -> Exception | None:
+        """Return an error that says that memory is used up, without what it holds, or None."""
+
+    @abstractmethod
+    def trying(self, is_own: bool) -> AbstractContextManager[None]:
+        """Return a context after which all of the model is as it was before.
+
+        Args:
+            is_own: whether a step of the user's runs in it, which may write to anything.
+
+        Raises:
+            ValueError: at its end, if weights were updated past what stands in for optimizers.
+        """
+
+    def has_updated(self) -> bool:
+        """Return whether weights were written to since `keeping_state` was entered last."""
+        return False

@@ -11,10 +11,12 @@ import keras
 
 from ga_model._kept import Kept
 from ga_model._settings import Settings
+from ga_model.automatic._messages import torn_message
 from ga_model.automatic._search import FoundSize
 from ga_model.base._internals import OF_STEP_ON_JAX
 from ga_model.base._numbers import power_of_two
 from ga_model.core import messages
+from ga_model.core.automatic import SizeTrials
 from ga_model.core.backend import Backend
 from ga_model.core.losses import NeedsTrialError
 from ga_model.core.noise import Estimate
@@ -24,7 +26,7 @@ from ga_model.core.proof.weighing import Weighing
 from ga_model.core.steps import Counters, Mode, NeedsTotalsError, Numbers, Steps, Structure, count
 from ga_model.core.window import Window
 from ga_model.hearing._models import is_of_keras, unpack
-from ga_model.hearing._split import Batch
+from ga_model.hearing._split import Batch, part_of
 from ga_model.sums._noise import GradientNoise
 
 
@@ -49,7 +51,7 @@ class Driver(Kept):
         self.steps = Steps(model, backend)
         self.backend = backend
         self._structure: Structure | None = None
-        self._is_checked = False
+        self._is_checked = self._has_trained = False
         self._has_own_code: bool | None = None
         self._has_own_loss = False
         self._found: dict[Any, Verdict] = {}  # by structure, and whether windows are one batch
@@ -95,34 +97,91 @@ class Driver(Kept):
                 self.backend.check()
                 self.warn_of_accumulating_optimizers()
                 self._is_checked = True
-            with self.backend.keeping_state():
-                return self._train_batch(data)
+            return self._train_automatic(data) if self.is_automatic else self._attempt(data)
         except BaseException:  # KeyboardInterrupt, too
             self.discard_window()
             raise
 
-    def _train_batch(self, data: Any) -> Any:
+    def _attempt(self, data: Any, **options: Any) -> Any:
+        """Train a batch, again where it was not known at first how."""
+        while True:
+            # Losses may write to their inputs, and be tried again.
+            is_known = self._has_trained or self.backend.traces
+            passed = data if is_known else self.backend.copied(data)
+            try:
+                with self.backend.keeping_state():
+                    logs = self._train_batch(passed, **options)
+                self._has_trained = True
+                return logs
+            except NeedsTrialError:
+                self._has_own_loss = True
+            except NeedsTotalsError:
+                self.steps.needs_totals = True
+
+    def _train_automatic(self, data: Any) -> Any:
+        """Train a batch in microbatches as large as there is memory for."""
+        model, found, rows = self._model, self.automatic_size, Batch(data, None).rows
+        if found.is_to_search(rows):
+            self._search(data, rows)
+        while True:
+            before = None if self.window is None else self.backend.copied(self.window.sums)
+            try:
+                return self._attempt(data)
+            except Exception as error:
+                failure = self.backend.out_of_memory(error)
+                if failure is None:
+                    raise
+            if self.backend.has_updated():
+                size = min(found.size, rows)
+                found.fail(failure, torn_message(model.name, size, self.has_own_step))
+            if self.window is not None:
+                self.window.sums = before
+            found.halve(model, rows, failure)
+
+    def _search(self, data: Any, rows: int) -> None:
+        """Find the largest size up to `rows`, and leave all else as it is."""
+        found, window = self.automatic_size, self.window
+
+        def run(size: int) -> None:
+            found.size, self.window = size, None
+            with self.backend.trying(self.has_own_step):
+                is_whole = self.takes_full_batch()
+                tried = data if is_whole else part_of(data, 0, min(2 * size, rows))
+                self._attempt(tried, is_trial=True)
+
+        found.size = None
+        try:
+            with self.holding_back() as messages:
+                found.find(self._model, rows, SizeTrials(self.backend, run))
+        except BaseException:
+            found.restart()
+            raise
+        finally:
+            self.window = window
+        if found.size < rows or self.accumulates():
+            for message in messages:
+                self.warn_once(message)
+
+    def _train_batch(self, data: Any, is_trial: bool = False) -> Any:
         model, size = self._model, self._even_size()
         batch = Batch(data, size)
         self._most_rows = max(self._most_rows, batch.rows)
         is_whole = batch.is_split and self.takes_full_batch()
         is_alone = not (self.accumulates() or self.settings.skip_nonfinite)
-        if is_alone and (is_whole or not batch.is_split):
+        if is_alone and (is_whole or not batch.is_split) and not is_trial:
             return self.steps.whole(size or batch.rows, data)
         is_alone = is_alone and batch.is_split
-        try:
-            rows = size or batch.rows
-            verdict = self._verdict(data, rows, is_alone) if self._needs_trial() else None
-            if verdict is not None and not verdict.is_exact:
-                if batch.is_split and not is_whole and self.settings.loss_over == "auto":
-                    self._adds_up = False
-                    return self._train_batch(data)
-                model._warn_once(self._told[verdict])
-            batch = Batch(data, None) if is_whole else batch
-            return self._by_microbatches(batch, size if is_whole else None, verdict)
-        except NeedsTrialError:
-            self._has_own_loss = True
-            return self._train_batch(data)
+        rows = size or batch.rows
+        verdict = None
+        if self._needs_trial() and not (is_whole and is_trial):
+            verdict = self._verdict(data, rows, is_alone)
+        if verdict is not None and not verdict.is_exact:
+            if batch.is_split and not is_whole and self.settings.loss_over == "auto":
+                self._adds_up = False
+                return self._train_batch(data, is_trial)
+            model._warn_once(self._told[verdict])
+        batch = Batch(data, None) if is_whole else batch
+        return self._by_microbatches(batch, size if is_whole else None, verdict, is_trial)
 
     def _needs_trial(self) -> bool:
         """Return whether it is not known of the step without a trial that it adds up."""
@@ -163,38 +222,41 @@ class Driver(Kept):
         devices = self.backend.num_devices
         return None if self.size is None else max(self.size // devices, 1) * devices
 
-    def _by_microbatches(self, batch: Batch, size: int | None, verdict: Verdict | None) -> Any:
+    def _by_microbatches(
+        self, batch: Batch, size: int | None, verdict: Verdict | None, is_trial: bool
+    ) -> Any:
         """Train the microbatches of a batch, or all of it with calls split by `size` samples."""
         steps = self.steps
         window = self.window = self.window or Window(self.settings.accumulation_steps)
         mode = Mode(
-            batch.is_split,
+            batch.is_split and self.backend.num_processes == 1,
             window.steps == 1,
             size,
             self._model.skip_nonfinite,
             self.measured_noise is not None,
             verdict,
+            is_trial,
         )
         numbers = Numbers(
             float(window.steps),
-            float(window.steps * batch.num_microbatches),
+            float(window.steps * batch.num_microbatches * self.backend.num_processes),
             power_of_two(window.steps) * power_of_two(batch.num_microbatches),
             float(batch.rows),
         )
-        totals = steps.totals(batch) if batch.is_split and steps.needs_totals else None
-        try:
-            structure, of_last = steps.prepare(mode, batch, numbers, totals)
-        except NeedsTotalsError:
-            steps.needs_totals = True
-            return self._by_microbatches(batch, size, verdict)
+        totals = steps.totals(batch) if mode.is_split and steps.needs_totals else None
+        known, of_last = steps.prepare(mode, batch, numbers, totals)
         sums = window.sums or steps.begin(mode)
-        before = sums.amounts
+        before = None if sums is None else sums.amounts
         for index in range(batch.num_microbatches):
             sums = steps.microbatch(mode, sums, batch.microbatch(index), numbers, totals)
             is_last = index + 1 == batch.num_microbatches
-            self._look_at_entries(window, of_last if is_last else structure)
+            structure = (of_last if is_last else known) or steps.structure
+            self._look_at_entries(window, structure)
+        assert sums is not None
+        if is_trial:
+            return None
         logs = steps.report(structure, before, sums.amounts)
-        window.sums, self._structure = sums, structure
+        window.sums, self._structure = sums, known or structure
         if window.end_batch():
             self._update(window)
         return logs
@@ -210,26 +272,44 @@ class Driver(Kept):
 
     # Updates.
 
-    def _update(self, window: Window) -> None:
-        """Make the update of a window, full or not, and begin the next one."""
-        sums, structure = window.sums, self._structure
-        assert sums is not None
-        assert structure is not None
+    def _update(self, window: Window, is_end: bool = False) -> bool:
+        """Make the update of a window, full or not, and begin the next one.
+
+        Args:
+            window: the window.
+            is_end: whether this process has no batches left.
+
+        Returns:
+            Whether no process has.
+        """
+        sums, structure, noise = window.sums, self._structure, self.measured_noise
         window.discard()
-        if self.measured_noise is not None and sums.squares is not None:
-            self.steps.measure(self.measured_noise.of(self._model.optimizer), sums)
+        applied = [] if structure is None else structure.applied
+        sums, is_end = self.backend.exchanged(applied, sums, noise is not None, is_end)
+        if sums is None:
+            return is_end
+        assert structure is not None
+        if noise is not None and sums.squares:
+            estimates = [noise.of(a.optimizer) for a in applied]
+            self.steps.measure(structure, estimates, sums)
         counters = Counters(self.num_skipped or 0, self.num_lost or 0)
         if self.settings.skip_nonfinite and not int(sums.num_counted):
             counters = count(sums, counters)
         else:
             counters = self.steps.update(structure, sums, counters)
         self.num_skipped, self.num_lost = counters
+        return is_end
 
     def close_window(self) -> None:
-        """Make the update of a partial window, and warn of what was done so far."""
-        if self.window is not None and self.window.sums is not None:
+        """Make the update of a partial window, and warn of what was done so far.
+
+        A process that has no batches left takes part in the updates of others until none has.
+        """
+        window = self.window or Window(self.settings.accumulation_steps)
+        if window.sums is not None or self.backend.num_processes > 1:
             with self.backend.state_in_hand():
-                self._update(self.window)
+                while not self._update(window, is_end=True):
+                    pass
         self.warn_of_what_was_done()
 
     def _most_samples(self) -> int:

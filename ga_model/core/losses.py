@@ -11,6 +11,7 @@ from keras import ops
 
 from ga_model.base import _numbers
 from ga_model.base._internals import mask_of
+from ga_model.core.backend import GradientSums
 from ga_model.hearing import _weights
 from ga_model.hearing._compiled_copy import same_rank, seeing
 from ga_model.hearing._losses_of_keras import is_by_sample
@@ -54,6 +55,7 @@ class Position(NamedTuple):
         unit: scalar, what weights are counted in so far, or zero.
         whole: the batch, if it is split.
         is_window: whether the microbatch is all of its window, which it never is for sure.
+        sums: what the backward pass adds gradients to, or None.
     """
 
     steps: Any
@@ -63,6 +65,7 @@ class Position(NamedTuple):
     unit: Any
     whole: _weights.Whole | None
     is_window: bool = False
+    sums: GradientSums | None = None
 
     def in_unit(self, weight: Any) -> tuple[Any, Any]:
         """Return the unit of the window with a microbatch, and its weight in that.
@@ -70,7 +73,7 @@ class Position(NamedTuple):
         Args:
             weight: of the microbatch, a scalar.
         """
-        least = ops.absolute(weight * self.parts)
+        least = abs(weight * self.parts)
         unit = _numbers.where(least > self.unit, least, self.unit)
         return unit, _numbers.share(weight, unit)
 
@@ -104,6 +107,11 @@ class StepLosses(StepTerms):
         """Return loss values of a sample, of each term that averages over all of them."""
         rows = max(self.num_rows(), 1)
         return tuple(t.weight / rows for t in self._terms if isinstance(t.weight, (int, float)))
+
+    def release(self) -> None:
+        """Let go of all tensors."""
+        self._terms, self._additional, self._known_terms = [], [], None
+        self.added, self.lost, self.values, self._data = [], [], {}, None
 
     def compiled_terms(self) -> list[_weights.Term]:
         """Return the terms of the compiled loss."""

@@ -56,3 +56,21 @@ def unlike_entries_message(model: str) -> str:
         f"window, each in its own way. Received: {model!r}. A microbatch has only one weight, so "
         f"training differs from the full batch: pad to one length, or {ALONE}."
     )
+
+
+def sum_with_regularizers_message(model: str) -> str:
+    return (
+        "With several processes, a loss that is a sum cannot be combined with weight regularizers: "
+        "each process would add them. "
+        f"Received: {model!r} with both. Use a loss that is a mean, or `weight_decay`."
+    )
+
+
+def own_averages_message(layers: list[str]) -> str:
+    return (
+        "Processes that train together share gradients, but not the running averages of layers. "
+        f"Received: BatchNormalization layers {layers}, whose running averages cover only the "
+        "process's own samples. Use those of one process for all, freeze them "
+        "(`layer.trainable = False` before `compile`), or use LayerNormalization or "
+        "GroupNormalization."
+    )

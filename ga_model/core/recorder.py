@@ -17,9 +17,10 @@ from keras import ops
 from ga_model.base import _numbers, _validate
 from ga_model.base._identity import unique
 from ga_model.base._internals import loss_tracker
+from ga_model.core import messages
 from ga_model.core.backend import Backend
 from ga_model.core.losses import Kinds, Position, StepLosses, observer_of
-from ga_model.core.window import Amount
+from ga_model.core.window import Amount, shrinkage
 from ga_model.hearing import _messages
 from ga_model.hearing._compiled_copy import copy_with
 from ga_model.hearing._metric_calls import MetricCalls, noting_results, waiting
@@ -48,6 +49,20 @@ class Update(NamedTuple):
         return amount.value() * count, count
 
 
+class Applied(NamedTuple):
+    """What a step has applied an optimizer to.
+
+    Attributes:
+        optimizer: the optimizer.
+        variables: those that it updates, in the order of their gradients.
+        in_pairs: whether `apply_gradients` was called, and not `apply`.
+    """
+
+    optimizer: Any
+    variables: tuple[Any, ...]
+    in_pairs: bool = False
+
+
 class Recording:
     """What one `train_step` applies and logs.
 
@@ -61,10 +76,12 @@ class Recording:
         rate: scalar, of the surrogate update where a step is tried, or None.
         waits: whether numbers that metrics get wait for the full batch, and are not only noted.
         kinds: as `StepLosses` takes them.
+        is_trial: whether there is to be no update: optimizers may be applied in any way.
 
     Attributes:
         rate: as it is passed.
-        gradients: of the trainable variables, once the step has applied its optimizer.
+        applied: the optimizers that the step has applied, in their order.
+        gradients: of all their variables, tensors or None.
         relative_weight: scalar, what the microbatch counts, in `unit`, or None: it is a sum.
         unit: scalar, what weights are counted in now.
         losses: what is known of the step's losses.
@@ -80,17 +97,21 @@ class Recording:
         rate: Any = None,
         waits: bool = True,
         kinds: Kinds | None = None,
+        is_trial: bool = False,
     ) -> None:
         self.model = model
         self.rate = rate
-        self.gradients: list[Any] | None = None
+        self.applied: list[Applied] = []
+        self.gradients: list[Any] = []
         self.relative_weight: Any = None
         self.unit: Any = position.unit
         self.losses = StepLosses(model, data, position, kinds)
         self._backend = backend
         self._is_own = is_own
+        self._is_trial = is_trial
         self._position = position
         self._metrics = _Calls(waits)
+        self._copies: list[Any] = []  # of compiled losses
         self._loss: tuple[Any, Any] | None = None  # numerator and denominator
 
     def stand_in(self, value: Any) -> Any:
@@ -99,39 +120,64 @@ class Recording:
 
     def observed_loss(self, compiled: Any) -> Any:
         """Return a copy of the compiled loss that notes its terms."""
-        return copy_with(
+        copy = copy_with(
             compiled,
             lambda entry, copy: observer_of(entry, copy, self.losses),
             self.losses.note_term,
             self._metrics,
         )
+        self._copies.append(copy)
+        return copy
+
+    def release(self) -> None:
+        """Let go of all tensors: the classes of copied losses are held until garbage is collected,
+        and hold this.
+        """
+        for copy in self._copies:
+            vars(copy)["_terms"] = []
+        self.gradients, self._copies, self._loss = [], [], None
+        self._metrics.updates, self._metrics.results = [], []
+        self.losses.release()
 
     def scale_loss(self, optimizer: Any, loss: Any) -> Any:
         """Fold the microbatch's weight into the loss, then scale it as the optimizer does."""
         if self._is_own or (self.rate is not None and self.losses.terms().is_plain):
             return optimizer.scale_loss(loss)
         terms, position = self.losses.terms(), self._position
+        if terms.regularization and self._backend.num_processes > 1:
+            raise ValueError(messages.sum_with_regularizers_message(self.model.name))
         relative = weight = None
         if terms.weight is None:
-            self.unit = ops.ones_like(position.unit)
+            self.unit = _numbers.float64(1.0)
         else:
-            weight = ops.stop_gradient(_numbers.float64(terms.weight))
+            weight = _numbers.constant(_numbers.float64(terms.weight))
             self.unit, relative = position.in_unit(weight)
         self.relative_weight = relative
-        wide = ops.stop_gradient(_numbers.float64(loss))
-        numerator = ops.stop_gradient(terms.fold(wide, weight, position.is_first))
+        if position.sums is not None:
+            counts = relative is None or relative != 0
+            position.sums.begin(shrinkage(position.unit, self.unit), counts)
+        wide = _numbers.constant(_numbers.float64(loss))
+        numerator = _numbers.constant(terms.fold(wide, weight, position.is_first))
         if weight is None:
             self._loss = numerator, _numbers.float64(position.is_first)
         else:  # what has no weight may be NaN, and is left out
             self._loss = _numbers.where(weight == 0, 0.0, numerator), weight
         return optimizer.scale_loss(terms.fold(loss, relative, position.is_first))
 
-    def apply(self, optimizer: Any, gradients: Any, *_: Any, **__: Any) -> None:
-        """Keep the gradients that an optimizer would apply."""
-        if self.gradients is not None:
+    def apply(self, optimizer: Any, gradients: Any, variables: Any, in_pairs: bool = False) -> None:
+        """Keep the gradients that an optimizer would apply.
+
+        Raises:
+            RuntimeError: it was applied before, or another one was, and the backend has one only.
+        """
+        if self._is_trial and self.applied:
+            return
+        is_again = any(optimizer is applied.optimizer for applied in self.applied)
+        if is_again or (self.applied and not self._backend.has_several_optimizers):
             raise RuntimeError(_messages.applied_twice_message(self.model.name, optimizer.name))
         _validate.check_single_accumulation([optimizer], self.model.accumulation_steps)
-        self.gradients = list(gradients)
+        self.applied.append(Applied(optimizer, tuple(variables), in_pairs))
+        self.gradients += gradients
 
     def weight_of_loss(self) -> Any:
         """Return what the compiled losses weigh, or None: they are sums, or were not computed."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import keras
@@ -21,17 +21,17 @@ from ga_model.base._identity import is_in
 from ga_model.base._internals import copy_of, forgetting_override, layers_in, seeds
 from ga_model.base._messages import batch_normalization_messages
 from ga_model.core import messages
-from ga_model.core.backend import GROUPS, Backend, Group
+from ga_model.core.backend import GROUPS, Backend, GradientSums, Group
 from ga_model.core.losses import Kinds, Position
 from ga_model.core.noise import Estimate, Squares, averaged, squared_norm
 from ga_model.core.proof.verdict import OF_KERAS, Verdict
 from ga_model.core.proof.weighing import Seen, Weighing
-from ga_model.core.recorder import Recording, Update, record
+from ga_model.core.recorder import Applied, Recording, Update, record
 from ga_model.core.statistics import Call, Listener, listening
 from ga_model.core.window import Amount, Sums
 from ga_model.hearing import _messages, _weights
 from ga_model.hearing._attributes import watch_attributes
-from ga_model.hearing._models import unpack
+from ga_model.hearing._models import is_of_keras, unpack
 from ga_model.hearing._split import Batch, num_rows
 
 
@@ -67,13 +67,14 @@ class Mode(NamedTuple):
     """What the function of a microbatch is made for.
 
     Attributes:
-        is_split: whether the microbatch is one of several of its batch.
+        is_split: whether the microbatch is one of several of its batch, which is known whole.
         is_alone: whether the batch makes an update of its own.
         size: samples of microbatches that calls of layers go by, where the step sees the full
             batch, or None.
         skips: whether a microbatch with NaN or Inf in a gradient is skipped.
         is_measured: whether the noise of gradients is.
         verdict: what was found of a step, or None if it has no code of the user's own.
+        is_trial: whether it is only tried if there is memory for it.
     """
 
     is_split: bool
@@ -82,12 +83,14 @@ class Mode(NamedTuple):
     skips: bool
     is_measured: bool
     verdict: Verdict | None = None
+    is_trial: bool = False
 
 
 class Structure(NamedTuple):
     """What is found out while a microbatch is traced.
 
     Attributes:
+        applied: the optimizers that the step applies, in their order.
         updates: of metrics that wait for the full batch.
         calls: of BatchNormalization layers.
         entries: loss values of a sample, of each term that averages over them.
@@ -96,6 +99,7 @@ class Structure(NamedTuple):
             these results, or None.
     """
 
+    applied: list[Applied]
     updates: list[Update]
     calls: list[Call]
     entries: tuple[float, ...] = ()
@@ -122,16 +126,24 @@ class Steps:
         self._model = model
         self._backend = backend
         self.needs_totals = False
-        self._structure: Structure | None = None  # of the function that is traced
+        self._structure: Structure | None = None  # of the microbatch that was run or traced last
         self._seen: dict[Any, Structure] = {}  # of microbatches, by modes and shapes
         self._shapes: dict[Mode, Sums] = {}
 
     # Microbatches.
 
+    @property
+    def structure(self) -> Structure:
+        """What is known of the microbatch that was run or traced last."""
+        assert self._structure is not None
+        return self._structure
+
     def prepare(
         self, mode: Mode, batch: Batch, numbers: Numbers, totals: list[Any] | None
-    ) -> tuple[Structure, Structure]:
+    ) -> tuple[Structure | None, Structure | None]:
         """Trace the step on the microbatches of a batch, each shape once, before anything runs.
+
+        Where steps run eagerly, nothing is known of them before.
 
         Args:
             mode, numbers, totals: as `microbatch` takes them.
@@ -143,6 +155,9 @@ class Steps:
         Raises:
             NeedsTrialError, NeedsTotalsError: a microbatch cannot run like this.
         """
+        if not self._backend.traces:
+            watch_attributes(self._model)
+            return None, None
         found = []
         for index in sorted({0, batch.num_microbatches - 1}):
             zero = _numbers.float64(0.0)
@@ -157,33 +172,77 @@ class Steps:
             found.append(self._seen[key])
         return found[0], found[-1]
 
-    def begin(self, mode: Mode) -> Sums:
-        """Return the sums of a window that has no microbatch, for a mode that is prepared."""
+    def begin(self, mode: Mode) -> Sums | None:
+        """Return the sums of a window that has no microbatch, if they are to be there before."""
+        if not self._backend.traces:
+            return None
         sums: Sums = self._backend.zeros(("begin", mode), self._shapes[mode])
         return sums
 
     def microbatch(
-        self, mode: Mode, sums: Sums, data: Any, numbers: Numbers, totals: list[Any] | None
+        self, mode: Mode, sums: Sums | None, data: Any, numbers: Numbers, totals: list[Any] | None
     ) -> Sums:
         """Run the step on a microbatch, and add what it gives to the sums of its window.
 
         Args:
             mode: what the function is made for.
-            sums: of the window so far, whose gradients are not to be used again.
+            sums: of the window so far, whose gradients are not to be used again, or None.
             data: the microbatch.
             numbers: of its batch.
             totals: what the terms of the loss weigh in the batch, where it needs them.
         """
+        if sums is None or not self._backend.traces:
+            function = functools.partial(self._add, mode)
+            add_eagerly: Callable[..., Sums] = self._backend.compiled(
+                ("add", mode), function, self._reads(mode)
+            )
+            return add_eagerly(sums, data, numbers, totals)
         run_one = self._recording(mode)
 
         def add(gradients: list[Any], others: Sums, *arguments: Any) -> Sums:
             sums = others._replace(gradients=gradients)
             return sums.plus(run_one(sums.unit, sums.num_counted == 0, *arguments))
 
-        run = self._backend.compiled(("add", mode), add, self._reads(mode), consumes=True)
+        run: Callable[..., Sums] = self._backend.compiled(
+            ("add", mode), add, self._reads(mode), consumes=True
+        )
         others, data = sums._replace(gradients=[]), self._backend.placed(data)
-        added: Sums = run(sums.gradients, others, data, numbers, totals)
-        return added
+        return run(sums.gradients, others, data, numbers, totals)
+
+    def _add(
+        self,
+        mode: Mode,
+        sums: Sums | None,
+        data: Any,
+        numbers: Numbers,
+        totals: list[Any] | None,
+    ) -> Sums:
+        """Do so where nothing is compiled."""
+        unit = 0.0 if sums is None else sums.unit
+        is_first = sums is None or sums.num_counted == 0
+        gradients = self._gradient_sums(mode, None if sums is None else sums.gradients)
+        try:
+            found = self._record(mode, unit, is_first, data, numbers, totals, gradients)
+        finally:
+            added = None if gradients is None else gradients.end()
+        if added is None:
+            return found.counted() if sums is None else sums.plus(found)
+        nothing = [None for _ in added]  # was left
+        found = found._replace(gradients=nothing)
+        if sums is not None:
+            found = sums._replace(gradients=nothing).plus(found)
+        return found._replace(gradients=added)
+
+    def _gradient_sums(self, mode: Mode, totals: list[Any] | None) -> GradientSums | None:
+        """Return sums that the backward pass adds to, where a microbatch is sure to count.
+
+        A step of the user's own may look at its gradients.
+        """
+        is_folded = mode.verdict is None or mode.verdict.is_folded
+        is_sure = is_folded and not (mode.skips or mode.is_measured or mode.is_trial)
+        if not (is_sure and is_of_keras(self._model, "train_step")):
+            return None
+        return self._backend.gradient_sums(totals)
 
     def _recording(self, mode: Mode) -> Callable[..., Sums]:
         function = functools.partial(self._record, mode)
@@ -200,6 +259,7 @@ class Steps:
         data: Any,
         numbers: Numbers,
         totals: list[Any] | None,
+        gradients: GradientSums | None = None,
     ) -> Sums:
         """Run the step on a microbatch, and return what it gives."""
         model = self._model
@@ -215,6 +275,7 @@ class Steps:
             is_first,
             unit,
             whole,
+            sums=gradients,
         )
         state = [*model.non_trainable_variables, *model.metrics_variables] if mode.skips else []
         before = [copy_of(variable) for variable in state]
@@ -222,9 +283,11 @@ class Steps:
         if mode.is_measured:
             if found.total is None:
                 raise ValueError(_messages.noise_of_sum_message(model.name))
-            scale = model.optimizer.scale_loss(ops.ones(()))
-            squares = Squares.of(found.gradients, found.total, scale)
-            found = found._replace(squares=squares)
+            squares = (
+                Squares.of(gradients, found.total, scale)
+                for gradients, scale in self._by_optimizer(found.gradients)
+            )
+            found = found._replace(squares=tuple(squares))
         if mode.skips:
             is_finite, found = _skipped(found)
             for variable, value in zip(state, before):
@@ -237,9 +300,10 @@ class Steps:
 
         def run(data: Any) -> tuple[Any, ...]:
             recording, hears, logs = self._run(mode, position, data)
-            own, of_metrics = recording.split_logs(logs) if mode.verdict else ({}, ())
+            own, of_metrics = ({}, ()) if verdict.is_folded else recording.split_logs(logs)
             updates, losses = recording.updates(), recording.losses
             self._structure = Structure(
+                recording.applied,
                 [update for update, _ in updates],
                 hears.calls,
                 losses.entries() if verdict.is_folded else (),
@@ -252,7 +316,9 @@ class Steps:
             said = None if said is None else _numbers.float64(said)
             weight = recording.relative_weight, recording.unit
             found = recording.gradients, hears.moments, numbers, own
-            return (*found, said, weight, _any(losses.lost))
+            has_lost = functools.reduce(_numbers.either, losses.lost, _numbers.int32(0) > 0)
+            recording.release()
+            return (*found, said, weight, has_lost)
 
         divisors: dict[str, Any] = {}
         if not verdict.needs_divisors:
@@ -280,13 +346,14 @@ class Steps:
         gradients = [None if g is None else _widened(g) for g in gradients]
         total, weighing = relative, verdict.weighing
         if not verdict.is_folded and weighing.is_sum:
-            total, unit = None, ops.ones_like(position.unit)
+            total, unit = None, _numbers.float64(1.0)
         elif not verdict.is_folded:
             unit, relative = position.in_unit(_numbers.float64(weighing.weight(seen)))
             gradients = [None if g is None else g * _numbers.like(g, relative) for g in gradients]
             once = _numbers.share(_numbers.float64(weighing.once), unit)
-            total = _numbers.where(position.is_first, relative, relative - once)
-        counted = _int32(1), _int32(0)
+            share = 1.0 / self._backend.num_processes  # each has a first microbatch
+            total = relative - once * _numbers.where(position.is_first, 1.0 - share, 1.0)
+        counted = _numbers.int32(1), _numbers.int32(0)
         return Sums(gradients, total, unit, *counted, has_lost, moments, amounts)
 
     def _run(self, mode: Mode, position: Position, data: Any) -> tuple[Recording, Listener, Any]:
@@ -295,20 +362,24 @@ class Steps:
         layers = model._batch_normalization_layers()
         splitting: Any = contextlib.nullcontext()
         if mode.size is not None:
-            splitting = backend.splitting_calls(mode.size)
+            splitting = backend.splitting_calls(mode.size, 2 if mode.is_trial else None)
         kinds = None if verdict is None else verdict.kinds
         is_own = verdict is not None and not verdict.is_folded
+        options = {"is_own": is_own, "kinds": kinds, "is_trial": mode.is_trial}
         with (
-            record(model, data, position, backend, is_own=is_own, kinds=kinds) as recording,
+            record(model, data, position, backend, **options) as recording,
             listening(layers) as hears,
             splitting,
         ):
             logs, written = backend.run_step(data)
         hears.put_back()
-        if recording.gradients is None:
+        if not (recording.applied or mode.is_trial):
             raise RuntimeError(_messages.not_recorded_message(model.name, []))
-        if verdict is None:  # else they were compared
+        if verdict is None and not mode.is_trial:  # else they were compared
             self._tell_of_writes(written, layers)
+        if layers and backend.num_processes > 1:
+            names = [layer.name for layer in layers]
+            model._warn_once(messages.own_averages_message(names))
         if mode.size is None:
             heard = [call.layer for call in hears.calls]
             others = [layer.name for layer in layers if not is_in(layer, heard)]
@@ -342,24 +413,26 @@ class Steps:
         ):
             self._backend.run_step(data)
         weights = [term.weight for term in recording.losses.compiled_terms()]
+        recording.release()
         return [_numbers.float64(0.0 if weight is None else weight) for weight in weights]
 
     # Logs.
 
-    def report(self, structure: Structure, before: list[Amount], now: list[Amount]) -> Any:
+    def report(self, structure: Structure, before: list[Amount] | None, now: list[Amount]) -> Any:
         """Give metrics what waited for the full batch, and return the logs.
 
         Args:
             structure: what is known of the sums.
-            before: the amounts of the window before the batch.
+            before: the amounts of the window before the batch, or None.
             now: those after it.
         """
         function = functools.partial(self._report, structure)
         report = self._backend.compiled(("report", id(structure)), function, ["metrics"])
         return report(before, now)
 
-    def _report(self, structure: Structure, before: list[Amount], now: list[Amount]) -> Any:
+    def _report(self, structure: Structure, before: list[Amount] | None, now: list[Amount]) -> Any:
         model = self._model
+        before = [Amount(0.0, 0.0, 0.0, 0.0) for _ in now] if before is None else before
         for update, first, last in zip(structure.updates, before, now):
             metric = update.metric
             is_mean = isinstance(metric, keras.metrics.Mean)
@@ -381,24 +454,38 @@ class Steps:
 
     # Updates.
 
-    def measure(self, estimate: Estimate, sums: Sums) -> None:
+    def measure(self, structure: Structure, estimates: list[Estimate], sums: Sums) -> None:
         """Take a window into averages.
 
         Args:
-            estimate: the averages.
+            structure: what is known of its sums.
+            estimates: the averages, of each optimizer.
             sums: what the microbatches of the window have come to.
         """
-        measure = self._backend.compiled("measure", self._measure, ["optimizer"])
+        measure = self._backend.compiled(
+            ("measure", id(structure)), functools.partial(self._measure, structure), ["optimizer"]
+        )
         sums = sums._replace(amounts=[], moments=[])
-        estimate.sums = measure(estimate.sums, estimate.decay, sums)
+        before = [(estimate.sums, estimate.decay) for estimate in estimates]
+        for estimate, after in zip(estimates, measure(before, sums)):
+            estimate.sums = after
 
-    def _measure(self, before: Any, decay: Any, sums: Sums) -> Any:
-        assert sums.squares is not None
-        scale = self._model.optimizer.scale_loss(ops.ones(()))
-        total = _numbers.where(sums.total == 0, 1.0, sums.total)
-        norm = squared_norm(sums.gradients, scale) / total**2
-        squares = sums.squares._replace(total=sums.squares.total * sums.unit)
-        return averaged(before, decay, squares, sums.total * sums.unit, norm)
+    def _measure(self, structure: Structure, before: list[Any], sums: Sums) -> list[Any]:
+        total, after = _numbers.where(sums.total == 0, 1.0, sums.total), []
+        self._structure = structure
+        parts = zip(before, sums.squares, self._by_optimizer(sums.gradients))
+        for (earlier, decay), squares, (gradients, scale) in parts:
+            norm = squared_norm(gradients, scale) / total**2
+            squares = squares._replace(total=squares.total * sums.unit)
+            after.append(averaged(earlier, decay, squares, sums.total * sums.unit, norm))
+        return after
+
+    def _by_optimizer(self, gradients: list[Any]) -> Iterator[tuple[list[Any], Any]]:
+        """Yield the gradients of each optimizer, and what it scales losses by."""
+        assert self._structure is not None
+        left = iter(gradients)
+        for optimizer, variables, _ in self._structure.applied:
+            yield [next(left) for _ in variables], optimizer.scale_loss(ops.ones(()))
 
     def update(self, structure: Structure, sums: Sums, counters: Counters) -> Counters:
         """Make the update of a window.
@@ -417,18 +504,19 @@ class Steps:
             ["trainable", "non_trainable", "optimizer"],
             updates=["trainable", "optimizer"],
         )
-        counted: Counters = update(sums._replace(amounts=[], squares=None), counters)
+        counted: Counters = update(sums._replace(amounts=[], squares=()), counters)
         return counted
 
     def _update(self, structure: Structure, sums: Sums, counters: Counters) -> Counters:
-        model = self._model
-        self._backend.apply(sums.mean(model.trainable_variables))
+        gradients = iter(sums.mean([v for a in structure.applied for v in a.variables]))
+        for applied in structure.applied:
+            self._backend.apply(applied, [next(gradients) for _ in applied.variables])
         for call, moments in zip(structure.calls, sums.moments):
             call.move(moments)
         self.after_update()
         has_lost = sums.has_lost
         if sums.total is not None:
-            has_lost = ops.logical_and(has_lost, sums.total != 0)
+            has_lost = _numbers.both(has_lost, sums.total != 0)
         return count(sums, counters)._replace(lost=counters.lost + ops.cast(has_lost, "int32"))
 
     def whole(self, size: int, data: Any) -> Any:
@@ -457,10 +545,6 @@ def count(sums: Sums, counters: Counters) -> Counters:
     return counters._replace(skipped=counters.skipped + sums.num_skipped)
 
 
-def _any(flags: list[Any]) -> Any:
-    return functools.reduce(ops.logical_or, flags, _int32(0) > 0)
-
-
 def _weighed(
     value: Any, weighing: Weighing, seen: Seen, position: Position, count: Any = 1.0
 ) -> Amount:
@@ -480,10 +564,6 @@ def _known(totals: list[Any] | None) -> list[Any]:
     return totals
 
 
-def _int32(number: int) -> Any:
-    return ops.convert_to_tensor(number, "int32")
-
-
 def _widened(gradient: Any) -> Any:
     """Return a gradient in the dtype that it is summed in."""
     return ops.cast(gradient, _numbers.sum_dtype(gradient.dtype))
@@ -492,11 +572,11 @@ def _widened(gradient: Any) -> Any:
 def _skipped(found: Sums) -> tuple[Any, Sums]:
     """Return whether all gradients of a microbatch are finite, and nothing of it if not."""
     parts = [ops.all(ops.isfinite(g)) for g in found.gradients if g is not None]
-    is_finite = functools.reduce(ops.logical_and, parts, _int32(0) == 0)
+    is_finite = functools.reduce(_numbers.both, parts, _numbers.int32(0) == 0)
     counted = keras.tree.map_structure(
-        lambda v: None if v is None else _numbers.where(is_finite, v, ops.zeros_like(v)), found
+        lambda v: None if v is None else _numbers.if_so(is_finite, v), found
     )
     unit = _numbers.where(ops.isfinite(found.unit), found.unit, 1.0)
     return is_finite, counted._replace(
-        num_skipped=ops.cast(ops.logical_not(is_finite), "int32"), unit=unit
+        num_skipped=ops.cast(_numbers.is_not(is_finite), "int32"), unit=unit
     )

@@ -48,7 +48,7 @@ class Sums(NamedTuple):
             zero.
         moments: of the calls of BatchNormalization layers, in their order.
         amounts: of the numbers that metrics get, in their order.
-        squares: what they tell of the noise of gradients, or None if it is not measured.
+        squares: what they tell of the noise of gradients, of each optimizer, if it is measured.
     """
 
     gradients: list[Any]
@@ -59,19 +59,18 @@ class Sums(NamedTuple):
     has_lost: Any
     moments: list[Moments]
     amounts: list[Amount]
-    squares: Squares | None = None
+    squares: tuple[Squares, ...] = ()
 
     def plus(self, other: Sums) -> Sums:
         """Return what both come to. The unit of `other`, which came later, is not the smaller."""
-        shrink = _numbers.where(self.unit == 0, 1.0, _numbers.share(self.unit, other.unit))
+        shrink = shrinkage(self.unit, other.unit)
         if self.total is None:
             gradients = [_sum(a, b, 1.0) for a, b in zip(self.gradients, other.gradients)]
             total = None
         else:
             counts = other.total != 0  # else it is left out, and not multiplied: it may be NaN
             gradients = [
-                a if b is None else _numbers.where(counts, _sum(a, b, shrink), a)
-                for a, b in zip(self.gradients, other.gradients)
+                _sum(a, b, shrink, counts) for a, b in zip(self.gradients, other.gradients)
             ]
             total = self.total * shrink + other.total
         return Sums(
@@ -80,14 +79,27 @@ class Sums(NamedTuple):
             other.unit,
             self.num_counted + other.num_counted,
             self.num_skipped + other.num_skipped,
-            ops.logical_or(self.has_lost, other.has_lost),
+            _numbers.either(self.has_lost, other.has_lost),
             [a.plus(b) for a, b in zip(self.moments, other.moments)],
             [a.plus(b) for a, b in zip(self.amounts, other.amounts)],
-            self.squares and other.squares and self.squares.plus(other.squares, shrink),
+            tuple(a.plus(b, shrink) for a, b in zip(self.squares, other.squares)),
         )
+
+    def counted(self) -> Sums:
+        """Return these sums of a microbatch as those of a window that has no others."""
+        if self.total is None:
+            return self
+        counts = self.total != 0  # else its gradients may be NaN
+        gradients = [
+            None if g is None else _numbers.where(counts, g, ops.zeros_like(g))
+            for g in self.gradients
+        ]
+        return self._replace(gradients=gradients)
 
     def mean(self, variables: list[Any]) -> list[Any]:
         """Return the gradients of the update, in the dtypes of the variables.
+
+        The sums are not to be used again.
 
         Those of a window without any weight are zero, as plain Keras's are.
         """
@@ -95,13 +107,20 @@ class Sums(NamedTuple):
         if self.total is not None:
             divisor = _numbers.where(self.total == 0, 1.0, self.total)
         return [
-            None if g is None else ops.cast(g / _numbers.like(g, divisor), v.dtype)
+            None if g is None else ops.cast(_numbers.divided(g, divisor), v.dtype)
             for g, v in zip(self.gradients, variables)
         ]
 
 
-def _sum(a: Any, b: Any, shrink: Any) -> Any:
-    return a if b is None else a * _numbers.like(a, shrink) + b
+def shrinkage(unit: Any, later: Any) -> Any:
+    """Return what sums in one unit are multiplied by for a later one, which is no smaller."""
+    return _numbers.where(unit == 0, 1.0, _numbers.share(unit, later))
+
+
+def _sum(a: Any, b: Any, *args: Any) -> Any:
+    if a is None or b is None:
+        return b if a is None else a
+    return _numbers.added(a, b, *args)
 
 
 class Window:

@@ -22,6 +22,7 @@ from ga_model.base._internals import (
 )
 from ga_model.core.backend import GROUPS, Backend, Group
 from ga_model.core.proof.draws import Draws
+from ga_model.core.recorder import Applied
 from ga_model.hearing._models import recording_of_thread
 from ga_model.hearing._stand_ins import OptimizerStandIn
 
@@ -33,7 +34,7 @@ class StandIn(OptimizerStandIn):
         self, optimizer_variables: Any, grads: Any, trainable_variables: Any
     ) -> tuple[Any, Any]:
         optimizer, rate = self._original, self._listener.rate
-        self._listener.apply(optimizer, grads)
+        self._listener.apply(optimizer, grads, self._listener.model.trainable_variables)
         if rate is None:
             return trainable_variables, optimizer_variables
         moved = [_moved(*pair, rate) for pair in zip(trainable_variables, grads)]
@@ -58,6 +59,7 @@ class JaxBackend(Backend):
     """
 
     optimizer_stand_in = StandIn
+    has_several_optimizers = False
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
@@ -130,6 +132,9 @@ class JaxBackend(Backend):
             ),
             data,
         )
+
+    def copied(self, nest: Any) -> Any:
+        return jax.tree.map(jnp.copy, nest)
 
     def structure_of(self, data: Any) -> Any:
         leaves, structure = jax.tree.flatten(data)
@@ -271,7 +276,7 @@ class JaxBackend(Backend):
         found = iter([scope.get_current_value(variable) for variable in variables])
         return logs, tuple([next(found) for _ in values[group]] for group in GROUPS)
 
-    def apply(self, gradients: list[Any]) -> None:
+    def apply(self, applied: Applied, gradients: list[Any]) -> None:
         values = self.values("optimizer"), self.values("trainable")
         after = self._model.optimizer.stateless_apply(values[0], gradients, values[1])
         self.put("trainable", dict(enumerate(after[0])))
@@ -282,8 +287,30 @@ class JaxBackend(Backend):
     def check(self) -> None:
         refusals.check(self._model)
 
-    def splitting_calls(self, size: int) -> Any:
+    def splitting_calls(self, size: int, most: int | None = None) -> Any:
         return layer_calls.splitting_calls(self._model, size, self._known_calls)
+
+    # Memory.
+
+    @property
+    def is_on_cpu(self) -> bool:
+        return bool(jax.default_backend() == "cpu")
+
+    @property
+    def num_bytes_of_weights(self) -> int:
+        return sum(value.nbytes for value in self.values("trainable"))
+
+    def out_of_memory(self, error: Exception) -> Exception | None:
+        is_exhausted = isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE" in str(error)
+        return error.with_traceback(None) if is_exhausted else None
+
+    @contextlib.contextmanager
+    def trying(self, is_own: bool) -> Iterator[None]:
+        before = dict(self._values)
+        try:
+            yield
+        finally:
+            self._values = before
 
 
 class Compiled:

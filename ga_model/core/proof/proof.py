@@ -37,7 +37,8 @@ def of_step(
         model: the model.
         backend: what it runs on.
         data: a batch.
-        rows: samples of a microbatch. A step may need multiples of some number of samples.
+        rows: samples of a microbatch. A step may need multiples of some number of samples, and
+            there may be memory for few.
         is_own: whether the step is the user's own.
         is_split: whether a window is one batch that is split.
 
@@ -45,12 +46,15 @@ def of_step(
         What is found, and the error if it cannot be tried.
     """
     verdict, error = _of_samples(model, backend, data, _SIZES, is_own, is_split)
-    for size in (n for n in range(2, rows + 1) if rows % n == 0):
-        if error is None:
-            break
-        sizes = size, size, 2 * size
+    if error is None:
+        return verdict, None
+    others = [(n, n, 2 * n) for n in range(2, rows + 1) if rows % n == 0]
+    if backend.out_of_memory(error) is not None:
+        others = [(1, 1, 1)]
+    for sizes in others:
         verdict, other = _of_samples(model, backend, data, sizes, is_own, is_split)
-        error = error if other is not None else None
+        if other is None:
+            return verdict, None
     return verdict, error
 
 
@@ -108,6 +112,7 @@ def _is_of_user(layer: Any) -> bool:
     module = type(layer).__module__
     is_of_keras = module.startswith("keras.") and not isinstance(layer, keras.layers.Lambda)
     axes = getattr(layer, "axis", getattr(layer, "axes", None))
-    is_along_samples = set(axes if isinstance(axes, (list, tuple)) else [axes]) - {None, -1}
+    axes = axes if isinstance(axes, (list, tuple)) else [axes]
+    is_along_samples = any(axis is not None and (axis == 0 or axis < -1) for axis in axes)
     is_stateful = getattr(layer, "stateful", False)  # has a state of each sample
-    return not is_of_keras or bool(is_along_samples) or is_stateful or ".preprocessing." in module
+    return not is_of_keras or is_along_samples or is_stateful or ".preprocessing." in module

@@ -13,6 +13,7 @@ import numpy as np
 from keras import ops
 
 from ga_model.base import _numbers
+from ga_model.base._identity import is_in, unique
 from ga_model.base._in_front import InFront
 from ga_model.base._internals import copy_of, layers_in, num_updates, seeds
 from ga_model.core.backend import GROUPS, Backend
@@ -22,6 +23,7 @@ from ga_model.core.proof.trial import Outcome
 from ga_model.core.proof.weighing import Seen
 from ga_model.core.recorder import record
 from ga_model.hearing._metrics_of_user import parts_of
+from ga_model.hearing._models import optimizers_in
 from ga_model.hearing._moments_heard import is_known
 from ga_model.hearing._split import num_rows, part_of
 from ga_model.hearing._weights import Whole
@@ -65,9 +67,10 @@ class StepRunner:
         self._totals: list[Any] = []  # what terms of the loss weigh in all samples
         self.is_folded = is_folded
         self.has_mismatch = self.has_own_loss = False
-        counter = num_updates(model.optimizer)
+        counters = [num_updates(optimizer) for optimizer in unique(optimizers_in(vars(model)))]
         groups = (model.trainable_variables, model.non_trainable_variables, model.metrics_variables)
-        self._variables = [*(v for group in groups for v in group), counter]
+        self._variables = unique([*(v for group in groups for v in group), *counters])
+        self._places = {id(variable): place for place, variable in enumerate(self._variables)}
         of_metrics = {id(v): p for m in model.metrics for p in parts_of(m) for v in p.variables}
         self.names = [
             f"the metric {of_metrics[id(v)].name!r}" if id(v) in of_metrics else v.path
@@ -79,10 +82,10 @@ class StepRunner:
         metrics = set(map(id, model.metrics_variables))
         self.is_free = [id(v) in random for v in self._variables]
         self.is_moved = [
-            id(v) not in random and id(v) not in metrics and v is not counter
+            id(v) not in random and id(v) not in metrics and not is_in(v, counters)
             for v in self._variables
         ]
-        self.counter: int | None = len(self._variables) - 1
+        self._applied_to: dict[int, tuple[list[int], list[int]]] = {}  # by the number of samples
         self.epsilon = float(np.finfo("float32").eps)
         dtypes = {layer.compute_dtype for layer in layers_in(model)}
         self.rounding = max([self.epsilon, *(_ROUNDING[d] for d in dtypes if d in _ROUNDING)])
@@ -110,7 +113,8 @@ class StepRunner:
         if not is_part:
             self._totals = terms
         seen = Seen(end - begin, divisors, of_loss)
-        return Outcome(gradients, after, numbers, logs, seen, compiled, added)
+        places, counters = self._applied_to[end - begin]
+        return Outcome(gradients, places, counters, after, numbers, logs, seen, compiled, added)
 
     def _run(
         self,
@@ -153,21 +157,28 @@ class StepRunner:
             self.is_free = [is_free or id(v) in waiting for v, is_free in pairs]
         self.has_mismatch = self.has_mismatch or bool(losses.terms().mismatch)
         self.has_own_loss = losses.has_own
+        applied = recording.applied
+        self._applied_to[num_rows(data)] = (
+            [self._places[id(v)] for a in applied for v in a.variables],
+            [self._places[id(num_updates(a.optimizer))] for a in applied],
+        )
         self.metrics = [update.metric.name for update, _ in recording.updates()]
         terms = [0.0 if term.weight is None else term.weight for term in losses.compiled_terms()]
         of_loss = losses.terms().weight if self.is_folded else recording.weight_of_loss()
-        return (
+        found = (
             recording.gradients,
             [  # those of losses are put together as these are
                 None if self.is_folded and mean is not None else number
                 for number, mean in zip(recording.numbers(), recording.means())
             ],
-            recording.split_logs(logs)[0],
+            {} if self.is_folded else recording.split_logs(logs)[0],
             None if of_loss is None else _numbers.float64(of_loss),
             [_numbers.float64(weight) for weight in terms],
             dict(losses.values),
             [_numbers.float64(value) for value in losses.added],
         )
+        recording.release()
+        return found
 
 
 def averaging(layers: Iterable[Any]) -> AbstractContextManager[None]:

@@ -30,7 +30,9 @@ class Outcome(NamedTuple):
     """What the step makes of some samples.
 
     Attributes:
-        gradients: of each trained variable, or None.
+        gradients: of the variables that the step updates, in its order, or None.
+        places: of these variables among all.
+        counters: places of the counts of updates of the optimizers that it applies.
         values: of all variables, after the step.
         numbers: what metrics got that waits for the full batch, None of those of compiled losses.
         logs: scalars that the step logs and that are no results of metrics.
@@ -40,6 +42,8 @@ class Outcome(NamedTuple):
     """
 
     gradients: list[Any]
+    places: list[int]
+    counters: list[int]
     values: list[Any]
     numbers: list[Any]
     logs: dict[str, Any]
@@ -55,10 +59,9 @@ class Runner(Protocol):
         start: values of all variables, as they are.
         names: of the variables.
         metrics: names of those that got the numbers of an outcome, after a run.
-        trained: places of the trained variables, in the order of their gradients.
+        trained: places of the trained variables.
         is_free: of each variable, whether it may be anything after a step: a random state.
         is_moved: of each variable that is not trained, whether starts may differ in it.
-        counter: place of the optimizer's count of updates, or None.
         epsilon: the rounding of one operation in float32.
         rounding: the same in the precision of the model.
         has_own_loss: whether the loss, or a part of it, is the user's own.
@@ -71,7 +74,6 @@ class Runner(Protocol):
     trained: list[int]
     is_free: list[bool]
     is_moved: list[bool]
-    counter: int | None
     epsilon: float
     rounding: float
     has_own_loss: bool
@@ -115,6 +117,7 @@ def windows(runner: Runner, sizes: Sizes) -> Iterator[Window]:
     """Try windows of samples in parts of these sizes, in other orders, too."""
     total = sum(sizes)
     cuts = [tuple(itertools.accumulate(sizes[i:] + sizes[:i])) for i in range(3)]
+    is_half = runner.rounding > runner.epsilon
     is_large = sum(np.asarray(value).size for value in runner.start) > _LARGE
     for number, noise in enumerate(_NOISE[:2] if is_large else _NOISE):
         values = _perturbed(runner, noise, number)
@@ -137,7 +140,14 @@ def windows(runner: Runner, sizes: Sizes) -> Iterator[Window]:
                 state, begin = parts[-1].values, end
                 if end < total:  # the last part has all of them
                     parts[-1] = parts[-1]._replace(values=[])
-            yield Window(values, rate, whole, rounded, parts)
+            if not (is_half and _overflows(parts)):
+                yield Window(values, rate, whole, rounded, parts)
+
+
+def _overflows(parts: Sequence[Outcome]) -> bool:
+    """Return whether parts have no finite gradients, as of a scaled loss in half precision."""
+    gradients = [g for part in parts for g in part.gradients if g is not None]
+    return not all(np.isfinite(gradient).all() for gradient in gradients)
 
 
 def norm_of(arrays: Sequence[Any]) -> float:

@@ -147,8 +147,10 @@ class Judge:
         for window in self._windows:
             shares = window.shares(weighing)
             everything = norm_of([g for g in window.whole.gradients if g is not None])
-            for place, gradient in zip(self._runner.trained, range(len(self._runner.trained))):
-                size = self._gradient_off(window, gradient, shares, everything)
+            if any(part.places != window.whole.places for part in window.parts):
+                return {"the order of updates": inf}
+            for number, place in enumerate(window.whole.places):
+                size = self._gradient_off(window, number, shares, everything)
                 if size:
                     name = self._runner.names[place]
                     found[name] = max(size, found.get(name, 0.0))
@@ -175,12 +177,12 @@ class Judge:
         for window in self._windows:
             left = [np.asarray(value).astype("float64") for value in window.parts[-1].values]
             shares = window.shares(weighing)
-            for number, place in enumerate(runner.trained):
+            for number, place in enumerate(window.whole.places):
                 parts = [part.gradients[number] for part in window.parts]
                 if all(part is not None for part in parts):
                     left[place] = left[place] - window.rate * _total(shares, parts)
-            if runner.counter is not None and window.rate:
-                left[runner.counter] = left[runner.counter] + 1
+            for place in window.whole.counters if window.rate else ():
+                left[place] = left[place] + 1
             for place, value in enumerate(window.whole.values):
                 value = np.asarray(value).astype("float64")
                 if runner.is_free[place]:

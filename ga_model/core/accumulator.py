@@ -1,0 +1,194 @@
+"""The public sum of gradients for custom training loops, where they run eagerly."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from ga_model.base import _messages, _numbers, _validate
+from ga_model.base._internals import raw
+from ga_model.core.window import Sums
+
+
+class Accumulator(ABC):
+    """Sums weighted gradients over microbatches. Weights are numbers of Python.
+
+    Attributes:
+        variables: those whose gradients are summed; none before the first `add`.
+        num_microbatches: an integer, microbatches added since the last reset.
+    """
+
+    _tensor_type: type
+    _source: str  # of gradients, for messages
+
+    variables: list[Any]
+    num_microbatches: int
+    _sums: Sums | None
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def add(
+        self, gradients: Collection[Any], variables: Collection[Any], *, weight: Any | None
+    ) -> None:
+        """Add the gradients of one microbatch to the window.
+
+        Args:
+            gradients: one per variable: a tensor or an array of its shape, or None.
+            variables: the variables, the same ones in the same order in every call.
+            weight: scalar number or tensor, what the microbatch's loss is divided by: the number of
+                samples for a mean over samples, of tokens for a mean over tokens. A microbatch with
+                weight 0 changes nothing. None in every call for a loss that is a sum: gradients are
+                then summed and not divided.
+
+        Raises:
+            TypeError: these are not lists, or not variables; a gradient is no tensor or array of
+                real numbers; or it runs in a function that `jax.jit` compiles.
+            ValueError: the lengths or shapes differ; the variables are not those of the first call;
+                `weight` is not a scalar number, or None in one call and a number in another.
+        """
+        if not (_validate.is_list(gradients) and _validate.is_list(variables)):
+            types = [f"{type(value).__name__!r}" for value in (gradients, variables)]
+            raise TypeError(_messages.lengths_message(*types))
+        gradients, variables = list(gradients), list(variables)
+        _validate.check_variables(variables)
+        _validate.check_lengths(gradients, variables)
+        gradients = [self._tensor(gradient, v) for gradient, v in zip(gradients, variables)]
+        _validate.check_shapes(gradients, variables)
+        _validate.check_same_variables(self.variables, variables)
+        is_sum, sums = weight is None, self._sums
+        if sums is None:
+            nothing = [None] * len(variables)
+            sums = Sums(nothing, None if is_sum else 0.0, 0.0, 0, 0, False, [], [])
+        if (sums.total is None) != is_sum:
+            raise ValueError(_messages.mixed_weights_message())
+        number = 1.0 if is_sum else self._number(weight)
+        self.variables = self.variables or variables
+        self.num_microbatches += 1
+        self._sums = self._plus(sums, gradients, number)
+
+    def _plus(self, sums: Sums, gradients: list[Any], weight: float) -> Sums:
+        """Return sums with the gradients of a microbatch. The sums are not to be used again."""
+        pairs = zip(sums.gradients, gradients)
+        so_far = [_nothing(g) if s is None is not g else s for s, g in pairs]
+        sums = sums._replace(gradients=so_far, num_counted=sums.num_counted + 1)
+        if not weight:  # of one without weight gradients may be NaN
+            return sums
+        unit = _in_unit(sums.unit, weight)
+        relative, shrink = weight / unit, sums.unit / unit if sums.unit else 1.0
+        return sums._replace(
+            gradients=self._added(so_far, gradients, relative, shrink),
+            total=None if sums.total is None else sums.total * shrink + relative,
+            unit=unit,
+        )
+
+    @abstractmethod
+    def _added(self, sums: list[Any], gradients: list[Any], weight: float, shrink: float) -> Any:
+        """Return `sum * shrink + gradient * weight` for each sum, or the sum if there is no
+        gradient. The sums are not to be used again."""
+
+    @property
+    def summed_variables(self) -> list[Any]:
+        """Variables whose rows were summed to bound the memory: none, as there are no rows."""
+        return []
+
+    def mean(self) -> list[Any]:
+        """Return the window's gradient, one tensor or None per variable, in its dtype.
+
+        That is sum(w_i * g_i) / sum(w_i), or sum(g_i) where the weights are None. Not finite where
+        the weights sum to zero.
+        """
+        if (sums := self._sums) is None:
+            return []
+        total = 1.0 if sums.total is None else sums.total
+        pairs = zip(sums.gradients, self.variables)
+        return [None if s is None else ops.cast(s / total, v.dtype) for s, v in pairs]
+
+    def apply(self, optimizer: Any) -> None:
+        """Update the variables with the window's gradient, and start the next window.
+
+        One call is one `optimizer.apply`. An empty window, and one whose weights sum to zero,
+        changes nothing.
+
+        Args:
+            optimizer: a `keras.optimizers.Optimizer`.
+
+        Raises:
+            TypeError: `optimizer` is not an optimizer.
+            ValueError: the optimizer has `gradient_accumulation_steps`.
+        """
+        check_optimizer(optimizer)
+        self._update(optimizer, self._sums, self.variables)
+        self.reset()
+
+    def _update(self, optimizer: Any, sums: Sums | None, variables: list[Any]) -> None:
+        """Apply an optimizer to sums, if these have a weight. They are not to be used again."""
+        if sums is not None and sums.total != 0.0:
+            optimizer.apply(sums.mean(variables), variables)
+
+    def __repr__(self) -> str:
+        number, variables = self.num_microbatches, len(self.variables)
+        return f"<GradientAccumulator: {number} microbatches, {variables} variables>"
+
+    def reset(self) -> None:
+        """Forget the open window."""
+        self.variables, self.num_microbatches = [], 0
+        self._sums = None
+
+    def _tensor(self, gradient: Any, variable: Any) -> Any:
+        """Return the gradient of a variable as a tensor, or None, or raise TypeError.
+
+        An array becomes one in the dtype in which such gradients are summed.
+        """
+        gradient = raw(gradient)
+        if gradient is None or isinstance(gradient, self._tensor_type):
+            return gradient
+        try:
+            array = np.asarray(gradient)
+            if array.dtype.kind in "OUSc":
+                raise TypeError
+            return ops.convert_to_tensor(array.astype(_numbers.sum_dtype(variable.dtype)))
+        except (TypeError, ValueError):
+            message = _messages.gradient_message(gradient, variable, self._source)
+            raise TypeError(message) from None
+
+    def _number(self, weight: Any) -> float:
+        """Return a weight as a float, or raise ValueError."""
+        weight = raw(weight)
+        is_scalar = not isinstance(weight, str) and len(getattr(weight, "shape", ())) == 0
+        try:
+            if not is_scalar:
+                raise TypeError
+            is_tensor = isinstance(weight, self._tensor_type)
+            return float(ops.stop_gradient(weight) if is_tensor else weight)
+        except (TypeError, ValueError):
+            raise ValueError(_messages.weight_message(weight)) from None
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raise TypeError if this is no optimizer, and ValueError if it accumulates gradients."""
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(_messages.not_an_optimizer_message(optimizer))
+    _validate.check_single_accumulation([optimizer])
+
+
+def _in_unit(unit: float, weight: float) -> float:
+    """Return the unit of a window with one more weight, which is not zero.
+
+    It is the first weight, so a window of one has its gradient to the bit. Where a heavier one
+    comes, it grows by a power of two.
+    """
+    if not unit or abs(weight) <= abs(unit):
+        return unit or weight
+    return unit * math.ldexp(1.0, math.frexp(weight / unit)[1])
+
+
+def _nothing(gradient: Any) -> Any:
+    """Return what a sum begins with: -0.0, which changes the sign of no zero."""
+    return ops.negative(ops.zeros(gradient.shape, _numbers.sum_dtype(gradient.dtype)))
