@@ -42,7 +42,7 @@ _MODULES = {
 
 # On other backends than TensorFlow. Other names are in the same module on all of them.
 _ACCUMULATORS = {
-    "torch": "torch_engine._torch_accumulator",
+    "torch": "backends.torch.accumulator",
     "jax": "backends.jax.accumulator",
 }
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 import re
 import warnings
 from collections.abc import Callable
@@ -24,6 +25,8 @@ from keras import ops
 from training import reordered, rounded, train
 
 BACKEND = keras.backend.backend()
+# Where PyTorch is run by the core, what is said is what is said on JAX.
+ENGINE = "jax" if os.environ.get("GA_MODEL_ENGINE") == "core" else BACKEND
 # Of an epoch: windows of 12, 12 and 7, or 8 where devices have to share each batch evenly.
 SAMPLES = 32 if helpers.num_replicas > 1 and BACKEND == "jax" else 31
 
@@ -166,7 +169,7 @@ class Case:
         """Return what a table by settings and backends has for one, the closest name first."""
         place = "within" if SETTINGS[setting].is_within else "across"
         for name in (setting, place):
-            for key in (f"{BACKEND}: {name}", name):
+            for key in (f"{ENGINE}: {name}", name):
                 if key in table:
                     return table[key]
         return table.get(BACKEND, default)

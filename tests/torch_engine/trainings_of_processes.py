@@ -14,6 +14,7 @@ from helpers import dense_data, dense_model, seeded
 from noise import DECAY, FEATURES, averages_by_formula, linear_model, normal_rows
 
 from ga_model import GradientAccumulator, GradientNoiseScale, accumulate
+from ga_model.backends.torch import process_group
 from ga_model.torch_engine import _process_group
 
 # Rows of the batches of each process; processes have different numbers of batches.
@@ -364,7 +365,8 @@ def told_reference(size, make):
 
 def in_small_buckets(rank, size):
     """Train with gradients that are summed one by one."""
-    with mock.patch.object(_process_group, "_BUCKET", 1):
+    engines = process_group, _process_group
+    with mock.patch.object(engines[0], "_BUCKET", 1), mock.patch.object(engines[1], "_BUCKET", 1):
         return fitted("both", rank, size)
 
 

@@ -1,0 +1,112 @@
+"""The public sum of gradients on PyTorch, for custom training loops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ga_model.backends.torch import refusals
+from ga_model.backends.torch.process_group import Processes, num_processes
+from ga_model.base._names import answering
+from ga_model.core.accumulator import Accumulator, check_optimizer
+from ga_model.core.recorder import Applied
+from ga_model.core.window import Sums
+
+
+class GradientAccumulator(Accumulator):
+    """Sums weighted gradients over microbatches and applies their mean to an optimizer.
+
+    The same class as on TensorFlow, for the PyTorch backend. There is one buffer per variable that
+    has a gradient: float32 for float16 and bfloat16 variables, otherwise the variable's dtype.
+    Gradients are copied, so clear them as usual.
+
+    With a `process_group`, each process adds the gradients of its own samples. `apply`, which all
+    must call equally often, sums gradients and weights over processes: the update of one process on
+    all microbatches, however many samples each has. Pass gradients that are not synchronized: use
+    `with ddp.no_sync():` if the model is wrapped in `DistributedDataParallel`.
+
+    Args:
+        process_group: the processes that make updates together, such as
+            `torch.distributed.group.WORLD`, or None.
+
+    Attributes:
+        num_microbatches: an integer, microbatches added since the last reset.
+
+    Example:
+
+    ```python
+    optimizer = keras.optimizers.Adam()
+    accumulator = GradientAccumulator()
+    variables = model.trainable_variables
+    for step, (x, y) in enumerate(batches, start=1):
+        model.zero_grad()
+        loss = keras.ops.mean(keras.ops.square(model(x, training=True) - y))
+        loss.backward()
+        gradients = [v.value.grad for v in variables]
+        accumulator.add(gradients, variables, weight=len(x))
+        if step % 4 == 0:
+            accumulator.apply(optimizer)
+    accumulator.apply(optimizer)  # the rest of the epoch; an empty window changes nothing
+    ```
+    """
+
+    _tensor_type = torch.Tensor
+    _source = "what the backward pass leaves in `variable.value.grad`"
+
+    @answering
+    def __init__(self, *, process_group: Any = None) -> None:
+        super().__init__()
+        refusals.check_group(process_group)
+        is_alone = process_group is None or num_processes(process_group) == 1
+        self._processes = None if is_alone else Processes(process_group)
+        self._has_group = process_group is not None
+        self._known: list[Any] = []  # variables of the last window
+
+    def _added(self, sums: list[Any], gradients: list[Any], weight: float, shrink: float) -> Any:
+        with torch.no_grad():
+            for total, gradient in zip(sums, gradients):
+                if total is not None and shrink != 1.0:
+                    total.mul_(shrink)
+                if gradient is not None:
+                    total.add_(gradient, alpha=weight)
+        return sums
+
+    def apply(self, optimizer: Any, *, is_last: bool = False) -> None:
+        """Update the variables with the window's gradient, and start the next window.
+
+        One call is one `optimizer.apply`. An empty window, and one whose weights sum to zero,
+        changes nothing.
+
+        Args:
+            optimizer: a `keras.optimizers.Optimizer`.
+            is_last: whether the process has no samples left. With several processes it then takes
+                part in the updates of the others until all have none left, so processes may have
+                different numbers of windows.
+
+        Raises:
+            TypeError: `optimizer` is none.
+            ValueError: it accumulates gradients itself; or there are several processes, and no
+                `process_group` was passed.
+            RuntimeError: the processes differ in their variables.
+        """
+        check_optimizer(optimizer)
+        if not self._has_group and num_processes() > 1:
+            name = "`process_group`"
+            raise ValueError(refusals.alone_message("a `GradientAccumulator`", name))
+        if self._processes is None:
+            super().apply(optimizer)
+            return
+        is_end = False
+        while not is_end:
+            self._known = self.variables or self._known
+            own = self._sums
+            self.reset()
+            applied = [Applied(optimizer, tuple(self._known))]
+            sums, is_end = self._processes.sum(applied, own, is_end=is_last)
+            self._update(optimizer, sums, self._known)
+            is_end = is_end or not is_last
+
+    def _update(self, optimizer: Any, sums: Sums | None, variables: list[Any]) -> None:
+        with torch.no_grad():
+            super()._update(optimizer, sums, variables)

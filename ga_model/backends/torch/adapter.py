@@ -1,0 +1,288 @@
+"""PyTorch: functions of the core run as they are, on variables as they are."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+
+from ga_model.backends.torch import layer_calls, refusals
+from ga_model.backends.torch.gradient_sums import GradientSums
+from ga_model.backends.torch.noting import Noting
+from ga_model.backends.torch.process_group import Processes, num_processes
+from ga_model.backends.torch.state import State
+from ga_model.base._call_again import PythonState
+from ga_model.base._internals import num_updates, raw, variables_to_train
+from ga_model.base._internals_torch import times_written
+from ga_model.core.backend import Backend, Group
+from ga_model.core.proof.draws import Draws
+from ga_model.core.recorder import Applied
+from ga_model.core.window import Sums
+from ga_model.hearing._models import is_of_keras, optimizers_in, recording_of_thread
+from ga_model.hearing._stand_ins import OptimizerStandIn
+
+# What an allocation that fails says, where its error has no class of its own.
+_EXHAUSTED = ("can't allocate memory", "not enough memory", "out of memory")
+
+
+class StandIn(OptimizerStandIn):
+    """Stands in for an optimizer while a step is recorded."""
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        if trainable_variables is None:
+            trainable_variables = variables_to_train(self._original)
+        self._take(list(grads), list(trainable_variables))
+
+    def apply_gradients(self, grads_and_vars: Any) -> Any:
+        gradients, variables = zip(*grads_and_vars)
+        self._take(list(gradients), list(variables), in_pairs=True)
+        return self._original.iterations
+
+    def _take(self, gradients: list[Any], variables: list[Any], in_pairs: bool = False) -> None:
+        optimizer, recording = self._original, self._listener
+        if not optimizer.built:
+            with keras.name_scope(optimizer.name):
+                optimizer.build(variables)
+        is_own = not is_of_keras(recording.model, "train_step")
+        for variable, gradient in zip(variables, gradients):
+            if raw(variable).grad is gradient:  # which is the window's now, and the step has a copy
+                raw(variable).grad = gradient.clone() if is_own and gradient is not None else None
+        gradients = [None if gradient is None else gradient.detach() for gradient in gradients]
+        recording.apply(optimizer, gradients, variables, in_pairs=in_pairs)
+        if recording.rate:
+            _move(optimizer, gradients, variables, recording.rate)
+
+
+def _move(optimizer: Any, gradients: list[Any], variables: list[Any], rate: float) -> None:
+    """Make the surrogate update of a trial."""
+    with torch.no_grad():
+        for variable, gradient in zip(variables, gradients):
+            if gradient is not None:
+                raw(variable).sub_((rate * gradient).to(raw(variable).dtype))
+        num_updates(optimizer).assign_add(1)
+
+
+class TorchBackend(Backend):
+    """Runs functions at once.
+
+    Args:
+        model: the model.
+
+    Attributes:
+        process_group: the processes that train the model together, as users set it, or None.
+    """
+
+    optimizer_stand_in = StandIn
+    traces = False
+    of_step: tuple[Group, ...] = ("non_trainable", "metrics")
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.process_group: Any = None
+        self._processes: Processes | None = None
+        self._is_running_step = False
+        self._known_calls: dict[Any, Any] = {}  # what was found of calls of layers
+        self._updated: list[tuple[Any, int]] = []
+
+    # Processes.
+
+    @property
+    def processes(self) -> Processes | None:
+        """The processes that train the model together, or None: it is this one alone."""
+        group = self.process_group
+        if self._processes is None and group is not None and num_processes(group) > 1:
+            self._processes = Processes(group)
+        return self._processes
+
+    def set_process_group(self, group: Any) -> None:
+        """Train together with the processes of a group, or alone."""
+        self.process_group, self._processes = group, None
+
+    @property
+    def num_processes(self) -> int:  # type: ignore[override]
+        return 1 if self.processes is None else self.processes.size
+
+    def exchanged(
+        self, applied: Sequence[Applied], sums: Sums | None, is_measured: bool, is_end: bool
+    ) -> tuple[Sums | None, bool]:
+        if self.processes is None:
+            return sums, is_end
+        return self.processes.sum(applied, sums, is_measured, is_end)
+
+    # What is run.
+
+    def compiled(
+        self,
+        name: Any,
+        function: Callable[..., Any],
+        reads: Iterable[Group],
+        updates: Iterable[Group] = (),
+        consumes: bool = False,
+        discards: bool = False,
+    ) -> Callable[..., Any]:
+        groups = list(reads)
+
+        def run(*arguments: Any) -> Any:
+            with torch.no_grad():
+                if not discards:
+                    return function(*arguments)
+                state = State(self._model, with_weights="trainable" in groups)
+                try:
+                    return function(*keras.tree.map_structure(_copied, arguments))
+                finally:
+                    state.put_back()
+
+        return run
+
+    def forget(self, kind: str) -> None:
+        """Do nothing: nothing is kept."""
+
+    def shapes(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        raise NotImplementedError
+
+    def key_of(self, arguments: tuple[Any, ...]) -> Any:
+        raise NotImplementedError
+
+    def zeros(self, name: Any, shapes: Any) -> Any:
+        raise NotImplementedError
+
+    def copied(self, nest: Any) -> Any:
+        return keras.tree.map_structure(_copied, nest)
+
+    def structure_of(self, data: Any) -> Any:
+        return repr(keras.tree.map_structure(_kind_of, data))
+
+    def run_step(self, data: Any) -> tuple[Any, list[Any]]:
+        others = self._model.non_trainable_variables
+        versions = [times_written(raw(variable)) for variable in others]
+        self._is_running_step, outer = True, self._is_running_step
+        try:
+            with torch.enable_grad():
+                logs = self._model.train_step(data)
+        finally:
+            self._is_running_step = outer
+        pairs = zip(others, versions)
+        return logs, [v for v, version in pairs if times_written(raw(v)) != version]
+
+    def noting(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], draws: Draws | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        with Noting(draws) as noted:
+            return function(*arguments), noted.divisors
+
+    def is_running_step(self) -> bool:
+        return self._is_running_step or recording_of_thread.get() is not None
+
+    def run_plain(
+        self, train_step: Callable[..., Any], after_update: Callable[[], None], *arguments: Any
+    ) -> Any:
+        logs = train_step(*arguments)
+        with torch.no_grad():
+            after_update()
+        return logs
+
+    def apply(self, applied: Applied, gradients: list[Any]) -> None:
+        optimizer, variables = applied.optimizer, list(applied.variables)
+        if applied.in_pairs:
+            optimizer.apply_gradients(zip(gradients, variables))
+        else:
+            optimizer.apply(gradients, variables)
+
+    def gradient_sums(self, totals: Sequence[Any] | None) -> GradientSums:
+        return GradientSums(totals, self._model.trainable_weights)
+
+    @contextlib.contextmanager
+    def keeping_state(self) -> Iterator[None]:
+        state = State(self._model)
+        self._updated = self._versions_of_updated()
+        try:
+            yield
+        except BaseException:
+            state.put_back()
+            raise
+
+    def state_in_hand(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    # What is refused, or found out.
+
+    def check(self) -> None:
+        refusals.check(self._model)
+
+    def splitting_calls(
+        self, size: int, most: int | None = None
+    ) -> contextlib.AbstractContextManager[None]:
+        return layer_calls.splitting_calls(self._model, size, self._known_calls, most)
+
+    # Memory.
+
+    @property
+    def is_on_cpu(self) -> bool:
+        return all(raw(v).device.type == "cpu" for v in self._model.variables)
+
+    @property
+    def num_bytes_of_weights(self) -> int:
+        weights = map(raw, self._model.trainable_variables)
+        return sum(weight.nelement() * weight.element_size() for weight in weights)
+
+    def out_of_memory(self, error: Exception) -> Exception | None:
+        if not _is_exhausted(error):
+            return None
+        error.__context__ = error.__cause__ = None
+        error = error.with_traceback(None)  # which holds tensors
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        return error
+
+    @contextlib.contextmanager
+    def trying(self, is_own: bool) -> Iterator[None]:
+        model = self._model
+        state, python = State(model, with_weights=is_own), PythonState(model)
+        try:
+            yield
+        finally:
+            is_updated = is_own and state.differs_in(map(raw, model.trainable_variables))
+            state.put_back()
+            python.put_back()
+        if is_updated:
+            raise ValueError(refusals.unknown_update_message(model.name))
+
+    def has_updated(self) -> bool:
+        return _are_written(self._updated)
+
+    def _versions_of_updated(self) -> list[tuple[Any, int]]:
+        """Return what updates change, and how often each was written to."""
+        optimizers = optimizers_in(vars(self._model))
+        states = [v for optimizer in optimizers for v in optimizer.variables]
+        tensors = [raw(v) for v in (*self._model.trainable_variables, *states)]
+        return [(tensor, times_written(tensor)) for tensor in tensors]
+
+
+def _are_written(versions: list[tuple[Any, int]]) -> bool:
+    return any(times_written(tensor) != version for tensor, version in versions)
+
+
+def _is_exhausted(error: BaseException) -> bool:
+    """Return whether an error says that memory is used up."""
+    if isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)):
+        return True
+    return type(error) is RuntimeError and any(text in str(error) for text in _EXHAUSTED)
+
+
+def _copied(value: Any) -> Any:
+    """Return a tensor for an array, or a tensor's copy, as losses of Keras write to weights."""
+    if isinstance(value, np.ndarray):
+        return keras.ops.convert_to_tensor(value.copy())
+    if isinstance(value, np.generic):
+        return value.item()
+    return value.detach().clone() if torch.is_tensor(value) else value
+
+
+def _kind_of(leaf: Any) -> Any:
+    return (len(getattr(leaf, "shape", ())), str(getattr(leaf, "dtype", type(leaf))))

@@ -1,0 +1,67 @@
+"""PyTorch hooks of users, which see tensors of calls or gradients, and may change them.
+
+They run as often as in plain Keras: those of weights when the gradient of all samples comes, and
+calls with others run whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from ga_model.base._context import ThreadValue
+from ga_model.base._in_front import InFront
+from ga_model.base._internals import layers_in
+from ga_model.base._internals_torch import (
+    has_hooks_on_calls,
+    has_hooks_on_gradients,
+    hooks_on_gradient,
+)
+from ga_model.hearing._splitting import NotByRowsError
+
+_noted = ThreadValue()
+
+
+def check_call(layer: Any) -> None:
+    """Raise NotByRowsError if hooks see what goes into a layer, or comes out of it."""
+    for module in (module for part in layers_in(layer) for module in part.modules()):
+        for has, text in ((has_hooks_on_calls, "forward"), (has_hooks_on_gradients, "backward")):
+            if has(module):
+                raise NotByRowsError(f"it has {text} hooks, which would see each microbatch")
+
+
+@contextlib.contextmanager
+def without_hooks(weights: Iterable[Any]) -> Iterator[None]:
+    """Let gradients of weights go through no hooks in a block."""
+    hooks = [found for found in map(hooks_on_gradient, weights) if found]
+    contents = [dict(found) for found in hooks]
+    for found in hooks:
+        found.clear()
+    try:
+        yield
+    finally:
+        for found, content in zip(hooks, contents):
+            found.update(content)
+
+
+@contextlib.contextmanager
+def noting_hooks() -> Iterator[list[Any]]:
+    """Yield the hooks on tensors that this thread registers in a block."""
+    noted: list[Any] = []
+    with _in_front.of([torch.Tensor]), _noted.set(noted):
+        yield noted
+
+
+def _noting(_: Any, register_hook: Callable[..., Any]) -> Callable[..., Any]:
+    def noting(tensor: Any, hook: Any) -> Any:
+        if (noted := _noted.get()) is not None:
+            noted.append(hook)
+        return register_hook(tensor, hook)
+
+    return noting
+
+
+_in_front = InFront("register_hook", _noting)

@@ -1,0 +1,126 @@
+"""Note the scalars that code divides by while it runs, and choose the random numbers it draws.
+
+The code runs as it is, and a dispatch mode sees its operations, below autograd. What is not known
+of an operation does not matter: it runs as it stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ga_model.backends.torch.random_numbers import random_kept, seed_random
+from ga_model.core.proof.draws import Draws
+
+# Operations, and the places of the arguments that they divide by, or that bound what is divided by:
+# `x / maximum(n, 1)`.
+_DIVIDING: dict[str, Sequence[int]] = {
+    **dict.fromkeys(("div", "div_"), (1,)),
+    **dict.fromkeys(("reciprocal", "reciprocal_", "pow", "pow_"), (0,)),
+    **dict.fromkeys(("clamp", "clamp_", "clamp_min", "clamp_min_"), (0,)),
+    **dict.fromkeys(("maximum", "fmax"), (0, 1)),
+    "where": (1, 2),
+}
+# Operations that draw for each entry of what they return, of the parameters in it.
+_BY_ENTRY = {"rand", "randn", "normal", "randint", "bernoulli", "poisson", "multinomial"}
+_BY_ENTRY |= {"rand_like", "randn_like", "randint_like", "native_dropout", "rrelu_with_noise"}
+_BY_ENTRY |= {"binomial", "_standard_gamma", "_sample_dirichlet"}
+
+
+class Noting(TorchDispatchMode):
+    """Notes while it is entered.
+
+    Args:
+        draws: what random numbers are drawn by, or None: as always.
+
+    Attributes:
+        divisors: scalars that were divided by, or bounded before, and numbers of entries that masks
+            have selected, by names.
+    """
+
+    def __init__(self, draws: Draws | None) -> None:
+        super().__init__()
+        self.divisors: dict[str, Any] = {}
+        self._draws = draws
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name.removeprefix("aten::")
+        if self._draws is not None and torch.Tag.nondeterministic_seeded in func.tags:
+            return _drawn(self._draws, name, func, args, kwargs)
+        outputs = func(*args, **kwargs)
+        for value in _divisors_of(name, args, outputs):
+            self.divisors[f"{len(self.divisors):05} {name}"] = value
+        return outputs
+
+
+def _divisors_of(name: str, args: Any, outputs: Any) -> Iterator[Any]:
+    for place in _DIVIDING.get(name, ()):
+        value: Any = args[place] if place < len(args) else None
+        if torch.is_tensor(value) and value.ndim == 0 and value.dtype != torch.bool:
+            yield value.detach().clone() if value.is_floating_point() else value.double()
+        elif isinstance(value, (int, float)) and place == 1 and name != "where":
+            yield float(value)
+    if name.startswith("nll_loss") and name.endswith("forward"):
+        yield outputs[1].detach()  # the weight of what it averages over
+    if name == "masked_select" or (name == "index" and any(map(_is_mask, args[1]))):
+        yield float(outputs.shape[0])
+
+
+def _is_mask(index: Any) -> bool:
+    return torch.is_tensor(index) and index.dtype in (torch.bool, torch.uint8)
+
+
+def _drawn(draws: Draws, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run an operation that draws: of each sample the same numbers, wherever it stands."""
+    kwargs = {key: None if key == "generator" else value for key, value in kwargs.items()}
+    number, shape = draws.next_seed(), _shape_of(args, kwargs)
+    kind = draws.kind_of(shape) if name in _BY_ENTRY or name.endswith("_") else "by batch"
+
+    def run(seed: int, row: int | None = None) -> Any:
+        seed_random(1_000_003 * number + seed)
+        if row is None:
+            return func(*args, **kwargs)
+        part = [_row(value, row, shape[0]) for value in args]
+        return func(*part, **{key: _row(value, row, shape[0]) for key, value in kwargs.items()})
+
+    is_in_place = name.endswith("_")
+    # Of parameters, each entry of the same numbers may be another.
+    has_parameters = sum(map(torch.is_tensor, args)) > is_in_place
+    with random_kept():
+        if kind == "by batch":
+            return run(1009 * (1 + int(draws.run)))
+        if kind == "by sample":
+            rows = [run(int(draws.begin) + row, row) for row in range(shape[0])]
+        else:
+            rows = [run(0, row) for row in range(shape[0] if has_parameters else 1)]
+    if is_in_place:
+        target = args[0]
+        return target if len(rows) == shape[0] else target.copy_(rows[0].expand_as(target))
+    if isinstance(rows[0], tuple):
+        return tuple(torch.cat(parts) for parts in zip(*rows))
+    return torch.cat(rows if len(rows) == shape[0] else rows * shape[0])
+
+
+def _shape_of(args: Any, kwargs: dict[str, Any]) -> tuple[int, ...]:
+    """Return the shape that an operation draws in: that of a tensor, or a list of sizes."""
+    for value in (*args, kwargs.get("size")):
+        if torch.is_tensor(value):
+            return tuple(value.shape)
+        if isinstance(value, (list, tuple)):
+            return tuple(value)
+    return ()
+
+
+def _row(value: Any, row: int, rows: int) -> Any:
+    """Return what an argument of an operation is for one row."""
+    if torch.is_tensor(value):
+        return value[row : row + 1] if value.shape[:1] == (rows,) else value
+    if isinstance(value, (list, tuple)) and list(value[:1]) == [rows]:
+        return [1, *value[1:]]
+    return value

@@ -1,0 +1,39 @@
+"""The state of PyTorch's own random numbers, of the CPU and of each GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+def random_state() -> tuple[Any, list[Any]]:
+    """Return the state."""
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return torch.get_rng_state(), on_gpus
+
+
+def set_random_state(state: tuple[Any, list[Any]]) -> None:
+    """Let the state be as it was."""
+    torch.set_rng_state(state[0])
+    if state[1]:
+        torch.cuda.set_rng_state_all(state[1])
+
+
+@contextmanager
+def random_kept() -> Iterator[None]:
+    """Let random numbers go on behind a block as if it had drawn none."""
+    state = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(state)
+
+
+def seed_random(seed: int) -> None:
+    """Begin random numbers anew. `torch.manual_seed` is slow before GPUs are used."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)

@@ -1,0 +1,269 @@
+"""On PyTorch, what a trial tells of a call: whether it treats samples one by one."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+from torch_step import torch
+
+from ga_model.backends.torch.call_arguments import Arguments
+from ga_model.backends.torch.call_trial import kinds_of_losses
+from ga_model.backends.torch.noting import Noting
+from ga_model.core.proof.calls import TOTAL, kinds_of
+from ga_model.core.proof.draws import Draws
+from ga_model.hearing._splitting import NotByRowsError
+
+ROWS = 6
+
+
+def tried(layer, *inputs, training=True):
+    kwargs = {"training": training} if layer._call_has_training_arg else {}
+    before = [v.numpy() for v in layer.variables]
+    random = torch.get_rng_state()
+    try:
+        return kinds_of_losses(layer, Arguments(inputs, kwargs, 2, None), training)
+    finally:
+        for variable, value in zip(layer.variables, before, strict=True):
+            np.testing.assert_array_equal(variable.numpy(), value)
+        assert torch.equal(torch.get_rng_state(), random)
+
+
+def sequential(shape, *parts):
+    return keras.Sequential([keras.Input(shape), *parts])
+
+
+def attention():
+    inputs = keras.Input((7, 8))
+    heads = layers.MultiHeadAttention(2, 4, dropout=0.1)(inputs, inputs, use_causal_mask=True)
+    return keras.Model(inputs, layers.LayerNormalization()(inputs + heads))
+
+
+def frozen():
+    parts = [layers.Conv2D(32, 3, padding="same", activation="relu") for _ in range(13)]
+    model = sequential((8, 8, 3), *parts, layers.Flatten(), layers.Dense(4))
+    model.trainable = False
+    return sequential((8, 8, 3), model, layers.Dense(2))
+
+
+class OfTorch(layers.Layer):
+    """Draws by PyTorch itself."""
+
+    def call(self, x, training=None):
+        return torch.nn.functional.dropout(x, 0.5, training=bool(training)) + torch.randn_like(x)
+
+
+def wrapped():
+    module = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Dropout(), torch.nn.Linear(4, 2))
+    return layers.TorchModuleWrapper(module)
+
+
+ALONE = {
+    "dense": lambda: sequential((5,), layers.Dense(4, "gelu"), layers.Dropout(0.3)),
+    "attention": attention,
+    "grouped": lambda: sequential(
+        (7, 8), layers.Dense(8), layers.Reshape((7, 2, 4)), layers.Permute((2, 1, 3))
+    ),
+    "images": lambda: sequential(
+        (8, 8, 4),
+        layers.Conv2D(4, 3, padding="same"),
+        layers.MaxPooling2D(),
+        layers.GroupNormalization(2),
+        layers.DepthwiseConv2D(3),
+        layers.Conv2DTranspose(3, 3, strides=2),
+        layers.UpSampling2D(interpolation="bilinear"),
+        layers.GlobalAveragePooling2D(),
+    ),
+    "recurrent": lambda: sequential(
+        (7, 5),
+        layers.Masking(),
+        layers.Bidirectional(layers.LSTM(4, return_sequences=True)),
+        layers.GRU(3, reset_after=False, dropout=0.1),
+    ),
+    "images in time": lambda: sequential((3, 6, 6, 2), layers.ConvLSTM2D(3, 2)),
+    "distributed": lambda: sequential((7, 5), layers.TimeDistributed(layers.Dense(3))),
+    "einsum": lambda: sequential((7, 8), layers.EinsumDense("abc,cd->abd", (None, 6))),
+    "noise": lambda: sequential((7, 5), layers.GaussianNoise(0.1), layers.SpatialDropout1D(0.1)),
+    "seeded": lambda: sequential((7, 5), layers.Dropout(0.3, seed=3), layers.AlphaDropout(0.1)),
+    "statistics": lambda: sequential((5,), layers.Dense(4), layers.BatchNormalization()),
+    "bfloat16": lambda: sequential((5,), layers.Dense(9, dtype="mixed_bfloat16")),
+    "frozen": frozen,
+    "numbers of PyTorch": lambda: sequential((5,), layers.Dense(4), OfTorch()),
+    "module of PyTorch": wrapped,
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("name", ALONE)
+def test_layers_that_treat_samples_one_by_one(name):
+    layer = ALONE[name]()
+    shape = getattr(layer, "input_shape", (None, 5))[1:]
+    assert tried(layer, torch.ones(ROWS, *shape)) == []
+
+
+def test_ids_are_looked_up_one_by_one():
+    layer = layers.Embedding(9, 3)
+    layer.build()
+    assert tried(layer, torch.ones(ROWS, 7, dtype=torch.int64)) == []
+    assert tried(layer, torch.arange(42.0).reshape(ROWS, 7) % 9) == []
+
+
+class Own(layers.Layer):
+    """Computes by a function of its input and its weight."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def build(self, shape):
+        self.weight = self.add_weight(shape=(4,), initializer="zeros")
+        self.state = self.add_weight(shape=(4,), initializer="ones", trainable=False)
+
+    def call(self, x, training=None):
+        return self.function(self, x)
+
+
+def adding(*losses):
+    def function(layer, x):
+        for loss in losses:
+            layer.add_loss(loss(x * layer.weight))
+        return x
+
+    return function
+
+
+def own(function):
+    layer = Own(function)
+    layer.build((None, 4))
+    return layer
+
+
+def writes(layer, x):
+    layer.state.value.data.clamp_(max=0.7)
+    return x * layer.weight
+
+
+class Centered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return torch.tanh(x)
+
+    @staticmethod
+    def backward(ctx, upstream):
+        return upstream - 0.5 * upstream.mean(0, keepdim=True)
+
+
+class Clipped(Centered):
+    @staticmethod
+    def backward(ctx, upstream):
+        return upstream.clamp(-0.1, 0.05)
+
+
+OTHER = torch.ones(4, requires_grad=True)
+COMBINES = "combines samples"
+REFUSED = {
+    "behind a zero": (lambda layer, x: x + layer.weight * x.mean(0), COMBINES),
+    "against others": (lambda layer, x: x @ x.T, COMBINES),
+    "shifted": (lambda layer, x: x.roll(1, 0), COMBINES),
+    "places": (lambda layer, x: x * torch.arange(len(x))[:, None], COMBINES),
+    "sorted": (lambda layer, x: x.sort(0)[0], COMBINES),
+    "divided": (lambda layer, x: x / len(x), COMBINES),
+    "one number": (lambda layer, x: x.mean(), COMBINES),
+    "constant": (lambda layer, x: torch.ones_like(x), COMBINES),
+    "saturated": (lambda layer, x: torch.tanh(x - 0.5 * torch.relu(-x).mean(0)), COMBINES),
+    "one draw": (lambda layer, x: x * torch.rand(1), COMBINES),
+    "permuted": (lambda layer, x: x[torch.randperm(len(x))], COMBINES),
+    "raises": (lambda layer, x: x.reshape(2, -1, 4), "cannot be run by itself"),
+    "root of a mean": (adding(lambda x: ops.sqrt(ops.mean(x * x))), "neither a mean nor a sum"),
+    "borrows": (lambda layer, x: x * OTHER, "neither its input nor its weight"),
+    "gradient": (lambda layer, x: Centered.apply(x * layer.weight), "custom gradient"),
+    "data": (writes, "writes to"),
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_split(name):
+    function, reason = REFUSED[name]
+    with pytest.raises(NotByRowsError, match=reason):
+        tried(own(function), torch.randn(ROWS, 4))
+
+
+class Multiplies(layers.Dense):
+    def call(self, x, table):
+        return super().call(x) @ table
+
+
+def test_what_all_samples_share_may_have_another_length():
+    layer = Multiplies(7)
+    layer.build((None, 4))
+    assert tried(layer, torch.ones(ROWS, 4), torch.ones(7, 3)) == []
+
+
+def test_losses_are_told_apart_and_one_that_is_zero_is_not_known():
+    losses = [ops.mean, ops.sum, lambda x: 0.0 * ops.sum(x)]
+    assert tried(own(adding(*losses)), torch.rand(ROWS, 4)) == ["mean", "sum", None]
+
+
+def test_a_custom_gradient_of_each_sample_alone_is_no_reason():
+    layer = own(lambda layer, x: Clipped.apply(x * layer.weight))
+    assert tried(layer, torch.rand(ROWS, 4)) == []
+
+
+def test_a_range_of_inputs_is_kept():
+    """What is looked up by them would fail, on a GPU for good."""
+    table = torch.arange(8.0)
+    layer = own(lambda layer, x: table[(x * 8).long()] * layer.weight)
+    assert tried(layer, torch.rand(ROWS, 4)) == []
+
+
+F = torch.nn.functional
+DRAWN = {
+    "dropout": lambda x: F.dropout(x, 0.5),
+    "rand": lambda x: torch.rand(x.shape, generator=torch.Generator().manual_seed(7)),
+    "rand_like": torch.rand_like,
+    "normal": lambda x: torch.normal(x, 1.0),
+    "normal_": lambda x: torch.empty(x.shape).normal_(),
+    "randint": lambda x: torch.randint(0, 50, size=(len(x), 3)),
+    "bernoulli": lambda x: torch.bernoulli(x.sigmoid()),
+    "multinomial": lambda x: torch.multinomial(x.sigmoid(), 2),
+    "gamma": lambda x: torch.distributions.Gamma(x.sigmoid(), 1.0).sample(),
+    "poisson": lambda x: torch.poisson(9 * x.sigmoid()),
+    "native_dropout": lambda x: torch.native_dropout(x, 0.5, True)[0],
+    "of several of each": lambda x: torch.bernoulli(x.sigmoid().repeat_interleave(3, 0))[::3],
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("name", DRAWN)
+def test_each_sample_has_its_own_random_numbers(name):
+    samples = torch.randn(TOTAL, 4)
+
+    def run(begin, end):
+        with Noting(Draws(end - begin, TOTAL, begin, begin)):
+            return [DRAWN[name](samples[begin:end]).numpy()]
+
+    assert kinds_of(run) == ["rows"]
+
+
+MASK = torch.tensor([1.0, 0.0, 1.0, 1.0])
+DIVIDED = {
+    "tensor": (lambda x: x.sum() / MASK.sum(), [3.0]),
+    "number": (lambda x: x.sum() / MASK.sum().item(), [3.0]),
+    "count": (lambda x: x.sum() / (MASK > 0).sum(), [3.0]),
+    "bound": (lambda x: x.sum() / MASK.sum().clamp(min=1.0), [3.0, 3.0]),
+    "largest": (lambda x: x.sum() / torch.maximum(MASK.sum(), torch.ones(())), [3.0, 1.0, 3.0]),
+    "reciprocal": (lambda x: x.sum() * (1.0 / MASK.sum()), [3.0]),
+    "power": (lambda x: x.sum() * MASK.sum() ** -1, [3.0]),
+    "selected": (lambda x: x[MASK > 0].mean(), [3.0]),
+    "classes": (lambda x: F.cross_entropy(x, torch.tensor([0, -100, 1, 2])), [3.0]),
+    "mean": (lambda x: x.mean(), []),
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("name", DIVIDED)
+def test_what_is_divided_by_is_noted(name):
+    function, expected = DIVIDED[name]
+    with Noting(None) as noting:
+        function(torch.rand(4, 3, requires_grad=True))
+    assert [float(value) for _, value in sorted(noting.divisors.items())] == expected
