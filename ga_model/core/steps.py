@@ -373,7 +373,7 @@ class Steps:
         ):
             logs, written = backend.run_step(data)
         hears.put_back()
-        if not (recording.applied or mode.is_trial):
+        if model.trainable_weights and not (recording.applied or mode.is_trial):
             raise RuntimeError(_messages.not_recorded_message(model.name, []))
         if verdict is None and not mode.is_trial:  # else they were compared
             self._tell_of_writes(written, layers)

@@ -319,6 +319,8 @@ NOT_ZERO = FallsShort("silent", "what the loss is divided by is not known to be 
 EMPTY = {
     "torch: batches of one": NOT_ZERO,
     "torch: microbatches of one": NOT_ZERO,
+    # Where the core runs PyTorch. JAX is not tried in batches of one.
+    "jax: batches of one": FallsShort("inexact", "the first batch has nothing to try a step on"),
 }
 
 HALVES = "halves do not tell what a loss is divided by"

@@ -259,8 +259,9 @@ class TorchBackend(Backend):
     def _versions_of_updated(self) -> list[tuple[Any, int]]:
         """Return what updates change, and how often each was written to."""
         optimizers = optimizers_in(vars(self._model))
-        states = [v for optimizer in optimizers for v in optimizer.variables]
-        tensors = [raw(v) for v in (*self._model.trainable_variables, *states)]
+        states = [raw(v) for optimizer in optimizers for v in optimizer.variables]
+        states = [tensor for tensor in states if tensor.numel() > 1]  # others may be set before
+        tensors = [*map(raw, self._model.trainable_variables), *states]
         return [(tensor, times_written(tensor)) for tensor in tensors]
 
 

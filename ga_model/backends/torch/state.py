@@ -23,13 +23,13 @@ from ga_model.hearing._python_state import is_of_library
 
 
 class State:
-    """The values of variables that steps write to, of other tensors of a model, and of PyTorch's
-    random numbers.
+    """The values of variables that steps write to, of other tensors of a model, of the numbers that
+    its optimizers keep, and of PyTorch's random numbers.
 
     Args:
         model: the model.
-        with_weights: whether all of its weights are among them, and the numbers that its
-            optimizers keep. Else they are what layers and metrics keep.
+        with_weights: whether all of its weights are among them. Else they are what layers and
+            metrics keep.
     """
 
     def __init__(self, model: Any, with_weights: bool = False) -> None:
@@ -37,10 +37,10 @@ class State:
         layers = layers_in(model)
         variables = [v for layer in layers for v in (*own_state(layer), *seeds(layer))]
         if with_weights:
-            of_optimizers = [v for o in optimizers_in(vars(model)) for v in o.variables]
-            numbers = [v for v in of_optimizers if raw(v).numel() == 1]
-            variables = [*model.variables, *variables, *numbers]
-        self._variables = unique([*variables, *model.metrics_variables])
+            variables = [*model.variables, *variables]
+        of_optimizers = [v for o in optimizers_in(vars(model)) for v in o.variables]
+        numbers = [v for v in of_optimizers if raw(v).numel() == 1]  # such as the rate
+        self._variables = unique([*variables, *numbers, *model.metrics_variables])
         tensors = [raw(variable) for variable in self._variables]
         self._stores = [store for layer in layers for store in _stores_in(layer)]
         self._held = [dict(store) for store in self._stores]
