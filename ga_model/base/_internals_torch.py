@@ -9,6 +9,14 @@ from typing import Any
 
 import torch
 
+# Operations that draw for each entry of their parameters.
+PRIVATE_DRAWS = {"_standard_gamma", "_sample_dirichlet"}
+
+
+def name_of(operation: Any) -> str:
+    """Return the name of an operation that a dispatch mode sees, as `aten::div` has it: "div"."""
+    return str(operation._schema.name).removeprefix("aten::")
+
 
 def function_of(node: Any) -> Any:
     """Return the `torch.autograd.Function` that made a node of PyTorch's autograd, or None."""

@@ -28,9 +28,10 @@ _noted = ThreadValue()
 def check_call(layer: Any) -> None:
     """Raise NotByRowsError if hooks see what goes into a layer, or comes out of it."""
     for module in (module for part in layers_in(layer) for module in part.modules()):
-        for has, text in ((has_hooks_on_calls, "forward"), (has_hooks_on_gradients, "backward")):
-            if has(module):
-                raise NotByRowsError(f"it has {text} hooks, which would see each microbatch")
+        if has_hooks_on_calls(module):
+            raise NotByRowsError("it has forward hooks, which would see each microbatch")
+        if has_hooks_on_gradients(module):
+            raise NotByRowsError("it has backward hooks, which would see each microbatch")
 
 
 @contextlib.contextmanager

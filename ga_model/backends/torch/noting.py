@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ga_model.backends.torch.random_numbers import random_kept, seed_random
+from ga_model.base._internals_torch import PRIVATE_DRAWS, name_of
 from ga_model.core.proof.draws import Draws
 
 # Operations, and the places of the arguments that they divide by, or that bound what is divided by:
@@ -27,7 +28,7 @@ _DIVIDING: dict[str, Sequence[int]] = {
 # Operations that draw for each entry of what they return, of the parameters in it.
 _BY_ENTRY = {"rand", "randn", "normal", "randint", "bernoulli", "poisson", "multinomial"}
 _BY_ENTRY |= {"rand_like", "randn_like", "randint_like", "native_dropout", "rrelu_with_noise"}
-_BY_ENTRY |= {"binomial", "_standard_gamma", "_sample_dirichlet"}
+_BY_ENTRY |= {"binomial", *PRIVATE_DRAWS}
 
 
 class Noting(TorchDispatchMode):
@@ -50,7 +51,7 @@ class Noting(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = func._schema.name.removeprefix("aten::")
+        name = name_of(func)
         if self._draws is not None and torch.Tag.nondeterministic_seeded in func.tags:
             return _drawn(self._draws, name, func, args, kwargs)
         outputs = func(*args, **kwargs)
