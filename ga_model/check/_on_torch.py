@@ -10,10 +10,11 @@ import keras
 import numpy as np
 import torch
 
+from ga_model.backends.torch import random_numbers
 from ga_model.base._internals import mask_of, raw, set_mask
-from ga_model.torch_engine import _torch_microbatch_call as _calls
 
-random_state, set_random_state = _calls.random_state, _calls.set_random_state
+random_state = random_numbers.random_state
+set_random_state = random_numbers.set_random_state
 
 # Where rounding hides everything else.
 MORE_EXACT = (

@@ -10,19 +10,9 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-import torch
+from ga_model.backends.torch.memory import is_exhausted
 
 Reader = TypeVar("Reader", bound=Callable[..., Any])
-
-# What an allocation that fails says, where its error has no class of its own.
-_EXHAUSTED = ("can't allocate memory", "not enough memory", "out of memory")
-
-
-def is_exhausted(error: BaseException) -> bool:
-    """Return whether an error says that memory is used up."""
-    if isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)):
-        return True
-    return type(error) is RuntimeError and any(text in str(error) for text in _EXHAUSTED)
 
 
 def is_to_raise(error: Exception) -> bool:

@@ -4,130 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
 import torch
 
-from ga_model.base._messages import ALONE, WITHOUT
+from ga_model.backends.torch import refusals
+from ga_model.base._messages import ALONE
 from ga_model.hearing._models import instances_in
-from ga_model.torch_engine._process_group import num_processes
 
 _TO_BE_EXACT = (
     "Training differs from the full batch. To train exactly, pass `fit` the full batch and set "
     '`microbatch_size` with `loss_over="batch"` instead of `accumulation_steps`'
 )
-_TENSORFLOW = "use the TensorFlow backend (`KERAS_BACKEND=tensorflow`), which supports it"
-
-
-def check_variables(model: Any) -> None:
-    """Raise ValueError if gradients overwrite variables, or it is unclear which processes train."""
-    overwritten = [v.path for v in model.trainable_variables if _overwrites(v)]
-    if overwritten:
-        raise ValueError(_overwritten_message(model.name, overwritten))
-    if keras.distribution.distribution() is not None:
-        raise ValueError(_distribution_message(model.name))
-    if num_processes() > 1 and model.process_group is None:
-        raise ValueError(alone_message(repr(model.name), "model.process_group"))
-
-
-def check(model: Any) -> None:
-    """Raise ValueError if a model has optimizers of PyTorch, or as `check_variables` does."""
-    if instances_in(list(vars(model).values()), torch.optim.Optimizer):
-        raise ValueError(_torch_optimizer_message(model.name))
-    check_variables(model)
 
 
 def check_trial(model: Any) -> None:
     """Raise ValueError if a step cannot be tried without its updates."""
     if instances_in(list(vars(model).values()), torch.optim.Optimizer):
-        raise ValueError(unknown_update_message(model.name))
-
-
-def _overwrites(variable: Any) -> bool:
-    return bool(getattr(variable, "overwrite_with_gradient", False))
-
-
-def check_group(group: Any) -> None:
-    """Raise TypeError or ValueError unless this process is in the group, or `group` is None."""
-    distributed = torch.distributed
-    if group is None:
-        return
-    if distributed.is_available():
-        if isinstance(group, distributed.ProcessGroup):
-            return
-        if group == distributed.GroupMember.NON_GROUP_MEMBER:  # what `new_group` gives the others
-            raise ValueError(_group_message("a group without this process"))
-    raise TypeError(_group_message(repr(group)))
-
-
-def compiled_message(model: str) -> str:
-    return (
-        "On PyTorch, `ga_model` cannot observe a step that `torch.compile` compiles. "
-        f"Received: {model!r} with jit_compile=True. "
-        "Pass `jit_compile=False` to `compile()`; you can still compile single layers with "
-        "`torch.compile`."
-    )
-
-
-def _torch_optimizer_message(model: str) -> str:
-    return (
-        "Windows are applied by Keras optimizers. "
-        f"Received: {model!r}, which has an optimizer of `torch.optim`. "
-        "Use one of `keras.optimizers`, which run on PyTorch too, "
-        f"or {WITHOUT}."
-    )
-
-
-def unknown_update_message(model: str) -> str:
-    return (
-        '`microbatch_size="auto"` tries steps without updates, which needs Keras optimizers that '
-        f"are attributes of the model. Received: {model!r}, whose `train_step` uses an optimizer "
-        "of `torch.optim`, or one stored elsewhere. Set `microbatch_size` to a number, such as 16, "
-        "which works with any optimizer, or store an optimizer of `keras.optimizers` in an "
-        "attribute of the model."
-    )
-
-
-def _overwritten_message(model: str, variables: list[str]) -> str:
-    return (
-        "On PyTorch, gradients that overwrite their variables, such as those of float8 layers, "
-        f"cannot be accumulated. Received: {model!r} with {variables}. Train in another precision, "
-        f"{_TENSORFLOW}, or {WITHOUT}."
-    )
-
-
-def _distribution_message(model: str) -> str:
-    return (
-        "On PyTorch, gradients are accumulated across the processes of a "
-        f"`torch.distributed` group. Received: {model!r} with a `keras.distribution`. "
-        "Remove it and set `model.process_group = torch.distributed.group.WORLD`, "
-        f"{_TENSORFLOW} (`tf.distribute`), or {WITHOUT}."
-    )
-
-
-def alone_message(subject: str, name: str) -> str:
-    return (
-        "With several processes, you must say whether they train together. "
-        f"Received: {subject} in a group of {num_processes()} processes, and {name}=None. Pass "
-        "`torch.distributed.group.WORLD` if all processes share each update. For a process that "
-        "trains alone, pass a group of its own: "
-        "`torch.distributed.new_group([rank], use_local_synchronization=True)`."
-    )
-
-
-def sum_with_regularizers_message(model: str) -> str:
-    return (
-        "With several processes, a loss that is a sum cannot be combined with weight regularizers: "
-        "each process would add them. "
-        f"Received: {model!r} with both. Use a loss that is a mean, or `weight_decay`."
-    )
-
-
-def _group_message(group: str) -> str:
-    return (
-        "`process_group` must be a `torch.distributed.ProcessGroup` that includes this process. "
-        f"Received: {group}. Call `torch.distributed.init_process_group` and pass "
-        "`torch.distributed.group.WORLD`, or None to train alone."
-    )
+        raise ValueError(refusals.unknown_update_message(model.name))
 
 
 def unknown_loss_message(model: str) -> str:
@@ -209,24 +101,6 @@ def mixing_message(model: str) -> str:
         "Gradients of microbatches add up to the full-batch gradient only if the model treats "
         f"samples independently. Received: {model!r}, whose outputs for one sample depend on the "
         f"others of its microbatch. {_TO_BE_EXACT}."
-    )
-
-
-def changed_message(layer: str, names: list[str]) -> str:
-    return (
-        "A call that is split into microbatches runs again when its gradient is taken, with the "
-        f"same inputs. Received: a call of {layer!r} whose {names} was modified in between. Modify "
-        "it after `loss.backward()`, pass a copy (`x.clone()`), or set `microbatch_size=None`."
-    )
-
-
-def own_averages_message(layers: list[str]) -> str:
-    return (
-        "Processes that train together share gradients, but not the running averages of layers. "
-        f"Received: BatchNormalization layers {layers}, whose running averages cover only the "
-        "process's own samples. Use those of one process for all, freeze them "
-        "(`layer.trainable = False` before `compile`), or use LayerNormalization or "
-        "GroupNormalization."
     )
 
 

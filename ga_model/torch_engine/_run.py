@@ -11,6 +11,7 @@ import keras
 
 from ga_model.base._messages import batch_normalization_messages
 from ga_model.base._numbers import power_of_two
+from ga_model.core import messages
 from ga_model.hearing import _messages, _weights
 from ga_model.hearing._models import computes_loss_as_keras, is_of_keras, unpack
 from ga_model.hearing._moments_heard import is_known, telling
@@ -156,7 +157,7 @@ class _Run:
         for message in batch_normalization_messages(pooled, others):
             model._warn_once(message)
             if self._num_processes > 1:
-                model._warn_once(_refusals.own_averages_message(layers))
+                model._warn_once(messages.own_averages_message(layers))
         if model._has_rule():
             return
         try:

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from ga_model.backends.torch.random_numbers import random_state, set_random_state
 from ga_model.base._internals import (
     global_seed,
     layers_in,
@@ -27,7 +28,6 @@ from ga_model.torch_engine._tensors import (
     stores_in,
     tensors_in,
 )
-from ga_model.torch_engine._torch_microbatch_call import random_state, set_random_state
 
 _NUMBERS = {int, float, np.int32, np.int64, np.float32, np.float64}
 

@@ -7,6 +7,8 @@ from typing import Any
 
 from ga_model._kept import Kept
 from ga_model._settings import Settings
+from ga_model.backends.torch import refusals
+from ga_model.backends.torch.agreement import num_processes
 from ga_model.hearing._attributes import watch_attributes
 from ga_model.hearing._models import computes_loss_as_keras, optimizers_in
 from ga_model.hearing._split import Batch, part_of
@@ -16,7 +18,7 @@ from ga_model.torch_engine._gradient_hooks import has_hooks
 from ga_model.torch_engine._left_gradients import LeftGradients
 from ga_model.torch_engine._numbers_probe import NumbersProbe
 from ga_model.torch_engine._probes import DoesNotAddUpError
-from ga_model.torch_engine._process_group import Processes, num_processes
+from ga_model.torch_engine._process_group import Processes
 from ga_model.torch_engine._state import LaterWrites, Snapshot, writes_weights
 from ga_model.torch_engine._step_probe import StepProbe
 from ga_model.torch_engine._terms import Probes
@@ -77,7 +79,7 @@ class Accumulation(Kept):
 
     def set_process_group(self, group: Any) -> None:
         """Train together with the processes of a group from the next window on, or alone."""
-        _refusals.check_group(group)
+        refusals.check_group(group)
         self.process_group, self._processes, self.window = group, None, None
 
     def is_to_compare(self) -> bool:
@@ -133,7 +135,7 @@ class Accumulation(Kept):
         is_window = not self.accumulates() and processes is None
         if is_whole and is_window and not self.settings.skip_nonfinite:
             return self._run_unheard(train_step, data)
-        _refusals.check(model)
+        refusals.check(model)
         if not is_window:
             steps = self.settings.accumulation_steps
             window = self.window = self.window or Window(model, steps, processes)
@@ -155,7 +157,7 @@ class Accumulation(Kept):
         model, processes = self._model, self.processes()
         is_whole = self.takes_full_batch()
         _refusals.check_trial(model)
-        _refusals.check(model)
+        refusals.check(model)
         window = Window(model, self.settings.accumulation_steps, processes, is_trial=True)
         if is_whole:
             _run.run(model, train_step, data, window, size, is_whole, most=2)
@@ -172,7 +174,7 @@ class Accumulation(Kept):
         Its updates are its own, of any optimizer.
         """
         model, batch = self._model, Batch(data, self.size)
-        _refusals.check_variables(model)
+        refusals.check_variables(model)
         self.note_rows(batch.rows)
         with split_calls(model, batch.rows, self.size):
             logs = train_step(data)

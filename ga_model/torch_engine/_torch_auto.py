@@ -10,23 +10,20 @@ a CPU, memory is measured: see `automatic/_budget.py`.
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Callable, Iterator
 from typing import Any
-
-import torch
 
 from ga_model.automatic import _messages
 from ga_model.automatic._budget import Budget
 from ga_model.automatic._search import FoundSize
+from ga_model.backends.torch import refusals
+from ga_model.backends.torch.memory import is_exhausted, released
+from ga_model.backends.torch.random_numbers import random_state, set_random_state
 from ga_model.base._call_again import PythonState
 from ga_model.base._internals import is_built, layers_in, own_state, raw, seeds
 from ga_model.base._internals_torch import times_written
 from ga_model.hearing._models import computes_loss_as_keras, is_of_keras, optimizers_in
 from ga_model.hearing._split import Batch
-from ga_model.torch_engine import _refusals
-from ga_model.torch_engine._not_known import is_exhausted
-from ga_model.torch_engine._torch_microbatch_call import random_state, set_random_state
 
 
 class AutomaticSize(FoundSize):
@@ -67,7 +64,7 @@ class AutomaticSize(FoundSize):
             except Exception as error:
                 if not is_exhausted(error):
                     raise
-                failure = _released(error)
+                failure = released(error)
             if before.has_updated():
                 is_own_step = not is_of_keras(model, "train_step")
                 size = min(self.size, rows)
@@ -177,7 +174,7 @@ class _Trials:
                 if made:
                     metric.reset_state()
         if any(id(v) in trained for v in self.changed):
-            raise ValueError(_refusals.unknown_update_message(model.name))
+            raise ValueError(refusals.unknown_update_message(model.name))
 
     def fits(self, size: int) -> bool:
         """Return whether two microbatches of `size` samples go through."""
@@ -191,7 +188,7 @@ class _Trials:
         except Exception as error:
             if not is_exhausted(error):
                 raise
-            self.error = _released(error)
+            self.error = released(error)
             return False
         is_allowed = self._budget.allowed(size)
         if not is_allowed:
@@ -202,13 +199,3 @@ class _Trials:
 def _states(model: Any) -> list[Any]:
     """Return the variables of a model's optimizers."""
     return [v for optimizer in optimizers_in(vars(model)) for v in optimizer.variables]
-
-
-def _released(error: Exception) -> Exception:
-    """Return an error that holds no tensors, of which memory is freed."""
-    error.__context__ = error.__cause__ = None
-    error = error.with_traceback(None)
-    gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
-    return error

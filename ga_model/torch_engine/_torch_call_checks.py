@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import torch
 
+from ga_model.backends.torch.random_numbers import random_kept
 from ga_model.base._call_again import PythonState
 from ga_model.base._internals import layers_in, own_state, seeds
 from ga_model.hearing._splitting import NotByRowsError
@@ -27,7 +28,7 @@ from ga_model.torch_engine._probes import (
 )
 from ga_model.torch_engine._tensors import Tensors
 from ga_model.torch_engine._torch_arguments import Arguments
-from ga_model.torch_engine._torch_microbatch_call import random_kept, run_on
+from ga_model.torch_engine._torch_microbatch_call import run_on
 from ga_model.torch_engine._zero_weights import exchanged, floats_in, zero_weights
 
 

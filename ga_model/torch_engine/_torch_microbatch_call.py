@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import keras
@@ -111,45 +109,3 @@ def run_on(
 def _holds_tensors(value: Any) -> bool:
     attributes = [getattr(value, name, None) for name in getattr(value, "__slots__", ())]
     return bool(instances_in([*attributes, getattr(value, "__dict__", {})], torch.Tensor))
-
-
-class Autocast:
-    """The `torch.autocast` of a call, which it is made again in."""
-
-    def __init__(self) -> None:
-        devices = ["cpu", "cuda"] if torch.cuda.is_initialized() else ["cpu"]
-        self._dtypes = {
-            device: torch.get_autocast_dtype(device)
-            for device in devices
-            if torch.is_autocast_enabled(device)
-        }
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """Run a block in it. Weights are cast again: a cast without its gradient is not kept."""
-        with ExitStack() as stack:
-            for device, dtype in self._dtypes.items():
-                stack.enter_context(torch.autocast(device, dtype=dtype, cache_enabled=False))
-            yield
-
-
-def random_state() -> tuple[Any, list[Any]]:
-    """Return the state of PyTorch's own random numbers, which layers may draw."""
-    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return torch.get_rng_state(), on_gpus
-
-
-def set_random_state(state: tuple[Any, list[Any]]) -> None:
-    torch.set_rng_state(state[0])
-    if state[1]:
-        torch.cuda.set_rng_state_all(state[1])
-
-
-@contextmanager
-def random_kept() -> Iterator[None]:
-    """Let random numbers go on behind a block as if it had drawn none."""
-    state = random_state()
-    try:
-        yield
-    finally:
-        set_random_state(state)

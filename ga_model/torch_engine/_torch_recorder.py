@@ -21,6 +21,7 @@ import torch
 from ga_model.base import _validate
 from ga_model.base._identity import is_in
 from ga_model.base._internals import raw
+from ga_model.core import messages
 from ga_model.hearing import _messages
 from ga_model.hearing._compiled_copy import copy_with
 from ga_model.hearing._metric_calls import MetricCalls, waiting
@@ -167,7 +168,7 @@ class Recording:
             loss = self.losses.note_tried(loss)
         terms, window = self.losses.terms(), self._position.window
         if terms.regularization and window.processes is not None:
-            raise ValueError(_refusals.sum_with_regularizers_message(self.model.name))
+            raise ValueError(messages.sum_with_regularizers_message(self.model.name))
         if terms.weight is None and self.model._accumulation.measured_noise is not None:
             raise ValueError(_messages.noise_of_sum_message(self.model.name))
         relative = window.relative_weight(terms.weight, self._position.parts)

@@ -16,6 +16,10 @@ from typing import Any, NamedTuple
 import keras
 import torch
 
+from ga_model.backends.torch.microbatch_call import Autocast
+from ga_model.backends.torch.random_numbers import random_kept, random_state, set_random_state
+from ga_model.backends.torch.refusals import changed_message
+from ga_model.backends.torch.split_call import Split, gradients_of
 from ga_model.base._call_again import PythonState
 from ga_model.base._internals import layers_in, own_state, raw, seeds, set_mask
 from ga_model.base._internals_torch import times_written
@@ -23,19 +27,10 @@ from ga_model.hearing._models import instances_in
 from ga_model.hearing._moments_heard import is_known, listener
 from ga_model.hearing._splitting import NotByRowsError
 from ga_model.torch_engine._gradient_hooks import without_hooks
-from ga_model.torch_engine._refusals import changed_message
 from ga_model.torch_engine._source_sum import SourceSum
 from ga_model.torch_engine._tensors import Tensors
 from ga_model.torch_engine._torch_arguments import Arguments
-from ga_model.torch_engine._torch_microbatch_call import (
-    Autocast,
-    Given,
-    Place,
-    random_kept,
-    random_state,
-    run_on,
-    set_random_state,
-)
+from ga_model.torch_engine._torch_microbatch_call import Given, Place, run_on
 from ga_model.torch_engine._torch_statistics import Listener, Statistics
 
 
@@ -100,7 +95,7 @@ class SplitCall:
         inputs = [t for t, yes in zip(self._arguments.tensors, is_source) if yes]
         random = random_state()
         try:
-            found = _Split.apply(self, is_source, *inputs, *self._weights)
+            found = Split.apply(self, is_source, *inputs, *self._weights)
         except NotByRowsError:
             self._state.put_back()
             self._tensors.put_back()
@@ -189,7 +184,7 @@ class SplitCall:
                         run = self._run(parts, found.values)
                         pairs = self._pairs(run, share, upstream)
                         own = [p for p, yes in zip(parts, is_source) if yes] + self._weights
-                        gradients = _gradients(pairs, own, is_differentiable)
+                        gradients = gradients_of(pairs, own, is_differentiable)
                     for total, gradient, source in zip(sums, gradients, own):
                         total.add(gradient, source)
         finally:
@@ -246,36 +241,3 @@ class SplitCall:
         normal = [p for p in self._normal if any(id(v) in written for v in p.variables)]
         pooled = [part.name for part in normal if is_known(part)]
         self.normalizing = pooled, [part.name for part in normal if not is_known(part)]
-
-
-class _Split(torch.autograd.Function):
-    """The two passes of a call, as one operation of PyTorch's."""
-
-    @staticmethod
-    def forward(ctx: Any, call: SplitCall, is_source: list[bool], *sources: Any) -> Any:
-        ctx.call, ctx.is_source = call, is_source
-        ctx.save_for_backward(*sources)  # which then knows if they are written to
-        ctx.set_materialize_grads(False)
-        found = call.first_pass()
-        ctx.mark_non_differentiable(*[t for t in found if not t.is_floating_point()])
-        return tuple(found)
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> Any:
-        ctx.call.check_unchanged()  # before PyTorch looks at what it has saved
-        gradients = ctx.call.second_pass(ctx.is_source, ctx.saved_tensors, upstream)
-        return (None, None, *gradients)
-
-
-def _gradients(pairs: list[Any], sources: list[Any], create_graph: bool) -> list[Any]:
-    """Return the gradients of what a microbatch gave, None where there is none."""
-    followed = [source for source in sources if source.requires_grad]
-    if not pairs or not followed:
-        return [None for _ in sources]
-    outputs, gradients = zip(*pairs)
-    found = iter(
-        torch.autograd.grad(
-            outputs, followed, gradients, create_graph=create_graph, allow_unused=True
-        )
-    )
-    return [next(found) if source.requires_grad else None for source in sources]

@@ -1,8 +1,9 @@
 """On PyTorch, what a trial tells of a call: whether it treats samples one by one."""
 
-import keras
+import calls_alone
 import numpy as np
 import pytest
+from calls_alone import sequential
 from keras import layers, ops
 from torch_step import torch
 
@@ -28,16 +29,6 @@ def tried(layer, *inputs, training=True):
         assert torch.equal(torch.get_rng_state(), random)
 
 
-def sequential(shape, *parts):
-    return keras.Sequential([keras.Input(shape), *parts])
-
-
-def attention():
-    inputs = keras.Input((7, 8))
-    heads = layers.MultiHeadAttention(2, 4, dropout=0.1)(inputs, inputs, use_causal_mask=True)
-    return keras.Model(inputs, layers.LayerNormalization()(inputs + heads))
-
-
 def frozen():
     parts = [layers.Conv2D(32, 3, padding="same", activation="relu") for _ in range(13)]
     model = sequential((8, 8, 3), *parts, layers.Flatten(), layers.Dense(4))
@@ -58,31 +49,7 @@ def wrapped():
 
 
 ALONE = {
-    "dense": lambda: sequential((5,), layers.Dense(4, "gelu"), layers.Dropout(0.3)),
-    "attention": attention,
-    "grouped": lambda: sequential(
-        (7, 8), layers.Dense(8), layers.Reshape((7, 2, 4)), layers.Permute((2, 1, 3))
-    ),
-    "images": lambda: sequential(
-        (8, 8, 4),
-        layers.Conv2D(4, 3, padding="same"),
-        layers.MaxPooling2D(),
-        layers.GroupNormalization(2),
-        layers.DepthwiseConv2D(3),
-        layers.Conv2DTranspose(3, 3, strides=2),
-        layers.UpSampling2D(interpolation="bilinear"),
-        layers.GlobalAveragePooling2D(),
-    ),
-    "recurrent": lambda: sequential(
-        (7, 5),
-        layers.Masking(),
-        layers.Bidirectional(layers.LSTM(4, return_sequences=True)),
-        layers.GRU(3, reset_after=False, dropout=0.1),
-    ),
-    "images in time": lambda: sequential((3, 6, 6, 2), layers.ConvLSTM2D(3, 2)),
-    "distributed": lambda: sequential((7, 5), layers.TimeDistributed(layers.Dense(3))),
-    "einsum": lambda: sequential((7, 8), layers.EinsumDense("abc,cd->abd", (None, 6))),
-    "noise": lambda: sequential((7, 5), layers.GaussianNoise(0.1), layers.SpatialDropout1D(0.1)),
+    **calls_alone.ALONE,
     "seeded": lambda: sequential((7, 5), layers.Dropout(0.3, seed=3), layers.AlphaDropout(0.1)),
     "statistics": lambda: sequential((5,), layers.Dense(4), layers.BatchNormalization()),
     "bfloat16": lambda: sequential((5,), layers.Dense(9, dtype="mixed_bfloat16")),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -12,9 +11,11 @@ import numpy as np
 import torch
 
 from ga_model.backends.torch import layer_calls, refusals
+from ga_model.backends.torch.agreement import num_processes
 from ga_model.backends.torch.gradient_sums import GradientSums
+from ga_model.backends.torch.memory import is_exhausted, released
 from ga_model.backends.torch.noting import Noting
-from ga_model.backends.torch.process_group import Processes, num_processes
+from ga_model.backends.torch.process_group import Processes
 from ga_model.backends.torch.state import State
 from ga_model.base._call_again import PythonState
 from ga_model.base._internals import num_updates, raw, variables_to_train
@@ -25,9 +26,6 @@ from ga_model.core.recorder import Applied
 from ga_model.core.window import Sums
 from ga_model.hearing._models import is_of_keras, optimizers_in, recording_of_thread
 from ga_model.hearing._stand_ins import OptimizerStandIn
-
-# What an allocation that fails says, where its error has no class of its own.
-_EXHAUSTED = ("can't allocate memory", "not enough memory", "out of memory")
 
 
 class StandIn(OptimizerStandIn):
@@ -231,14 +229,7 @@ class TorchBackend(Backend):
         return sum(weight.nelement() * weight.element_size() for weight in weights)
 
     def out_of_memory(self, error: Exception) -> Exception | None:
-        if not _is_exhausted(error):
-            return None
-        error.__context__ = error.__cause__ = None
-        error = error.with_traceback(None)  # which holds tensors
-        gc.collect()
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
-        return error
+        return released(error) if is_exhausted(error) else None
 
     @contextlib.contextmanager
     def trying(self, is_own: bool) -> Iterator[None]:
@@ -267,13 +258,6 @@ class TorchBackend(Backend):
 
 def _are_written(versions: list[tuple[Any, int]]) -> bool:
     return any(times_written(tensor) != version for tensor, version in versions)
-
-
-def _is_exhausted(error: BaseException) -> bool:
-    """Return whether an error says that memory is used up."""
-    if isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)):
-        return True
-    return type(error) is RuntimeError and any(text in str(error) for text in _EXHAUSTED)
 
 
 def _copied(value: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import torch
 
-from ga_model.backends.torch.process_group import num_processes
+from ga_model.backends.torch.agreement import num_processes
 from ga_model.base._messages import WITHOUT
 from ga_model.hearing._models import instances_in
 

@@ -15,6 +15,7 @@ from typing import Any
 import keras
 import torch
 
+from ga_model.backends.torch import refusals
 from ga_model.backends.torch.call_arguments import Arguments, Nest
 from ga_model.backends.torch.call_hooks import without_hooks
 from ga_model.backends.torch.microbatch_call import Autocast, Given, KeptTensors, run_on
@@ -80,7 +81,7 @@ class SplitCall:
         inputs = [t for t, yes in zip(self._arguments.tensors, is_source) if yes]
         random = random_state()
         try:
-            found = _Split.apply(self, is_source, *inputs, *self._weights)
+            found = Split.apply(self, is_source, *inputs, *self._weights)
         except BaseException:
             self._python.put_back()
             self._tensors.put_back()
@@ -137,7 +138,7 @@ class SplitCall:
         """Raise RuntimeError if what the call was made of has been written to since."""
         changed = {name for name, t, version in self._versions if times_written(t) != version}
         if changed:
-            raise RuntimeError(_changed_message(self._layer.name, sorted(changed)))
+            raise RuntimeError(refusals.changed_message(self._layer.name, sorted(changed)))
 
     def second_pass(
         self, is_source: list[bool], sources: tuple[Any, ...], upstream: tuple[Any, ...]
@@ -167,7 +168,7 @@ class SplitCall:
                         run = self._run(parts, values, None)
                         own = [p for p, yes in zip(parts, is_source) if yes] + self._weights
                         pairs = self._pairs(run, share, upstream)
-                        gradients = _gradients(pairs, own, is_differentiable)
+                        gradients = gradients_of(pairs, own, is_differentiable)
                     for total, gradient, source in zip(sums, gradients, own):
                         total.add(gradient, source)
         finally:
@@ -217,7 +218,7 @@ class SplitCall:
         self.normalizing = pooled, [part.name for part in normal if not is_known(part)]
 
 
-class _Split(torch.autograd.Function):
+class Split(torch.autograd.Function):
     """The two passes of a call, as one operation of PyTorch's."""
 
     @staticmethod
@@ -272,7 +273,7 @@ class _Sum:
         return torch.cat([*parts, *([torch.zeros_like(source[:missing])] if missing else [])])
 
 
-def _gradients(pairs: Any, sources: list[Any], create_graph: bool) -> list[Any]:
+def gradients_of(pairs: Any, sources: list[Any], create_graph: bool) -> list[Any]:
     """Return the gradients of what a microbatch gave, None where there is none."""
     followed = [source for source in sources if source.requires_grad]
     if not pairs or not followed:
@@ -284,11 +285,3 @@ def _gradients(pairs: Any, sources: list[Any], create_graph: bool) -> list[Any]:
         )
     )
     return [next(found) if source.requires_grad else None for source in sources]
-
-
-def _changed_message(layer: str, names: list[str]) -> str:
-    return (
-        "A call that is split into microbatches runs again when its gradient is taken, with the "
-        f"same inputs. Received: a call of {layer!r} whose {names} was modified in between. Modify "
-        "it after `loss.backward()`, pass a copy (`x.clone()`), or set `microbatch_size=None`."
-    )
