@@ -65,7 +65,7 @@ class Accumulator(ABC):
         is_sum, sums = weight is None, self._sums
         if sums is None:
             nothing = [None] * len(variables)
-            sums = Sums(nothing, None if is_sum else 0.0, 0.0, 0, 0, False, [], [])
+            sums = Sums(nothing, None if is_sum else 0.0, 0.0, 0, 0, False, 0, [], [])
         if (sums.total is None) != is_sum:
             raise ValueError(_messages.mixed_weights_message())
         number = 1.0 if is_sum else self._number(weight)

@@ -30,6 +30,10 @@ from ga_model.hearing._split import Batch, part_of
 from ga_model.sums._noise import GradientNoise
 
 
+class FoundOtherwiseError(Exception):
+    """A batch has shown that its microbatches weigh otherwise than was found before."""
+
+
 class Driver(Kept):
     """Trains a compiled model, batch by batch, and keeps what there is between batches.
 
@@ -56,6 +60,7 @@ class Driver(Kept):
         self._has_own_loss = False
         self._found: dict[Any, Verdict] = {}  # by structure, and whether windows are one batch
         self._told: dict[Verdict, str] = {}  # of those that are not exact
+        self._num_batches: dict[Any, int] = {}  # that were trained by what was found
         self._adds_up = True  # as far as is known
         self._most_rows = 0
 
@@ -117,6 +122,8 @@ class Driver(Kept):
                 self._has_own_loss = True
             except NeedsTotalsError:
                 self.steps.needs_totals = True
+            except FoundOtherwiseError:  # so train it by what was found now
+                pass
 
     def _train_automatic(self, data: Any) -> Any:
         """Train a batch in microbatches as large as there is memory for."""
@@ -181,7 +188,8 @@ class Driver(Kept):
                 return self._train_batch(data, is_trial)
             model._warn_once(self._told[verdict])
         batch = Batch(data, None) if is_whole else batch
-        return self._by_microbatches(batch, size if is_whole else None, verdict, is_trial)
+        size = size if is_whole else None
+        return self._by_microbatches(batch, size, verdict, is_alone, is_trial)
 
     def _needs_trial(self) -> bool:
         """Return whether it is not known of the step without a trial that it adds up."""
@@ -200,22 +208,83 @@ class Driver(Kept):
             rows: samples of its microbatches.
             is_split: whether a window is one batch that is split.
         """
-        kind = is_split, self.backend.structure_of(data)
+        model, kind = self._model, self._kind_of(data, is_split)
         if kind not in self._found:
-            model = self._model
             weight = model.microbatch_weight(*unpack(data))
             if weight is not None:
                 weighing = Weighing("sum" if isinstance(weight, str) else "loss")
                 self._found[kind] = Verdict(weighing, otherwise=weighing)
                 return self._found[kind]
             is_own = self.has_own_step
-            found, error = proof.of_step(model, self.backend, data, rows, is_own, is_split)
-            if error is not None:
-                self._told[found] = messages.untried_message(model.name, error)
-            elif not found.is_exact:
-                self._told[found] = messages.unlike_message(model.name, found)
-            self._found[kind] = found
+            self._note(kind, *proof.of_step(model, self.backend, data, rows, is_own, is_split))
+        elif self._is_due(kind):
+            known, is_own = self._found[kind], self.has_own_step
+            if not proof.still_holds(model, self.backend, data, known, is_own, is_split):
+                found = proof.of_step(model, self.backend, data, rows, is_own, is_split)
+                if self._note_later(kind, *found):
+                    self._tell_of_later(kind)
         return self._found[kind]
+
+    def _kind_of(self, data: Any, is_split: bool) -> Any:
+        """Return a key for what is to be found out once."""
+        return is_split, self.backend.structure_of(data)
+
+    def _is_due(self, kind: Any) -> bool:
+        """Return whether a step is to be tried again, as code that runs eagerly may change.
+
+        It is with growing distance: in the batches 4, 16, 64 and so on.
+        """
+        number = self._num_batches[kind] = self._num_batches.get(kind, 1) + 1
+        is_power = number & (number - 1) == 0 and number.bit_length() % 2 == 1
+        return not self.backend.traces and is_power and self._found[kind].is_watched
+
+    def _note(self, kind: Any, found: Verdict, error: Exception | None) -> None:
+        """Note what was found of a step, and what is to be told of it."""
+        if error is not None:
+            self._told[found] = messages.untried_message(self._model.name, error)
+        elif not found.is_exact:
+            self._told[found] = messages.unlike_message(self._model.name, found)
+        self._found[kind] = found
+
+    def _note_later(self, kind: Any, found: Verdict, error: Exception | None) -> bool:
+        """Note what is found of a step that was found to be exact, and return whether it differs.
+
+        Processes that train together keep to what they have found together.
+        """
+        known = self._found[kind]
+        found = known.after_news(found)
+        self._note(kind, found, error)
+        is_other = not found.is_exact or found.weighing != known.weighing
+        if is_other and self.backend.num_processes > 1:
+            self._tell_of_later(kind)
+            self._found[kind] = known
+        return is_other
+
+    def _tell_of_later(self, kind: Any) -> None:
+        """Warn of what was found of a step when it had trained already."""
+        model, found = self._model, self._found[kind]
+        model._warn_once(self._told.get(found) or messages.late_message(model.name))
+
+    def _look_at_news(self, window: Window, data: Any, is_split: bool, verdict: Verdict) -> None:
+        """Try samples of a window that shows what was not tried before, if it does.
+
+        Raises:
+            FoundOtherwiseError: it is one batch, which can be trained again.
+        """
+        kind, is_own = self._kind_of(data, is_split), self.has_own_step
+        if len(window.held) < 2 or self._found.get(kind) != verdict:
+            return
+        if not (chosen := window.samples_with_news()):
+            return
+        found, error = proof.of_microbatches(self._model, self.backend, chosen, is_own, is_split)
+        if isinstance(error, proof.NothingSeenError):
+            return
+        if not self._note_later(kind, found, error):
+            return
+        if is_split and (self.backend.traces or not is_own):
+            window.discard()
+            raise FoundOtherwiseError
+        self._tell_of_later(kind)
 
     def _even_size(self) -> int | None:
         """Return samples per microbatch that devices share evenly: each has one, at least."""
@@ -223,9 +292,18 @@ class Driver(Kept):
         return None if self.size is None else max(self.size // devices, 1) * devices
 
     def _by_microbatches(
-        self, batch: Batch, size: int | None, verdict: Verdict | None, is_trial: bool
+        self,
+        batch: Batch,
+        size: int | None,
+        verdict: Verdict | None,
+        is_alone: bool,
+        is_trial: bool,
     ) -> Any:
-        """Train the microbatches of a batch, or all of it with calls split by `size` samples."""
+        """Train the microbatches of a batch, or all of it with calls split by `size` samples.
+
+        Args:
+            is_alone: whether the batch is split, and makes an update of its own.
+        """
         steps = self.steps
         window = self.window = self.window or Window(self.settings.accumulation_steps)
         mode = Mode(
@@ -248,8 +326,11 @@ class Driver(Kept):
         sums = window.sums or steps.begin(mode)
         before = None if sums is None else sums.amounts
         for index in range(batch.num_microbatches):
-            sums = steps.microbatch(mode, sums, batch.microbatch(index), numbers, totals)
+            data = batch.microbatch(index)
+            sums = steps.microbatch(mode, sums, data, numbers, totals)
             is_last = index + 1 == batch.num_microbatches
+            if mode.is_watched:
+                window.hold(data, sums.num_news)
             structure = (of_last if is_last else known) or steps.structure
             self._look_at_entries(window, structure)
         assert sums is not None
@@ -258,6 +339,8 @@ class Driver(Kept):
         logs = steps.report(structure, before, sums.amounts)
         window.sums, self._structure = sums, known or structure
         if window.end_batch():
+            if verdict is not None and mode.is_watched:
+                self._look_at_news(window, data, is_alone, verdict)
             self._update(window)
         return logs
 

@@ -42,6 +42,15 @@ def untried_message(model: str, error: Exception) -> str:
     )
 
 
+def late_message(model: str) -> str:
+    return (
+        "Updates so far may differ from those of the full batch. Received: the training step of "
+        f"{model!r}, which weighs microbatches by a number that was the same until now as that of "
+        "their samples, or another one that it was taken for. From now on it is the right one. To "
+        f"train exactly, {ALONE}, or override `microbatch_weight`."
+    )
+
+
 def unlike_shape_message(model: str, rows: int) -> str:
     return (
         "What a microbatch weighs is a number that its step divides by. Received: the step of "

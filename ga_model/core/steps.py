@@ -85,6 +85,11 @@ class Mode(NamedTuple):
     verdict: Verdict | None = None
     is_trial: bool = False
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether a microbatch may show what was not tried: of steps that were found exact."""
+        return self.verdict is not None and self.verdict.is_watched and not self.is_trial
+
 
 class Structure(NamedTuple):
     """What is found out while a microbatch is traced.
@@ -297,9 +302,11 @@ class Steps:
     def _weigh_one(self, mode: Mode, position: Position, data: Any) -> Sums:
         """Run the step, and weigh the microbatch by what it was found to weigh."""
         verdict = mode.verdict or OF_KERAS
+        written: list[Any] = []
 
         def run(data: Any) -> tuple[Any, ...]:
-            recording, hears, logs = self._run(mode, position, data)
+            nonlocal written
+            recording, hears, logs, written = self._run(mode, position, data)
             own, of_metrics = ({}, ()) if verdict.is_folded else recording.split_logs(logs)
             updates, losses = recording.updates(), recording.losses
             self._structure = Structure(
@@ -320,13 +327,17 @@ class Steps:
             recording.release()
             return (*found, said, weight, has_lost)
 
-        divisors: dict[str, Any] = {}
-        if not verdict.needs_divisors:
+        scalars: dict[str, Any] = {}
+        is_noted = verdict.needed_scalars or (verdict.watched and self._backend.traces)
+        if not is_noted:
             found = run(data)
         else:
-            found, divisors = self._backend.noting(run, (data,))
+            found, scalars = self._backend.noting(run, (data,))
         gradients, moments, numbers, own, said, (relative, unit), has_lost = found
-        seen = Seen(num_rows(unpack(data)[0]), divisors, said)
+        seen = Seen(num_rows(unpack(data)[0]), scalars, said)
+        num_news = _numbers.int32(0)
+        if mode.is_watched:
+            num_news = num_news + _numbers.where(verdict.news_in(seen, written), 1, 0)
         if not verdict.is_known_in(seen):
             self._model._warn_once(messages.unlike_shape_message(self._model.name, seen.rows))
             # Of a loss with its weight in it, that stands.
@@ -354,10 +365,16 @@ class Steps:
             share = 1.0 / self._backend.num_processes  # each has a first microbatch
             total = relative - once * _numbers.where(position.is_first, 1.0 - share, 1.0)
         counted = _numbers.int32(1), _numbers.int32(0)
-        return Sums(gradients, total, unit, *counted, has_lost, moments, amounts)
+        return Sums(gradients, total, unit, *counted, has_lost, num_news, moments, amounts)
 
-    def _run(self, mode: Mode, position: Position, data: Any) -> tuple[Recording, Listener, Any]:
-        """Run a step, recorded, and return what was recorded, what was heard, and its logs."""
+    def _run(
+        self, mode: Mode, position: Position, data: Any
+    ) -> tuple[Recording, Listener, Any, list[Any]]:
+        """Run a step, recorded.
+
+        Returns:
+            What was recorded, what was heard, the logs, and variables that it has written to.
+        """
         model, backend, verdict = self._model, self._backend, mode.verdict
         layers = model._batch_normalization_layers()
         splitting: Any = contextlib.nullcontext()
@@ -385,7 +402,7 @@ class Steps:
             others = [layer.name for layer in layers if not is_in(layer, heard)]
             for message in batch_normalization_messages([part.name for part in heard], others):
                 model._warn_once(message)
-        return recording, hears, logs
+        return recording, hears, logs, written
 
     def _tell_of_writes(self, written: list[Any], normalizing: list[Any]) -> None:
         """Warn of variables that a step writes to, but those that random numbers are drawn with."""

@@ -9,6 +9,7 @@ from keras import ops
 from ga_model.base import _numbers
 from ga_model.core.noise import Squares
 from ga_model.core.statistics import Moments
+from ga_model.hearing._split import num_rows, part_of
 
 
 class Amount(NamedTuple):
@@ -46,6 +47,7 @@ class Sums(NamedTuple):
         num_counted, num_skipped: int32 scalars, microbatches that count, and others.
         has_lost: bool scalar, whether one had a term that was made zero because it was divided by
             zero.
+        num_news: scalar, how many showed what no trial of the step has.
         moments: of the calls of BatchNormalization layers, in their order.
         amounts: of the numbers that metrics get, in their order.
         squares: what they tell of the noise of gradients, of each optimizer, if it is measured.
@@ -57,6 +59,7 @@ class Sums(NamedTuple):
     num_counted: Any
     num_skipped: Any
     has_lost: Any
+    num_news: Any
     moments: list[Moments]
     amounts: list[Amount]
     squares: tuple[Squares, ...] = ()
@@ -80,6 +83,7 @@ class Sums(NamedTuple):
             self.num_counted + other.num_counted,
             self.num_skipped + other.num_skipped,
             _numbers.either(self.has_lost, other.has_lost),
+            self.num_news + other.num_news,
             [a.plus(b) for a, b in zip(self.moments, other.moments)],
             [a.plus(b) for a, b in zip(self.amounts, other.amounts)],
             tuple(a.plus(b, shrink) for a, b in zip(self.squares, other.squares)),
@@ -123,6 +127,18 @@ def _sum(a: Any, b: Any, *args: Any) -> Any:
     return _numbers.added(a, b, *args)
 
 
+class Held(NamedTuple):
+    """Samples of a microbatch.
+
+    Attributes:
+        data: the first ones, or all if they are few.
+        num_news: as `Sums` has it, of the window up to the microbatch.
+    """
+
+    data: Any
+    num_news: Any
+
+
 class Window:
     """Counts batches, and has what they have come to.
 
@@ -133,6 +149,7 @@ class Window:
         steps: batches that fill the open window, or the next one.
         sums: what its microbatches have come to, or None before the first.
         entries: loss values of a sample, of each term that averages over them.
+        held: of its microbatches, samples, where they may be tried.
     """
 
     def __init__(self, steps: int) -> None:
@@ -151,6 +168,23 @@ class Window:
         self.sums: Sums | None = None
         self._num_batches = 0
         self.entries: tuple[float, ...] | None = None
+        self.held: list[Held] = []
+
+    def hold(self, data: Any, num_news: Any) -> None:
+        """Hold samples of a microbatch: all, if they are few."""
+        rows = num_rows(data)
+        self.held.append(Held(part_of(data, 0, rows if rows <= 8 else 5), num_news))
+
+    def samples_with_news(self) -> list[Any]:
+        """Return samples of a microbatch with news, if there is one, and then of the others."""
+        numbers = [int(held.num_news) for held in self.held]
+        if not numbers or not numbers[-1]:
+            return []
+        is_news = [now > before for before, now in zip([0, *numbers], numbers)]
+        first = is_news.index(True)
+        others = [place for place in range(len(numbers)) if place != first]
+        others.sort(key=lambda place: is_news[place])
+        return [self.held[place].data for place in (first, *others)]
 
     def end_batch(self) -> bool:
         """Count a batch, and return whether it fills the window."""

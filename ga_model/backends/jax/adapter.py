@@ -258,7 +258,7 @@ class JaxBackend(Backend):
         result, after = noted.run(pure, (values, arguments))
         for group, found in after.items():
             self.put(group, found)
-        return result, noted.divisors
+        return result, noted.scalars
 
     def is_running_step(self) -> bool:
         return self._is_running_step or recording_of_thread.get() is not None

@@ -21,6 +21,9 @@ _CALLS = {"pjit", "jit", "closed_call", "core_call", "custom_jvp_call"}
 _CALLS |= {"custom_vjp_call", "custom_vjp_call_jaxpr"}
 # Equations that divide, or give what is divided by: `x / maximum(n, 1)`.
 _DIVIDING = {"div", "max", "select_n", "integer_pow", "pow"}
+# Equations that decide by their first input, and those whose result may be a bound.
+_DECIDING = {"cond", "select_n"}
+_BOUNDING = {"max", "min", "clamp", "select_n"}
 _JAXPRS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
@@ -31,11 +34,11 @@ class Noting:
         draws: what gives random bits, or None: those of JAX.
 
     Attributes:
-        divisors: floating-point scalars that were divided by, or bounded before, by names.
+        scalars: those that were divided by, bounded or decided by, by names.
     """
 
     def __init__(self, draws: Draws | None) -> None:
-        self.divisors: dict[str, Any] = {}
+        self.scalars: dict[str, Any] = {}
         self._draws = draws
 
     def run(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
@@ -65,18 +68,23 @@ class Noting:
         if name == "random_bits" and self._draws is not None:
             dtype = jnp.dtype(f"uint{parameters['bit_width']}")
             return [_bits(self._draws, tuple(parameters["shape"]), dtype)]
+        if name in _DECIDING and not jnp.shape(inputs[0]):
+            self._note(name, inputs[0].astype("float32"))
         if name in _DIVIDING:
             for variable, value in zip(equation.invars, inputs):
-                if _is_scalar(value) and not isinstance(variable, Literal):
-                    self.divisors[f"{len(self.divisors):05} {name}"] = value
+                if not isinstance(variable, Literal):
+                    self._note(name, value)
         bound = equation.primitive.get_bind_params(parameters)
         functions, bound = bound if isinstance(bound, tuple) else ((), bound)  # before JAX 0.10
         outputs = equation.primitive.bind(*functions, *inputs, **bound)
-        return outputs if equation.primitive.multiple_results else [outputs]
+        outputs = outputs if equation.primitive.multiple_results else [outputs]
+        if name in _BOUNDING:
+            self._note(name, outputs[0])
+        return outputs
 
-
-def _is_scalar(value: Any) -> bool:
-    return not jnp.shape(value) and jnp.issubdtype(jnp.result_type(value), jnp.floating)
+    def _note(self, name: str, value: Any) -> None:
+        if not jnp.shape(value) and jnp.issubdtype(jnp.result_type(value), jnp.floating):
+            self.scalars[f"{len(self.scalars):05} {name}"] = value
 
 
 def _bits(draws: Draws, shape: tuple[int, ...], dtype: Any) -> Any:

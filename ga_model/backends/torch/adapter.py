@@ -171,7 +171,7 @@ class TorchBackend(Backend):
         self, function: Callable[..., Any], arguments: tuple[Any, ...], draws: Draws | None = None
     ) -> tuple[Any, dict[str, Any]]:
         with Noting(draws) as noted:
-            return function(*arguments), noted.divisors
+            return function(*arguments), noted.scalars
 
     def is_running_step(self) -> bool:
         return self._is_running_step or recording_of_thread.get() is not None

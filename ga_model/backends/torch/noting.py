@@ -25,6 +25,7 @@ _DIVIDING: dict[str, Sequence[int]] = {
     **dict.fromkeys(("maximum", "fmax"), (0, 1)),
     "where": (1, 2),
 }
+_BOUNDING = {"clamp", "clamp_min", "clamp_max", "maximum", "minimum", "fmax", "fmin", "where"}
 # Operations that draw for each entry of what they return, of the parameters in it.
 _BY_ENTRY = {"rand", "randn", "normal", "randint", "bernoulli", "poisson", "multinomial"}
 _BY_ENTRY |= {"rand_like", "randn_like", "randint_like", "native_dropout", "rrelu_with_noise"}
@@ -38,13 +39,13 @@ class Noting(TorchDispatchMode):
         draws: what random numbers are drawn by, or None: as always.
 
     Attributes:
-        divisors: scalars that were divided by, or bounded before, and numbers of entries that masks
-            have selected, by names.
+        scalars: those that were divided by, bounded or decided by, and numbers of entries that
+            masks have selected, by names.
     """
 
     def __init__(self, draws: Draws | None) -> None:
         super().__init__()
-        self.divisors: dict[str, Any] = {}
+        self.scalars: dict[str, Any] = {}
         self._draws = draws
 
     def __torch_dispatch__(
@@ -56,7 +57,7 @@ class Noting(TorchDispatchMode):
             return _drawn(self._draws, name, func, args, kwargs)
         outputs = func(*args, **kwargs)
         for value in _divisors_of(name, args, outputs):
-            self.divisors[f"{len(self.divisors):05} {name}"] = value
+            self.scalars[f"{len(self.scalars):05} {name}"] = value
         return outputs
 
 
@@ -67,6 +68,10 @@ def _divisors_of(name: str, args: Any, outputs: Any) -> Iterator[Any]:
             yield value.detach().clone() if value.is_floating_point() else value.double()
         elif isinstance(value, (int, float)) and place == 1 and name != "where":
             yield float(value)
+    if name in _BOUNDING and torch.is_tensor(outputs) and not outputs.ndim:
+        yield outputs.detach().clone()
+    if name == "_local_scalar_dense" and args[0].dtype == torch.bool:
+        yield float(outputs)  # that a branch may be taken by
     if name.startswith("nll_loss") and name.endswith("forward"):
         yield outputs[1].detach()  # the weight of what it averages over
     if name == "masked_select" or (name == "index" and any(map(_is_mask, args[1]))):

@@ -88,7 +88,7 @@ class Processes(agreement.Group):
         largest = max(abs(row[3]) for row in counting)
         is_sum = bool(counting[0][4])
         if sums is None:
-            sums = Sums([None] * len(variables), 0.0, 0.0, 0, 0, False, [], [])
+            sums = Sums([None] * len(variables), 0.0, 0.0, 0, 0, False, 0, [], [])
         shrink = unit / largest if unit and largest else 1.0
         gradients = [g if g is None or shrink == 1.0 else g.mul_(shrink) for g in sums.gradients]
         sums = sums._replace(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import numpy as np
+from keras import ops
 
 from ga_model.base._internals import (
     forgetting_override,
@@ -24,8 +27,14 @@ from ga_model.core.proof.weighing import Weighing
 from ga_model.hearing._attributes import watch_attributes
 from ga_model.hearing._metrics_of_user import counts_samples
 from ga_model.hearing._python_state import python_state
+from ga_model.hearing._split import num_rows
 
 _SIZES = (5, 5, 1)
+_NOTHING = "All gradients are zero, or not finite."
+
+
+class NothingSeenError(ValueError):
+    """Samples tell nothing of a step."""
 
 
 def of_step(
@@ -58,14 +67,75 @@ def of_step(
     return verdict, error
 
 
+def still_holds(
+    model: Any, backend: Backend, data: Any, known: Verdict, is_own: bool, is_split: bool
+) -> bool:
+    """Try one window of a step that was tried before, and return whether all is as it was.
+
+    Args:
+        model, backend, data, is_own, is_split: as `of_step` takes them.
+        known: what was found of the step.
+    """
+    samples = samples_for_trial(data, sum(_SIZES))
+    with _trying(model, backend):
+        try:
+            runner = StepRunner(model, backend, samples, not is_own, is_split, known.kinds)
+            with forgetting_override(model):
+                tried = list(windows(runner, _SIZES, is_brief=True))
+        except Exception:  # what cannot be tried with so many samples, as before
+            return True
+        is_known = not tried or not tried[0].rate or Judge(runner, tried).agrees(known)
+        return is_known and runner.written <= set(known.written)
+
+
+def of_microbatches(
+    model: Any, backend: Backend, held: Sequence[Any], is_own: bool, is_split: bool
+) -> tuple[Verdict, Exception | None]:
+    """Try a step on samples of microbatches of which the first showed something new.
+
+    Args:
+        model, backend, is_own, is_split: as `of_step` takes them.
+        held: of each microbatch its first samples, or all.
+    """
+    first, others = num_rows(held[0]), sum(map(num_rows, held[1:]))
+    data = keras.tree.map_structure(_joined, *held)
+    sizes = (first, others - 1, 1) if others > 1 else (first, 1) if others else (first,)
+    return _of_samples(model, backend, data, sizes, is_own, is_split)
+
+
+def _joined(*leaves: Any) -> Any:
+    if leaves[0] is None or not ops.shape(leaves[0]):
+        return leaves[0]
+    return np.concatenate([ops.convert_to_numpy(leaf) for leaf in leaves])
+
+
+@contextlib.contextmanager
+def _trying(model: Any, backend: Backend) -> Iterator[Callable[[], None]]:
+    """Return a context in which the step of a model may be tried.
+
+    It gives a function that lets Python's state be as it was, and forgets what was compiled.
+    """
+    state = python_state(model)
+    watch_attributes(model)
+
+    def begin_again() -> None:
+        state.put_back()
+        backend.forget("trial")
+
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")
+        try:
+            yield begin_again
+        finally:
+            begin_again()
+
+
 def _of_samples(
     model: Any, backend: Backend, data: Any, sizes: Sizes, is_own: bool, is_split: bool
 ) -> tuple[Verdict, Exception | None]:
     """Try the step of a model on so many samples."""
-    state, kinds = python_state(model), Kinds()
-    watch_attributes(model)
-    with warnings.catch_warnings(), np.errstate(all="ignore"):
-        warnings.simplefilter("ignore")
+    kinds = Kinds()
+    with _trying(model, backend) as begin_again:
         try:
             samples = samples_for_trial(data, sum(sizes))
             for _ in range(2):
@@ -75,15 +145,11 @@ def _of_samples(
                 if is_own or not tried or not (found := Judge(runner, tried).kinds()).has_sum:
                     break
                 kinds = found  # known from the values of losses, whatever they were taken for
-                state.put_back()
-                backend.forget("trial")
+                begin_again()
         except Exception as error:  # whatever code of the user's raises on other samples
             return _unknown(is_own, kinds), error
-        finally:
-            state.put_back()
-            backend.forget("trial")
         if not any(window.rate for window in tried):
-            return _unknown(is_own, kinds), ValueError("All gradients are zero, or not finite.")
+            return _unknown(is_own, kinds), NothingSeenError(_NOTHING)
         verdict = Judge(runner, tried).verdict()._replace(kinds=kinds)
     if runner.has_mismatch and not is_split:  # which is told of where weights are combined
         verdict = verdict._replace(weighing=Weighing("loss"), differences=(), is_folded=True)

@@ -46,6 +46,7 @@ class StepRunner:
     Attributes:
         has_mismatch: whether terms of the loss have weights that are not proportional.
         has_own_loss: whether the loss, or a part of it, is the user's own.
+        written: paths of the variables that the step has written to.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class StepRunner:
         self._totals: list[Any] = []  # what terms of the loss weigh in all samples
         self.is_folded = is_folded
         self.has_mismatch = self.has_own_loss = False
+        self.written: set[str] = set()
         counters = [num_updates(optimizer) for optimizer in unique(optimizers_in(vars(model)))]
         groups = (model.trainable_variables, model.non_trainable_variables, model.metrics_variables)
         self._variables = unique([*(v for group in groups for v in group), *counters])
@@ -109,10 +111,10 @@ class StepRunner:
             lambda x: None if x is None else ops.convert_to_numpy(x),
             run(values, data, totals, *numbers),
         )
-        after, divisors, gradients, numbers, logs, of_loss, terms, compiled, added = found
+        after, scalars, gradients, numbers, logs, of_loss, terms, compiled, added = found
         if not is_part:
             self._totals = terms
-        seen = Seen(end - begin, divisors, of_loss)
+        seen = Seen(end - begin, scalars, of_loss)
         places, counters = self._applied_to[end - begin]
         return Outcome(gradients, places, counters, after, numbers, logs, seen, compiled, added)
 
@@ -130,8 +132,8 @@ class StepRunner:
             variable.assign(value)
         step = functools.partial(self._step, rows < self._total)
         draws = Draws(rows, self._total, begin, number)
-        found, divisors = self._backend.noting(step, (data, totals, rate, begin), draws)
-        return (self._values(), divisors, *found)
+        found, scalars = self._backend.noting(step, (data, totals, rate, begin), draws)
+        return (self._values(), scalars, *found)
 
     def _step(
         self, is_part: bool, data: Any, totals: list[Any], rate: Any, begin: Any
@@ -149,7 +151,8 @@ class StepRunner:
             averaging(layers_in(model)),
             record(model, data, position, backend, kinds=self._kinds, **options) as recording,
         ):
-            logs, _ = backend.run_step(data)
+            logs, written = backend.run_step(data)
+        self.written |= {variable.path for variable in written}
         losses = recording.losses
         if is_part:  # those metrics have nothing of it yet, and what they get is compared instead
             waiting = {id(v) for update, _ in recording.updates() for v in update.metric.variables}

@@ -23,7 +23,7 @@ _LARGE = 5_000_000  # values, of which fewer windows are tried
 _NOISE = (0.0, 0.3, 2.0, 8.0)  # of the starts, in standard deviations of a weight
 
 
-Sizes = tuple[int, int, int]  # samples of the parts of a window
+Sizes = tuple[int, ...]  # samples of the parts of a window
 
 
 class Outcome(NamedTuple):
@@ -66,6 +66,7 @@ class Runner(Protocol):
         rounding: the same in the precision of the model.
         has_own_loss: whether the loss, or a part of it, is the user's own.
         is_folded: whether weights of compiled losses are folded into the loss.
+        written: paths of the variables that the step has written to.
     """
 
     start: list[Any]
@@ -78,6 +79,7 @@ class Runner(Protocol):
     rounding: float
     has_own_loss: bool
     is_folded: bool
+    written: set[str]
 
     def run(self, begin: int, end: int, values: list[Any], rate: float) -> Outcome:
         """Run the step on samples from `begin` up to `end`, from values of all variables.
@@ -113,13 +115,20 @@ class Window(NamedTuple):
         return [weight / total if total else float("nan") for weight in weights]
 
 
-def windows(runner: Runner, sizes: Sizes) -> Iterator[Window]:
-    """Try windows of samples in parts of these sizes, in other orders, too."""
+def windows(runner: Runner, sizes: Sizes, is_brief: bool = False) -> Iterator[Window]:
+    """Try windows of samples in parts of these sizes, in other orders, too.
+
+    Args:
+        runner: runs the step.
+        sizes: of the parts.
+        is_brief: whether one window is enough, from the state as it is.
+    """
     total = sum(sizes)
-    cuts = [tuple(itertools.accumulate(sizes[i:] + sizes[:i])) for i in range(3)]
+    cuts = [tuple(itertools.accumulate(sizes[i:] + sizes[:i])) for i in range(len(sizes))]
     is_half = runner.rounding > runner.epsilon
     is_large = sum(np.asarray(value).size for value in runner.start) > _LARGE
-    for number, noise in enumerate(_NOISE[:2] if is_large else _NOISE):
+    starts = 1 if is_brief else 2 if is_large else len(_NOISE)
+    for number, noise in enumerate(_NOISE[:starts]):
         values = _perturbed(runner, noise, number)
         unmoved = runner.run(0, total, values, 0.0)
         gradients = [g for g in unmoved.gradients if g is not None]
@@ -133,7 +142,7 @@ def windows(runner: Runner, sizes: Sizes) -> Iterator[Window]:
         if number and not all(np.isfinite(v).all() for v in numbers):
             continue
         rounded = runner.run(0, total, _rounded(runner, values), rate)
-        for ends in cuts[:2] if is_large else cuts:
+        for ends in cuts[: starts if is_large or is_brief else len(cuts)]:
             parts, state, begin = [], values, 0
             for end in ends:
                 parts.append(runner.run(begin, end, state, 0.0))

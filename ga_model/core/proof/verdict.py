@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ga_model.base import _numbers
 from ga_model.core.losses import Kinds
 from ga_model.core.proof.trial import Outcome, Runner, Window, norm_of
-from ga_model.core.proof.weighing import Seen, Weighing
+from ga_model.core.proof.weighing import Seen, Watched, Weighing
 
+_WATCHED = 1e-5  # relative, of what is watched
 _TOLERANCE = 2e-4  # relative, of what many operations make of rounding in float32
 
 
@@ -42,7 +45,11 @@ class Verdict(NamedTuple):
         otherwise: of numbers and logs that nothing else is known of.
         is_folded: whether the weight is that of Keras's loss, and is to be folded into it.
         kinds: of losses of the user's own, where Keras's step runs.
-        divisors: names of what the step may divide by, as it was tried.
+        scalars: names of what the step may divide by, as it was tried.
+        watched: of these, what training may show to be another than in all that was tried.
+        written: paths of the variables that the step writes to.
+        has_seen_zero: whether a microbatch without weight was tried.
+        is_tried: whether this was found by trying the step.
     """
 
     weighing: Weighing
@@ -52,24 +59,67 @@ class Verdict(NamedTuple):
     otherwise: Weighing = Weighing("samples")
     is_folded: bool = False
     kinds: Kinds = Kinds()
-    divisors: tuple[str, ...] = ()
+    scalars: tuple[str, ...] = ()
+    watched: tuple[Watched, ...] = ()
+    written: tuple[str, ...] = ()
+    has_seen_zero: bool = False
+    is_tried: bool = False
 
     @property
     def is_exact(self) -> bool:
         return not self.differences
 
     @property
-    def needs_divisors(self) -> list[str]:
-        """The names of divisors that something is weighed by."""
+    def is_watched(self) -> bool:
+        """Whether what was found is to be found again if training shows something new."""
+        return self.is_tried and self.is_exact
+
+    @property
+    def needed_scalars(self) -> list[str]:
+        """The names of scalars that something is weighed by."""
         weighings = [self.weighing, *self.numbers, *(weighing for _, weighing in self.logs)]
-        sources = {weighing.source for weighing in weighings if weighing is not None}
-        return sorted(sources - {"loss", "samples", "sum", "last"})
+        return sorted({w.source for w in weighings if w is not None and w.is_divisor})
 
     def is_known_in(self, seen: Seen) -> bool:
         """Return whether a microbatch shows what it was found to be weighed by, where it was."""
-        last = max(self.needs_divisors, default="")
-        before = tuple(name for name in sorted(seen.divisors) if name <= last)
-        return before == tuple(name for name in self.divisors if name <= last)
+        last = max(self.needed_scalars, default="")
+        before = tuple(name for name in sorted(seen.scalars) if name <= last)
+        return before == tuple(name for name in self.scalars if name <= last)
+
+    def news_in(self, seen: Seen, written: Sequence[Any]) -> Any:
+        """Return whether a microbatch shows what no sample that was tried did: a bool or a scalar.
+
+        Args:
+            seen: what it shows.
+            written: the variables that its step has written to.
+        """
+        news: Any = not {variable.path for variable in written} <= set(self.written)
+        known = zip(sorted(seen.scalars), self.scalars)
+        same = {name for name, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], known)}
+        weight = self.weighing.weight(seen) if self.weighing.source in (*same, "samples") else None
+        if self.weighing.is_divisor and weight is not None and not self.has_seen_zero:
+            news = _numbers.either(news, weight == 0)
+        for watched in self.watched:
+            factor = weight if watched.is_per_weight else 1.0
+            if watched.name not in same or factor is None:
+                continue
+            expected = watched.value * factor
+            is_near = abs(seen.scalars[watched.name] - expected) <= _WATCHED * abs(expected)
+            news = _numbers.either(news, _numbers.is_not(is_near))
+        return news
+
+    def after_news(self, found: Verdict) -> Verdict:
+        """Return what was found later, that watches what was not news."""
+        if found.weighing != self.weighing:
+            return found
+        known = {(w.name, w.is_per_weight): w.value for w in self.watched}
+        watched = tuple(
+            w
+            for w in found.watched
+            if np.isclose(w.value, known.get((w.name, w.is_per_weight), inf), rtol=_WATCHED, atol=0)
+        )
+        has_seen_zero = self.has_seen_zero or found.has_seen_zero
+        return found._replace(watched=watched, has_seen_zero=has_seen_zero)
 
     def of_log(self, name: str) -> Weighing:
         """Return how a scalar that the step logs is put together."""
@@ -124,8 +174,58 @@ class Judge:
         found = tuple(Difference(*pair) for pair in differences)
         is_said = first.seen.of_loss is None if weighing.is_sum else weighing.source == "loss"
         is_folded = self._runner.is_folded and is_said
-        divisors = tuple(sorted(first.seen.divisors))
-        return Verdict(weighing, numbers, logs, found, is_folded=is_folded, divisors=divisors)
+        scalars = tuple(sorted(first.seen.scalars))
+        return Verdict(
+            weighing,
+            numbers,
+            logs,
+            found,
+            is_folded=is_folded,
+            scalars=scalars,
+            watched=tuple(self._watched(weighing)),
+            written=tuple(sorted(self._runner.written)),
+            has_seen_zero=self._has_zero(weighing),
+            is_tried=True,
+        )
+
+    def agrees(self, known: Verdict) -> bool:
+        """Return whether all comes out as it was found before."""
+        numbers = [
+            (functools.partial(_number, place), weighing)
+            for place, weighing in enumerate(known.numbers)
+        ]
+        logs = [(functools.partial(_log, name), weighing) for name, weighing in known.logs]
+        return not (
+            self._gradients_off(known.weighing)
+            or self._values_off(known.weighing)
+            or any(
+                not self._fits(window, weighing, get)
+                for get, weighing in [*numbers, *logs]
+                if weighing is not None and weighing != LAST
+                for window in self._windows
+            )
+        )
+
+    def _outcomes(self) -> list[Outcome]:
+        return [o for window in self._windows for o in (window.whole, *window.parts)]
+
+    def _has_zero(self, weighing: Weighing) -> bool:
+        return weighing.is_divisor and not all(_weight(weighing, o) for o in self._outcomes())
+
+    def _watched(self, weighing: Weighing) -> Iterator[Watched]:
+        """Yield the scalars that were the same in all outcomes, or went with their weight."""
+        outcomes = self._outcomes()
+        weights = [
+            1.0 if weighing.source in ("loss", "sum") else _weight(weighing, o) for o in outcomes
+        ]
+        common = set.intersection(*(set(outcome.seen.scalars) for outcome in outcomes))
+        for name in sorted(common - {weighing.source}):
+            values = np.asarray([float(o.seen.scalars[name]) for o in outcomes])
+            for is_per_weight in (False, True):
+                ratios = values / weights if is_per_weight and all(weights) else values
+                if np.isfinite(ratios).all() and np.ptp(ratios) <= _WATCHED * abs(ratios[0]) / 2:
+                    yield Watched(name, float(ratios[0]), is_per_weight)
+                    break
 
     def kinds(self) -> Kinds:
         """Return what losses of the user's own are over samples, as far as they are either."""
@@ -229,7 +329,7 @@ def candidates(tried: Sequence[Window], has_own_loss: bool) -> Iterator[Weighing
     that of the names: what it bounds, before it divides by that.
     """
     outcomes = [outcome for window in tried for outcome in (window.whole, *window.parts)]
-    common = set.intersection(*(set(outcome.seen.divisors) for outcome in outcomes))
+    common = set.intersection(*(set(outcome.seen.scalars) for outcome in outcomes))
     sources = sorted(common)
     if all(outcome.seen.of_loss is not None for outcome in outcomes):
         sources = [*sources, "loss"] if has_own_loss else ["loss", *sources]

@@ -10,13 +10,27 @@ class Seen(NamedTuple):
 
     Attributes:
         rows: its samples.
-        divisors: floating-point scalars that its step divides by, by name.
+        scalars: scalars that its step divides by, bounds or decides by, by name.
         of_loss: scalar, what the compiled losses say, or None: it is a sum, or they say nothing.
     """
 
     rows: int
-    divisors: dict[str, Any]
+    scalars: dict[str, Any]
     of_loss: Any = None
+
+
+class Watched(NamedTuple):
+    """A scalar of a step that was the same in all that was tried, or a number of weights.
+
+    Attributes:
+        name: of the scalar.
+        value: it, or what it is per weight of the microbatch.
+        is_per_weight: which of both.
+    """
+
+    name: str
+    value: float
+    is_per_weight: bool
 
 
 class Weighing(NamedTuple):
@@ -38,11 +52,16 @@ class Weighing(NamedTuple):
     def is_sum(self) -> bool:
         return self.source == "sum"
 
+    @property
+    def is_divisor(self) -> bool:
+        """Whether the weight is a number that the step divides by."""
+        return self.source not in ("loss", "samples", "sum", "last")
+
     def weight(self, seen: Seen) -> Any:
         """Return the weight of a microbatch: a number or a scalar."""
         if self.source in ("samples", "sum"):
             return float(seen.rows if self.source == "samples" else 1)
-        weight = seen.of_loss if self.source == "loss" else seen.divisors[self.source]
+        weight = seen.of_loss if self.source == "loss" else seen.scalars[self.source]
         if self.is_by_sample:
             weight = weight * seen.rows
         return weight
