@@ -19,11 +19,13 @@ from ga_model.core import messages
 from ga_model.core.automatic import SizeTrials
 from ga_model.core.backend import Backend
 from ga_model.core.losses import NeedsTrialError
+from ga_model.core.modes import Mode, NeedsTotalsError, Numbers, Structure
 from ga_model.core.noise import Estimate
 from ga_model.core.proof import proof
 from ga_model.core.proof.verdict import Verdict
 from ga_model.core.proof.weighing import Weighing
-from ga_model.core.steps import Counters, Mode, NeedsTotalsError, Numbers, Steps, Structure, count
+from ga_model.core.steps import Steps
+from ga_model.core.updates import Counters, Updates, count
 from ga_model.core.window import Window
 from ga_model.hearing._models import is_of_keras, unpack
 from ga_model.hearing._split import Batch, part_of
@@ -43,7 +45,8 @@ class Driver(Kept):
 
     Attributes:
         backend: as it is passed.
-        steps: what is compiled.
+        steps: what is compiled for microbatches.
+        updates: what is for logs and updates.
     """
 
     window: Window | None
@@ -53,6 +56,7 @@ class Driver(Kept):
         self.automatic_size = FoundSize()
         self.noise = GradientNoise(Estimate)
         self.steps = Steps(model, backend)
+        self.updates = Updates(model, backend)
         self.backend = backend
         self._structure: Structure | None = None
         self._is_checked = self._has_trained = False
@@ -176,7 +180,7 @@ class Driver(Kept):
         is_whole = batch.is_split and self.takes_full_batch()
         is_alone = not (self.accumulates() or self.settings.skip_nonfinite)
         if is_alone and (is_whole or not batch.is_split) and not is_trial:
-            return self.steps.whole(size or batch.rows, data)
+            return self.updates.whole(size or batch.rows, data)
         is_alone = is_alone and batch.is_split
         rows = size or batch.rows
         verdict = None
@@ -336,7 +340,7 @@ class Driver(Kept):
         assert sums is not None
         if is_trial:
             return None
-        logs = steps.report(structure, before, sums.amounts)
+        logs = self.updates.report(structure, before, sums.amounts)
         window.sums, self._structure = sums, known or structure
         if window.end_batch():
             if verdict is not None and mode.is_watched:
@@ -374,12 +378,12 @@ class Driver(Kept):
         assert structure is not None
         if noise is not None and sums.squares:
             estimates = [noise.of(a.optimizer) for a in applied]
-            self.steps.measure(structure, estimates, sums)
+            self.updates.measure(structure, estimates, sums)
         counters = Counters(self.num_skipped or 0, self.num_lost or 0)
         if self.settings.skip_nonfinite and not int(sums.num_counted):
             counters = count(sums, counters)
         else:
-            counters = self.steps.update(structure, sums, counters)
+            counters = self.updates.update(structure, sums, counters)
         self.num_skipped, self.num_lost = counters
         return is_end
 
@@ -410,4 +414,4 @@ class Driver(Kept):
             return train_step(*args)
         if not self.is_plain():
             raise RuntimeError(messages.own_loop_message(self._model.name))
-        return self.backend.run_plain(train_step, self.steps.after_update, *args)
+        return self.backend.run_plain(train_step, self.updates.after_update, *args)

@@ -8,7 +8,7 @@ tracers must not escape: `stop_gradient` gives those of the trace outside.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -61,6 +61,15 @@ class Applied(NamedTuple):
     optimizer: Any
     variables: tuple[Any, ...]
     in_pairs: bool = False
+
+
+def by_optimizer(
+    applied: Sequence[Applied], gradients: list[Any]
+) -> Iterator[tuple[list[Any], Any]]:
+    """Yield the gradients of each optimizer, and what it scales losses by."""
+    left = iter(gradients)
+    for optimizer, variables, _ in applied:
+        yield [next(left) for _ in variables], optimizer.scale_loss(ops.ones(()))
 
 
 class Recording:

@@ -1,4 +1,4 @@
-"""What is compiled for one model: a microbatch, its logs, and an update.
+"""What is compiled for a microbatch of one model. Its logs and the update are in `updates`.
 
 A microbatch is one function, whatever comes before and after it: it adds what it gives to the sums
 of its window, which it gets and returns. The optimizer is in a function of its own, and so are the
@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import keras
 from keras import ops
@@ -23,97 +23,17 @@ from ga_model.base._messages import batch_normalization_messages
 from ga_model.core import messages
 from ga_model.core.backend import GROUPS, Backend, GradientSums, Group
 from ga_model.core.losses import Kinds, Position
-from ga_model.core.noise import Estimate, Squares, averaged, squared_norm
+from ga_model.core.modes import Mode, NeedsTotalsError, Numbers, Structure
+from ga_model.core.noise import Squares
 from ga_model.core.proof.verdict import OF_KERAS, Verdict
 from ga_model.core.proof.weighing import Seen, Weighing
-from ga_model.core.recorder import Applied, Recording, Update, record
-from ga_model.core.statistics import Call, Listener, listening
+from ga_model.core.recorder import Recording, by_optimizer, record
+from ga_model.core.statistics import Listener, listening
 from ga_model.core.window import Amount, Sums
 from ga_model.hearing import _messages, _weights
 from ga_model.hearing._attributes import watch_attributes
 from ga_model.hearing._models import is_of_keras, unpack
 from ga_model.hearing._split import Batch, num_rows
-
-
-class Counters(NamedTuple):
-    """What was counted since `compile`: int32 scalars, or zero.
-
-    Attributes:
-        skipped: microbatches that were left out.
-        lost: windows with weight of which a microbatch had a term that was made zero.
-    """
-
-    skipped: Any = 0
-    lost: Any = 0
-
-
-class Numbers(NamedTuple):
-    """Numbers of a batch that its microbatches know.
-
-    Attributes:
-        steps: batches that fill the window.
-        num_microbatches: microbatches that do.
-        parts: a power of two near that.
-        rows: samples of the batch.
-    """
-
-    steps: float
-    num_microbatches: float
-    parts: float
-    rows: float
-
-
-class Mode(NamedTuple):
-    """What the function of a microbatch is made for.
-
-    Attributes:
-        is_split: whether the microbatch is one of several of its batch, which is known whole.
-        is_alone: whether the batch makes an update of its own.
-        size: samples of microbatches that calls of layers go by, where the step sees the full
-            batch, or None.
-        skips: whether a microbatch with NaN or Inf in a gradient is skipped.
-        is_measured: whether the noise of gradients is.
-        verdict: what was found of a step, or None if it has no code of the user's own.
-        is_trial: whether it is only tried if there is memory for it.
-    """
-
-    is_split: bool
-    is_alone: bool
-    size: int | None
-    skips: bool
-    is_measured: bool
-    verdict: Verdict | None = None
-    is_trial: bool = False
-
-    @property
-    def is_watched(self) -> bool:
-        """Whether a microbatch may show what was not tried: of steps that were found exact."""
-        return self.verdict is not None and self.verdict.is_watched and not self.is_trial
-
-
-class Structure(NamedTuple):
-    """What is found out while a microbatch is traced.
-
-    Attributes:
-        applied: the optimizers that the step applies, in their order.
-        updates: of metrics that wait for the full batch.
-        calls: of BatchNormalization layers.
-        entries: loss values of a sample, of each term that averages over them.
-        own_logs: names of scalars that a step of the user's own logs.
-        logs_of_metrics: names of logs that are results of metrics, the metrics, and the keys of
-            these results, or None.
-    """
-
-    applied: list[Applied]
-    updates: list[Update]
-    calls: list[Call]
-    entries: tuple[float, ...] = ()
-    own_logs: tuple[str, ...] = ()
-    logs_of_metrics: tuple[tuple[str, Any, str | None], ...] = ()
-
-
-class NeedsTotalsError(Exception):
-    """What the terms of the loss weigh in the full batch has to be known before."""
 
 
 class Steps:
@@ -290,7 +210,7 @@ class Steps:
                 raise ValueError(_messages.noise_of_sum_message(model.name))
             squares = (
                 Squares.of(gradients, found.total, scale)
-                for gradients, scale in self._by_optimizer(found.gradients)
+                for gradients, scale in by_optimizer(self.structure.applied, found.gradients)
             )
             found = found._replace(squares=tuple(squares))
         if mode.skips:
@@ -432,134 +352,6 @@ class Steps:
         weights = [term.weight for term in recording.losses.compiled_terms()]
         recording.release()
         return [_numbers.float64(0.0 if weight is None else weight) for weight in weights]
-
-    # Logs.
-
-    def report(self, structure: Structure, before: list[Amount] | None, now: list[Amount]) -> Any:
-        """Give metrics what waited for the full batch, and return the logs.
-
-        Args:
-            structure: what is known of the sums.
-            before: the amounts of the window before the batch, or None.
-            now: those after it.
-        """
-        function = functools.partial(self._report, structure)
-        report = self._backend.compiled(("report", id(structure)), function, ["metrics"])
-        return report(before, now)
-
-    def _report(self, structure: Structure, before: list[Amount] | None, now: list[Amount]) -> Any:
-        model = self._model
-        before = [Amount(0.0, 0.0, 0.0, 0.0) for _ in now] if before is None else before
-        for update, first, last in zip(structure.updates, before, now):
-            metric = update.metric
-            is_mean = isinstance(metric, keras.metrics.Mean)
-            if is_mean:  # one that was reset within the window has nothing of it
-                is_reset = copy_of(metric.count) == 0
-                first = Amount._make(_numbers.where(is_reset, 0.0, a) for a in first)
-            (total, count), (known, known_count) = update.added(last), update.added(first)
-            metric.total.assign_add(ops.cast(total - known, metric.total.dtype))
-            if is_mean:
-                metric.count.assign_add(ops.cast(count - known_count, metric.count.dtype))
-        if not (structure.own_logs or structure.logs_of_metrics):
-            return model.get_metrics_result()
-        results = {}
-        for name, metric, key in structure.logs_of_metrics:
-            result = metric.result()
-            results[name] = result if key is None else result[key]
-        own = zip(structure.own_logs, now[len(structure.updates) :])
-        return {**results, **{name: amount.value() for name, amount in own}}
-
-    # Updates.
-
-    def measure(self, structure: Structure, estimates: list[Estimate], sums: Sums) -> None:
-        """Take a window into averages.
-
-        Args:
-            structure: what is known of its sums.
-            estimates: the averages, of each optimizer.
-            sums: what the microbatches of the window have come to.
-        """
-        measure = self._backend.compiled(
-            ("measure", id(structure)), functools.partial(self._measure, structure), ["optimizer"]
-        )
-        sums = sums._replace(amounts=[], moments=[])
-        before = [(estimate.sums, estimate.decay) for estimate in estimates]
-        for estimate, after in zip(estimates, measure(before, sums)):
-            estimate.sums = after
-
-    def _measure(self, structure: Structure, before: list[Any], sums: Sums) -> list[Any]:
-        total, after = _numbers.where(sums.total == 0, 1.0, sums.total), []
-        self._structure = structure
-        parts = zip(before, sums.squares, self._by_optimizer(sums.gradients))
-        for (earlier, decay), squares, (gradients, scale) in parts:
-            norm = squared_norm(gradients, scale) / total**2
-            squares = squares._replace(total=squares.total * sums.unit)
-            after.append(averaged(earlier, decay, squares, sums.total * sums.unit, norm))
-        return after
-
-    def _by_optimizer(self, gradients: list[Any]) -> Iterator[tuple[list[Any], Any]]:
-        """Yield the gradients of each optimizer, and what it scales losses by."""
-        assert self._structure is not None
-        left = iter(gradients)
-        for optimizer, variables, _ in self._structure.applied:
-            yield [next(left) for _ in variables], optimizer.scale_loss(ops.ones(()))
-
-    def update(self, structure: Structure, sums: Sums, counters: Counters) -> Counters:
-        """Make the update of a window.
-
-        Args:
-            structure: what is known of its sums.
-            sums: what its microbatches have come to, which is not to be used again.
-            counters: those of the windows before.
-
-        Returns:
-            The counters with it.
-        """
-        update = self._backend.compiled(
-            ("update", id(structure)),  # which is kept
-            functools.partial(self._update, structure),
-            ["trainable", "non_trainable", "optimizer"],
-            updates=["trainable", "optimizer"],
-        )
-        counted: Counters = update(sums._replace(amounts=[], squares=()), counters)
-        return counted
-
-    def _update(self, structure: Structure, sums: Sums, counters: Counters) -> Counters:
-        gradients = iter(sums.mean([v for a in structure.applied for v in a.variables]))
-        for applied in structure.applied:
-            self._backend.apply(applied, [next(gradients) for _ in applied.variables])
-        for call, moments in zip(structure.calls, sums.moments):
-            call.move(moments)
-        self.after_update()
-        has_lost = sums.has_lost
-        if sums.total is not None:
-            has_lost = _numbers.both(has_lost, sums.total != 0)
-        return count(sums, counters)._replace(lost=counters.lost + ops.cast(has_lost, "int32"))
-
-    def whole(self, size: int, data: Any) -> Any:
-        """Run the step as it is on a full batch, with its calls of layers by microbatches.
-
-        Returns:
-            Its logs.
-        """
-        function = functools.partial(self._whole, size)
-        return self._backend.compiled(("whole", size), function, [], updates=GROUPS)(data)
-
-    def _whole(self, size: int, data: Any) -> Any:
-        with self._backend.splitting_calls(size):
-            logs, _ = self._backend.run_step(data)
-        self.after_update()
-        return logs
-
-    def after_update(self) -> None:
-        """Do what the model does once per update."""
-        if self._model._on_update is not None:
-            self._model._on_update()
-
-
-def count(sums: Sums, counters: Counters) -> Counters:
-    """Return counters with the microbatches that a window has left out."""
-    return counters._replace(skipped=counters.skipped + sums.num_skipped)
 
 
 def _weighed(

@@ -1,0 +1,162 @@
+"""What is compiled for one model beside microbatches: their logs, and the update of a window."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import keras
+from keras import ops
+
+from ga_model.base import _numbers
+from ga_model.base._internals import copy_of
+from ga_model.core.backend import GROUPS, Backend
+from ga_model.core.modes import Structure
+from ga_model.core.noise import Estimate, averaged, squared_norm
+from ga_model.core.recorder import by_optimizer
+from ga_model.core.window import Amount, Sums
+
+
+class Counters(NamedTuple):
+    """What was counted since `compile`: int32 scalars, or zero.
+
+    Attributes:
+        skipped: microbatches that were left out.
+        lost: windows with weight of which a microbatch had a term that was made zero.
+    """
+
+    skipped: Any = 0
+    lost: Any = 0
+
+
+class Updates:
+    """What makes the logs of a batch, and the update of a window.
+
+    Args:
+        model: the model.
+        backend: what it runs on.
+    """
+
+    def __init__(self, model: Any, backend: Backend) -> None:
+        self._model = model
+        self._backend = backend
+
+    # Logs.
+
+    def report(self, structure: Structure, before: list[Amount] | None, now: list[Amount]) -> Any:
+        """Give metrics what waited for the full batch, and return the logs.
+
+        Args:
+            structure: what is known of the sums.
+            before: the amounts of the window before the batch, or None.
+            now: those after it.
+        """
+        function = functools.partial(self._report, structure)
+        report = self._backend.compiled(("report", id(structure)), function, ["metrics"])
+        return report(before, now)
+
+    def _report(self, structure: Structure, before: list[Amount] | None, now: list[Amount]) -> Any:
+        model = self._model
+        before = [Amount(0.0, 0.0, 0.0, 0.0) for _ in now] if before is None else before
+        for update, first, last in zip(structure.updates, before, now):
+            metric = update.metric
+            is_mean = isinstance(metric, keras.metrics.Mean)
+            if is_mean:  # one that was reset within the window has nothing of it
+                is_reset = copy_of(metric.count) == 0
+                first = Amount._make(_numbers.where(is_reset, 0.0, a) for a in first)
+            (total, count), (known, known_count) = update.added(last), update.added(first)
+            metric.total.assign_add(ops.cast(total - known, metric.total.dtype))
+            if is_mean:
+                metric.count.assign_add(ops.cast(count - known_count, metric.count.dtype))
+        if not (structure.own_logs or structure.logs_of_metrics):
+            return model.get_metrics_result()
+        results = {}
+        for name, metric, key in structure.logs_of_metrics:
+            result = metric.result()
+            results[name] = result if key is None else result[key]
+        own = zip(structure.own_logs, now[len(structure.updates) :])
+        return {**results, **{name: amount.value() for name, amount in own}}
+
+    # Updates.
+
+    def measure(self, structure: Structure, estimates: list[Estimate], sums: Sums) -> None:
+        """Take a window into averages.
+
+        Args:
+            structure: what is known of its sums.
+            estimates: the averages, of each optimizer.
+            sums: what the microbatches of the window have come to.
+        """
+        measure = self._backend.compiled(
+            ("measure", id(structure)), functools.partial(self._measure, structure), ["optimizer"]
+        )
+        sums = sums._replace(amounts=[], moments=[])
+        before = [(estimate.sums, estimate.decay) for estimate in estimates]
+        for estimate, after in zip(estimates, measure(before, sums)):
+            estimate.sums = after
+
+    def _measure(self, structure: Structure, before: list[Any], sums: Sums) -> list[Any]:
+        total, after = _numbers.where(sums.total == 0, 1.0, sums.total), []
+        parts = zip(before, sums.squares, by_optimizer(structure.applied, sums.gradients))
+        for (earlier, decay), squares, (gradients, scale) in parts:
+            norm = squared_norm(gradients, scale) / total**2
+            squares = squares._replace(total=squares.total * sums.unit)
+            after.append(averaged(earlier, decay, squares, sums.total * sums.unit, norm))
+        return after
+
+    def update(self, structure: Structure, sums: Sums, counters: Counters) -> Counters:
+        """Make the update of a window.
+
+        Args:
+            structure: what is known of its sums.
+            sums: what its microbatches have come to, which is not to be used again.
+            counters: those of the windows before.
+
+        Returns:
+            The counters with it.
+        """
+        update = self._backend.compiled(
+            ("update", id(structure)),  # which is kept
+            functools.partial(self._update, structure),
+            ["trainable", "non_trainable", "optimizer"],
+            updates=["trainable", "optimizer"],
+        )
+        counted: Counters = update(sums._replace(amounts=[], squares=()), counters)
+        return counted
+
+    def _update(self, structure: Structure, sums: Sums, counters: Counters) -> Counters:
+        gradients = iter(sums.mean([v for a in structure.applied for v in a.variables]))
+        for applied in structure.applied:
+            self._backend.apply(applied, [next(gradients) for _ in applied.variables])
+        for call, moments in zip(structure.calls, sums.moments):
+            call.move(moments)
+        self.after_update()
+        has_lost = sums.has_lost
+        if sums.total is not None:
+            has_lost = _numbers.both(has_lost, sums.total != 0)
+        return count(sums, counters)._replace(lost=counters.lost + ops.cast(has_lost, "int32"))
+
+    def whole(self, size: int, data: Any) -> Any:
+        """Run the step as it is on a full batch, with its calls of layers by microbatches.
+
+        Returns:
+            Its logs.
+        """
+        function = functools.partial(self._whole, size)
+        return self._backend.compiled(("whole", size), function, [], updates=GROUPS)(data)
+
+    def _whole(self, size: int, data: Any) -> Any:
+        with self._backend.splitting_calls(size):
+            logs, _ = self._backend.run_step(data)
+        self.after_update()
+        return logs
+
+    def after_update(self) -> None:
+        """Do what the model does once per update."""
+        if self._model._on_update is not None:
+            self._model._on_update()
+
+
+def count(sums: Sums, counters: Counters) -> Counters:
+    """Return counters with the microbatches that a window has left out."""
+    return counters._replace(skipped=counters.skipped + sums.num_skipped)

@@ -1,0 +1,172 @@
+"""What a step shows later, and no sample of its trial did: it is tried again, and told or exact."""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+from helpers import LIMIT, dense_data, dense_model, relative_difference, seeded, told
+from keras import ops
+
+from ga_model import accumulate
+
+SAYS = "does not train as the full batch"
+WAYS = {
+    "steps": {"accumulation_steps": 3},
+    "size": {"microbatch_size": 4},
+    "both": {"accumulation_steps": 2, "microbatch_size": 4},
+}
+ROWS = {"steps": 4, "size": 12, "both": 8}  # of a batch of `fit`
+
+
+def counts(y):
+    return ops.cast(y[:, 0] > -0.3, "float32")
+
+
+def errors(y, z):
+    return ops.mean(ops.square(z - y), 1)
+
+
+# Losses that are zero where nothing counts, but not in the full batch.
+
+
+def of_all_over_some(y, z):
+    return ops.divide_no_nan(ops.sum(errors(y, z)), ops.sum(counts(y)))
+
+
+def of_all_over_some_unsafe(y, z):
+    return ops.sum(errors(y, z)) / ops.sum(counts(y))
+
+
+def each_of_all_over_some(y, z):
+    return ops.sum(ops.divide_no_nan(errors(y, z), ops.sum(counts(y))))
+
+
+def of_all_in_one_branch(y, z):
+    number = ops.sum(counts(y))
+    return ops.where(number > 0, ops.sum(errors(y, z)) / ops.maximum(number, 1e-9), 0.0)
+
+
+def without_infinity(y, z):
+    return ops.nan_to_num(ops.sum(errors(y, z)) / ops.sum(counts(y)), posinf=0.0)
+
+
+def signed(y, z):
+    """The first column weighs, by numbers of both signs where it is -0.3 or less."""
+    weights = ops.where(y[:, 0] > -0.3, 1.0, y[:, 1])
+    return ops.divide_no_nan(ops.sum(weights * errors(y, z)), ops.sum(weights))
+
+
+def at_least_two(y, z):
+    """The bound is never reached in the trial."""
+    return ops.sum(errors(y, z)) / ops.maximum(ops.sum(counts(y)), 2.0)
+
+
+LOST = [
+    of_all_over_some,
+    of_all_over_some_unsafe,
+    each_of_all_over_some,
+    of_all_in_one_branch,
+    without_infinity,
+    signed,
+    at_least_two,
+]
+
+# Losses of which nothing is lost.
+
+
+def of_some_over_some(y, z):
+    return ops.divide_no_nan(ops.sum(counts(y) * errors(y, z)), ops.sum(counts(y)))
+
+
+def each_over_some(y, z):
+    return ops.sum(counts(y) * ops.divide_no_nan(errors(y, z), ops.sum(counts(y))))
+
+
+def bounded(y, z):
+    return ops.sum(counts(y) * errors(y, z)) / ops.maximum(ops.sum(counts(y)), 1.0)
+
+
+EXACT = [of_some_over_some, each_over_some, bounded]
+
+
+def data(num_empty=4):
+    """Return samples, of which those from the 28th on do not count."""
+    x, y = dense_data(48)
+    y[:, 0] = np.abs(y[:, 0])
+    y[28 : 28 + num_empty, 0] = -1.0
+    y[28 : 28 + num_empty, 1] = np.resize([1.0, -1.0, 2.0, -2.0], num_empty)
+    return x, y
+
+
+class OwnLoss(keras.Sequential):
+    """Has a `compute_loss` of its own."""
+
+    of_batch = None
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return type(self).of_batch(y, y_pred)
+
+
+def make_of(loss, is_own):
+    """Return what makes a model, and its arguments of `compile`."""
+    if not is_own:
+        return dense_model, {"loss": loss}
+    kind = type("OwnLoss", (OwnLoss,), {"of_batch": staticmethod(loss)})
+    return lambda: kind([keras.Input((4,)), *dense_model().layers]), {}
+
+
+def trained(loss, way, samples, is_own=False):
+    """Return how far two epochs are from those of the full batch, and what was said."""
+    make, arguments = make_of(loss, is_own)
+    found = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for settings, rows in (({}, 12), (WAYS[way], ROWS[way])):
+            model = accumulate(seeded(make), **settings)
+            model.compile(keras.optimizers.SGD(0.1), **arguments)
+            start = model.get_weights()
+            rows = 16 if way == "both" and not settings else rows
+            model.fit(*samples, batch_size=rows, epochs=2, shuffle=False, verbose=0)
+            found.append(model.get_weights())
+    return relative_difference(found[1], found[0], start), told(caught)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("is_own", [False, True], ids=["compiled", "own"])
+@pytest.mark.parametrize("way", ["steps", "both"])
+@pytest.mark.parametrize("loss", LOST)
+def test_what_a_microbatch_loses_later_is_told_of(loss, way, is_own):
+    difference, said = trained(loss, way, data(), is_own)
+    assert not difference <= 10 * LIMIT
+    assert [SAYS in text for text in said] == [True]
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("is_own", [False, True], ids=["compiled", "own"])
+@pytest.mark.parametrize("loss", LOST)
+def test_a_batch_that_is_split_is_trained_again(loss, is_own):
+    difference, said = trained(loss, "size", data(), is_own)
+    assert difference <= LIMIT
+    assert not said
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("is_own", [False, True], ids=["compiled", "own"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("loss", EXACT)
+def test_what_loses_nothing_is_exact_and_silent(loss, way, is_own):
+    difference, said = trained(loss, way, data(), is_own)
+    assert difference <= LIMIT
+    assert not said
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("loss", [of_all_over_some, of_some_over_some])
+def test_a_window_without_weight_is_not_told_of(loss):
+    """It makes an update with gradients of zero, as plain Keras does."""
+    x, y = data(12)
+    y = np.concatenate([y[:24], y[28:40]])
+    difference, said = trained(loss, "steps", (x[:36], y))
+    assert difference <= LIMIT
+    assert not said
