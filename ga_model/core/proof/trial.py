@@ -124,7 +124,8 @@ def windows(runner: Runner, sizes: Sizes, is_brief: bool = False) -> Iterator[Wi
         is_brief: whether one window is enough, from the state as it is.
     """
     total = sum(sizes)
-    cuts = [tuple(itertools.accumulate(sizes[i:] + sizes[:i])) for i in range(len(sizes))]
+    orders = [sizes[i:] + sizes[:i] for i in range(len(sizes))]
+    cuts = [tuple(itertools.accumulate(order)) for order in orders]
     is_half = runner.rounding > runner.epsilon
     is_large = sum(np.asarray(value).size for value in runner.start) > _LARGE
     starts = 1 if is_brief else 2 if is_large else len(_NOISE)
@@ -142,7 +143,10 @@ def windows(runner: Runner, sizes: Sizes, is_brief: bool = False) -> Iterator[Wi
         if number and not all(np.isfinite(v).all() for v in numbers):
             continue
         rounded = runner.run(0, total, _rounded(runner, values), rate)
-        for ends in cuts[: starts if is_large or is_brief else len(cuts)]:
+        of_start = cuts[: starts if is_large or is_brief else len(cuts)]
+        if not (number or is_brief):
+            of_start = [*of_start, *_finer(sizes)]
+        for ends in of_start:
             parts, state, begin = [], values, 0
             for end in ends:
                 parts.append(runner.run(begin, end, state, 0.0))
@@ -151,6 +155,17 @@ def windows(runner: Runner, sizes: Sizes, is_brief: bool = False) -> Iterator[Wi
                     parts[-1] = parts[-1]._replace(values=[])
             if not (is_half and _overflows(parts)):
                 yield Window(values, rate, whole, rounded, parts)
+
+
+def _finer(sizes: Sizes) -> list[tuple[int, ...]]:
+    """Return a cut into more parts of the same sizes, if there is one.
+
+    Parts of always the same sizes may seem to weigh what others do not.
+    """
+    rest, least = sum(sizes[1:]), min(sizes)
+    if rest % least or rest // least == len(sizes) - 1:
+        return []
+    return [tuple(itertools.accumulate((sizes[0], *[least] * (rest // least))))]
 
 
 def _overflows(parts: Sequence[Outcome]) -> bool:

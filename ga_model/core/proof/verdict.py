@@ -109,7 +109,12 @@ class Verdict(NamedTuple):
         return news
 
     def after_news(self, found: Verdict) -> Verdict:
-        """Return what was found later, that watches what was not news."""
+        """Return what was found later. It watches what was not news.
+
+        Where nothing is exact, what served until then still does.
+        """
+        if not found.is_exact:
+            return self._replace(differences=found.differences)
         if found.weighing != self.weighing:
             return found
         known = {(w.name, w.is_per_weight): w.value for w in self.watched}
