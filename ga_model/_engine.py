@@ -5,15 +5,10 @@ An engine is a module with four names:
 * `Accumulation` is what is kept for one compiled model: it runs a batch and has the window.
 * `Hooks` is what a model answers that Keras asks it on that backend; the mixin's base.
 * `check_same_epoch` and `explain` serve `fit` where several processes train.
-
-PyTorch has two: `torch_engine`, which trains, and the core's adapter, which takes its place where
-the environment has `GA_MODEL_ENGINE=core`. It is tested so until it tells of all that the first one
-tells of: see CONTRIBUTING.md.
 """
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 import keras
@@ -26,9 +21,7 @@ if TYPE_CHECKING or keras.backend.backend() == "tensorflow":
     from ga_model._tensorflow_engine import Accumulation, Hooks, check_same_epoch, explain
 elif keras.backend.backend() == "jax":
     from ga_model.backends.jax.engine import Accumulation, Hooks, check_same_epoch, explain
-elif os.environ.get("GA_MODEL_ENGINE") == "core":
-    from ga_model.backends.torch.engine import Accumulation, Hooks, check_same_epoch, explain
 else:
-    from ga_model.torch_engine._engine import Accumulation, Hooks, check_same_epoch, explain
+    from ga_model.backends.torch.engine import Accumulation, Hooks, check_same_epoch, explain
 
 __all__ = ["Accumulation", "Hooks", "check_same_epoch", "explain"]

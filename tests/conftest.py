@@ -1,7 +1,7 @@
 """Settings for all tests: quiet TensorFlow, few threads, fixed seeds, float32 by default.
 
 The tests in `conformance` run on every backend. With the environment variable KERAS_BACKEND=torch
-these and those in `torch_engine` run, and no others; with KERAS_BACKEND=jax `conformance` and
+these and those in `on_torch` run, and no others; with KERAS_BACKEND=jax `conformance` and
 `on_jax`.
 """
 
@@ -25,7 +25,7 @@ import helpers  # noqa: E402 (with its assertions rewritten)
 BACKEND = keras.backend.backend()
 BACKENDS = {  # of folders
     "conformance": ["tensorflow", "torch", "jax"],
-    "torch_engine": ["torch"],
+    "on_torch": ["torch"],
     "on_jax": ["jax"],
 }
 

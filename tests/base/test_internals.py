@@ -24,7 +24,6 @@ OVERRIDING = [
     "_tensorflow_engine.py",
     "backends/jax/hooks.py",
     "backends/torch/hooks.py",
-    "torch_engine/_hooks.py",
 ]
 # What single files may name, and no other.
 IN_FILE = {

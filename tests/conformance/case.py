@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import os
 import re
 import warnings
 from collections.abc import Callable
@@ -25,8 +24,7 @@ from keras import ops
 from training import reordered, rounded, train
 
 BACKEND = keras.backend.backend()
-# Where PyTorch is run by the core, what is said is what is said on JAX.
-ENGINE = "jax" if os.environ.get("GA_MODEL_ENGINE") == "core" else BACKEND
+ENGINE = "tensorflow" if BACKEND == "tensorflow" else "core"
 # Of an epoch: windows of 12, 12 and 7, or 8 where devices have to share each batch evenly.
 SAMPLES = 32 if helpers.num_replicas > 1 and BACKEND == "jax" else 31
 
@@ -121,17 +119,8 @@ def sgd(loss="mse", learning_rate=0.1, **kwargs):
 
 MSE = sgd()
 
-# What is said on JAX, where a step is tried both ways.
+# What is said where the core runs, and tries a step both ways.
 TRIED = "does not train as the full batch"
-# What the trials and readers of the other backends do not see, or take for what it is not.
-ONE_SAMPLE = "a batch of one sample has no halves to compare"
-DIVISORS = {
-    "torch: across": FallsShort("false alarm", "halves do not tell what a loss is divided by"),
-}
-
-
-def of_one_sample(kind):
-    return {"torch: batches of one": FallsShort(kind, ONE_SAMPLE)}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

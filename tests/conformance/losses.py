@@ -9,7 +9,7 @@ import logged
 import numpy as np
 import reductions
 import zoo
-from case import ALL, DIVISORS, TRIED, Case, FallsShort, Refused, Warns, of_one_sample, sgd
+from case import ALL, TRIED, Case, FallsShort, Warns, sgd
 from helpers import dense_data, dense_model
 from keras import layers, ops
 
@@ -314,19 +314,7 @@ def own(loss, learning_rate=0.05, data=dense_data, make=dense_model, **kwargs):
     return Case(make, data, sgd(loss, learning_rate), **kwargs)
 
 
-# Of one sample that is ignored, the loss is 0 / 0.
-NOT_ZERO = FallsShort("silent", "what the loss is divided by is not known to be zero")
-EMPTY = {
-    "torch: batches of one": NOT_ZERO,
-    "torch: microbatches of one": NOT_ZERO,
-    # Where the core runs PyTorch. JAX is not tried in batches of one.
-    "jax: batches of one": FallsShort("inexact", "the first batch has nothing to try a step on"),
-}
-
-HALVES = "halves do not tell what a loss is divided by"
-INEXACT = {
-    "torch: across": FallsShort("inexact", HALVES),
-}
+EMPTY = {"core: batches of one": FallsShort("inexact", "the first batch shows nothing of a step")}
 
 STACKED = FallsShort("inexact", "`logsumexp` over a stack counts as one over samples")
 
@@ -345,24 +333,11 @@ CASES |= {
     "own loss: mean": own(mean),
     "own loss: sum": own(total, 0.005),
     "own loss: two means": own(two_means),
-    "own loss: a number per output": own(
-        by_output,
-        falls_short={
-            **DIVISORS,
-            "torch: windows": INEXACT["torch: across"],
-            "torch: both": INEXACT["torch: across"],
-        },
-    ),
-    "own loss: a number per entry": own(by_entry, 0.01, falls_short=DIVISORS),
-    "own loss: masked mean with epsilon": own(masked_mean, 0.02, falls_short=INEXACT),
-    "own loss: masked mean of one at least": own(
-        masked_mean_of_one_at_least,
-        0.02,
-        falls_short={**INEXACT, "torch: both": FallsShort("refused", HALVES)},
-    ),
-    "own loss: of batches of four": own(
-        by_four, samples=24, settings=("windows",), falls_short=DIVISORS
-    ),
+    "own loss: a number per output": own(by_output),
+    "own loss: a number per entry": own(by_entry, 0.01),
+    "own loss: masked mean with epsilon": own(masked_mean, 0.02),
+    "own loss: masked mean of one at least": own(masked_mean_of_one_at_least, 0.02),
+    "own loss: of batches of four": own(by_four, samples=24, settings=("windows",)),
     "own loss: a sum of means": own((SumOfMeans,)),
     **{
         f"own loss: passes on to Keras, {reduction}": Case(
@@ -405,7 +380,6 @@ CASES |= {
         f"own loss: {loss.__name__}": own(
             loss,
             data=positive_at_first,
-            expects={"torch: split": Refused("not those of its halves together", is_late=True)},
             settings=("split", "recomputed"),
         )
         for loss in (comparing_later, alike_at_first)
@@ -522,7 +496,6 @@ CASES["logs: layer"] = dataclasses.replace(
     CASES["logs: layer"],
     backends=("tensorflow", "torch"),
     expects={"recomputed": Warns("cannot be split", ALL)},
-    falls_short=of_one_sample("silent"),
 )
 
 CASES |= {

@@ -7,12 +7,12 @@ import itertools
 import keras
 import numpy as np
 import zoo
-from case import ALL, TRIED, Case, FallsShort, Refused, Warns, of_one_sample, sgd
+from case import ALL, TRIED, Case, FallsShort, Refused, Warns, sgd
 from helpers import dense_data, dense_model
 from keras import layers, ops
 
 CASES = {name: Case(*pair) for name, pair in zoo.ZOO.items()}
-CASES["regularized"] = Case(*zoo.ZOO["regularized"], falls_short=of_one_sample("false alarm"))
+CASES["regularized"] = Case(*zoo.ZOO["regularized"])
 
 
 # Recurrent models, attention and other layers.
@@ -242,7 +242,6 @@ CASES |= {
         lambda: keras.Sequential([dense_model(), AddsMean()]),
         lambda rows: dense_data(rows)[:1],
         sgd(None),
-        falls_short=of_one_sample("false alarm"),
     ),
     "a sample": Case(
         dense_model,
@@ -370,14 +369,11 @@ def followed_by(*parts):
 
 
 CASES |= {
-    "a layer that adds a mean": Case(
-        followed_by(AddsMean), dense_data, falls_short=of_one_sample("false alarm")
-    ),
+    "a layer that adds a mean": Case(followed_by(AddsMean), dense_data),
     "a layer that adds a sum": Case(
         followed_by(AddsSum),
         dense_data,
         sgd((lambda: keras.losses.MeanSquaredError("sum"),), 0.005),
-        falls_short=of_one_sample("inexact"),
     ),
     "a layer that adds a mean and a sum": Case(
         followed_by(AddsBoth), dense_data, expects={"across": Warns("terms|average over|add_loss")}
@@ -390,7 +386,6 @@ CASES |= {
     "a layer that adds a penalty": Case(
         followed_by(AddsPenalty),
         dense_data,
-        falls_short=of_one_sample("false alarm"),
     ),
     "a layer that combines samples": Case(
         followed_by(Centers),
@@ -399,7 +394,6 @@ CASES |= {
             "across": Warns(f"only if the (model|loss)|cannot be split into|{TRIED}"),
             "within": Warns("cannot be split into", ALL),
         },
-        falls_short=of_one_sample("silent"),
     ),
     "a layer that combines samples, which are alike at first": Case(
         looking,

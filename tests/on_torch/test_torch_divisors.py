@@ -5,6 +5,7 @@ import warnings
 import keras
 import numpy as np
 import pytest
+from ga_model.torch_engine._divisors import Divided, Tried, Watch, divisors_of
 from helpers import (
     LIMIT,
     dense_data,
@@ -13,8 +14,6 @@ from helpers import (
 from keras import layers
 from torch_step import Step, torch
 from training import difference_of_fits, train
-
-from ga_model.torch_engine._divisors import Divided, Tried, Watch, divisors_of
 
 functional = torch.nn.functional
 WAYS = {

@@ -8,6 +8,7 @@ import weakref
 
 import keras
 import numpy as np
+from ga_model.torch_engine import _torch_recorder
 from helpers import (
     LIMIT,
     dense_data,
@@ -20,7 +21,6 @@ from torch_step import torch
 from training import train
 
 from ga_model import AccumulatingModel, accumulate
-from ga_model.torch_engine import _torch_recorder
 
 
 def arguments(**kwargs):

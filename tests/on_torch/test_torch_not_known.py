@@ -5,15 +5,6 @@ import warnings
 import keras
 import numpy as np
 import pytest
-from helpers import (
-    LIMIT,
-    relative_difference,
-    seeded,
-)
-from keras import layers, ops
-from torch_step import torch
-
-from ga_model import accumulate
 from ga_model.torch_engine import (
     _divisors,
     _gradient_hooks,
@@ -24,6 +15,15 @@ from ga_model.torch_engine import (
     _torch_call_checks,
     _torch_split_call,
 )
+from helpers import (
+    LIMIT,
+    relative_difference,
+    seeded,
+)
+from keras import layers, ops
+from torch_step import torch
+
+from ga_model import accumulate
 
 
 def mean_of_positives(y, y_pred):

@@ -7,6 +7,7 @@ from collections import deque
 import keras
 import numpy as np
 import pytest
+from ga_model.torch_engine._divisors import Divided
 from helpers import (
     LIMIT,
     dense_data,
@@ -19,7 +20,6 @@ from torch_step import torch
 from training import assert_equal_logs, difference_of_fits, train
 
 from ga_model import AccumulatingModel, accumulate
-from ga_model.torch_engine._divisors import Divided
 
 WAYS = {
     "both": {"rows": 4, "steps": 3, "size": 3},

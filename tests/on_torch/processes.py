@@ -41,7 +41,7 @@ def run_in_processes(module, name, size):
                     sys.executable,
                     "-c",
                     _CODE.format(
-                        paths=[str(TESTS / "torch_engine"), str(TESTS), str(TESTS.parent)],
+                        paths=[str(TESTS / "on_torch"), str(TESTS), str(TESTS.parent)],
                         store=str(Path(folder) / "store"),
                         size=size,
                         rank=rank,

@@ -10,6 +10,8 @@ import types
 import keras
 import numpy as np
 import pytest
+from ga_model.torch_engine import _torch_calls, _torch_split_call
+from ga_model.torch_engine._torch_arguments import Arguments
 from helpers import (
     LIMIT,
     dense_data,
@@ -24,8 +26,6 @@ from training import assert_equal_logs, train
 import ga_model
 from ga_model import accumulate
 from ga_model.hearing._splitting import NotByRowsError
-from ga_model.torch_engine import _torch_calls, _torch_split_call
-from ga_model.torch_engine._torch_arguments import Arguments
 
 
 def mlp(inputs, outputs, **arguments):

@@ -3,12 +3,12 @@
 import keras
 import numpy as np
 import pytest
+from ga_model.torch_engine._part import Part
+from ga_model.torch_engine._torch_statistics import Moments
 from keras import ops
 from torch_step import torch
 
 from ga_model import AccumulatingModel
-from ga_model.torch_engine._part import Part
-from ga_model.torch_engine._torch_statistics import Moments
 
 
 class Masked(AccumulatingModel, keras.Model):
