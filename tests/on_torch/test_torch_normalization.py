@@ -38,16 +38,3 @@ def twice():
 
 def test_a_layer_that_a_step_calls_twice_moves_twice():
     assert difference(twice, "split") <= LIMIT
-
-
-def test_control_moved_by_each_microbatch_they_differ_and_it_is_told():
-    class MovesItself(layers.BatchNormalization):
-        def call(self, inputs, training=None, mask=None):
-            return super().call(inputs, training=training, mask=mask)
-
-    def own():
-        return keras.Sequential([keras.Input((4,)), MovesItself(name="bn"), layers.Dense(2)])
-
-    for settings in ("split", "full batch"):
-        with pytest.warns(UserWarning, match=r"\['bn'\].*once per microbatch"):
-            assert difference(own, settings) > 1e-2

@@ -270,4 +270,5 @@ def _copied(value: Any) -> Any:
 
 
 def _kind_of(leaf: Any) -> Any:
-    return (len(getattr(leaf, "shape", ())), str(getattr(leaf, "dtype", type(leaf))))
+    dtype = str(getattr(leaf, "dtype", type(leaf)))
+    return len(getattr(leaf, "shape", ())), dtype.removeprefix("torch.")  # of arrays, too

@@ -69,9 +69,11 @@ class StepRunner:
         self.is_folded = is_folded
         self.has_mismatch = self.has_own_loss = False
         self.written: set[str] = set()
-        counters = [num_updates(optimizer) for optimizer in unique(optimizers_in(vars(model)))]
+        optimizers = unique(optimizers_in(vars(model)))
+        numbers = [v for o in optimizers for v in o.variables if not v.shape]  # such as rates
+        counters = [num_updates(optimizer) for optimizer in optimizers]
         groups = (model.trainable_variables, model.non_trainable_variables, model.metrics_variables)
-        self._variables = unique([*(v for group in groups for v in group), *counters])
+        self._variables = unique([*(v for group in groups for v in group), *counters, *numbers])
         self._places = {id(variable): place for place, variable in enumerate(self._variables)}
         of_metrics = {id(v): p for m in model.metrics for p in parts_of(m) for v in p.variables}
         self.names = [
@@ -84,7 +86,7 @@ class StepRunner:
         metrics = set(map(id, model.metrics_variables))
         self.is_free = [id(v) in random for v in self._variables]
         self.is_moved = [
-            id(v) not in random and id(v) not in metrics and not is_in(v, counters)
+            id(v) not in random and id(v) not in metrics and not is_in(v, numbers)
             for v in self._variables
         ]
         self._applied_to: dict[int, tuple[list[int], list[int]]] = {}  # by the number of samples
@@ -145,7 +147,9 @@ class StepRunner:
         zero, parts = _numbers.float64(0.0), _numbers.float64(3.0 if is_part else 1.0)
         # The unit is the weight, so gradients are those of the loss.
         position = Position(1.0, parts, 1.0, begin == 0, zero, whole)
-        options = {"is_own": not self.is_folded, "rate": rate, "waits": is_part}
+        # Metrics have something of each batch when the next one begins.
+        waits = is_part and self._is_split
+        options = {"is_own": not self.is_folded, "rate": rate, "waits": waits}
         with (
             model._accumulation.holding_back(),
             averaging(layers_in(model)),
