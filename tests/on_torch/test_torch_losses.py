@@ -1,7 +1,5 @@
 """On PyTorch, losses of every reduction weigh microbatches as the full batch does."""
 
-import contextlib
-
 import keras
 import pytest
 from helpers import (
@@ -11,16 +9,14 @@ from helpers import (
 )
 from keras import layers, ops
 from torch_step import Step
-from training import difference_of_fits, difference_of_orders, train
+from training import difference_and_said, difference_of_fits, difference_of_orders, train
 
 WAYS = {
     "both": {"rows": 4, "steps": 3, "size": 3},
     "steps": {"rows": 4, "steps": 3},
     "size": {"rows": 12, "size": 5},
 }
-
-
-every_way = pytest.mark.parametrize("way", WAYS)
+UNLIKE = "A window of microbatches does not train as the full batch"
 
 
 def sgd(loss, learning_rate=0.05, **kwargs):
@@ -87,15 +83,13 @@ def test_a_model_that_mixes_samples_behind_zero_weights_is_exact_or_told(kind, b
     def make():
         return base([keras.Input((4,)), layers.Dense(5, activation="tanh"), *HIDDEN[kind]()])
 
-    data = dense_data(48)
-    with pytest.warns(UserWarning, match="outputs for one sample depend on other samples"):
-        assert difference_of_fits(make, sgd("mse"), data, rows=12, size=5) <= LIMIT
-    told = "depend on the others of its microbatch"
-    refused = contextlib.nullcontext()
-    if base is OwnMean:
-        refused = pytest.raises(RuntimeError, match="neither those of a mean nor of a sum")
-    with pytest.warns(UserWarning, match=told), refused:
-        train(make, sgd("mse"), data, rows=4, accumulation_steps=12, epochs=1)
+    found, told = difference_and_said(make, {"microbatch_size": 5})
+    assert found <= LIMIT
+    assert told
+    assert all("cannot be split" in text and "Training is exact" in text for text in told)
+    found, told = difference_and_said(make, {"accumulation_steps": 3}, rows=4)
+    assert found > 10 * LIMIT
+    assert [text.partition(".")[0] for text in told] == [UNLIKE]
 
 
 class OfZeroWeights(keras.Sequential):
@@ -198,22 +192,46 @@ class Surrogate(layers.Layer):
         return x
 
 
-@every_way
-def test_what_a_layer_adds_that_is_zero_counts_as_its_gradient_does(way):
-    def make():
-        first = layers.Dense(5, activation="tanh")
-        return keras.Sequential([keras.Input((4,)), first, Surrogate(), layers.Dense(2)])
-
-    def of_sum():
-        loss = keras.losses.MeanSquaredError(reduction="sum")
-        return {"optimizer": keras.optimizers.SGD(0.01), "loss": loss}
-
-    assert difference_of_fits(make, of_sum, dense_data(31), **WAYS[way]) <= LIMIT
+def of_surrogate():
+    first = layers.Dense(5, activation="tanh")
+    return keras.Sequential([keras.Input((4,)), first, Surrogate(), layers.Dense(2)])
 
 
-def test_what_a_layer_adds_later_that_is_neither_is_told_of():
+def of_sum():
+    loss = keras.losses.MeanSquaredError(reduction="sum")
+    return {"optimizer": keras.optimizers.SGD(0.01), "loss": loss}
+
+
+def test_what_a_layer_adds_that_is_zero_counts_as_its_gradient_does():
+    found = difference_of_fits(of_surrogate, of_sum, dense_data(31), **WAYS["size"])
+    assert found <= LIMIT
+
+
+def test_in_windows_it_is_told_of():
+    """Whether what is zero is a sum is not seen."""
+    with pytest.warns(UserWarning, match="The terms of this loss average over different things"):
+        found = difference_of_fits(of_surrogate, of_sum, dense_data(31), **WAYS["steps"])
+    assert found > 10 * LIMIT
+
+
+def test_what_a_layer_adds_later_that_is_neither_is_exact_or_told():
     make, fit_args = annealed(lambda x: ops.sqrt(squares(x)))
-    with pytest.warns(UserWarning, match="one that is neither"):
-        train(make, sgd("mse"), dense_data(12), rows=4, fit_args=fit_args, accumulation_steps=3)
-    with pytest.raises(ValueError, match="one that is neither"):
-        train(make, sgd("mse"), dense_data(12), rows=12, fit_args=fit_args, microbatch_size=5)
+    arguments = {"fit_args": fit_args, "epochs": 3}
+    found = difference_of_fits(make, sgd("mse"), dense_data(24), rows=12, size=5, **arguments)
+    assert found <= LIMIT
+    with pytest.warns(UserWarning, match=UNLIKE):
+        found = difference_of_fits(make, sgd("mse"), dense_data(24), rows=4, steps=3, **arguments)
+    assert found > 10 * LIMIT
+
+
+def by_fours(y, y_pred):
+    return ops.mean(ops.square(ops.reshape(y - y_pred, (-1, 4))))
+
+
+@pytest.mark.parametrize("settings", [{"rows": 4, "steps": 2}, {"rows": 8, "size": 4}])
+def test_a_loss_that_takes_a_multiple_of_some_number_of_entries_matches(settings):
+    def make():
+        return dense_model(outputs=1)
+
+    x, y = dense_data(16, outputs=1)
+    assert difference_of_fits(make, sgd(by_fours), (x, y), **settings) <= LIMIT

@@ -9,10 +9,9 @@ from helpers import (
 )
 from keras import ops
 from torch_step import Step
-from training import difference_of_fits, train
+from training import difference_of_fits
 
-WAYS = {"steps": {"rows": 4, "steps": 3}, "both": {"rows": 4, "steps": 3, "size": 3}}
-every_way = pytest.mark.parametrize("way", WAYS)
+WAY = {"rows": 4, "steps": 3}
 
 
 def data(num_empty):
@@ -35,10 +34,6 @@ def mean(y_true, y_pred):
     return ops.mean(counted(y_true, y_pred))
 
 
-def sum_of_means(y_true, y_pred):
-    return 0.1 * ops.sum(ops.mean(counted(y_true, y_pred), axis=-1))
-
-
 def arguments(loss=None):
     return lambda: {"optimizer": keras.optimizers.SGD(0.05), "loss": loss}
 
@@ -52,31 +47,16 @@ def step_of(loss):
 
 
 @pytest.mark.every_case
-@every_way
 @pytest.mark.parametrize("num_empty", [4, 20])  # of one window, or of more
 @pytest.mark.parametrize("loss", [total, mean])
-def test_compiled_losses_match_the_full_batch(loss, num_empty, way):
-    found = difference_of_fits(dense_model, arguments(loss), data(num_empty), **WAYS[way])
+def test_compiled_losses_match_the_full_batch(loss, num_empty):
+    found = difference_of_fits(dense_model, arguments(loss), data(num_empty), **WAY)
     assert found <= LIMIT
 
 
 @pytest.mark.every_case
-@every_way
 @pytest.mark.parametrize("num_empty", [4, 20])
 @pytest.mark.parametrize("loss", [mean, total])
-def test_steps_of_ones_own_match_the_full_batch(loss, num_empty, way):
-    found = difference_of_fits(step_of(loss), arguments(), data(num_empty), **WAYS[way])
+def test_steps_of_ones_own_match_the_full_batch(loss, num_empty):
+    found = difference_of_fits(step_of(loss), arguments(), data(num_empty), **WAY)
     assert found <= LIMIT
-
-
-def test_a_loss_that_turns_out_to_be_another_is_told_of():
-    with pytest.warns(UserWarning, match="are not those of its halves together"):
-        train(dense_model, arguments(sum_of_means), data(4), rows=4, accumulation_steps=3)
-    with pytest.raises(RuntimeError, match="neither those of a mean nor of a sum"):
-        train(step_of(sum_of_means), arguments(), data(4), rows=4, accumulation_steps=3)
-
-
-def test_it_may_turn_out_in_another_window():
-    for make, loss in ((dense_model, sum_of_means), (step_of(sum_of_means), None)):
-        found = difference_of_fits(make, arguments(loss), data(12), **WAYS["steps"])
-        assert found <= LIMIT
