@@ -217,7 +217,8 @@ def test_in_windows_it_is_told_of():
 def test_what_a_layer_adds_later_that_is_neither_is_exact_or_told():
     make, fit_args = annealed(lambda x: ops.sqrt(squares(x)))
     arguments = {"fit_args": fit_args, "epochs": 3}
-    found = difference_of_fits(make, sgd("mse"), dense_data(24), rows=12, size=5, **arguments)
+    with pytest.warns(UserWarning, match="a loss that is neither a mean nor a sum over samples"):
+        found = difference_of_fits(make, sgd("mse"), dense_data(24), rows=12, size=5, **arguments)
     assert found <= LIMIT
     with pytest.warns(UserWarning, match=UNLIKE):
         found = difference_of_fits(make, sgd("mse"), dense_data(24), rows=4, steps=3, **arguments)
