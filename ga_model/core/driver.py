@@ -18,22 +18,18 @@ from ga_model.base._numbers import power_of_two
 from ga_model.core import messages
 from ga_model.core.automatic import SizeTrials
 from ga_model.core.backend import Backend
+from ga_model.core.findings import Findings, FoundOtherwiseError
 from ga_model.core.losses import NeedsTrialError
 from ga_model.core.modes import Mode, NeedsTotalsError, Numbers, Structure
 from ga_model.core.noise import Estimate
 from ga_model.core.proof import proof
 from ga_model.core.proof.verdict import Verdict
-from ga_model.core.proof.weighing import Weighing
 from ga_model.core.steps import Steps
 from ga_model.core.updates import Counters, Updates, count
 from ga_model.core.window import Window
-from ga_model.hearing._models import is_of_keras, unpack
+from ga_model.hearing._models import is_of_keras
 from ga_model.hearing._split import Batch, part_of
 from ga_model.sums._noise import GradientNoise
-
-
-class FoundOtherwiseError(Exception):
-    """A batch has shown that its microbatches weigh otherwise than was found before."""
 
 
 class Driver(Kept):
@@ -62,9 +58,7 @@ class Driver(Kept):
         self._is_checked = self._has_trained = False
         self._has_own_code: bool | None = None
         self._has_own_loss = False
-        self._found: dict[Any, Verdict] = {}  # by structure, and whether windows are one batch
-        self._told: dict[Verdict, str] = {}  # of those that are not exact
-        self._num_batches: dict[Any, int] = {}  # that were trained by what was found
+        self._findings = Findings(model, backend)
         self._adds_up = True  # as far as is known
         self._most_rows = 0
 
@@ -185,12 +179,13 @@ class Driver(Kept):
         rows = size or batch.rows
         verdict = None
         if self._needs_trial() and not (is_whole and is_trial):
-            verdict = self._verdict(data, rows, is_alone)
+            is_own = self.has_own_step
+            verdict = self._findings.of(data, rows, is_own, is_alone, self.window)
         if verdict is not None and not verdict.is_exact:
             if batch.is_split and not is_whole and self.settings.loss_over == "auto":
                 self._adds_up = False
                 return self._train_batch(data, is_trial)
-            model._warn_once(self._told[verdict])
+            model._warn_once(self._findings.message_of(verdict))
         batch = Batch(data, None) if is_whole else batch
         size = size if is_whole else None
         return self._by_microbatches(batch, size, verdict, is_alone, is_trial)
@@ -203,92 +198,6 @@ class Driver(Kept):
             is_own_loss = not is_of_keras(self._model, "compute_loss")
             self._has_own_code = is_own_loss or proof.has_code_of_user(self._model)
         return not self._model._has_rule() and (self._has_own_code or self._has_own_loss)
-
-    def _verdict(self, data: Any, rows: int, is_split: bool) -> Verdict:
-        """Return what the step was found to be, tried once for each structure of data.
-
-        Args:
-            data: a batch.
-            rows: samples of its microbatches.
-            is_split: whether a window is one batch that is split.
-        """
-        model, kind = self._model, self._kind_of(data, is_split)
-        if kind not in self._found:
-            weight = model.microbatch_weight(*unpack(data))
-            if weight is not None:
-                weighing = Weighing("sum" if isinstance(weight, str) else "loss")
-                self._found[kind] = Verdict(weighing, otherwise=weighing)
-                return self._found[kind]
-            is_own = self.has_own_step
-            self._note(kind, *proof.of_step(model, self.backend, data, rows, is_own, is_split))
-        elif self._is_due(kind):
-            known, is_own = self._found[kind], self.has_own_step
-            if not proof.still_holds(model, self.backend, data, known, is_own, is_split):
-                found = proof.of_step(model, self.backend, data, rows, is_own, is_split)
-                if self._note_later(kind, *found):
-                    self._tell_of_later(kind)
-        return self._found[kind]
-
-    def _kind_of(self, data: Any, is_split: bool) -> Any:
-        """Return a key for what is to be found out once."""
-        return is_split, self.backend.structure_of(data)
-
-    def _is_due(self, kind: Any) -> bool:
-        """Return whether a step is to be tried again, as code that runs eagerly may change.
-
-        It is with growing distance: in the batches 4, 16, 64 and so on.
-        """
-        number = self._num_batches[kind] = self._num_batches.get(kind, 1) + 1
-        is_power = number & (number - 1) == 0 and number.bit_length() % 2 == 1
-        return not self.backend.traces and is_power and self._found[kind].is_watched
-
-    def _note(self, kind: Any, found: Verdict, error: Exception | None) -> None:
-        """Note what was found of a step, and what is to be told of it."""
-        if error is not None:
-            self._told[found] = messages.untried_message(self._model.name, error)
-        elif not found.is_exact:
-            self._told[found] = messages.unlike_message(self._model.name, found)
-        self._found[kind] = found
-
-    def _note_later(self, kind: Any, found: Verdict, error: Exception | None) -> bool:
-        """Note what is found of a step that was found to be exact, and return whether it differs.
-
-        Processes that train together keep to what they have found together.
-        """
-        known = self._found[kind]
-        found = known.after_news(found)
-        self._note(kind, found, error)
-        is_other = not found.is_exact or found.weighing != known.weighing
-        if is_other and self.backend.num_processes > 1:
-            self._tell_of_later(kind)
-            self._found[kind] = known
-        return is_other
-
-    def _tell_of_later(self, kind: Any) -> None:
-        """Warn of what was found of a step when it had trained already."""
-        model, found = self._model, self._found[kind]
-        model._warn_once(self._told.get(found) or messages.late_message(model.name))
-
-    def _look_at_news(self, window: Window, data: Any, is_split: bool, verdict: Verdict) -> None:
-        """Try samples of a window that shows what was not tried before, if it does.
-
-        Raises:
-            FoundOtherwiseError: it is one batch, which can be trained again.
-        """
-        kind, is_own = self._kind_of(data, is_split), self.has_own_step
-        if len(window.held) < 2 or self._found.get(kind) != verdict:
-            return
-        if not (chosen := window.samples_with_news()):
-            return
-        found, error = proof.of_microbatches(self._model, self.backend, chosen, is_own, is_split)
-        if isinstance(error, proof.NothingSeenError):
-            return
-        if not self._note_later(kind, found, error):
-            return
-        if is_split and (self.backend.traces or not is_own):
-            window.discard()
-            raise FoundOtherwiseError
-        self._tell_of_later(kind)
 
     def _even_size(self) -> int | None:
         """Return samples per microbatch that devices share evenly: each has one, at least."""
@@ -343,8 +252,8 @@ class Driver(Kept):
         logs = self.updates.report(structure, before, sums.amounts)
         window.sums, self._structure = sums, known or structure
         if window.end_batch():
-            if verdict is not None and mode.is_watched:
-                self._look_at_news(window, data, is_alone, verdict)
+            if verdict is not None:
+                self._findings.look_at(window, data, self.has_own_step, is_alone, verdict)
             self._update(window)
         return logs
 

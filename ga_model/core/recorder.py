@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 from keras import ops
 
 from ga_model.base import _numbers, _validate
@@ -214,7 +215,7 @@ class Recording:
             known = next((r for r in self._metrics.results if r[0] is value), None)
             if known is not None:
                 of_metrics.append((name, *known[1:]))
-            elif not isinstance(value, dict) and not ops.shape(value):
+            elif not isinstance(value, dict) and not np.ndim(value):
                 own[name] = _numbers.float64(value)
         return own, tuple(of_metrics)
 

@@ -5,7 +5,6 @@ import warnings
 import keras
 import numpy as np
 import pytest
-from ga_model.torch_engine._divisors import Divided, Tried, Watch, divisors_of
 from helpers import (
     LIMIT,
     dense_data,

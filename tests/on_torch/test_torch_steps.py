@@ -8,7 +8,6 @@ from collections import deque
 import keras
 import numpy as np
 import pytest
-from ga_model.torch_engine._divisors import Divided
 from helpers import (
     LIMIT,
     dense_data,

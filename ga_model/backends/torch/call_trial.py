@@ -116,14 +116,15 @@ class _Trial:
         with self._apart() as run_apart:
 
             def run(begin: int, end: int) -> list[Any]:
-                with torch.set_grad_enabled(of_gradients):
+                with torch.enable_grad():
                     given, sources = run_apart(begin, end)
                 self._num_tensors = len(given.tensors)
-                seen = [bool((loss != 0).any()) for loss in given.losses]
+                losses = [_with_slope(loss, sources) for loss in given.losses]
+                seen = [bool((loss != 0).any()) for loss in losses]
                 pairs = zip(self.is_seen or seen, seen)
                 self.is_seen = [before or now for before, now in pairs]
                 gradients = _gradients(given.tensors, sources, begin, end) if of_gradients else []
-                found = (*given.tensors, *given.losses, *gradients)
+                found = (*given.tensors, *losses, *gradients)
                 return [keras.ops.convert_to_numpy(tensor) for tensor in found]
 
             kinds = calls.kinds_of(run)
@@ -189,6 +190,15 @@ def _has_custom_gradients(results: list[Any], sources: list[Any]) -> bool:
         text = "it uses a tensor or variable that is neither its input nor its weight"
         raise NotByRowsError(text)
     return has_custom
+
+
+def _with_slope(loss: Any, sources: list[Any]) -> Any:
+    """Return a loss and its derivative along its sources: it may be zero and have a gradient."""
+    if not loss.requires_grad:
+        return loss.reshape(1)
+    found = torch.autograd.grad(loss, sources, retain_graph=True, allow_unused=True)
+    slopes = [(g * source).sum() for g, source in zip(found, sources) if g is not None]
+    return torch.stack([loss.detach(), sum(slopes, torch.zeros_like(loss)).detach()])
 
 
 def _gradients(outputs: list[Any], sources: list[Any], begin: int, end: int) -> list[Any]:

@@ -30,7 +30,7 @@ from ga_model.hearing._python_state import python_state
 from ga_model.hearing._split import num_rows
 
 _SIZES = (5, 5, 1)
-_NOTHING = "All gradients are zero, or not finite."
+NOTHING = "All gradients are zero, or not finite."
 
 
 class NothingSeenError(ValueError):
@@ -38,7 +38,13 @@ class NothingSeenError(ValueError):
 
 
 def of_step(
-    model: Any, backend: Backend, data: Any, rows: int, is_own: bool, is_split: bool
+    model: Any,
+    backend: Backend,
+    data: Any,
+    rows: int,
+    is_own: bool,
+    is_split: bool,
+    assumed: Weighing | None = None,
 ) -> tuple[Verdict, Exception | None]:
     """Try the step of a model on some samples, and leave the model as it was.
 
@@ -50,18 +56,19 @@ def of_step(
             there may be memory for few.
         is_own: whether the step is the user's own.
         is_split: whether a window is one batch that is split.
+        assumed: what microbatches were weighed by so far that have shown nothing.
 
     Returns:
         What is found, and the error if it cannot be tried.
     """
-    verdict, error = _of_samples(model, backend, data, _SIZES, is_own, is_split)
+    verdict, error = _of_samples(model, backend, data, _SIZES, is_own, is_split, assumed)
     if error is None:
         return verdict, None
     others = [(n, n, 2 * n) for n in range(2, rows + 1) if rows % n == 0]
     if backend.out_of_memory(error) is not None:
         others = [(1, 1, 1)]
     for sizes in others:
-        verdict, other = _of_samples(model, backend, data, sizes, is_own, is_split)
+        verdict, other = _of_samples(model, backend, data, sizes, is_own, is_split, assumed)
         if other is None:
             return verdict, None
     return verdict, error
@@ -131,7 +138,13 @@ def _trying(model: Any, backend: Backend) -> Iterator[Callable[[], None]]:
 
 
 def _of_samples(
-    model: Any, backend: Backend, data: Any, sizes: Sizes, is_own: bool, is_split: bool
+    model: Any,
+    backend: Backend,
+    data: Any,
+    sizes: Sizes,
+    is_own: bool,
+    is_split: bool,
+    assumed: Weighing | None = None,
 ) -> tuple[Verdict, Exception | None]:
     """Try the step of a model on so many samples."""
     kinds = Kinds()
@@ -149,8 +162,8 @@ def _of_samples(
         except Exception as error:  # whatever code of the user's raises on other samples
             return _unknown(is_own, kinds), error
         if not any(window.rate for window in tried):
-            return _unknown(is_own, kinds), NothingSeenError(_NOTHING)
-        verdict = Judge(runner, tried).verdict()._replace(kinds=kinds)
+            return _unknown(is_own, kinds), NothingSeenError(NOTHING)
+        verdict = Judge(runner, tried).verdict(assumed)._replace(kinds=kinds)
     if runner.has_mismatch and not is_split:  # which is told of where weights are combined
         verdict = verdict._replace(weighing=Weighing("loss"), differences=(), is_folded=True)
     return verdict, None

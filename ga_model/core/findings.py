@@ -1,0 +1,163 @@
+"""What was found of the step of one model so far, and when it is tried again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from keras import ops
+
+from ga_model.core import messages
+from ga_model.core.backend import Backend
+from ga_model.core.proof import proof
+from ga_model.core.proof.verdict import Verdict
+from ga_model.core.proof.weighing import Weighing
+from ga_model.core.window import Window
+from ga_model.hearing._models import unpack
+
+
+class FoundOtherwiseError(Exception):
+    """A batch has shown that its microbatches weigh otherwise than was found before."""
+
+
+class Findings:
+    """Has the step of a model tried, once for each structure of data, and again if there is news.
+
+    Args:
+        model: the model.
+        backend: what it runs on.
+    """
+
+    def __init__(self, model: Any, backend: Backend) -> None:
+        self._model = model
+        self._backend = backend
+        self._found: dict[Any, Verdict] = {}  # by structure, and whether windows are one batch
+        self._told: dict[Verdict, str] = {}  # of those that are not exact
+        self._unseen: dict[Any, Verdict] = {}  # of structures whose samples have shown nothing yet
+        self._num_batches: dict[Any, int] = {}  # that were trained by what was found
+
+    def of(
+        self, data: Any, rows: int, is_own: bool, is_split: bool, window: Window | None
+    ) -> Verdict:
+        """Return what is found of the step.
+
+        Args:
+            data: a batch.
+            rows: samples of its microbatches.
+            is_own: whether the step is the user's own.
+            is_split: whether a window is one batch that is split.
+            window: the open one, or None.
+        """
+        model, backend, kind = self._model, self._backend, self._kind_of(data, is_split)
+        if kind not in self._found:
+            weight = model.microbatch_weight(*unpack(data))
+            if weight is not None:
+                weighing = Weighing("sum" if isinstance(weight, str) else "loss")
+                self._found[kind] = Verdict(weighing, otherwise=weighing)
+                return self._found[kind]
+            assumed = self._unseen.pop(kind, None)
+            weighing = None if assumed is None else assumed.weighing
+            found, error = proof.of_step(model, backend, data, rows, is_own, is_split, weighing)
+            if isinstance(error, proof.NothingSeenError):  # so the next batch is tried
+                self._unseen[kind] = found._replace(differences=())
+                return self._unseen[kind]
+            self._note(kind, found, error)
+            if assumed is not None:
+                self._begin_again(assumed, found, window)
+        elif self._is_due(kind):
+            known = self._found[kind]
+            if not proof.still_holds(model, backend, data, known, is_own, is_split):
+                found, error = proof.of_step(model, backend, data, rows, is_own, is_split)
+                if self._note_later(kind, found, error):
+                    self._tell_of_later(kind)
+        return self._found[kind]
+
+    def message_of(self, verdict: Verdict) -> str:
+        """Return the warning about what is not exact."""
+        return self._told[verdict]
+
+    def look_at(
+        self, window: Window, data: Any, is_own: bool, is_split: bool, verdict: Verdict
+    ) -> None:
+        """Try samples of a full window that shows what was not tried before, if it does.
+
+        Args:
+            window: the window.
+            data, is_own, is_split: of its last batch, as `of` takes them.
+            verdict: what it was trained by.
+
+        Raises:
+            FoundOtherwiseError: it is one batch, which can be trained again.
+        """
+        kind = self._kind_of(data, is_split)
+        if self._unseen.get(kind) == verdict:
+            self._look_at_unseen(window)
+        if self._found.get(kind) != verdict or len(window.held) < 2:
+            return
+        if not (chosen := window.samples_with_news()):
+            return
+        model, backend = self._model, self._backend
+        found, error = proof.of_microbatches(model, backend, chosen, is_own, is_split)
+        if isinstance(error, proof.NothingSeenError):
+            return
+        if not self._note_later(kind, found, error):
+            return
+        if is_split and (backend.traces or not is_own):
+            window.discard()
+            raise FoundOtherwiseError
+        self._tell_of_later(kind)
+
+    def _kind_of(self, data: Any, is_split: bool) -> Any:
+        """Return a key for what is to be found out once."""
+        return is_split, self._backend.structure_of(data)
+
+    def _is_due(self, kind: Any) -> bool:
+        """Return whether a step is to be tried again, as code that runs eagerly may change.
+
+        It is with growing distance: in the batches 4, 16, 64 and so on.
+        """
+        number = self._num_batches[kind] = self._num_batches.get(kind, 1) + 1
+        is_power = number & (number - 1) == 0 and number.bit_length() % 2 == 1
+        return not self._backend.traces and is_power and self._found[kind].is_watched
+
+    def _note(self, kind: Any, found: Verdict, error: Exception | None) -> None:
+        """Note what was found of a step, and what is to be told of it."""
+        if error is not None:
+            self._told[found] = messages.untried_message(self._model.name, error)
+        elif not found.is_exact:
+            self._told[found] = messages.unlike_message(self._model.name, found)
+        self._found[kind] = found
+
+    def _note_later(self, kind: Any, found: Verdict, error: Exception | None) -> bool:
+        """Note what is found of a step that was found to be exact, and return whether it differs.
+
+        Processes that train together keep to what they have found together.
+        """
+        known = self._found[kind]
+        found = known.after_news(found)
+        self._note(kind, found, error)
+        is_other = not found.is_exact or found.weighing != known.weighing
+        if is_other and self._backend.num_processes > 1:
+            self._tell_of_later(kind)
+            self._found[kind] = known
+        return is_other
+
+    def _tell_of_later(self, kind: Any) -> None:
+        """Warn of what was found of a step when it had trained already."""
+        model, found = self._model, self._found[kind]
+        model._warn_once(self._told.get(found) or messages.late_message(model.name))
+
+    def _begin_again(self, assumed: Verdict, found: Verdict, window: Window | None) -> None:
+        """Forget microbatches without a gradient that weigh otherwise than was assumed."""
+        before, now = ((v.weighing, v.kinds, v.is_folded) for v in (assumed, found))
+        if before == now or window is None or window.sums is None:
+            return
+        window.sums = None
+        if not (found.weighing.is_sum or found.kinds.has_sum):
+            self._model._warn_once(messages.late_message(self._model.name))
+
+    def _look_at_unseen(self, window: Window) -> None:
+        """Warn of gradients where the samples that were tried have shown none."""
+        assert window.sums is not None
+        if any(bool(ops.any(g != 0)) for g in window.sums.gradients if g is not None):
+            error = proof.NothingSeenError(proof.NOTHING)
+            self._model._warn_once(messages.untried_message(self._model.name, error))
