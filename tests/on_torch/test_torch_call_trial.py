@@ -233,4 +233,4 @@ def test_what_is_divided_by_is_noted(name):
     function, expected = DIVIDED[name]
     with Noting(None) as noting:
         function(torch.rand(4, 3, requires_grad=True))
-    assert [float(value) for _, value in sorted(noting.divisors.items())] == expected
+    assert [float(value) for _, value in sorted(noting.scalars.items())] == expected

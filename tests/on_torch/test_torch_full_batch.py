@@ -25,6 +25,8 @@ from training import assert_equal_logs, train
 
 import ga_model
 from ga_model import accumulate
+from ga_model.backends.torch import layer_calls, split_call
+from ga_model.backends.torch.call_arguments import Arguments
 from ga_model.hearing._splitting import NotByRowsError
 
 
@@ -600,7 +602,7 @@ class Late(layers.Layer):
 
 def test_a_layer_that_cannot_be_built_without_a_call_is_not_split():
     with pytest.raises(NotByRowsError, match="it is not built, and cannot be built without a call"):
-        _torch_calls._build(Late(), Arguments((torch.ones(6, 4),), {}, 6, 2))
+        layer_calls._build(Late(), Arguments((torch.ones(6, 4),), {}, 6, 2))
 
 
 def test_arguments_tell_samples_from_what_they_share():
@@ -618,10 +620,7 @@ def test_arguments_tell_samples_from_what_they_share():
 
 def test_what_a_call_holds_is_gone_with_its_outputs():
     kept = []
-    original = _torch_split_call.SplitCall.__init__
-
-    class Noted(_torch_split_call.SplitCall):
-        pass
+    original = split_call.SplitCall.__init__
 
     def noting(self, *args):
         import weakref
@@ -632,7 +631,7 @@ def test_what_a_call_holds_is_gone_with_its_outputs():
     gc.disable()
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_torch_split_call.SplitCall, "__init__", noting)
+            patch.setattr(split_call.SplitCall, "__init__", noting)
             fit(SimCLR, 5)
         assert len(kept) == 12  # two calls in each of six steps
         assert [call() for call in kept] == [None] * 12

@@ -44,8 +44,12 @@ class StraightThrough(Clipped):
         return upstream * (x.abs() < 1.0)
 
 
-NOT_LINEAR, LINEAR = [Clipped, OfNorm, Centered], [Reversed, StraightThrough]
-every = pytest.mark.parametrize("rule", [*NOT_LINEAR, *LINEAR])
+MIXING, LINEAR = [OfNorm, Centered], [Reversed, StraightThrough]
+every = pytest.mark.parametrize("rule", [Clipped, *MIXING, *LINEAR])
+
+
+UNLIKE = "A window of microbatches does not train as the full batch"
+WHOLE = "it has a custom gradient that combines samples"
 
 
 class Own(layers.Layer):
@@ -71,7 +75,7 @@ def test_a_split_batch_is_exact(rule):
     difference, said = compare(rule, {"microbatch_size": 5})
     assert difference <= LIMIT
     # Its call runs as a whole, which costs memory.
-    assert ["may mix samples" in text for text in said] == [True] * (rule in NOT_LINEAR)
+    assert [WHOLE in text for text in said] == [True] * (rule in MIXING)
 
 
 @pytest.mark.every_case
@@ -81,21 +85,14 @@ def test_what_differs_in_a_window_is_told_and_nothing_else(rule):
     if rule in LINEAR:
         assert (said, difference <= LIMIT) == ([], True)
     else:
-        assert len(said) == 1
-        assert f"the `torch.autograd.Function` '{rule.__name__}', which may not be" in said[0]
+        assert [UNLIKE in text for text in said] == [True]
         assert difference > 1e-3
 
 
 def test_where_microbatches_are_asked_for_it_is_told():
     difference, said = compare(Clipped, {"microbatch_size": 5, "loss_over": "microbatch"})
     assert difference > 1e-3
-    assert ["which may not be: one that clips" in text for text in said] == [True]
-
-
-def test_what_differs_is_told_with_both_settings():
-    difference, said = compare(Clipped, {"accumulation_steps": 3, "microbatch_size": 3}, rows=4)
-    assert difference > 1e-3
-    assert sum("which may not be: one that clips" in text for text in said) == 1
+    assert [UNLIKE in text for text in said] == [True]
 
 
 def test_hooks_on_tensors_that_mix_samples_are_told_of():
@@ -110,6 +107,6 @@ def test_hooks_on_tensors_that_mix_samples_are_told_of():
 
     difference, said = difference_and_said(make, {"accumulation_steps": 3}, 4)
     assert difference > 1e-3
-    assert ["on a tensor (`register_hook`), which may not be" in text for text in said] == [True]
+    assert [UNLIKE in text for text in said] == [True]
     difference, _ = difference_and_said(make, {"microbatch_size": 5})
     assert difference <= LIMIT
