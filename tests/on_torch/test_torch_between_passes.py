@@ -15,6 +15,8 @@ from training import difference_and_said, train_and_hear
 
 from ga_model.base._call_again import PythonState
 
+UNLIKE = "A window of microbatches does not train as the full batch"
+
 
 class WritesToInputs(Step):
     def forward_loss(self, x, y):
@@ -121,11 +123,9 @@ def test_autocast_is_that_of_the_call(base):
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize("size", [3, None])
 @pytest.mark.parametrize("base", [UnderAutocast, AllUnderAutocast])
-def test_autocast_is_no_reason_to_refuse_a_window(base, size):
-    settings = {"accumulation_steps": 3, "microbatch_size": size}
-    difference, said = compare(base, layers.Dense, settings, rows=4)
+def test_what_autocast_rounds_in_a_window_is_not_told(base):
+    difference, said = compare(base, layers.Dense, {"accumulation_steps": 3}, rows=4)
     assert difference <= 2e-2  # what bfloat16 rounds
     assert said == []
 
@@ -171,7 +171,7 @@ def test_what_calls_count_in_python_is_counted_once_per_batch():
 def test_what_calls_count_in_a_window_is_told():
     difference, said = compare(keras.Sequential, Fades, {"accumulation_steps": 3}, rows=4)
     assert difference > 1e-3
-    assert ["`calls`" in text and "once per microbatch" in text for text in said] == [True]
+    assert [UNLIKE in text for text in said] == [True]
 
 
 def normalized(units, **arguments):
@@ -195,7 +195,7 @@ def test_a_layer_that_writes_to_its_weights_is_told_of_in_windows(base):
 
     difference, said = compare(WithLoss, normalized, {"accumulation_steps": 3}, rows=4)
     assert difference > 1e-4
-    assert ["writes to ['" in text and "/kernel'" in text for text in said] == [True]
+    assert [UNLIKE in text for text in said] == [True]
 
 
 class Codes(layers.Dense):
@@ -230,7 +230,7 @@ def test_a_state_that_a_layer_keeps_is_told_of_with_both_settings():
     settings = {"accumulation_steps": 3, "microbatch_size": 3}
     difference, said = compare(keras.Sequential, Codes, settings, rows=4)
     assert difference > 1e-4
-    assert sum("writes to ['" in text and "once per microbatch" in text for text in said) == 1
+    assert sum(UNLIKE in text for text in said) == 1
 
 
 def test_what_is_put_back_costs_little_where_keras_keeps_nothing():

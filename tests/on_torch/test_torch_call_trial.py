@@ -217,8 +217,11 @@ DIVIDED = {
     "tensor": (lambda x: x.sum() / MASK.sum(), [3.0]),
     "number": (lambda x: x.sum() / MASK.sum().item(), [3.0]),
     "count": (lambda x: x.sum() / (MASK > 0).sum(), [3.0]),
-    "bound": (lambda x: x.sum() / MASK.sum().clamp(min=1.0), [3.0, 3.0]),
-    "largest": (lambda x: x.sum() / torch.maximum(MASK.sum(), torch.ones(())), [3.0, 1.0, 3.0]),
+    "bound": (lambda x: x.sum() / MASK.sum().clamp(min=1.0), [3.0, 3.0, 3.0]),
+    "largest": (
+        lambda x: x.sum() / torch.maximum(MASK.sum(), torch.ones(())),
+        [3.0, 1.0, 3.0, 3.0],
+    ),
     "reciprocal": (lambda x: x.sum() * (1.0 / MASK.sum()), [3.0]),
     "power": (lambda x: x.sum() * MASK.sum() ** -1, [3.0]),
     "selected": (lambda x: x[MASK > 0].mean(), [3.0]),

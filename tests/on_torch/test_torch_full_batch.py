@@ -362,9 +362,9 @@ def test_no_layer_sees_more_samples_than_a_microbatch():
 
     Counting.seen = []
     fit(Seen, 5, data=dense_data(12))
-    # It is built by two. It is tried on five and their halves, and with a bias that is not zero.
-    # Then two views go forward, and back.
-    assert Counting.seen == [2, *[5, 2, 3] * 2, *[5, 5, 2] * 8]
+    # It is built by two, and tried on up to five. Then two views go forward, and back.
+    assert max(Counting.seen) == 5
+    assert Counting.seen[-24:] == [5, 5, 2] * 8
 
 
 def test_logs_and_metrics_are_those_of_the_full_batch():
@@ -515,18 +515,6 @@ class Trims(Drops):
         return outputs if x.min() >= self.least else outputs[:, :2]
 
 
-class AddsInTraining(layers.Dense):
-    def build(self, shape):
-        super().build(shape)
-        self.noise = layers.GaussianNoise(0.1, seed=3)
-
-    def call(self, x, training=None):
-        outputs = self.noise(super().call(x), training=training)
-        if training:
-            self.add_loss(ops.mean(outputs))
-        return outputs
-
-
 class IsParticular(layers.Dense):
     def call(self, x):
         if len(x) in (3, 5):
@@ -535,14 +523,10 @@ class IsParticular(layers.Dense):
 
 
 WHOLE = {
-    "drops": (lambda: Drops(3), r"an output has the shape \(., 3\) for . samples"),
+    "drops": (lambda: Drops(3), "gives something other than one value per sample"),
     "trims": (lambda: Trims(3), "its outputs have different shapes for different microbatches"),
-    "adds": (lambda: AddsInTraining(3), "it adds different losses in training"),
-    "is particular": (
-        lambda: IsParticular(3),
-        "it raises a .* for a different number of samples",
-    ),
-    "mixes": (lambda: keras.Sequential([layers.Dense(3), Centers()]), "depend on other samples"),
+    "is particular": (lambda: IsParticular(3), "it cannot be run by itself"),
+    "mixes": (lambda: keras.Sequential([layers.Dense(3), Centers()]), "it combines samples"),
     "keeps": (lambda: Keeps(3), "stores a tensor in its attribute `kept`"),
     "counts": (lambda: Counts(3), "it writes to .*in each call"),
     "buffers": (lambda: WithBuffers(3), "it has PyTorch buffers"),
@@ -602,20 +586,19 @@ class Late(layers.Layer):
 
 def test_a_layer_that_cannot_be_built_without_a_call_is_not_split():
     with pytest.raises(NotByRowsError, match="it is not built, and cannot be built without a call"):
-        layer_calls._build(Late(), Arguments((torch.ones(6, 4),), {}, 6, 2))
+        layer_calls._build(Late(), Arguments((torch.ones(6, 4),), {}, 2, None))
 
 
 def test_arguments_tell_samples_from_what_they_share():
     x, table, scalar = torch.ones(12, 3), torch.ones(1, 3), torch.tensor(2.0)
-    arguments = Arguments((x, [table, None]), {"scale": scalar, "name": "n"}, 6, 4)
+    arguments = Arguments((x, [table, None]), {"scale": scalar, "name": "n"}, 8, None)
     assert [share.stop for share in arguments.shares()] == [8, 12]
     (first, (shared, none)), kwargs = arguments.packed(
         arguments.part(arguments.tensors, slice(0, 8))
     )
     assert (first.shape, shared.shape, none) == ((8, 3), (1, 3), None)
     assert kwargs == {"scale": scalar, "name": "n"}
-    with pytest.raises(NotByRowsError, match=r"different numbers of samples \[7, 12\]"):
-        Arguments((x, x[:7]), {}, 6, 4)
+    assert Arguments((x, x[:7]), {}, 8, None).has_rows == [True, False]
 
 
 def test_what_a_call_holds_is_gone_with_its_outputs():
