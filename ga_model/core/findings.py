@@ -55,8 +55,8 @@ class Findings:
                 self._found[kind] = Verdict(weighing, otherwise=weighing)
                 return self._found[kind]
             assumed = self._unseen.pop(kind, None)
-            weighing = None if assumed is None else assumed.weighing
-            found, error = proof.of_step(model, backend, data, rows, is_own, is_split, weighing)
+            before = None if assumed is None else assumed.weighing
+            found, error = proof.of_step(model, backend, data, rows, is_own, is_split, before)
             if isinstance(error, proof.NothingSeenError):  # so the next batch is tried
                 self._unseen[kind] = found._replace(differences=())
                 return self._unseen[kind]

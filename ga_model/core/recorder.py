@@ -201,13 +201,13 @@ class Recording:
         return [_numbers.float64(call.value) for call in self._metrics.updates_by_key().values()]
 
     def split_logs(self, logs: Any) -> tuple[dict[str, Any], tuple[tuple[str, Any, Any], ...]]:
-        """Return the scalars that a step logs itself, and the metrics whose results others are.
+        """Return the numbers that a step logs itself, and the metrics whose results others are.
 
         Args:
             logs: what the step returns.
 
         Returns:
-            The scalars by name; and names, metrics, and the key of their result, or None.
+            The numbers by name, scalars or arrays; and names, metrics, and the key of their result, or None.
         """
         own: dict[str, Any] = {}
         of_metrics: list[tuple[str, Any, Any]] = []
@@ -215,8 +215,9 @@ class Recording:
             known = next((r for r in self._metrics.results if r[0] is value), None)
             if known is not None:
                 of_metrics.append((name, *known[1:]))
-            elif not isinstance(value, dict) and not np.ndim(value):
-                own[name] = _numbers.float64(value)
+            elif ops.is_tensor(value) or isinstance(value, (int, float, np.ndarray, np.generic)):
+                is_array = isinstance(value, np.ndarray)
+                own[name] = _numbers.float64(ops.convert_to_tensor(value) if is_array else value)
         return own, tuple(of_metrics)
 
     def updates(self) -> list[tuple[Update, Any]]:
