@@ -234,6 +234,10 @@ class Backend(ABC):
         """Bytes of the weights that are trained."""
 
     @abstractmethod
+    def wait_for(self, nest: Any) -> None:
+        """Wait until a nest of tensors is computed, where functions return before."""
+
+    @abstractmethod
     def out_of_memory(self, error: Exception) -> Exception | None:
         """Return an error that says that memory is used up, without what it holds, or None."""
 

@@ -248,6 +248,7 @@ class Driver(Kept):
             self._look_at_entries(window, structure)
         assert sums is not None
         if is_trial:
+            self.backend.wait_for(sums)
             return None
         logs = self.updates.report(structure, before, sums.amounts)
         window.sums, self._structure = sums, known or structure

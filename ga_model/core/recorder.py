@@ -207,7 +207,8 @@ class Recording:
             logs: what the step returns.
 
         Returns:
-            The numbers by name, scalars or arrays; and names, metrics, and the key of their result, or None.
+            The numbers by name, scalars or arrays; and names, metrics, and the key of their result,
+            or None.
         """
         own: dict[str, Any] = {}
         of_metrics: list[tuple[str, Any, Any]] = []

@@ -123,18 +123,6 @@ def test_a_trial_leaves_the_model_as_it_was():
     assert all(name.startswith(("loss", "mean_absolute")) for name in changed)
 
 
-def test_an_automatic_size_is_refused():
-    model = accumulate(dense_model(), microbatch_size="auto")
-    model.compile("sgd", "mse")
-    with pytest.raises(ValueError, match="no size is searched for"):
-        model.fit(*dense_data(8), verbose=0)
-    model.microbatch_size = 3
-    model.fit(*dense_data(8), verbose=0)
-    model.microbatch_size = "auto"
-    with pytest.raises(ValueError, match="no size is searched for"):
-        model.fit(*dense_data(8), verbose=0)
-
-
 def test_another_distribution_than_of_data_is_refused():
     mesh = keras.distribution.DeviceMesh((1, 1), ["batch", "model"], ["cpu:0"])
     layouts = keras.distribution.LayoutMap(mesh)

@@ -10,8 +10,6 @@ import types
 import keras
 import numpy as np
 import pytest
-from ga_model.torch_engine import _torch_calls, _torch_split_call
-from ga_model.torch_engine._torch_arguments import Arguments
 from helpers import (
     LIMIT,
     dense_data,

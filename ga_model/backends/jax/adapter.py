@@ -300,6 +300,9 @@ class JaxBackend(Backend):
     def num_bytes_of_weights(self) -> int:
         return sum(value.nbytes for value in self.values("trainable"))
 
+    def wait_for(self, nest: Any) -> None:
+        jax.block_until_ready(nest)
+
     def out_of_memory(self, error: Exception) -> Exception | None:
         is_exhausted = isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE" in str(error)
         return error.with_traceback(None) if is_exhausted else None

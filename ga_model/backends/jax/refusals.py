@@ -26,8 +26,6 @@ def check(model: Any) -> None:
     is_known = distribution is None or type(distribution) is keras.distribution.DataParallel
     if not is_known or jax.process_count() > 1:
         raise ValueError(_distribution_message(model.name))
-    if model._accumulation.is_automatic:
-        raise ValueError(_automatic_message(model.name))
 
 
 def _overwritten_message(model: str, variables: list[str]) -> str:
@@ -43,13 +41,6 @@ def _distribution_message(model: str) -> str:
         "On JAX, gradients are accumulated on one device, or on those of one process with "
         f"`keras.distribution.DataParallel`. Received: {model!r} with another distribution, or "
         f"several processes. Set `DataParallel`, {_OTHERS} in their own ways, or {WITHOUT}."
-    )
-
-
-def _automatic_message(model: str) -> str:
-    return (
-        'On JAX, no size is searched for: `microbatch_size="auto"` needs another backend. '
-        f"Received: {model!r} with it. Set `microbatch_size` to a number, such as 16, or {_OTHERS}."
     )
 
 

@@ -228,6 +228,9 @@ class TorchBackend(Backend):
         weights = map(raw, self._model.trainable_variables)
         return sum(weight.nelement() * weight.element_size() for weight in weights)
 
+    def wait_for(self, nest: Any) -> None:
+        """Do nothing: an allocation fails where it is asked for."""
+
     def out_of_memory(self, error: Exception) -> Exception | None:
         return released(error) if is_exhausted(error) else None
 
