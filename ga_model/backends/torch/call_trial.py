@@ -97,6 +97,7 @@ class _Trial:
             for tensor, has_rows in zip(arguments.tensors, arguments.has_rows)
         ]
         self._num_tensors = 0
+        self._has_losses = False
         self.is_seen: list[bool] = []
 
     def has_custom_gradients(self) -> bool:
@@ -109,6 +110,7 @@ class _Trial:
             given, sources = run(calls.TOTAL - 2, calls.TOTAL)
         if hooks:
             raise NotByRowsError("its tensors have hooks, which would see each microbatch")
+        self._has_losses = bool(given.losses)
         return _has_custom_gradients([*given.tensors, *given.losses], sources)
 
     def kinds(self, of_gradients: bool) -> list[str | None]:
@@ -116,7 +118,7 @@ class _Trial:
         with self._apart() as run_apart:
 
             def run(begin: int, end: int) -> list[Any]:
-                with torch.enable_grad():
+                with torch.set_grad_enabled(of_gradients or self._has_losses):
                     given, sources = run_apart(begin, end)
                 self._num_tensors = len(given.tensors)
                 losses = [_with_slope(loss, sources) for loss in given.losses]

@@ -20,6 +20,7 @@ from ga_model.core.proof.weighing import Seen, Weighing
 
 _MOVES = 0.03  # of the norm of the weights
 _LARGE = 5_000_000  # values, of which fewer windows are tried
+_HUGE = 50_000_000  # and of which one is: some ten copies are held at a time, on the host
 _NOISE = (0.0, 0.3, 2.0, 8.0)  # of the starts, in standard deviations of a weight
 
 
@@ -127,7 +128,8 @@ def windows(runner: Runner, sizes: Sizes, is_brief: bool = False) -> Iterator[Wi
     orders = [sizes[i:] + sizes[:i] for i in range(len(sizes))]
     cuts = [tuple(itertools.accumulate(order)) for order in orders]
     is_half = runner.rounding > runner.epsilon
-    is_large = sum(np.asarray(value).size for value in runner.start) > _LARGE
+    size = sum(np.asarray(value).size for value in runner.start)
+    is_large, is_brief = size > _LARGE, is_brief or size > _HUGE
     starts = 1 if is_brief else 2 if is_large else len(_NOISE)
     for number, noise in enumerate(_NOISE[:starts]):
         values = _perturbed(runner, noise, number)
@@ -135,9 +137,9 @@ def windows(runner: Runner, sizes: Sizes, is_brief: bool = False) -> Iterator[Wi
         gradients = [g for g in unmoved.gradients if g is not None]
         if not all(np.isfinite(g).all() for g in gradients):
             continue
-        size = norm_of(gradients)
+        norm = norm_of(gradients)
         far = norm_of([values[place] for place in runner.trained]) or 1.0
-        rate = _MOVES * far / size if size and np.isfinite(size) else 0.0
+        rate = _MOVES * far / norm if norm and np.isfinite(norm) else 0.0
         whole = runner.run(0, total, values, rate)
         numbers = [v for v in (*whole.numbers, *whole.logs.values()) if v is not None]
         if number and not all(np.isfinite(v).all() for v in numbers):
