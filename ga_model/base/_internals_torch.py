@@ -36,6 +36,11 @@ def hooks_on_gradient(tensor: Any) -> Any:
     return tensor._backward_hooks
 
 
+def has_hooks_on_sum(tensor: Any) -> bool:
+    """Return whether hooks run when a leaf of PyTorch has got its gradient."""
+    return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
 def has_hooks_on_calls(module: Any) -> bool:
     """Return whether hooks run before or after `forward` of a module of PyTorch."""
     return bool(module._forward_hooks or module._forward_pre_hooks)

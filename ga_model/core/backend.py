@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
+from ga_model.hearing._python_state import python_state
+
 if TYPE_CHECKING:
     from ga_model.core.proof.draws import Draws
     from ga_model.core.recorder import Applied
@@ -32,6 +34,13 @@ class GradientSums(Protocol):
         """Return the sums, tensors or None."""
 
 
+class State(Protocol):
+    """What a step may write to, as it was at one time."""
+
+    def put_back(self) -> None:
+        """Let all be as it was."""
+
+
 class Backend(ABC):
     """Runs the functions of the core for one compiled model.
 
@@ -47,6 +56,7 @@ class Backend(ABC):
         num_processes: processes that make updates together, each of windows of its own samples.
         traces: whether functions are traced before they run, and their sums are there before.
         has_several_optimizers: whether a step may apply more than one.
+        noted_dtypes: names of the dtypes that code computed in where it was noted, if known.
     """
 
     optimizer_stand_in: type
@@ -57,6 +67,7 @@ class Backend(ABC):
 
     def __init__(self, model: Any) -> None:
         self._model = model
+        self.noted_dtypes: set[str] = set()
 
     # What is compiled.
 
@@ -201,6 +212,10 @@ class Backend(ABC):
     def keeping_state(self) -> AbstractContextManager[None]:
         """Return a context in which a failure leaves all variables as they were before."""
 
+    def state(self) -> State:
+        """Return what a step may write to and that is in Python, as it is now."""
+        return python_state(self._model)
+
     @abstractmethod
     def state_in_hand(self) -> AbstractContextManager[None]:
         """Return a context in which functions run that no train function has called."""
@@ -220,6 +235,10 @@ class Backend(ABC):
             most: microbatches of each call that are run, or None for all. What comes out for the
                 other samples is then any number.
         """
+
+    def has_hooks(self) -> bool:
+        """Return whether code of users sees or changes what goes through layers of the model."""
+        return False
 
     # Memory.
 

@@ -196,7 +196,7 @@ class Driver(Kept):
             return True
         if self._has_own_code is None:
             is_own_loss = not is_of_keras(self._model, "compute_loss")
-            self._has_own_code = is_own_loss or proof.has_code_of_user(self._model)
+            self._has_own_code = is_own_loss or proof.has_code_of_user(self._model, self.backend)
         return not self._model._has_rule() and (self._has_own_code or self._has_own_loss)
 
     def _even_size(self) -> int | None:

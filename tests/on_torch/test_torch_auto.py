@@ -18,7 +18,7 @@ from helpers import (
 )
 from keras import layers, ops
 from keras.optimizers import SGD
-from torch_step import IS_CORE, torch
+from torch_step import torch
 
 from ga_model import accumulate
 from ga_model.tools import _memory
@@ -195,11 +195,7 @@ def test_the_search_leaves_everything_as_it_was():
     generator, taken = torch.get_rng_state(), len(memory.taken)
     memory.limit, model.microbatch_size = 5, "auto"
     data = tuple(ops.convert_to_tensor(part) for part in dense_data(12))
-    if IS_CORE:
-        model._accumulation._search(data, 12)
-    else:
-        step = keras.Model.train_step.__get__(model)
-        model._accumulation.automatic_size._search(step, data, 12)
+    model._accumulation._search(data, 12)
     assert len(memory.taken) > taken + 4
     assert model.microbatch_size == 5
     assert_same(state(model), before[0])

@@ -1,7 +1,5 @@
 """A step of one's own on PyTorch."""
 
-import os
-
 import keras
 import pytest
 
@@ -9,8 +7,6 @@ if keras.backend.backend() != "torch":
     pytest.skip("runs with KERAS_BACKEND=torch", allow_module_level=True)
 
 import torch
-
-IS_CORE = os.environ.get("GA_MODEL_ENGINE") == "core"  # which then runs PyTorch
 
 
 class Step(keras.Sequential):

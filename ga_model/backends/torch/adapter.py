@@ -12,6 +12,7 @@ import torch
 
 from ga_model.backends.torch import layer_calls, refusals
 from ga_model.backends.torch.agreement import num_processes
+from ga_model.backends.torch.call_hooks import has_hooks
 from ga_model.backends.torch.gradient_sums import GradientSums
 from ga_model.backends.torch.memory import is_exhausted, released
 from ga_model.backends.torch.noting import Noting
@@ -25,6 +26,7 @@ from ga_model.core.proof.draws import Draws
 from ga_model.core.recorder import Applied
 from ga_model.core.window import Sums
 from ga_model.hearing._models import is_of_keras, optimizers_in, recording_of_thread
+from ga_model.hearing._python_state import python_state
 from ga_model.hearing._stand_ins import OptimizerStandIn
 
 
@@ -123,17 +125,11 @@ class TorchBackend(Backend):
         consumes: bool = False,
         discards: bool = False,
     ) -> Callable[..., Any]:
-        groups = list(reads)
-
         def run(*arguments: Any) -> Any:
             with torch.no_grad():
-                if not discards:
-                    return function(*arguments)
-                state = State(self._model, with_weights="trainable" in groups)
-                try:
-                    return function(*keras.tree.map_structure(_copied, arguments))
-                finally:
-                    state.put_back()
+                if discards:
+                    arguments = keras.tree.map_structure(_copied, arguments)
+                return function(*arguments)
 
         return run
 
@@ -171,7 +167,9 @@ class TorchBackend(Backend):
         self, function: Callable[..., Any], arguments: tuple[Any, ...], draws: Draws | None = None
     ) -> tuple[Any, dict[str, Any]]:
         with Noting(draws) as noted:
-            return function(*arguments), noted.scalars
+            found = function(*arguments)
+        self.noted_dtypes |= noted.dtypes
+        return found, noted.scalars
 
     def is_running_step(self) -> bool:
         return self._is_running_step or recording_of_thread.get() is not None
@@ -204,6 +202,9 @@ class TorchBackend(Backend):
             state.put_back()
             raise
 
+    def state(self) -> _AllState:
+        return _AllState(self._model)
+
     def state_in_hand(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
@@ -216,6 +217,9 @@ class TorchBackend(Backend):
         self, size: int, most: int | None = None
     ) -> contextlib.AbstractContextManager[None]:
         return layer_calls.splitting_calls(self._model, size, self._known_calls, most)
+
+    def has_hooks(self) -> bool:
+        return has_hooks(self._model)
 
     # Memory.
 
@@ -257,6 +261,17 @@ class TorchBackend(Backend):
         states = [tensor for tensor in states if tensor.numel() > 1]  # others may be set before
         tensors = [*map(raw, self._model.trainable_variables), *states]
         return [(tensor, times_written(tensor)) for tensor in tensors]
+
+
+class _AllState:
+    """The `State` of a model, with all weights, and its Python state."""
+
+    def __init__(self, model: Any) -> None:
+        self._parts = State(model, with_weights=True), python_state(model)
+
+    def put_back(self) -> None:
+        for part in self._parts:
+            part.put_back()
 
 
 def _are_written(versions: list[tuple[Any, int]]) -> bool:

@@ -14,10 +14,11 @@ import torch
 
 from ga_model.base._context import ThreadValue
 from ga_model.base._in_front import InFront
-from ga_model.base._internals import layers_in
+from ga_model.base._internals import layers_in, raw
 from ga_model.base._internals_torch import (
     has_hooks_on_calls,
     has_hooks_on_gradients,
+    has_hooks_on_sum,
     hooks_on_gradient,
 )
 from ga_model.hearing._splitting import NotByRowsError
@@ -32,6 +33,15 @@ def check_call(layer: Any) -> None:
             raise NotByRowsError("it has forward hooks, which would see each microbatch")
         if has_hooks_on_gradients(module):
             raise NotByRowsError("it has backward hooks, which would see each microbatch")
+
+
+def has_hooks(model: Any) -> bool:
+    """Return whether hooks see calls of layers, or gradients of weights."""
+    modules = (module for part in layers_in(model) for module in part.modules())
+    if any(has_hooks_on_calls(m) or has_hooks_on_gradients(m) for m in modules):
+        return True
+    weights = map(raw, model.trainable_variables)
+    return any(hooks_on_gradient(weight) or has_hooks_on_sum(weight) for weight in weights)
 
 
 @contextlib.contextmanager

@@ -41,11 +41,13 @@ class Noting(TorchDispatchMode):
     Attributes:
         scalars: those that were divided by, bounded or decided by, and numbers of entries that
             masks have selected, by names.
+        dtypes: names of those of what operations gave.
     """
 
     def __init__(self, draws: Draws | None) -> None:
         super().__init__()
         self.scalars: dict[str, Any] = {}
+        self.dtypes: set[str] = set()
         self._draws = draws
 
     def __torch_dispatch__(
@@ -56,6 +58,8 @@ class Noting(TorchDispatchMode):
         if self._draws is not None and torch.Tag.nondeterministic_seeded in func.tags:
             return _drawn(self._draws, name, func, args, kwargs)
         outputs = func(*args, **kwargs)
+        if torch.is_tensor(outputs):
+            self.dtypes.add(str(outputs.dtype).removeprefix("torch."))
         for value in _divisors_of(name, args, outputs):
             self.scalars[f"{len(self.scalars):05} {name}"] = value
         return outputs

@@ -44,7 +44,7 @@ class State:
         tensors = [raw(variable) for variable in self._variables]
         self._stores = [store for layer in layers for store in _stores_in(layer)]
         self._held = [dict(store) for store in self._stores]
-        tensors += [t for store in self._held for t in store.values() if torch.is_tensor(t)]
+        tensors += [t for store in self._held for t in store.values() if _is_kept(t)]
         self._tensors = unique(tensors)
         self._versions = list(map(times_written, self._tensors))
         self._values = [tensor.detach().clone() for tensor in self._tensors]
@@ -83,6 +83,11 @@ def _stores_in(layer: Any) -> list[dict[str, Any]]:
     modules = [module for module in layer.modules() if module is layer or not _is_layer(module)]
     buffers = [module._buffers for module in modules if module._buffers]
     return buffers + [vars(module) for module in modules if not is_of_library(module)]
+
+
+def _is_kept(value: Any) -> bool:
+    """Return whether a value is a tensor with values, as those of symbolic calls are not."""
+    return torch.is_tensor(value) and not value.is_meta
 
 
 def _is_layer(module: Any) -> bool:

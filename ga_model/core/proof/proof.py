@@ -16,6 +16,7 @@ from ga_model.base._internals import (
     layers_in,
     loss_tracker,
     operations_in,
+    own_state,
 )
 from ga_model.core.backend import Backend
 from ga_model.core.losses import Kinds
@@ -26,7 +27,7 @@ from ga_model.core.proof.verdict import Difference, Judge, Verdict
 from ga_model.core.proof.weighing import Weighing
 from ga_model.hearing._attributes import watch_attributes
 from ga_model.hearing._metrics_of_user import counts_samples
-from ga_model.hearing._python_state import python_state
+from ga_model.hearing._moments_heard import is_known
 from ga_model.hearing._split import num_rows
 
 _SIZES = (5, 5, 1)
@@ -84,9 +85,11 @@ def still_holds(
         known: what was found of the step.
     """
     samples = samples_for_trial(data, sum(_SIZES))
-    with _trying(model, backend):
+    with _trying(model, backend) as put_back:
         try:
-            runner = StepRunner(model, backend, samples, not is_own, is_split, known.kinds)
+            runner = StepRunner(
+                model, backend, samples, not is_own, is_split, known.kinds, put_back
+            )
             with forgetting_override(model):
                 tried = list(windows(runner, _SIZES, is_brief=True))
         except Exception:  # what cannot be tried with so many samples, as before
@@ -120,21 +123,17 @@ def _joined(*leaves: Any) -> Any:
 def _trying(model: Any, backend: Backend) -> Iterator[Callable[[], None]]:
     """Return a context in which the step of a model may be tried.
 
-    It gives a function that lets Python's state be as it was, and forgets what was compiled.
+    It gives a function that lets all be as it was that is in no variable.
     """
-    state = python_state(model)
+    state = backend.state()
     watch_attributes(model)
-
-    def begin_again() -> None:
-        state.put_back()
-        backend.forget("trial")
-
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
         try:
-            yield begin_again
+            yield state.put_back
         finally:
-            begin_again()
+            state.put_back()
+            backend.forget("trial")
 
 
 def _of_samples(
@@ -148,17 +147,17 @@ def _of_samples(
 ) -> tuple[Verdict, Exception | None]:
     """Try the step of a model on so many samples."""
     kinds = Kinds()
-    with _trying(model, backend) as begin_again:
+    with _trying(model, backend) as put_back:
         try:
             samples = samples_for_trial(data, sum(sizes))
             for _ in range(2):
-                runner = StepRunner(model, backend, samples, not is_own, is_split, kinds)
+                runner = StepRunner(model, backend, samples, not is_own, is_split, kinds, put_back)
                 with forgetting_override(model):
                     tried = list(windows(runner, sizes))
                 if is_own or not tried or not (found := Judge(runner, tried).kinds()).has_sum:
                     break
                 kinds = found  # known from the values of losses, whatever they were taken for
-                begin_again()
+                backend.forget("trial")
         except Exception as error:  # whatever code of the user's raises on other samples
             return _unknown(is_own, kinds), error
         if not any(window.rate for window in tried):
@@ -176,10 +175,10 @@ def _unknown(is_own: bool, kinds: Kinds) -> Verdict:
     return Verdict(weighing, (), (), differences, is_folded=not is_own, kinds=kinds)
 
 
-def has_code_of_user(model: Any) -> bool:
+def has_code_of_user(model: Any, backend: Backend) -> bool:
     """Return whether layers or metrics of a model are not Keras's, or may combine samples."""
     layers = layers_in(model)
-    if any(map(_is_of_user, layers)):
+    if any(map(_is_of_user, layers)) or backend.has_hooks():
         return True
     if any(combines_samples(*part) for layer in layers for part in operations_in(layer)):
         return True
@@ -189,9 +188,11 @@ def has_code_of_user(model: Any) -> bool:
 
 def _is_of_user(layer: Any) -> bool:
     module = type(layer).__module__
-    is_of_keras = module.startswith("keras.") and not isinstance(layer, keras.layers.Lambda)
+    holds_code = isinstance(layer, (keras.layers.Lambda, keras.layers.TorchModuleWrapper))
+    is_of_keras = module.startswith("keras.") and not holds_code
     axes = getattr(layer, "axis", getattr(layer, "axes", None))
     axes = axes if isinstance(axes, (list, tuple)) else [axes]
     is_along_samples = any(axis is not None and (axis == 0 or axis < -1) for axis in axes)
-    is_stateful = getattr(layer, "stateful", False)  # has a state of each sample
+    has_state = bool(own_state(layer)) and not is_known(layer)
+    is_stateful = getattr(layer, "stateful", False) or has_state
     return not is_of_keras or is_along_samples or is_stateful or ".preprocessing." in module

@@ -42,6 +42,7 @@ class StepRunner:
             loss.
         is_split: whether the window is one batch, of which the weights of all terms are known.
         kinds: what losses of the user's own are.
+        put_back: lets all be as it was that is kept in no variable.
 
     Attributes:
         has_mismatch: whether terms of the loss have weights that are not proportional.
@@ -57,6 +58,7 @@ class StepRunner:
         is_folded: bool,
         is_split: bool,
         kinds: Kinds,
+        put_back: Callable[[], None],
     ) -> None:
         self._model = model
         self._backend = backend
@@ -65,6 +67,7 @@ class StepRunner:
         self._runs = itertools.count(1)
         self._is_split = is_split
         self._kinds = kinds
+        self.put_back = put_back
         self._totals: list[Any] = []  # what terms of the loss weigh in all samples
         self.is_folded = is_folded
         self.has_mismatch = self.has_own_loss = False
@@ -91,10 +94,16 @@ class StepRunner:
         ]
         self._applied_to: dict[int, tuple[list[int], list[int]]] = {}  # by the number of samples
         self.epsilon = float(np.finfo("float32").eps)
-        dtypes = {layer.compute_dtype for layer in layers_in(model)}
-        self.rounding = max([self.epsilon, *(_ROUNDING[d] for d in dtypes if d in _ROUNDING)])
+        self._dtypes = {layer.compute_dtype for layer in layers_in(model)}
+        backend.noted_dtypes.clear()
         read = backend.compiled(("trial", "values"), self._values, GROUPS)
         self.start = [ops.convert_to_numpy(value) for value in read()]
+
+    @property
+    def rounding(self) -> float:
+        """The rounding of one operation in the precision of the model, as far as it has run."""
+        dtypes = self._dtypes | self._backend.noted_dtypes
+        return max([self.epsilon, *(_ROUNDING[d] for d in dtypes if d in _ROUNDING)])
 
     def _values(self) -> list[Any]:
         return [copy_of(variable) for variable in self._variables]

@@ -64,7 +64,6 @@ class Runner(Protocol):
         is_free: of each variable, whether it may be anything after a step: a random state.
         is_moved: of each variable that is not trained, whether starts may differ in it.
         epsilon: the rounding of one operation in float32.
-        rounding: the same in the precision of the model.
         has_own_loss: whether the loss, or a part of it, is the user's own.
         is_folded: whether weights of compiled losses are folded into the loss.
         written: paths of the variables that the step has written to.
@@ -77,10 +76,16 @@ class Runner(Protocol):
     is_free: list[bool]
     is_moved: list[bool]
     epsilon: float
-    rounding: float
     has_own_loss: bool
     is_folded: bool
     written: set[str]
+
+    @property
+    def rounding(self) -> float:
+        """The rounding of one operation in the precision of the model."""
+
+    def put_back(self) -> None:
+        """Let all be as it was that is kept in no variable, and that runs go on from."""
 
     def run(self, begin: int, end: int, values: list[Any], rate: float) -> Outcome:
         """Run the step on samples from `begin` up to `end`, from values of all variables.
@@ -127,36 +132,43 @@ def windows(runner: Runner, sizes: Sizes, is_brief: bool = False) -> Iterator[Wi
     total = sum(sizes)
     orders = [sizes[i:] + sizes[:i] for i in range(len(sizes))]
     cuts = [tuple(itertools.accumulate(order)) for order in orders]
-    is_half = runner.rounding > runner.epsilon
     size = sum(np.asarray(value).size for value in runner.start)
     is_large, is_brief = size > _LARGE, is_brief or size > _HUGE
     starts = 1 if is_brief else 2 if is_large else len(_NOISE)
     for number, noise in enumerate(_NOISE[:starts]):
         values = _perturbed(runner, noise, number)
-        unmoved = runner.run(0, total, values, 0.0)
+        unmoved = _from_start(runner, total, values, 0.0)
         gradients = [g for g in unmoved.gradients if g is not None]
         if not all(np.isfinite(g).all() for g in gradients):
             continue
         norm = norm_of(gradients)
         far = norm_of([values[place] for place in runner.trained]) or 1.0
         rate = _MOVES * far / norm if norm and np.isfinite(norm) else 0.0
-        whole = runner.run(0, total, values, rate)
+        whole = _from_start(runner, total, values, rate)
         numbers = [v for v in (*whole.numbers, *whole.logs.values()) if v is not None]
         if number and not all(np.isfinite(v).all() for v in numbers):
             continue
-        rounded = runner.run(0, total, _rounded(runner, values), rate)
+        rounded = _from_start(runner, total, _rounded(runner, values), rate)
         of_start = cuts[: starts if is_large or is_brief else len(cuts)]
         if not (number or is_brief):
             of_start = [*of_start, *_finer(sizes)]
         for ends in of_start:
             parts, state, begin = [], values, 0
+            runner.put_back()
             for end in ends:
                 parts.append(runner.run(begin, end, state, 0.0))
                 state, begin = parts[-1].values, end
                 if end < total:  # the last part has all of them
                     parts[-1] = parts[-1]._replace(values=[])
+            is_half = runner.rounding > runner.epsilon
             if not (is_half and _overflows(parts)):
                 yield Window(values, rate, whole, rounded, parts)
+
+
+def _from_start(runner: Runner, total: int, values: list[Any], rate: float) -> Outcome:
+    """Run the step on all samples, from where windows begin."""
+    runner.put_back()
+    return runner.run(0, total, values, rate)
 
 
 def _finer(sizes: Sizes) -> list[tuple[int, ...]]:

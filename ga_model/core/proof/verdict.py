@@ -336,6 +336,9 @@ def candidates(tried: Sequence[Window], has_own_loss: bool) -> Iterator[Weighing
     before what is assumed of a loss of the user's own. It comes in the order of the step, which is
     that of the names: what it bounds, before it divides by that.
     """
+    if all(len(window.parts) == 1 for window in tried):
+        yield Weighing("samples")  # as any other would do
+        return
     outcomes = [outcome for window in tried for outcome in (window.whole, *window.parts)]
     common = set.intersection(*(set(outcome.seen.scalars) for outcome in outcomes))
     sources = sorted(common)
