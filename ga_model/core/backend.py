@@ -96,7 +96,8 @@ class Backend(ABC):
             reads: groups of variables that it reads, and may write to.
             updates: groups that it reads, and writes to all variables of.
             consumes: whether the tensors of its first argument are not used again.
-            discards: whether what it writes is not kept.
+            discards: whether what it writes is not needed. Where nothing is compiled, it is
+                there nevertheless, and has to be put back.
         """
 
     @abstractmethod

@@ -338,7 +338,8 @@ class Steps:
         backend = self._backend
         weigh = backend.compiled("weigh", self._weigh, backend.of_step, discards=True)
         each = map(batch.microbatch, range(batch.num_microbatches))
-        parts = [weigh(backend.placed(data)) for data in each]
+        with backend.trying(is_own=False):
+            parts = [weigh(backend.placed(data)) for data in each]
         return [sum(weights) for weights in zip(*parts)]
 
     def _weigh(self, data: Any) -> list[Any]:

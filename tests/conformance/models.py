@@ -120,6 +120,12 @@ CASES |= {
 # Structures of data, in any order of keys.
 
 
+def normalized_outputs():
+    inputs = keras.Input((4,))
+    hidden = layers.BatchNormalization(momentum=0.8)(inputs)
+    return keras.Model(inputs, {name: layers.Dense(2, name=name)(hidden) for name in ("z", "a")})
+
+
 class TwoTowers(keras.Model):
     """Takes a dict and gives one, whose keys are not in alphabetical order."""
 
@@ -237,6 +243,22 @@ CASES |= {
             {"z": np.linspace(0.1, 3, rows), "a": np.linspace(2, 1, rows)},
         ),
         sgd({"z": "mse", "a": "mae"}),
+    ),
+    "normalized outputs of unlike weights": Case(
+        normalized_outputs,
+        lambda rows: (
+            dense_data(rows)[0],
+            {"z": dense_data(rows)[1], "a": dense_data(rows)[1]},
+            {"z": np.linspace(0.1, 3, rows), "a": np.linspace(2, 1, rows)},
+        ),
+        sgd(
+            {
+                name: keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+                for name in ("z", "a")
+            }
+        ),
+        expects={"within": Warns("BatchNormalization", compares=("variables",))},
+        settings=("split",),
     ),
     "no targets": Case(
         lambda: keras.Sequential([dense_model(), AddsMean()]),
