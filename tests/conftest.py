@@ -53,8 +53,10 @@ else:
         tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 3
     )
 
-# Folders about parts of the engine for TensorFlow, whose first cases are the gate's.
-PARTS_OF_TENSORFLOW = {"reading", "recording", "hearing", "batch", "calls"}
+# Folders about parts of one backend, of whose tests the gate takes so many cases, and no others do.
+PARTS = dict.fromkeys(("reading", "recording", "hearing", "batch", "calls"), 1)
+PARTS |= dict.fromkeys(("equivalence", "automatic"), 1)
+PARTS |= dict.fromkeys(("on_torch", "on_jax"), 2)
 
 
 def pytest_ignore_collect(collection_path):
@@ -92,9 +94,11 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: not {"conformance", "equivalence"} & set(item.path.parts))
     seen = collections.Counter()
     for item in items:
-        if PARTS_OF_TENSORFLOW & set(item.path.parts):
+        if (
+            most := next((PARTS[part] for part in item.path.parts if part in PARTS), None)
+        ) is not None:
             test = (item.path, item.originalname)
-            item.add_marker("sweep" if seen[test] else "gate")
+            item.add_marker("sweep" if seen[test] >= most else "gate")
             seen[test] += 1
             continue
         if any(item.get_closest_marker(name) for name in ("every_case", "sweep", "deep")):

@@ -1,4 +1,7 @@
-"""What a step shows later, and no sample of its trial did: it is tried again, and told or exact."""
+"""What a step shows later, and no sample of its trial did: it is tried again, and told or exact.
+
+On TensorFlow no step is tried: graphs are read, which `tests/reading` is about.
+"""
 
 import warnings
 
@@ -10,6 +13,11 @@ from keras import ops
 
 from ga_model import accumulate
 
+BACKEND = keras.backend.backend()
+if BACKEND == "tensorflow":
+    pytest.skip("graphs are read there", allow_module_level=True)
+
+every_case_where_it_is_cheap = pytest.mark.every_case if BACKEND == "torch" else lambda test: test
 SAYS = "does not train as the full batch"
 WAYS = {
     "steps": {"accumulation_steps": 3},
@@ -132,7 +140,7 @@ def trained(loss, way, samples, is_own=False):
     return relative_difference(found[1], found[0], start), told(caught)
 
 
-@pytest.mark.every_case
+@every_case_where_it_is_cheap
 @pytest.mark.parametrize("is_own", [False, True], ids=["compiled", "own"])
 @pytest.mark.parametrize("way", ["steps", "both"])
 @pytest.mark.parametrize("loss", LOST)
@@ -143,7 +151,7 @@ def test_what_a_microbatch_loses_later_is_told_of(loss, way, is_own):
     assert [SAYS in text for text in said] == [True]
 
 
-@pytest.mark.every_case
+@every_case_where_it_is_cheap
 @pytest.mark.parametrize("is_own", [False, True], ids=["compiled", "own"])
 @pytest.mark.parametrize("loss", LOST)
 def test_a_batch_that_is_split_is_trained_again(loss, is_own):
@@ -152,7 +160,7 @@ def test_a_batch_that_is_split_is_trained_again(loss, is_own):
     assert not said
 
 
-@pytest.mark.every_case
+@every_case_where_it_is_cheap
 @pytest.mark.parametrize("is_own", [False, True], ids=["compiled", "own"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("loss", EXACT)
@@ -162,7 +170,7 @@ def test_what_loses_nothing_is_exact_and_silent(loss, way, is_own):
     assert not said
 
 
-@pytest.mark.every_case
+@every_case_where_it_is_cheap
 @pytest.mark.parametrize("loss", [of_all_over_some, of_some_over_some])
 def test_a_window_without_weight_is_not_told_of(loss):
     """It makes an update with gradients of zero, as plain Keras does."""

@@ -1047,7 +1047,6 @@ def identity(case):
     return re.sub(r"\W+", "_", case.name)
 
 
-@pytest.mark.gate_every_case
 @pytest.mark.parametrize("case", CASES, ids=identity)
 def test_a_wrong_use_is_refused_and_changes_nothing(case, tmp_path):
     with case.subject(case, tmp_path) as subject:
