@@ -218,7 +218,7 @@ class Backend(ABC):
         return python_state(self._model)
 
     @abstractmethod
-    def state_in_hand(self) -> AbstractContextManager[None]:
+    def outside_of_training(self) -> AbstractContextManager[None]:
         """Return a context in which functions run that no train function has called."""
 
     # What is refused, or found out.

@@ -304,7 +304,7 @@ class Driver(Kept):
         """
         window = self.window or Window(self.settings.accumulation_steps)
         if window.sums is not None or self.backend.num_processes > 1:
-            with self.backend.state_in_hand():
+            with self.backend.outside_of_training():
                 while not self._update(window, is_end=True):
                     pass
         self.warn_of_what_was_done()

@@ -226,13 +226,13 @@ class Steps:
 
         def run(data: Any) -> tuple[Any, ...]:
             nonlocal written
-            recording, hears, logs, written = self._run(mode, position, data)
+            recording, listener, logs, written = self._run(mode, position, data)
             own, of_metrics = ({}, ()) if verdict.is_folded else recording.split_logs(logs)
             updates, losses = recording.updates(), recording.losses
             self._structure = Structure(
                 recording.applied,
                 [update for update, _ in updates],
-                hears.calls,
+                listener.calls,
                 losses.entries() if verdict.is_folded else (),
                 tuple(own),
                 of_metrics,
@@ -242,7 +242,7 @@ class Steps:
             said = losses.terms().weight if verdict.is_folded else recording.weight_of_loss()
             said = None if said is None else _numbers.float64(said)
             weight = recording.relative_weight, recording.unit
-            found = recording.gradients, hears.moments, numbers, own
+            found = recording.gradients, listener.moments, numbers, own
             has_lost = functools.reduce(_numbers.either, losses.lost, _numbers.int32(0) > 0)
             recording.release()
             return (*found, said, weight, has_lost)
@@ -305,11 +305,11 @@ class Steps:
         options = {"is_own": is_own, "kinds": kinds, "is_trial": mode.is_trial}
         with (
             record(model, data, position, backend, **options) as recording,
-            listening(layers) as hears,
+            listening(layers) as listener,
             splitting,
         ):
             logs, written = backend.run_step(data)
-        hears.put_back()
+        listener.put_back()
         if model.trainable_weights and not (recording.applied or mode.is_trial):
             raise RuntimeError(_messages.not_recorded_message(model.name, []))
         if verdict is None and not mode.is_trial:  # else they were compared
@@ -318,11 +318,11 @@ class Steps:
             names = [layer.name for layer in layers]
             model._warn_once(messages.own_averages_message(names))
         if mode.size is None:
-            heard = [call.layer for call in hears.calls]
+            heard = [call.layer for call in listener.calls]
             others = [layer.name for layer in layers if not is_in(layer, heard)]
             for message in batch_normalization_messages([part.name for part in heard], others):
                 model._warn_once(message)
-        return recording, hears, logs, written
+        return recording, listener, logs, written
 
     def _tell_of_writes(self, written: list[Any], normalizing: list[Any]) -> None:
         """Warn of variables that a step writes to, but those that random numbers are drawn with."""

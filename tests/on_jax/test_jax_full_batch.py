@@ -111,7 +111,7 @@ def test_activations_are_not_kept():
         x, y = np.ones((rows, width), "float32"), np.ones((rows, 1), "float32")
         model.train_on_batch(x, y)
         backend = model._accumulation.backend
-        with backend.state_in_hand():
+        with backend.outside_of_training():
             step = backend.compiled(("whole", settings["microbatch_size"]), None, [])
             compiled = step.lowered(((x, y),)).compile()
         return compiled.memory_analysis().temp_size_in_bytes

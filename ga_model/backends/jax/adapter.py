@@ -207,7 +207,7 @@ class JaxBackend(Backend):
             raise
 
     @contextlib.contextmanager
-    def state_in_hand(self) -> Iterator[None]:
+    def outside_of_training(self) -> Iterator[None]:
         with jax_state_of(self._model) as (before, put):
             self._values = dict(zip(GROUPS, before))
             try:

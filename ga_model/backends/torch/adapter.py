@@ -205,7 +205,7 @@ class TorchBackend(Backend):
     def state(self) -> _AllState:
         return _AllState(self._model)
 
-    def state_in_hand(self) -> contextlib.AbstractContextManager[None]:
+    def outside_of_training(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     # What is refused, or found out.
