@@ -179,8 +179,9 @@ class Driver(Kept):
         rows = size or batch.rows
         verdict = None
         if self._needs_trial() and not (is_whole and is_trial):
-            is_own = self.has_own_step
-            verdict = self._findings.of(data, rows, is_own, is_alone, self.window)
+            is_own, is_one = self.has_own_step, not self.accumulates()
+            is_one = is_one and (is_whole or not batch.is_split)
+            verdict = self._findings.of(data, rows, is_own, is_alone, self.window, is_one)
         if verdict is not None and not verdict.is_exact:
             if batch.is_split and not is_whole and self.settings.loss_over == "auto":
                 self._adds_up = False

@@ -36,7 +36,13 @@ class Findings:
         self._num_batches: dict[Any, int] = {}  # that were trained by what was found
 
     def of(
-        self, data: Any, rows: int, is_own: bool, is_split: bool, window: Window | None
+        self,
+        data: Any,
+        rows: int,
+        is_own: bool,
+        is_split: bool,
+        window: Window | None,
+        is_one: bool = False,
     ) -> Verdict:
         """Return what is found of the step.
 
@@ -46,8 +52,11 @@ class Findings:
             is_own: whether the step is the user's own.
             is_split: whether a window is one batch that is split.
             window: the open one, or None.
+            is_one: whether a window is one microbatch, so that updates at its end may differ only.
         """
-        model, backend, kind = self._model, self._backend, self._kind_of(data, is_split)
+        model, backend = self._model, self._backend
+        kind = (*self._kind_of(data, is_split), is_one) if is_one else self._kind_of(data, is_split)
+        sizes = proof.WHOLE if is_one else proof.SIZES
         if kind not in self._found:
             weight = model.microbatch_weight(*unpack(data))
             if weight is not None:
@@ -56,7 +65,9 @@ class Findings:
                 return self._found[kind]
             assumed = self._unseen.pop(kind, None)
             before = None if assumed is None else assumed.weighing
-            found, error = proof.of_step(model, backend, data, rows, is_own, is_split, before)
+            found, error = proof.of_step(
+                model, backend, data, rows, is_own, is_split, before, sizes
+            )
             if isinstance(error, proof.NothingSeenError):  # so the next batch is tried
                 self._unseen[kind] = found._replace(differences=())
                 return self._unseen[kind]
@@ -65,8 +76,10 @@ class Findings:
                 self._begin_again(assumed, found, window)
         elif self._is_due(kind):
             known = self._found[kind]
-            if not proof.still_holds(model, backend, data, known, is_own, is_split):
-                found, error = proof.of_step(model, backend, data, rows, is_own, is_split)
+            if not proof.still_holds(model, backend, data, known, is_own, is_split, sizes):
+                found, error = proof.of_step(
+                    model, backend, data, rows, is_own, is_split, sizes=sizes
+                )
                 if self._note_later(kind, found, error):
                     self._tell_of_later(kind)
         return self._found[kind]

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 TESTS = Path(__file__).parent.parent
-LIMIT = 120  # seconds, after which a test has failed
+LIMIT = 300  # seconds, after which a test has failed
 
 _CODE = """
 import datetime, os, pickle, sys

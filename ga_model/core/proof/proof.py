@@ -30,7 +30,8 @@ from ga_model.hearing._metrics_of_user import counts_samples
 from ga_model.hearing._moments_heard import is_known
 from ga_model.hearing._split import num_rows
 
-_SIZES = (5, 5, 1)
+SIZES = (5, 5, 1)  # of the parts of a window that is tried
+WHOLE = (11,)  # of one that is a single microbatch
 NOTHING = "All gradients are zero, or not finite."
 
 
@@ -46,6 +47,7 @@ def of_step(
     is_own: bool,
     is_split: bool,
     assumed: Weighing | None = None,
+    sizes: Sizes = SIZES,
 ) -> tuple[Verdict, Exception | None]:
     """Try the step of a model on some samples, and leave the model as it was.
 
@@ -58,40 +60,47 @@ def of_step(
         is_own: whether the step is the user's own.
         is_split: whether a window is one batch that is split.
         assumed: what microbatches were weighed by so far that have shown nothing.
+        sizes: of the parts that it is tried in.
 
     Returns:
         What is found, and the error if it cannot be tried.
     """
-    verdict, error = _of_samples(model, backend, data, _SIZES, is_own, is_split, assumed)
+    verdict, error = _of_samples(model, backend, data, sizes, is_own, is_split, assumed)
     if error is None:
         return verdict, None
     others = [(n, n, 2 * n) for n in range(2, rows + 1) if rows % n == 0]
     if backend.out_of_memory(error) is not None:
         others = [(1, 1, 1)]
-    for sizes in others:
-        verdict, other = _of_samples(model, backend, data, sizes, is_own, is_split, assumed)
+    for other_sizes in others if len(sizes) > 1 else [(sum(parts),) for parts in others]:
+        verdict, other = _of_samples(model, backend, data, other_sizes, is_own, is_split, assumed)
         if other is None:
             return verdict, None
     return verdict, error
 
 
 def still_holds(
-    model: Any, backend: Backend, data: Any, known: Verdict, is_own: bool, is_split: bool
+    model: Any,
+    backend: Backend,
+    data: Any,
+    known: Verdict,
+    is_own: bool,
+    is_split: bool,
+    sizes: Sizes = SIZES,
 ) -> bool:
     """Try one window of a step that was tried before, and return whether all is as it was.
 
     Args:
-        model, backend, data, is_own, is_split: as `of_step` takes them.
+        model, backend, data, is_own, is_split, sizes: as `of_step` takes them.
         known: what was found of the step.
     """
-    samples = samples_for_trial(data, sum(_SIZES))
+    samples = samples_for_trial(data, sum(sizes))
     with _trying(model, backend) as put_back:
         try:
             runner = StepRunner(
                 model, backend, samples, not is_own, is_split, known.kinds, put_back
             )
             with forgetting_override(model):
-                tried = list(windows(runner, _SIZES, is_brief=True))
+                tried = list(windows(runner, sizes, is_brief=True))
         except Exception:  # what cannot be tried with so many samples, as before
             return True
         is_known = not tried or not tried[0].rate or Judge(runner, tried).agrees(known)
