@@ -9,6 +9,8 @@ import torch
 
 # Operations that draw for each entry of their parameters.
 PRIVATE_DRAWS = {"_standard_gamma", "_sample_dirichlet"}
+# The operation that Python gets the number of a tensor by.
+READS_NUMBER = "_local_scalar_dense"
 
 
 def name_of(operation: Any) -> str:

@@ -312,8 +312,10 @@ class Steps:
         listener.put_back()
         if model.trainable_weights and not (recording.applied or mode.is_trial):
             raise RuntimeError(_messages.not_recorded_message(model.name, []))
-        if verdict is None and not mode.is_trial:  # else they were compared
-            self._tell_of_writes(written, layers)
+        written = self._without_state(written, layers)
+        if written and verdict is None and not mode.is_trial:  # else they were compared
+            paths = [variable.path for variable in written]
+            model._warn_once(_messages.written_message(model.name, paths))
         if layers and backend.num_processes > 1:
             names = [layer.name for layer in layers]
             model._warn_once(messages.own_averages_message(names))
@@ -324,14 +326,11 @@ class Steps:
                 model._warn_once(message)
         return recording, listener, logs, written
 
-    def _tell_of_writes(self, written: list[Any], normalizing: list[Any]) -> None:
-        """Warn of variables that a step writes to, but those that random numbers are drawn with."""
-        model = self._model
-        known = {id(s) for layer in layers_in(model) for s in seeds(layer)}
+    def _without_state(self, written: list[Any], normalizing: list[Any]) -> list[Any]:
+        """Return what a step writes to, but what random numbers are drawn with, and averages."""
+        known = {id(s) for layer in layers_in(self._model) for s in seeds(layer)}
         known |= {id(v) for layer in normalizing for v in layer.non_trainable_variables}
-        paths = [variable.path for variable in written if id(variable) not in known]
-        if paths:
-            model._warn_once(_messages.written_message(model.name, paths))
+        return [variable for variable in written if id(variable) not in known]
 
     def totals(self, batch: Batch) -> list[Any]:
         """Return what the terms of the compiled loss weigh in a batch: a forward pass over it."""

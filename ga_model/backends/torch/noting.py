@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ga_model.backends.torch.random_numbers import random_kept, seed_random
-from ga_model.base._internals_torch import PRIVATE_DRAWS, name_of
+from ga_model.base._internals_torch import PRIVATE_DRAWS, READS_NUMBER, name_of
 from ga_model.core.proof.draws import Draws
 
 # Operations, and the places of the arguments that they divide by, or that bound what is divided by:
@@ -74,7 +74,7 @@ def _divisors_of(name: str, args: Any, outputs: Any) -> Iterator[Any]:
             yield float(value)
     if name in _BOUNDING and torch.is_tensor(outputs) and not outputs.ndim:
         yield outputs.detach().clone()
-    if name == "_local_scalar_dense" and args[0].dtype == torch.bool:
+    if name == READS_NUMBER and args[0].dtype == torch.bool:
         yield float(outputs)  # that a branch may be taken by
     if name.startswith("nll_loss") and name.endswith("forward"):
         yield outputs[1].detach()  # the weight of what it averages over
