@@ -55,7 +55,7 @@ class Findings:
             is_one: whether a window is one microbatch, so that updates at its end may differ only.
         """
         model, backend = self._model, self._backend
-        kind = (*self._kind_of(data, is_split), is_one) if is_one else self._kind_of(data, is_split)
+        kind = self._kind_of(data, is_split, is_one)
         sizes = proof.WHOLE if is_one else proof.SIZES
         if kind not in self._found:
             weight = model.microbatch_weight(*unpack(data))
@@ -119,9 +119,9 @@ class Findings:
             raise FoundOtherwiseError
         self._tell_of_later(kind)
 
-    def _kind_of(self, data: Any, is_split: bool) -> Any:
+    def _kind_of(self, data: Any, is_split: bool, is_one: bool = False) -> Any:
         """Return a key for what is to be found out once."""
-        return is_split, self._backend.structure_of(data)
+        return is_split, is_one, self._backend.structure_of(data)
 
     def _is_due(self, kind: Any) -> bool:
         """Return whether a step is to be tried again, as code that runs eagerly may change.
@@ -172,5 +172,5 @@ class Findings:
         """Warn of gradients where the samples that were tried have shown none."""
         assert window.sums is not None
         if any(bool(ops.any(g != 0)) for g in window.sums.gradients if g is not None):
-            error = proof.NothingSeenError(proof.NOTHING)
-            self._model._warn_once(messages.untried_message(self._model.name, error))
+            message = messages.untried_message(self._model.name, proof.NothingSeenError())
+            self._model._warn_once(message)

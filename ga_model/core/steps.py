@@ -312,7 +312,7 @@ class Steps:
         listener.put_back()
         if model.trainable_weights and not (recording.applied or mode.is_trial):
             raise RuntimeError(_messages.not_recorded_message(model.name, []))
-        written = self._without_state(written, layers)
+        written = self._without_state(written, layers) if written else []
         if written and verdict is None and not mode.is_trial:  # else they were compared
             paths = [variable.path for variable in written]
             model._warn_once(_messages.written_message(model.name, paths))

@@ -32,11 +32,13 @@ from ga_model.hearing._split import num_rows
 
 SIZES = (5, 5, 1)  # of the parts of a window that is tried
 WHOLE = (11,)  # of one that is a single microbatch
-NOTHING = "All gradients are zero, or not finite."
 
 
 class NothingSeenError(ValueError):
     """Samples tell nothing of a step."""
+
+    def __init__(self) -> None:
+        super().__init__("All gradients are zero, or not finite.")
 
 
 def of_step(
@@ -170,7 +172,7 @@ def _of_samples(
         except Exception as error:  # whatever code of the user's raises on other samples
             return _unknown(is_own, kinds), error
         if not any(window.rate for window in tried):
-            return _unknown(is_own, kinds), NothingSeenError(NOTHING)
+            return _unknown(is_own, kinds), NothingSeenError()
         verdict = Judge(runner, tried).verdict(assumed)._replace(kinds=kinds)
     if runner.has_mismatch and not is_split:  # which is told of where weights are combined
         verdict = verdict._replace(weighing=Weighing("loss"), differences=(), is_folded=True)

@@ -156,11 +156,12 @@ class Judge:
         # How much more rounding may do than one of each weight. Half precision rounds far more.
         self._factor = 10.0 if runner.rounding == runner.epsilon else 4.0
         self._windows = tried
+        self._outcomes = _outcomes(tried)
         self._candidates = list(candidates(tried, runner.has_own_loss))
 
     def verdict(self, assumed: Weighing | None = None) -> Verdict:
         """Return what is found: that microbatches weigh what was assumed, if that is exact, too."""
-        has_weight = all(outcome.seen.of_loss is not None for outcome in self._outcomes())
+        has_weight = all(outcome.seen.of_loss is not None for outcome in self._outcomes)
         if assumed is not None and (has_weight or assumed.source != "loss"):
             self._candidates.insert(0, assumed)
         off = {w: self._gradients_off(w) for w in self._candidates}
@@ -214,23 +215,18 @@ class Judge:
             )
         )
 
-    def _outcomes(self) -> list[Outcome]:
-        return [o for window in self._windows for o in (window.whole, *window.parts)]
-
     def _has_zero(self, weighing: Weighing) -> bool:
-        return weighing.is_divisor and not all(_weight(weighing, o) for o in self._outcomes())
+        return weighing.is_divisor and not all(_weight(weighing, o) for o in self._outcomes)
 
     def _watched(self, weighing: Weighing) -> Iterator[Watched]:
         """Yield the scalars that were the same in all outcomes, or went with their weight."""
-        outcomes = self._outcomes()
-        weights = [
-            1.0 if weighing.source in ("loss", "sum") else _weight(weighing, o) for o in outcomes
-        ]
-        common = set.intersection(*(set(outcome.seen.scalars) for outcome in outcomes))
-        for name in sorted(common - {weighing.source}):
+        outcomes, weights = self._outcomes, np.ones(len(self._outcomes))
+        if weighing.source not in ("loss", "sum"):
+            weights = np.asarray([_weight(weighing, outcome) for outcome in outcomes])
+        for name in sorted(_common_scalars(outcomes) - {weighing.source}):
             values = np.asarray([float(o.seen.scalars[name]) for o in outcomes])
-            for is_per_weight in (False, True):
-                ratios = values / weights if is_per_weight and all(weights) else values
+            for is_per_weight in (False, True) if weights.all() else (False,):
+                ratios = values / weights if is_per_weight else values
                 if np.isfinite(ratios).all() and np.ptp(ratios) <= _WATCHED * abs(ratios[0]) / 2:
                     yield Watched(name, float(ratios[0]), is_per_weight)
                     break
@@ -339,9 +335,8 @@ def candidates(tried: Sequence[Window], has_own_loss: bool) -> Iterator[Weighing
     if all(len(window.parts) == 1 for window in tried):
         yield Weighing("samples")  # as any other would do
         return
-    outcomes = [outcome for window in tried for outcome in (window.whole, *window.parts)]
-    common = set.intersection(*(set(outcome.seen.scalars) for outcome in outcomes))
-    sources = sorted(common)
+    outcomes = _outcomes(tried)
+    sources = sorted(_common_scalars(outcomes))
     if all(outcome.seen.of_loss is not None for outcome in outcomes):
         sources = [*sources, "loss"] if has_own_loss else ["loss", *sources]
     known: list[list[float]] = []
@@ -353,6 +348,15 @@ def candidates(tried: Sequence[Window], has_own_loss: bool) -> Iterator[Weighing
             yield weighing
     yield Weighing("samples")
     yield Weighing("sum")
+
+
+def _outcomes(tried: Sequence[Window]) -> list[Outcome]:
+    return [outcome for window in tried for outcome in (window.whole, *window.parts)]
+
+
+def _common_scalars(outcomes: Sequence[Outcome]) -> set[str]:
+    """Return the names of the scalars that all outcomes have shown."""
+    return set.intersection(*(set(outcome.seen.scalars) for outcome in outcomes))
 
 
 def _variants(source: str, tried: Sequence[Window]) -> Iterator[Weighing]:
