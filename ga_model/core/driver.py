@@ -255,7 +255,8 @@ class Driver(Kept):
         window.sums, self._structure = sums, known or structure
         if window.end_batch():
             if verdict is not None:
-                self._findings.look_at(window, data, self.has_own_step, is_alone, verdict)
+                is_own, written = self.has_own_step, steps.written
+                self._findings.look_at(window, data, is_own, is_alone, verdict, written)
             self._update(window)
         return logs
 

@@ -12,6 +12,7 @@ from ga_model.core.proof import proof
 from ga_model.core.proof.verdict import Verdict
 from ga_model.core.proof.weighing import Weighing
 from ga_model.core.window import Window
+from ga_model.hearing._messages import written_message
 from ga_model.hearing._models import unpack
 
 
@@ -89,7 +90,13 @@ class Findings:
         return self._told[verdict]
 
     def look_at(
-        self, window: Window, data: Any, is_own: bool, is_split: bool, verdict: Verdict
+        self,
+        window: Window,
+        data: Any,
+        is_own: bool,
+        is_split: bool,
+        verdict: Verdict,
+        written: set[str],
     ) -> None:
         """Try samples of a full window that shows what was not tried before, if it does.
 
@@ -97,6 +104,7 @@ class Findings:
             window: the window.
             data, is_own, is_split: of its last batch, as `of` takes them.
             verdict: what it was trained by.
+            written: paths of the variables that the step has written to so far.
 
         Raises:
             FoundOtherwiseError: it is one batch, which can be trained again.
@@ -112,7 +120,10 @@ class Findings:
         found, error = proof.of_microbatches(model, backend, chosen, is_own, is_split)
         if isinstance(error, proof.NothingSeenError):
             return
-        if not self._note_later(kind, found, error):
+        is_other = self._note_later(kind, found, error)
+        if once := sorted(written.difference(found.written)):  # and not while it was tried
+            model._warn_once(written_message(model.name, once))
+        if not is_other:
             return
         if is_split and (backend.traces or not is_own):
             window.discard()

@@ -130,18 +130,19 @@ class Recording:
 
     def observed_loss(self, compiled: Any) -> Any:
         """Return a copy of the compiled loss that notes its terms."""
+        losses = self.losses
         copy = copy_with(
             compiled,
-            lambda entry, copy: observer_of(entry, copy, self.losses),
-            self.losses.note_term,
+            lambda entry, copy: observer_of(entry, copy, losses),
+            losses.note_term,
             self._metrics,
         )
         self._copies.append(copy)
         return copy
 
     def release(self) -> None:
-        """Let go of all tensors: the classes of copied losses are held until garbage is collected,
-        and hold this.
+        """Let go of all tensors: the classes of copied losses, which hold what was noted, are kept
+        until garbage is collected.
         """
         for copy in self._copies:
             vars(copy)["_terms"] = []

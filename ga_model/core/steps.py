@@ -45,12 +45,14 @@ class Steps:
 
     Attributes:
         needs_totals: whether a microbatch needs what the terms of the loss weigh in its batch.
+        written: paths of variables that watched steps have written to.
     """
 
     def __init__(self, model: Any, backend: Backend) -> None:
         self._model = model
         self._backend = backend
         self.needs_totals = False
+        self.written: set[str] = set()
         self._structure: Structure | None = None  # of the microbatch that was run or traced last
         self._seen: dict[Any, Structure] = {}  # of microbatches, by modes and shapes
         self._shapes: dict[Mode, Sums] = {}
@@ -257,6 +259,7 @@ class Steps:
         seen = Seen(num_rows(unpack(data)[0]), scalars, said)
         num_news = _numbers.int32(0)
         if mode.is_watched:
+            self.written |= {variable.path for variable in written}
             num_news = num_news + _numbers.where(verdict.news_in(seen, written), 1, 0)
         if not verdict.is_known_in(seen):
             self._model._warn_once(messages.unlike_shape_message(self._model.name, seen.rows))
