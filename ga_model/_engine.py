@@ -9,6 +9,7 @@ An engine is a module with four names:
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import keras
@@ -17,8 +18,13 @@ from ga_model.base import _validate
 
 _validate.check_backend(keras.backend.backend())
 
-if TYPE_CHECKING or keras.backend.backend() == "tensorflow":
+# The other engine for TensorFlow, by the core, is not complete.
+_BY_CORE = os.environ.get("GA_MODEL_ENGINE") == "core"
+
+if TYPE_CHECKING or (keras.backend.backend() == "tensorflow" and not _BY_CORE):
     from ga_model._tensorflow_engine import Accumulation, Hooks, check_same_epoch, explain
+elif keras.backend.backend() == "tensorflow":
+    from ga_model.backends.tensorflow.engine import Accumulation, Hooks, check_same_epoch, explain
 elif keras.backend.backend() == "jax":
     from ga_model.backends.jax.engine import Accumulation, Hooks, check_same_epoch, explain
 else:

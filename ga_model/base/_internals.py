@@ -92,6 +92,26 @@ def keeping_call_context() -> Iterator[None]:
 
 
 _CALL_CONTEXT = "current_call_ctx"
+_AUTOCAST = "autocast_scope"
+
+
+def call_scopes() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Return what enters the scopes again that the call of a layer has here."""
+    names = (_CALL_CONTEXT, _AUTOCAST)
+    inside = [(name, global_state.get_global_attribute(name)) for name in names]
+
+    @contextlib.contextmanager
+    def again() -> Iterator[None]:
+        outside = [(name, global_state.get_global_attribute(name)) for name in names]
+        for name, value in inside:
+            global_state.set_global_attribute(name, value)
+        try:
+            yield
+        finally:
+            for name, value in outside:
+                global_state.set_global_attribute(name, value)
+
+    return again
 
 
 def is_rematerialized(layer: Any) -> bool:
@@ -240,6 +260,11 @@ def jax_state_of(model: Any) -> Iterator[tuple[list[list[Any]], Callable[[Any], 
                 variable.assign(value)
 
     yield [[variable.value for variable in group] for group in groups], put
+
+
+def build(model: Any, data: Any) -> None:
+    """Create the variables of a model, its metrics and its optimizer for a batch."""
+    model._symbolic_build(data_batch=data)
 
 
 def compiled_loss(model: Any) -> Any:
@@ -423,7 +448,8 @@ def value_in(scope: Any, variable: Any) -> Any:
     if value is not None:
         return value
     with AutocastScope(None):
-        return variable.value
+        value = variable.value
+    return value.read_value() if hasattr(value, "read_value") else value  # of TensorFlow's
 
 
 def copy_of(variable: Any) -> Any:

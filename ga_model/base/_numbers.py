@@ -33,6 +33,8 @@ if keras.backend.backend() == "tensorflow":
 
     def share(part: Any, whole: Any) -> Any:
         """Return `part / whole`, or zero where `whole` is zero."""
+        if not (tf.is_tensor(part) and tf.is_tensor(whole) and part.dtype == whole.dtype):
+            part, whole = float64(part), float64(whole)
         return tf.math.divide_no_nan(part, whole)
 
     def constant(value: Any) -> Any:
@@ -56,9 +58,67 @@ if keras.backend.backend() == "tensorflow":
         """Return the power of two at or above a number >= 1, as a scalar of float64."""
         return 2.0 ** tf.math.ceil(tf.math.log(tf.cast(number, tf.float64)) / math.log(2.0))
 
+    def shape_of(tensor: Any) -> tuple[Any, ...]:
+        """Return the shape of a dense, ragged or sparse tensor: integers, and scalars of float64
+        where a graph is for any number.
+        """
+        if isinstance(tensor, tf.SparseTensor):
+            known, found = tuple(tensor.shape), tensor.dense_shape
+        elif isinstance(tensor, tf.RaggedTensor):
+            known, found = tuple(tensor.shape), [tensor.nrows(), *tensor.shape[1:]]
+        elif not tf.is_tensor(tensor) or tensor.shape.is_fully_defined():
+            return tuple(tensor.shape)
+        else:
+            known, found = tuple(tensor.shape), tf.shape(tensor)
+        is_eager = tf.executing_eagerly()
+        number: Any = int if is_eager else float64
+        pairs = enumerate(known)
+        return tuple(number(found[axis]) if size is None else size for axis, size in pairs)
+
+    def part_of_sparse(tensor: Any, start: int, stop: int) -> Any:
+        """Return the rows of a sparse tensor from `start` up to `stop`."""
+        shape = [int(size) for size in tensor.dense_shape]
+        stop = min(stop, shape[0])
+        others = [0] * (len(shape) - 1)
+        return tf.sparse.slice(tensor, [start, *others], [stop - start, *shape[1:]])
+
     def where(condition: Any, first: Any, second: Any) -> Any:
         """Return one of two values, in their own dtype, which `keras.ops.where` may change."""
+        if not tf.is_tensor(first):
+            of_number = tf.float64 if isinstance(first, float) else None
+            first = tf.convert_to_tensor(first, getattr(second, "dtype", of_number))
+        if not tf.is_tensor(second):
+            second = tf.convert_to_tensor(second, first.dtype)
         return tf.where(condition, first, second)
+
+    def both(first: Any, second: Any) -> Any:
+        """Return whether two bool scalars are true."""
+        return tf.logical_and(first, second)
+
+    def either(first: Any, second: Any) -> Any:
+        """Return whether one of two bool scalars is true."""
+        return tf.logical_or(first, second)
+
+    def if_so(flag: Any, value: Any) -> Any:
+        """Return a value, or zero of its kind where a bool scalar is false."""
+        return tf.where(flag, value, tf.zeros_like(value))
+
+    def int32(number: int) -> Any:
+        """Return a number as a scalar of int32."""
+        return tf.constant(number, tf.int32)
+
+    def added(total: Any, tensor: Any, shrink: Any, counts: Any = None) -> Any:
+        """Return `total * shrink + tensor`. The total is not to be used again.
+
+        Args:
+            counts: bool scalar, whether the tensor is added, which may be NaN; None for True.
+        """
+        result = total * like(total, shrink) + tensor
+        return result if counts is None else tf.where(counts, result, total)
+
+    def divided(tensor: Any, divisor: Any) -> Any:
+        """Return `tensor / divisor`. The tensor is not to be used again."""
+        return tensor / like(tensor, divisor)
 
 elif keras.backend.backend() == "jax":
     import jax
@@ -88,37 +148,30 @@ elif keras.backend.backend() == "jax":
     def power_of_two(number: Any) -> Any:
         return float(2 ** (int(number) - 1).bit_length())
 
+    def shape_of(tensor: Any) -> tuple[Any, ...]:
+        return tuple(tensor.shape)
+
     def where(condition: Any, first: Any, second: Any) -> Any:
         condition, first, second = (jnp.asarray(v)[None] for v in (condition, first, second))
         return jnp.where(condition, first, second)[0]
 
     def both(first: Any, second: Any) -> Any:
-        """Return whether two bool scalars are true."""
         return jnp.logical_and(first, second)
 
     def either(first: Any, second: Any) -> Any:
-        """Return whether one of two bool scalars is true."""
         return jnp.logical_or(first, second)
 
     def if_so(flag: Any, value: Any) -> Any:
-        """Return a value, or zero of its kind where a bool scalar is false."""
         return where(flag, value, jnp.zeros_like(value))
 
     def int32(number: int) -> Any:
-        """Return a number as a scalar of int32."""
         return jnp.asarray(number, "int32")
 
     def added(total: Any, tensor: Any, shrink: Any, counts: Any = None) -> Any:
-        """Return `total * shrink + tensor`. The total is not to be used again.
-
-        Args:
-            counts: bool scalar, whether the tensor is added, which may be NaN; None for True.
-        """
         result = total * like(total, shrink) + tensor
         return result if counts is None else where(counts, result, total)
 
     def divided(tensor: Any, divisor: Any) -> Any:
-        """Return `tensor / divisor`. The tensor is not to be used again."""
         return tensor / like(tensor, divisor)
 
 else:
@@ -151,6 +204,9 @@ else:
 
     def power_of_two(number: Any) -> Any:
         return float(2 ** (int(number) - 1).bit_length())
+
+    def shape_of(tensor: Any) -> tuple[Any, ...]:
+        return tuple(tensor.shape)
 
     def where(condition: Any, first: Any, second: Any) -> Any:
         if not torch.is_tensor(condition):

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
+from ga_model.base._internals import mask_of, set_mask
 from ga_model.hearing._python_state import python_state
 
 if TYPE_CHECKING:
+    from ga_model.core.layer_calls import Traced
     from ga_model.core.proof.draws import Draws
     from ga_model.core.recorder import Applied
     from ga_model.core.window import Sums
@@ -221,6 +223,10 @@ class Backend(ABC):
     def outside_of_training(self) -> AbstractContextManager[None]:
         """Return a context in which functions run that no train function has called."""
 
+    @abstractmethod
+    def build(self, data: Any) -> None:
+        """Create the variables that the first step would create, if Keras has not."""
+
     # What is refused, or found out.
 
     @abstractmethod
@@ -236,6 +242,62 @@ class Backend(ABC):
             most: microbatches of each call that are run, or None for all. What comes out for the
                 other samples is then any number.
         """
+
+    # Calls of layers, where `core.layer_calls` splits them.
+
+    def is_in_step(self) -> bool:
+        """Return whether the code here is that of the step whose calls are split, and not of a
+        function that it compiles, or a branch."""
+        raise NotImplementedError
+
+    def run_apart(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what runs a function of two lists of arrays while another one is traced.
+
+        Args:
+            function: returns a list of tensors.
+
+        Returns:
+            A function of both lists, with all samples of a trial in the second, and of two places
+            in these. It returns arrays, of the samples in between.
+        """
+        raise NotImplementedError
+
+    def by_microbatches(
+        self,
+        function: Callable[..., Any],
+        carried: list[Any],
+        fixed: list[Any],
+        samples: list[Any],
+        size: int,
+        are_sums: list[bool],
+        most: int | None,
+    ) -> tuple[list[Any], Traced]:
+        """Run a function by microbatches, whose activations are computed again for gradients.
+
+        Args:
+            function: takes `carried`, `fixed` and some samples; returns new values for the first,
+                and a `Traced`.
+            carried: tensors that go from one microbatch to the next.
+            fixed: tensors that all have.
+            samples: tensors that have the samples on axis 0.
+            size: samples of a microbatch.
+            are_sums: of each loss in a `Traced`, whether it is a sum, and no mean.
+            most: as `splitting_calls` takes it.
+
+        Returns:
+            What is carried behind the last one, and what all of them give.
+        """
+        raise NotImplementedError
+
+    def attached_to(self, output: Any) -> dict[str, Any]:
+        """Return what losses of Keras's find at an output, by names: its mask."""
+        mask = mask_of(output)
+        return {} if mask is None else {"mask": mask}
+
+    def with_attached(self, output: Any, name: str, tensor: Any) -> Any:
+        """Return an output with what `attached_to` has found at it."""
+        set_mask(output, tensor)
+        return output
 
     def has_hooks(self) -> bool:
         """Return whether code of users sees or changes what goes through layers of the model."""

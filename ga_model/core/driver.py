@@ -98,6 +98,7 @@ class Driver(Kept):
         try:
             if not self._is_checked or self.is_automatic:
                 self.backend.check()
+                self.backend.build(data)
                 self.warn_of_accumulating_optimizers()
                 self._is_checked = True
             return self._train_automatic(data) if self.is_automatic else self._attempt(data)

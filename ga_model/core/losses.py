@@ -105,8 +105,10 @@ class StepLosses(StepTerms):
 
     def entries(self) -> tuple[float, ...]:
         """Return loss values of a sample, of each term that averages over all of them."""
-        rows = max(self.num_rows(), 1)
-        return tuple(t.weight / rows for t in self._terms if isinstance(t.weight, (int, float)))
+        rows, weights = self.num_rows(), [term.weight for term in self._terms]
+        if not isinstance(rows, int):  # of a graph for any number
+            return ()
+        return tuple(w / max(rows, 1) for w in weights if isinstance(w, (int, float)))
 
     def release(self) -> None:
         """Let go of all tensors."""
@@ -166,7 +168,7 @@ class StepLosses(StepTerms):
         self.values[name] = ops.stop_gradient(values)
         return dict(self._kinds.compiled).get(name, assumed)
 
-    def num_rows(self) -> int:
+    def num_rows(self) -> Any:
         return num_rows(unpack(self._data)[0])
 
 
@@ -222,7 +224,7 @@ def observer_of(entry: Any, compiled: Any, losses: StepLosses) -> Any:
 
 
 def _denominator(
-    reduction: str, values: Any, sample_weight: Any, masks: list[Any], rows: int
+    reduction: str, values: Any, sample_weight: Any, masks: list[Any], rows: Any
 ) -> tuple[Any, Hashable, tuple[Any, ...]]:
     """Return the denominator of a mean over `values`, as `keras.losses.Loss` has it.
 
@@ -240,7 +242,7 @@ def _denominator(
         return rows, "rows", ()
     by_sample_weight = reduction == "mean_with_sample_weight" and sample_weight is not None
     if not masks and not by_sample_weight:
-        return math.prod(values.shape), "rows", ()
+        return math.prod(_numbers.shape_of(values)), "rows", ()
     mask = None
     for part in map(ops.stop_gradient, masks):
         mask = part if mask is None else ops.logical_and(mask, part)
@@ -248,8 +250,10 @@ def _denominator(
     dtype = _numbers.sum_dtype(values.dtype)
     if mask is not None and reduction != "mean_with_sample_weight":
         # Keras scales by prod(shape(mask)) / sum(mask) and divides by prod(shape(values)).
-        per_entry = math.prod(values.shape[1:]) / math.prod(mask.shape[1:])
-        return ops.sum(ops.cast(mask, dtype)) * per_entry, kind, ()
+        shapes = _numbers.shape_of(values), _numbers.shape_of(mask)
+        per_entry = math.prod(shapes[0][1:]) / math.prod(shapes[1][1:])
+        number = ops.sum(ops.cast(mask, dtype))
+        return number * _numbers.like(number, per_entry), kind, ()
     weight = None if mask is None else ops.cast(mask, dtype)
     lost: tuple[Any, ...] = ()
     if by_sample_weight:

@@ -228,7 +228,8 @@ class Recording:
         for call in self._metrics.updates_by_key().values():
             metric, _, weight, term = call
             is_tracker = metric is loss_tracker(self.model)
-            is_rows = term is not None or (is_tracker and weight is not None)
+            # Where a graph is for any number, Keras counts a batch of a term once.
+            is_rows = weight is not None and (is_tracker or term is not None)
             is_sum = is_rows or weight is not None
             count = rows if is_rows else 1.0 if weight is None else weight
             found.append((Update(metric, is_sum), count))

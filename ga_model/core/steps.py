@@ -55,6 +55,7 @@ class Steps:
         self.written: set[str] = set()
         self._structure: Structure | None = None  # of the microbatch that was run or traced last
         self._seen: dict[Any, Structure] = {}  # of microbatches, by modes and shapes
+        self._traced: dict[Mode, Structure] = {}  # what was found last
         self._shapes: dict[Mode, Sums] = {}
 
     # Microbatches.
@@ -88,14 +89,16 @@ class Steps:
         found = []
         for index in sorted({0, batch.num_microbatches - 1}):
             zero = _numbers.float64(0.0)
-            arguments = (zero, zero == 0, batch.microbatch(index), numbers, totals)
+            data = self._backend.placed(batch.microbatch(index))
+            arguments = (zero, zero == 0, data, numbers, totals)
             key = (mode, self._backend.key_of(arguments))
             if key not in self._seen:
                 watch_attributes(self._model)
+                self._structure = None
                 with forgetting_override(self._model):
                     self._shapes[mode] = self._backend.shapes(self._recording(mode), arguments)
-                assert self._structure is not None
-                self._seen[key] = self._structure
+                # A trace for any number of samples serves others, too.
+                self._seen[key] = self._traced[mode] = self._structure or self._traced[mode]
             found.append(self._seen[key])
         return found[0], found[-1]
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import keras
 
+from ga_model.base import _numbers
+
 
 class Batch:
     """A batch, and the microbatches that it is split into, in the order of its rows.
@@ -54,8 +56,14 @@ class Batch:
 def part_of(data: Any, start: int, stop: int) -> Any:
     """Return the rows from `start` up to `stop` of a nest."""
     return keras.tree.map_structure(
-        lambda leaf: leaf[start:stop] if _has_rows(leaf) else leaf, data
+        lambda leaf: _part(leaf, start, stop) if _has_rows(leaf) else leaf, data
     )
+
+
+def _part(leaf: Any, start: int, stop: int) -> Any:
+    if not hasattr(leaf, "dense_shape"):
+        return leaf[start:stop]
+    return _numbers.part_of_sparse(leaf, start, stop)
 
 
 def _has_rows(leaf: Any) -> bool:
@@ -63,12 +71,12 @@ def _has_rows(leaf: Any) -> bool:
     return len(getattr(leaf, "shape", ())) > 0
 
 
-def rows_of(leaf: Any) -> int:
-    """Return the rows of a tensor or an array."""
-    return int(leaf.shape[0])
+def rows_of(leaf: Any) -> Any:
+    """Return the rows of a tensor or an array: an integer, or a scalar that a graph computes."""
+    return _numbers.shape_of(leaf)[0]
 
 
-def num_rows(data: Any) -> int:
+def num_rows(data: Any) -> Any:
     """Return the rows of the first tensor in a nest, 1 if there is none."""
     return next((rows_of(leaf) for leaf in keras.tree.flatten(data) if _has_rows(leaf)), 1)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 import re
 import warnings
 from collections.abc import Callable
@@ -24,7 +25,8 @@ from keras import ops
 from training import reordered, rounded, train
 
 BACKEND = keras.backend.backend()
-ENGINE = "tensorflow" if BACKEND == "tensorflow" else "core"
+IS_OLD = BACKEND == "tensorflow" and os.environ.get("GA_MODEL_ENGINE") != "core"
+ENGINE = "tensorflow" if IS_OLD else "core"
 # Of an epoch: windows of 12, 12 and 7, or 8 where devices have to share each batch evenly.
 SAMPLES = 32 if helpers.num_replicas > 1 and BACKEND == "jax" else 31
 

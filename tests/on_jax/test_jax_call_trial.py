@@ -9,14 +9,15 @@ from helpers import LIMIT, dense_data
 from keras import layers, ops
 from training import difference_of_fits
 
-from ga_model.backends.jax.call_trial import kinds_of
+from ga_model.backends.jax.layer_calls import run_apart
+from ga_model.core.proof.calls import kinds_of_call
 
 ROWS = 6
 
 
 def kind_of(function, shape, dtype="float32"):
     samples = [np.ones((ROWS, *shape), dtype)]
-    (kind,) = kinds_of(lambda _, samples: [function(*samples)], [], samples, [])
+    (kind,) = kinds_of_call(run_apart(lambda _, samples: [function(*samples)]), [], samples, [])
     return kind
 
 
@@ -29,7 +30,9 @@ def kind_of_layer(layer, shape):
 
     state = [variable.value for group in groups for variable in group]
     trained = [place < number for place in range(len(state))]
-    (kind,) = kinds_of(outputs, state, [np.ones((ROWS, *shape), "float32")], trained)
+    (kind,) = kinds_of_call(
+        run_apart(outputs), state, [np.ones((ROWS, *shape), "float32")], trained
+    )
     return kind
 
 

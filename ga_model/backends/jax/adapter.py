@@ -21,6 +21,7 @@ from ga_model.base._internals import (
     value_in,
 )
 from ga_model.core.backend import GROUPS, Backend, Group
+from ga_model.core.layer_calls import Traced, splitting_calls
 from ga_model.core.proof.draws import Draws
 from ga_model.core.recorder import Applied
 from ga_model.hearing._models import recording_of_thread
@@ -282,13 +283,34 @@ class JaxBackend(Backend):
         self.put("trainable", dict(enumerate(after[0])))
         self.put("optimizer", dict(enumerate(after[1])))
 
+    def build(self, data: Any) -> None:
+        """Do nothing: Keras does."""
+
     # What is refused, or found out.
 
     def check(self) -> None:
         refusals.check(self._model)
 
     def splitting_calls(self, size: int, most: int | None = None) -> Any:
-        return layer_calls.splitting_calls(self._model, size, self._known_calls)
+        return splitting_calls(self._model, self, size, self._known_calls, most)
+
+    def is_in_step(self) -> bool:
+        return stateless_scope() is not None
+
+    def run_apart(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return layer_calls.run_apart(function)
+
+    def by_microbatches(
+        self,
+        function: Callable[..., Any],
+        carried: list[Any],
+        fixed: list[Any],
+        samples: list[Any],
+        size: int,
+        are_sums: list[bool],
+        most: int | None,
+    ) -> tuple[list[Any], Traced]:
+        return layer_calls.by_microbatches(function, carried, fixed, samples, size, are_sums)
 
     # Memory.
 

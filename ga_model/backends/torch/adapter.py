@@ -208,6 +208,9 @@ class TorchBackend(Backend):
     def outside_of_training(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
+    def build(self, data: Any) -> None:
+        """Do nothing: Keras does."""
+
     # What is refused, or found out.
 
     def check(self) -> None:

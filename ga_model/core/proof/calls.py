@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from ga_model.core.proof.trial import norm_of
 
 TOTAL = 5  # samples of a trial, in parts of three and two
 _ENDS = (3, TOTAL)
+_UNKNOWN = 8  # entries along an axis of any length
 _TOLERANCE = {"float16": 1e-3, "bfloat16": 1e-2}
 
 
@@ -38,6 +40,50 @@ def kinds_of(run: Callable[[int, int], Sequence[Any]]) -> list[str | None]:
         parts.append(run(begin, end))
         begin = end
     return [_kind(output, [part[place] for part in parts]) for place, output in enumerate(whole)]
+
+
+_SCALES = (1.0, 0.1, 3.0)  # of samples: what saturates hides what it combines
+
+
+def kinds_of_call(
+    run: Callable[[list[Any], list[Any], int, int], Sequence[Any]],
+    fixed: Sequence[Any],
+    samples: Sequence[Any],
+    is_trained: Sequence[bool],
+) -> list[str | None]:
+    """Return what the outputs of a function are to the samples, as several trials have it.
+
+    Args:
+        run: runs it: takes `fixed` and all samples of a trial, and where those begin and end that
+            it is to run on. Returns arrays.
+        fixed: tensors that have no samples, of which shapes and dtypes matter.
+        samples: tensors that have samples on axis 0, likewise.
+        is_trained: of each of `fixed`, whether it is a weight. Others may be variances.
+
+    Raises:
+        Exception: whatever the function raises for another number of samples.
+    """
+    found = []
+    for seed, scale in enumerate(_SCALES):
+        generator = np.random.default_rng(seed)
+        scales = [_scale(t) if is_weight else None for t, is_weight in zip(fixed, is_trained)]
+        values = [_drawn(t, t.shape, generator, own) for t, own in zip(fixed, scales)]
+        shapes = [(TOTAL, *t.shape[1:]) for t in samples]
+        arrays = [_drawn(t, shape, generator, scale) for t, shape in zip(samples, shapes)]
+        found.append(kinds_of(functools.partial(run, values, arrays)))
+    return agreed(found)
+
+
+def _scale(weight: Any) -> float:
+    """Return a size of a weight that saturates nothing."""
+    sizes = [size or 1 for size in weight.shape[:-1]]
+    return float(np.prod(sizes)) ** -0.5 if len(weight.shape) > 1 else 0.3
+
+
+def _drawn(tensor: Any, shape: Any, generator: Any, scale: float | None) -> Any:
+    sizes = tuple(_UNKNOWN if size is None else size for size in shape)
+    name = keras.backend.standardize_dtype(tensor.dtype)
+    return drawn(name, sizes, generator, scale).astype(name)
 
 
 def combines_samples(operation: Callable[..., Any], args: Any, kwargs: Any) -> bool:

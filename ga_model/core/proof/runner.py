@@ -73,7 +73,7 @@ class StepRunner:
         self.has_mismatch = self.has_own_loss = False
         self.written: set[str] = set()
         optimizers = unique(optimizers_in(vars(model)))
-        numbers = [v for o in optimizers for v in o.variables if not v.shape]  # such as rates
+        numbers = [v for o in optimizers for v in o.variables if len(v.shape) == 0]  # such as rates
         counters = [num_updates(optimizer) for optimizer in optimizers]
         groups = (model.trainable_variables, model.non_trainable_variables, model.metrics_variables)
         self._variables = unique([*(v for group in groups for v in group), *counters, *numbers])

@@ -9,12 +9,12 @@ class Seen(NamedTuple):
     """What one microbatch shows of its weight.
 
     Attributes:
-        rows: its samples.
+        rows: its samples, or a scalar where a graph is for any number.
         scalars: scalars that its step divides by, bounds or decides by, by name.
         of_loss: scalar, what the compiled losses say, or None: it is a sum, or they say nothing.
     """
 
-    rows: int
+    rows: Any
     scalars: dict[str, Any]
     of_loss: Any = None
 
@@ -60,7 +60,7 @@ class Weighing(NamedTuple):
     def weight(self, seen: Seen) -> Any:
         """Return the weight of a microbatch: a number or a scalar."""
         if self.source in ("samples", "sum"):
-            return float(seen.rows if self.source == "samples" else 1)
+            return 1.0 * seen.rows if self.source == "samples" else 1.0
         weight = seen.of_loss if self.source == "loss" else seen.scalars[self.source]
         if self.is_by_sample:
             weight = weight * seen.rows

@@ -1,0 +1,1 @@
+"""TensorFlow: an adapter of the core."""

@@ -1,0 +1,337 @@
+"""Microbatches of a call of a layer: a loop over them, forward, and one for gradients.
+
+Each loop calls one function, which is not inlined: what the second one computes again is not shared
+with the first, with the memory of all microbatches. Sums of sparse gradients are all of their rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ga_model.backends.tensorflow.noting import Noting
+from ga_model.base._internals import call_scopes, logits_of, mask_of, set_logits, set_mask
+from ga_model.base._internals_tf import (
+    NOT_INLINED,
+    is_followed,
+    record_on_tapes,
+    stateful_draws,
+    unseen_by_tapes,
+)
+from ga_model.core.layer_calls import Traced
+from ga_model.core.proof.calls import TOTAL
+from ga_model.core.proof.draws import Draws
+from ga_model.core.statistics import Moments
+from ga_model.hearing._splitting import NotByRowsError
+
+# The activations whose inputs Keras's losses compute with, where they find them in the graph.
+_ACTIVATIONS = {"Softmax": tf.nn.softmax, "Sigmoid": tf.math.sigmoid}
+
+
+class Microbatches:
+    """Runs a function by microbatches.
+
+    Args:
+        function, carried, fixed, samples, size, are_sums, most: as `Backend.by_microbatches` takes
+            them.
+        jit_compile: whether XLA compiles what is run for each.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        carried: list[Any],
+        fixed: list[Any],
+        samples: list[Any],
+        size: int,
+        are_sums: list[bool],
+        most: int | None,
+        jit_compile: bool,
+    ) -> None:
+        self._function = function
+        self._carried, self._fixed, self._samples = carried, fixed, samples
+        self._size, self._are_sums, self._jit_compile = size, are_sums, jit_compile
+        self._rows = _rows_of(samples[0])
+        self._is_limited = most is not None
+        self._number = (self._rows + size - 1) // size
+        if most is not None:
+            self._number = tf.minimum(self._number, most)
+        self._sources = [*fixed, *samples]
+        self._places = [i for i, source in enumerate(self._sources) if _has_gradient(source)]
+        self._in_call = call_scopes()
+        self._form: Any = None  # of what is given, without its tensors
+        self._num_outputs = 0  # with what is attached to them
+        self._has: list[bool] = []  # of each source, whether it has a gradient
+
+    def run(self) -> tuple[list[Any], Traced]:
+        """Run all of them, and let tapes know of it."""
+        specs = [_specs(self._carried), _specs(self._fixed), _specs(self._samples, True), _SHARE]
+        run_one = self._in_graph(self._run_one, specs)
+        if self._form is None:  # where nothing is traced
+            with unseen_by_tapes():
+                self._run_one(self._carried, self._fixed, self._part(0), tf.ones((), tf.float64))
+        backward = None
+        if any(is_followed(self._sources[place]) for place in self._places):
+            outputs = tf.nest.flatten(self._form[1][:2])
+            upstream = [_specs(outputs, True), _specs(self._form[1].losses)]
+            backward = self._in_graph(self._gradients_of_one, [*specs, *upstream])
+        with unseen_by_tapes():
+            carried, begun, outputs, losses, moments = self._forward(run_one)
+        if backward is not None:
+            self._record(backward, begun, outputs, losses)
+        first, attached = tf.nest.pack_sequence_as(self._form[1][:2], outputs)
+        moments = tf.nest.pack_sequence_as(self._form[1].moments, moments)
+        return carried, Traced(first, attached, losses, moments)
+
+    def _in_graph(self, function: Callable[..., Any], specs: list[Any]) -> Callable[..., Any]:
+        """Return a function of a microbatch that is traced once where a graph is made.
+
+        Raises:
+            NotByRowsError: it uses a tensor or a variable that is none of its arguments, or draws
+                random numbers that it cannot draw again.
+        """
+        if tf.executing_eagerly():
+            return function
+        traced = tf.function(
+            function,
+            autograph=False,
+            jit_compile=self._jit_compile or None,
+            experimental_attributes=NOT_INLINED,
+        ).get_concrete_function(*specs)
+        if any(
+            tf.is_symbolic_tensor(t) or t.dtype == tf.resource for t, _ in traced.graph.captures
+        ):
+            text = "it uses a tensor or variable that is neither its input nor its weight"
+            raise NotByRowsError(text)
+        if drawing := stateful_draws(traced.graph):
+            raise NotByRowsError(f"it draws unseeded random numbers, by {drawing}")
+        return traced  # type: ignore[no-any-return]
+
+    def _run_one(
+        self, carried: list[Any], fixed: list[Any], samples: list[Any], share: Any
+    ) -> tuple[list[Any], Traced]:
+        """Run the function on a microbatch, which is a share of all samples."""
+        with self._in_call():
+            after, traced = self._function(carried, fixed, samples)
+        if not all(isinstance(t, tf.Tensor) and t.shape.rank for t in traced.outputs):
+            raise NotByRowsError("an output is no tensor with an axis of samples")
+        after = [tf.cast(new, old.dtype) for new, old in zip(after, carried)]
+        losses = [
+            tf.reduce_sum(loss) * (1.0 if is_sum else tf.cast(share, loss.dtype))
+            for loss, is_sum in zip(traced.losses, self._are_sums)
+        ]
+        moments = [Moments(*map(tf.convert_to_tensor, part)) for part in traced.moments]
+        traced = traced._replace(losses=losses, moments=moments)
+        self._form = after, traced
+        return after, traced
+
+    def _gradients_of_one(
+        self,
+        carried: list[Any],
+        fixed: list[Any],
+        samples: list[Any],
+        share: Any,
+        of_outputs: list[Any],
+        of_losses: list[Any],
+    ) -> list[Any]:
+        """Return the gradients of sources that have one, for those of outputs and losses."""
+        form = self._form
+        sources = [*fixed, *samples]
+        sources = [sources[place] for place in self._places]
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(sources)
+            _, traced = self._run_one(carried, fixed, samples, share)
+        self._form = form
+        results = [*tf.nest.flatten(traced[:2]), *traced.losses]
+        pairs = [pair for pair in zip(results, [*of_outputs, *of_losses]) if _has_gradient(pair[0])]
+        found = tape.gradient(
+            [a for a, _ in pairs], sources, output_gradients=[b for _, b in pairs]
+        )
+        self._has = [gradient is not None for gradient in found]
+        return [gradient for gradient in found if gradient is not None]
+
+    def _part(self, index: Any) -> list[Any]:
+        begin, end = index * self._size, tf.minimum((index + 1) * self._size, self._rows)
+        return [tensor[begin:end] for tensor in self._samples]
+
+    def _share_of(self, part: list[Any]) -> Any:
+        return tf.cast(_rows_of(part[0]), tf.float64) / tf.cast(self._rows, tf.float64)
+
+    def _forward(self, run_one: Callable[..., Any]) -> Any:
+        """Return what is carried at the end and in the beginnings, outputs, losses and moments."""
+        after, form = self._form
+        outputs = tf.nest.flatten(form[:2])
+        moments = tf.nest.flatten(form.moments)
+
+        def step(index: Any, carried: Any, begun: Any, arrays: Any, losses: Any, sums: Any) -> Any:
+            part = self._part(index)
+            begun = [array.write(index, value) for array, value in zip(begun, carried)]
+            carried, traced = run_one(carried, self._fixed, part, self._share_of(part))
+            given = tf.nest.flatten(traced[:2])
+            arrays = [array.write(index, value) for array, value in zip(arrays, given)]
+            losses = [a + b for a, b in zip(losses, traced.losses)]
+            pairs = zip(tf.nest.pack_sequence_as(form.moments, sums), traced.moments)
+            sums = tf.nest.flatten([a.plus(b) for a, b in pairs])
+            return index + 1, carried, begun, arrays, losses, sums
+
+        begin = [
+            tf.constant(0),
+            self._carried,
+            [self._array(t.dtype, t.shape) for t in after],
+            [self._array(t.dtype, [None, *t.shape[1:]]) for t in outputs],
+            [tf.zeros((), loss.dtype) for loss in form.losses],
+            [tf.zeros(t.shape, t.dtype) for t in moments],
+        ]
+        _, carried, begun, arrays, losses, sums = self._loop(step, begin)
+        joined = [self._joined(array, t) for array, t in zip(arrays, outputs)]
+        return carried, begun, joined, losses, sums
+
+    def _record(
+        self, backward: Callable[..., Any], begun: Any, outputs: list[Any], losses: list[Any]
+    ) -> None:
+        results = [*outputs, *losses]
+        places = [place for place, result in enumerate(results) if _has_gradient(result)]
+
+        def gradient(*given: Any) -> list[Any]:
+            known = dict(zip(places, given))
+            every = [_or_zeros(known.get(place), t) for place, t in enumerate(results)]
+            return self._backward(backward, begun, every[: len(outputs)], every[len(outputs) :])
+
+        followed = [results[place] for place in places]
+        sources = [self._sources[place] for place in self._places]
+        record_on_tapes("Microbatches", followed, sources, gradient)
+
+    def _backward(
+        self, backward: Callable[..., Any], begun: Any, of_outputs: list[Any], of_losses: list[Any]
+    ) -> list[Any]:
+        """Return the gradients of the sources that can have one, or None."""
+
+        def gradients(index: Any) -> list[Any]:
+            part = self._part(index)
+            carried = [array.read(index) for array in begun]
+            begin, end = index * self._size, tf.minimum((index + 1) * self._size, self._rows)
+            upstream = [gradient[begin:end] for gradient in of_outputs]
+            share = self._share_of(part)
+            found: list[Any] = backward(carried, self._fixed, part, share, upstream, of_losses)
+            return found
+
+        first = gradients(tf.constant(0))
+        places = [place for place, has in zip(self._places, self._has) if has]
+        are_sums = [place < len(self._fixed) for place in places]
+
+        def begin_with(value: Any, is_sum: bool) -> Any:
+            if isinstance(value, tf.IndexedSlices):
+                rows = self._array(value.values.dtype, [None, *value.values.shape[1:]])
+                ids = self._array(value.indices.dtype, [None])
+                return [rows.write(0, value.values), ids.write(0, value.indices)]
+            if is_sum:
+                return value
+            return self._array(value.dtype, [None, *value.shape[1:]]).write(0, value)
+
+        def step(index: Any, so_far: list[Any]) -> Any:
+            after = []
+            for before, value in zip(so_far, gradients(index)):
+                if isinstance(value, tf.IndexedSlices):
+                    rows, ids = before
+                    after.append([rows.write(index, value.values), ids.write(index, value.indices)])
+                elif isinstance(before, tf.TensorArray):
+                    after.append(before.write(index, value))
+                else:
+                    after.append(before + value)
+            return index + 1, after
+
+        so_far = [begin_with(value, is_sum) for value, is_sum in zip(first, are_sums)]
+        _, so_far = self._loop(step, [tf.constant(1), so_far])
+        found = iter(zip(so_far, first, places))
+        return [self._gradient(*next(found)) if has else None for has in self._has]
+
+    def _gradient(self, total: Any, first: Any, place: int) -> Any:
+        if isinstance(total, list):
+            rows, ids = (array.concat() for array in total)
+            return tf.IndexedSlices(rows, ids, tf.constant(self._sources[place].shape, tf.int64))
+        return self._joined(total, first) if isinstance(total, tf.TensorArray) else total
+
+    def _loop(self, step: Callable[..., Any], begin: list[Any]) -> Any:
+        return tf.while_loop(
+            lambda index, *_: index < self._number,
+            lambda *variables: step(*variables),
+            begin,
+            shape_invariants=tf.nest.map_structure(_invariant, begin),
+            parallel_iterations=1,
+        )
+
+    def _array(self, dtype: Any, shape: Any) -> Any:
+        return tf.TensorArray(
+            dtype, size=self._number, infer_shape=False, element_shape=shape, clear_after_read=False
+        )
+
+    def _joined(self, array: Any, part: Any) -> Any:
+        """Return what microbatches gave, with zeros for samples that are left out."""
+        joined = array.concat()
+        if self._is_limited:
+            missing = self._rows - _rows_of(joined)
+            shape = tf.concat([[missing], tf.shape(joined)[1:]], 0)
+            joined = tf.concat([joined, tf.zeros(shape, joined.dtype)], 0)
+        joined.set_shape([self._samples[0].shape[0], *part.shape[1:]])
+        return joined
+
+
+_SHARE = tf.TensorSpec([], tf.float64)
+
+
+def _invariant(value: Any) -> Any:
+    return None if isinstance(value, tf.TensorArray) else tf.TensorShape(value.shape)
+
+
+def _specs(tensors: Sequence[Any], have_samples: bool = False) -> list[Any]:
+    return [
+        tf.TensorSpec([None, *t.shape[1:]] if have_samples else t.shape, t.dtype) for t in tensors
+    ]
+
+
+def _rows_of(tensor: Any) -> Any:
+    return tf.shape(tensor)[0]
+
+
+def _has_gradient(tensor: Any) -> bool:
+    return bool(tensor.dtype.is_floating or tensor.dtype.is_complex)
+
+
+def _or_zeros(gradient: Any, tensor: Any) -> Any:
+    return tf.zeros_like(tensor) if gradient is None else tf.convert_to_tensor(gradient)
+
+
+def run_apart(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what runs a function while another one is traced, as `Backend.run_apart` has it."""
+
+    def run(fixed: list[Any], arrays: list[Any], begin: int, end: int) -> list[Any]:
+        with tf.init_scope(), unseen_by_tapes():
+            draws = Draws(end - begin, TOTAL, begin, begin)
+            samples = [tf.constant(array[begin:end]) for array in arrays]
+            outputs = Noting(draws).run(function, (list(map(tf.constant, fixed)), samples))
+            return [np.asarray(output) for output in outputs]
+
+    return run
+
+
+def attached_to(output: Any) -> dict[str, Any]:
+    """Return what losses of Keras's find at an output: mask, logits, input of an activation."""
+    found = {"mask": mask_of(output), "logits": logits_of(output)}
+    is_in_graph = tf.is_symbolic_tensor(output)
+    if found["logits"] is None and is_in_graph and output.op.type in _ACTIVATIONS:
+        found[output.op.type] = output.op.inputs[0]
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def with_attached(output: Any, name: str, tensor: Any) -> Any:
+    """Return an output with what `attached_to` has found at it."""
+    if name in _ACTIVATIONS:
+        return _ACTIVATIONS[name](tensor)
+    if name == "mask":
+        set_mask(output, tensor)
+    else:
+        set_logits(output, tensor)
+    return output

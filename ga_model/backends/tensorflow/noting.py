@@ -1,0 +1,115 @@
+"""Note the scalars that code divides by while it is traced or runs, choose the random numbers that
+it draws, and note the variables that it writes to.
+
+What is not known of an operation does not matter: it runs as it stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from ga_model.base._internals_tf import seeing_operations
+from ga_model.core.proof.draws import Draws
+
+# Operations, and the places of the inputs that they divide by, or that bound what is divided by:
+# `x / maximum(n, 1)`.
+_DIVIDING: dict[str, Sequence[int]] = {
+    **dict.fromkeys(("RealDiv", "DivNoNan", "Div", "Xdivy"), (1,)),
+    **dict.fromkeys(("Reciprocal", "Inv", "Pow", "ClipByValue"), (0,)),
+    **dict.fromkeys(("Maximum", "Minimum"), (0, 1)),
+    **dict.fromkeys(("SelectV2", "Select"), (1, 2)),
+}
+_BOUNDING = {"Maximum", "Minimum", "ClipByValue", "SelectV2", "Select", "Relu"}
+_DECIDING = {"SelectV2", "Select", "If", "StatelessIf"}
+# Operations that draw for each entry of what they return.
+_DRAWING = {
+    "RandomStandardNormal": "normal",
+    "RandomUniform": "uniform",
+    "RandomUniformInt": "integers",
+    "TruncatedNormal": "truncated",
+    "StatelessRandomNormal": "normal",
+    "StatelessRandomNormalV2": "normal",
+    "StatelessRandomUniform": "uniform",
+    "StatelessRandomUniformV2": "uniform",
+    "StatelessRandomUniformInt": "integers",
+    "StatelessRandomUniformIntV2": "integers",
+    "StatelessTruncatedNormal": "truncated",
+    "StatelessTruncatedNormalV2": "truncated",
+}
+_SHUFFLING = {"RandomShuffle", "StatelessShuffle"}
+_CHOOSING = {"Multinomial", "StatelessMultinomial"}
+
+
+class Noting:
+    """Notes what the operations of a function do.
+
+    Args:
+        draws: what random numbers are drawn by, or None: as always.
+
+    Attributes:
+        scalars: those that were divided by, bounded or decided by, by names.
+    """
+
+    def __init__(self, draws: Draws | None) -> None:
+        self.scalars: dict[str, Any] = {}
+        self._draws = draws
+
+    def run(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        """Return what a function returns."""
+        with seeing_operations(self._see):
+            return function(*arguments)
+
+    def _see(self, name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
+        """Look at an operation, and return other outputs, or None."""
+        if self._draws is not None and (drawn := self._drawn(name, inputs, outputs)) is not None:
+            return [drawn]
+        for value in _scalars_of(name, inputs, outputs):
+            if value.shape.rank == 0 and (value.dtype.is_floating or value.dtype.is_bool):
+                self.scalars[f"{len(self.scalars):05} {name}"] = tf.cast(value, tf.float64)
+        return None
+
+    def _drawn(self, name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
+        """Return what is drawn in a trial: of each sample the same, wherever it stands."""
+        if name in _SHUFFLING:
+            return tf.roll(inputs[0], 1, 0)
+        if name in _CHOOSING:
+            likeliest = tf.argmax(inputs[0], -1, outputs[0].dtype)
+            return tf.broadcast_to(likeliest[:, None], tf.shape(outputs[0]))
+        if name not in _DRAWING:
+            return None
+        assert self._draws is not None
+        output, draws, seed = outputs[0], self._draws, self._draws.next_seed()
+        shape = output.shape
+        kind = draws.kind_of(tuple(shape)) if shape.rank else "by batch"
+        if kind == "by sample":
+            every = _draw(name, [draws.total, *shape[1:]], output.dtype, [seed, 0], inputs)
+            return every[draws.begin : draws.begin + draws.rows]
+        if kind == "alike":
+            one = _draw(name, [1, *shape[1:]], output.dtype, [seed, 0], inputs)
+            return tf.broadcast_to(one, tf.shape(output))
+        return _draw(name, tf.shape(output), output.dtype, [seed, 1 + draws.run], inputs)
+
+
+def _draw(name: str, shape: Any, dtype: Any, seed: Any, inputs: Sequence[Any]) -> Any:
+    kind = _DRAWING[name]
+    if kind == "integers":
+        low, high = [value for value in inputs if value.dtype == dtype][-2:]
+        return tf.random.stateless_uniform(shape, seed, low, high, dtype)
+    draw = {
+        "normal": tf.random.stateless_normal,
+        "uniform": tf.random.stateless_uniform,
+        "truncated": tf.random.stateless_truncated_normal,
+    }[kind]
+    return draw(shape, seed, dtype=dtype)
+
+
+def _scalars_of(name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> Iterator[Any]:
+    if name in _DECIDING:
+        yield inputs[0]
+    for place in _DIVIDING.get(name, ()):
+        yield inputs[place]
+    if name in _BOUNDING:
+        yield outputs[0]
