@@ -75,6 +75,10 @@ if keras.backend.backend() == "tensorflow":
         pairs = enumerate(known)
         return tuple(number(found[axis]) if size is None else size for axis, size in pairs)
 
+    def dense(values: Any, indices: Any, shape: Any) -> Any:
+        """Return a table of a shape with the sums of its rows."""
+        return tf.math.unsorted_segment_sum(values, indices, shape[0])
+
     def part_of_sparse(tensor: Any, start: int, stop: int) -> Any:
         """Return the rows of a sparse tensor from `start` up to `stop`."""
         shape = [int(size) for size in tensor.dense_shape]

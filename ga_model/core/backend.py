@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ga_model.core.layer_calls import Traced
     from ga_model.core.proof.draws import Draws
     from ga_model.core.recorder import Applied
-    from ga_model.core.window import Sums
+    from ga_model.core.window import Rows, Sums
 
 # The variables of a model: those that are trained, its others, of its optimizer, of its metrics.
 Group = Literal["trainable", "non_trainable", "optimizer", "metrics"]
@@ -202,6 +202,10 @@ class Backend(ABC):
     @abstractmethod
     def apply(self, applied: Applied, gradients: list[Any]) -> None:
         """Apply an optimizer, as the step did, to gradients of its variables, tensors or None."""
+
+    def joined(self, rows: Sequence[Rows], unit: Any) -> Rows:
+        """Return all rows of a window as one sparse gradient in a unit."""
+        raise NotImplementedError
 
     def gradient_sums(self, totals: Sequence[Any] | None) -> GradientSums | None:
         """Return sums that the backward pass of Keras's own step adds to, or None: it cannot.

@@ -26,15 +26,18 @@ class Squares(NamedTuple):
     number: Any
 
     @classmethod
-    def of(cls, gradients: Sequence[Any], relative_weight: Any, scale: Any) -> Squares:
+    def of(
+        cls, gradients: Sequence[Any], variables: Sequence[Any], relative_weight: Any, scale: Any
+    ) -> Squares:
         """Return that of one microbatch.
 
         Args:
             gradients: of variables, times `relative_weight`, or None.
+            variables: these.
             relative_weight: the weight in the unit.
             scale: what the loss was scaled by.
         """
-        squares = _numbers.share(squared_norm(gradients, scale), relative_weight)
+        squares = _numbers.share(squared_norm(gradients, variables, scale), relative_weight)
         return cls(squares, _numbers.like(squares, relative_weight != 0))
 
     def plus(self, other: Squares, shrink: Any) -> Squares:
@@ -42,9 +45,14 @@ class Squares(NamedTuple):
         return Squares(self.total * shrink + other.total, self.number + other.number)
 
 
-def squared_norm(gradients: Sequence[Any], scale: Any) -> Any:
+def squared_norm(gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> Any:
     """Return the sum of the squares of all entries, of gradients whose loss was not scaled."""
-    squares = (ops.sum(ops.square(g / _numbers.like(g, scale))) for g in gradients if g is not None)
+    pairs = [(g, v) for g, v in zip(gradients, variables) if g is not None]
+    dense = [
+        _numbers.dense(g.values, g.indices, v.shape) if hasattr(g, "indices") else g
+        for g, v in pairs
+    ]
+    squares = (ops.sum(ops.square(g / _numbers.like(g, scale))) for g in dense)
     return sum(squares, ops.zeros(()))
 
 

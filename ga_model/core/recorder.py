@@ -89,7 +89,7 @@ class Recording:
         is_trial: whether there is to be no update: optimizers may be applied in any way.
 
     Attributes:
-        rate: as it is passed.
+        rate, backend: as they are passed.
         applied: the optimizers that the step has applied, in their order.
         gradients: of all their variables, tensors or None.
         relative_weight: scalar, what the microbatch counts, in `unit`, or None: it is a sum.
@@ -116,7 +116,7 @@ class Recording:
         self.relative_weight: Any = None
         self.unit: Any = position.unit
         self.losses = StepLosses(model, data, position, kinds)
-        self._backend = backend
+        self.backend = backend
         self._is_own = is_own
         self._is_trial = is_trial
         self._position = position
@@ -126,7 +126,7 @@ class Recording:
 
     def stand_in(self, value: Any) -> Any:
         """Return what stands in for an attribute's value: optimizers and metrics."""
-        return stand_in(value, self, self._metrics, self._backend.optimizer_stand_in)
+        return stand_in(value, self, self._metrics, self.backend.optimizer_stand_in)
 
     def observed_loss(self, compiled: Any) -> Any:
         """Return a copy of the compiled loss that notes its terms."""
@@ -155,7 +155,7 @@ class Recording:
         if self._is_own or (self.rate is not None and self.losses.terms().is_plain):
             return optimizer.scale_loss(loss)
         terms, position = self.losses.terms(), self._position
-        if terms.regularization and self._backend.num_processes > 1:
+        if terms.regularization and self.backend.num_processes > 1:
             raise ValueError(messages.sum_with_regularizers_message(self.model.name))
         relative = weight = None
         if terms.weight is None:
@@ -184,7 +184,7 @@ class Recording:
         if self._is_trial and self.applied:
             return
         is_again = any(optimizer is applied.optimizer for applied in self.applied)
-        if is_again or (self.applied and not self._backend.has_several_optimizers):
+        if is_again or (self.applied and not self.backend.has_several_optimizers):
             raise RuntimeError(_messages.applied_twice_message(self.model.name, optimizer.name))
         _validate.check_single_accumulation([optimizer], self.model.accumulation_steps)
         self.applied.append(Applied(optimizer, tuple(variables), in_pairs))

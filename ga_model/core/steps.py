@@ -29,7 +29,7 @@ from ga_model.core.proof.verdict import OF_KERAS, Verdict
 from ga_model.core.proof.weighing import Seen, Weighing
 from ga_model.core.recorder import Recording, by_optimizer, record
 from ga_model.core.statistics import Listener, listening
-from ga_model.core.window import Amount, Sums
+from ga_model.core.window import Amount, Positions, Rows, Sums
 from ga_model.hearing import _messages, _weights
 from ga_model.hearing._attributes import watch_attributes
 from ga_model.hearing._models import is_of_keras, unpack
@@ -106,7 +106,8 @@ class Steps:
         """Return the sums of a window that has no microbatch, if they are to be there before."""
         if not self._backend.traces:
             return None
-        sums: Sums = self._backend.zeros(("begin", mode), self._shapes[mode])
+        shapes = self._shapes[mode].without_rows()
+        sums: Sums = self._backend.zeros(("begin", mode), shapes)
         return sums
 
     def microbatch(
@@ -136,8 +137,9 @@ class Steps:
         run: Callable[..., Sums] = self._backend.compiled(
             ("add", mode), add, self._reads(mode), consumes=True
         )
-        others, data = sums._replace(gradients=[]), self._backend.placed(data)
-        return run(sums.gradients, others, data, numbers, totals)
+        given, data = sums.without_rows(), self._backend.placed(data)
+        others = given._replace(gradients=[])
+        return run(given.gradients, others, data, numbers, totals).behind(sums)
 
     def _add(
         self,
@@ -213,9 +215,10 @@ class Steps:
         if mode.is_measured:
             if found.total is None:
                 raise ValueError(_messages.noise_of_sum_message(model.name))
+            applied = self.structure.applied
             squares = (
-                Squares.of(gradients, found.total, scale)
-                for gradients, scale in by_optimizer(self.structure.applied, found.gradients)
+                Squares.of(gradients, part.variables, found.total, scale)
+                for part, (gradients, scale) in zip(applied, by_optimizer(applied, found.gradients))
             )
             found = found._replace(squares=tuple(squares))
         if mode.skips:
@@ -280,17 +283,18 @@ class Steps:
             _weighed(own[name], verdict.of_log(name), seen, position)
             for name in self._structure.own_logs
         ]
-        gradients = [None if g is None else _widened(g) for g in gradients]
+        gradients = [_widened(g) for g in gradients]
         total, weighing = relative, verdict.weighing
         if not verdict.is_folded and weighing.is_sum:
             total, unit = None, _numbers.float64(1.0)
         elif not verdict.is_folded:
             unit, relative = position.in_unit(_numbers.float64(weighing.weight(seen)))
-            gradients = [None if g is None else g * _numbers.like(g, relative) for g in gradients]
+            gradients = [_times(g, relative, unit) for g in gradients]
             once = _numbers.share(_numbers.float64(weighing.once), unit)
             share = 1.0 / self._backend.num_processes  # each has a first microbatch
             total = relative - once * _numbers.where(position.is_first, 1.0 - share, 1.0)
         counted = _numbers.int32(1), _numbers.int32(0)
+        gradients = [_ended(g, total, unit) for g in gradients]
         return Sums(gradients, total, unit, *counted, has_lost, num_news, moments, amounts)
 
     def _run(
@@ -380,13 +384,34 @@ def _known(totals: list[Any] | None) -> list[Any]:
 
 
 def _widened(gradient: Any) -> Any:
-    """Return a gradient in the dtype that it is summed in."""
-    return ops.cast(gradient, _numbers.sum_dtype(gradient.dtype))
+    """Return a gradient, or None, in the dtype that it is summed in."""
+    if isinstance(gradient, (Rows, Positions)):
+        return gradient._replace(values=_widened(gradient.values))
+    dtype = None if gradient is None else _numbers.sum_dtype(gradient.dtype)
+    return None if gradient is None else ops.cast(gradient, dtype)
+
+
+def _times(gradient: Any, relative: Any, unit: Any) -> Any:
+    """Return a gradient, or None, times a weight in a unit."""
+    if isinstance(gradient, (Rows, Positions)):
+        return gradient._replace(values=_times(gradient.values, relative, unit))
+    return None if gradient is None else gradient * _numbers.like(gradient, relative)
+
+
+def _ended(gradient: Any, total: Any, unit: Any) -> Any:
+    """Return a gradient with the unit that its rows are in, and zero where these do not count."""
+    if not isinstance(gradient, Rows):
+        return gradient
+    values = gradient.values
+    if total is not None:
+        values = _numbers.if_so(total != 0, values)  # which may be NaN
+    return Rows(values, gradient.indices, unit)
 
 
 def _skipped(found: Sums) -> tuple[Any, Sums]:
     """Return whether all gradients of a microbatch are finite, and nothing of it if not."""
-    parts = [ops.all(ops.isfinite(g)) for g in found.gradients if g is not None]
+    gradients = [getattr(g, "values", g) for g in found.gradients if g is not None]
+    parts = [ops.all(ops.isfinite(g)) for g in gradients]
     is_finite = functools.reduce(_numbers.both, parts, _numbers.int32(0) == 0)
     counted = keras.tree.map_structure(
         lambda v: None if v is None else _numbers.if_so(is_finite, v), found

@@ -14,7 +14,7 @@ from ga_model.core.backend import GROUPS, Backend
 from ga_model.core.modes import Structure
 from ga_model.core.noise import Estimate, averaged, squared_norm
 from ga_model.core.recorder import by_optimizer
-from ga_model.core.window import Amount, Sums
+from ga_model.core.window import Amount, Sums, is_list
 
 
 class Counters(NamedTuple):
@@ -90,7 +90,8 @@ class Updates:
         measure = self._backend.compiled(
             ("measure", id(structure)), functools.partial(self._measure, structure), ["optimizer"]
         )
-        sums = sums._replace(amounts=[], moments=[])
+        gradients = [self._joined(g, sums.unit) for g in sums.gradients]
+        sums = sums._replace(amounts=[], moments=[], gradients=gradients)
         before = [(estimate.sums, estimate.decay) for estimate in estimates]
         for estimate, after in zip(estimates, measure(before, sums)):
             estimate.sums = after
@@ -98,8 +99,9 @@ class Updates:
     def _measure(self, structure: Structure, before: list[Any], sums: Sums) -> list[Any]:
         total, after = _numbers.where(sums.total == 0, 1.0, sums.total), []
         parts = zip(before, sums.squares, by_optimizer(structure.applied, sums.gradients))
-        for (earlier, decay), squares, (gradients, scale) in parts:
-            norm = squared_norm(gradients, scale) / total**2
+        of_applied = (applied.variables for applied in structure.applied)
+        for ((earlier, decay), squares, (gradients, scale)), variables in zip(parts, of_applied):
+            norm = squared_norm(gradients, variables, scale) / total**2
             squares = squares._replace(total=squares.total * sums.unit)
             after.append(averaged(earlier, decay, squares, sums.total * sums.unit, norm))
         return after
@@ -121,8 +123,13 @@ class Updates:
             ["trainable", "non_trainable", "optimizer"],
             updates=["trainable", "optimizer"],
         )
+        sums = sums._replace(gradients=[self._joined(g, sums.unit) for g in sums.gradients])
         counted: Counters = update(sums._replace(amounts=[], squares=()), counters)
         return counted
+
+    def _joined(self, gradient: Any, unit: Any) -> Any:
+        """Return a gradient of a window, sparse ones with all of their rows in a unit."""
+        return self._backend.joined(gradient, unit) if is_list(gradient) else gradient
 
     def _update(self, structure: Structure, sums: Sums, counters: Counters) -> Counters:
         gradients = iter(sums.mean([v for a in structure.applied for v in a.variables]))

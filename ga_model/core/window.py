@@ -35,12 +35,47 @@ class Amount(NamedTuple):
         return _numbers.share(self.numerator, self.denominator)
 
 
+class Rows(NamedTuple):
+    """A sparse gradient: that of a table, of which some rows were looked up. TensorFlow has such.
+
+    Keras's optimizers treat each row of it by itself, also where several are of one index. So those
+    of a window are the rows of all microbatches.
+
+    Attributes:
+        values: of the rows, in `unit`.
+        indices: of the rows in the table.
+        unit: scalar, as `Sums` has it.
+    """
+
+    values: Any
+    indices: Any
+    unit: Any
+
+
+class Positions(NamedTuple):
+    """The same where the indices do not follow from the samples, such as those of positions.
+
+    Each row is there once, and is summed over microbatches.
+
+    Attributes:
+        values, indices: as `Rows` has them, in the unit of the sums.
+    """
+
+    values: Any
+    indices: Any
+
+    def plus(self, other: Positions, *args: Any) -> Positions:
+        """Return both, as `_numbers.added` has it."""
+        return Positions(_numbers.added(self.values, other.values, *args), other.indices)
+
+
 class Sums(NamedTuple):
     """What microbatches have come to: one of them, or those of a window.
 
     Attributes:
         gradients: one for each trainable variable, float32 or its wider dtype, each times the
-            weight of its microbatch in `unit`; None where it has none.
+            weight of its microbatch in `unit`; None where it has none. Of a window, a tuple of the
+            `Rows` of its microbatches where it is sparse.
         total: scalar, the sum of these weights, or None where the loss is a sum.
         unit: scalar, what weights are counted in: the heaviest so far times a power of two near
             the number of microbatches; zero before the first.
@@ -94,10 +129,7 @@ class Sums(NamedTuple):
         if self.total is None:
             return self
         counts = self.total != 0  # else its gradients may be NaN
-        gradients = [
-            None if g is None else _numbers.where(counts, g, ops.zeros_like(g))
-            for g in self.gradients
-        ]
+        gradients = [None if g is None else _counted(g, counts) for g in self.gradients]
         return self._replace(gradients=gradients)
 
     def mean(self, variables: list[Any]) -> list[Any]:
@@ -111,9 +143,20 @@ class Sums(NamedTuple):
         if self.total is not None:
             divisor = _numbers.where(self.total == 0, 1.0, self.total)
         return [
-            None if g is None else ops.cast(_numbers.divided(g, divisor), v.dtype)
+            None if g is None else _mean(g, divisor, v.dtype)
             for g, v in zip(self.gradients, variables)
         ]
+
+    def without_rows(self) -> Sums:
+        """Return the sums without what no sum is made of."""
+        is_sparse = [isinstance(g, Rows) or is_list(g) for g in self.gradients]
+        pairs = zip(self.gradients, is_sparse)
+        return self._replace(gradients=[() if sparse else g for g, sparse in pairs])
+
+    def behind(self, before: Sums) -> Sums:
+        """Return the sums with the rows of those before."""
+        pairs = zip(before.gradients, self.gradients)
+        return self._replace(gradients=[(*a, *b) if is_list(b) else b for a, b in pairs])
 
 
 def shrinkage(unit: Any, later: Any) -> Any:
@@ -122,9 +165,30 @@ def shrinkage(unit: Any, later: Any) -> Any:
 
 
 def _sum(a: Any, b: Any, *args: Any) -> Any:
+    if isinstance(b, Rows):
+        return (*(a or ()), b)
     if a is None or b is None:
         return b if a is None else a
-    return _numbers.added(a, b, *args)
+    return a.plus(b, *args) if isinstance(b, Positions) else _numbers.added(a, b, *args)
+
+
+def is_list(gradient: Any) -> bool:
+    """Return whether a gradient is that of several microbatches, whose rows are not summed."""
+    return isinstance(gradient, tuple) and not isinstance(gradient, (Rows, Positions))
+
+
+def _counted(gradient: Any, counts: Any) -> Any:
+    if isinstance(gradient, Rows):
+        return (gradient,)
+    if isinstance(gradient, Positions):
+        return gradient._replace(values=_counted(gradient.values, counts))
+    return _numbers.where(counts, gradient, ops.zeros_like(gradient))
+
+
+def _mean(gradient: Any, divisor: Any, dtype: Any) -> Any:
+    if isinstance(gradient, (Rows, Positions)):
+        return gradient._replace(values=_mean(gradient.values, divisor, dtype))
+    return ops.cast(_numbers.divided(gradient, divisor), dtype)
 
 
 class Held(NamedTuple):

@@ -13,6 +13,7 @@ import tensorflow as tf
 from ga_model.backends.tensorflow import layer_calls
 from ga_model.backends.tensorflow.noting import Noting
 from ga_model.backends.tensorflow.state import State
+from ga_model.base import _numbers
 from ga_model.base._call_again import PythonState
 from ga_model.base._context import graph_being_made
 from ga_model.base._internals import (
@@ -28,6 +29,7 @@ from ga_model.core.backend import GROUPS, Backend, Group
 from ga_model.core.layer_calls import Traced, splitting_calls
 from ga_model.core.proof.draws import Draws
 from ga_model.core.recorder import Applied
+from ga_model.core.window import Positions, Rows, shrinkage
 from ga_model.hearing._models import optimizers_in, recording_of_thread, unrecorded
 from ga_model.hearing._python_state import python_state
 from ga_model.hearing._stand_ins import OptimizerStandIn
@@ -51,10 +53,11 @@ class StandIn(OptimizerStandIn):
         if not optimizer.built:
             with tf.init_scope(), keras.name_scope(optimizer.name):
                 optimizer.build(variables)
-        gradients = [None if g is None else tf.convert_to_tensor(g) for g in gradients]
-        for gradient, variable in zip(gradients, variables):
-            if gradient is not None:
-                gradient.set_shape(variable.shape)
+        is_dense = recording.rate is not None
+        gradients = [
+            None if g is None else recording.backend.given(g, v, is_dense)
+            for g, v in zip(gradients, variables)
+        ]
         recording.apply(optimizer, gradients, variables, in_pairs=in_pairs)
         if recording.rate is not None:
             _move(optimizer, gradients, variables, recording.rate)
@@ -70,6 +73,14 @@ def _move(optimizer: Any, gradients: list[Any], variables: list[Any], rate: Any)
     counter.assign_add(tf.cast(rate != 0, counter.dtype))
 
 
+def _applied(gradient: Any, variable: Any) -> Any:
+    """Return the gradient of a variable as optimizers take it."""
+    if not isinstance(gradient, (Rows, Positions)):
+        return gradient
+    shape = tf.constant(list(variable.shape), tf.int64)
+    return tf.IndexedSlices(gradient.values, gradient.indices, shape)
+
+
 class TensorFlowBackend(Backend):
     """Runs functions of the core in graphs, or at once where the model runs eagerly.
 
@@ -78,6 +89,7 @@ class TensorFlowBackend(Backend):
 
     Attributes:
         knows_samples: whether the source of data tells how many samples each batch has.
+        is_for_any_samples: whether a graph is being made for any number of samples.
     """
 
     optimizer_stand_in = StandIn
@@ -89,6 +101,9 @@ class TensorFlowBackend(Backend):
         self._is_running_step = False
         self._updated: list[tuple[Any, Any]] = []
         self.knows_samples = True
+        self.is_for_any_samples = False
+        self._by_position: set[int] = set()  # variables
+        self._is_to_find_positions = self._has_found_positions = False
         self._known_calls: dict[Any, Any] = {}  # what was found of calls of layers
         self._graph_of_step: Any = None
 
@@ -111,7 +126,7 @@ class TensorFlowBackend(Backend):
             return lambda *arguments: function(*map(_tensors, arguments))
         if name not in self._made:
             jit_compile = bool(self._model.jit_compile) and not _is_made_of_parts(name)
-            self._made[name] = Compiled(function, jit_compile, consumes)
+            self._made[name] = Compiled(self, function, jit_compile, consumes)
         return self._made[name]  # type: ignore[no-any-return]
 
     def forget(self, kind: str) -> None:
@@ -166,12 +181,39 @@ class TensorFlowBackend(Backend):
         after_update()
         return logs
 
+    def given(self, gradient: Any, variable: Any, is_dense: bool) -> Any:
+        """Return the gradient of a variable as the core takes it, dense or as it is."""
+        if is_dense or not isinstance(gradient, tf.IndexedSlices):
+            gradient = tf.convert_to_tensor(gradient)
+            gradient.set_shape(variable.shape)
+            return gradient
+        is_fixed, name = gradient.indices.shape[0] is not None, id(variable)
+        if is_fixed and self.is_for_any_samples:  # so they are not looked up by samples
+            self._by_position.add(name)
+        if name in self._by_position:
+            return Positions(gradient.values, gradient.indices)
+        self._is_to_find_positions |= is_fixed and self.traces
+        return Rows(gradient.values, gradient.indices, tf.zeros((), tf.float64))
+
+    def is_to_find_positions(self) -> bool:
+        """Return whether it is not known of a sparse gradient if indices are of samples, once."""
+        is_unknown = self._is_to_find_positions and not self._has_found_positions
+        self._has_found_positions = self._has_found_positions or is_unknown
+        return is_unknown
+
     def apply(self, applied: Applied, gradients: list[Any]) -> None:
         optimizer, variables = applied.optimizer, list(applied.variables)
+        gradients = [_applied(g, v) for g, v in zip(gradients, variables)]
         if applied.in_pairs:
             optimizer.apply_gradients(zip(gradients, variables))
         else:
             optimizer.apply(gradients, variables)
+
+    def joined(self, rows: Sequence[Rows], unit: Any) -> Rows:
+        values = [
+            part.values * _numbers.like(part.values, shrinkage(part.unit, unit)) for part in rows
+        ]
+        return Rows(tf.concat(values, 0), tf.concat([part.indices for part in rows], 0), unit)
 
     @contextlib.contextmanager
     def keeping_state(self) -> Iterator[None]:
@@ -280,18 +322,21 @@ class Compiled:
     """A function of the core as a `tf.function`.
 
     Args:
+        backend: what makes it.
         function: the function.
         jit_compile: whether XLA compiles it.
         consumes: whether the shapes of its first argument are always the same.
     """
 
-    def __init__(self, function: Callable[..., Any], jit_compile: bool, consumes: bool) -> None:
-        def run(*arguments: Any) -> Any:
-            return function(*(a.data if isinstance(a, Placed) else a for a in arguments))
-
-        self._run = tf.function(
-            run, autograph=False, reduce_retracing=True, jit_compile=jit_compile
-        )
+    def __init__(
+        self,
+        backend: TensorFlowBackend,
+        function: Callable[..., Any],
+        jit_compile: bool,
+        consumes: bool,
+    ) -> None:
+        self._backend, self._function, self._jit_compile = backend, function, jit_compile
+        self._run = self._made()
         self._num_fixed = int(consumes)
         self._traced: dict[Any, Any] = {}  # by the shapes of arguments
 
@@ -303,7 +348,28 @@ class Compiled:
 
     def shapes(self, arguments: tuple[Any, ...]) -> Any:
         """Return the shapes of what the function returns, and run nothing."""
-        return self._traced_for(_tensors(arguments)).structured_outputs
+        tensors = _tensors(arguments)
+        found = self._traced_for(tensors)
+        if self._backend.is_to_find_positions():
+            placed = [Placed(a) if isinstance(a, (tuple, tf.Tensor)) else a for a in tensors]
+            with contextlib.suppress(Exception):  # a step may need to know the number
+                self._made().get_concrete_function(*map(_specs, placed))
+            self._run, self._traced = self._made(), {}
+            found = self._traced_for(tensors)
+        return found.structured_outputs
+
+    def _made(self) -> Any:
+        return tf.function(
+            self._call, autograph=False, reduce_retracing=True, jit_compile=self._jit_compile
+        )
+
+    def _call(self, *arguments: Any) -> Any:
+        backend, outer = self._backend, self._backend.is_for_any_samples
+        backend.is_for_any_samples = any(isinstance(a, Placed) for a in arguments)
+        try:
+            return self._function(*(a.data if isinstance(a, Placed) else a for a in arguments))
+        finally:
+            backend.is_for_any_samples = outer
 
     def _traced_for(self, arguments: tuple[Any, ...]) -> Any:
         key = _key_of(arguments[self._num_fixed :])

@@ -65,6 +65,7 @@ class Microbatches:
         self._form: Any = None  # of what is given, without its tensors
         self._num_outputs = 0  # with what is attached to them
         self._has: list[bool] = []  # of each source, whether it has a gradient
+        self._is_by_position: list[bool] = []  # of these gradients
 
     def run(self) -> tuple[list[Any], Traced]:
         """Run all of them, and let tapes know of it."""
@@ -151,7 +152,9 @@ class Microbatches:
             [a for a, _ in pairs], sources, output_gradients=[b for _, b in pairs]
         )
         self._has = [gradient is not None for gradient in found]
-        return [gradient for gradient in found if gradient is not None]
+        given = [gradient for gradient in found if gradient is not None]
+        self._is_by_position = list(map(_is_by_position, given))
+        return given
 
     def _part(self, index: Any) -> list[Any]:
         begin, end = index * self._size, tf.minimum((index + 1) * self._size, self._rows)
@@ -222,7 +225,9 @@ class Microbatches:
         places = [place for place, has in zip(self._places, self._has) if has]
         are_sums = [place < len(self._fixed) for place in places]
 
-        def begin_with(value: Any, is_sum: bool) -> Any:
+        def begin_with(value: Any, is_sum: bool, is_by_position: bool) -> Any:
+            if is_by_position:
+                return value.values
             if isinstance(value, tf.IndexedSlices):
                 rows = self._array(value.values.dtype, [None, *value.values.shape[1:]])
                 ids = self._array(value.indices.dtype, [None])
@@ -233,8 +238,10 @@ class Microbatches:
 
         def step(index: Any, so_far: list[Any]) -> Any:
             after = []
-            for before, value in zip(so_far, gradients(index)):
-                if isinstance(value, tf.IndexedSlices):
+            for before, value, is_fixed in zip(so_far, gradients(index), self._is_by_position):
+                if is_fixed:
+                    after.append(before + value.values)
+                elif isinstance(value, tf.IndexedSlices):
                     rows, ids = before
                     after.append([rows.write(index, value.values), ids.write(index, value.indices)])
                 elif isinstance(before, tf.TensorArray):
@@ -243,15 +250,18 @@ class Microbatches:
                     after.append(before + value)
             return index + 1, after
 
-        so_far = [begin_with(value, is_sum) for value, is_sum in zip(first, are_sums)]
+        so_far = list(map(begin_with, first, are_sums, self._is_by_position))
         _, so_far = self._loop(step, [tf.constant(1), so_far])
         found = iter(zip(so_far, first, places))
         return [self._gradient(*next(found)) if has else None for has in self._has]
 
     def _gradient(self, total: Any, first: Any, place: int) -> Any:
-        if isinstance(total, list):
-            rows, ids = (array.concat() for array in total)
-            return tf.IndexedSlices(rows, ids, tf.constant(self._sources[place].shape, tf.int64))
+        if isinstance(first, tf.IndexedSlices):
+            shape = tf.constant(list(self._sources[place].shape), tf.int64)
+            rows, ids = total, first.indices
+            if isinstance(total, list):
+                rows, ids = (array.concat() for array in total)
+            return tf.IndexedSlices(rows, ids, shape)
         return self._joined(total, first) if isinstance(total, tf.TensorArray) else total
 
     def _loop(self, step: Callable[..., Any], begin: list[Any]) -> Any:
@@ -298,6 +308,12 @@ def _rows_of(tensor: Any) -> Any:
 
 def _has_gradient(tensor: Any) -> bool:
     return bool(tensor.dtype.is_floating or tensor.dtype.is_complex)
+
+
+def _is_by_position(gradient: Any) -> bool:
+    """Return whether a gradient is sparse, with the same rows for any number of samples."""
+    is_sparse = isinstance(gradient, tf.IndexedSlices) and not tf.executing_eagerly()
+    return is_sparse and gradient.indices.shape[0] is not None
 
 
 def _or_zeros(gradient: Any, tensor: Any) -> Any:
