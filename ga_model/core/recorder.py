@@ -190,6 +190,11 @@ class Recording:
         self.applied.append(Applied(optimizer, tuple(variables), in_pairs))
         self.gradients += gradients
 
+    def update_metrics(self) -> None:
+        """Give metrics the numbers that wait."""
+        for call in self._metrics.updates:
+            _update(call.metric, call.value, call.sample_weight)
+
     def weight_of_loss(self) -> Any:
         """Return what the compiled losses weigh, or None: they are sums, or were not computed."""
         if not (self.losses.compiled_terms() or self.model._has_rule()):
@@ -267,10 +272,14 @@ class _Calls(MetricCalls):
     def update(self, metric: Any, value: Any, sample_weight: Any, term: Any = None) -> None:
         super().update(metric, ops.stop_gradient(value), sample_weight, term)
         if not self._waits:
-            is_mean = isinstance(metric, keras.metrics.Mean)
-            base = keras.metrics.Mean if is_mean else keras.metrics.Sum
-            with waiting(None):
-                base.update_state(metric, value, sample_weight)
+            _update(metric, value, sample_weight)
+
+
+def _update(metric: Any, value: Any, sample_weight: Any) -> None:
+    """Let a metric have a number as if nothing waited."""
+    base = keras.metrics.Mean if isinstance(metric, keras.metrics.Mean) else keras.metrics.Sum
+    with waiting(None):
+        base.update_state(metric, value, sample_weight)
 
 
 @contextlib.contextmanager

@@ -76,22 +76,10 @@ class Raising(keras.Sequential):
         return ops.mean(ops.reshape(ops.square(y - y_pred), (4, 2)))
 
 
-class Bounded(keras.Sequential):
-    """The gradient of a loss beyond its bound is zero."""
-
-    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        return ops.minimum(ops.mean(ops.square(y_pred)) + 1.0, 0.0)
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize(
-    ("base", "why"),
-    [(Raising, "cannot reshape"), (Bounded, r"All gradients are zero, or not finite\.")],
-)
-def test_what_cannot_be_tried_is_told_of(base, why):
-    model = accumulate(of(base), accumulation_steps=2)
+def test_what_cannot_be_tried_is_told_of():
+    model = accumulate(of(Raising), accumulation_steps=2)
     model.compile("sgd", None)
-    with pytest.warns(UserWarning, match=f"(?s)not known whether a window.*{why}"):
+    with pytest.warns(UserWarning, match="(?s)not known whether a window.*cannot reshape"):
         model.fit(*dense_data(8), batch_size=4, verbose=0)
 
 

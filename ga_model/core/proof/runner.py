@@ -156,15 +156,15 @@ class StepRunner:
         zero, parts = _numbers.float64(0.0), _numbers.float64(3.0 if is_part else 1.0)
         # The unit is the weight, so gradients are those of the loss.
         position = Position(1.0, parts, 1.0, begin == 0, zero, whole)
-        # Metrics have something of each batch when the next one begins.
-        waits = is_part and self._is_split
-        options = {"is_own": not self.is_folded, "rate": rate, "waits": waits}
+        options = {"is_own": not self.is_folded, "rate": rate, "waits": is_part}
         with (
             model._accumulation.holding_back(),
             averaging(layers_in(model)),
             record(model, data, position, backend, kinds=self._kinds, **options) as recording,
         ):
             logs, written = backend.run_step(data)
+        if is_part and not self._is_split:
+            recording.update_metrics()  # have something of each batch when the next one begins
         self.written |= {variable.path for variable in written}
         losses = recording.losses
         if is_part:  # those metrics have nothing of it yet, and what they get is compared instead
