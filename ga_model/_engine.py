@@ -18,7 +18,7 @@ from ga_model.base import _validate
 
 _validate.check_backend(keras.backend.backend())
 
-# The other engine for TensorFlow, by the core, is not complete.
+# The core on TensorFlow, which has no replicas yet. CONTRIBUTING.md, "Rooms".
 _BY_CORE = os.environ.get("GA_MODEL_ENGINE") == "core"
 
 if TYPE_CHECKING or (keras.backend.backend() == "tensorflow" and not _BY_CORE):

@@ -93,6 +93,10 @@ class LayerCall:
         self._arguments = args, kwargs
         self._leaves: list[Any] = []  # in the order of `map_structure`, unlike that of `flatten`
         keras.tree.map_structure(self._leaves.append, self._arguments)
+        self._leaves = [
+            value_in(stateless_scope(), leaf) if isinstance(leaf, keras.Variable) else leaf
+            for leaf in self._leaves
+        ]
         tensors = [(i, leaf) for i, leaf in enumerate(self._leaves) if _is_array(leaf)]
         found = [(place, tensor) for place, tensor in tensors if len(tensor.shape)]
         self.rows = _numbers.shape_of(found[0][1])[0] if found else 0

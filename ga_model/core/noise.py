@@ -53,7 +53,7 @@ def squared_norm(gradients: Sequence[Any], variables: Sequence[Any], scale: Any)
         for g, v in pairs
     ]
     squares = (ops.sum(ops.square(g / _numbers.like(g, scale))) for g in dense)
-    return sum(squares, ops.zeros(()))
+    return sum(map(_numbers.float64, squares), _numbers.float64(0.0))
 
 
 class Estimate:
@@ -98,6 +98,7 @@ def averaged(before: Any, decay: Any, squares: Squares, weight: Any, norm: Any) 
     one = ops.ones(())
     found = (*estimates(*squares, weight, norm), weight, one)
     values = ops.stack([ops.cast(value, "float32") for value in found])
+    decay = _numbers.like(before, decay)
     after = ops.append(decay * before[:4] + (1.0 - decay) * values, before[4] + 1)
     # Not of windows of one microbatch, nor of an update that is skipped.
     is_measured = ops.logical_and(squares.number >= 2, weight != 0)

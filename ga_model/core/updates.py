@@ -150,7 +150,8 @@ class Updates:
             Its logs.
         """
         function = functools.partial(self._whole, size)
-        return self._backend.compiled(("whole", size), function, [], updates=GROUPS)(data)
+        run = self._backend.compiled(("whole", size), function, [], updates=GROUPS)
+        return run(self._backend.placed(data))
 
     def _whole(self, size: int, data: Any) -> Any:
         with self._backend.splitting_calls(size):

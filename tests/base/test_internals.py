@@ -23,6 +23,7 @@ OVERRIDING = [
     "_model.py",
     "_tensorflow_engine.py",
     "backends/jax/hooks.py",
+    "backends/tensorflow/hooks.py",
     "backends/torch/hooks.py",
 ]
 # What single files may name, and no other.

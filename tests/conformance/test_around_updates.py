@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 import zoo
-from case import BACKEND
+from case import BACKEND, IS_OLD
 from helpers import (
     LIMIT,
     Batches,
@@ -480,7 +480,7 @@ def test_stateful_recurrent_models_train_in_windows_of_their_batch_size():
     reference, start = trained(data, 8, make, lambda: arguments(optimizer=optimizer))
     with pytest.warns(UserWarning, match="To train exactly|writes to"):
         model, _ = trained(data, 8, make, accumulation_steps=2)
-    if BACKEND == "torch":
+    if BACKEND == "torch" or (BACKEND == "tensorflow" and not IS_OLD):
         difference = relative_difference(model.get_weights(), reference.get_weights(), start)
         assert difference > LIMIT
         pytest.xfail("a trial moves the state of a layer: it is told of, and inexact")

@@ -457,6 +457,8 @@ def _tensor(leaf: Any) -> Any:
 
 
 def _nothing(spec: Any) -> Any:
+    if spec is None:
+        return None
     if spec.dtype.is_floating:
         return tf.fill(spec.shape, tf.constant(-0.0, spec.dtype))
     return tf.zeros(spec.shape, spec.dtype)
