@@ -43,6 +43,21 @@ class State(Protocol):
         """Let all be as it was."""
 
 
+class States:
+    """Several of them.
+
+    Args:
+        *states: each of something else.
+    """
+
+    def __init__(self, *states: State) -> None:
+        self._states = states
+
+    def put_back(self) -> None:
+        for state in self._states:
+            state.put_back()
+
+
 class Backend(ABC):
     """Runs the functions of the core for one compiled model.
 

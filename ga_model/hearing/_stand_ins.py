@@ -22,12 +22,15 @@ class OptimizerStandIn(StandIn):
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         if trainable_variables is None:
             trainable_variables = variables_to_train(self._original)
-        self._listener.apply(self._original, grads, trainable_variables)
+        self._take(list(grads), list(trainable_variables))
 
     def apply_gradients(self, grads_and_vars: Any) -> Any:
         gradients, variables = zip(*grads_and_vars)
-        self._listener.apply(self._original, gradients, variables, in_pairs=True)
+        self._take(list(gradients), list(variables), in_pairs=True)
         return self._original.iterations
+
+    def _take(self, gradients: list[Any], variables: list[Any], in_pairs: bool = False) -> None:
+        self._listener.apply(self._original, gradients, variables, in_pairs=in_pairs)
 
 
 def stand_in(

@@ -22,31 +22,19 @@ from ga_model.base._internals import (
     is_built,
     num_updates,
     raw,
-    variables_to_train,
 )
 from ga_model.base._internals_tf import noting_writes
-from ga_model.core.backend import GROUPS, Backend, Group
+from ga_model.core.backend import GROUPS, Backend, Group, States
 from ga_model.core.layer_calls import Traced, splitting_calls
 from ga_model.core.proof.draws import Draws
 from ga_model.core.recorder import Applied
 from ga_model.core.window import Positions, Rows, shrinkage
 from ga_model.hearing._models import optimizers_in, recording_of_thread, unrecorded
-from ga_model.hearing._python_state import python_state
 from ga_model.hearing._stand_ins import OptimizerStandIn
 
 
 class StandIn(OptimizerStandIn):
     """Stands in for an optimizer while a step is recorded."""
-
-    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        if trainable_variables is None:
-            trainable_variables = variables_to_train(self._original)
-        self._take(list(grads), list(trainable_variables))
-
-    def apply_gradients(self, grads_and_vars: Any) -> Any:
-        gradients, variables = zip(*grads_and_vars)
-        self._take(list(gradients), list(variables), in_pairs=True)
-        return self._original.iterations
 
     def _take(self, gradients: list[Any], variables: list[Any], in_pairs: bool = False) -> None:
         optimizer, recording = self._original, self._listener
@@ -226,8 +214,8 @@ class TensorFlowBackend(Backend):
             state.put_back()
             raise
 
-    def state(self) -> _AllState:
-        return _AllState(self._model)
+    def state(self) -> States:
+        return States(State(self._model, with_weights=True), super().state())
 
     def outside_of_training(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -418,17 +406,6 @@ def _key_of(arguments: Sequence[Any]) -> Any:
             else:
                 found.append(_spec(leaf, is_placed))
     return tuple(found)
-
-
-class _AllState:
-    """The `State` of a model, with all weights, and its Python state."""
-
-    def __init__(self, model: Any) -> None:
-        self._parts = State(model, with_weights=True), python_state(model)
-
-    def put_back(self) -> None:
-        for part in self._parts:
-            part.put_back()
 
 
 def _is_made_of_parts(name: Any) -> bool:

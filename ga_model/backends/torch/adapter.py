@@ -19,29 +19,18 @@ from ga_model.backends.torch.noting import Noting
 from ga_model.backends.torch.process_group import Processes
 from ga_model.backends.torch.state import State
 from ga_model.base._call_again import PythonState
-from ga_model.base._internals import num_updates, raw, variables_to_train
+from ga_model.base._internals import num_updates, raw
 from ga_model.base._internals_torch import times_written
-from ga_model.core.backend import Backend, Group
+from ga_model.core.backend import Backend, Group, States
 from ga_model.core.proof.draws import Draws
 from ga_model.core.recorder import Applied
 from ga_model.core.window import Sums
 from ga_model.hearing._models import is_of_keras, optimizers_in, recording_of_thread
-from ga_model.hearing._python_state import python_state
 from ga_model.hearing._stand_ins import OptimizerStandIn
 
 
 class StandIn(OptimizerStandIn):
     """Stands in for an optimizer while a step is recorded."""
-
-    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        if trainable_variables is None:
-            trainable_variables = variables_to_train(self._original)
-        self._take(list(grads), list(trainable_variables))
-
-    def apply_gradients(self, grads_and_vars: Any) -> Any:
-        gradients, variables = zip(*grads_and_vars)
-        self._take(list(gradients), list(variables), in_pairs=True)
-        return self._original.iterations
 
     def _take(self, gradients: list[Any], variables: list[Any], in_pairs: bool = False) -> None:
         optimizer, recording = self._original, self._listener
@@ -202,8 +191,8 @@ class TorchBackend(Backend):
             state.put_back()
             raise
 
-    def state(self) -> _AllState:
-        return _AllState(self._model)
+    def state(self) -> States:
+        return States(State(self._model, with_weights=True), super().state())
 
     def outside_of_training(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -264,17 +253,6 @@ class TorchBackend(Backend):
         states = [tensor for tensor in states if tensor.numel() > 1]  # others may be set before
         tensors = [*map(raw, self._model.trainable_variables), *states]
         return [(tensor, times_written(tensor)) for tensor in tensors]
-
-
-class _AllState:
-    """The `State` of a model, with all weights, and its Python state."""
-
-    def __init__(self, model: Any) -> None:
-        self._parts = State(model, with_weights=True), python_state(model)
-
-    def put_back(self) -> None:
-        for part in self._parts:
-            part.put_back()
 
 
 def _are_written(versions: list[tuple[Any, int]]) -> bool:
