@@ -72,8 +72,7 @@ class LayerCall:
     """One call of a layer, as a function of tensors.
 
     Args:
-        model: the model whose step runs.
-        backend: what it runs on.
+        backend: what the model runs on.
         layer: the layer.
         call: its `call`.
         args, kwargs: the arguments. Arrays whose axis 0 is as long as that of the first one have
@@ -208,8 +207,10 @@ class LayerCall:
             return [*arrays, *map(ops.sum, traced.losses)]
 
         normalizing = [layer for layer in layers_in(self._layer) if is_known(layer)]
+        before = self._python
         try:
             with _averaging.of(normalizing), _is_read.set(True), waiting(None):
+                self._python = PythonState(self._layer)  # with what stands in front of methods
                 trained = [bool(variable.trainable) for variable in self._variables]
                 trained += [True for _ in self._shared]
                 run = self._backend.run_apart(outputs)
@@ -218,7 +219,8 @@ class LayerCall:
             line = next(iter(str(error).splitlines()), type(error).__name__)
             return f"cannot be run by itself ({line})", [], self._written
         finally:
-            self._python.put_back()
+            self._python = before
+            before.put_back()
         others = found[:number]
         why = None if all(kind == "rows" for kind in others) else _NOT_ROWS
         return why, found[number:], self._written

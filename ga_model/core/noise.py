@@ -47,13 +47,16 @@ class Squares(NamedTuple):
 
 def squared_norm(gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> Any:
     """Return the sum of the squares of all entries, of gradients whose loss was not scaled."""
-    pairs = [(g, v) for g, v in zip(gradients, variables) if g is not None]
-    dense = [
-        _numbers.dense(g.values, g.indices, v.shape) if hasattr(g, "indices") else g
-        for g, v in pairs
-    ]
+    dense = [_dense(g, v) for g, v in zip(gradients, variables) if g is not None]
     squares = (ops.sum(ops.square(g / _numbers.like(g, scale))) for g in dense)
     return sum(map(_numbers.float64, squares), _numbers.float64(0.0))
+
+
+def _dense(gradient: Any, variable: Any) -> Any:
+    is_sparse = isinstance(gradient, tuple)
+    if not is_sparse:
+        return gradient
+    return _numbers.dense(gradient.values, gradient.indices, variable.shape)
 
 
 class Estimate:

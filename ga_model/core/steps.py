@@ -410,7 +410,11 @@ def _ended(gradient: Any, total: Any, unit: Any) -> Any:
 
 def _skipped(found: Sums) -> tuple[Any, Sums]:
     """Return whether all gradients of a microbatch are finite, and nothing of it if not."""
-    gradients = [getattr(g, "values", g) for g in found.gradients if g is not None]
+    gradients = [
+        g.values if isinstance(g, (Rows, Positions)) else g
+        for g in found.gradients
+        if g is not None
+    ]
     parts = [ops.all(ops.isfinite(g)) for g in gradients]
     is_finite = functools.reduce(_numbers.both, parts, _numbers.int32(0) == 0)
     counted = keras.tree.map_structure(

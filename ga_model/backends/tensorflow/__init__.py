@@ -1,1 +1,11 @@
-"""TensorFlow: an adapter of the core."""
+"""TensorFlow: functions of the core are `tf.function`s, and variables are as they are.
+
+Microbatches of a source that does not tell how many samples each batch has are traced for any
+number, as plain Keras does. Sparse gradients keep their rows: `adapter`. Where the step sees the
+full batch, calls of layers go by microbatches, which `layer_calls` runs in loops. What a step
+divides by, and what it draws, is seen by a callback of operations: `noting`.
+
+What is missing: replicas of `tf.distribute`. Sparse gradients whose indices follow from positions
+and not from samples are not known as such where the model runs eagerly. A loop of the user's own
+that `tf.function` compiles is refused.
+"""
