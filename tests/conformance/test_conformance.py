@@ -7,7 +7,7 @@ may be warned of, unless the case expects it. Its cases are in `models`, `losses
 `own_train_steps`; on TensorFlow they train in float64 and in float32.
 
 Every run takes one setting of the cases in `FIRST`, and the gate one of others, in turn: of all on
-PyTorch, of every third where functions are compiled. The sweep takes the rest.
+PyTorch, of every third on JAX, and of every sixth on TensorFlow. The sweep takes the rest.
 """
 
 import itertools
@@ -23,6 +23,7 @@ from case import BACKEND, Case, check, kind_of, sgd
 from conftest import set_dtype
 
 TABLE = {**models.CASES, **losses.CASES, **own_train_steps.CASES}
+GATE_TAKES_ONE_IN = {"torch": 1, "jax": 3, "tensorflow": 6}
 PRECISIONS = ("float64", "float32") if BACKEND == "tensorflow" else ("float32",)
 
 FIRST = {
@@ -106,7 +107,7 @@ def trainings():
             is_taken = setting == order[0] and precision == precisions[0]
             marks = []
             if not (is_taken and name in FIRST):
-                is_for_gate = is_taken and (BACKEND == "torch" or turn % 3 == 0)
+                is_for_gate = is_taken and turn % GATE_TAKES_ONE_IN[BACKEND] == 0
                 marks.append(pytest.mark.gate if is_for_gate else pytest.mark.sweep)
             reason = next((r for n, r in ONE_DEVICE.items() if name.startswith(n)), None)
             if BACKEND == "jax" and setting == "batches of one":
