@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from ga_model.base._internals import mask_of, set_mask
+from ga_model.hearing._models import recording_of_thread
 from ga_model.hearing._python_state import python_state
 
 if TYPE_CHECKING:
-    from ga_model.core.layer_calls import Traced
+    from ga_model.core.layer_calls import Split, Traced
     from ga_model.core.proof.draws import Draws
     from ga_model.core.recorder import Applied
     from ga_model.core.window import Rows, Sums
@@ -84,6 +86,7 @@ class Backend(ABC):
 
     def __init__(self, model: Any) -> None:
         self._model = model
+        self._is_running_step = False
         self.noted_dtypes: set[str] = set()
 
     # What is compiled.
@@ -136,9 +139,13 @@ class Backend(ABC):
     def copied(self, nest: Any) -> Any:
         """Return a copy of a nest of tensors and None."""
 
-    def placed(self, data: Any) -> Any:
-        """Return a microbatch where it is to be computed."""
+    def as_traced(self, data: Any) -> Any:
+        """Return a microbatch as functions are traced for it."""
         return data
+
+    def placed(self, data: Any) -> Any:
+        """Return a microbatch as it is traced, where it is to be computed."""
+        return self.as_traced(data)
 
     @abstractmethod
     def structure_of(self, data: Any) -> Any:
@@ -179,9 +186,18 @@ class Backend(ABC):
             other numbers of samples.
         """
 
-    @abstractmethod
     def is_running_step(self) -> bool:
         """Return whether a `train_step` that runs here is run by the core."""
+        return self._is_running_step or recording_of_thread.get() is not None
+
+    @contextlib.contextmanager
+    def _running_step(self) -> Iterator[None]:
+        """Let the core run the `train_step` that runs in a block."""
+        self._is_running_step, outer = True, self._is_running_step
+        try:
+            yield
+        finally:
+            self._is_running_step = outer
 
     @abstractmethod
     def run_plain(
@@ -214,9 +230,12 @@ class Backend(ABC):
         """
         return sums, is_end
 
-    @abstractmethod
     def apply(self, applied: Applied, gradients: list[Any]) -> None:
         """Apply an optimizer, as the step did, to gradients of its variables, tensors or None."""
+        if applied.in_pairs:
+            applied.optimizer.apply_gradients(zip(gradients, applied.variables))
+        else:
+            applied.optimizer.apply(gradients, list(applied.variables))
 
     def joined(self, rows: Sequence[Rows], unit: Any) -> Rows:
         """Return all rows of a window as one sparse gradient in a unit."""
@@ -238,9 +257,9 @@ class Backend(ABC):
         """Return what a step may write to and that is in Python, as it is now."""
         return python_state(self._model)
 
-    @abstractmethod
     def outside_of_training(self) -> AbstractContextManager[None]:
         """Return a context in which functions run that no train function has called."""
+        return contextlib.nullcontext()
 
     @abstractmethod
     def build(self, data: Any) -> None:
@@ -281,27 +300,8 @@ class Backend(ABC):
         """
         raise NotImplementedError
 
-    def by_microbatches(
-        self,
-        function: Callable[..., Any],
-        carried: list[Any],
-        fixed: list[Any],
-        samples: list[Any],
-        size: int,
-        are_sums: list[bool],
-        most: int | None,
-    ) -> tuple[list[Any], Traced]:
+    def by_microbatches(self, split: Split) -> tuple[list[Any], Traced]:
         """Run a function by microbatches, whose activations are computed again for gradients.
-
-        Args:
-            function: takes `carried`, `fixed` and some samples; returns new values for the first,
-                and a `Traced`.
-            carried: tensors that go from one microbatch to the next.
-            fixed: tensors that all have.
-            samples: tensors that have the samples on axis 0.
-            size: samples of a microbatch.
-            are_sums: of each loss in a `Traced`, whether it is a sum, and no mean.
-            most: as `splitting_calls` takes it.
 
         Returns:
             What is carried behind the last one, and what all of them give.

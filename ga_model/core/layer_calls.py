@@ -13,8 +13,8 @@ then the outermost ones: always exact, at the cost of memory.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import keras
@@ -44,11 +44,10 @@ from ga_model.core.proof.calls import kinds_of_call
 from ga_model.core.statistics import Listener, Moments
 from ga_model.hearing._metric_calls import waiting
 from ga_model.hearing._models import unrecorded
-from ga_model.hearing._moments_heard import is_known, listener, telling
-from ga_model.hearing._splitting import NotByRowsError, Splitting
+from ga_model.hearing._moments_heard import is_known, listener
+from ga_model.hearing._splitting import NotByRowsError, Splitting, splitting_by
 
 _NOT_ROWS = "combines samples, or gives something other than one value per sample"
-_calls = ThreadValue()  # what is done with outermost calls in this thread, or None
 _is_read = ThreadValue(False)  # whether BatchNormalization is to normalize by running averages
 
 
@@ -57,15 +56,39 @@ class Traced(NamedTuple):
 
     Attributes:
         outputs: tensors.
-        attached: what losses of Keras's find at them: of each a list of tensors, by name.
+        attached: what losses of Keras's find at them: tensors, by the number of the output and a
+            name.
         losses: scalars that layers added.
         moments: of the calls of BatchNormalization layers.
     """
 
     outputs: list[Any]
-    attached: dict[str, list[Any]]
+    attached: dict[str, Any]
     losses: list[Any]
     moments: list[Moments]
+
+
+class Split(NamedTuple):
+    """A function that is to run by microbatches.
+
+    Attributes:
+        function: takes `carried`, `fixed` and some samples; returns new values for the first, and a
+            `Traced`.
+        carried: tensors that go from one microbatch to the next.
+        fixed: tensors that all have.
+        samples: tensors that have the samples on axis 0.
+        size: samples of a microbatch.
+        are_sums: of each loss in a `Traced`, whether it is a sum, and no mean.
+        most: as `Backend.splitting_calls` takes it.
+    """
+
+    function: Callable[..., tuple[list[Any], Traced]]
+    carried: list[Any]
+    fixed: list[Any]
+    samples: list[Any]
+    size: int
+    are_sums: list[bool]
+    most: int | None
 
 
 class LayerCall:
@@ -166,7 +189,7 @@ class LayerCall:
         self._outputs = keras.tree.map_structure(lambda x: 0 if _is_array(x) else x, outputs)
         tensors = [given[place] for place in self._tensors]
         attached = {
-            f"{place} {name}": [tensor]
+            f"{place} {name}": tensor
             for place, output in enumerate(tensors)
             for name, tensor in self._backend.attached_to(output).items()
         }
@@ -201,8 +224,7 @@ class LayerCall:
         def outputs(fixed: list[Any], samples: list[Any]) -> list[Any]:
             nonlocal number
             _, traced = self._run(fixed, samples, knows_others=False)
-            attached = [tensor for tensors in traced.attached.values() for tensor in tensors]
-            arrays = [*traced.outputs, *attached]
+            arrays = [*traced.outputs, *traced.attached.values()]
             number = len(arrays)
             return [*arrays, *map(ops.sum, traced.losses)]
 
@@ -253,9 +275,8 @@ class LayerCall:
 
         begun = [self._state[place] for place in written]
         are_sums = [kind == "sum" for kind in self.kinds]
-        carried, traced = self._backend.by_microbatches(
-            run, begun, self._fixed, self.samples, size, are_sums, most
-        )
+        split = Split(run, begun, self._fixed, self.samples, size, are_sums, most)
+        carried, traced = self._backend.by_microbatches(split)
         for place, value in zip(written, carried):
             self._variables[place].assign(value)
         for adder, loss in zip(self._adders, traced.losses):
@@ -267,7 +288,7 @@ class LayerCall:
             else:
                 call.move(moments)
         outputs = list(traced.outputs)
-        for key, (tensor,) in traced.attached.items():
+        for key, tensor in traced.attached.items():
             number, name = key.split()
             output = outputs[int(number)]
             outputs[int(number)] = self._backend.with_attached(output, name, tensor)
@@ -343,24 +364,10 @@ def _with_averages(layer: Any, moments: Callable[..., Any]) -> Callable[..., Any
 _averaging = InFront(MOMENTS, _with_averages)
 
 
-def _heard(layer: Any, call: Callable[..., Any]) -> Callable[..., Any]:
-    def heard(*args: Any, **kwargs: Any) -> Any:
-        calls = _calls.get()
-        if calls is None or not calls.applies(layer):
-            return call(*args, **kwargs)
-        return calls.run(layer, call, args, kwargs)
-
-    return heard
-
-
-_in_front = InFront("call", _heard)
-
-
-@contextlib.contextmanager
 def splitting_calls(
     model: Any, backend: Backend, size: int, known: dict[Any, Any], most: int | None
-) -> Iterator[None]:
-    """Let the outermost calls of layers go by microbatches.
+) -> AbstractContextManager[None]:
+    """Return a context in which the outermost calls of layers go by microbatches.
 
     Args:
         model: the model whose step is traced.
@@ -369,8 +376,4 @@ def splitting_calls(
         known: what was found so far, by layers and shapes.
         most: as `Backend.splitting_calls` takes it.
     """
-    splitting = _Splitting(model, backend, size, known, most)
-    heard = telling(model._batch_normalization_layers())
-    with _in_front.of(layers_in(model)), heard, _calls.set(splitting):
-        yield
-        splitting.end()
+    return splitting_by(model, _Splitting(model, backend, size, known, most))

@@ -29,7 +29,7 @@ from ga_model.core.proof.verdict import OF_KERAS, Verdict
 from ga_model.core.proof.weighing import Seen, Weighing
 from ga_model.core.recorder import Recording, by_optimizer, record
 from ga_model.core.statistics import Listener, listening
-from ga_model.core.window import Amount, Positions, Rows, Sums
+from ga_model.core.window import Amount, Rows, Sums, values_of, with_values
 from ga_model.hearing import _messages, _weights
 from ga_model.hearing._attributes import watch_attributes
 from ga_model.hearing._models import is_of_keras, unpack
@@ -89,7 +89,7 @@ class Steps:
         found = []
         for index in sorted({0, batch.num_microbatches - 1}):
             zero = _numbers.float64(0.0)
-            data = self._backend.placed(batch.microbatch(index))
+            data = self._backend.as_traced(batch.microbatch(index))
             arguments = (zero, zero == 0, data, numbers, totals)
             key = (mode, self._backend.key_of(arguments))
             if key not in self._seen:
@@ -283,13 +283,16 @@ class Steps:
             _weighed(own[name], verdict.of_log(name), seen, position)
             for name in self._structure.own_logs
         ]
-        gradients = [_widened(g) for g in gradients]
+        gradients = [with_values(g, _widened) for g in gradients]
         total, weighing = relative, verdict.weighing
         if not verdict.is_folded and weighing.is_sum:
             total, unit = None, _numbers.float64(1.0)
         elif not verdict.is_folded:
             unit, relative = position.in_unit(_numbers.float64(weighing.weight(seen)))
-            gradients = [_times(g, relative, unit) for g in gradients]
+            gradients = [
+                with_values(g, lambda values: values * _numbers.like(values, relative))
+                for g in gradients
+            ]
             once = _numbers.share(_numbers.float64(weighing.once), unit)
             share = 1.0 / self._backend.num_processes  # each has a first microbatch
             total = relative - once * _numbers.where(position.is_first, 1.0 - share, 1.0)
@@ -383,19 +386,9 @@ def _known(totals: list[Any] | None) -> list[Any]:
     return totals
 
 
-def _widened(gradient: Any) -> Any:
-    """Return a gradient, or None, in the dtype that it is summed in."""
-    if isinstance(gradient, (Rows, Positions)):
-        return gradient._replace(values=_widened(gradient.values))
-    dtype = None if gradient is None else _numbers.sum_dtype(gradient.dtype)
-    return None if gradient is None else ops.cast(gradient, dtype)
-
-
-def _times(gradient: Any, relative: Any, unit: Any) -> Any:
-    """Return a gradient, or None, times a weight in a unit."""
-    if isinstance(gradient, (Rows, Positions)):
-        return gradient._replace(values=_times(gradient.values, relative, unit))
-    return None if gradient is None else gradient * _numbers.like(gradient, relative)
+def _widened(values: Any) -> Any:
+    """Return the values of a gradient in the dtype that they are summed in."""
+    return ops.cast(values, _numbers.sum_dtype(values.dtype))
 
 
 def _ended(gradient: Any, total: Any, unit: Any) -> Any:
@@ -410,12 +403,8 @@ def _ended(gradient: Any, total: Any, unit: Any) -> Any:
 
 def _skipped(found: Sums) -> tuple[Any, Sums]:
     """Return whether all gradients of a microbatch are finite, and nothing of it if not."""
-    gradients = [
-        g.values if isinstance(g, (Rows, Positions)) else g
-        for g in found.gradients
-        if g is not None
-    ]
-    parts = [ops.all(ops.isfinite(g)) for g in gradients]
+    values = [values_of(g) for g in found.gradients if g is not None]
+    parts = [ops.all(ops.isfinite(v)) for v in values]
     is_finite = functools.reduce(_numbers.both, parts, _numbers.int32(0) == 0)
     counted = keras.tree.map_structure(
         lambda v: None if v is None else _numbers.if_so(is_finite, v), found

@@ -151,7 +151,7 @@ class Updates:
         """
         function = functools.partial(self._whole, size)
         run = self._backend.compiled(("whole", size), function, [], updates=GROUPS)
-        return run(self._backend.placed(data))
+        return run(self._backend.as_traced(data))
 
     def _whole(self, size: int, data: Any) -> Any:
         with self._backend.splitting_calls(size):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from keras import ops
@@ -126,10 +127,14 @@ class Sums(NamedTuple):
 
     def counted(self) -> Sums:
         """Return these sums of a microbatch as those of a window that has no others."""
-        if self.total is None:
-            return self
-        counts = self.total != 0  # else its gradients may be NaN
-        gradients = [None if g is None else _counted(g, counts) for g in self.gradients]
+        gradients = self.gradients
+        if self.total is not None:
+            counts = self.total != 0  # else its gradients may be NaN
+            gradients = [
+                with_values(g, lambda v: _numbers.where(counts, v, ops.zeros_like(v)))
+                for g in gradients
+            ]
+        gradients = [(g,) if isinstance(g, Rows) else g for g in gradients]
         return self._replace(gradients=gradients)
 
     def mean(self, variables: list[Any]) -> list[Any]:
@@ -142,10 +147,11 @@ class Sums(NamedTuple):
         divisor: Any = 1.0
         if self.total is not None:
             divisor = _numbers.where(self.total == 0, 1.0, self.total)
-        return [
-            None if g is None else _mean(g, divisor, v.dtype)
-            for g, v in zip(self.gradients, variables)
-        ]
+
+        def mean(gradient: Any, dtype: Any) -> Any:
+            return with_values(gradient, lambda v: ops.cast(_numbers.divided(v, divisor), dtype))
+
+        return [mean(g, v.dtype) for g, v in zip(self.gradients, variables)]
 
     def without_rows(self) -> Sums:
         """Return the sums without what no sum is made of."""
@@ -177,18 +183,16 @@ def is_list(gradient: Any) -> bool:
     return isinstance(gradient, tuple) and not isinstance(gradient, (Rows, Positions))
 
 
-def _counted(gradient: Any, counts: Any) -> Any:
-    if isinstance(gradient, Rows):
-        return (gradient,)
-    if isinstance(gradient, Positions):
-        return gradient._replace(values=_counted(gradient.values, counts))
-    return _numbers.where(counts, gradient, ops.zeros_like(gradient))
+def values_of(gradient: Any) -> Any:
+    """Return the values of a gradient, sparse or not."""
+    return gradient.values if isinstance(gradient, (Rows, Positions)) else gradient
 
 
-def _mean(gradient: Any, divisor: Any, dtype: Any) -> Any:
+def with_values(gradient: Any, function: Callable[[Any], Any]) -> Any:
+    """Return a gradient, sparse or not, with a function of its values; or None."""
     if isinstance(gradient, (Rows, Positions)):
-        return gradient._replace(values=_mean(gradient.values, divisor, dtype))
-    return ops.cast(_numbers.divided(gradient, divisor), dtype)
+        return gradient._replace(values=function(gradient.values))
+    return None if gradient is None else function(gradient)
 
 
 class Held(NamedTuple):

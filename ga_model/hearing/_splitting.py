@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ga_model.base._call_again import inside_of_call
 from ga_model.base._context import ThreadValue
+from ga_model.base._in_front import InFront
 from ga_model.base._internals import (
     is_built,
     is_rematerialized,
@@ -17,6 +19,9 @@ from ga_model.base._internals import (
 )
 from ga_model.base._messages import batch_normalization_messages
 from ga_model.hearing._messages import unheard_calls_message, whole_call_message
+from ga_model.hearing._moments_heard import telling
+
+_splitting = ThreadValue()  # how calls are split in this thread, or None
 
 
 class NotByRowsError(Exception):
@@ -81,3 +86,25 @@ class Splitting:
             NotByRowsError: it cannot be split.
         """
         raise NotImplementedError
+
+
+def _heard(layer: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+    def heard(*args: Any, **kwargs: Any) -> Any:
+        splitting = _splitting.get()
+        if splitting is None or not splitting.applies(layer):
+            return call(*args, **kwargs)
+        return splitting.run(layer, call, args, kwargs)
+
+    return heard
+
+
+_in_front = InFront("call", _heard)
+
+
+@contextlib.contextmanager
+def splitting_by(model: Any, splitting: Splitting) -> Iterator[None]:
+    """Split the outermost calls of a model's layers that this thread makes in a block."""
+    heard = telling(model._batch_normalization_layers())
+    with _in_front.of(layers_in(model)), heard, _splitting.set(splitting):
+        yield
+        splitting.end()

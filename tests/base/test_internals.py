@@ -22,6 +22,7 @@ OVERRIDDEN = {
 OVERRIDING = [
     "_model.py",
     "_tensorflow_engine.py",
+    "backends/hooks.py",
     "backends/jax/hooks.py",
     "backends/tensorflow/hooks.py",
     "backends/torch/hooks.py",

@@ -21,10 +21,9 @@ from ga_model.base._internals import (
     value_in,
 )
 from ga_model.core.backend import GROUPS, Backend, Group
-from ga_model.core.layer_calls import Traced, splitting_calls
+from ga_model.core.layer_calls import Split, Traced, splitting_calls
 from ga_model.core.proof.draws import Draws
 from ga_model.core.recorder import Applied
-from ga_model.hearing._models import recording_of_thread
 from ga_model.hearing._stand_ins import OptimizerStandIn
 
 
@@ -66,7 +65,6 @@ class JaxBackend(Backend):
         super().__init__(model)
         self._values: dict[Group, list[Any]] = {}
         self._made: dict[Any, Compiled] = {}
-        self._is_running_step = False
         self._known_calls: dict[Any, Any] = {}  # what was found of calls of layers
 
     def variables(self, group: Group) -> list[Any]:
@@ -221,12 +219,9 @@ class JaxBackend(Backend):
 
     def run_step(self, data: Any) -> tuple[Any, list[Any]]:
         before = {group: self.values(group) if self._is_read(group) else [] for group in GROUPS}
-        self._is_running_step, outer = True, self._is_running_step
-        try:
-            state = tuple(list(before[group]) for group in GROUPS)
+        state = tuple(list(before[group]) for group in GROUPS)
+        with self._running_step():
             logs, state = self._model.train_step(state, data)
-        finally:
-            self._is_running_step = outer
         after = dict(zip(GROUPS, state))
         changed = {group: _changed(after[group], values) for group, values in before.items()}
         for group, found in changed.items():
@@ -260,9 +255,6 @@ class JaxBackend(Backend):
         for group, found in after.items():
             self.put(group, found)
         return result, noted.scalars
-
-    def is_running_step(self) -> bool:
-        return self._is_running_step or recording_of_thread.get() is not None
 
     def run_plain(
         self, train_step: Callable[..., Any], after: Callable[[], None], state: Any, data: Any
@@ -300,17 +292,8 @@ class JaxBackend(Backend):
     def run_apart(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return layer_calls.run_apart(function)
 
-    def by_microbatches(
-        self,
-        function: Callable[..., Any],
-        carried: list[Any],
-        fixed: list[Any],
-        samples: list[Any],
-        size: int,
-        are_sums: list[bool],
-        most: int | None,
-    ) -> tuple[list[Any], Traced]:
-        return layer_calls.by_microbatches(function, carried, fixed, samples, size, are_sums)
+    def by_microbatches(self, split: Split) -> tuple[list[Any], Traced]:
+        return layer_calls.by_microbatches(split)
 
     # Memory.
 

@@ -14,27 +14,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from ga_model.backends.jax.noting import Noting
-from ga_model.core.layer_calls import Traced
+from ga_model.core.layer_calls import Split, Traced
 from ga_model.core.proof import calls
 from ga_model.core.proof.draws import Draws
 from ga_model.core.statistics import Moments
 
 
-def by_microbatches(
-    function: Callable[..., Any],
-    carried: list[Any],
-    fixed: list[Any],
-    samples: list[Any],
-    size: int,
-    are_sums: list[bool],
-) -> tuple[list[Any], Traced]:
+def by_microbatches(split: Split) -> tuple[list[Any], Traced]:
     """Run a function by microbatches, as `Backend.by_microbatches` has it."""
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def run(carried: list[Any], samples: list[Any]) -> tuple[list[Any], Traced]:
-        result: tuple[list[Any], Traced] = function(carried, fixed, samples)
-        return result
+        return split.function(carried, split.fixed, samples)
 
+    carried, samples, size, are_sums = split.carried, split.samples, split.size, split.are_sums
     rows = samples[0].shape[0]
     number, rest = divmod(rows, size)
     found: list[Traced] = []

@@ -25,11 +25,11 @@ from ga_model.base._internals import (
 )
 from ga_model.base._internals_tf import noting_writes
 from ga_model.core.backend import GROUPS, Backend, Group, States
-from ga_model.core.layer_calls import Traced, splitting_calls
+from ga_model.core.layer_calls import Split, Traced, splitting_calls
 from ga_model.core.proof.draws import Draws
 from ga_model.core.recorder import Applied
 from ga_model.core.window import Positions, Rows, shrinkage
-from ga_model.hearing._models import optimizers_in, recording_of_thread, unrecorded
+from ga_model.hearing._models import optimizers_in, unrecorded
 from ga_model.hearing._stand_ins import OptimizerStandIn
 
 
@@ -86,8 +86,6 @@ class TensorFlowBackend(Backend):
     def __init__(self, model: Any) -> None:
         super().__init__(model)
         self._made: dict[Any, Any] = {}
-        self._is_running_step = False
-        self._updated: list[tuple[Any, Any]] = []
         self.knows_samples = True
         self.is_for_any_samples = False
         self._by_position: set[int] = set()  # variables
@@ -126,8 +124,8 @@ class TensorFlowBackend(Backend):
     def key_of(self, arguments: tuple[Any, ...]) -> Any:
         return _key_of(_tensors(arguments)), len(self._model.trainable_variables)
 
-    def placed(self, data: Any) -> Any:
-        return data if self.knows_samples or not self.traces else Placed(data)
+    def as_traced(self, data: Any) -> Any:
+        return data if self.knows_samples or not self.traces else AnySamples(data)
 
     def copied(self, nest: Any) -> Any:
         return keras.tree.map_structure(_copied, nest)
@@ -145,12 +143,8 @@ class TensorFlowBackend(Backend):
 
     def run_step(self, data: Any) -> tuple[Any, list[Any]]:
         others = {id(raw(v)): v for v in self._model.non_trainable_variables}
-        self._is_running_step, outer = True, self._is_running_step
-        try:
-            with noting_writes(list(map(raw, others.values()))) as written:
-                logs = self._model.train_step(data)
-        finally:
-            self._is_running_step = outer
+        with self._running_step(), noting_writes(list(map(raw, others.values()))) as written:
+            logs = self._model.train_step(data)
         return logs, [others[id(variable)] for variable in written]
 
     def noting(
@@ -158,9 +152,6 @@ class TensorFlowBackend(Backend):
     ) -> tuple[Any, dict[str, Any]]:
         noted = Noting(draws)
         return noted.run(function, arguments), noted.scalars
-
-    def is_running_step(self) -> bool:
-        return self._is_running_step or recording_of_thread.get() is not None
 
     def run_plain(
         self, train_step: Callable[..., Any], after_update: Callable[[], None], *arguments: Any
@@ -190,12 +181,8 @@ class TensorFlowBackend(Backend):
         return is_unknown
 
     def apply(self, applied: Applied, gradients: list[Any]) -> None:
-        optimizer, variables = applied.optimizer, list(applied.variables)
-        gradients = [_applied(g, v) for g, v in zip(gradients, variables)]
-        if applied.in_pairs:
-            optimizer.apply_gradients(zip(gradients, variables))
-        else:
-            optimizer.apply(gradients, variables)
+        pairs = zip(gradients, applied.variables)
+        super().apply(applied, [_applied(gradient, variable) for gradient, variable in pairs])
 
     def joined(self, rows: Sequence[Rows], unit: Any) -> Rows:
         values = [
@@ -206,8 +193,6 @@ class TensorFlowBackend(Backend):
     @contextlib.contextmanager
     def keeping_state(self) -> Iterator[None]:
         state = State(self._model)
-        weights = map(raw, self._model.trainable_variables)
-        self._updated = [(weight, weight.read_value()) for weight in weights]
         try:
             yield
         except BaseException:
@@ -216,9 +201,6 @@ class TensorFlowBackend(Backend):
 
     def state(self) -> States:
         return States(State(self._model, with_weights=True), super().state())
-
-    def outside_of_training(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
     def build(self, data: Any) -> None:
         model = self._model
@@ -232,10 +214,10 @@ class TensorFlowBackend(Backend):
 
         def step(data: Any) -> None:
             with unrecorded():
-                self.run_step(data.data if isinstance(data, Placed) else data)
+                self.run_step(data.data if isinstance(data, AnySamples) else data)
 
         step_of_keras = tf.function(step, autograph=False)
-        step_of_keras.get_concrete_function(_specs(self.placed(_tensors(data))))
+        step_of_keras.get_concrete_function(_specs(self.as_traced(_tensors(data))))
 
     # What is refused, or found out.
 
@@ -257,20 +239,8 @@ class TensorFlowBackend(Backend):
     def run_apart(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return layer_calls.run_apart(function)
 
-    def by_microbatches(
-        self,
-        function: Callable[..., Any],
-        carried: list[Any],
-        fixed: list[Any],
-        samples: list[Any],
-        size: int,
-        are_sums: list[bool],
-        most: int | None,
-    ) -> tuple[list[Any], Traced]:
-        jit_compile = bool(self._model.jit_compile)
-        return layer_calls.Microbatches(
-            function, carried, fixed, samples, size, are_sums, most, jit_compile
-        ).run()
+    def by_microbatches(self, split: Split) -> tuple[list[Any], Traced]:
+        return layer_calls.Microbatches(split, bool(self._model.jit_compile)).run()
 
     def attached_to(self, output: Any) -> dict[str, Any]:
         return layer_calls.attached_to(output)
@@ -339,9 +309,11 @@ class Compiled:
         tensors = _tensors(arguments)
         found = self._traced_for(tensors)
         if self._backend.is_to_find_positions():
-            placed = [Placed(a) if isinstance(a, (tuple, tf.Tensor)) else a for a in tensors]
+            any_samples = [
+                AnySamples(a) if isinstance(a, (tuple, tf.Tensor)) else a for a in tensors
+            ]
             with contextlib.suppress(Exception):  # a step may need to know the number
-                self._made().get_concrete_function(*map(_specs, placed))
+                self._made().get_concrete_function(*map(_specs, any_samples))
             self._run, self._traced = self._made(), {}
             found = self._traced_for(tensors)
         return found.structured_outputs
@@ -353,9 +325,9 @@ class Compiled:
 
     def _call(self, *arguments: Any) -> Any:
         backend, outer = self._backend, self._backend.is_for_any_samples
-        backend.is_for_any_samples = any(isinstance(a, Placed) for a in arguments)
+        backend.is_for_any_samples = any(isinstance(a, AnySamples) for a in arguments)
         try:
-            return self._function(*(a.data if isinstance(a, Placed) else a for a in arguments))
+            return self._function(*(a.data if isinstance(a, AnySamples) else a for a in arguments))
         finally:
             backend.is_for_any_samples = outer
 
@@ -367,7 +339,7 @@ class Compiled:
         return self._traced[key]
 
 
-class Placed(NamedTuple):
+class AnySamples(NamedTuple):
     """A microbatch of a source of data that does not tell how many samples a batch has.
 
     Plain Keras draws one graph for any number of them.
@@ -378,15 +350,15 @@ class Placed(NamedTuple):
 
 def _specs(argument: Any) -> Any:
     """Return type specs for the tensors of an argument."""
-    is_placed = isinstance(argument, Placed)
-    return tf.nest.map_structure(lambda leaf: _spec(leaf, is_placed), argument)
+    is_any = isinstance(argument, AnySamples)
+    return tf.nest.map_structure(lambda leaf: _spec(leaf, is_any), argument)
 
 
-def _spec(leaf: Any, is_placed: bool = False) -> Any:
+def _spec(leaf: Any, is_any: bool = False) -> Any:
     if leaf is None:
         return None
     spec = tf.type_spec_from_value(leaf)
-    if not (is_placed and leaf.shape.rank):
+    if not (is_any and leaf.shape.rank):
         return spec
     shape = tf.TensorShape([None, *leaf.shape[1:]])
     if isinstance(leaf, tf.RaggedTensor):
@@ -398,13 +370,13 @@ def _key_of(arguments: Sequence[Any]) -> Any:
     """Return a key for the shapes and dtypes of arguments."""
     found: list[Any] = []
     for argument in arguments:
-        is_placed = isinstance(argument, Placed)
+        is_any = isinstance(argument, AnySamples)
         for leaf in tf.nest.flatten(argument):
             if isinstance(leaf, tf.Tensor):
                 shape = tuple(leaf.shape)
-                found.append((shape[1:] if is_placed else shape, leaf.dtype))
+                found.append((shape[1:] if is_any else shape, leaf.dtype))
             else:
-                found.append(_spec(leaf, is_placed))
+                found.append(_spec(leaf, is_any))
     return tuple(found)
 
 

@@ -21,7 +21,7 @@ from ga_model.base._internals_tf import (
     stateful_draws,
     unseen_by_tapes,
 )
-from ga_model.core.layer_calls import Traced
+from ga_model.core.layer_calls import Split, Traced
 from ga_model.core.proof.calls import TOTAL
 from ga_model.core.proof.draws import Draws
 from ga_model.core.statistics import Moments
@@ -35,31 +35,20 @@ class Microbatches:
     """Runs a function by microbatches.
 
     Args:
-        function, carried, fixed, samples, size, are_sums, most: as `Backend.by_microbatches` takes
-            them.
+        split: what is to run.
         jit_compile: whether XLA compiles what is run for each.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        carried: list[Any],
-        fixed: list[Any],
-        samples: list[Any],
-        size: int,
-        are_sums: list[bool],
-        most: int | None,
-        jit_compile: bool,
-    ) -> None:
-        self._function = function
-        self._carried, self._fixed, self._samples = carried, fixed, samples
-        self._size, self._are_sums, self._jit_compile = size, are_sums, jit_compile
-        self._rows = _rows_of(samples[0])
-        self._is_limited = most is not None
-        self._number = (self._rows + size - 1) // size
-        if most is not None:
-            self._number = tf.minimum(self._number, most)
-        self._sources = [*fixed, *samples]
+    def __init__(self, split: Split, jit_compile: bool) -> None:
+        self._function, self._are_sums = split.function, split.are_sums
+        self._carried, self._fixed, self._samples = split.carried, split.fixed, split.samples
+        self._size, self._jit_compile = split.size, jit_compile
+        self._rows = _rows_of(self._samples[0])
+        self._is_limited = split.most is not None
+        self._number = (self._rows + self._size - 1) // self._size
+        if split.most is not None:
+            self._number = tf.minimum(self._number, split.most)
+        self._sources = [*self._fixed, *self._samples]
         self._places = [i for i, source in enumerate(self._sources) if _has_gradient(source)]
         self._in_call = call_scopes()
         self._form: Any = None  # of what is given, without its tensors

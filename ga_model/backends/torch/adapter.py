@@ -25,7 +25,7 @@ from ga_model.core.backend import Backend, Group, States
 from ga_model.core.proof.draws import Draws
 from ga_model.core.recorder import Applied
 from ga_model.core.window import Sums
-from ga_model.hearing._models import is_of_keras, optimizers_in, recording_of_thread
+from ga_model.hearing._models import is_of_keras, optimizers_in
 from ga_model.hearing._stand_ins import OptimizerStandIn
 
 
@@ -74,7 +74,6 @@ class TorchBackend(Backend):
         super().__init__(model)
         self.process_group: Any = None
         self._processes: Processes | None = None
-        self._is_running_step = False
         self._known_calls: dict[Any, Any] = {}  # what was found of calls of layers
         self._updated: list[tuple[Any, int]] = []
 
@@ -143,12 +142,8 @@ class TorchBackend(Backend):
     def run_step(self, data: Any) -> tuple[Any, list[Any]]:
         others = self._model.non_trainable_variables
         versions = [times_written(raw(variable)) for variable in others]
-        self._is_running_step, outer = True, self._is_running_step
-        try:
-            with torch.enable_grad():
-                logs = self._model.train_step(data)
-        finally:
-            self._is_running_step = outer
+        with self._running_step(), torch.enable_grad():
+            logs = self._model.train_step(data)
         pairs = zip(others, versions)
         return logs, [v for v, version in pairs if times_written(raw(v)) != version]
 
@@ -160,9 +155,6 @@ class TorchBackend(Backend):
         self.noted_dtypes |= noted.dtypes
         return found, noted.scalars
 
-    def is_running_step(self) -> bool:
-        return self._is_running_step or recording_of_thread.get() is not None
-
     def run_plain(
         self, train_step: Callable[..., Any], after_update: Callable[[], None], *arguments: Any
     ) -> Any:
@@ -170,13 +162,6 @@ class TorchBackend(Backend):
         with torch.no_grad():
             after_update()
         return logs
-
-    def apply(self, applied: Applied, gradients: list[Any]) -> None:
-        optimizer, variables = applied.optimizer, list(applied.variables)
-        if applied.in_pairs:
-            optimizer.apply_gradients(zip(gradients, variables))
-        else:
-            optimizer.apply(gradients, variables)
 
     def gradient_sums(self, totals: Sequence[Any] | None) -> GradientSums:
         return GradientSums(totals, self._model.trainable_weights)
@@ -193,9 +178,6 @@ class TorchBackend(Backend):
 
     def state(self) -> States:
         return States(State(self._model, with_weights=True), super().state())
-
-    def outside_of_training(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
     def build(self, data: Any) -> None:
         """Do nothing: Keras does."""

@@ -6,8 +6,8 @@ always exact, at the cost of memory.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -17,13 +17,8 @@ from ga_model.backends.torch.call_hooks import check_call
 from ga_model.backends.torch.call_trial import kinds_of_losses
 from ga_model.backends.torch.split_call import SplitCall, UnknownLossError
 from ga_model.base._call_again import inside_of_call
-from ga_model.base._context import ThreadValue
-from ga_model.base._in_front import InFront
-from ga_model.base._internals import is_built, layers_in
-from ga_model.hearing._moments_heard import telling
-from ga_model.hearing._splitting import NotByRowsError, Splitting
-
-_splitting = ThreadValue()  # how calls are split in this thread, or None
+from ga_model.base._internals import is_built
+from ga_model.hearing._splitting import NotByRowsError, Splitting, splitting_by
 
 
 class _Splitting(Splitting):
@@ -77,24 +72,10 @@ def _build(layer: Any, arguments: Arguments) -> None:
         raise NotByRowsError("it is not built, and cannot be built without a call") from error
 
 
-def _heard(layer: Any, call: Callable[..., Any]) -> Callable[..., Any]:
-    def heard(*args: Any, **kwargs: Any) -> Any:
-        splitting = _splitting.get()
-        if splitting is None or not splitting.applies(layer):
-            return call(*args, **kwargs)
-        return splitting.run(layer, call, args, kwargs)
-
-    return heard
-
-
-_in_front = InFront("call", _heard)
-
-
-@contextlib.contextmanager
 def splitting_calls(
     model: Any, size: int, known: dict[Any, Any], most: int | None = None
-) -> Iterator[None]:
-    """Let the outermost calls of layers that this thread makes go by microbatches.
+) -> AbstractContextManager[None]:
+    """Return a context in which the outermost calls of layers go by microbatches.
 
     Args:
         model: the model whose step runs.
@@ -103,8 +84,4 @@ def splitting_calls(
         most: microbatches of each call that are run, or None for all. Outputs and gradients of the
             other samples are then any numbers.
     """
-    splitting = _Splitting(model, size, known, most)
-    heard = telling(model._batch_normalization_layers())
-    with _in_front.of(layers_in(model)), heard, _splitting.set(splitting):
-        yield
-        splitting.end()
+    return splitting_by(model, _Splitting(model, size, known, most))

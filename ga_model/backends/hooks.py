@@ -1,0 +1,40 @@
+"""Attributes that a model offers Keras on every backend that the core runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ga_model.hearing._models import current_recording
+
+if TYPE_CHECKING:  # what `super()` finds
+    from keras import Model as _Base
+else:
+    _Base = object
+
+
+class CoreHooks(_Base):
+    """What a model answers that Keras asks it."""
+
+    train_function: Any
+    _accumulation: Any
+
+    def _check_compile_arguments(self, arguments: Mapping[str, Any]) -> None:
+        """Do nothing: the model can be compiled with all that Keras takes."""
+
+    def _aggregate_additional_loss(self, loss: Any) -> Any:
+        total = super()._aggregate_additional_loss(loss)
+        if (recording := current_recording(self)) is not None:
+            recording.losses.note_additional(loss, total)
+        return total
+
+    def make_train_function(self, force: bool = False) -> Any:
+        """Make the function that `fit` calls once per execution."""
+        if self.train_function is None or force:
+            super().make_train_function(force=True)
+            self.train_function = self._switching(self.train_function)
+        return self.train_function
+
+    def _switching(self, of_keras: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a train function that is Keras's where nothing is accumulated."""
+        raise NotImplementedError
