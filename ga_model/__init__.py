@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING
 from typing import Any as _Any
 
 if TYPE_CHECKING:
-    from ga_model._accumulator import GradientAccumulator
     from ga_model._callbacks import AccumulationScheduler
     from ga_model._model import AccumulatingModel
     from ga_model._noise_scale import GradientNoiseScale
     from ga_model._wrap import accumulate
+    from ga_model.backends.tensorflow.accumulator import GradientAccumulator
     from ga_model.check._check import check_equivalence
     from ga_model.check._equivalence_report import EquivalenceReport
 
@@ -34,16 +34,10 @@ _MODULES = {
     "AccumulatingModel": "_model",
     "AccumulationScheduler": "_callbacks",
     "EquivalenceReport": "check._equivalence_report",
-    "GradientAccumulator": "_accumulator",
+    "GradientAccumulator": "backends.{}.accumulator",
     "GradientNoiseScale": "_noise_scale",
     "accumulate": "_wrap",
     "check_equivalence": "check._check",
-}
-
-# On other backends than TensorFlow. Other names are in the same module on all of them.
-_ACCUMULATORS = {
-    "torch": "backends.torch.accumulator",
-    "jax": "backends.jax.accumulator",
 }
 
 __all__ = [
@@ -63,9 +57,7 @@ def __getattr__(name: str) -> _Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from keras import backend as _backend
 
-    module = _MODULES[name]
-    if name == "GradientAccumulator":
-        module = _ACCUMULATORS.get(_backend.backend(), module)
+    module = _MODULES[name].format(_backend.backend())
     value = getattr(_importlib.import_module(f"{__name__}.{module}"), name)
     globals()[name] = value
     return value

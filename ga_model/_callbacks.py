@@ -12,7 +12,7 @@ import keras
 from ga_model import _engine
 from ga_model.base import _validate
 from ga_model.base._internals import num_updates, put_values_back
-from ga_model.hearing._models import optimizers_in
+from ga_model.recording._models import optimizers_in
 
 
 class CloseWindow(keras.callbacks.Callback):

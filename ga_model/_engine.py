@@ -9,7 +9,6 @@ An engine is a module with four names:
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 import keras
@@ -18,12 +17,7 @@ from ga_model.base import _validate
 
 _validate.check_backend(keras.backend.backend())
 
-# The core on TensorFlow, which has no replicas yet. CONTRIBUTING.md, "Rooms".
-_BY_CORE = os.environ.get("GA_MODEL_ENGINE") == "core"
-
-if TYPE_CHECKING or (keras.backend.backend() == "tensorflow" and not _BY_CORE):
-    from ga_model._tensorflow_engine import Accumulation, Hooks, check_same_epoch, explain
-elif keras.backend.backend() == "tensorflow":
+if TYPE_CHECKING or keras.backend.backend() == "tensorflow":
     from ga_model.backends.tensorflow.engine import Accumulation, Hooks, check_same_epoch, explain
 elif keras.backend.backend() == "jax":
     from ga_model.backends.jax.engine import Accumulation, Hooks, check_same_epoch, explain

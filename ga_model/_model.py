@@ -15,8 +15,8 @@ from ga_model._settings import NAMES, UNCHANGED, passed
 from ga_model._subclasses import Trainer, accumulated, prepare
 from ga_model.base import _messages
 from ga_model.base._names import check_names_for, showing, showing_only
-from ga_model.hearing._attributes import CompiledLossAttribute, RecordedAttribute
-from ga_model.hearing._models import optimizers_in
+from ga_model.recording._attributes import CompiledLossAttribute, RecordedAttribute
+from ga_model.recording._models import optimizers_in
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -56,9 +56,10 @@ class AccumulatingModel(ModelSettings, _Base):
     and what it does to gradients, such as clipping, it does once per batch. Put code that must run
     once per update into `on_update`.
 
-    Two more settings: `loss_over` chooses whether the loss of a split batch is added up from its
+    Three more settings: `loss_over` chooses whether the loss of a split batch is added up from its
     microbatches, or sees all samples at once. `skip_nonfinite=True` skips microbatches with NaN or
-    Inf in a gradient; `num_skipped_microbatches` counts them.
+    Inf in a gradient; `num_skipped_microbatches` counts them. `verify=False` leaves out the trial
+    of code of your own on the first batch.
 
     Under `tf.distribute.MirroredStrategy` and `MultiWorkerMirroredStrategy`, a window covers all
     replicas, which exchange gradients at the update only. `microbatch_size` counts the samples of
@@ -109,6 +110,7 @@ class AccumulatingModel(ModelSettings, _Base):
         microbatch_size: int | str | None = UNCHANGED,
         skip_nonfinite: bool | None = UNCHANGED,
         loss_over: str | None = UNCHANGED,
+        verify: bool | None = UNCHANGED,
         **kwargs: Any,
     ) -> None:
         """Configure the model for training, as `keras.Model.compile` does.
@@ -126,6 +128,8 @@ class AccumulatingModel(ModelSettings, _Base):
             loss_over: "auto", "microbatch" or "batch": whether the loss of a split batch is added
                 up from its microbatches, or sees the full batch, which costs a second forward pass.
                 None is "auto".
+            verify: whether steps, losses, layers and metrics of your own are tried on the first
+                batch, at once and in microbatches, before they train. None is True.
             **kwargs: keyword arguments of the model class's own `compile`.
 
         Raises:
@@ -139,6 +143,7 @@ class AccumulatingModel(ModelSettings, _Base):
             microbatch_size=microbatch_size,
             skip_nonfinite=skip_nonfinite,
             loss_over=loss_over,
+            verify=verify,
         )
         settings = dataclasses.replace(self._accumulation.settings, **given)
         check_names_for("compile", super().compile, kwargs, NAMES)
@@ -182,11 +187,10 @@ class AccumulatingModel(ModelSettings, _Base):
         By default it returns None, and the weight follows from the compiled loss: the number of
         loss values for a mean, the number of valid entries with a mask, the sum of the sample
         weights for `mean_with_sample_weight`; a loss that is a sum is summed. For a custom
-        `train_step`, the denominator of the loss is read from its graph: samples, entries, the sum
-        of a mask; a loss that cannot be added up causes a warning. If you override this method, the
-        loss is neither read nor warned about. (What the step does to gradients, and the order of
-        its updates, still are.) With `microbatch_size` alone you need not override it; if you do,
-        microbatches are added up with your weights (see `loss_over`).
+        `train_step`, it is found by trying the step on some samples of the first batch: samples,
+        entries, the sum of a mask; a loss that cannot be added up causes a warning. If you override
+        this method, nothing is tried, nor warned about. With `microbatch_size` alone you need
+        not override it; if you do, microbatches are added up with your weights (see `loss_over`).
 
         Args:
             x, y, sample_weight: the microbatch, as `train_step` receives it. If it is not a tuple

@@ -105,6 +105,23 @@ class ModelSettings:
         self._accumulation.change(loss_over=value)
 
     @property
+    def verify(self) -> bool:
+        """Whether code of your own is tried before it trains. True by default.
+
+        A `train_step`, `compute_loss`, loss, layer or metric of yours is run on 11 samples of the
+        first batch, at once and in parts, and leaves no trace in the model. So what trains exactly
+        is silent, and a warning names what does not. Models of Keras's own parts are not tried.
+        With False, what microbatches weigh is assumed: that losses of yours, and gradients of a
+        step of yours, are means over samples. One warning says so. With `microbatch_size` and
+        `loss_over="auto"`, a step of yours then always sees the full batch, which is exact.
+        """
+        return self._accumulation.settings.verify
+
+    @verify.setter
+    def verify(self, value: bool) -> None:
+        self._accumulation.change(verify=value)
+
+    @property
     def num_skipped_microbatches(self) -> int:
         """Number of microbatches that `skip_nonfinite` has skipped since `compile`."""
         return int(self._accumulation.num_skipped or 0)

@@ -6,9 +6,9 @@ from typing import Any
 
 import keras
 
+from ga_model._noise_scale_words import NoiseScale
 from ga_model.base import _validate
-from ga_model.sums._noise import Averages, GradientNoise
-from ga_model.sums._noise_scale_words import NoiseScale
+from ga_model.core.noise_scale import Averages, GradientNoise
 
 _LOG = "gradient_noise_scale"
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ga_model.base import _validate
@@ -29,6 +30,7 @@ class Settings:
         "auto".
         skip_nonfinite: whether microbatches with NaN or Inf in a gradient are skipped.
         loss_over: "auto", "microbatch" or "batch".
+        verify: whether code of the user's own is tried both ways before it trains.
 
     Raises:
         TypeError, ValueError: a value is invalid.
@@ -38,6 +40,7 @@ class Settings:
     microbatch_size: Any = None
     skip_nonfinite: bool = False
     loss_over: str = "auto"
+    verify: bool = True
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
@@ -88,11 +91,12 @@ class Settings:
         return dataclasses.asdict(self)
 
 
-_CHECKS = {
+_CHECKS: dict[str, Callable[[Any], Any]] = {
     "accumulation_steps": _validate.check_accumulation_steps,
     "microbatch_size": _validate.check_microbatch_size,
     "skip_nonfinite": _validate.check_skip_nonfinite,
     "loss_over": _validate.check_loss_over,
+    "verify": functools.partial(_validate.check_bool, "verify"),
 }
 _DEFAULTS = dataclasses.asdict(Settings())
 NAMES = tuple(_DEFAULTS)

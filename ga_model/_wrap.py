@@ -13,7 +13,7 @@ from ga_model._settings import UNCHANGED, Settings, passed
 from ga_model.base import _messages
 from ga_model.base._internals import unpickling
 from ga_model.base._names import answering
-from ga_model.hearing._models import optimizers_in
+from ga_model.recording._models import optimizers_in
 
 
 @answering
@@ -24,6 +24,7 @@ def accumulate(
     microbatch_size: int | str | None = UNCHANGED,
     skip_nonfinite: bool | None = UNCHANGED,
     loss_over: str | None = UNCHANGED,
+    verify: bool | None = UNCHANGED,
 ) -> AccumulatingModel:
     """Make an existing Keras model accumulate gradients, and return the same object.
 
@@ -44,6 +45,9 @@ def accumulate(
         loss_over: "auto", "microbatch" or "batch": whether the loss of a split batch is added up
             from its microbatches, or sees the full batch, which costs a second forward pass. See
             `AccumulatingModel.loss_over`. None is "auto".
+        verify: whether steps, losses, layers and metrics of your own are tried on the first batch,
+            at once and in microbatches, before they train. See `AccumulatingModel.verify`. None is
+            True.
 
     Returns:
         `model`, now an instance of `AccumulatingModel` too.
@@ -73,6 +77,7 @@ def accumulate(
         microbatch_size=microbatch_size,
         skip_nonfinite=skip_nonfinite,
         loss_over=loss_over,
+        verify=verify,
     )
     Settings(**given).check_with(optimizers_in(vars(model)))
     if not isinstance(model, AccumulatingModel):

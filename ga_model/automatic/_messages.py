@@ -37,15 +37,6 @@ def no_row_message(model: str) -> str:
     )
 
 
-def damaged_message(model: str, size: int) -> str:
-    return (
-        "A batch that ran out of memory in an XLA-compiled function is not retried, because "
-        f"TensorFlow may have left its variables damaged. Received: {model!r} with "
-        f"jit_compile=True, out of memory with {size} samples at a time. Restart from a backup or "
-        f"a saved model, and set `microbatch_size` to a smaller number, such as {(size + 1) // 2}."
-    )
-
-
 def halved_message(model: str, size: int, half: int) -> str:
     return (
         f"A batch of {model!r} no longer fits in memory with {size} samples at a time. It is "
@@ -61,12 +52,4 @@ def torn_message(model: str, size: int, is_own_step: bool) -> str:
         f"{model!r}, out of memory {where} with {size} samples at a time; its weights may be "
         "partly updated. Restore them from a backup or a saved model, and set `microbatch_size` to "
         f"a smaller number, such as {max(1, size // 2)}."
-    )
-
-
-def no_size_message(model: str) -> str:
-    return (
-        '`microbatch_size="auto"` is resolved by `fit` and `train_on_batch`, before their first '
-        f"batch. Received: a direct call of `train_step` of {model!r}, before a size was found. "
-        "Set `microbatch_size` to a number, or call `train_on_batch` once first."
     )

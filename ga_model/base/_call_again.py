@@ -164,33 +164,6 @@ class PythonState(Attributes):
                 if not is_same or ((value or content) and _ids_in(content) != _ids_in(value)):
                     yield part, name, value
 
-    def put_back_changed(self, now: PythonState) -> None:
-        """Let what has changed since a later state be as in this one, and the rest as in that.
-
-        What building makes stays, as it does not change again.
-
-        Args:
-            now: the later state.
-        """
-        changed = [(part, name) for part, name, _ in now.changed()]
-        arrays = {id(array) for array, value in now._arrays if not np.array_equal(array, value)}
-        now.put_back()
-        for array, value in self._arrays:
-            if id(array) in arrays:
-                array[...] = value
-        attributes = {id(part): before for part, before in self._attributes}
-        contents = {id(value): content for value, content, _ in self._contents}
-        for part, name in changed:
-            before = attributes.get(id(part), vars(part))  # there was no such part
-            if name not in before:
-                del vars(part)[name]
-                continue
-            wrapper = vars(part)[name] = before[name]
-            if _is_container(wrapper.__class__):
-                value = unwrapped(wrapper)
-                _fill(value, contents.get(id(value), ()))
-                note_content(wrapper)
-
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
         """Put back in the end what there is now."""

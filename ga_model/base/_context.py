@@ -36,6 +36,9 @@ class ThreadValue:
             self._local.value = outer
 
 
+is_unnoted = ThreadValue(False)  # whether this package computes what no scalar is noted of
+
+
 def graph_being_made() -> Any:
     """Return the graph that this thread adds operations to, or None where they run at once."""
     import tensorflow as tf

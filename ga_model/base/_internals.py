@@ -35,13 +35,10 @@ from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from keras.src.backend.common.variables import AutocastScope
-from keras.src.losses.loss import scale_loss_for_distribution
+from keras.src.losses.loss import scale_loss_for_distribution, unscale_loss_for_distribution
 
 # The name of the `global_seed` in Keras; only newer releases have a constant for it.
 _GLOBAL_SEED = "global_seed_generator"
-
-# The first two numbers of Keras's version.
-RELEASE = tuple(int(part) for part in keras.__version__.split(".")[:2])
 
 # Layers.
 
@@ -134,11 +131,6 @@ def is_built(layer: Any, others: Iterable[Any] = ()) -> bool:
     """
     states = [*layers_in(layer), *others]
     return all(getattr(s, "built", True) and getattr(s, "_built", True) for s in states)
-
-
-def own_weights(layer: Any) -> list[Any]:
-    """Return the variables of a layer itself, frozen or not, and not of those in it."""
-    return [*layer._trainable_variables, *layer._non_trainable_variables]
 
 
 def own_state(layer: Any) -> list[Any]:
@@ -308,19 +300,9 @@ def num_updates(optimizer: Any) -> Any:
     return getattr(optimizer, "inner_optimizer", optimizer).iterations
 
 
-def counter_of(optimizer: Any) -> Any:
-    """Return the variable in which an optimizer counts what it was given.
-
-    That is not `iterations` if it has `gradient_accumulation_steps`.
-    """
-    return getattr(optimizer, "inner_optimizer", optimizer)._iterations
-
-
-def written_by_updates(optimizer: Any) -> list[Any]:
-    """Return the variables of an optimizer that each update writes to."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    rate = getattr(inner, "_learning_rate", None)
-    return [v for v in inner.variables if v is not rate] if inner.built else []
+def overwrites(variable: Any) -> bool:
+    """Return whether what optimizers get as the gradient of a variable takes its place."""
+    return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
 def metrics_exchange() -> bool:
@@ -329,12 +311,6 @@ def metrics_exchange() -> bool:
     Up to Keras 3.9 they do. Since then it is the reading of a metric that is an exchange.
     """
     return "synchronization" not in inspect.signature(keras.Variable.__init__).parameters
-
-
-def has_metrics(metric: Any) -> bool:
-    """Return whether a metric updates any: for `metrics=[]`, Keras makes one that updates none."""
-    given = [getattr(metric, n, metric) for n in ("_user_metrics", "_user_weighted_metrics")]
-    return any(part is not None for part in keras.tree.flatten(given))
 
 
 # Losses.
@@ -349,14 +325,6 @@ def is_along_samples(loss: Any) -> bool:
     """Return whether one of Keras's losses or metrics is made to compute along axis 0."""
     axis = arguments_of_loss(loss).get("axis", getattr(loss, "axis", None))
     return 0 in (axis if isinstance(axis, (list, tuple)) else [axis])
-
-
-def added_to_valid_entries() -> float:
-    """Return what the mean of a masked loss adds to the valid entries that it is divided by.
-
-    Up to Keras 3.12 that is `keras.config.epsilon()`, and since then nothing.
-    """
-    return 0.0 if RELEASE > (3, 12) else float(keras.config.epsilon())
 
 
 def losses_in(compiled: Any) -> list[Any]:
@@ -377,6 +345,11 @@ def set_metrics(compiled: Any, metrics: list[Any]) -> None:
 def scaled_for_replicas(loss: Any) -> Any:
     """Return a loss divided by the number of replicas, as Keras does it."""
     return scale_loss_for_distribution(loss)
+
+
+def unscaled_for_replicas(loss: Any) -> Any:
+    """Return a loss of all samples of one that Keras has divided by the number of replicas."""
+    return unscale_loss_for_distribution(loss)
 
 
 # Variables, and scopes in which they have other values.
@@ -411,17 +384,6 @@ def adder_of(loss: Any, layer: Any) -> Any:
     Nobody has if it is that of a weight regularizer.
     """
     return next((part for part in layers_in(layer) if id(loss) in part._loss_ids), None)
-
-
-@contextlib.contextmanager
-def forgetting_losses(layer: Any) -> Iterator[None]:
-    """Forget the losses that a layer, and those in it, add in a block."""
-    numbers = {id(part): len(part._losses) for part in layers_in(layer)}
-    try:
-        yield
-    finally:
-        for part in layers_in(layer):
-            del part._losses[numbers.get(id(part), 0) :]
 
 
 def stateless_scope() -> Any:

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import reduce_per_replica
-from tensorflow.python.eager import execute, forwardprop_util, record
+from tensorflow.python import pywrap_tfe
+from tensorflow.python.eager import core, execute, forwardprop_util, record
 from tensorflow.python.framework import op_callbacks, ops
 from tensorflow.python.framework.auto_control_deps_utils import (
     RESOURCE_READ_OPS,
     get_read_write_resource_inputs,
 )
+from tensorflow.python.ops import gradients_util
 
 # The `experimental_attributes` of a `tf.function` that is called and not inlined.
 NOT_INLINED = {"_noinline": True}
-
-# What the names of attributes begin with in which TensorFlow notes what an object holds.
-OF_TRACKING = "_self_"
 
 # Tapes and graphs.
 
@@ -31,9 +29,35 @@ def is_followed(tensor: Any) -> bool:
     return bool(record.should_record_backprop([tensor]))
 
 
+def has_forward_derivatives(tensors: Sequence[Any]) -> bool:
+    """Return whether a `tf.autodiff.ForwardAccumulator` follows one of several tensors."""
+    return bool(forwardprop_util.pack_tangents(tensors).tangents)
+
+
+def has_second_derivatives(tensors: Sequence[Any]) -> bool:
+    """Return whether more than one tape follows tensors, or one that may be asked twice."""
+    found = gradients_util.PossibleTapeGradientTypes(tensors)
+    return bool(found == gradients_util.POSSIBLE_GRADIENT_TYPES_HIGHER_ORDER)
+
+
 def unseen_by_tapes() -> Any:
     """Return the context in which no tape of this thread sees what is computed."""
     return record.stop_recording()
+
+
+@contextlib.contextmanager
+def seen_by_tapes() -> Iterator[None]:
+    """Return the context in which tapes see what is computed, though it is in one where none does,
+    such as `tf.init_scope`.
+    """
+    is_stopped = pywrap_tfe.TFE_Py_TapeSetIsStopped()
+    if is_stopped:
+        pywrap_tfe.TFE_Py_TapeSetRestartOnThread()
+    try:
+        yield
+    finally:
+        if is_stopped:
+            pywrap_tfe.TFE_Py_TapeSetStopOnThread()
 
 
 def record_on_tapes(
@@ -47,46 +71,6 @@ def record_on_tapes(
         gradient: takes gradients with respect to the outputs, and returns those of the sources.
     """
     record.record_operation(name, outputs, sources, gradient)
-
-
-def has_forward_derivatives(tensors: list[Any]) -> bool:
-    """Return whether a `tf.autodiff.ForwardAccumulator` follows one of several tensors."""
-    return bool(forwardprop_util.pack_tangents(tensors).tangents)
-
-
-def has_own_gradient(op: tf.Operation) -> bool:
-    """Return whether the gradients of an operation are computed by a rule of the user's."""
-    if op.type == "IdentityN":
-        return own_gradient_of(op) is not None
-    names = {attribute for attribute in op.node_def.attr if attribute == "_gradient_op_type"}
-    return bool(names) and not op.type.endswith("PartitionedCall")
-
-
-def own_gradient_of(op: tf.Operation) -> Callable[..., Any] | None:
-    """Return what computes the gradients of an operation, where a `tf.custom_gradient` does.
-
-    None for those of TensorFlow's and Keras's functions. `tests/reading/test_custom_gradients.py`.
-    """
-    try:
-        name = op.get_attr("_gradient_op_type").decode()
-    except ValueError:  # it has none
-        return None
-    function = inspect.unwrap(ops.gradient_registry.lookup(name))
-    inner = function
-    for held in ("tape_grad_fn", "grad_fn"):
-        inner = inspect.getclosurevars(inner).nonlocals.get(held, inner)
-    is_own = (inner.__module__ or "").startswith(("tensorflow.", "keras."))
-    return None if is_own else lambda *upstream: function(op, *upstream)
-
-
-def has_custom_gradient(op: tf.Operation) -> bool:
-    """Return whether an operation has the results of a `tf.custom_gradient`, also TensorFlow's."""
-    return "_gradient_op_type" in op.node_def.attr
-
-
-def written_handles(op: tf.Operation) -> list[Any]:
-    """Return the handles of the variables that an operation writes to."""
-    return list(get_read_write_resource_inputs(op)[1])
 
 
 # Operations that draw other numbers each time that they run.
@@ -103,9 +87,10 @@ def stateful_draws(graph: Any) -> list[str]:
     return sorted({node.op for node in nodes if _DRAWS.match(node.op)})
 
 
-def graph_of_function(graph: Any, name: str) -> Any:
-    """Return the graph of a function that a graph calls by its name, or None."""
-    return getattr(graph._get_function(name), "graph", None)
+def is_branch(graph: Any) -> bool:
+    """Return whether a graph is that of a branch or of a loop's body, and not of a function."""
+    names = {part.__name__ for part in type(graph).__mro__}
+    return bool(names & {"CondBranchFuncGraph", "WhileCondFuncGraph", "WhileBodyFuncGraph"})
 
 
 # Operations, while they are made in a graph or run.
@@ -136,28 +121,36 @@ def seeing_operations(see: Callable[[str, Sequence[Any], Sequence[Any]], Any]) -
         others = see(name, inputs, outputs)
         return outputs if others is None else others
 
-    outermost, now = graph, execute.execute
-    op_callbacks.add_op_callback(in_graph)  # so that everything runs by `execute.execute`
+    outermost, now, fast = graph, execute.execute, pywrap_tfe.TFE_Py_FastPathExecute
+    op_callbacks.add_op_callback(in_graph)
     if graph is None:
         execute.execute = _seen_by(see)
+        pywrap_tfe.TFE_Py_FastPathExecute = _no_fast_path  # so that everything runs by the other
     try:
         yield
     finally:
         op_callbacks.remove_op_callback(in_graph)
-        execute.execute = now
+        execute.execute, pywrap_tfe.TFE_Py_FastPathExecute = now, fast
+
+
+def _no_fast_path(*_: Any, **__: Any) -> Any:
+    raise core._FallbackException("The operation is to be seen.")
 
 
 def _seen_by(see: Callable[[str, Sequence[Any], Sequence[Any]], Any]) -> Callable[..., Any]:
     is_looking = False
 
-    def run(op: Any, number: int, inputs: Any, attrs: Any, ctx: Any, name: Any = None) -> Any:
+    def run(
+        op_name: Any, num_outputs: int, inputs: Any, attrs: Any, ctx: Any, name: Any = None
+    ) -> Any:  # as it is called, by name, too
         nonlocal is_looking
-        outputs = execute.quick_execute(op, number, inputs, attrs, ctx, name)
+        outputs = execute.quick_execute(op_name, num_outputs, inputs, attrs, ctx, name)
         if is_looking:
             return outputs
         is_looking = True
         try:
-            others = see(op.decode() if isinstance(op, bytes) else op, inputs, outputs)
+            name = op_name.decode() if isinstance(op_name, bytes) else op_name
+            others = see(name, inputs, outputs)
         finally:
             is_looking = False
         return outputs if others is None else others
@@ -196,11 +189,6 @@ def noting_writes(variables: Sequence[Any]) -> Iterator[list[Any]]:
 
 
 # Replicas.
-
-
-def copy_on_replica(variable: Any) -> Any:
-    """Return the copy of a distributed variable that belongs to the replica that runs."""
-    return variable._get()
 
 
 def logs_over_replicas(logs: Any, strategy: Any) -> Any:

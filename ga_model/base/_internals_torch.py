@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-import torch
-
 # Operations that draw for each entry of their parameters.
 PRIVATE_DRAWS = {"_standard_gamma", "_sample_dirichlet"}
 # The operation that Python gets the number of a tensor by.
@@ -53,11 +51,7 @@ def has_hooks_on_gradients(module: Any) -> bool:
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
-def multiply(tensors: list[Any], factor: float) -> None:
-    """Multiply tensors of PyTorch in place, all of them at once."""
-    torch._foreach_mul_(tensors, factor)
-
-
-def divide(tensors: list[Any], divisor: float) -> None:
-    """Divide tensors of PyTorch in place, all of them at once."""
-    torch._foreach_div_(tensors, divisor)
+def buffers_of(module: Any) -> dict[str, Any]:
+    """Return the tensors that a module of PyTorch keeps and does not train, by names."""
+    buffers: dict[str, Any] = module._buffers
+    return buffers

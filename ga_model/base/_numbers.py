@@ -22,6 +22,11 @@ def sum_dtype(dtype: Any) -> str:
     return name if name in ("float32", "float64") else "float32"
 
 
+def widened(values: Any) -> Any:
+    """Return values in the dtype that they are summed in."""
+    return keras.ops.cast(values, sum_dtype(values.dtype))
+
+
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
 
@@ -72,8 +77,10 @@ if keras.backend.backend() == "tensorflow":
             known, found = tuple(tensor.shape), tf.shape(tensor)
         is_eager = tf.executing_eagerly()
         number: Any = int if is_eager else float64
-        pairs = enumerate(known)
-        return tuple(number(found[axis]) if size is None else size for axis, size in pairs)
+        return tuple(
+            number(found[axis]) if size is None and found[axis] is not None else size
+            for axis, size in enumerate(known)
+        )
 
     def dense(values: Any, indices: Any, shape: Any) -> Any:
         """Return a table of a shape with the sums of its rows."""
@@ -118,7 +125,8 @@ if keras.backend.backend() == "tensorflow":
             counts: bool scalar, whether the tensor is added, which may be NaN; None for True.
         """
         result = total * like(total, shrink) + tensor
-        return result if counts is None else tf.where(counts, result, total)
+        # Of a scalar condition this operation copies nothing, as that of `tf.where` does.
+        return result if counts is None else tf.raw_ops.Select(condition=counts, x=result, y=total)
 
     def divided(tensor: Any, divisor: Any) -> Any:
         """Return `tensor / divisor`. The tensor is not to be used again."""

@@ -30,8 +30,8 @@ from ga_model.check._differences import (
 from ga_model.check._equivalence_report import EquivalenceReport, VariableDifference
 from ga_model.check._plan import Plan, make_plan
 from ga_model.check._randomness import Randomness, shared_randomness
-from ga_model.hearing._models import optimizers_in
-from ga_model.hearing._python_state import others_of_user, python_state
+from ga_model.recording._models import optimizers_in
+from ga_model.recording._python_state import others_of_user, python_state
 
 # What a model keeps of accumulation, and the function that was traced by its settings.
 _OF_TRAINING = ("_accumulation", "train_function")

@@ -12,7 +12,7 @@ from ga_model.base._internals import layers_in, takes_training
 from ga_model.check._backend import backend
 from ga_model.check._equivalence_report import EquivalenceReport
 from ga_model.check._plan import Plan
-from ga_model.hearing._models import is_of_keras
+from ga_model.recording._models import is_of_keras
 
 # A relative difference of outputs, or of gradients with respect to them, that is no rounding.
 _SIGNIFICANT = 1e-2

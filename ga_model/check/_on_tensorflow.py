@@ -11,8 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from ga_model.base._internals import mask_of, set_mask
-from ga_model.replicas import _optimizers, _strategy
-from ga_model.replicas._all_variables import AllVariables
+from ga_model.check._all_variables import AllVariables
 
 __all__ = ["AllVariables"]
 
@@ -31,7 +30,7 @@ def scope(model: Any) -> Any:
 def trains_alone(model: Any) -> bool:
     """Return whether one device trains a model."""
     with scope(model):
-        return _strategy.num_replicas() == 1
+        return int(tf.distribute.get_strategy().num_replicas_in_sync) == 1
 
 
 def part_of(array: Any, begin: int, end: int) -> Any:
@@ -57,13 +56,19 @@ def build(model: Any, data: Any) -> bool:
     Eagerly that is known of the model's own optimizer only.
     """
     if not model.run_eagerly:
-        _strategy.trace(model, keras.utils.pack_x_y_sample_weight(*data))
+        strategy = model.distribute_strategy
+
+        def step(data: Any) -> Any:
+            return strategy.run(model.train_step, args=(data,))
+
+        whole = keras.utils.pack_x_y_sample_weight(*data)
+        tf.function(step, autograph=False).get_concrete_function(whole)
         return True
     if not model.built:
         with contextlib.suppress(NotImplementedError):  # of a model that has no `call`
             model(data[0])
-    if model.optimizer is not None and model.built:
-        _optimizers.build(model.optimizer, model.trainable_variables)
+    if model.optimizer is not None and model.built and not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
     return False
 
 

@@ -11,7 +11,7 @@ from ga_model._settings import Settings
 from ga_model.base import _messages, _validate
 from ga_model.base._internals import compiled_loss
 from ga_model.check._backend import backend
-from ga_model.hearing._models import optimizers_in
+from ga_model.recording._models import optimizers_in
 
 
 class Plan(NamedTuple):

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from ga_model.base._internals import layers_in, takes_training
-from ga_model.hearing._models import instances_in
+from ga_model.recording._models import instances_in
 
 # What Keras calls the probability or the width of what a layer draws. All zero: it draws nothing.
 _RATES = ("rate", "stddev", "dropout", "recurrent_dropout")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Collection
 from typing import Any
 
@@ -16,7 +15,7 @@ from ga_model.base._internals import raw
 from ga_model.core.window import Sums
 
 
-class Accumulator(ABC):
+class Accumulator:
     """Sums weighted gradients over microbatches. Weights are numbers of Python.
 
     Attributes:
@@ -24,12 +23,12 @@ class Accumulator(ABC):
         num_microbatches: an integer, microbatches added since the last reset.
     """
 
-    _tensor_type: type
+    _tensor_type: type | tuple[type, ...]
     _source: str  # of gradients, for messages
 
     variables: list[Any]
-    num_microbatches: int
-    _sums: Sums | None
+    num_microbatches: Any
+    _sums: Any
 
     def __init__(self) -> None:
         self.reset()
@@ -62,13 +61,17 @@ class Accumulator(ABC):
         gradients = [self._tensor(gradient, v) for gradient, v in zip(gradients, variables)]
         _validate.check_shapes(gradients, variables)
         _validate.check_same_variables(self.variables, variables)
+        self._add(gradients, variables, None if weight is None else self._number(weight))
+
+    def _add(self, gradients: list[Any], variables: list[Any], weight: Any) -> None:
+        """Add what was checked. The weight is as `_number` gives it, or None."""
         is_sum, sums = weight is None, self._sums
         if sums is None:
             nothing = [None] * len(variables)
             sums = Sums(nothing, None if is_sum else 0.0, 0.0, 0, 0, False, 0, [], [])
         if (sums.total is None) != is_sum:
             raise ValueError(_messages.mixed_weights_message())
-        number = 1.0 if is_sum else self._number(weight)
+        number = 1.0 if is_sum else weight
         self.variables = self.variables or variables
         self.num_microbatches += 1
         self._sums = self._plus(sums, gradients, number)
@@ -76,7 +79,10 @@ class Accumulator(ABC):
     def _plus(self, sums: Sums, gradients: list[Any], weight: float) -> Sums:
         """Return sums with the gradients of a microbatch. The sums are not to be used again."""
         pairs = zip(sums.gradients, gradients)
-        so_far = [_nothing(g) if s is None is not g else s for s, g in pairs]
+        so_far = [
+            nothing(g.shape, _numbers.sum_dtype(g.dtype)) if s is None is not g else s
+            for s, g in pairs
+        ]
         sums = sums._replace(gradients=so_far, num_counted=sums.num_counted + 1)
         if not weight:  # of one without weight gradients may be NaN
             return sums
@@ -88,10 +94,10 @@ class Accumulator(ABC):
             unit=unit,
         )
 
-    @abstractmethod
     def _added(self, sums: list[Any], gradients: list[Any], weight: float, shrink: float) -> Any:
         """Return `sum * shrink + gradient * weight` for each sum, or the sum if there is no
         gradient. The sums are not to be used again."""
+        raise NotImplementedError
 
     @property
     def summed_variables(self) -> list[Any]:
@@ -189,6 +195,9 @@ def _in_unit(unit: float, weight: float) -> float:
     return unit * math.ldexp(1.0, math.frexp(weight / unit)[1])
 
 
-def _nothing(gradient: Any) -> Any:
-    """Return what a sum begins with: -0.0, which changes the sign of no zero."""
-    return ops.negative(ops.zeros(gradient.shape, _numbers.sum_dtype(gradient.dtype)))
+def nothing(shape: Any, dtype: Any) -> Any:
+    """Return what a sum begins with: -0.0, which changes the sign of no zero.
+
+    TensorFlow may return the constant 0.0 for -0.0, from its cache.
+    """
+    return ops.negative(ops.zeros(shape, dtype))

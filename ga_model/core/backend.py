@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
+from ga_model.base._context import ThreadValue, is_unnoted
 from ga_model.base._internals import mask_of, set_mask
-from ga_model.hearing._models import recording_of_thread
-from ga_model.hearing._python_state import python_state
+from ga_model.recording._models import recording_of_thread
+from ga_model.recording._python_state import python_state
+from ga_model.recording._split import Batch
 
 if TYPE_CHECKING:
     from ga_model.core.layer_calls import Split, Traced
     from ga_model.core.proof.draws import Draws
     from ga_model.core.recorder import Applied
-    from ga_model.core.window import Rows, Sums
+    from ga_model.core.window import Amount, Rows, Sums
 
 # The variables of a model: those that are trained, its others, of its optimizer, of its metrics.
 Group = Literal["trainable", "non_trainable", "optimizer", "metrics"]
@@ -73,7 +75,9 @@ class Backend(ABC):
         optimizer_stand_in: the class of what stands in for optimizers while a step is recorded.
         num_devices: devices that share the samples of each microbatch evenly.
         num_processes: processes that make updates together, each of windows of its own samples.
+        num_replicas: replicas that do, by which Keras divides the loss of each.
         traces: whether functions are traced before they run, and their sums are there before.
+        nests: whether what was traced can be a part of another function.
         has_several_optimizers: whether a step may apply more than one.
         noted_dtypes: names of the dtypes that code computed in where it was noted, if known.
     """
@@ -81,12 +85,14 @@ class Backend(ABC):
     optimizer_stand_in: type
     num_devices = 1
     num_processes = 1
+    num_replicas = 1
     traces = True
+    nests = True
     has_several_optimizers = True
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._is_running_step = False
+        self._is_running_step = ThreadValue(False)
         self.noted_dtypes: set[str] = set()
 
     # What is compiled.
@@ -152,7 +158,7 @@ class Backend(ABC):
         """Return a key for the nest of a batch, and the ranks and dtypes of its arrays."""
 
     @abstractmethod
-    def zeros(self, name: Any, shapes: Any) -> Any:
+    def zeros(self, name: Any, shapes: Sums) -> Sums:
         """Return zeros of the shapes, where they are numbers -0.0, to which x is added bit by bit.
 
         Args:
@@ -188,16 +194,11 @@ class Backend(ABC):
 
     def is_running_step(self) -> bool:
         """Return whether a `train_step` that runs here is run by the core."""
-        return self._is_running_step or recording_of_thread.get() is not None
+        return self._is_running_step.get() or recording_of_thread.get() is not None
 
-    @contextlib.contextmanager
-    def _running_step(self) -> Iterator[None]:
+    def _running_step(self) -> AbstractContextManager[None]:
         """Let the core run the `train_step` that runs in a block."""
-        self._is_running_step, outer = True, self._is_running_step
-        try:
-            yield
-        finally:
-            self._is_running_step = outer
+        return self._is_running_step.set(True)
 
     @abstractmethod
     def run_plain(
@@ -230,12 +231,69 @@ class Backend(ABC):
         """
         return sums, is_end
 
+    # Replicas, which each run the functions of the core.
+
+    def batch(self, data: Any, size: int | None) -> Batch:
+        """Return a batch that is split into microbatches of so many samples, of each replica."""
+        return Batch(data, size)
+
+    def each(self, nest: Any) -> list[Any]:
+        """Return what each replica of this process has of a nest."""
+        return [nest]
+
+    def on_one_replica(self) -> AbstractContextManager[None]:
+        """Return a context in which functions run on one replica, which stands for all."""
+        return contextlib.nullcontext()
+
+    def samples_of(self, data: Any, of_all: bool = False) -> Any:
+        """Return what one replica has of a batch or a microbatch.
+
+        Args:
+            data: the batch or microbatch.
+            of_all: whether it is to be the same in all processes, which all call this.
+        """
+        return data
+
+    @property
+    def trains_alone(self) -> bool:
+        """Whether there are no other processes or replicas."""
+        return self.num_processes * self.num_replicas == 1
+
+    def amounts_of_all(self, amounts: list[Amount]) -> list[Amount]:
+        """Return what logged numbers have come to on all replicas, in a function of the core."""
+        return amounts
+
+    def sum_of_all(self, gradients: list[Any], total: Any) -> tuple[list[Any], Any]:
+        """Return the sums of gradients over replicas, and what these are to be divided by.
+
+        Args:
+            gradients: of this replica.
+            total: what they are to be divided by.
+        """
+        return gradients, total
+
+    def once(self, function: Callable[[], Any]) -> None:
+        """Run a function for all replicas, in a function of the core or outside."""
+        function()
+
+    def unnoted(self) -> AbstractContextManager[None]:
+        """Return a context of what this package computes in a step, which is not noted."""
+        return is_unnoted.set(True)
+
+    def unscaled(self, loss: Any) -> Any:
+        """Return a loss without the share of one of several replicas, as Keras logs it."""
+        return loss
+
     def apply(self, applied: Applied, gradients: list[Any]) -> None:
         """Apply an optimizer, as the step did, to gradients of its variables, tensors or None."""
-        if applied.in_pairs:
+        if applied.via_apply_gradients:
             applied.optimizer.apply_gradients(zip(gradients, applied.variables))
         else:
             applied.optimizer.apply(gradients, list(applied.variables))
+
+    def in_place_of(self, sums: list[Any], means: list[Any]) -> list[Any]:
+        """Return means, for which the memory of the sums that they are made of may be used."""
+        return means
 
     def joined(self, rows: Sequence[Rows], unit: Any) -> Rows:
         """Return all rows of a window as one sparse gradient in a unit."""
@@ -283,16 +341,26 @@ class Backend(ABC):
 
     # Calls of layers, where `core.layer_calls` splits them.
 
+    def is_at_hand(self, tensor: Any) -> bool:
+        """Return whether a tensor may be used where the step runs now, and not elsewhere only."""
+        return True
+
+    def place(self) -> Any:
+        """Return what the code that runs belongs to: a graph, of a function or branch perhaps."""
+        return None
+
     def is_in_step(self) -> bool:
         """Return whether the code here is that of the step whose calls are split, and not of a
         function that it compiles, or a branch."""
         raise NotImplementedError
 
-    def run_apart(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def run_apart(self, function: Callable[..., Any], derives: bool = False) -> Callable[..., Any]:
         """Return what runs a function of two lists of arrays while another one is traced.
 
         Args:
             function: returns a list of tensors.
+            derives: whether the gradients are asked for of half the sum of their squares, with
+                respect to the floats of the second list, and of the first.
 
         Returns:
             A function of both lists, with all samples of a trial in the second, and of two places

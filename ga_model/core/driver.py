@@ -9,34 +9,35 @@ from typing import Any
 
 import keras
 
-from ga_model._kept import Kept
 from ga_model._settings import Settings
 from ga_model.automatic._messages import torn_message
 from ga_model.automatic._search import FoundSize
-from ga_model.base._internals import OF_STEP_ON_JAX
+from ga_model.base._internals import OF_STEP_ON_JAX, overwrites
 from ga_model.base._numbers import power_of_two
 from ga_model.core import messages
 from ga_model.core.automatic import SizeTrials
 from ga_model.core.backend import Backend
 from ga_model.core.findings import Findings, FoundOtherwiseError
 from ga_model.core.losses import NeedsTrialError
+from ga_model.core.model_state import ModelState
 from ga_model.core.modes import Mode, NeedsTotalsError, Numbers, Structure
 from ga_model.core.noise import Estimate
+from ga_model.core.noise_scale import GradientNoise
 from ga_model.core.proof import proof
 from ga_model.core.proof.verdict import Verdict
+from ga_model.core.recorder import Applied
 from ga_model.core.steps import Steps
 from ga_model.core.updates import Counters, Updates, count
-from ga_model.core.window import Window
-from ga_model.hearing._models import is_of_keras
-from ga_model.hearing._split import Batch, part_of
-from ga_model.sums._noise import GradientNoise
+from ga_model.core.window import Sums, Window
+from ga_model.recording._models import is_of_keras
+from ga_model.recording._split import Batch
 
 
-class Driver(Kept):
+class Driver(ModelState):
     """Trains a compiled model, batch by batch, and keeps what there is between batches.
 
     Args:
-        model, settings: as `Kept` takes them.
+        model, settings: as `ModelState` takes them.
         backend: what the model runs on.
 
     Attributes:
@@ -126,7 +127,7 @@ class Driver(Kept):
 
     def _train_automatic(self, data: Any) -> Any:
         """Train a batch in microbatches as large as there is memory for."""
-        model, found, rows = self._model, self.automatic_size, Batch(data, None).rows
+        model, found, rows = self._model, self.automatic_size, self.backend.batch(data, None).rows
         if found.is_to_search(rows):
             self._search(data, rows)
         while True:
@@ -147,12 +148,18 @@ class Driver(Kept):
     def _search(self, data: Any, rows: int) -> None:
         """Find the largest size up to `rows`, and leave all else as it is."""
         found, window = self.automatic_size, self.window
+        if window is not None:  # what holds its sums is used by the trials
+            window.sums = self.backend.copied(window.sums)
 
         def run(size: int) -> None:
             found.size, self.window = size, None
             with self.backend.trying(self.has_own_step):
                 is_whole = self.takes_full_batch()
-                tried = data if is_whole else part_of(data, 0, min(2 * size, rows))
+                tried = (
+                    data
+                    if is_whole
+                    else self.backend.batch(data, min(2 * size, rows)).microbatch(0)
+                )
                 self._attempt(tried, is_trial=True)
 
         found.size = None
@@ -170,11 +177,13 @@ class Driver(Kept):
 
     def _train_batch(self, data: Any, is_trial: bool = False) -> Any:
         model, size = self._model, self._even_size()
-        batch = Batch(data, size)
+        batch = self.backend.batch(data, size)
         self._most_rows = max(self._most_rows, batch.rows)
         is_whole = batch.is_split and self.takes_full_batch()
         is_alone = not (self.accumulates() or self.settings.skip_nonfinite)
-        if is_alone and (is_whole or not batch.is_split) and not is_trial:
+        # Replicas count alike in Keras.
+        is_plain = self.backend.num_replicas == 1 or (is_whole and self.has_own_step)
+        if is_alone and (is_whole or not batch.is_split) and is_plain and not is_trial:
             return self.updates.whole(size or batch.rows, data)
         is_alone = is_alone and batch.is_split
         rows = size or batch.rows
@@ -188,7 +197,7 @@ class Driver(Kept):
                 self._adds_up = False
                 return self._train_batch(data, is_trial)
             model._warn_once(self._findings.message_of(verdict))
-        batch = Batch(data, None) if is_whole else batch
+        batch = self.backend.batch(data, None) if is_whole else batch
         size = size if is_whole else None
         return self._by_microbatches(batch, size, verdict, is_alone, is_trial)
 
@@ -222,7 +231,7 @@ class Driver(Kept):
         steps = self.steps
         window = self.window = self.window or Window(self.settings.accumulation_steps)
         mode = Mode(
-            batch.is_split and self.backend.num_processes == 1,
+            batch.is_split and self.backend.trains_alone,
             window.steps == 1,
             size,
             self._model.skip_nonfinite,
@@ -230,23 +239,27 @@ class Driver(Kept):
             verdict,
             is_trial,
         )
+        parts = power_of_two(window.steps) * power_of_two(batch.num_microbatches)
+        if self._overwrites:  # so that gradients are of the size of those of the mean
+            parts = float(window.steps * batch.num_microbatches)
         numbers = Numbers(
             float(window.steps),
             float(window.steps * batch.num_microbatches * self.backend.num_processes),
-            power_of_two(window.steps) * power_of_two(batch.num_microbatches),
+            parts,
             float(batch.rows),
         )
         totals = steps.totals(batch) if mode.is_split and steps.needs_totals else None
         known, of_last = steps.prepare(mode, batch, numbers, totals)
-        sums = window.sums or steps.begin(mode)
+        sums = window.sums or steps.begin()
         before = None if sums is None else sums.amounts
         for index in range(batch.num_microbatches):
             data = batch.microbatch(index)
             sums = steps.microbatch(mode, sums, data, numbers, totals)
             is_last = index + 1 == batch.num_microbatches
             if mode.is_watched:
-                window.hold(data, sums.num_news)
+                window.hold(self.backend.samples_of(data), sums.num_news)
             structure = (of_last if is_last else known) or steps.structure
+            self._check_applied(structure, window)
             self._look_at_entries(window, structure)
         assert sums is not None
         if is_trial:
@@ -260,6 +273,14 @@ class Driver(Kept):
                 self._findings.look_at(window, data, is_own, is_alone, verdict, written)
             self._update(window)
         return logs
+
+    def _check_applied(self, structure: Structure, window: Window) -> None:
+        """Raise RuntimeError if a microbatch applies other optimizers than one before it."""
+        before, window.applied = window.applied, structure.applied
+        if before is None or before is structure.applied:
+            return
+        if [*map(_ids_of, before)] != [*map(_ids_of, structure.applied)]:
+            raise RuntimeError(messages.unlike_updates_message(self._model.name))
 
     def _look_at_entries(self, window: Window, structure: Structure) -> None:
         """Warn of terms whose shares of the loss values differ between microbatches."""
@@ -292,6 +313,8 @@ class Driver(Kept):
         if noise is not None and sums.squares:
             estimates = [noise.of(a.optimizer) for a in applied]
             self.updates.measure(structure, estimates, sums)
+        if self._overwrites:
+            self._look_at_scale(structure, sums)
         counters = Counters(self.num_skipped or 0, self.num_lost or 0)
         if self.settings.skip_nonfinite and not int(sums.num_counted):
             counters = count(sums, counters)
@@ -299,6 +322,20 @@ class Driver(Kept):
             counters = self.updates.update(structure, sums, counters)
         self.num_skipped, self.num_lost = counters
         return is_end
+
+    @functools.cached_property
+    def _overwrites(self) -> bool:
+        """Whether gradients overwrite a variable of the model, such as the scale of a float8 layer,
+        which remembers how large gradients are."""
+        return any(map(overwrites, self._model.variables))
+
+    def _look_at_scale(self, structure: Structure, sums: Sums) -> None:
+        """Warn if gradients of microbatches were not scaled as those of the full batch are."""
+        found = [v.path for a in structure.applied for v in a.variables if overwrites(v)]
+        for of_one in self.backend.each(sums) if found else ():
+            total = 1.0 if of_one.total is None else float(of_one.total)
+            if total and abs(total - 1.0) > 1e-6:
+                self._model._warn_once(messages.rescaled_message(found))
 
     def close_window(self) -> None:
         """Make the update of a partial window, and warn of what was done so far.
@@ -311,6 +348,9 @@ class Driver(Kept):
                 while not self._update(window, is_end=True):
                     pass
         self.warn_of_what_was_done()
+
+    def _has_replicas(self) -> bool:
+        return self.backend.num_replicas > 1
 
     def _most_samples(self) -> int:
         return self._most_rows
@@ -328,3 +368,7 @@ class Driver(Kept):
         if not self.is_plain():
             raise RuntimeError(messages.own_loop_message(self._model.name))
         return self.backend.run_plain(train_step, self.updates.after_update, *args)
+
+
+def _ids_of(applied: Applied) -> tuple[int, ...]:
+    return id(applied.optimizer), *map(id, applied.variables)

@@ -11,9 +11,9 @@ from ga_model.core.backend import Backend
 from ga_model.core.proof import proof
 from ga_model.core.proof.verdict import Verdict
 from ga_model.core.proof.weighing import Weighing
-from ga_model.core.window import Window
-from ga_model.hearing._messages import written_message
-from ga_model.hearing._models import unpack
+from ga_model.core.window import Window, is_list, values_of
+from ga_model.recording._messages import written_message
+from ga_model.recording._models import unpack
 
 
 class FoundOtherwiseError(Exception):
@@ -59,16 +59,22 @@ class Findings:
         kind = self._kind_of(data, is_split, is_one)
         sizes = proof.WHOLE if is_one else proof.SIZES
         if kind not in self._found:
+            data = backend.samples_of(data, of_all=True)
             weight = model.microbatch_weight(*unpack(data))
             if weight is not None:
                 weighing = Weighing("sum" if isinstance(weight, str) else "loss")
                 self._found[kind] = Verdict(weighing, otherwise=weighing)
                 return self._found[kind]
+            if not model.verify:
+                self._found[kind] = found = proof.assumed_of(is_own)
+                self._told[found] = messages.unverified_message(model.name)
+                return found
             assumed = self._unseen.pop(kind, None)
             before = None if assumed is None else assumed.weighing
-            found, error = proof.of_step(
-                model, backend, data, rows, is_own, is_split, before, sizes
-            )
+            with backend.on_one_replica():
+                found, error = proof.of_step(
+                    model, backend, data, rows, is_own, is_split, before, sizes
+                )
             if isinstance(error, proof.NothingSeenError):  # so the next batch is tried
                 self._unseen[kind] = found._replace(differences=())
                 return self._unseen[kind]
@@ -77,12 +83,15 @@ class Findings:
                 self._begin_again(assumed, found, window)
         elif self._is_due(kind):
             known = self._found[kind]
-            if not proof.still_holds(model, backend, data, known, is_own, is_split, sizes):
+            data = backend.samples_of(data, of_all=True)
+            with backend.on_one_replica():
+                if proof.still_holds(model, backend, data, known, is_own, is_split, sizes):
+                    return known
                 found, error = proof.of_step(
                     model, backend, data, rows, is_own, is_split, sizes=sizes
                 )
-                if self._note_later(kind, found, error):
-                    self._tell_of_later(kind)
+            if self._note_later(kind, found, error):
+                self._tell_of_later(kind)
         return self._found[kind]
 
     def message_of(self, verdict: Verdict) -> str:
@@ -117,7 +126,8 @@ class Findings:
         if not (chosen := window.samples_with_news()):
             return
         model, backend = self._model, self._backend
-        found, error = proof.of_microbatches(model, backend, chosen, is_own, is_split)
+        with backend.on_one_replica():
+            found, error = proof.of_microbatches(model, backend, chosen, is_own, is_split)
         if isinstance(error, proof.NothingSeenError):
             return
         is_other = self._note_later(kind, found, error)
@@ -125,7 +135,7 @@ class Findings:
             model._warn_once(written_message(model.name, once))
         if not is_other:
             return
-        if is_split and (backend.traces or not is_own):
+        if is_split and backend.trains_alone and (backend.traces or not is_own):
             window.discard()
             raise FoundOtherwiseError
         self._tell_of_later(kind)
@@ -160,7 +170,7 @@ class Findings:
         found = known.after_news(found)
         self._note(kind, found, error)
         is_other = not found.is_exact or found.weighing != known.weighing
-        if is_other and self._backend.num_processes > 1:
+        if is_other and not self._backend.trains_alone:
             self._tell_of_later(kind)
             self._found[kind] = known
         return is_other
@@ -182,6 +192,10 @@ class Findings:
     def _look_at_unseen(self, window: Window) -> None:
         """Warn of gradients where the samples that were tried have shown none."""
         assert window.sums is not None
-        if any(bool(ops.any(g != 0)) for g in window.sums.gradients if g is not None):
+        gradients = [g for sums in self._backend.each(window.sums) for g in sums.gradients]
+        parts = [part for g in gradients for part in (g if is_list(g) else [g])]
+        known = [values_of(part) for part in parts if part is not None]
+        is_finite = all(bool(ops.all(ops.isfinite(g))) for g in known)  # else no update is made
+        if is_finite and any(bool(ops.any(g != 0)) for g in known):
             message = messages.untried_message(self._model.name, proof.NothingSeenError())
             self._model._warn_once(message)

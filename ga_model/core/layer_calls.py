@@ -24,7 +24,6 @@ from ga_model.base import _numbers
 from ga_model.base._call_again import PythonState, inside_of_call
 from ga_model.base._context import ThreadValue
 from ga_model.base._identity import is_in
-from ga_model.base._in_front import InFront
 from ga_model.base._internals import (
     MOMENTS,
     adder_of,
@@ -39,15 +38,17 @@ from ga_model.base._internals import (
     stateless_scope,
     value_in,
 )
+from ga_model.base._method_patch import MethodPatch
 from ga_model.core.backend import Backend
-from ga_model.core.proof.calls import kinds_of_call
+from ga_model.core.proof.calls import HALF, kinds_of_call
 from ga_model.core.statistics import Listener, Moments
-from ga_model.hearing._metric_calls import waiting
-from ga_model.hearing._models import unrecorded
-from ga_model.hearing._moments_heard import is_known, listener
-from ga_model.hearing._splitting import NotByRowsError, Splitting, splitting_by
+from ga_model.recording._metric_calls import waiting
+from ga_model.recording._models import unrecorded
+from ga_model.recording._moments_heard import is_known, listener
+from ga_model.recording._splitting import NotByRowsError, Splitting, splitting_by
 
 _NOT_ROWS = "combines samples, or gives something other than one value per sample"
+_NOT_ROWS_BACK = "has a custom gradient that combines samples"
 _is_read = ThreadValue(False)  # whether BatchNormalization is to normalize by running averages
 
 
@@ -168,7 +169,7 @@ class LayerCall:
         rest = iter(leaves)
         args, kwargs = keras.tree.map_structure(lambda _: next(rest), self._arguments)
         known = dict(self._scope.state_mapping) if self._scope and knows_others else {}
-        hears = Listener()
+        hears = Listener(place=self._backend.place)
         self._python.put_back()
         with scope_of(self._variables, state) as scope:
             for key, value in known.items():  # of other variables, for layers that share them
@@ -180,7 +181,12 @@ class LayerCall:
             now = scope.state_mapping
         own = {id(variable) for variable in self._variables}
         if any(now[key] is not before.get(key) for key in now if key not in own):
-            raise NotByRowsError("writes to a variable of another layer")
+            raise NotByRowsError("it writes to a variable of another layer")
+        values = (now[id(variable)] for variable in self._variables)
+        if not all(map(self._backend.is_at_hand, values)):
+            raise NotByRowsError(
+                "it writes to a variable in a branch, a loop or a function of its own"
+            )
         self._adders = [adder_of(loss, self._layer) for loss in losses]
         self.heard = hears.calls
         given: list[Any] = []
@@ -228,6 +234,9 @@ class LayerCall:
             number = len(arrays)
             return [*arrays, *map(ops.sum, traced.losses)]
 
+        def without_losses(fixed: list[Any], samples: list[Any]) -> list[Any]:
+            return outputs(fixed, samples)[:number]
+
         normalizing = [layer for layer in layers_in(self._layer) if is_known(layer)]
         before = self._python
         try:
@@ -236,7 +245,12 @@ class LayerCall:
                 trained = [bool(variable.trainable) for variable in self._variables]
                 trained += [True for _ in self._shared]
                 run = self._backend.run_apart(outputs)
-                found = kinds_of_call(run, self._fixed, self.samples, trained)
+                gradients = self._backend.run_apart(without_losses, derives=True)
+                dtypes = {part.compute_dtype for part in layers_in(self._layer)}
+                is_half = not dtypes.isdisjoint(HALF)
+                found, adds_up = kinds_of_call(
+                    run, gradients, self._fixed, self.samples, trained, is_half
+                )
         except Exception as error:  # whatever code of the user's raises on other arrays
             line = next(iter(str(error).splitlines()), type(error).__name__)
             return f"cannot be run by itself ({line})", [], self._written
@@ -244,7 +258,8 @@ class LayerCall:
             self._python = before
             before.put_back()
         others = found[:number]
-        why = None if all(kind == "rows" for kind in others) else _NOT_ROWS
+        why = None if adds_up else _NOT_ROWS_BACK
+        why = why if all(kind == "rows" for kind in others) else _NOT_ROWS
         return why, found[number:], self._written
 
     def written(self) -> list[str]:
@@ -361,7 +376,7 @@ def _with_averages(layer: Any, moments: Callable[..., Any]) -> Callable[..., Any
     return averages
 
 
-_averaging = InFront(MOMENTS, _with_averages)
+_averaging = MethodPatch(MOMENTS, _with_averages)
 
 
 def splitting_calls(

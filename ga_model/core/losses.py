@@ -10,15 +10,15 @@ import keras
 from keras import ops
 
 from ga_model.base import _numbers
-from ga_model.base._internals import mask_of
+from ga_model.base._internals import mask_of, scaled_for_replicas
 from ga_model.core.backend import GradientSums
-from ga_model.hearing import _weights
-from ga_model.hearing._compiled_copy import same_rank, seeing
-from ga_model.hearing._losses_of_keras import is_by_sample
-from ga_model.hearing._messages import product_message
-from ga_model.hearing._models import is_of_keras, unpack
-from ga_model.hearing._split import num_rows
-from ga_model.hearing._step_terms import StepTerms
+from ga_model.recording import _weights
+from ga_model.recording._compiled_copy import same_rank, seeing
+from ga_model.recording._losses_of_keras import is_by_sample
+from ga_model.recording._messages import product_message
+from ga_model.recording._models import is_of_keras, unpack
+from ga_model.recording._split import num_rows
+from ga_model.recording._step_terms import StepTerms
 
 _MEANS = ("mean", "sum_over_batch_size", "mean_with_sample_weight")
 
@@ -54,7 +54,6 @@ class Position(NamedTuple):
         is_first: bool scalar, whether no microbatch of the window has counted yet.
         unit: scalar, what weights are counted in so far, or zero.
         whole: the batch, if it is split.
-        is_window: whether the microbatch is all of its window, which it never is for sure.
         sums: what the backward pass adds gradients to, or None.
     """
 
@@ -63,8 +62,7 @@ class Position(NamedTuple):
     parts: Any
     is_first: Any
     unit: Any
-    whole: _weights.Whole | None
-    is_window: bool = False
+    whole: _weights.FullBatch | None
     sums: GradientSums | None = None
 
     def in_unit(self, weight: Any) -> tuple[Any, Any]:
@@ -133,10 +131,10 @@ class StepLosses(StepTerms):
             loss: as it was added.
             total: the number that Keras made of it.
         """
-        self._additional.append((total, None))
+        self._additional.append(total)
         self.added.append(ops.stop_gradient(total))
 
-    def _is_sum_of_samples(self, index: int, value: Any, is_sum: Any) -> bool:
+    def _is_sum_of_samples(self, index: int) -> bool:
         if self._is_ruled:
             return False
         if self._kinds is None:
@@ -174,7 +172,8 @@ class StepLosses(StepTerms):
 
 def _fit(loss: Any, y_true: Any, y_pred: Any) -> bool:
     """Return whether targets do not broadcast against outputs along the samples."""
-    takes_classes = "sparse" in type(loss).__name__.lower()  # targets without their axis
+    names = type(loss).__name__, getattr(getattr(loss, "fn", None), "__name__", "")
+    takes_classes = any("sparse" in name.lower() for name in names)  # targets without their axis
     pairs = zip(keras.tree.flatten(y_true), keras.tree.flatten(y_pred))
     shapes = [sorted((tuple(a.shape), tuple(b.shape)), key=len) for a, b in pairs]
     return all(
@@ -196,7 +195,7 @@ def observer_of(entry: Any, compiled: Any, losses: StepLosses) -> Any:
 
     def observe(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         seen: list[Any] = []
-        value = seeing(loss, seen, lambda number, weights: None)(y_true, y_pred, sample_weight)
+        value = seeing(loss, seen)(y_true, y_pred, sample_weight)
         values = seen[-1] if seen else None
         found = losses.kind_of(name, loss, y_true, y_pred, values)
         is_number = values is not None and len(values.shape) == 0
@@ -206,7 +205,10 @@ def observer_of(entry: Any, compiled: Any, losses: StepLosses) -> Any:
         kind: Hashable = "rows"
         lost: tuple[Any, ...] = ()
         if is_number and not is_product:  # as it is, whatever the reduction
-            weight, kind = (None, "sum") if found == "sum" else (rows, "rows")
+            if found == "sum":
+                weight, kind = None, "sum"
+            else:  # which Keras does not divide among replicas
+                value = scaled_for_replicas(value)
         elif reduction not in _MEANS:
             weight, kind = None, reduction or "none"
         elif values is not None:

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 def own_loop_message(model: str) -> str:
     return (
-        "On JAX, a window's sums are between the steps that `fit` and `train_on_batch` run, and "
-        f"not in what `train_step` returns. Received: a call of `train_step` of {model!r} by other "
-        "code. Call `train_on_batch`, which updates once per window, sum the gradients in your own "
-        f"loop, or {WITHOUT}."
+        "A window's sums are between the steps that `fit` and `train_on_batch` run, and not in "
+        f"what `train_step` returns in a compiled function. Received: a call of `train_step` of "
+        f"{model!r} by other code. Call `train_on_batch`, which updates once per window, sum the "
+        f"gradients in your own loop with `GradientAccumulator`, or {WITHOUT}."
     )
 
 
@@ -25,11 +25,13 @@ def unlike_message(model: str, verdict: Verdict) -> str:
     size = ""
     if first.size < 10:
         size = f" by {first.size:.0%}" if first.size >= 0.01 else f" by {first.size:.0e}"
+    written = [d.what for d in verdict.differences if d.what in verdict.written]
+    way = f"; move what it writes to {written} into `on_update`" if written else ""
     return (
         "A window of microbatches does not train as the full batch. Received: the training step of "
         f"{model!r}, which was run on some samples of the first batch at once, and in parts: "
         f"{first.what} differs{size}{more}, however the parts are weighted. To train "
-        f"exactly, {ALONE}; if the difference does not matter, override `microbatch_weight`."
+        f"exactly, {ALONE}{way}; if the difference does not matter, override `microbatch_weight`."
     )
 
 
@@ -39,6 +41,14 @@ def untried_message(model: str, error: Exception) -> str:
         f"training step of {model!r}, which cannot be run on some samples of the first batch: "
         f"{type(error).__name__}: {error} It is taken for a mean over samples. To train exactly, "
         f"{ALONE}, or override `microbatch_weight`."
+    )
+
+
+def unverified_message(model: str) -> str:
+    return (
+        "With `verify=False` it is not known whether a window of microbatches trains as the full "
+        f"batch. Received: {model!r}, with a step, loss, layer or metric of its own, which is "
+        "taken for a mean over samples. To have it tried on the first batch, leave `verify=True`."
     )
 
 
@@ -82,4 +92,23 @@ def own_averages_message(layers: list[str]) -> str:
         "process's own samples. Use those of one process for all, freeze them "
         "(`layer.trainable = False` before `compile`), or use LayerNormalization or "
         "GroupNormalization."
+    )
+
+
+def rescaled_message(variables: list[str]) -> str:
+    return (
+        "Float8 layers remember how large gradients are, to scale the next ones. "
+        f"Received: {variables}, in a window that is partial, or whose microbatches have different "
+        "weights: there they saw gradients of another scale than on the full batch, and round the "
+        "next ones differently. Let the batches of an epoch be a multiple of `accumulation_steps`, "
+        "and the samples of a batch one of `microbatch_size`."
+    )
+
+
+def unlike_updates_message(model: str) -> str:
+    return (
+        "A `train_step` must apply the same optimizers, in the same order and to the same "
+        "variables, in all microbatches of a window. "
+        f"Received: `train_step` of {model!r}, which applies others than in the microbatch before. "
+        f"Apply all of them in each call, {ALONE} for any step, or {WITHOUT}."
     )

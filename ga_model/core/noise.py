@@ -1,6 +1,6 @@
 """The noise of gradients: estimates from microbatches, and their averages.
 
-What is estimated stands in `sums/_noise`.
+What is estimated stands in `noise_scale`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from keras import ops
 
 from ga_model.base import _numbers
-from ga_model.sums._noise import Averages, estimates
+from ga_model.base._internals import overwrites
+from ga_model.core.noise_scale import Averages, estimates
 
 
 class Squares(NamedTuple):
@@ -47,7 +48,8 @@ class Squares(NamedTuple):
 
 def squared_norm(gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> Any:
     """Return the sum of the squares of all entries, of gradients whose loss was not scaled."""
-    dense = [_dense(g, v) for g, v in zip(gradients, variables) if g is not None]
+    pairs = [(g, v) for g, v in zip(gradients, variables) if not overwrites(v)]
+    dense = [_dense(g, v) for g, v in pairs if g is not None]
     squares = (ops.sum(ops.square(g / _numbers.like(g, scale))) for g in dense)
     return sum(map(_numbers.float64, squares), _numbers.float64(0.0))
 
@@ -100,7 +102,7 @@ def averaged(before: Any, decay: Any, squares: Squares, weight: Any, norm: Any) 
     """
     one = ops.ones(())
     found = (*estimates(*squares, weight, norm), weight, one)
-    values = ops.stack([ops.cast(value, "float32") for value in found])
+    values = ops.stack([_numbers.like(before, value) for value in found])
     decay = _numbers.like(before, decay)
     after = ops.append(decay * before[:4] + (1.0 - decay) * values, before[4] + 1)
     # Not of windows of one microbatch, nor of an update that is skipped.

@@ -16,18 +16,22 @@ import numpy as np
 from keras import ops
 
 from ga_model.base import _numbers, _validate
-from ga_model.base._identity import unique
-from ga_model.base._internals import loss_tracker
+from ga_model.base._identity import is_in, unique
+from ga_model.base._internals import copy_of, loss_tracker, overwrites
 from ga_model.core import messages
 from ga_model.core.backend import Backend
 from ga_model.core.losses import Kinds, Position, StepLosses, observer_of
-from ga_model.core.window import Amount, shrinkage
-from ga_model.hearing import _messages
-from ga_model.hearing._compiled_copy import copy_with
-from ga_model.hearing._metric_calls import MetricCalls, noting_results, waiting
-from ga_model.hearing._metrics_of_user import parts_of
-from ga_model.hearing._models import recording_of_thread
-from ga_model.hearing._stand_ins import stand_in
+from ga_model.core.window import Amount, Largest, shrinkage, with_values
+from ga_model.recording import _messages
+from ga_model.recording._compiled_copy import copy_with
+from ga_model.recording._metric_calls import MetricCalls, Unnoted, noting_results, waiting
+from ga_model.recording._metrics_of_user import parts_of
+from ga_model.recording._models import recording_of_thread
+from ga_model.recording._stand_ins import stand_in
+
+
+class CannotAccumulateError(RuntimeError):
+    """A step does what no window can be made of, whatever its samples are."""
 
 
 class Update(NamedTuple):
@@ -56,12 +60,12 @@ class Applied(NamedTuple):
     Attributes:
         optimizer: the optimizer.
         variables: those that it updates, in the order of their gradients.
-        in_pairs: whether `apply_gradients` was called, and not `apply`.
+        via_apply_gradients: whether `apply_gradients` was called, and not `apply`.
     """
 
     optimizer: Any
     variables: tuple[Any, ...]
-    in_pairs: bool = False
+    via_apply_gradients: bool = False
 
 
 def by_optimizer(
@@ -92,6 +96,8 @@ class Recording:
         rate, backend: as they are passed.
         applied: the optimizers that the step has applied, in their order.
         gradients: of all their variables, tensors or None.
+        at_updates: in a trial, the scalars of these optimizers, such as rates, and their values
+            when they were applied.
         relative_weight: scalar, what the microbatch counts, in `unit`, or None: it is a sum.
         unit: scalar, what weights are counted in now.
         losses: what is known of the step's losses.
@@ -113,6 +119,7 @@ class Recording:
         self.rate = rate
         self.applied: list[Applied] = []
         self.gradients: list[Any] = []
+        self.at_updates: list[tuple[Any, Any]] = []
         self.relative_weight: Any = None
         self.unit: Any = position.unit
         self.losses = StepLosses(model, data, position, kinds)
@@ -120,7 +127,8 @@ class Recording:
         self._is_own = is_own
         self._is_trial = is_trial
         self._position = position
-        self._metrics = _Calls(waits)
+        self._metrics = _Calls(waits, backend.unnoted)
+        self._divided: list[Any] = []  # optimizers whose losses were
         self._copies: list[Any] = []  # of compiled losses
         self._loss: tuple[Any, Any] | None = None  # numerator and denominator
 
@@ -151,7 +159,19 @@ class Recording:
         self.losses.release()
 
     def scale_loss(self, optimizer: Any, loss: Any) -> Any:
-        """Fold the microbatch's weight into the loss, then scale it as the optimizer does."""
+        """Fold the microbatch's weight into the loss, then scale it, as `_scale_loss` has it."""
+        with self.backend.unnoted():
+            return self._scale_loss(optimizer, loss)
+
+    def _scale_loss(self, optimizer: Any, loss: Any) -> Any:
+        """Fold the microbatch's weight into the loss, then scale it as the optimizer does.
+
+        In half precision a loss of the user's own is divided by the number of microbatches, so that
+        gradients overflow where those of the full batch do. `apply` takes it back.
+        """
+        if self._is_own and hasattr(optimizer, "dynamic_scale"):
+            self._divided.append(optimizer)
+            return optimizer.scale_loss(loss / _numbers.like(loss, self._position.parts))
         if self._is_own or (self.rate is not None and self.losses.terms().is_plain):
             return optimizer.scale_loss(loss)
         terms, position = self.losses.terms(), self._position
@@ -167,7 +187,7 @@ class Recording:
         if position.sums is not None:
             counts = relative is None or relative != 0
             position.sums.begin(shrinkage(position.unit, self.unit), counts)
-        wide = _numbers.constant(_numbers.float64(loss))
+        wide = _numbers.constant(_numbers.float64(self.backend.unscaled(loss)))
         numerator = _numbers.constant(terms.fold(wide, weight, position.is_first))
         if weight is None:
             self._loss = numerator, _numbers.float64(position.is_first)
@@ -175,8 +195,19 @@ class Recording:
             self._loss = _numbers.where(weight == 0, 0.0, numerator), weight
         return optimizer.scale_loss(terms.fold(loss, relative, position.is_first))
 
-    def apply(self, optimizer: Any, gradients: Any, variables: Any, in_pairs: bool = False) -> None:
+    def apply(
+        self,
+        optimizer: Any,
+        gradients: Any,
+        variables: Any,
+        via_apply_gradients: bool = False,
+        values: Any = None,
+    ) -> None:
         """Keep the gradients that an optimizer would apply.
+
+        Args:
+            optimizer, gradients, variables, via_apply_gradients: as `Applied` has them.
+            values: of the optimizer's variables, or None: as they are.
 
         Raises:
             RuntimeError: it was applied before, or another one was, and the backend has one only.
@@ -185,10 +216,25 @@ class Recording:
             return
         is_again = any(optimizer is applied.optimizer for applied in self.applied)
         if is_again or (self.applied and not self.backend.has_several_optimizers):
-            raise RuntimeError(_messages.applied_twice_message(self.model.name, optimizer.name))
+            message = _messages.applied_twice_message(self.model.name, optimizer.name)
+            raise CannotAccumulateError(message)
         _validate.check_single_accumulation([optimizer], self.model.accumulation_steps)
-        self.applied.append(Applied(optimizer, tuple(variables), in_pairs))
-        self.gradients += gradients
+        if self.rate is not None:
+            of_optimizer = optimizer.variables
+            pairs = zip(of_optimizer, map(copy_of, of_optimizer) if values is None else values)
+            self.at_updates += [(v, value) for v, value in pairs if len(v.shape) == 0]
+        if is_in(optimizer, self._divided):
+            with self.backend.unnoted():
+                gradients = [with_values(g, self._times_parts) for g in gradients]
+        self.applied.append(Applied(optimizer, tuple(variables), via_apply_gradients))
+        self.gradients += [
+            Largest(g) if g is not None and overwrites(v) else g
+            for g, v in zip(gradients, variables)
+        ]
+
+    def _times_parts(self, values: Any) -> Any:
+        wide = _numbers.widened(values)
+        return wide * _numbers.like(wide, self._position.parts)
 
     def update_metrics(self) -> None:
         """Give metrics the numbers that wait."""
@@ -263,10 +309,11 @@ class _Calls(MetricCalls):
 
     Args:
         waits: whether metrics get them later.
+        unnoted: as `MetricCalls` takes it.
     """
 
-    def __init__(self, waits: bool) -> None:
-        super().__init__()
+    def __init__(self, waits: bool, unnoted: Unnoted) -> None:
+        super().__init__(unnoted)
         self._waits = waits
 
     def update(self, metric: Any, value: Any, sample_weight: Any, term: Any = None) -> None:
@@ -293,7 +340,7 @@ def record(
     """
     recording = Recording(model, data, position, backend, **options)
     results: Any = contextlib.nullcontext()
-    if options.get("is_own"):
+    if options.get("is_own") or backend.traces:
         parts = [part for metric in model.metrics for part in (metric, *parts_of(metric))]
         results = noting_results(unique(parts))
     with recording_of_thread.set(recording), waiting(recording._metrics), results:

@@ -8,7 +8,7 @@ averages move once per update.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from keras import ops
 
 from ga_model.base import _numbers
 from ga_model.base._internals import copy_of, move_renormalization, reduction_axes
-from ga_model.hearing._moments_heard import listener, telling
+from ga_model.recording._moments_heard import listener, telling
 
 
 class Moments(NamedTuple):
@@ -93,20 +93,24 @@ class Listener:
 
     Args:
         layers: those whose averages may be put back.
+        place: gives what code that runs belongs to: the step, or a function or branch in it.
 
     Attributes:
         calls: the calls.
         moments: what they have computed.
     """
 
-    def __init__(self, layers: Sequence[Any] = ()) -> None:
+    def __init__(self, layers: Sequence[Any] = (), place: Callable[[], Any] = lambda: None) -> None:
         self.calls: list[Call] = []
         self.moments: list[Moments] = []
+        self._place, self._is_in = place, place()
         state = [v for layer in layers for v in layer.non_trainable_variables]
         self._before = [(variable, copy_of(variable)) for variable in state]
 
     def hear(self, layer: Any, inputs: Any, mask: Any, mean: Any, variance: Any) -> None:
-        """Note what a layer has computed of its inputs."""
+        """Note what a layer has computed of its inputs, if that can be used outside of its code."""
+        if self._place() is not self._is_in:
+            return
         epsilon = 0.0 if mask is None else keras.config.epsilon()
         shape = tuple(layer.moving_mean.shape)
         mean, variance = (ops.reshape(ops.stop_gradient(v), shape) for v in (mean, variance))
@@ -131,13 +135,14 @@ class Listener:
 
 
 @contextmanager
-def listening(layers: Sequence[Any]) -> Iterator[Listener]:
+def listening(layers: Sequence[Any], place: Callable[[], Any] = lambda: None) -> Iterator[Listener]:
     """Listen to a microbatch.
 
     Args:
         layers: BatchNormalization layers.
+        place: as `Listener` takes it.
     """
-    hears = Listener(layers)
+    hears = Listener(layers, place)
     with listener.set(hears), telling(layers):
         yield hears
 

@@ -29,11 +29,11 @@ from ga_model.core.proof.verdict import OF_KERAS, Verdict
 from ga_model.core.proof.weighing import Seen, Weighing
 from ga_model.core.recorder import Recording, by_optimizer, record
 from ga_model.core.statistics import Listener, listening
-from ga_model.core.window import Amount, Rows, Sums, values_of, with_values
-from ga_model.hearing import _messages, _weights
-from ga_model.hearing._attributes import watch_attributes
-from ga_model.hearing._models import is_of_keras, unpack
-from ga_model.hearing._split import Batch, num_rows
+from ga_model.core.window import Amount, Positions, Rows, Sums, is_list, values_of, with_values
+from ga_model.recording import _messages, _weights
+from ga_model.recording._attributes import watch_attributes
+from ga_model.recording._models import is_of_keras, unpack
+from ga_model.recording._split import Batch, num_rows
 
 
 class Steps:
@@ -56,7 +56,8 @@ class Steps:
         self._structure: Structure | None = None  # of the microbatch that was run or traced last
         self._seen: dict[Any, Structure] = {}  # of microbatches, by modes and shapes
         self._traced: dict[Mode, Structure] = {}  # what was found last
-        self._shapes: dict[Mode, Sums] = {}
+        self._shapes: dict[Any, Sums] = {}  # of what they give, likewise
+        self._first: Any = None  # the key of the first microbatch of the batch that was prepared
 
     # Microbatches.
 
@@ -86,28 +87,30 @@ class Steps:
         if not self._backend.traces:
             watch_attributes(self._model)
             return None, None
-        found = []
+        found, keys = [], []
         for index in sorted({0, batch.num_microbatches - 1}):
-            zero = _numbers.float64(0.0)
+            unit, num_counted = _numbers.float64(0.0), _numbers.int32(0)
             data = self._backend.as_traced(batch.microbatch(index))
-            arguments = (zero, zero == 0, data, numbers, totals)
+            arguments = (unit, num_counted, data, numbers, totals)
             key = (mode, self._backend.key_of(arguments))
             if key not in self._seen:
                 watch_attributes(self._model)
                 self._structure = None
                 with forgetting_override(self._model):
-                    self._shapes[mode] = self._backend.shapes(self._recording(mode), arguments)
+                    self._shapes[key] = self._backend.shapes(self._recording(mode), arguments)
                 # A trace for any number of samples serves others, too.
                 self._seen[key] = self._traced[mode] = self._structure or self._traced[mode]
             found.append(self._seen[key])
+            keys.append(key)
+        self._first = keys[0]
         return found[0], found[-1]
 
-    def begin(self, mode: Mode) -> Sums | None:
+    def begin(self) -> Sums | None:
         """Return the sums of a window that has no microbatch, if they are to be there before."""
         if not self._backend.traces:
             return None
-        shapes = self._shapes[mode].without_rows()
-        sums: Sums = self._backend.zeros(("begin", mode), shapes)
+        shapes = self._shapes[self._first].without_rows()
+        sums: Sums = self._backend.zeros(("begin", self._first), shapes)
         return sums
 
     def microbatch(
@@ -129,17 +132,34 @@ class Steps:
             )
             return add_eagerly(sums, data, numbers, totals)
         run_one = self._recording(mode)
+        if not self._backend.nests:
+            data, given = self._backend.placed(data), sums.without_rows()
+            found = run_one(sums.unit, sums.num_counted, data, numbers, totals)
+            plus: Callable[..., Sums] = self._backend.compiled(("plus", mode), Sums.plus, [])
+            return self._behind(sums, plus(given, found))
 
         def add(gradients: list[Any], others: Sums, *arguments: Any) -> Sums:
             sums = others._replace(gradients=gradients)
-            return sums.plus(run_one(sums.unit, sums.num_counted == 0, *arguments))
+            return sums.plus(run_one(sums.unit, sums.num_counted, *arguments))
 
         run: Callable[..., Sums] = self._backend.compiled(
             ("add", mode), add, self._reads(mode), consumes=True
         )
         given, data = sums.without_rows(), self._backend.placed(data)
         others = given._replace(gradients=[])
-        return run(given.gradients, others, data, numbers, totals).behind(sums)
+        return self._behind(sums, run(given.gradients, others, data, numbers, totals))
+
+    def _behind(self, before: Sums, after: Sums) -> Sums:
+        """Return sums with the rows of those before, of which no sum is made."""
+        gradients = after.gradients
+        for place, (rows, gradient) in enumerate(zip(before.gradients, gradients)):
+            if is_list(rows) and is_list(gradient):
+                gradients[place] = (*rows, *gradient)
+            elif is_list(rows) and rows:  # another microbatch has a dense one
+                joined = self._backend.joined(rows, after.unit)
+                add = self._backend.compiled("dense", _with_rows, [])
+                gradients[place] = add(gradient, joined)
+        return after
 
     def _add(
         self,
@@ -151,10 +171,10 @@ class Steps:
     ) -> Sums:
         """Do so where nothing is compiled."""
         unit = 0.0 if sums is None else sums.unit
-        is_first = sums is None or sums.num_counted == 0
+        num_counted = 0 if sums is None else sums.num_counted
         gradients = self._gradient_sums(mode, None if sums is None else sums.gradients)
         try:
-            found = self._record(mode, unit, is_first, data, numbers, totals, gradients)
+            found = self._record(mode, unit, num_counted, data, numbers, totals, gradients)
         finally:
             added = None if gradients is None else gradients.end()
         if added is None:
@@ -187,7 +207,7 @@ class Steps:
         self,
         mode: Mode,
         unit: Any,
-        is_first: Any,
+        num_counted: Any,
         data: Any,
         numbers: Numbers,
         totals: list[Any] | None,
@@ -197,14 +217,14 @@ class Steps:
         model = self._model
         whole = None
         if mode.is_split:
-            whole = _weights.Whole(
+            whole = _weights.FullBatch(
                 lambda: numbers.rows, mode.is_alone, functools.partial(_known, totals)
             )
         position = Position(
             numbers.steps,
             numbers.num_microbatches,
             numbers.parts,
-            is_first,
+            num_counted == 0,
             unit,
             whole,
             sums=gradients,
@@ -283,7 +303,7 @@ class Steps:
             _weighed(own[name], verdict.of_log(name), seen, position)
             for name in self._structure.own_logs
         ]
-        gradients = [with_values(g, _widened) for g in gradients]
+        gradients = [with_values(g, _numbers.widened) for g in gradients]
         total, weighing = relative, verdict.weighing
         if not verdict.is_folded and weighing.is_sum:
             total, unit = None, _numbers.float64(1.0)
@@ -293,8 +313,9 @@ class Steps:
                 with_values(g, lambda values: values * _numbers.like(values, relative))
                 for g in gradients
             ]
-            once = _numbers.share(_numbers.float64(weighing.once), unit)
-            share = 1.0 / self._backend.num_processes  # each has a first microbatch
+            once = _numbers.share(_numbers.float64(weighing.epsilon), unit)
+            # Each has a first microbatch.
+            share = 1.0 / (self._backend.num_processes * self._backend.num_replicas)
             total = relative - once * _numbers.where(position.is_first, 1.0 - share, 1.0)
         counted = _numbers.int32(1), _numbers.int32(0)
         gradients = [_ended(g, total, unit) for g in gradients]
@@ -318,14 +339,14 @@ class Steps:
         options = {"is_own": is_own, "kinds": kinds, "is_trial": mode.is_trial}
         with (
             record(model, data, position, backend, **options) as recording,
-            listening(layers) as listener,
+            listening(layers, backend.place) as listener,
             splitting,
         ):
-            logs, written = backend.run_step(data)
+            logs, of_step = backend.run_step(data)
         listener.put_back()
         if model.trainable_weights and not (recording.applied or mode.is_trial):
             raise RuntimeError(_messages.not_recorded_message(model.name, []))
-        written = self._without_state(written, layers) if written else []
+        written = self._without_state(of_step, layers) if of_step else []
         if written and verdict is None and not mode.is_trial:  # else they were compared
             paths = [variable.path for variable in written]
             model._warn_once(_messages.written_message(model.name, paths))
@@ -334,7 +355,13 @@ class Steps:
             model._warn_once(messages.own_averages_message(names))
         if mode.size is None:
             heard = [call.layer for call in listener.calls]
-            others = [layer.name for layer in layers if not is_in(layer, heard)]
+            known = {id(variable) for variable in of_step}
+            others = [
+                layer.name
+                for layer in layers
+                if not is_in(layer, heard)
+                and any(id(variable) in known for variable in layer.non_trainable_variables)
+            ]
             for message in batch_normalization_messages([part.name for part in heard], others):
                 model._warn_once(message)
         return recording, listener, logs, written
@@ -367,6 +394,10 @@ class Steps:
         return [_numbers.float64(0.0 if weight is None else weight) for weight in weights]
 
 
+def _with_rows(gradient: Any, rows: Rows) -> Any:
+    return gradient + _numbers.dense(rows.values, rows.indices, gradient.shape)
+
+
 def _weighed(
     value: Any, weighing: Weighing, seen: Seen, position: Position, count: Any = 1.0
 ) -> Amount:
@@ -376,7 +407,7 @@ def _weighed(
         return Amount._make(map(_numbers.float64, numbers))
     weight = _numbers.float64(weighing.weight(seen))
     numerator = _numbers.where(weight == 0, 0.0, value * weight)
-    rest = _numbers.where(position.is_first, weight, weight - weighing.once)
+    rest = _numbers.where(position.is_first, weight, weight - weighing.epsilon)
     return Amount._make(map(_numbers.float64, (numerator, rest, count, 1.0)))
 
 
@@ -386,19 +417,14 @@ def _known(totals: list[Any] | None) -> list[Any]:
     return totals
 
 
-def _widened(values: Any) -> Any:
-    """Return the values of a gradient in the dtype that they are summed in."""
-    return ops.cast(values, _numbers.sum_dtype(values.dtype))
-
-
 def _ended(gradient: Any, total: Any, unit: Any) -> Any:
     """Return a gradient with the unit that its rows are in, and zero where these do not count."""
-    if not isinstance(gradient, Rows):
+    if not isinstance(gradient, (Rows, Positions)):
         return gradient
     values = gradient.values
     if total is not None:
         values = _numbers.if_so(total != 0, values)  # which may be NaN
-    return Rows(values, gradient.indices, unit)
+    return gradient._replace(values=values, unit=unit)
 
 
 def _skipped(found: Sums) -> tuple[Any, Sums]:

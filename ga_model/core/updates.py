@@ -57,7 +57,10 @@ class Updates:
 
     def _report(self, structure: Structure, before: list[Amount] | None, now: list[Amount]) -> Any:
         model = self._model
-        before = [Amount(0.0, 0.0, 0.0, 0.0) for _ in now] if before is None else before
+        amounts = self._backend.amounts_of_all([*now, *(before or ())])
+        nothing = [Amount(0.0, 0.0, 0.0, 0.0) for _ in now]
+        now, before = amounts[: len(now)], amounts[len(now) :] or nothing
+        share = 1.0 / self._backend.num_replicas  # of what all of them add to a metric
         for update, first, last in zip(structure.updates, before, now):
             metric = update.metric
             is_mean = isinstance(metric, keras.metrics.Mean)
@@ -65,9 +68,10 @@ class Updates:
                 is_reset = copy_of(metric.count) == 0
                 first = Amount._make(_numbers.where(is_reset, 0.0, a) for a in first)
             (total, count), (known, known_count) = update.added(last), update.added(first)
-            metric.total.assign_add(ops.cast(total - known, metric.total.dtype))
+            metric.total.assign_add(ops.cast((total - known) * share, metric.total.dtype))
             if is_mean:
-                metric.count.assign_add(ops.cast(count - known_count, metric.count.dtype))
+                added = (count - known_count) * share
+                metric.count.assign_add(ops.cast(added, metric.count.dtype))
         if not (structure.own_logs or structure.logs_of_metrics):
             return model.get_metrics_result()
         results = {}
@@ -93,17 +97,20 @@ class Updates:
         gradients = [self._joined(g, sums.unit) for g in sums.gradients]
         sums = sums._replace(amounts=[], moments=[], gradients=gradients)
         before = [(estimate.sums, estimate.decay) for estimate in estimates]
-        for estimate, after in zip(estimates, measure(before, sums)):
+        of_one, *_ = self._backend.each(measure(before, sums))  # all have the same
+        for estimate, after in zip(estimates, of_one):
             estimate.sums = after
 
     def _measure(self, structure: Structure, before: list[Any], sums: Sums) -> list[Any]:
         total, after = _numbers.where(sums.total == 0, 1.0, sums.total), []
-        parts = zip(before, sums.squares, by_optimizer(structure.applied, sums.gradients))
+        weight = sums.total * sums.unit * self._backend.num_replicas
+        gradients, divisor = self._backend.sum_of_all(sums.gradients, total)
+        parts = zip(before, sums.squares, by_optimizer(structure.applied, gradients))
         of_applied = (applied.variables for applied in structure.applied)
         for ((earlier, decay), squares, (gradients, scale)), variables in zip(parts, of_applied):
-            norm = squared_norm(gradients, variables, scale) / total**2
+            norm = squared_norm(gradients, variables, scale) / divisor**2
             squares = squares._replace(total=squares.total * sums.unit)
-            after.append(averaged(earlier, decay, squares, sums.total * sums.unit, norm))
+            after.append(averaged(earlier, decay, squares, weight, norm))
         return after
 
     def update(self, structure: Structure, sums: Sums, counters: Counters) -> Counters:
@@ -122,26 +129,32 @@ class Updates:
             functools.partial(self._update, structure),
             ["trainable", "non_trainable", "optimizer"],
             updates=["trainable", "optimizer"],
+            consumes=True,
         )
-        sums = sums._replace(gradients=[self._joined(g, sums.unit) for g in sums.gradients])
-        counted: Counters = update(sums._replace(amounts=[], squares=()), counters)
+        gradients = [self._joined(g, sums.unit) for g in sums.gradients]
+        others = sums._replace(gradients=[], amounts=[], squares=())
+        counted: Counters = update(gradients, others, counters)
         return counted
 
     def _joined(self, gradient: Any, unit: Any) -> Any:
         """Return a gradient of a window, sparse ones with all of their rows in a unit."""
         return self._backend.joined(gradient, unit) if is_list(gradient) else gradient
 
-    def _update(self, structure: Structure, sums: Sums, counters: Counters) -> Counters:
-        gradients = iter(sums.mean([v for a in structure.applied for v in a.variables]))
+    def _update(
+        self, structure: Structure, sums: list[Any], others: Sums, counters: Counters
+    ) -> Counters:
+        variables = [v for a in structure.applied for v in a.variables]
+        means = others._replace(gradients=sums).mean(variables)
+        gradients = iter(self._backend.in_place_of(sums, means))
         for applied in structure.applied:
             self._backend.apply(applied, [next(gradients) for _ in applied.variables])
-        for call, moments in zip(structure.calls, sums.moments):
+        for call, moments in zip(structure.calls, others.moments):
             call.move(moments)
-        self.after_update()
-        has_lost = sums.has_lost
-        if sums.total is not None:
-            has_lost = _numbers.both(has_lost, sums.total != 0)
-        return count(sums, counters)._replace(lost=counters.lost + ops.cast(has_lost, "int32"))
+        self._backend.once(self.after_update)
+        has_lost = others.has_lost
+        if others.total is not None:
+            has_lost = _numbers.both(has_lost, others.total != 0)
+        return count(others, counters)._replace(lost=counters.lost + ops.cast(has_lost, "int32"))
 
     def whole(self, size: int, data: Any) -> Any:
         """Run the step as it is on a full batch, with its calls of layers by microbatches.
@@ -156,7 +169,7 @@ class Updates:
     def _whole(self, size: int, data: Any) -> Any:
         with self._backend.splitting_calls(size):
             logs, _ = self._backend.run_step(data)
-        self.after_update()
+        self._backend.once(self.after_update)
         return logs
 
     def after_update(self) -> None:

@@ -10,7 +10,7 @@ from keras import ops
 from ga_model.base import _numbers
 from ga_model.core.noise import Squares
 from ga_model.core.statistics import Moments
-from ga_model.hearing._split import num_rows, part_of
+from ga_model.recording._split import num_rows, part_of
 
 
 class Amount(NamedTuple):
@@ -54,20 +54,36 @@ class Rows(NamedTuple):
 
 
 class Positions(NamedTuple):
-    """The same where the indices do not follow from the samples, such as those of positions.
+    """The same where as many rows are looked up for any number of samples, such as positions.
 
-    Each row is there once, and is summed over microbatches.
+    If all microbatches of a window have the same indices, the full batch has each row once.
 
     Attributes:
-        values, indices: as `Rows` has them, in the unit of the sums.
+        values, indices, unit: as `Rows` has them.
     """
 
     values: Any
     indices: Any
+    unit: Any
 
-    def plus(self, other: Positions, *args: Any) -> Positions:
-        """Return both, as `_numbers.added` has it."""
-        return Positions(_numbers.added(self.values, other.values, *args), other.indices)
+
+class Largest(NamedTuple):
+    """What is to overwrite a variable, such as the scale of a float8 layer.
+
+    Keras passes it on as the gradient of the variable. The largest of a window is that of all its
+    samples. It has no weight.
+
+    Attributes:
+        values: the tensor.
+    """
+
+    values: Any
+
+    def plus(self, other: Largest, _: Any = None, counts: Any = True) -> Largest:
+        """Return the larger one. What is not finite of a microbatch without weight is left out."""
+        larger, known = ops.maximum(self.values, other.values), ops.isfinite(other.values)
+        finite = ops.where(known, larger, self.values)
+        return Largest(_numbers.where(counts, larger, finite))
 
 
 class Sums(NamedTuple):
@@ -134,7 +150,7 @@ class Sums(NamedTuple):
                 with_values(g, lambda v: _numbers.where(counts, v, ops.zeros_like(v)))
                 for g in gradients
             ]
-        gradients = [(g,) if isinstance(g, Rows) else g for g in gradients]
+        gradients = [(g,) if isinstance(g, (Rows, Positions)) else g for g in gradients]
         return self._replace(gradients=gradients)
 
     def mean(self, variables: list[Any]) -> list[Any]:
@@ -155,14 +171,9 @@ class Sums(NamedTuple):
 
     def without_rows(self) -> Sums:
         """Return the sums without what no sum is made of."""
-        is_sparse = [isinstance(g, Rows) or is_list(g) for g in self.gradients]
+        is_sparse = [isinstance(g, (Rows, Positions)) or is_list(g) for g in self.gradients]
         pairs = zip(self.gradients, is_sparse)
         return self._replace(gradients=[() if sparse else g for g, sparse in pairs])
-
-    def behind(self, before: Sums) -> Sums:
-        """Return the sums with the rows of those before."""
-        pairs = zip(before.gradients, self.gradients)
-        return self._replace(gradients=[(*a, *b) if is_list(b) else b for a, b in pairs])
 
 
 def shrinkage(unit: Any, later: Any) -> Any:
@@ -171,25 +182,37 @@ def shrinkage(unit: Any, later: Any) -> Any:
 
 
 def _sum(a: Any, b: Any, *args: Any) -> Any:
-    if isinstance(b, Rows):
-        return (*(a or ()), b)
+    """Return a sum with what a microbatch adds, as `_numbers.added` has it."""
+    if isinstance(b, (Rows, Positions)):
+        if a is None or is_list(a):
+            return (*(a or ()), b)
+        b = _numbers.dense(b.values, b.indices, a.shape)
+    if isinstance(a, tuple) and not a:  # rows, which are behind
+        return b
     if a is None or b is None:
         return b if a is None else a
-    return a.plus(b, *args) if isinstance(b, Positions) else _numbers.added(a, b, *args)
+    if isinstance(b, Largest):
+        return a.plus(b, *args)
+    return _numbers.added(a, b, *args)
 
 
 def is_list(gradient: Any) -> bool:
     """Return whether a gradient is that of several microbatches, whose rows are not summed."""
-    return isinstance(gradient, tuple) and not isinstance(gradient, (Rows, Positions))
+    return isinstance(gradient, tuple) and not isinstance(gradient, (Rows, Positions, Largest))
 
 
 def values_of(gradient: Any) -> Any:
     """Return the values of a gradient, sparse or not."""
-    return gradient.values if isinstance(gradient, (Rows, Positions)) else gradient
+    return gradient.values if isinstance(gradient, (Rows, Positions, Largest)) else gradient
 
 
 def with_values(gradient: Any, function: Callable[[Any], Any]) -> Any:
-    """Return a gradient, sparse or not, with a function of its values; or None."""
+    """Return a gradient, sparse or not, with a function of its values; or None.
+
+    What overwrites a variable is as it is.
+    """
+    if isinstance(gradient, Largest):
+        return gradient
     if isinstance(gradient, (Rows, Positions)):
         return gradient._replace(values=function(gradient.values))
     return None if gradient is None else function(gradient)
@@ -236,6 +259,7 @@ class Window:
         self.sums: Sums | None = None
         self._num_batches = 0
         self.entries: tuple[float, ...] | None = None
+        self.applied: list[Any] | None = None  # what the last step has applied
         self.held: list[Held] = []
 
     def hold(self, data: Any, num_news: Any) -> None:
@@ -266,7 +290,3 @@ class Window:
     def num_batches(self) -> int:
         """Return how many batches there are that no update has used yet."""
         return self._num_batches
-
-    def messages(self, model: str) -> list[str]:
-        """Return the warnings about the windows so far: none."""
-        return []

@@ -1,8 +1,9 @@
-"""Record a step that TensorFlow draws in a graph, or runs eagerly.
+"""Record an unchanged `train_step`.
 
-What `hearing` listens to is read in the graph of the step: what its losses and logs are divided by,
-whether gradients reach the optimizer as tapes gave them, what it writes to, and whether all of it
-adds up over microbatches.
+While a step is recorded, attributes of the model return stand-ins: optimizers return gradients
+instead of updating, the compiled loss records what its terms average over, metrics keep values that
+wait for the full batch, and BatchNormalization layers record their moments. The weight of a
+microbatch follows from the terms of the loss.
 
-May import `sums` and the rooms below it, and `hearing`.
+May import `base`. Knows nothing of TensorFlow or PyTorch.
 """

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import keras
 
 from ga_model.backends.jax import layer_calls, refusals
-from ga_model.backends.jax.noting import Noting
+from ga_model.backends.jax.noting import UNNOTED, Noting
 from ga_model.base._internals import (
     jax_state_of,
     leave_values,
@@ -24,7 +24,7 @@ from ga_model.core.backend import GROUPS, Backend, Group
 from ga_model.core.layer_calls import Split, Traced, splitting_calls
 from ga_model.core.proof.draws import Draws
 from ga_model.core.recorder import Applied
-from ga_model.hearing._stand_ins import OptimizerStandIn
+from ga_model.recording._stand_ins import OptimizerStandIn
 
 
 class StandIn(OptimizerStandIn):
@@ -34,10 +34,12 @@ class StandIn(OptimizerStandIn):
         self, optimizer_variables: Any, grads: Any, trainable_variables: Any
     ) -> tuple[Any, Any]:
         optimizer, rate = self._original, self._listener.rate
-        self._listener.apply(optimizer, grads, self._listener.model.trainable_variables)
+        variables = self._listener.model.trainable_variables
+        self._listener.apply(optimizer, grads, variables, values=optimizer_variables)
         if rate is None:
             return trainable_variables, optimizer_variables
-        moved = [_moved(*pair, rate) for pair in zip(trainable_variables, grads)]
+        with self._listener.backend.unnoted():
+            moved = [_moved(*pair, rate) for pair in zip(trainable_variables, grads)]
         counter = num_updates(optimizer)
         pairs = zip(optimizer.variables, optimizer_variables)
         return moved, [x + (rate != 0).astype(x.dtype) if v is counter else x for v, x in pairs]
@@ -47,9 +49,7 @@ def _moved(weight: Any, gradient: Any, rate: Any) -> Any:
     """Return a weight after the surrogate update of a trial."""
     if gradient is None:
         return weight
-    # Of rank one at least, so that nothing of it is taken for a scalar of the step.
-    old, step = jnp.atleast_1d(weight), jnp.atleast_1d((rate * gradient).astype(weight.dtype))
-    return jnp.where(rate == 0, old, old - step).reshape(weight.shape)
+    return jnp.where(rate == 0, weight, weight - (rate * gradient).astype(weight.dtype))
 
 
 class JaxBackend(Backend):
@@ -93,6 +93,8 @@ class JaxBackend(Backend):
         discards: bool = False,
     ) -> Compiled:
         if name not in self._made:
+            # The memory of what is updated takes all results: JAX warns of other that is given.
+            consumes = consumes and not updates
             self._made[name] = Compiled(self, function, reads, updates, consumes, discards)
         return self._made[name]
 
@@ -234,6 +236,9 @@ class JaxBackend(Backend):
         known = stateless_scope().state_mapping
         return all(id(variable) in known for variable in self.variables(group))
 
+    def unnoted(self) -> contextlib.AbstractContextManager[None]:
+        return jax.named_scope(UNNOTED)  # type: ignore[no-any-return]
+
     def noting(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], draws: Draws | None = None
     ) -> tuple[Any, dict[str, Any]]:
@@ -289,8 +294,8 @@ class JaxBackend(Backend):
     def is_in_step(self) -> bool:
         return stateless_scope() is not None
 
-    def run_apart(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return layer_calls.run_apart(function)
+    def run_apart(self, function: Callable[..., Any], derives: bool = False) -> Callable[..., Any]:
+        return layer_calls.run_apart(function, derives)
 
     def by_microbatches(self, split: Split) -> tuple[list[Any], Traced]:
         return layer_calls.by_microbatches(split)

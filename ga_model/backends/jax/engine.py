@@ -16,7 +16,7 @@ class Accumulation(Driver):
     """All that is kept for a model where Keras runs on JAX.
 
     Args:
-        model, settings: as `Kept` takes them.
+        model, settings: as `ModelState` takes them.
     """
 
     backend: JaxBackend

@@ -70,8 +70,9 @@ def _joined(found: list[Traced], shares: list[float], are_sums: list[bool]) -> T
     return Traced(outputs, attached, losses, moments)
 
 
-def run_apart(function: Callable[..., Any]) -> Callable[..., Any]:
+def run_apart(function: Callable[..., Any], derives: bool = False) -> Callable[..., Any]:
     """Return what runs a function while another one is traced, as `Backend.run_apart` has it."""
+    function = functools.partial(_gradients, function) if derives else function
     compiled: dict[int, Any] = {}
 
     def run(fixed: list[Any], arrays: list[Any], begin: int, end: int) -> list[Any]:
@@ -80,12 +81,32 @@ def run_apart(function: Callable[..., Any]) -> Callable[..., Any]:
             compiled[end - begin] = jax.jit(functools.partial(_with_draws, function, end - begin))
         try:
             with jax.ensure_compile_time_eval():
-                outputs = compiled[end - begin](*arguments)
+                found = compiled[end - begin](*arguments)
         except NotImplementedError:  # of loops, up to JAX 0.6
-            outputs = compiled[end - begin].lower(*arguments).compile()(*arguments)
-        return [np.asarray(output) for output in outputs]
+            found = compiled[end - begin].lower(*arguments).compile()(*arguments)
+        return list(map(np.asarray, found))
 
     return run
+
+
+def _gradients(function: Any, fixed: Any, samples: Any) -> Any:
+    sources = [*samples, *fixed]
+    places = [place for place, source in enumerate(sources) if _has_gradient(source)]
+
+    def run(values: list[Any]) -> Any:
+        given = list(sources)
+        for place, value in zip(places, values):
+            given[place] = value
+        outputs = function(given[len(samples) :], given[: len(samples)])
+        return list(filter(_has_gradient, outputs))
+
+    followed, pull = jax.vjp(run, [sources[place] for place in places])
+    (gradients,) = pull(followed)
+    return gradients
+
+
+def _has_gradient(array: Any) -> bool:
+    return bool(jnp.issubdtype(jnp.result_type(array), jnp.inexact))
 
 
 def _with_draws(function: Any, rows: int, fixed: Any, samples: Any, begin: Any) -> Any:

@@ -24,6 +24,7 @@ _DIVIDING = {"div", "max", "select_n", "integer_pow", "pow"}
 # Equations that decide by their first input, and those whose result may be a bound.
 _DECIDING = {"cond", "select_n"}
 _BOUNDING = {"max", "min", "clamp", "select_n"}
+UNNOTED = "ga_model.unnoted"  # a named scope of what this package computes
 _JAXPRS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
@@ -40,6 +41,7 @@ class Noting:
     def __init__(self, draws: Draws | None) -> None:
         self.scalars: dict[str, Any] = {}
         self._draws = draws
+        self._is_unnoted = False
 
     def run(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         """Return what a function returns for its arguments: nests of arrays."""
@@ -61,6 +63,13 @@ class Noting:
 
     def _outputs(self, equation: Any, inputs: list[Any]) -> Any:
         name, parameters = equation.primitive.name, equation.params
+        outer, self._is_unnoted = self._is_unnoted, self._is_unnoted or _is_of_package(equation)
+        try:
+            return self._found(equation, name, parameters, inputs)
+        finally:
+            self._is_unnoted = outer
+
+    def _found(self, equation: Any, name: str, parameters: Any, inputs: list[Any]) -> Any:
         inner = next((parameters[key] for key in _JAXPRS if key in parameters), None)
         if name in _CALLS and inner is not None:
             jaxpr, constants = getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
@@ -83,8 +92,16 @@ class Noting:
         return outputs
 
     def _note(self, name: str, value: Any) -> None:
+        if self._is_unnoted:
+            return
         if not jnp.shape(value) and jnp.issubdtype(jnp.result_type(value), jnp.floating):
             self.scalars[f"{len(self.scalars):05} {name}"] = value
+
+
+def _is_of_package(equation: Any) -> bool:
+    """Return whether this package computes something, as `JaxBackend.unnoted` marks it."""
+    source = getattr(equation, "source_info", None)
+    return UNNOTED in str(getattr(source, "name_stack", ""))
 
 
 def _bits(draws: Draws, shape: tuple[int, ...], dtype: Any) -> Any:

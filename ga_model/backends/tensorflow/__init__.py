@@ -5,7 +5,6 @@ number, as plain Keras does. Sparse gradients keep their rows: `adapter`. Where 
 full batch, calls of layers go by microbatches, which `layer_calls` runs in loops. What a step
 divides by, and what it draws, is seen by a callback of operations: `noting`.
 
-What is missing: replicas of `tf.distribute`. Sparse gradients whose indices follow from positions
-and not from samples are not known as such where the model runs eagerly. A loop of the user's own
+Functions of the core run on each replica of `tf.distribute`: `replicas`. A loop of the user's own
 that `tf.function` compiles is refused.
 """

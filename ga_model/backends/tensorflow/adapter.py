@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -10,45 +11,54 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ga_model.backends.tensorflow import layer_calls
+from ga_model.backends.tensorflow import layer_calls, optimizers, replicas
 from ga_model.backends.tensorflow.noting import Noting
-from ga_model.backends.tensorflow.state import State
+from ga_model.backends.tensorflow.replicas import OnReplicas, Replicas
+from ga_model.backends.tensorflow.state import State, Variables
 from ga_model.base import _numbers
 from ga_model.base._call_again import PythonState
-from ga_model.base._context import graph_being_made
+from ga_model.base._context import ThreadValue, graph_being_made
 from ga_model.base._internals import (
     build,
     compiled_loss,
     is_built,
     num_updates,
     raw,
+    unscaled_for_replicas,
 )
-from ga_model.base._internals_tf import noting_writes
+from ga_model.base._internals_tf import is_branch, noting_writes
+from ga_model.base._method_patch import MethodPatch
 from ga_model.core.backend import GROUPS, Backend, Group, States
 from ga_model.core.layer_calls import Split, Traced, splitting_calls
 from ga_model.core.proof.draws import Draws
-from ga_model.core.recorder import Applied
-from ga_model.core.window import Positions, Rows, shrinkage
-from ga_model.hearing._models import optimizers_in, unrecorded
-from ga_model.hearing._stand_ins import OptimizerStandIn
+from ga_model.core.recorder import Applied, CannotAccumulateError
+from ga_model.core.window import Amount, Largest, Positions, Rows, Sums, shrinkage, with_values
+from ga_model.recording._messages import inner_graph_message
+from ga_model.recording._models import optimizers_in, unrecorded
+from ga_model.recording._split import Batch
+from ga_model.recording._stand_ins import OptimizerStandIn
 
 
 class StandIn(OptimizerStandIn):
     """Stands in for an optimizer while a step is recorded."""
 
-    def _take(self, gradients: list[Any], variables: list[Any], in_pairs: bool = False) -> None:
+    def _take(
+        self, gradients: list[Any], variables: list[Any], via_apply_gradients: bool = False
+    ) -> None:
         optimizer, recording = self._original, self._listener
+        if is_branch(graph_being_made()):
+            raise CannotAccumulateError(inner_graph_message(recording.model.name))
         if not optimizer.built:
-            with tf.init_scope(), keras.name_scope(optimizer.name):
-                optimizer.build(variables)
+            optimizers.build_outside(optimizer, optimizer.build, variables, is_seen=True)
         is_dense = recording.rate is not None
         gradients = [
             None if g is None else recording.backend.given(g, v, is_dense)
             for g, v in zip(gradients, variables)
         ]
-        recording.apply(optimizer, gradients, variables, in_pairs=in_pairs)
+        recording.apply(optimizer, gradients, variables, via_apply_gradients=via_apply_gradients)
         if recording.rate is not None:
-            _move(optimizer, gradients, variables, recording.rate)
+            with recording.backend.unnoted():
+                _move(optimizer, gradients, variables, recording.rate)
 
 
 def _move(optimizer: Any, gradients: list[Any], variables: list[Any], rate: Any) -> None:
@@ -59,14 +69,6 @@ def _move(optimizer: Any, gradients: list[Any], variables: list[Any], rate: Any)
             raw(variable).assign_sub(tf.cast(step, raw(variable).dtype))
     counter = raw(num_updates(optimizer))
     counter.assign_add(tf.cast(rate != 0, counter.dtype))
-
-
-def _applied(gradient: Any, variable: Any) -> Any:
-    """Return the gradient of a variable as optimizers take it."""
-    if not isinstance(gradient, (Rows, Positions)):
-        return gradient
-    shape = tf.constant(list(variable.shape), tf.int64)
-    return tf.IndexedSlices(gradient.values, gradient.indices, shape)
 
 
 class TensorFlowBackend(Backend):
@@ -86,12 +88,42 @@ class TensorFlowBackend(Backend):
     def __init__(self, model: Any) -> None:
         super().__init__(model)
         self._made: dict[Any, Any] = {}
+        self._sums: dict[Any, tf.Variable] = {}  # which hold those of an open window
+        self.holding = ThreadValue(())  # the sums that a function runs on, with their variables
         self.knows_samples = True
         self.is_for_any_samples = False
         self._by_position: set[int] = set()  # variables
+        self._has_indices: set[int] = set()  # those whose indices were looked at
         self._is_to_find_positions = self._has_found_positions = False
         self._known_calls: dict[Any, Any] = {}  # what was found of calls of layers
-        self._graph_of_step: Any = None
+        self._graph_of_step = ThreadValue()
+        self._replicas = replicas.of_model(model)
+        self._is_on_one = self._has_updated = False
+        self._others: Variables | None = None  # those that a trial reaches
+
+    @property
+    def nests(self) -> bool:  # type: ignore[override]
+        return self.replicas is None
+
+    @property
+    def num_replicas(self) -> int:  # type: ignore[override]
+        return 1 if self.replicas is None else self.replicas.number
+
+    @property
+    def replicas(self) -> Replicas | None:
+        """The replicas that functions run on now, or None where there is no strategy."""
+        return None if self._is_on_one else self._replicas
+
+    @contextlib.contextmanager
+    def on_one_replica(self) -> Iterator[None]:
+        outer, self._is_on_one = self._is_on_one, True
+        try:
+            yield
+        finally:
+            self._is_on_one, self._others = outer, None
+
+    def samples_of(self, data: Any, of_all: bool = False) -> Any:
+        return data if self.replicas is None else self.replicas.samples_of(data, of_all)
 
     @property
     def traces(self) -> bool:  # type: ignore[override]
@@ -108,12 +140,29 @@ class TensorFlowBackend(Backend):
         consumes: bool = False,
         discards: bool = False,
     ) -> Callable[..., Any]:
+        if updates := tuple(updates):
+            return functools.partial(self._update, self.compiled(name, function, reads))
         if not self.traces:
-            return lambda *arguments: function(*map(_tensors, arguments))
+            return functools.partial(self._run_eagerly, function)
         if name not in self._made:
             jit_compile = bool(self._model.jit_compile) and not _is_made_of_parts(name)
+            jit_compile = jit_compile and self._replicas is None  # which exchange
             self._made[name] = Compiled(self, function, jit_compile, consumes)
         return self._made[name]  # type: ignore[no-any-return]
+
+    def _update(self, run: Callable[..., Any], *arguments: Any) -> Any:
+        """Run a function that may have updated weights where it fails."""
+        self._has_updated = True
+        return run(*arguments)
+
+    def has_updated(self) -> bool:
+        return self._has_updated
+
+    def _run_eagerly(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        tensors, shared = _tensors(arguments), self.replicas
+        if shared is None or shared.is_inside():
+            return function(*tensors)
+        return shared.together(shared.run(function, shared.each(tensors)))
 
     def forget(self, kind: str) -> None:
         self._made = {n: m for n, m in self._made.items() if not _is_of_kind(n, kind)}
@@ -122,22 +171,49 @@ class TensorFlowBackend(Backend):
         return function.shapes(arguments)
 
     def key_of(self, arguments: tuple[Any, ...]) -> Any:
-        return _key_of(_tensors(arguments)), len(self._model.trainable_variables)
+        keys = tuple(map(_key_of, self.each(_tensors(arguments))))
+        return keys, len(self._model.trainable_variables)
+
+    def each(self, nest: Any) -> list[Any]:
+        return [nest] if self.replicas is None else self.replicas.each(nest)
+
+    def batch(self, data: Any, size: int | None) -> Batch:
+        if self.replicas is None:
+            return Batch(data, size)
+        return self.replicas.batch(_tensors(data), size)
 
     def as_traced(self, data: Any) -> Any:
-        return data if self.knows_samples or not self.traces else AnySamples(data)
+        if not self.traces or (self.knows_samples and self.replicas is None):
+            return data
+        return AnySamples(data)
 
     def copied(self, nest: Any) -> Any:
-        return keras.tree.map_structure(_copied, nest)
+        return tf.nest.map_structure(_copied, nest)
 
     def structure_of(self, data: Any) -> Any:
-        return repr(keras.tree.map_structure(_kind_of, data))
+        return repr(keras.tree.map_structure(_kind_of, self.each(data)[0]))
 
-    def zeros(self, name: Any, shapes: Any) -> Any:
-        def zeros() -> Any:
-            return tf.nest.map_structure(_nothing, shapes)
+    def held(self, sums: Iterable[Any]) -> list[Any]:
+        """Return sums of gradients, in variables that hold the dense ones."""
+        found = []
+        for place, value in enumerate(sums):
+            if isinstance(value, tf.Tensor):
+                key = place, tuple(value.shape), value.dtype
+                if key in self._sums:
+                    self._sums[key].assign(value)
+                else:
+                    self._sums[key] = tf.Variable(value, trainable=False)
+                value = self._sums[key]
+            found.append(value)
+        return found
 
-        return self.compiled(name, zeros, [])()
+    def zeros(self, name: Any, shapes: Sums) -> Sums:
+        others = shapes if self.replicas is not None else shapes._replace(gradients=[])
+        made: Sums = self.compiled(name, lambda: tf.nest.map_structure(_nothing, others), [])()
+        if self.replicas is not None:
+            return made
+        nothing = (tf.nest.map_structure(_nothing, spec) for spec in shapes.gradients)
+        return made._replace(gradients=self.held(nothing))
 
     # What is run.
 
@@ -146,6 +222,51 @@ class TensorFlowBackend(Backend):
         with self._running_step(), noting_writes(list(map(raw, others.values()))) as written:
             logs = self._model.train_step(data)
         return logs, [others[id(variable)] for variable in written]
+
+    def logs_of(self, logs: Any) -> Any:
+        """Return one of the logs of all replicas: their means, as Keras has it."""
+        return logs if self._replicas is None else self._replicas.mean(logs)
+
+    def exchanged(
+        self, applied: Sequence[Applied], sums: Sums | None, is_measured: bool, is_end: bool
+    ) -> tuple[Sums | None, bool]:
+        if sums is None or self.replicas is None or self.replicas.number == 1:
+            return sums, is_end
+        numbers = sums._replace(gradients=[], amounts=[])
+        exchange = self.compiled("exchange", self.replicas.exchanged, [])
+        found: Sums = exchange(numbers)
+        return found._replace(gradients=sums.gradients, amounts=sums.amounts), is_end
+
+    def amounts_of_all(self, amounts: list[Amount]) -> list[Amount]:
+        shared = self.replicas
+        return amounts if shared is None or shared.number == 1 else shared.amounts(amounts)
+
+    def sum_of_all(self, gradients: list[Any], total: Any) -> tuple[list[Any], Any]:
+        if self.num_replicas == 1:
+            return gradients, total
+        context = tf.distribute.get_replica_context()
+
+        def of_all(gradient: Any) -> Any:
+            if gradient is None or isinstance(gradient, Largest):
+                return gradient
+            # Totals of replicas differ. What is computed is on the replica, as arguments are not.
+            mean = with_values(gradient, lambda v: v / _numbers.like(v, total))
+            if not isinstance(mean, Rows):
+                return context.all_reduce("SUM", mean)
+            parts = mean.values, tf.identity(mean.indices)
+            values, ids = (context.all_gather(part, axis=0) for part in parts)
+            return Rows(values, ids, mean.unit)
+
+        return list(map(of_all, gradients)), 1.0
+
+    def once(self, function: Callable[[], Any]) -> None:
+        if self._replicas is None:
+            function()
+        else:
+            self._replicas.once(function)
+
+    def unscaled(self, loss: Any) -> Any:
+        return unscaled_for_replicas(loss)
 
     def noting(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], draws: Draws | None = None
@@ -157,7 +278,7 @@ class TensorFlowBackend(Backend):
         self, train_step: Callable[..., Any], after_update: Callable[[], None], *arguments: Any
     ) -> Any:
         logs = train_step(*arguments)
-        after_update()
+        self.once(after_update)
         return logs
 
     def given(self, gradient: Any, variable: Any, is_dense: bool) -> Any:
@@ -167,12 +288,28 @@ class TensorFlowBackend(Backend):
             gradient.set_shape(variable.shape)
             return gradient
         is_fixed, name = gradient.indices.shape[0] is not None, id(variable)
-        if is_fixed and self.is_for_any_samples:  # so they are not looked up by samples
+        if not self.traces:
+            self._look_at_indices(name, gradient.indices)
+        elif is_fixed and self.is_for_any_samples:  # so they are not looked up by samples
             self._by_position.add(name)
         if name in self._by_position:
-            return Positions(gradient.values, gradient.indices)
+            return Positions(gradient.values, gradient.indices, tf.zeros((), tf.float64))
         self._is_to_find_positions |= is_fixed and self.traces
         return Rows(gradient.values, gradient.indices, tf.zeros((), tf.float64))
+
+    def _look_at_indices(self, name: int, indices: Any) -> None:
+        """Find out of a table of an eager model whether indices are those of positions: 0, 1, ...
+
+        Whose first ones are others has none, as those of samples are.
+        """
+        if name in self._has_indices and name not in self._by_position:
+            return
+        self._has_indices.add(name)
+        number = indices.shape[0]
+        if number > 1 and bool(tf.reduce_all(indices == tf.range(number, dtype=indices.dtype))):
+            self._by_position.add(name)
+        else:
+            self._by_position.discard(name)
 
     def is_to_find_positions(self) -> bool:
         """Return whether it is not known of a sparse gradient if indices are of samples, once."""
@@ -181,18 +318,46 @@ class TensorFlowBackend(Backend):
         return is_unknown
 
     def apply(self, applied: Applied, gradients: list[Any]) -> None:
-        pairs = zip(gradients, applied.variables)
-        super().apply(applied, [_applied(gradient, variable) for gradient, variable in pairs])
+        variables = list(applied.variables)
+        gradients = [self._applied(gradient, v) for gradient, v in zip(gradients, variables)]
+        optimizers.apply(applied.optimizer, gradients, variables, applied.via_apply_gradients)
+
+    def _applied(self, gradient: Any, variable: Any) -> Any:
+        """Return the gradient of a variable as optimizers take it."""
+        if isinstance(gradient, Largest):
+            return replicas.largest(gradient.values)
+        if not isinstance(gradient, (Rows, Positions)):
+            return gradient
+        shape = tf.constant(list(variable.shape), tf.int64)
+        return tf.IndexedSlices(gradient.values, gradient.indices, shape)
+
+    def in_place_of(self, sums: list[Any], means: list[Any]) -> list[Any]:
+        for held, mean in zip(self.holding.get(), means):
+            if isinstance(held, tf.Variable) and mean.dtype == held.dtype:
+                held.assign(mean)
+        return means
 
     def joined(self, rows: Sequence[Rows], unit: Any) -> Rows:
+        if (shared := self.replicas) is None or shared.is_inside():
+            return self._joined(rows, unit)
+        joined: list[Rows] = []
+        for place, (own, own_unit) in enumerate(shared.each((rows, unit))):
+            with shared.on_device(place):
+                joined.append(self._joined(own, own_unit))
+        return shared.together(joined)  # type: ignore[no-any-return]
+
+    def _joined(self, rows: Sequence[Rows], unit: Any) -> Rows:
         values = [
             part.values * _numbers.like(part.values, shrinkage(part.unit, unit)) for part in rows
         ]
-        return Rows(tf.concat(values, 0), tf.concat([part.indices for part in rows], 0), unit)
+        indices = [part.indices for part in rows]
+        if all(isinstance(part, Positions) for part in rows):
+            values, indices = _once(values, indices)
+        return Rows(tf.concat(values, 0), tf.concat(indices, 0), unit)
 
     @contextlib.contextmanager
     def keeping_state(self) -> Iterator[None]:
-        state = State(self._model)
+        state, self._has_updated = State(self._model), False
         try:
             yield
         except BaseException:
@@ -200,7 +365,13 @@ class TensorFlowBackend(Backend):
             raise
 
     def state(self) -> States:
-        return States(State(self._model, with_weights=True), super().state())
+        self._others = Variables()
+        return States(State(self._model, with_weights=True), self._others, super().state())
+
+    def note_variables(self, graph: Any) -> None:
+        """Note the variables of a trial that is about to run for the first time."""
+        if self._others is not None:
+            self._others.note(graph.variables)
 
     def build(self, data: Any) -> None:
         model = self._model
@@ -212,32 +383,41 @@ class TensorFlowBackend(Backend):
                 build(model, data)
             return
 
+        left = [part for part in optimizers_in(vars(model)) if not part.built]
+
         def step(data: Any) -> None:
-            with unrecorded():
+            with unrecorded(), _built_outside.of(left):
                 self.run_step(data.data if isinstance(data, AnySamples) else data)
 
-        step_of_keras = tf.function(step, autograph=False)
-        step_of_keras.get_concrete_function(_specs(self.as_traced(_tensors(data))))
+        data = self.as_traced(_tensors(data))
+        if self.replicas is None:
+            step_of_keras = tf.function(step, autograph=False)
+            step_of_keras.get_concrete_function(_specs(data))
+        else:
+            Compiled(self, step, jit_compile=False, consumes=False).shapes((data,))
 
     # What is refused, or found out.
 
     def check(self) -> None:
-        """Do nothing: there is one replica."""
+        replicas.check(self._model, self._model._accumulation.settings.microbatch_size)
 
     @contextlib.contextmanager
     def splitting_calls(self, size: int, most: int | None = None) -> Iterator[None]:
-        outer, self._graph_of_step = self._graph_of_step, graph_being_made()
-        try:
-            with splitting_calls(self._model, self, size, self._known_calls, most):
-                yield
-        finally:
-            self._graph_of_step = outer
+        calls = splitting_calls(self._model, self, size, self._known_calls, most)
+        with self._graph_of_step.set(graph_being_made()), calls:
+            yield
+
+    def is_at_hand(self, tensor: Any) -> bool:
+        return not tf.is_symbolic_tensor(tensor) or tensor.graph is graph_being_made()
+
+    def place(self) -> Any:
+        return graph_being_made()
 
     def is_in_step(self) -> bool:
-        return graph_being_made() is self._graph_of_step
+        return graph_being_made() is self._graph_of_step.get()
 
-    def run_apart(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return layer_calls.run_apart(function)
+    def run_apart(self, function: Callable[..., Any], derives: bool = False) -> Callable[..., Any]:
+        return layer_calls.run_apart(function, derives)
 
     def by_microbatches(self, split: Split) -> tuple[list[Any], Traced]:
         return layer_calls.Microbatches(split, bool(self._model.jit_compile)).run()
@@ -252,7 +432,8 @@ class TensorFlowBackend(Backend):
 
     @property
     def is_on_cpu(self) -> bool:
-        return all("CPU" in raw(v).device for v in self._model.variables)
+        every = [copy for v in self._model.variables for copy in replicas.copies(v)]
+        return all("CPU" in copy.device for copy in every)
 
     @property
     def num_bytes_of_weights(self) -> int:
@@ -276,6 +457,13 @@ class TensorFlowBackend(Backend):
             python.put_back()
 
 
+def _building_outside(optimizer: Any, build: Callable[..., Any]) -> Callable[..., Any]:
+    return functools.partial(optimizers.build_outside, optimizer, build)
+
+
+_built_outside = MethodPatch("build", _building_outside)
+
+
 class Compiled:
     """A function of the core as a `tf.function`.
 
@@ -283,7 +471,11 @@ class Compiled:
         backend: what makes it.
         function: the function.
         jit_compile: whether XLA compiles it.
-        consumes: whether the shapes of its first argument are always the same.
+        consumes: whether its first argument is a list of sums of gradients. Where there are no
+            replicas, variables hold them, and those of `Sums` that it returns, and each is written
+            as soon as there is what is added to it: as arguments and results they would be there
+            twice, beside all gradients of the microbatch. On replicas, their shapes are always the
+            same.
     """
 
     def __init__(
@@ -294,19 +486,38 @@ class Compiled:
         consumes: bool,
     ) -> None:
         self._backend, self._function, self._jit_compile = backend, function, jit_compile
+        self._holds = consumes and backend.replicas is None
+        self._num_fixed = int(consumes and not self._holds)
         self._run = self._made()
-        self._num_fixed = int(consumes)
         self._traced: dict[Any, Any] = {}  # by the shapes of arguments
 
     def __call__(self, *arguments: Any) -> Any:
-        tensors = _tensors(arguments)
+        if self._holds and tf.executing_eagerly():
+            return self._run_on_held(*arguments)
+        tensors, shared = _tensors(arguments), self._backend.replicas
         if not tf.executing_eagerly():
-            return self._run(*tensors)
-        return self._traced_for(tensors)(*tensors)
+            inside = self._run if shared is None and not self._holds else self._call
+            return inside(*tensors)
+        if shared is None:
+            return self._traced_for(tensors)(*tensors)
+        each = shared.each(tensors)
+        return shared.together(self._traced_for(each)(*each))
+
+    def _run_on_held(self, sums: list[Any], *others: Any) -> Any:
+        held = self._backend.held(sums)
+        unheld = [value for value in held if not isinstance(value, tf.Variable)]
+        arguments = _tensors((unheld, *others))
+        with self._backend.holding.set(held):
+            found = self._traced_for(arguments)(*arguments)
+        if not isinstance(found, Sums):
+            return found
+        pairs = zip(held, found.gradients)
+        return found._replace(gradients=[g if g is not None else value for value, g in pairs])
 
     def shapes(self, arguments: tuple[Any, ...]) -> Any:
-        """Return the shapes of what the function returns, and run nothing."""
-        tensors = _tensors(arguments)
+        """Return the shapes of what the function returns, on one replica, and run nothing."""
+        tensors, shared = _tensors(arguments), self._backend.replicas
+        tensors = tensors if shared is None else shared.each(tensors)
         found = self._traced_for(tensors)
         if self._backend.is_to_find_positions():
             any_samples = [
@@ -316,11 +527,17 @@ class Compiled:
                 self._made().get_concrete_function(*map(_specs, any_samples))
             self._run, self._traced = self._made(), {}
             found = self._traced_for(tensors)
-        return found.structured_outputs
+        outputs = found.structured_outputs
+        return outputs if shared is None else outputs[0]
 
     def _made(self) -> Any:
+        run: Callable[..., Any] = self._call
+        if self._backend.replicas is not None:
+            run = self._call_on_replicas
+        elif self._holds:
+            run = self._call_on_held
         return tf.function(
-            self._call, autograph=False, reduce_retracing=True, jit_compile=self._jit_compile
+            run, autograph=False, reduce_retracing=True, jit_compile=self._jit_compile
         )
 
     def _call(self, *arguments: Any) -> Any:
@@ -331,11 +548,33 @@ class Compiled:
         finally:
             backend.is_for_any_samples = outer
 
-    def _traced_for(self, arguments: tuple[Any, ...]) -> Any:
-        key = _key_of(arguments[self._num_fixed :])
+    def _call_on_held(self, unheld: list[Any], *others: Any) -> Any:
+        """Call the function on what variables hold, and let them hold its sums."""
+        held, rest = self._backend.holding.get(), iter(unheld)
+        sums = [v.read_value() if isinstance(v, tf.Variable) else next(rest) for v in held]
+        found = self._call(sums, *others)
+        if not isinstance(found, Sums):
+            return found
+        gradients = list(found.gradients)
+        for place, (value, gradient) in enumerate(zip(held, gradients)):
+            if isinstance(value, tf.Variable) and isinstance(gradient, tf.Tensor):
+                value.assign(gradient)
+                gradients[place] = None
+        return found._replace(gradients=gradients)
+
+    def _call_on_replicas(self, *each: tuple[Any, ...]) -> list[Any]:
+        assert self._backend.replicas is not None
+        return self._backend.replicas.run(self._call, each)
+
+    def _traced_for(self, arguments: Any) -> Any:
+        """Return the trace for arguments, or for those of each replica."""
+        of_replicas = [arguments] if self._backend.replicas is None else arguments
+        key = tuple(_key_of(of_one[self._num_fixed :]) for of_one in of_replicas)
         if key not in self._traced:
-            specs = tuple(map(_specs, arguments))
+            of_all = [tuple(map(_specs, of_one)) for of_one in of_replicas]
+            specs = of_all[0] if self._backend.replicas is None else of_all
             self._traced[key] = self._run.get_concrete_function(*specs)
+            self._backend.note_variables(self._traced[key].graph)
         return self._traced[key]
 
 
@@ -380,6 +619,24 @@ def _key_of(arguments: Sequence[Any]) -> Any:
     return tuple(found)
 
 
+def _once(values: list[Any], indices: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Return rows by position with each position once: those of the longest microbatch.
+
+    Where microbatches have other indices at a position, they do not follow from it, and stay.
+    """
+    place = max(range(len(indices)), key=lambda place: int(indices[place].shape[0]))
+    longest, total = indices[place], values[place]
+    for other, (part, rows) in enumerate(zip(indices, values)):
+        number = int(part.shape[0])
+        is_same = tf.cast(part, longest.dtype) == longest[:number]
+        if not bool(tf.reduce_all(is_same)):
+            return values, indices
+        if other != place:
+            rest = tf.zeros_like(total[number:])
+            total = total + tf.concat([rows, rest], 0)
+    return [total], [longest]
+
+
 def _is_made_of_parts(name: Any) -> bool:
     """Return whether XLA is to compile parts of a function at most: it runs a few times, or would
     share what microbatches of a call compute again."""
@@ -398,6 +655,8 @@ def _tensors(nest: Any) -> Any:
 
 
 def _tensor(leaf: Any) -> Any:
+    if isinstance(leaf, tf.Variable):
+        return leaf.read_value()
     if isinstance(leaf, (bool, np.bool_)):
         return tf.constant(leaf)
     if isinstance(leaf, float):
@@ -414,6 +673,8 @@ def _nothing(spec: Any) -> Any:
 
 
 def _copied(value: Any) -> Any:
+    if isinstance(value, OnReplicas):
+        return OnReplicas([_copied(part) for part in value.values])
     if isinstance(value, (tf.RaggedTensor, tf.SparseTensor)):
         return value
     return tf.identity(value) if tf.is_tensor(value) else value

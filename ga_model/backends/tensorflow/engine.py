@@ -7,10 +7,10 @@ from typing import Any
 import tensorflow as tf
 
 from ga_model._settings import Settings
+from ga_model.backends.tensorflow import workers
 from ga_model.backends.tensorflow.adapter import TensorFlowBackend
 from ga_model.backends.tensorflow.hooks import Hooks
 from ga_model.core.driver import Driver
-from ga_model.replicas import _workers
 
 __all__ = ["Accumulation", "Hooks", "check_same_epoch", "explain"]
 
@@ -19,7 +19,7 @@ class Accumulation(Driver):
     """All that is kept for a model where Keras runs on TensorFlow.
 
     Args:
-        model, settings: as `Kept` takes them.
+        model, settings: as `ModelState` takes them.
     """
 
     backend: TensorFlowBackend
@@ -36,9 +36,9 @@ class Accumulation(Driver):
 
 def check_same_epoch(model: Any, epoch: int) -> None:
     """Raise if several workers begin with different epochs."""
-    _workers.check_same_epoch(model.distribute_strategy, epoch)
+    workers.check_same_epoch(model.distribute_strategy, epoch)
 
 
 def explain(error: BaseException, model: Any) -> None:
     """Add to an error of `fit` what is known of its cause."""
-    _workers.explain(error, model.distribute_strategy)
+    workers.explain(error, model.distribute_strategy)

@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from ga_model.backends.hooks import CoreHooks
+from ga_model.backends.tensorflow import workers
 
 
 class Hooks(CoreHooks):
@@ -23,9 +24,20 @@ class Hooks(CoreHooks):
             if accumulation.is_plain():
                 return of_keras(iterator)
             accumulation.backend.knows_samples = _knows_samples(iterator)
-            return accumulation.train(_without_optionals(iterator), self.steps_per_execution)
+            logs = accumulation.train(_without_optionals(iterator), self.steps_per_execution)
+            return accumulation.backend.logs_of(logs)
 
         return run
+
+    def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
+        if not self._accumulation.is_plain():
+            self._accumulation.backend.check()
+        keras_builds = super()._maybe_symbolic_build
+        workers.build(keras_builds, self.distribute_strategy, iterator, data_batch)
+
+    def _make_function(self, step_function: Any) -> Any:
+        step = workers.with_logs_that_reduce(step_function, self.distribute_strategy)
+        return super()._make_function(step)
 
 
 def _knows_samples(iterator: Any) -> bool:

@@ -16,8 +16,11 @@ from ga_model.backends.tensorflow.noting import Noting
 from ga_model.base._internals import call_scopes, logits_of, mask_of, set_logits, set_mask
 from ga_model.base._internals_tf import (
     NOT_INLINED,
+    has_forward_derivatives,
+    has_second_derivatives,
     is_followed,
     record_on_tapes,
+    seen_by_tapes,
     stateful_draws,
     unseen_by_tapes,
 )
@@ -25,7 +28,7 @@ from ga_model.core.layer_calls import Split, Traced
 from ga_model.core.proof.calls import TOTAL
 from ga_model.core.proof.draws import Draws
 from ga_model.core.statistics import Moments
-from ga_model.hearing._splitting import NotByRowsError
+from ga_model.recording._splitting import NotByRowsError
 
 # The activations whose inputs Keras's losses compute with, where they find them in the graph.
 _ACTIVATIONS = {"Softmax": tf.nn.softmax, "Sigmoid": tf.math.sigmoid}
@@ -43,16 +46,19 @@ class Microbatches:
         self._function, self._are_sums = split.function, split.are_sums
         self._carried, self._fixed, self._samples = split.carried, split.fixed, split.samples
         self._size, self._jit_compile = split.size, jit_compile
+        if not all(isinstance(tensor, tf.Tensor) for tensor in (*self._samples, *self._fixed)):
+            raise NotByRowsError("it takes ragged or sparse tensors")
+        self._sources = [*self._fixed, *self._samples]
+        if tf.executing_eagerly() and has_forward_derivatives(self._sources):
+            raise NotByRowsError("its forward-mode derivatives are taken")
         self._rows = _rows_of(self._samples[0])
         self._is_limited = split.most is not None
         self._number = (self._rows + self._size - 1) // self._size
         if split.most is not None:
             self._number = tf.minimum(self._number, split.most)
-        self._sources = [*self._fixed, *self._samples]
         self._places = [i for i, source in enumerate(self._sources) if _has_gradient(source)]
         self._in_call = call_scopes()
         self._form: Any = None  # of what is given, without its tensors
-        self._num_outputs = 0  # with what is attached to them
         self._has: list[bool] = []  # of each source, whether it has a gradient
         self._is_by_position: list[bool] = []  # of these gradients
 
@@ -64,7 +70,10 @@ class Microbatches:
             with unseen_by_tapes():
                 self._run_one(self._carried, self._fixed, self._part(0), tf.ones((), tf.float64))
         backward = None
-        if any(is_followed(self._sources[place]) for place in self._places):
+        sources = [self._sources[place] for place in self._places]
+        if any(map(is_followed, sources)):
+            # XLA differentiates no function in which it compiles a loop.
+            self._jit_compile = self._jit_compile and not has_second_derivatives(sources)
             outputs = tf.nest.flatten(self._form[1][:2])
             upstream = [_specs(outputs, True), _specs(self._form[1].losses)]
             backward = self._in_graph(self._gradients_of_one, [*specs, *upstream])
@@ -107,7 +116,7 @@ class Microbatches:
         with self._in_call():
             after, traced = self._function(carried, fixed, samples)
         if not all(isinstance(t, tf.Tensor) and t.shape.rank for t in traced.outputs):
-            raise NotByRowsError("an output is no tensor with an axis of samples")
+            raise NotByRowsError("it returns tensors in an object that cannot be concatenated")
         after = [tf.cast(new, old.dtype) for new, old in zip(after, carried)]
         losses = [
             tf.reduce_sum(loss) * (1.0 if is_sum else tf.cast(share, loss.dtype))
@@ -309,15 +318,22 @@ def _or_zeros(gradient: Any, tensor: Any) -> Any:
     return tf.zeros_like(tensor) if gradient is None else tf.convert_to_tensor(gradient)
 
 
-def run_apart(function: Callable[..., Any]) -> Callable[..., Any]:
+def run_apart(function: Callable[..., Any], derives: bool = False) -> Callable[..., Any]:
     """Return what runs a function while another one is traced, as `Backend.run_apart` has it."""
 
     def run(fixed: list[Any], arrays: list[Any], begin: int, end: int) -> list[Any]:
-        with tf.init_scope(), unseen_by_tapes():
+        with tf.init_scope():
             draws = Draws(end - begin, TOTAL, begin, begin)
-            samples = [tf.constant(array[begin:end]) for array in arrays]
-            outputs = Noting(draws).run(function, (list(map(tf.constant, fixed)), samples))
-            return [np.asarray(output) for output in outputs]
+            given = list(map(tf.constant, fixed)), [tf.constant(a[begin:end]) for a in arrays]
+            if not derives:
+                return list(map(np.asarray, Noting(draws).run(function, given)))
+            sources = [tensor for tensor in (*given[1], *given[0]) if _has_gradient(tensor)]
+            with seen_by_tapes(), tf.GradientTape(watch_accessed_variables=False) as tape:
+                tape.watch(sources)
+                outputs = Noting(draws).run(function, given)
+            followed = [output for output in outputs if _has_gradient(output)]
+            gradients = tape.gradient(followed, sources, followed)
+            return list(map(np.asarray, map(_or_zeros, gradients, sources)))
 
     return run
 

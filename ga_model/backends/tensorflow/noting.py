@@ -11,6 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from ga_model.base._context import is_unnoted
 from ga_model.base._internals_tf import seeing_operations
 from ga_model.core.proof.draws import Draws
 
@@ -66,7 +67,7 @@ class Noting:
         """Look at an operation, and return other outputs, or None."""
         if self._draws is not None and (drawn := self._drawn(name, inputs, outputs)) is not None:
             return [drawn]
-        for value in _scalars_of(name, inputs, outputs):
+        for value in () if is_unnoted.get() else _scalars_of(name, inputs, outputs):
             if value.shape.rank == 0 and (value.dtype.is_floating or value.dtype.is_bool):
                 self.scalars[f"{len(self.scalars):05} {name}"] = tf.cast(value, tf.float64)
         return None

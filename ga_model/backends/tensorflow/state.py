@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+from ga_model.backends.tensorflow.replicas import copies
 from ga_model.base._identity import unique
 from ga_model.base._internals import (
     global_seed,
     layers_in,
     own_state,
-    raw,
     seeds,
     set_global_seed,
 )
-from ga_model.hearing._models import optimizers_in
+from ga_model.recording._models import optimizers_in
 
 
 class State:
@@ -35,18 +36,35 @@ class State:
         of_optimizers = [v for o in optimizers_in(vars(model)) for v in o.variables]
         numbers = [v for v in of_optimizers if len(v.shape) == 0]  # such as the rate
         self._variables = unique([*variables, *numbers, *model.metrics_variables])
-        self._values = [raw(variable).read_value() for variable in self._variables]
         self._seed = global_seed()
-        self._seed_value = None if self._seed is None else raw(self._seed.state).read_value()
+        of_seed = [] if self._seed is None else [self._seed.state]
+        every = [copy for v in (*self._variables, *of_seed) for copy in copies(v)]
+        self._values = [(copy, copy.read_value()) for copy in every]
 
     def put_back(self) -> None:
         """Let all be as it was. Metrics that were created since start again."""
-        for variable, value in zip(self._variables, self._values):
-            raw(variable).assign(value)
+        for copy, value in self._values:
+            copy.assign(value)
         known = set(map(id, self._variables))
         for metric in self._model.metrics:
             if not {id(variable) for variable in metric.variables} <= known:
                 metric.reset_state()
         set_global_seed(self._seed)
-        if self._seed is not None:
-            raw(self._seed.state).assign(self._seed_value)
+
+
+class Variables:
+    """The values of variables that a step reaches, whoever has them, as they were when noted."""
+
+    def __init__(self) -> None:
+        self._values: dict[int, tuple[Any, Any]] = {}
+
+    def note(self, variables: Iterable[Any]) -> None:
+        """Note those that are not known yet."""
+        for variable in variables:
+            if id(variable) not in self._values:
+                self._values[id(variable)] = variable, variable.read_value()
+
+    def put_back(self) -> None:
+        """Let all be as they were."""
+        for variable, value in self._values.values():
+            variable.assign(value)

@@ -25,14 +25,16 @@ from ga_model.core.backend import Backend, Group, States
 from ga_model.core.proof.draws import Draws
 from ga_model.core.recorder import Applied
 from ga_model.core.window import Sums
-from ga_model.hearing._models import is_of_keras, optimizers_in
-from ga_model.hearing._stand_ins import OptimizerStandIn
+from ga_model.recording._models import is_of_keras, optimizers_in
+from ga_model.recording._stand_ins import OptimizerStandIn
 
 
 class StandIn(OptimizerStandIn):
     """Stands in for an optimizer while a step is recorded."""
 
-    def _take(self, gradients: list[Any], variables: list[Any], in_pairs: bool = False) -> None:
+    def _take(
+        self, gradients: list[Any], variables: list[Any], via_apply_gradients: bool = False
+    ) -> None:
         optimizer, recording = self._original, self._listener
         if not optimizer.built:
             with keras.name_scope(optimizer.name):
@@ -42,7 +44,7 @@ class StandIn(OptimizerStandIn):
             if raw(variable).grad is gradient:  # which is the window's now, and the step has a copy
                 raw(variable).grad = gradient.clone() if is_own and gradient is not None else None
         gradients = [None if gradient is None else gradient.detach() for gradient in gradients]
-        recording.apply(optimizer, gradients, variables, in_pairs=in_pairs)
+        recording.apply(optimizer, gradients, variables, via_apply_gradients=via_apply_gradients)
         if recording.rate:
             _move(optimizer, gradients, variables, recording.rate)
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from ga_model.base._context import ThreadValue
-from ga_model.base._in_front import InFront
 from ga_model.base._internals import layers_in, raw
 from ga_model.base._internals_torch import (
     has_hooks_on_calls,
@@ -21,7 +20,8 @@ from ga_model.base._internals_torch import (
     has_hooks_on_sum,
     hooks_on_gradient,
 )
-from ga_model.hearing._splitting import NotByRowsError
+from ga_model.base._method_patch import MethodPatch
+from ga_model.recording._splitting import NotByRowsError
 
 _noted = ThreadValue()
 
@@ -62,7 +62,7 @@ def without_hooks(weights: Iterable[Any]) -> Iterator[None]:
 def noting_hooks() -> Iterator[list[Any]]:
     """Yield the hooks on tensors that this thread registers in a block."""
     noted: list[Any] = []
-    with _in_front.of([torch.Tensor]), _noted.set(noted):
+    with _hooks.of([torch.Tensor]), _noted.set(noted):
         yield noted
 
 
@@ -75,4 +75,4 @@ def _noting(_: Any, register_hook: Callable[..., Any]) -> Callable[..., Any]:
     return noting
 
 
-_in_front = InFront("register_hook", _noting)
+_hooks = MethodPatch("register_hook", _noting)

@@ -21,11 +21,11 @@ from ga_model.base._internals_torch import function_of
 from ga_model.core.proof import calls
 from ga_model.core.proof.draws import Draws
 from ga_model.core.proof.runner import averaging
-from ga_model.hearing._moments_heard import listener
-from ga_model.hearing._splitting import NotByRowsError
+from ga_model.recording._moments_heard import listener
+from ga_model.recording._splitting import NotByRowsError
 
 _SCALES = (1.0, 0.1, 3.0)  # of samples: what saturates hides what it combines
-_LIBRARIES = ("torch.", "keras.", "ga_model.")
+_LIBRARIES = ("torch.", "ga_model.")
 
 
 def kinds_of_losses(layer: Any, arguments: Arguments, training: Any) -> list[str | None]:

@@ -9,7 +9,7 @@ from ga_model.backends.torch import refusals
 from ga_model.backends.torch.adapter import TorchBackend
 from ga_model.backends.torch.hooks import Hooks
 from ga_model.core.driver import Driver
-from ga_model.hearing._models import optimizers_in
+from ga_model.recording._models import optimizers_in
 
 __all__ = ["Accumulation", "Hooks", "check_same_epoch", "explain"]
 
@@ -18,7 +18,7 @@ class Accumulation(Driver):
     """All that is kept for a model where Keras runs on PyTorch.
 
     Args:
-        model, settings: as `Kept` takes them.
+        model, settings: as `ModelState` takes them.
     """
 
     backend: TorchBackend

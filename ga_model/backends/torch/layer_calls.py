@@ -18,7 +18,7 @@ from ga_model.backends.torch.call_trial import kinds_of_losses
 from ga_model.backends.torch.split_call import SplitCall, UnknownLossError
 from ga_model.base._call_again import inside_of_call
 from ga_model.base._internals import is_built
-from ga_model.hearing._splitting import NotByRowsError, Splitting, splitting_by
+from ga_model.recording._splitting import NotByRowsError, Splitting, splitting_by
 
 
 class _Splitting(Splitting):

@@ -20,9 +20,9 @@ from ga_model.base._internals import (
     raw,
 )
 from ga_model.base._internals_torch import times_written
-from ga_model.hearing._metric_calls import waiting
-from ga_model.hearing._models import instances_in, unrecorded
-from ga_model.hearing._splitting import NotByRowsError
+from ga_model.recording._metric_calls import waiting
+from ga_model.recording._models import instances_in, unrecorded
+from ga_model.recording._splitting import NotByRowsError
 
 
 class Given(NamedTuple):

@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ga_model.backends.torch.random_numbers import random_kept, seed_random
+from ga_model.base._context import is_unnoted
 from ga_model.base._internals_torch import PRIVATE_DRAWS, READS_NUMBER, name_of
 from ga_model.core.proof.draws import Draws
 
@@ -60,7 +61,7 @@ class Noting(TorchDispatchMode):
         outputs = func(*args, **kwargs)
         if torch.is_tensor(outputs):
             self.dtypes.add(str(outputs.dtype).removeprefix("torch."))
-        for value in _divisors_of(name, args, outputs):
+        for value in () if is_unnoted.get() else _divisors_of(name, args, outputs):
             self.scalars[f"{len(self.scalars):05} {name}"] = value
         return outputs
 

@@ -9,7 +9,7 @@ import torch
 
 from ga_model.backends.torch.agreement import num_processes
 from ga_model.base._messages import WITHOUT
-from ga_model.hearing._models import instances_in
+from ga_model.recording._models import instances_in
 
 _TENSORFLOW = "use the TensorFlow backend (`KERAS_BACKEND=tensorflow`), which supports it"
 

@@ -25,9 +25,9 @@ from ga_model.base._call_again import PythonState
 from ga_model.base._internals import copy_of, layers_in, raw, seeds
 from ga_model.base._internals_torch import times_written
 from ga_model.core.statistics import Listener, Moments
-from ga_model.hearing._models import instances_in
-from ga_model.hearing._moments_heard import is_known, listener
-from ga_model.hearing._splitting import NotByRowsError
+from ga_model.recording._models import instances_in
+from ga_model.recording._moments_heard import is_known, listener
+from ga_model.recording._splitting import NotByRowsError
 
 
 class UnknownLossError(NotByRowsError):
@@ -254,7 +254,7 @@ class _Sum:
         if self._has_rows:
             self._rows.append((gradient, source))
         elif gradient is not None:
-            wide = keras.ops.cast(gradient, _numbers.sum_dtype(gradient.dtype))
+            wide = _numbers.widened(gradient)
             if self._total is None:  # in memory that nothing else has
                 self._total = wide.clone() if wide is gradient else wide
             elif self._total.requires_grad or wide.requires_grad:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import keras
 import torch
 
 from ga_model.backends.torch.random_numbers import random_state, set_random_state
@@ -17,9 +18,9 @@ from ga_model.base._internals import (
     seeds,
     set_global_seed,
 )
-from ga_model.base._internals_torch import times_written
-from ga_model.hearing._models import optimizers_in
-from ga_model.hearing._python_state import is_of_library
+from ga_model.base._internals_torch import buffers_of, times_written
+from ga_model.recording._models import optimizers_in
+from ga_model.recording._python_state import is_of_library
 
 
 class State:
@@ -81,7 +82,7 @@ class State:
 def _stores_in(layer: Any) -> list[dict[str, Any]]:
     """Return the dicts where a layer keeps tensors that are no variables."""
     modules = [module for module in layer.modules() if module is layer or not _is_layer(module)]
-    buffers = [module._buffers for module in modules if module._buffers]
+    buffers = [buffers for module in modules if (buffers := buffers_of(module))]
     return buffers + [vars(module) for module in modules if not is_of_library(module)]
 
 
@@ -91,4 +92,4 @@ def _is_kept(value: Any) -> bool:
 
 
 def _is_layer(module: Any) -> bool:
-    return hasattr(module, "_layers")
+    return isinstance(module, keras.layers.Layer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +16,8 @@ from ga_model.core.proof.trial import norm_of
 TOTAL = 5  # samples of a trial, in parts of three and two
 _ENDS = (3, TOTAL)
 _UNKNOWN = 8  # entries along an axis of any length
-_TOLERANCE = {"float16": 1e-3, "bfloat16": 1e-2}
+HALF = {"float16": 1e-3, "bfloat16": 1e-2}  # of what counts as equal in half precision
+_OF_GRADIENTS = 1e-3, 0.05  # relative, in float32 and in half precision
 
 
 def agreed(found: Sequence[Sequence[str | None]]) -> list[str | None]:
@@ -24,11 +26,14 @@ def agreed(found: Sequence[Sequence[str | None]]) -> list[str | None]:
     return [kinds.pop() if len(kinds) == 1 else None for kinds in seen]
 
 
-def kinds_of(run: Callable[[int, int], Sequence[Any]]) -> list[str | None]:
+def kinds_of(
+    run: Callable[[int, int], Sequence[Any]], tolerance: float | None = None
+) -> list[str | None]:
     """Return what each output of a function is to the samples.
 
     Args:
         run: runs it on samples from one place up to another, and returns arrays.
+        tolerance: relative, of what counts as equal, or None: that of an output's precision.
 
     Returns:
         "rows" of what has one entry of axis 0 for each sample, which follows from that sample
@@ -39,7 +44,8 @@ def kinds_of(run: Callable[[int, int], Sequence[Any]]) -> list[str | None]:
     for end in _ENDS:
         parts.append(run(begin, end))
         begin = end
-    return [_kind(output, [part[place] for part in parts]) for place, output in enumerate(whole)]
+    pairs = ((output, [part[place] for part in parts]) for place, output in enumerate(whole))
+    return [_kind(*pair, tolerance) for pair in pairs]
 
 
 _SCALES = (1.0, 0.1, 3.0)  # of samples: what saturates hides what it combines
@@ -47,11 +53,15 @@ _SCALES = (1.0, 0.1, 3.0)  # of samples: what saturates hides what it combines
 
 def kinds_of_call(
     run: Callable[[list[Any], list[Any], int, int], Sequence[Any]],
+    gradients: Callable[[list[Any], list[Any], int, int], Sequence[Any]],
     fixed: Sequence[Any],
     samples: Sequence[Any],
     is_trained: Sequence[bool],
-) -> list[str | None]:
+    is_half: bool = False,
+) -> tuple[list[str | None], bool]:
     """Return what the outputs of a function are to the samples, as several trials have it.
+
+    And whether gradients of samples follow from each alone, and those of what they share add up.
 
     Args:
         run: runs it: takes `fixed` and all samples of a trial, and where those begin and end that
@@ -59,11 +69,12 @@ def kinds_of_call(
         fixed: tensors that have no samples, of which shapes and dtypes matter.
         samples: tensors that have samples on axis 0, likewise.
         is_trained: of each of `fixed`, whether it is a weight. Others may be variances.
+        is_half: whether something is computed in half precision.
 
     Raises:
         Exception: whatever the function raises for another number of samples.
     """
-    found = []
+    found, adds_up = [], True
     for seed, scale in enumerate(_SCALES):
         generator = np.random.default_rng(seed)
         scales = [_scale(t) if is_weight else None for t, is_weight in zip(fixed, is_trained)]
@@ -71,7 +82,13 @@ def kinds_of_call(
         shapes = [(TOTAL, *t.shape[1:]) for t in samples]
         arrays = [_drawn(t, shape, generator, scale) for t, shape in zip(samples, shapes)]
         found.append(kinds_of(functools.partial(run, values, arrays)))
-    return agreed(found)
+        if not seed:
+            with contextlib.suppress(Exception):  # of what has none, or takes too much memory
+                kinds = kinds_of(
+                    functools.partial(gradients, values, arrays), _OF_GRADIENTS[is_half]
+                )
+                adds_up = None not in kinds and "mean" not in kinds
+    return agreed(found), adds_up
 
 
 def _scale(weight: Any) -> float:
@@ -134,8 +151,8 @@ def drawn(dtype: Any, shape: tuple[int, ...], generator: Any, scale: float | Non
     return (generator.normal(size=shape) * scale).astype("float32")
 
 
-def _kind(whole: Any, parts: Sequence[Any]) -> str | None:
-    tolerance = _TOLERANCE.get(str(whole.dtype), 1e-4)
+def _kind(whole: Any, parts: Sequence[Any], tolerance: float | None) -> str | None:
+    tolerance = tolerance or HALF.get(str(whole.dtype), 1e-4)
     sizes = [end - begin for begin, end in zip((0, *_ENDS), _ENDS)]
     if whole.ndim and [part.shape for part in parts] == [(n, *whole.shape[1:]) for n in sizes]:
         joined = np.concatenate([np.asarray(part) for part in parts])

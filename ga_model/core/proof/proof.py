@@ -25,10 +25,11 @@ from ga_model.core.proof.runner import StepRunner, samples_for_trial
 from ga_model.core.proof.trial import Sizes, windows
 from ga_model.core.proof.verdict import Difference, Judge, Verdict
 from ga_model.core.proof.weighing import Weighing
-from ga_model.hearing._attributes import watch_attributes
-from ga_model.hearing._metrics_of_user import counts_samples
-from ga_model.hearing._moments_heard import is_known
-from ga_model.hearing._split import num_rows
+from ga_model.core.recorder import CannotAccumulateError
+from ga_model.recording._attributes import watch_attributes
+from ga_model.recording._metrics_of_user import counts_samples
+from ga_model.recording._moments_heard import is_known
+from ga_model.recording._split import num_rows
 
 SIZES = (5, 5, 1)  # of the parts of a window that is tried
 WHOLE = (11,)  # of one that is a single microbatch
@@ -157,33 +158,41 @@ def _of_samples(
     assumed: Weighing | None = None,
 ) -> tuple[Verdict, Exception | None]:
     """Try the step of a model on so many samples."""
-    kinds = Kinds()
+    kinds, is_folded = Kinds(), not is_own
     with _trying(model, backend) as put_back:
         try:
             samples = samples_for_trial(data, sum(sizes))
-            for _ in range(2):
-                runner = StepRunner(model, backend, samples, not is_own, is_split, kinds, put_back)
+            for _ in range(3):
+                runner = StepRunner(model, backend, samples, is_folded, is_split, kinds, put_back)
                 with forgetting_override(model):
                     tried = list(windows(runner, sizes))
-                if is_own or not tried or not (found := Judge(runner, tried).kinds()).has_sum:
+                if not is_folded or not any(window.rate for window in tried):
                     break
-                kinds = found  # known from the values of losses, whatever they were taken for
+                judge = Judge(runner, tried)
+                if (found := judge.kinds()).has_sum and not kinds.has_sum:
+                    kinds = found  # known from the values of losses, whatever they were taken for
+                elif (verdict := judge.verdict(assumed)).is_folded or not verdict.is_exact:
+                    break
+                else:  # so it is tried as it is going to be trained
+                    is_folded = False
                 backend.forget("trial")
+        except CannotAccumulateError:
+            raise
         except Exception as error:  # whatever code of the user's raises on other samples
-            return _unknown(is_own, kinds), error
+            return assumed_of(is_own, kinds), error
         if not any(window.rate for window in tried):
-            return _unknown(is_own, kinds), NothingSeenError()
+            return assumed_of(is_own, kinds), NothingSeenError()
         verdict = Judge(runner, tried).verdict(assumed)._replace(kinds=kinds)
     if runner.has_mismatch and not is_split:  # which is told of where weights are combined
         verdict = verdict._replace(weighing=Weighing("loss"), differences=(), is_folded=True)
     return verdict, None
 
 
-def _unknown(is_own: bool, kinds: Kinds) -> Verdict:
-    """Return what is assumed of a step that cannot be tried."""
+def assumed_of(is_own: bool, kinds: Kinds | None = None) -> Verdict:
+    """Return what is assumed of a step that is not tried, or cannot be."""
     differences = (Difference("everything", float("inf")),)
     weighing = Weighing("samples" if is_own else "loss")
-    return Verdict(weighing, (), (), differences, is_folded=not is_own, kinds=kinds)
+    return Verdict(weighing, (), (), differences, is_folded=not is_own, kinds=kinds or Kinds())
 
 
 def has_code_of_user(model: Any, backend: Backend) -> bool:

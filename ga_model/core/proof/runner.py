@@ -14,19 +14,19 @@ from keras import ops
 
 from ga_model.base import _numbers
 from ga_model.base._identity import is_in, unique
-from ga_model.base._in_front import InFront
 from ga_model.base._internals import copy_of, layers_in, num_updates, seeds
+from ga_model.base._method_patch import MethodPatch
 from ga_model.core.backend import GROUPS, Backend
 from ga_model.core.losses import Kinds, Position
 from ga_model.core.proof.draws import Draws
 from ga_model.core.proof.trial import Outcome
 from ga_model.core.proof.weighing import Seen
 from ga_model.core.recorder import record
-from ga_model.hearing._metrics_of_user import parts_of
-from ga_model.hearing._models import optimizers_in
-from ga_model.hearing._moments_heard import is_known
-from ga_model.hearing._split import num_rows, part_of
-from ga_model.hearing._weights import Whole
+from ga_model.recording._metrics_of_user import parts_of
+from ga_model.recording._models import optimizers_in
+from ga_model.recording._moments_heard import is_known
+from ga_model.recording._split import num_rows, part_of
+from ga_model.recording._weights import FullBatch
 
 _ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8}  # of one operation
 
@@ -84,6 +84,8 @@ class StepRunner:
             for v in self._variables
         ]
         self.metrics: list[str] = []
+        scales = [getattr(optimizer, "dynamic_scale", None) for optimizer in optimizers]
+        self.scales = [self._places[id(scale)] for scale in scales if scale is not None]
         self.trained = list(range(len(model.trainable_variables)))
         random = {id(seed) for layer in layers_in(model) for seed in seeds(layer)}
         metrics = set(map(id, model.metrics_variables))
@@ -122,12 +124,16 @@ class StepRunner:
             lambda x: None if x is None else ops.convert_to_numpy(x),
             run(values, data, totals, *numbers),
         )
-        after, scalars, gradients, numbers, logs, of_loss, terms, compiled, added = found
+        after, scalars, gradients, numbers, logs, of_loss, terms, compiled, added, at_updates = (
+            found
+        )
         if not is_part:
             self._totals = terms
         seen = Seen(end - begin, scalars, of_loss)
         places, counters = self._applied_to[end - begin]
-        return Outcome(gradients, places, counters, after, numbers, logs, seen, compiled, added)
+        return Outcome(
+            gradients, places, counters, after, numbers, logs, seen, compiled, added, at_updates
+        )
 
     def _run(
         self,
@@ -141,18 +147,18 @@ class StepRunner:
     ) -> tuple[Any, ...]:
         for variable, value in zip(self._variables, values):
             variable.assign(value)
-        step = functools.partial(self._step, rows < self._total)
+        step = functools.partial(self._step, rows)
         draws = Draws(rows, self._total, begin, number)
         found, scalars = self._backend.noting(step, (data, totals, rate, begin), draws)
         return (self._values(), scalars, *found)
 
     def _step(
-        self, is_part: bool, data: Any, totals: list[Any], rate: Any, begin: Any
+        self, rows: int, data: Any, totals: list[Any], rate: Any, begin: Any
     ) -> tuple[Any, ...]:
         model, backend = self._model, self._backend
-        whole = None
+        is_part, whole = rows < self._total, None
         if is_part and self._is_split:
-            whole = Whole(lambda: _numbers.float64(self._total), True, lambda: totals)
+            whole = FullBatch(lambda: _numbers.float64(self._total), True, lambda: totals)
         zero, parts = _numbers.float64(0.0), _numbers.float64(3.0 if is_part else 1.0)
         # The unit is the weight, so gradients are those of the loss.
         position = Position(1.0, parts, 1.0, begin == 0, zero, whole)
@@ -174,9 +180,10 @@ class StepRunner:
         self.has_mismatch = self.has_mismatch or bool(losses.terms().mismatch)
         self.has_own_loss = losses.has_own
         applied = recording.applied
-        self._applied_to[num_rows(data)] = (
+        counters = [num_updates(a.optimizer) for a in applied]
+        self._applied_to[rows] = (
             [self._places[id(v)] for a in applied for v in a.variables],
-            [self._places[id(num_updates(a.optimizer))] for a in applied],
+            [self._places[id(counter)] for counter in counters],
         )
         self.metrics = [update.metric.name for update, _ in recording.updates()]
         terms = [0.0 if term.weight is None else term.weight for term in losses.compiled_terms()]
@@ -192,6 +199,11 @@ class StepRunner:
             [_numbers.float64(weight) for weight in terms],
             dict(losses.values),
             [_numbers.float64(value) for value in losses.added],
+            {
+                self._places[id(v)]: value
+                for v, value in recording.at_updates
+                if id(v) in self._places and not is_in(v, counters)
+            },
         )
         recording.release()
         return found
@@ -212,21 +224,56 @@ def _without_training(_: Any, call: Callable[..., Any]) -> Callable[..., Any]:
     return averaged
 
 
-_averaging = InFront("call", _without_training)
+_averaging = MethodPatch("call", _without_training)
 
 
 def samples_for_trial(data: Any, number: int) -> Any:
-    """Return so many samples of a batch, as arrays: altered copies, too, if it has fewer."""
-    rows, generator = num_rows(data), np.random.default_rng(0)
+    """Return so many samples of a batch, as arrays: altered copies, too, if it has fewer.
+
+    Ragged and sparse tensors stay what they are, and are repeated if there are fewer.
+
+    Raises:
+        ValueError: there are fewer than three of these, which would all be alike.
+    """
+    if any(
+        hasattr(leaf, "flat_values") or hasattr(leaf, "dense_shape")
+        for leaf in keras.tree.flatten(data)
+    ):
+        if (rows := int(num_rows(data))) < 3:
+            raise ValueError(f"Ragged and sparse samples are not altered. Received: {rows} samples")
+        times = -(-number // rows)
+        return part_of(keras.tree.map_structure(lambda x: _repeated(x, times), data), 0, number)
+
+    def in_numpy(leaf: Any) -> Any:
+        return ops.convert_to_numpy(leaf) if leaf is not None and ops.shape(leaf) else leaf
+
+    data = keras.tree.map_structure(in_numpy, data)
+    finite = _finite_rows(data, num_rows(data))
+    rows, generator = len(finite), np.random.default_rng(0)
     chosen = np.sort(generator.permutation(rows)[:number])
 
-    def taken(leaf: Any) -> Any:
-        if leaf is None or not ops.shape(leaf):
-            return leaf
-        array = ops.convert_to_numpy(leaf)
+    def taken(array: Any) -> Any:
+        if not isinstance(array, np.ndarray) or not array.shape:
+            return array
+        array = array[finite] if len(array) > rows else array
         return array[chosen] if rows >= number else _altered(array, number, generator)
 
     return keras.tree.map_structure(taken, data)
+
+
+def _repeated(leaf: Any, times: int) -> Any:
+    has_rows = leaf is not None and len(leaf.shape) > 0
+    return ops.concatenate([leaf] * times) if has_rows and times > 1 else leaf
+
+
+def _finite_rows(data: Any, rows: int) -> Any:
+    """Return the places of samples whose numbers are all finite, or of all if there is none."""
+    is_finite = np.ones(rows, bool)
+    for array in keras.tree.flatten(data):
+        is_array = isinstance(array, np.ndarray) and array.shape[:1] == (rows,)
+        if is_array and array.dtype.kind not in "iubUSO":
+            is_finite &= np.isfinite(array.astype("float32")).reshape(rows, -1).all(1)
+    return np.flatnonzero(is_finite) if is_finite.any() else np.arange(rows)
 
 
 def _altered(array: Any, number: int, generator: Any) -> Any:
@@ -238,6 +285,8 @@ def _altered(array: Any, number: int, generator: Any) -> Any:
         noise = generator.normal(size=(2, *found[rows:].shape))
         size = float(np.sqrt(np.mean(np.square(array)))) or 1.0
         found[rows:] = found[rows:] * (1 + 0.3 * noise[0]) + size * noise[1]
-    elif found.dtype.kind in "iu" and rows < 3 and found.ndim > 1:
-        found[rows:] = generator.permuted(found[rows:], axis=-1)
+    elif found.dtype.kind in "iub" and rows < 3 and found.ndim > 1:  # ids, or masks
+        new = generator.permuted(found[rows:], axis=-1)
+        share = generator.uniform(0.0, 0.6, (len(new), *[1] * (new.ndim - 1)))
+        found[rows:] = np.where(generator.random(new.shape) < share, np.zeros_like(new), new)
     return found

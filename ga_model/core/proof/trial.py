@@ -20,9 +20,11 @@ from ga_model.core.proof.weighing import Seen, Weighing
 
 _MOVES = 0.03  # of the norm of the weights
 _LARGE = 5_000_000  # values, of which fewer windows are tried
-_HUGE = 50_000_000  # and of which one is: some ten copies are held at a time, on the host
+_HUGE = 50_000_000  # and of which one is
+_MANY = 65_536  # entries of an array, of which more are not compared, and not held
 _NOISE = (0.0, 0.3, 2.0, 8.0)  # of the starts, in standard deviations of a weight
-
+_INFINITE = 1e30  # in float32 a rate by its inverse is still a normal number
+_SCALES = (1.0, 2.0**-10, 2.0**-20)  # of the loss, one after the other while gradients overflow
 
 Sizes = tuple[int, ...]  # samples of the parts of a window
 
@@ -40,6 +42,7 @@ class Outcome(NamedTuple):
         seen: what tells the weight.
         compiled: values of compiled losses of the user's own that are numbers, by name.
         added: values of losses that layers add.
+        at_updates: values of scalars of optimizers when these are applied, by their places.
     """
 
     gradients: list[Any]
@@ -51,6 +54,7 @@ class Outcome(NamedTuple):
     seen: Seen
     compiled: dict[str, Any]
     added: list[Any]
+    at_updates: dict[int, Any]
 
 
 class Runner(Protocol):
@@ -63,6 +67,7 @@ class Runner(Protocol):
         trained: places of the trained variables.
         is_free: of each variable, whether it may be anything after a step: a random state.
         is_moved: of each variable that is not trained, whether starts may differ in it.
+        scales: places of the scales of losses.
         epsilon: the rounding of one operation in float32.
         has_own_loss: whether the loss, or a part of it, is the user's own.
         is_folded: whether weights of compiled losses are folded into the loss.
@@ -75,6 +80,7 @@ class Runner(Protocol):
     trained: list[int]
     is_free: list[bool]
     is_moved: list[bool]
+    scales: list[int]
     epsilon: float
     has_own_loss: bool
     is_folded: bool
@@ -117,7 +123,7 @@ class Window(NamedTuple):
         if weighing.is_sum:
             return [1.0] * len(self.parts)
         weights = [_number(weighing.weight(part.seen)) for part in self.parts]
-        total = sum(weights) - (len(weights) - 1) * weighing.once
+        total = sum(weights) - (len(weights) - 1) * weighing.epsilon
         return [weight / total if total else float("nan") for weight in weights]
 
 
@@ -134,35 +140,94 @@ def windows(runner: Runner, sizes: Sizes, is_brief: bool = False) -> Iterator[Wi
     cuts = [tuple(itertools.accumulate(order)) for order in orders]
     size = sum(np.asarray(value).size for value in runner.start)
     is_large, is_brief = size > _LARGE, is_brief or size > _HUGE
+    chosen: _Entries | None = None
     starts = 1 if is_brief else 2 if is_large else len(_NOISE)
+    without_gradient = []  # tried behind others: if all starts are so, nothing is seen of the step
+    is_seen = False
     for number, noise in enumerate(_NOISE[:starts]):
         values = _perturbed(runner, noise, number)
-        unmoved = _from_start(runner, total, values, 0.0)
-        gradients = [g for g in unmoved.gradients if g is not None]
-        if not all(np.isfinite(g).all() for g in gradients):
+        if (unmoved := _finite(runner, total, values)) is None:
             continue
+        gradients = [g for g in unmoved.gradients if g is not None]
         norm = norm_of(gradients)
         far = norm_of([values[place] for place in runner.trained]) or 1.0
         rate = _MOVES * far / norm if norm and np.isfinite(norm) else 0.0
-        whole = _from_start(runner, total, values, rate)
-        numbers = [v for v in (*whole.numbers, *whole.logs.values()) if v is not None]
-        if number and not all(np.isfinite(v).all() for v in numbers):
-            continue
-        rounded = _from_start(runner, total, _rounded(runner, values), rate)
+        chosen = chosen or _Entries(unmoved)
+        del unmoved, gradients
         of_start = cuts[: starts if is_large or is_brief else len(cuts)]
         if not (number or is_brief):
             of_start = [*of_start, *_finer(sizes)]
-        for ends in of_start:
-            parts, state, begin = [], values, 0
-            runner.put_back()
-            for end in ends:
-                parts.append(runner.run(begin, end, state, 0.0))
-                state, begin = parts[-1].values, end
-                if end < total:  # the last part has all of them
-                    parts[-1] = parts[-1]._replace(values=[])
-            is_half = runner.rounding > runner.epsilon
-            if not (is_half and _overflows(parts)):
-                yield Window(values, rate, whole, rounded, parts)
+        if rate:
+            is_seen = True
+            yield from _windows_of_start(runner, chosen, values, rate, of_start, number > 0)
+        else:
+            without_gradient.append((chosen, values, of_start, number > 0))
+    for chosen, values, of_start, is_moved in without_gradient if is_seen else ():
+        yield from _windows_of_start(runner, chosen, values, 0.0, of_start, is_moved)
+
+
+def _windows_of_start(
+    runner: Runner,
+    chosen: _Entries,
+    values: list[Any],
+    rate: float,
+    cuts: Sequence[Sizes],
+    is_moved: bool,
+) -> Iterator[Window]:
+    """Try a window in parts that end at each of the cuts, from one start."""
+    total = cuts[0][-1]
+    whole = chosen.of(_from_start(runner, total, values, rate))
+    numbers = [v for v in (*whole.numbers, *whole.logs.values()) if v is not None]
+    if is_moved and not all(np.isfinite(v).all() for v in numbers):
+        return
+    rounded = chosen.of(_from_start(runner, total, _rounded(runner, values), rate))
+    for ends in cuts:
+        parts, state, begin = [], values, 0
+        runner.put_back()
+        for end in ends:
+            part = runner.run(begin, end, state, 0.0)
+            state, begin = part.values, end
+            # The last part has all of them.
+            parts.append(chosen.of(part if end == total else part._replace(values=[])))
+        may_overflow = runner.rounding > runner.epsilon or runner.scales
+        if not (may_overflow and _overflows(parts)):
+            yield Window(chosen.values(values), rate, whole, rounded, parts)
+
+
+class _Entries:
+    """The entries that are compared of large arrays: those of the largest gradients, and others.
+
+    Args:
+        outcome: of all samples.
+    """
+
+    def __init__(self, outcome: Outcome) -> None:
+        generator = np.random.default_rng(0)
+        of_places = dict(zip(outcome.places, outcome.gradients))
+        self._chosen: dict[int, Any] = {}  # places in arrays, by places of variables
+        for place, value in enumerate(outcome.values):
+            if (size := np.asarray(value).size) <= _MANY:
+                continue
+            chosen = generator.integers(0, size, _MANY // 2)
+            if (gradient := of_places.get(place)) is not None:
+                sizes = np.abs(np.asarray(gradient).ravel())
+                largest = np.argpartition(sizes, size - _MANY // 2)[size - _MANY // 2 :]
+                chosen = np.concatenate([chosen, largest])
+            self._chosen[place] = np.unique(chosen)
+
+    def values(self, values: Sequence[Any]) -> list[Any]:
+        """Return those of values of all variables, or of nothing."""
+        return [self._part(place, value) for place, value in enumerate(values)]
+
+    def of(self, outcome: Outcome) -> Outcome:
+        """Return an outcome with no others."""
+        pairs = zip(outcome.places, outcome.gradients)
+        gradients = [None if g is None else self._part(place, g) for place, g in pairs]
+        return outcome._replace(gradients=gradients, values=self.values(outcome.values))
+
+    def _part(self, place: int, array: Any) -> Any:
+        chosen = self._chosen.get(place)
+        return array if chosen is None else np.asarray(array).ravel()[chosen]
 
 
 def _from_start(runner: Runner, total: int, values: list[Any], rate: float) -> Outcome:
@@ -182,10 +247,21 @@ def _finer(sizes: Sizes) -> list[tuple[int, ...]]:
     return [tuple(itertools.accumulate((sizes[0], *[least] * (rest // least))))]
 
 
-def _overflows(parts: Sequence[Outcome]) -> bool:
-    """Return whether parts have no finite gradients, as of a scaled loss in half precision."""
-    gradients = [g for part in parts for g in part.gradients if g is not None]
-    return not all(np.isfinite(gradient).all() for gradient in gradients)
+def _finite(runner: Runner, total: int, values: list[Any]) -> Outcome | None:
+    """Run the step on all samples, with smaller scales of the loss in `values` if it overflows."""
+    for factor in _SCALES if runner.scales else _SCALES[:1]:
+        for place in runner.scales:
+            values[place] = np.asarray(values[place] * factor, np.asarray(values[place]).dtype)
+        outcome = _from_start(runner, total, values, 0.0)
+        if not _overflows([outcome]):
+            return outcome
+    return None
+
+
+def _overflows(outcomes: Sequence[Outcome]) -> bool:
+    """Return whether gradients are not all finite, or nearly not, as those of a scaled loss."""
+    gradients = [g for outcome in outcomes for g in outcome.gradients if g is not None]
+    return not all((np.abs(gradient) < _INFINITE).all() for gradient in gradients)
 
 
 def norm_of(arrays: Sequence[Any]) -> float:

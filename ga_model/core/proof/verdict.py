@@ -50,6 +50,7 @@ class Verdict(NamedTuple):
         written: paths of the variables that the step writes to.
         has_seen_zero: whether a microbatch without weight was tried.
         is_tried: whether this was found by trying the step.
+        fitting: all weighings of its gradients that are exact in what was tried.
     """
 
     weighing: Weighing
@@ -64,6 +65,7 @@ class Verdict(NamedTuple):
     written: tuple[str, ...] = ()
     has_seen_zero: bool = False
     is_tried: bool = False
+    fitting: tuple[Weighing, ...] = ()
 
     @property
     def is_exact(self) -> bool:
@@ -111,12 +113,20 @@ class Verdict(NamedTuple):
     def after_news(self, found: Verdict) -> Verdict:
         """Return what was found later. It watches what was not news.
 
-        Where nothing is exact, what served until then still does.
+        Microbatches weigh what is exact in all samples that were tried. Where nothing is, what
+        served until then still does.
         """
         if not found.is_exact:
             return self._replace(differences=found.differences)
         if found.weighing != self.weighing:
-            return found
+            common = tuple(w for w in found.fitting if w.is_in(self.fitting))
+            if found.weighing in common:
+                return found._replace(fitting=common)
+            if common:
+                return found._replace(weighing=common[0], is_folded=False, fitting=common)
+            if found.weighing.source not in ("loss", "samples", "sum", *self.scalars):
+                return found  # which no sample before could show
+            return self._replace(differences=(Difference("what a microbatch weighs", inf),))
         known = {(w.name, w.is_per_weight): w.value for w in self.watched}
         watched = tuple(
             w
@@ -195,6 +205,7 @@ class Judge:
             written=tuple(sorted(self._runner.written)),
             has_seen_zero=self._has_zero(weighing),
             is_tried=True,
+            fitting=tuple(exact),
         )
 
     def agrees(self, known: Verdict) -> bool:
@@ -273,12 +284,20 @@ class Judge:
         noise = norm_of([np.asarray(rounded, "float64") - whole])
         largest = max((norm_of([_total([s], [p])]) for s, p in zip(shares, parts)), default=0.0)
         floor = 100 * self._runner.epsilon * (largest + everything) + self._factor * noise
-        return _off(total, whole, floor, norm_of([whole]))
+        return self._off(total, whole, floor, norm_of([whole]))
 
     def _values_off(self, weighing: Weighing) -> dict[str, float]:
         """Return how much variables differ after the one update, by name."""
         runner, found = self._runner, dict[str, float]()
+
+        def compare(place: int, value: Any, floor: float, size: float) -> None:
+            if off := self._off(left[place], value, floor, size):
+                name = runner.names[place]
+                found[name] = max(off, found.get(name, 0.0))
+
         for window in self._windows:
+            if any(part.places != window.whole.places for part in window.parts):
+                return {"the order of updates": inf}
             left = [np.asarray(value).astype("float64") for value in window.parts[-1].values]
             shares = window.shares(weighing)
             for number, place in enumerate(window.whole.places):
@@ -287,6 +306,9 @@ class Judge:
                     left[place] = left[place] - window.rate * _total(shares, parts)
             for place in window.whole.counters if window.rate else ():
                 left[place] = left[place] + 1
+            for place, value in window.whole.at_updates.items():  # of windows it is what is left
+                size = norm_of([value])
+                compare(place, value, 100 * runner.epsilon * size, size)
             for place, value in enumerate(window.whole.values):
                 value = np.asarray(value).astype("float64")
                 if runner.is_free[place]:
@@ -296,9 +318,7 @@ class Judge:
                 floor = 100 * runner.epsilon * norm_of([value]) + self._factor * norm_of(
                     [rounded - value]
                 )
-                if size := _off(left[place], value, floor, moved):
-                    name = runner.names[place]
-                    found[name] = max(size, found.get(name, 0.0))
+                compare(place, value, floor, moved)
         return found
 
     def _reduction(self, get: Callable[[Outcome], Any]) -> Weighing | None:
@@ -322,7 +342,16 @@ class Judge:
         sizes = [norm_of([part]) for part in parts if np.isfinite(part).all()]
         noise = norm_of([np.asarray(rounded, "float64") - whole])
         floor = 100 * self._runner.epsilon * max(sizes, default=0.0) + self._factor * noise
-        return not _off(total, whole, floor, norm_of([whole]))
+        return not self._off(total, whole, floor, norm_of([whole]))
+
+    def _off(self, found: Any, expected: Any, floor: float, size: float) -> float:
+        """Return a relative difference, or zero if it is what rounding makes."""
+        difference = norm_of([np.asarray(found, "float64") - np.asarray(expected, "float64")])
+        if not (np.isfinite(difference) and np.isfinite(size)):
+            return inf
+        if difference <= floor + max(_TOLERANCE, 2 * self._runner.rounding) * size:
+            return 0.0
+        return difference / size if size else inf
 
 
 def candidates(tried: Sequence[Window], has_own_loss: bool) -> Iterator[Weighing]:
@@ -372,7 +401,7 @@ def _variants(source: str, tried: Sequence[Window]) -> Iterator[Weighing]:
     if all(abs(more) <= size for more in extra):
         yield plain
     elif min(extra) > size and max(extra) - min(extra) <= size:
-        yield Weighing(source, once=float(np.mean(extra)))
+        yield Weighing(source, epsilon=float(np.mean(extra)))
     by_sample = Weighing(source, is_by_sample=True)
     pairs = [
         (_weight(by_sample, window.whole), sum(_weight(by_sample, part) for part in window.parts))
@@ -391,16 +420,6 @@ def _total(shares: Sequence[float], parts: Sequence[Any]) -> Any:
     pairs = [(share, np.asarray(part, "float64")) for share, part in zip(shares, parts)]
     zero = np.zeros_like(pairs[0][1])
     return sum((share * part for share, part in pairs if share), zero)
-
-
-def _off(found: Any, expected: Any, floor: float, size: float) -> float:
-    """Return a relative difference, or zero if it is what rounding makes."""
-    difference = norm_of([np.asarray(found, "float64") - np.asarray(expected, "float64")])
-    if not (np.isfinite(difference) and np.isfinite(size)):
-        return inf
-    if difference <= floor + _TOLERANCE * size:
-        return 0.0
-    return difference / size if size else inf
 
 
 def _badness(off: dict[str, float]) -> tuple[int, float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from math import isclose
 from typing import Any, NamedTuple
 
 
@@ -39,13 +41,13 @@ class Weighing(NamedTuple):
     Attributes:
         source: "loss" (what the compiled losses say), "samples", "sum" (each counts once, and the
             window is not divided), or the name of a divisor.
-        once: a part of the weight that a window has once, and not once per microbatch, such as the
-            epsilon in `sum(mask) + epsilon`.
+        epsilon: a part of the weight that a window has once, and not once per microbatch: that in
+            `sum(mask) + epsilon`.
         is_by_sample: whether it is to be multiplied by the samples, such as the mean of a mask.
     """
 
     source: str
-    once: float = 0.0
+    epsilon: float = 0.0
     is_by_sample: bool = False
 
     @property
@@ -56,6 +58,14 @@ class Weighing(NamedTuple):
     def is_divisor(self) -> bool:
         """Whether the weight is a number that the step divides by."""
         return self.source not in ("loss", "samples", "sum", "last")
+
+    def is_in(self, others: Iterable[Weighing]) -> bool:
+        """Return whether this is one of several ways, up to rounding."""
+        return any(
+            (self.source, self.is_by_sample) == (other.source, other.is_by_sample)
+            and isclose(self.epsilon, other.epsilon, rel_tol=1e-3, abs_tol=1e-9)
+            for other in others
+        )
 
     def weight(self, seen: Seen) -> Any:
         """Return the weight of a microbatch: a number or a scalar."""

@@ -1,0 +1,385 @@
+"""The public sum of gradients on TensorFlow, for custom training loops, in and out of graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from ga_model.backends.tensorflow import optimizers, replicas
+from ga_model.base import _messages, _numbers
+from ga_model.base._internals import overwrites, raw
+from ga_model.base._names import answering
+from ga_model.core.accumulator import Accumulator, check_optimizer, nothing
+from ga_model.core.window import Largest, Positions, Rows, shrinkage
+
+
+class GradientAccumulator(Accumulator):
+    """Sums weighted gradients over microbatches and applies their mean to an optimizer.
+
+    For custom training loops, eagerly and in a `tf.function`. The mean of a window is
+    sum(w_i * g_i) / sum(w_i), where each weight is what the microbatch's loss is divided by: the
+    number of samples for a mean over samples, the number of valid tokens for a mean over tokens.
+
+    The first `add` creates one buffer per variable that has a gradient: float32 for float16 and
+    bfloat16 variables, otherwise the variable's dtype. A variable whose gradients are None is
+    passed to the optimizer with None. For a variable with `overwrite_with_gradient`, such as the
+    scale of a float8 layer, the largest value is used.
+
+    The rows of `tf.IndexedSlices` are concatenated: one for each lookup of the window. Rows whose
+    indices do not follow from the samples, such as those of positions, are added element by
+    element, because the full batch has each of them once. They are told apart where `add` is called
+    in a `tf.function` for any number of samples, such as one with
+    `input_signature=[tf.TensorSpec([None, length])]`. Elsewhere each lookup is a row.
+
+    Under a `tf.distribute` strategy, create it in the strategy's scope and call `add` in
+    `strategy.run`, with the gradients that you would pass to `optimizer.apply` there: those of a
+    loss that is divided by the number of replicas, as Keras losses are. Replicas communicate only
+    in `apply`, which may be called there or outside.
+
+    Attributes:
+        num_microbatches: int64 scalar variable, microbatches added since the last update or reset.
+
+    Example:
+
+    ```python
+    optimizer = keras.optimizers.Adam()
+    accumulator = GradientAccumulator()
+
+    @tf.function
+    def microbatch_step(x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(x, training=True) - y))
+        variables = model.trainable_variables
+        accumulator.add(tape.gradient(loss, variables), variables, weight=tf.shape(x)[0])
+        return loss
+
+    for step, (x, y) in enumerate(dataset, start=1):
+        microbatch_step(x, y)
+        if step % 4 == 0:
+            accumulator.apply(optimizer)
+    accumulator.apply(optimizer)  # the rest of the epoch; an empty window changes nothing
+    ```
+    """
+
+    _tensor_type = (tf.Tensor, tf.IndexedSlices)
+    _source = "what `tape.gradient` returns"
+
+    @answering
+    def __init__(self) -> None:
+        self._strategy = tf.distribute.get_strategy()
+        if tf.distribute.has_strategy():
+            replicas.check_is_tried(self._strategy)
+        self.variables = []
+        self._is_sum: bool | None = None
+        self._sums: list[Any] = []  # variables, nests of them, or None
+        zero = tf.constant(0.0, tf.float64)
+        with self._strategy.scope():
+            self.num_microbatches, self._total, self._unit = _variables(
+                [tf.constant(0, tf.int64), zero, zero]
+            )
+
+    def _begin(self, gradients: list[Any], variables: list[Any], is_sum: bool) -> None:
+        if self._is_sum is None:
+            self._is_sum = is_sum
+        if self._is_sum != is_sum:
+            raise ValueError(_messages.mixed_weights_message())
+        if not self.variables:
+            self._sums = [_begun(g, v) for g, v in zip(gradients, variables)]
+            self.variables = variables
+        pairs = zip(variables, gradients, self._sums)
+        if late := [v for v, gradient, so_far in pairs if so_far is None is not gradient]:
+            raise RuntimeError(_messages.late_gradient_message(late))
+
+    def _add(self, gradients: list[Any], variables: list[Any], weight: Any) -> None:
+        self._check_is_on_replica()
+        self._begin(gradients, variables, weight is None)
+        weight = _numbers.float64(1.0 if weight is None else weight)
+        unit, counts = self._unit.read_value(), weight != 0
+        later = tf.maximum(unit, abs(weight))
+        relative, shrink = _numbers.share(weight, later), shrinkage(unit, later)
+        is_first = tf.equal(self.num_microbatches, 0)
+        for variable, so_far, gradient in zip(self.variables, self._sums, gradients):
+            if gradient is not None:
+                found = _weighed(gradient, so_far, variable, relative)
+                _assign(so_far, _plus(_read(so_far, is_first), found, shrink, counts, is_first))
+            elif so_far is not None:
+                _assign(so_far, _shrunk(_read(so_far, is_first), shrink))
+        self._total.assign(self._total * shrink + relative)
+        self._unit.assign(later)
+        self.num_microbatches.assign_add(1)
+
+    def mean(self) -> list[Any]:
+        """Return the window's gradient, in the variables' dtypes.
+
+        One per variable: a tensor, `tf.IndexedSlices` or None, like the first that was added.
+
+        This is sum(w_i * g_i) / sum(w_i), or sum(g_i) if the weights are None. It is not finite if
+        the weights sum to zero. With several replicas, it is the share of this replica; optimizers
+        add up the shares.
+
+        Raises:
+            ValueError: with several replicas, called outside `strategy.run`.
+        """
+        self._check_is_on_replica()
+        return self._mean(self._divisor())
+
+    def _divisor(self) -> Any:
+        """Return what this replica's sums are divided by. Every replica has to call it."""
+        if self._is_sum:
+            return tf.constant(1.0, tf.float64)
+        return replicas.shared_total(self._unit.read_value(), self._total.read_value())
+
+    def _mean(self, divisor: Any) -> list[Any]:
+        is_empty = tf.equal(self.num_microbatches, 0)
+        pairs = zip(self._sums, self.variables)
+        return [None if s is None else _divided(_read(s, is_empty), divisor, v) for s, v in pairs]
+
+    def apply(self, optimizer: Any) -> None:
+        """Update the variables with the window's gradient, and start the next window.
+
+        One call is one `optimizer.apply`, so iterations, schedules, weight decay, clipping,
+        constraints and moving averages advance once. An empty window, and one whose weights sum to
+        zero, changes nothing.
+
+        Args:
+            optimizer: a `keras.optimizers.Optimizer`.
+
+        Raises:
+            TypeError: `optimizer` is not an optimizer.
+            ValueError: the optimizer has `gradient_accumulation_steps`.
+            RuntimeError: traced in a `tf.function` before any gradient was added.
+        """
+        check_optimizer(optimizer)
+        if not self.variables:
+            if not tf.executing_eagerly():
+                raise RuntimeError(_empty_apply_message())
+            return
+
+        def on_replica() -> None:
+            self._apply(optimizer)
+
+        if replicas.is_on_replica_of(self._strategy):
+            on_replica()
+        else:
+            self._strategy.run(on_replica)
+
+    def _apply(self, optimizer: Any) -> None:
+        """Make the update, on every replica.
+
+        An optimizer synchronizes replicas, also a single one, with `merge_call`, which a branch of
+        a replica's own graph cannot contain. So the branch stands outside, and calls the replicas.
+        """
+        if not optimizer.built:
+            # A loss that was traced before is scaled by a number where a variable is to be seen.
+            is_seen = hasattr(optimizer, "inner_optimizer")
+            optimizers.build_outside(optimizer, optimizer.build, self.variables, is_seen)
+        divisor = self._divisor()
+        has_weight = tf.not_equal(replicas.largest(abs(divisor)), 0.0)
+        number = replicas.largest(self.num_microbatches.read_value())
+
+        def update(divisor: Any) -> None:
+            via_apply_gradients = optimizers.overrides_pairs(optimizer)
+            optimizers.apply(optimizer, self._mean(divisor), self.variables, via_apply_gradients)
+
+        def branch(strategy: Any, condition: Any, divisor: Any) -> None:
+            def run() -> Any:
+                strategy.extended.call_for_each_replica(update, args=(divisor,))
+                return tf.constant(0)
+
+            condition = strategy.experimental_local_results(condition)[0]
+            tf.cond(condition, run, lambda: tf.constant(0))
+
+        condition = tf.logical_and(has_weight, number > 0)
+        tf.distribute.get_replica_context().merge_call(branch, args=(condition, divisor))
+        self.reset()
+
+    def __repr__(self) -> str:
+        number, variables = int(self.num_microbatches), len(self.variables)
+        return f"<GradientAccumulator: {number} microbatches, {variables} variables>"
+
+    def reset(self) -> None:
+        """Forget the open window. Buffers stay allocated."""
+        for state in (self.num_microbatches, self._total, self._unit):
+            state.assign(tf.zeros((), state.dtype))
+        for so_far in self._sums:
+            if isinstance(so_far, Rows):
+                so_far.values.assign(tf.zeros_like(so_far.values[:0]))
+                so_far.indices.assign(tf.zeros_like(so_far.indices[:0]))
+
+    def _check_is_on_replica(self) -> None:
+        if not replicas.is_on_replica_of(self._strategy):
+            raise ValueError(_scope_message())
+
+    def _tensor(self, gradient: Any, variable: Any) -> Any:
+        if isinstance(gradient, tf.IndexedSlices):
+            values, rows = gradient.values, gradient.values.shape[1:]
+            is_known = rows.rank is not None and None not in rows
+            shape = [variable.shape[0], *rows] if is_known else list(variable.shape)
+            return tf.IndexedSlices(values, gradient.indices, tf.constant(shape, tf.int64))
+        gradient = super()._tensor(gradient, variable)
+        if gradient is None:
+            return None
+        is_known = gradient.shape.is_fully_defined()
+        return gradient if is_known else tf.ensure_shape(gradient, variable.shape)
+
+    def _number(self, weight: Any) -> Any:
+        weight = raw(weight)
+        if not isinstance(weight, (tf.Tensor, tf.Variable)):
+            return super()._number(weight)
+        weight = tf.convert_to_tensor(weight)
+        is_number = weight.dtype.is_floating or weight.dtype.is_integer or weight.dtype.is_bool
+        if weight.shape.rank or not is_number:
+            raise ValueError(_messages.weight_message(weight))
+        return tf.stop_gradient(tf.cast(weight, tf.float64))
+
+
+def _variables(values: Any) -> Any:
+    """Create variables, one for each replica, outside of the graph that is being made.
+
+    `tf.function` would trace again if it saw a variable come into being.
+    """
+
+    def create(value: Any) -> Any:
+        has_rows = value.shape.rank and value.shape[0] == 0
+        return tf.Variable(
+            value,
+            trainable=False,
+            shape=tf.TensorShape([None, *value.shape[1:]]) if has_rows else None,
+            name="ga_model",  # TensorFlow tells variables that replicas share by their names
+            synchronization=tf.VariableSynchronization.ON_READ,
+            aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+            experimental_enable_variable_lifting=False,
+        )
+
+    with tf.init_scope():
+        return tf.nest.map_structure(create, values)
+
+
+def _begun(gradient: Any, variable: Any) -> Any:
+    """Return variables for the sum of gradients of a variable, or None."""
+    if gradient is None:
+        return None
+    dtype = tf.as_dtype(_numbers.sum_dtype(variable.dtype))
+    is_sparse = isinstance(gradient, tf.IndexedSlices)
+    number = gradient.indices.shape[0] if is_sparse and _is_by_position(gradient) else 0
+    with tf.init_scope():
+        if overwrites(variable):
+            return _variables(Largest(tf.fill(variable.shape, dtype.min)))
+        if not isinstance(gradient, tf.IndexedSlices):
+            return _variables(nothing(variable.shape, dtype))
+        values = nothing([number, *variable.shape[1:]], dtype)
+        indices = tf.zeros([number], gradient.indices.dtype)
+        kind = Positions if number else Rows
+        rows, ids = _variables([values, indices])
+        return kind(rows, ids, None)
+
+
+def _is_by_position(gradient: Any) -> bool:
+    """Return whether a sparse gradient has as many rows for any number of samples."""
+    if tf.executing_eagerly() or not gradient.indices.shape[0]:
+        return False
+    inputs = getattr(tf.compat.v1.get_default_graph(), "inputs", ())
+    return any(t.shape.rank and t.shape[0] is None for t in inputs)
+
+
+def _read(so_far: Any, is_first: Any) -> Any:
+    """Return what a window has come to so far; buffers keep what the window before had."""
+    if isinstance(so_far, Rows):
+        return Rows(so_far.values.read_value(), so_far.indices.read_value(), None)
+    if isinstance(so_far, Largest):
+        value = so_far.values.read_value()
+        return Largest(tf.where(is_first, value.dtype.min, value))
+    if isinstance(so_far, Positions):
+        return Positions(_read(so_far.values, is_first), so_far.indices.read_value(), None)
+    value = so_far.read_value()
+    return tf.where(is_first, nothing((), value.dtype), value)
+
+
+def _weighed(gradient: Any, so_far: Any, variable: Any, relative: Any) -> Any:
+    """Return a gradient times its weight, as the sum is."""
+    dtype = _numbers.sum_dtype(variable.dtype)
+    if isinstance(so_far, Largest):
+        return Largest(tf.cast(tf.convert_to_tensor(gradient), dtype))
+    if isinstance(so_far, (Rows, Positions)):
+        if not isinstance(gradient, tf.IndexedSlices):
+            ids = tf.range(tf.shape(gradient)[0], dtype=so_far.indices.dtype)
+            gradient = tf.IndexedSlices(gradient, ids)
+        values = tf.cast(gradient.values, dtype)
+        values = tf.reshape(values, [-1, *variable.shape[1:]])
+        values = values * tf.cast(relative, dtype)
+        ids = tf.cast(tf.reshape(gradient.indices, [-1]), so_far.indices.dtype)
+        return type(so_far)(values, ids, None)
+    gradient = tf.cast(tf.convert_to_tensor(gradient), dtype)
+    return gradient * tf.cast(relative, dtype)
+
+
+def _plus(so_far: Any, found: Any, shrink: Any, counts: Any, is_first: Any) -> Any:
+    """Return a sum with what a microbatch adds, if that counts: else it may be NaN."""
+    if isinstance(so_far, Largest):
+        return so_far.plus(found, shrink, counts)
+    if isinstance(so_far, Positions):
+        is_same = tf.reduce_all(tf.equal(so_far.indices, found.indices))
+        tf.debugging.Assert(tf.logical_or(is_first, is_same), [_moved_message()])
+        values = _numbers.added(so_far.values, found.values, shrink, counts)
+        return Positions(values, found.indices, None)
+    if not isinstance(so_far, Rows):
+        return _numbers.added(so_far, found, shrink, counts)
+    number = tf.where(counts, tf.shape(found.indices)[0], 0)
+    before = _shrunk(so_far, shrink)
+    values = tf.concat([before.values, found.values[:number]], 0)
+    return Rows(values, tf.concat([before.indices, found.indices[:number]], 0), None)
+
+
+def _shrunk(so_far: Any, shrink: Any) -> Any:
+    if isinstance(so_far, Largest):
+        return so_far
+    if isinstance(so_far, (Rows, Positions)):
+        return so_far._replace(values=_shrunk(so_far.values, shrink))
+    return so_far * tf.cast(shrink, so_far.dtype)
+
+
+def _assign(so_far: Any, value: Any) -> None:
+    if isinstance(so_far, Largest):
+        so_far.values.assign(value.values)
+    elif isinstance(so_far, (Rows, Positions)):
+        so_far.values.assign(value.values)
+        so_far.indices.assign(value.indices)
+    else:
+        so_far.assign(value)
+
+
+def _divided(so_far: Any, divisor: Any, variable: Any) -> Any:
+    """Return the gradient of a variable, as an optimizer takes it."""
+    dtype = tf.as_dtype(variable.dtype)
+    if isinstance(so_far, Largest):
+        return tf.cast(replicas.largest(so_far.values), dtype)
+    if isinstance(so_far, (Rows, Positions)):
+        values = _divided(so_far.values, divisor, variable)
+        shape = tf.constant(list(variable.shape), so_far.indices.dtype)
+        return tf.IndexedSlices(values, so_far.indices, shape)
+    return tf.cast(_numbers.divided(so_far, divisor), dtype)
+
+
+def _moved_message() -> str:
+    return (
+        "As many rows of a table as `add` was traced for must be the same ones in all microbatches "
+        "of a window. Received: other indices than in the microbatch before. Call `add` outside of "
+        "`tf.function`, where each lookup counts by itself."
+    )
+
+
+def _empty_apply_message() -> str:
+    return (
+        "`GradientAccumulator.apply()` must know its variables when a `tf.function` traces it. "
+        "Received: a call that was traced before any gradient was added. "
+        "Call `add()` once before `apply()` is traced, or put both into the same `tf.function`."
+    )
+
+
+def _scope_message() -> str:
+    return (
+        "A `GradientAccumulator` must be used under the `tf.distribute` strategy it was created "
+        "in. Received: a call from elsewhere. Create it inside `with strategy.scope():`, like the "
+        "model and the optimizer, and call it in the function that `strategy.run` runs."
+    )

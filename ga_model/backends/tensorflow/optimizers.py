@@ -1,0 +1,117 @@
+"""Apply optimizers to sums over replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ga_model.backends.tensorflow.replicas import copies
+
+
+def build_outside(
+    optimizer: Any, build: Callable[..., Any], variables: Any, is_seen: bool = False
+) -> None:
+    """Create the variables of an optimizer outside of the graph that is being made.
+
+    Args:
+        optimizer: the optimizer.
+        build: its method.
+        variables: what it takes.
+        is_seen: whether `tf.function` is to see variables come into being, and so to trace again.
+    """
+
+    def create(next_creator: Callable[..., Any], **settings: Any) -> Any:
+        if not is_seen:
+            settings = {**settings, "experimental_enable_variable_lifting": False}
+        return next_creator(**settings)
+
+    with (
+        tf.init_scope(),
+        tf.variable_creator_scope(create),
+        keras.name_scope(optimizer.name, caller=optimizer),
+    ):
+        try:
+            build(list(variables))
+        except ValueError as error:  # it may begin with values of the variables
+            if all(map(_has_value, variables)):
+                raise
+            raise ValueError(_unbuilt_weights_message(optimizer.name)) from error
+
+
+def _has_value(variable: Any) -> bool:
+    return all(bool(copy.is_initialized()) for copy in copies(variable))
+
+
+def overrides_pairs(optimizer: Any) -> bool:
+    """Return whether an optimizer has an `apply_gradients` of the user's own."""
+    method = getattr(optimizer, "apply_gradients", None)
+    base = keras.optimizers.Optimizer.apply_gradients
+    return method is not None and getattr(method, "__func__", None) is not base
+
+
+def apply(
+    optimizer: Any, gradients: list[Any], variables: list[Any], via_apply_gradients: bool = False
+) -> None:
+    """Apply an optimizer on every replica to the sum over replicas of their gradients.
+
+    An optimizer makes that sum itself, after it has clipped each replica's gradients, and a
+    LossScaleOptimizer has looked for overflows in those of each machine's first replica. What they
+    have to see is the sum. So for them it is made here. The first replica passes it on, the others
+    zeros; with loss scaling NaN where it is not finite, or machines would decide differently, and
+    wait for one another for ever.
+
+    Args:
+        optimizer: the optimizer.
+        gradients: tensors, `tf.IndexedSlices` and None.
+        variables: the variables.
+        via_apply_gradients: whether its `apply_gradients` does it, and not its `apply`.
+    """
+    is_scaled = hasattr(optimizer, "inner_optimizer")
+    has_replicas = tf.distribute.get_strategy().num_replicas_in_sync > 1
+    if has_replicas and (is_scaled or _clips(optimizer)):
+        gradients = _sum_on_first_replica(gradients, shows_overflow=is_scaled)
+    if via_apply_gradients:
+        optimizer.apply_gradients(zip(gradients, variables))
+    else:
+        optimizer.apply(gradients, variables)
+
+
+def _clips(optimizer: Any) -> bool:
+    """Return whether an optimizer clips gradients."""
+    clipping = (optimizer.clipnorm, optimizer.global_clipnorm, optimizer.clipvalue)
+    parts = getattr(optimizer, "optimizers", ())  # of a MultiOptimizer
+    return any(c is not None for c in clipping) or any(map(_clips, parts))
+
+
+def _sum_on_first_replica(tensors: list[Any], shows_overflow: bool) -> list[Any]:
+    """Return the sums over replicas on the first replica, and zeros on the others.
+
+    Args:
+        tensors: tensors, `tf.IndexedSlices` and None.
+        shows_overflow: whether the others get NaN where a sum is not finite.
+    """
+    context = tf.distribute.get_replica_context()
+    present = [tensor for tensor in tensors if tensor is not None]
+    is_first = tf.equal(context.replica_id_in_sync_group, 0)
+
+    def here(tensor: Any) -> Any:
+        if isinstance(tensor, tf.IndexedSlices):
+            return tf.IndexedSlices(here(tensor.values), tensor.indices, tensor.dense_shape)
+        rest = tf.zeros_like(tensor)
+        if shows_overflow:
+            rest = tf.where(tf.math.is_finite(tensor), rest, float("nan"))
+        return tf.where(is_first, tensor, rest)
+
+    sums = iter([here(tensor) for tensor in context.all_reduce("SUM", present)])
+    return [None if tensor is None else next(sums) for tensor in tensors]
+
+
+def _unbuilt_weights_message(optimizer: str) -> str:
+    return (
+        "This optimizer starts from the values of the weights, so they must exist before training. "
+        f"Received: {optimizer!r}, and weights that the first `train_step` creates. Create the "
+        "model again, and call it (or each of its parts) on a batch before `fit`."
+    )

@@ -1,0 +1,383 @@
+"""Replicas of `tf.distribute`: what each of them has, and what they exchange at an update.
+
+Functions of the core run on every replica. What one of them has is a nest of tensors; what all of
+this process have is the same nest, with `OnReplicas` for tensors. With u_r the unit in which
+replica r counts its weights, and U the largest of them, the mean of all replicas is
+
+    sum_r(sum_i(w_ri / u_r * g_ri) / t_r),   t_r = s * U / u_r * sum_r(u_r / U * sum_i(w_ri / u_r))
+
+where s is what Keras multiplies the loss of a replica by: one over their number. So numbers are
+exchanged at first, and gradients by the optimizer only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ga_model.base import _messages, _numbers
+from ga_model.base._internals import (
+    metrics_exchange,
+    raw,
+    scaled_for_replicas,
+    strategy_of_model,
+    strategy_of_optimizer,
+)
+from ga_model.core.noise import Squares
+from ga_model.core.statistics import Moments
+from ga_model.core.window import Amount, Sums
+from ga_model.recording._models import optimizers_in
+from ga_model.recording._split import Batch, part_of
+
+_MIRRORED = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
+_TRIED = (tf.distribute.OneDeviceStrategy, *_MIRRORED)
+
+
+class OnReplicas:
+    """What the replicas of this process have at one place of a nest.
+
+    Args:
+        values: one for each.
+    """
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self.values = tuple(values)
+
+    def __int__(self) -> int:
+        return max(map(int, self.values))
+
+
+class Replicas:
+    """The replicas that train a model.
+
+    Args:
+        strategy: of the model.
+
+    Attributes:
+        number: how many there are, in all processes.
+        strategy: as it is passed.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy) -> None:
+        self.strategy = strategy
+        self.number = int(strategy.num_replicas_in_sync)
+        self._devices = strategy.extended.worker_devices
+        self._num_here = len(self._devices)
+        self._places = self._distributed(range(self._num_here))
+
+    def is_inside(self) -> bool:
+        """Return whether the code here is that of a replica."""
+        return is_on_replica_of(self.strategy)
+
+    def each(self, nest: Any) -> list[Any]:
+        """Return what each replica of this process has of a nest."""
+
+        def of(leaf: Any, place: int) -> Any:
+            if isinstance(leaf, OnReplicas):
+                return leaf.values[place]
+            if isinstance(leaf, tf.distribute.DistributedValues):
+                return self.strategy.experimental_local_results(leaf)[place]
+            return leaf
+
+        places = range(self._num_here)
+        return [tf.nest.map_structure(lambda leaf, p=p: of(leaf, p), nest) for p in places]
+
+    def together(self, nests: Sequence[Any]) -> Any:
+        """Return one nest of those that each replica has."""
+        return tf.nest.map_structure(_together, *nests)
+
+    def run(self, function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
+        """Run a function on every replica.
+
+        Args:
+            function: the function.
+            arguments: for each replica of this process, a tuple.
+
+        Returns:
+            What each returns.
+        """
+        found: list[Any] = [None] * self._num_here
+
+        def run(place: int) -> None:
+            found[place] = function(*arguments[place])
+
+        self.strategy.run(run, args=(self._places,))
+        return found
+
+    def once(self, function: Callable[[], Any]) -> None:
+        """Run a function for all replicas, where each of them calls this."""
+        if self.is_inside():
+            tf.distribute.get_replica_context().merge_call(lambda _: function())
+        else:
+            function()
+
+    def batch(self, data: Any, size: int | None) -> SharedBatch:
+        """Return a batch that replicas have parts of."""
+        return SharedBatch(self, self.each(data), size)
+
+    def on_device(self, place: int) -> Any:
+        """Return the context in which tensors are made where a replica is."""
+        return tf.device(self._devices[place])
+
+    def samples_of(self, data: Any, of_all: bool) -> Any:
+        """Return samples of a batch, the same in all processes if they are `of_all`."""
+        each = self.each(data)
+        if of_all and self.number > self._num_here:
+            return tf.nest.map_structure(self._gathered, *each)
+        return max(each, key=lambda part: Batch(part, None).rows)
+
+    def _gathered(self, *leaves: Any) -> Any:
+        if leaves[0] is None or not len(leaves[0].shape):
+            return leaves[0]
+        return self.strategy.gather(self._distributed(map(tf.convert_to_tensor, leaves)), axis=0)
+
+    def mean(self, nest: Any) -> Any:
+        """Return the means over all replicas of tensors in a nest."""
+
+        def mean(*leaves: Any) -> Any:
+            if leaves[0] is None or self.number == 1:
+                return leaves[0]
+            if self.number == self._num_here:
+                return tf.reduce_mean(tf.stack(leaves), 0)
+            return self.strategy.reduce("MEAN", self._distributed(leaves), axis=None)
+
+        return tf.nest.map_structure(mean, *self.each(nest))
+
+    def _distributed(self, values: Iterable[Any]) -> Any:
+        """Return a value of `tf.distribute` of those of the replicas of this process."""
+        left = iter(values)
+        distribute = self.strategy.experimental_distribute_values_from_function
+        return distribute(lambda context: next(left))
+
+    # In functions that every replica runs.
+
+    def exchanged(self, sums: Sums) -> Sums:
+        """Return the numbers of a window of all replicas, and this replica's gradients.
+
+        Args:
+            sums: of this replica. Its gradients and amounts are left out.
+        """
+        is_sum = sums.total is None
+        numbers = (
+            sums.unit,
+            0.0 if is_sum else sums.total,
+            sums.num_counted,
+            sums.num_skipped,
+            sums.has_lost,
+            sums.num_news,
+        )
+        unit, total, counted, skipped, lost, news = _vectors(numbers)
+        shares = tf.math.divide_no_nan(unit, tf.reduce_max(unit))
+        squares = sums.squares
+        if squares:
+            of_all = _vectors([number for pair in squares for number in pair])
+            # In this replica's unit, of gradients of a loss that was not divided.
+            in_own = tf.math.divide_no_nan(tf.reduce_max(unit), sums.unit) * self.number**2
+            totals = [tf.reduce_sum(v * shares) * in_own for v in of_all[::2]]
+            counts = [tf.reduce_sum(v) for v in of_all[1::2]]
+            squares = tuple(Squares(*pair) for pair in zip(totals, counts))
+        return sums._replace(
+            total=None if is_sum else _total_of(sums.unit, unit, total),
+            num_counted=tf.cast(tf.reduce_sum(counted), tf.int32),
+            num_skipped=tf.cast(tf.reduce_sum(skipped), tf.int32),
+            has_lost=tf.reduce_any(lost != 0),
+            num_news=tf.cast(tf.reduce_sum(news), tf.int32),
+            moments=[self._pooled(moments) for moments in sums.moments],
+            squares=squares,
+        )
+
+    def _pooled(self, moments: Moments) -> Moments:
+        return Moments.of_stacked(Moments._make(map(_stacked, moments)))
+
+    def amounts(self, amounts: Sequence[Amount]) -> list[Amount]:
+        """Return what logged numbers have come to on all replicas."""
+        if not amounts:
+            return []
+        found = [tf.reduce_sum(v) for v in _vectors([n for a in amounts for n in a])]
+        return [Amount._make(found[place : place + 4]) for place in range(0, len(found), 4)]
+
+
+class SharedBatch(Batch):
+    """A batch that replicas have parts of, which may be of unlike numbers of samples, or of none.
+
+    Args:
+        replicas: the replicas.
+        each: what those of this process have.
+        size: samples per microbatch of a replica, or None.
+    """
+
+    def __init__(self, replicas: Replicas, each: Sequence[Any], size: int | None) -> None:
+        parts = [Batch(part, size) for part in each]
+        self._replicas = replicas
+        self._each = each
+        self._size = size
+        self.rows = max(part.rows for part in parts)
+        self.num_microbatches = max(part.num_microbatches for part in parts)
+
+    def microbatch(self, index: int) -> Any:
+        each = self._each
+        if self.is_split:
+            size = self._size or self.rows
+            each = []
+            for place, part in enumerate(self._each):
+                with self._replicas.on_device(place):
+                    each.append(part_of(part, index * size, (index + 1) * size))
+        return self._replicas.together(each)
+
+
+def shared_total(unit: Any, total: Any) -> Any:
+    """Return what the sums of this replica are divided by, as t_r above.
+
+    Args:
+        unit, total: of this replica, float64 scalars.
+    """
+    if tf.distribute.get_strategy().num_replicas_in_sync == 1:
+        return total
+    return _total_of(unit, *_vectors([unit, total]))
+
+
+def _total_of(own: Any, unit: Any, total: Any) -> Any:
+    largest = tf.reduce_max(unit)
+    of_window = tf.reduce_sum(total * tf.math.divide_no_nan(unit, largest))
+    factor = tf.where(own == 0, tf.ones_like(own), tf.math.divide_no_nan(largest, own))
+    return of_window * factor * scaled_for_replicas(tf.ones((), tf.float64))
+
+
+def largest(tensor: Any) -> Any:
+    """Return the largest of the tensors of all replicas, by entry."""
+    if tf.distribute.get_strategy().num_replicas_in_sync == 1:
+        return tensor
+    return tf.reduce_max(_stacked(tensor), axis=0)
+
+
+def _vectors(numbers: Sequence[Any]) -> list[Any]:
+    """Return the scalars of all replicas, float64 vectors."""
+    row = tf.stack([_numbers.float64(number) for number in numbers])
+    return list(tf.unstack(_stacked(row), axis=1))
+
+
+def _stacked(tensor: Any) -> Any:
+    """Return the tensors of all replicas, on a first axis."""
+    context = tf.distribute.get_replica_context()
+    stacked = context.all_gather(tensor[tf.newaxis], axis=0)
+    return tf.ensure_shape(stacked, [context.num_replicas_in_sync, *tensor.shape])
+
+
+def _together(*values: Any) -> Any:
+    return None if values[0] is None else OnReplicas(values)
+
+
+def is_on_replica_of(strategy: Any) -> bool:
+    """Return whether the code here is that of a replica of a strategy."""
+    is_here = tf.distribute.get_strategy() is strategy
+    return is_here and not tf.distribute.in_cross_replica_context()
+
+
+def of_model(model: Any) -> Replicas | None:
+    """Return the replicas that train a model, or None where there is no strategy."""
+    strategy = strategy_of_model(model)
+    return None if strategy is None else Replicas(strategy)
+
+
+def check(model: Any, microbatch_size: Any) -> None:
+    """Check what a model is about to be trained under.
+
+    Raises:
+        NotImplementedError: a strategy that accumulation was not tried with; or workers would have
+            to agree on a size.
+        ValueError: the model, one of its variables or an optimizer was made in another scope; a
+            layer or metric would exchange what it computes while its call is split.
+    """
+    made_in, strategy = strategy_of_model(model), model.distribute_strategy
+    has_none = made_in is None and not tf.distribute.has_strategy()
+    if not has_none:
+        check_is_tried(strategy)
+    is_elsewhere = tf.distribute.has_strategy() and tf.distribute.get_strategy() is not made_in
+    elsewhere = [f"the model {model.name!r}"] if is_elsewhere else []
+    if isinstance(strategy, _MIRRORED) and not is_elsewhere:
+        plain = [v for v in model.variables if not _is_distributed(raw(v))]
+        elsewhere += [f"the variable {variable.path!r}" for variable in plain]
+    for optimizer in optimizers_in(vars(model)):
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        if strategy_of_optimizer(inner) is not strategy:
+            elsewhere.append(f"the optimizer {inner.name!r}")
+    if elsewhere:
+        elsewhere = list(dict.fromkeys(elsewhere))  # optimizers are in several attributes
+        raise ValueError(_scope_message(elsewhere, type(strategy).__name__))
+    workers = tf.distribute.MultiWorkerMirroredStrategy
+    if microbatch_size == "auto" and isinstance(strategy, workers):
+        raise NotImplementedError(_workers_size_message())
+    if strategy.num_replicas_in_sync > 1:
+        if microbatch_size is not None:
+            _check_normalization(model)
+        if model.skip_nonfinite and metrics_exchange():
+            raise ValueError(_metrics_message())
+
+
+def check_is_tried(strategy: tf.distribute.Strategy) -> None:
+    """Raise NotImplementedError for a strategy that accumulation was not tried with."""
+    if not isinstance(strategy, _TRIED):
+        raise NotImplementedError(_strategy_message(type(strategy).__name__))
+
+
+def _check_normalization(model: Any) -> None:
+    layers = model._batch_normalization_layers()
+    names = [layer.name for layer in layers if getattr(layer, "synchronized", False)]
+    if names:
+        raise ValueError(_synchronized_message(names))
+
+
+def _is_distributed(variable: Any) -> bool:
+    return isinstance(variable, tf.distribute.DistributedValues)
+
+
+def copies(variable: Any) -> list[Any]:
+    """Return the copies of a variable of Keras or TensorFlow on this machine's replicas."""
+    variable = raw(variable)
+    return list(variable.values) if _is_distributed(variable) else [variable]
+
+
+def _strategy_message(name: str) -> str:
+    return (
+        "Accumulation supports OneDeviceStrategy, MirroredStrategy and "
+        "MultiWorkerMirroredStrategy of `tf.distribute`. "
+        f"Received: {name}, which is not tested. "
+        "Create the model under one of those strategies or without one, "
+        f"or {_messages.WITHOUT}."
+    )
+
+
+def _scope_message(elsewhere: list[str], name: str) -> str:
+    return (
+        "A model must be created, compiled and trained under the same `tf.distribute` strategy. "
+        f"Received: {' and '.join(elsewhere)}, created outside the scope of {name}. "
+        "Create and compile the model inside one `with strategy.scope():`, "
+        "and call `fit` on it."
+    )
+
+
+def _workers_size_message() -> str:
+    return (
+        "All workers must have the same `microbatch_size`, but each would find its own. "
+        'Received: microbatch_size="auto" under MultiWorkerMirroredStrategy. '
+        "Set it to a number that fits on every worker."
+    )
+
+
+def _synchronized_message(layers: list[str]) -> str:
+    return (
+        "Synchronized BatchNormalization cannot exchange the statistics of microbatches. "
+        f"Received: BatchNormalization layers with `synchronized=True`: {layers}. Set "
+        "`synchronized=False`, or `microbatch_size=None`, and call `compile()` again."
+    )
+
+
+def _metrics_message() -> str:
+    return (
+        "With several replicas, Keras before 3.10 cannot take back the numbers of metrics of a "
+        f"microbatch that is skipped. Received: skip_nonfinite=True, with Keras "
+        f"{keras.__version__}. Install keras>=3.10, or set `skip_nonfinite=False`."
+    )

@@ -1,0 +1,236 @@
+"""The state of one compiled model, on any backend."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from ga_model._settings import Settings, passed
+from ga_model.automatic._search import FoundSize
+from ga_model.base import _messages, _validate
+from ga_model.core.noise_scale import GradientNoise
+from ga_model.recording._models import optimizers_in
+
+
+class ModelState:
+    """What the package keeps for a model on every backend. `compile` begins a new one.
+
+    It is the model's only attribute that is the package's. Keras and its backend do not look into
+    it for layers and variables, and no file has it.
+
+    Args:
+        model: the `AccumulatingModel`.
+        settings: its settings.
+
+    Attributes:
+        settings: as they are asked for. See `size` for the one that may have to be found.
+        automatic_size: what `microbatch_size="auto"` has found.
+        noise: what `GradientNoiseScale` measures.
+        window: the open window, or the next one; None before the first batch of one.
+        num_skipped: microbatches that were left out, once there is training that may do so.
+        num_lost: windows with a term that a microbatch lost, likewise.
+        is_scheduled: whether a callback of the present `fit` sets `accumulation_steps`.
+        is_verbose: whether the present `fit` shows its progress.
+        warnings: those that were given.
+        held_back: warnings for later, in their order, or None.
+    """
+
+    automatic_size: FoundSize
+    noise: GradientNoise
+
+    def __init__(self, model: Any, settings: Settings) -> None:
+        self._model = model
+        self.settings = settings
+        self.window: Any = None
+        self.num_skipped: Any = None
+        self.num_lost: Any = None
+        self.is_scheduled = self.is_verbose = False
+        self._has_ended_epoch = False
+        self.warnings: set[str] = set()
+        self.held_back: list[str] | None = None
+
+    # What is set.
+
+    def change(self, **given: Any) -> None:
+        """Give settings new values, after checking these. None switches a setting off."""
+        given = passed(**given)
+        Settings(**given).check_with(optimizers_in(vars(self._model)))
+        self.settings = dataclasses.replace(self.settings, **given)
+        if "accumulation_steps" in given and self.window is not None:
+            self.window.set_steps(self.settings.accumulation_steps)
+        if "microbatch_size" in given:
+            self.automatic_size.restart()
+
+    @property
+    def is_automatic(self) -> bool:
+        """Whether the size is asked for as "auto"."""
+        return bool(self.settings.microbatch_size == "auto")
+
+    @property
+    def size(self) -> Any:
+        """Samples per microbatch, or None: for the full batch, and for a size still to be found."""
+        return self.automatic_size.size if self.is_automatic else self.settings.microbatch_size
+
+    # What follows for the next batch.
+
+    @property
+    def measured_noise(self) -> GradientNoise | None:
+        """What measures the noise of gradients in the present `fit`, or None."""
+        return None if self.noise.asked_by is None else self.noise
+
+    def accumulates(self) -> bool:
+        """Return whether it is a part of a window of several."""
+        return self.settings.accumulation_steps > 1 or self.has_open_window()
+
+    def is_plain(self) -> bool:
+        """Return whether it is trained as plain Keras does."""
+        is_whole = self.settings.microbatch_size is None
+        return is_whole and not self.accumulates() and not self.settings.skip_nonfinite
+
+    def check_step(self) -> None:
+        """Raise TypeError if a `train_step` of the instance would hide that of the class."""
+        if "train_step" in vars(self._model) and not self.is_plain():
+            raise TypeError(_instance_step_message(self._model.name))
+
+    # The window.
+
+    def has_open_window(self) -> bool:
+        """Return whether batches wait for an update."""
+        return self.window is not None and self.window.is_open()
+
+    def discard_window(self) -> None:
+        """Forget a partial window."""
+        if self.window is not None:
+            self.window.discard()
+
+    # Warnings.
+
+    @contextlib.contextmanager
+    def holding_back(self) -> Iterator[list[str]]:
+        """Give no warnings in a block, but collect them in the list that it gets."""
+        before, self.held_back = self.held_back, []
+        try:
+            yield self.held_back
+        finally:
+            self.held_back = before
+
+    def warn_once(self, message: str) -> None:
+        """Warn, unless the present `compile` has seen the same warning."""
+        if self.held_back is not None:
+            self.held_back.append(message)
+        elif message not in self.warnings:
+            self.warnings.add(message)
+            _validate.warn(message)
+
+    def warn_of_no_effect(self, has_updated: bool) -> None:
+        """Warn at the end of the first epoch of settings that have no effect.
+
+        Args:
+            has_updated: whether there was an update in it.
+        """
+        has_ended, self._has_ended_epoch = self._has_ended_epoch, True
+        if has_ended or self.is_scheduled:
+            return
+        model, size, steps = self._model, self.size, self.settings.accumulation_steps
+        is_told = size is not None and not self.is_automatic and steps == 1
+        if is_told and self._most_samples() <= size:
+            model._warn_once(_nothing_split_message(model.name, size))
+        number = 0 if self.window is None else self.window.num_batches()
+        if number and not has_updated:
+            model._warn_once(_one_update_message(model.name, steps, number))
+
+    def _most_samples(self) -> int:
+        """Return the samples of the largest batch so far, of those that may be split."""
+        raise NotImplementedError
+
+    def warn_of_accumulating_optimizers(self) -> None:
+        """Warn of optimizers that accumulate gradients of batches that are split."""
+        if self.settings.microbatch_size is not None:
+            for name, steps in _validate.accumulating_optimizers(optimizers_in(vars(self._model))):
+                self._model._warn_once(_accumulates_itself_message(name, steps))
+
+    def warn_of_saving(self) -> None:
+        """Warn of a file that is written while a window is open."""
+        if self.has_open_window():
+            self._model._warn_once(_saved_in_window_message(self._model.name))
+
+    def warn_of_what_was_done(self) -> None:
+        """Warn of what has been done so far and could not tell itself, as in a graph."""
+        model = self._model
+        if model.num_skipped_microbatches:
+            is_regularized = any(getattr(w, "regularizer", None) for w in model.trainable_weights)
+            model._warn_once(_skipped_message(model.name, self._has_replicas() and is_regularized))
+        if int(self.num_lost or 0):
+            model._warn_once(_messages.lost_term_message(model.name))
+
+    def _has_replicas(self) -> bool:
+        """Return whether several replicas train the model in this process."""
+        return False
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Note that an epoch of `fit` begins."""
+
+    def finish_fit(self) -> None:
+        """Note that `fit` has trained its last epoch."""
+
+    def end_fit(self) -> None:
+        """Forget what is for the present `fit` only."""
+        self.is_scheduled = self.is_verbose = False
+        self.noise.stop()
+
+
+def _accumulates_itself_message(optimizer: str, steps: int) -> str:
+    return (
+        f"The optimizer {optimizer!r} has `gradient_accumulation_steps={steps}`: it accumulates "
+        f"gradients itself, over {steps} batches, in Keras's own way. That is not the full-batch "
+        "update if batches differ in size or masks; `microbatch_size` only splits each batch. "
+        f"Remove `gradient_accumulation_steps` and pass `accumulation_steps={steps}` instead."
+    )
+
+
+def _nothing_split_message(model: str, size: int) -> str:
+    return (
+        f"`microbatch_size={size}` has no effect on {model!r}: no batch of the first epoch has "
+        "more samples. Pass the number of samples per update (the effective batch size) to `fit` "
+        "as `batch_size`, or set a smaller `microbatch_size`."
+    )
+
+
+def _one_update_message(model: str, steps: int, number: int) -> str:
+    return (
+        f"`accumulation_steps={steps}` is more than the batches of an epoch: the first epoch of "
+        f"{model!r} has {number}, which make 1 update. Windows end with the epoch. "
+        "For more updates per epoch, set a smaller `accumulation_steps`."
+    )
+
+
+def _skipped_message(model: str, has_shares: bool) -> str:
+    message = (
+        f"Microbatches of {model!r} with NaN or Inf in their gradients were skipped "
+        "(`skip_nonfinite=True`). `model.num_skipped_microbatches` counts them."
+    )
+    if not has_shares:
+        return message
+    return (
+        f"{message} If the loss is a sum, a replica that skipped all of its microbatches had no "
+        "share in the weight regularizers, so they were weaker in that update: use a mean."
+    )
+
+
+def _saved_in_window_message(model: str) -> str:
+    return (
+        f"{model!r} was saved while a window is open: the file has the weights of the last update, "
+        "and not the gradients of the batches since then, which a training that goes on from it "
+        "will not have. Save at the end of an epoch, where no window is open, or after every "
+        "multiple of `accumulation_steps` batches, or call `close_window()` before."
+    )
+
+
+def _instance_step_message(model: str) -> str:
+    return (
+        f"`train_step` must be a method of the model's class. Received: {model!r} with "
+        "`train_step` assigned to the instance, which is not accumulated. Define it in a subclass, "
+        f"or {_messages.WITHOUT}."
+    )

@@ -1,0 +1,148 @@
+"""Metrics that wait for the full batch, while one of its microbatches is recorded.
+
+Numbers that go into a `keras.metrics.Mean` or `Sum` come from the step, from a layer, or from a
+metric function that returns one. So while a step is recorded, a function stands in front of
+`update_state` of both classes, and tells the thread's `MetricCalls`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import keras
+
+from ga_model.base._context import ThreadValue
+from ga_model.base._method_patch import MethodPatch
+from ga_model.recording._stand_in import StandIn
+
+_MEANS = (keras.metrics.Mean, keras.metrics.Sum)  # what functions give goes on to these
+_calls = ThreadValue()  # the `MetricCalls` of this thread, or None
+
+
+class MetricCall(NamedTuple):
+    """An update of a metric, and the loss term that its value is of, or None."""
+
+    metric: Any
+    value: Any
+    sample_weight: Any
+    term: Any
+
+
+Unnoted = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+class MetricCalls:
+    """What metrics got and gave while one microbatch was recorded.
+
+    Args:
+        unnoted: returns a context for results: what they are divided by is of no microbatch.
+
+    Attributes:
+        updates: updates that wait for the full batch.
+        results: tensors that metrics gave, with the metric, and the key if it gave a dict.
+    """
+
+    def __init__(self, unnoted: Unnoted = contextlib.nullcontext) -> None:
+        self.unnoted = unnoted
+        self.updates: list[MetricCall] = []
+        self.results: list[tuple[Any, Any, str | None]] = []
+
+    def waits_for(self, values: Any, sample_weight: Any = None) -> bool:
+        """Return whether an update of a `Mean` or a `Sum` has to wait for the full batch.
+
+        Values of samples do not, because they add up over microbatches.
+        """
+        return _is_scalar(values) and _is_scalar(sample_weight)
+
+    def update(self, metric: Any, value: Any, sample_weight: Any, term: Any = None) -> None:
+        """Let an update wait. `term` is the loss term that `value` is of, if it is one's."""
+        self.updates.append(MetricCall(metric, value, sample_weight, term))
+
+    def updates_by_key(self) -> dict[tuple[int, int], MetricCall]:
+        """Return the updates by the id of their metric, and their number among those of it."""
+        found: dict[tuple[int, int], MetricCall] = {}
+        for update in self.updates:
+            number = sum(update.metric is call.metric for call in found.values())
+            found[id(update.metric), number] = update
+        return found
+
+    def result(self, metric: Any) -> Any:
+        """Return the metric's result, and remember that it is that."""
+        with self.unnoted():
+            found = metric.result()
+        return self.note_result(metric, found)
+
+    def note_result(self, metric: Any, result: Any) -> Any:
+        """Remember that something is a metric's result, and return it."""
+        by_key = result if isinstance(result, dict) else {None: result}
+        self.results += [(value, metric, key) for key, value in by_key.items()]
+        return result
+
+
+class MetricStandIn(StandIn):
+    """Stands in for a metric in an attribute of the model during one recorded step.
+
+    It tells the `MetricCalls`.
+    """
+
+    def result(self) -> Any:
+        return self._listener.result(self._original)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.update_state(*args, **kwargs)
+        return self.result()
+
+
+@contextlib.contextmanager
+def waiting(calls: MetricCalls | None) -> Iterator[None]:
+    """Let numbers that this thread gives to metrics wait in a block.
+
+    Args:
+        calls: what is told of them, or None: they do not wait.
+    """
+    if calls is None:
+        with _calls.set(None):
+            yield
+        return
+    with _updates_of_means.of(_MEANS), _calls.set(calls):
+        yield
+
+
+def noting_results(metrics: Iterable[Any]) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which results of metrics are remembered, whoever asks for them."""
+    return _results.of(metrics)
+
+
+def _remembered(metric: Any, result: Callable[..., Any]) -> Callable[..., Any]:
+    def remembered(*args: Any, **kwargs: Any) -> Any:
+        calls = _calls.get()
+        if calls is None:
+            return result(*args, **kwargs)
+        with calls.unnoted():
+            found = result(*args, **kwargs)
+        return calls.note_result(metric, found)
+
+    return remembered
+
+
+_results = MethodPatch("result", _remembered)
+
+
+def _letting_wait(_: Any, update_state: Callable[..., Any]) -> Callable[..., Any]:
+    def update(metric: Any, values: Any, sample_weight: Any = None) -> Any:
+        calls = _calls.get()
+        if calls is None or not calls.waits_for(values, sample_weight):
+            return update_state(metric, values, sample_weight)
+        calls.update(metric, keras.ops.convert_to_tensor(values), sample_weight)
+        return None
+
+    return update
+
+
+_updates_of_means = MethodPatch("update_state", _letting_wait)
+
+
+def _is_scalar(value: Any) -> bool:
+    return value is None or keras.ops.ndim(value) == 0

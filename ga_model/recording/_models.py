@@ -1,0 +1,62 @@
+"""What a model holds and overrides, and whether a step of it is recorded."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import keras
+
+from ga_model.base._context import ThreadValue
+
+recording_of_thread = ThreadValue()  # the `Recording` that runs in this thread
+
+
+def unrecorded() -> contextlib.AbstractContextManager[None]:
+    """Let everything of a model answer as it does while no step of it is recorded."""
+    return recording_of_thread.set(None)
+
+
+def current_recording(model: Any) -> Any:
+    """Return the recording of `model` that is running in this thread, or None."""
+    recording = recording_of_thread.get()
+    return recording if recording is not None and recording.model is model else None
+
+
+def optimizers_in(value: Any) -> list[Any]:
+    """Return the optimizers that a value is, or that a list or dict in it holds."""
+    return instances_in(value, keras.optimizers.Optimizer)
+
+
+def is_recorded(value: Any) -> bool:
+    """Return whether an attribute with this value has a stand-in while a step is recorded."""
+    return bool(instances_in(value, (keras.optimizers.Optimizer, keras.metrics.Metric)))
+
+
+def instances_in(value: Any, classes: Any) -> list[Any]:
+    """Return the instances of `classes` that a value is, or that a list or dict in it holds."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return [instance for part in value for instance in instances_in(part, classes)]
+    return [value] if isinstance(value, classes) else []
+
+
+def is_of_keras(model: Any, name: str) -> bool:
+    """Return whether a method of the model is Keras's own, below this package's."""
+    if name in vars(model):  # assigned to the instance
+        return False
+    for owner in type(model).__mro__:
+        module = str(getattr(vars(owner).get(name), "__module__", "ga_model"))
+        if not module.startswith("ga_model"):
+            return module.startswith("keras.")
+    return False
+
+
+def unpack(data: Any) -> Any:
+    """Return x, y and sample weight of a batch. x is all of it where it is no tuple of up to 3."""
+    if isinstance(data, list) and len(data) <= 3:
+        data = tuple(data)  # as Keras takes it: a `torch.utils.data.DataLoader` gives lists
+    if not isinstance(data, tuple) or len(data) > 3:
+        data = (data,)
+    return keras.utils.unpack_x_y_sample_weight(data)
