@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import os
 import re
 import warnings
 from collections.abc import Callable
@@ -25,8 +24,6 @@ from keras import ops
 from training import reordered, rounded, train
 
 BACKEND = keras.backend.backend()
-IS_OLD = BACKEND == "tensorflow" and os.environ.get("GA_MODEL_ENGINE") != "core"
-ENGINE = "tensorflow" if IS_OLD else "core"
 # Of an epoch: windows of 12, 12 and 7, or 8 where devices have to share each batch evenly.
 SAMPLES = 32 if helpers.num_replicas > 1 and BACKEND == "jax" else 31
 
@@ -53,8 +50,9 @@ SETTINGS = {
     "batches of one": Setting(1, {"accumulation_steps": 12}, False),
     "microbatches of one": Setting(12, {"microbatch_size": 1}, True),
     "added up": Setting(12, {"microbatch_size": 5, "loss_over": "microbatch"}, True),
+    "left out": Setting(12, {"microbatch_size": 5, "skip_nonfinite": True}, True),
 }
-USUAL = tuple(name for name in SETTINGS if name != "added up")
+USUAL = tuple(name for name in SETTINGS if name not in ("added up", "left out"))
 
 
 ALL = ("weights", "variables", "seeds", "optimizer", "updates", "logs")
@@ -160,9 +158,8 @@ class Case:
         """Return what a table by settings and backends has for one, the closest name first."""
         place = "within" if SETTINGS[setting].is_within else "across"
         for name in (setting, place):
-            for key in (f"{ENGINE}: {name}", name):
-                if key in table:
-                    return table[key]
+            if name in table:
+                return table[name]
         return table.get(BACKEND, default)
 
 
@@ -173,7 +170,7 @@ class Trained(NamedTuple):
         weights: of trainable variables, as NumPy arrays.
         variables: others of the model, without seeds.
         seeds: of random numbers.
-        optimizer: the variables of the optimizer.
+        optimizer: the variables of optimizers.
         updates: the number of them.
         logs: of epochs.
         warnings: texts for users.
@@ -197,13 +194,13 @@ def values_of(variables):
 def state_of(model):
     seeds = [v for v in model.non_trainable_variables if "seed_generator" in v.path]
     others = [v for v in model.non_trainable_variables if "seed_generator" not in v.path]
-    optimizer = getattr(model, "optimizer", None)
+    optimizers = [v for v in vars(model).values() if isinstance(v, keras.optimizers.Optimizer)]
     return Trained(
         values_of(model.trainable_variables),
         values_of(others),
         values_of(seeds),
-        values_of(optimizer.variables if optimizer else []),
-        num_updates(optimizer) if optimizer and optimizer.built else 0,
+        values_of(variable for optimizer in optimizers for variable in optimizer.variables),
+        sum(num_updates(optimizer) for optimizer in optimizers if optimizer.built),
     )
 
 

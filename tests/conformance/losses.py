@@ -305,18 +305,89 @@ class Tripled(keras.losses.MeanSquaredError):
         return 3 * super().__call__(y_true, y_pred, sample_weight)
 
 
+class RootOfKeras(keras.losses.MeanSquaredError):
+    """Makes something else of Keras's number."""
+
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        return ops.sqrt(super().__call__(y_true, y_pred, sample_weight))
+
+
+class PenalizedOfKeras(keras.losses.MeanSquaredError):
+    """Adds a sum to Keras's mean."""
+
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        number = super().__call__(y_true, y_pred, sample_weight)
+        return number + 0.01 * ops.sum(ops.square(y_pred))
+
+
+class ReadsWeights(keras.losses.Loss):
+    """Reads the sample weights by itself."""
+
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        return ops.sum(per_sample(y_true, y_pred) * sample_weight) / ops.sum(sample_weight)
+
+
 def positive(rows):
     x, y = dense_data(rows)
     return x, np.abs(y)
+
+
+def with_weights(rows):
+    weights = np.random.default_rng(0).uniform(0.1, 3.0, rows)
+    return *dense_data(rows), weights.astype(keras.config.floatx())
+
+
+# Masks that leave out nothing at first, and counts that are zero at first.
+
+
+def full_at_first(rows):
+    """Only behind two windows are samples masked, and a microbatch wholly is."""
+    x, y = dense_data(rows)
+    y[:24, 0] = np.abs(y[:24, 0])
+    y[24:, 0] = [*-np.abs(y[24:28, 0]), *(1, -1, 1, 1, -1, 1, 1, 1)][: rows - 24]
+    return x, y
+
+
+def quotient(y_true, y_pred):
+    mask = ops.cast(y_true[:, 0] > 0, y_pred.dtype)
+    return ops.sum(mask * per_sample(y_true, y_pred)) / ops.maximum(ops.sum(mask), 1e-6)
+
+
+def one_at_least(y_true, y_pred):
+    mask = ops.cast(y_true[:, 0] > 0, y_pred.dtype)
+    return ops.sum(mask * per_sample(y_true, y_pred)) / ops.maximum(ops.sum(mask), 1.0)
+
+
+def empty_at_first(rows, number):
+    """The first samples count for nothing."""
+    x, y = dense_data(rows)
+    return x, np.where(np.arange(rows)[:, None] < number, -1, 1) * (np.abs(y) + 0.1)
+
+
+def counted(y_true, y_pred):
+    return ops.relu(y_true) * ops.square(y_true - y_pred)
+
+
+def total_of_counted(y_true, y_pred):
+    return 0.1 * ops.sum(counted(y_true, y_pred))
+
+
+def mean_of_counted(y_true, y_pred):
+    return ops.mean(counted(y_true, y_pred))
 
 
 def own(loss, learning_rate=0.05, data=dense_data, make=dense_model, **kwargs):
     return Case(make, data, sgd(loss, learning_rate), **kwargs)
 
 
-EMPTY = {"core: batches of one": FallsShort("inexact", "the first batch shows nothing of a step")}
+EMPTY = {"batches of one": FallsShort("silent", "NaN: a batch that is ignored is 0 / 0 by itself")}
 
-STACKED = FallsShort("inexact", "`logsumexp` over a stack counts as one over samples")
+
+UNSEEN = dict.fromkeys(
+    ("windows", "both"),
+    FallsShort("silent", "the first log is of a mean: a microbatch showed nothing of a sum"),
+)
+
 
 COMPARES = (
     "add up to the full-batch gradient only if the loss is a (mean or a )?sum over samples|" + TRIED
@@ -369,9 +440,25 @@ CASES |= {
             functools.partial(mixture, axis=axis),
             make=functools.partial(dense_model, outputs=6),
             data=some_classes,
-            falls_short=EMPTY if axis else {**EMPTY, "tensorflow: across": STACKED},
+            falls_short=EMPTY,
         )
         for axis in (0, 1)
+    },
+    "own loss: a root of Keras's number": own((RootOfKeras,), expects={"across": Warns(COMPARES)}),
+    "own loss: a sum beside Keras's number": own(
+        (PenalizedOfKeras,), expects={"across": Warns(COMPARES)}
+    ),
+    "own loss: reads sample weights": own((ReadsWeights,), data=with_weights),
+    "own loss: masked later": own(quotient, data=full_at_first),
+    "own loss: masked later, one at least": own(one_at_least, data=full_at_first),
+    **{
+        f"own loss: {loss.__name__}, {number} empty": own(
+            loss,
+            data=functools.partial(empty_at_first, number=number),
+            falls_short=UNSEEN if (loss, number) == (total_of_counted, 4) else {},
+        )
+        for loss in (total_of_counted, mean_of_counted)
+        for number in (4, 14)
     },
     "own loss: contrastive": compares(contrastive),
     "own loss: root": compares(root),

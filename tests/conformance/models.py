@@ -66,6 +66,22 @@ def token_loss():
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
+class Branches(layers.Layer):
+    """Normalizes in one of two branches."""
+
+    def build(self, shape):
+        self.inner = layers.BatchNormalization()
+        self.inner.build(shape)
+        self.chosen = self.add_weight(shape=(), initializer="ones", trainable=False)
+
+    def call(self, x, training=None):
+        return ops.cond(self.chosen > 0, lambda: self.inner(x, training=training), lambda: x)
+
+
+def normalized_in_a_branch():
+    return keras.Sequential([keras.Input((4,)), Branches(), layers.Dense(2)])
+
+
 def normalized(**kwargs):
     """Normalizes its inputs, so that what it averages does not depend on weights."""
     inputs = keras.Input((4,))
@@ -106,6 +122,13 @@ CASES |= {
     ),
     "language model": Case(language_model, tokens, sgd((token_loss,))),
     "frozen batch normalization": Case(functools.partial(normalized, trainable=False), dense_data),
+    "batch normalization in a branch": Case(
+        normalized_in_a_branch,
+        dense_data,
+        expects={"recomputed": Warns("in a branch, a loop or a function", ALL)},
+        backends=("tensorflow",),  # the others have Python's, or keep no state in one
+        settings=("recomputed",),
+    ),
     "batch normalization": Case(
         normalized,
         dense_data,
@@ -221,6 +244,7 @@ CASES |= {
         functional_towers,
         towers_data,
         sgd({"z": "mse", "a": "mae"}, loss_weights={"a": 0.3, "z": 2.0}),
+        samples=24,  # of ragged batches, Keras on TensorFlow counts one sample each
     ),
     "dicts in a loss": Case(OwnLossOfTwoTowers, towers_data, sgd(None, 0.02)),
     "nested": Case(OwnLossOfNested, nested_data, sgd(None)),
@@ -330,6 +354,21 @@ class Centers(layers.Layer):
         return x - self.factor * ops.mean(x, axis=0, keepdims=True)
 
 
+class ClipsGradients(layers.Layer):
+    """Divides the gradients of samples by their norm."""
+
+    def call(self, x):
+        @ops.custom_gradient
+        def same(x):
+            def gradient(*given, upstream=None):
+                upstream = given[0] if upstream is None else upstream
+                return upstream / (1.0 + 9.0 * ops.sqrt(ops.sum(ops.square(upstream))))
+
+            return x, gradient
+
+        return same(ops.tanh(x))
+
+
 class Looks(layers.Embedding):
     """Takes from vectors of ids a part of their mean over samples."""
 
@@ -415,6 +454,14 @@ CASES |= {
         expects={
             "across": Warns(f"only if the (model|loss)|cannot be split into|{TRIED}"),
             "within": Warns("cannot be split into", ALL),
+        },
+    ),
+    "a layer that clips gradients of samples together": Case(
+        followed_by(ClipsGradients),
+        dense_data,
+        expects={
+            "across": Warns(TRIED),
+            "within": Warns("custom gradient that combines samples", ALL),
         },
     ),
     "a layer that combines samples, which are alike at first": Case(

@@ -4,9 +4,9 @@ import functools
 
 import keras
 import losses
-from case import BACKEND, TRIED, Case, FallsShort, Warns, sgd
+from case import ALL, BACKEND, TRIED, Case, Warns, sgd
 from helpers import dense_data, dense_model
-from keras import ops
+from keras import layers, ops
 
 if BACKEND == "tensorflow":
     import tensorflow as tf
@@ -17,9 +17,41 @@ if BACKEND == "tensorflow":
             with tf.GradientTape() as tape:
                 y_pred = self(x, training=True)
                 loss = self.objective(x, y, y_pred)
-            gradients = tape.gradient(loss, self.trainable_variables)
+                scaled = self.optimizer.scale_loss(loss)
+            gradients = tape.gradient(scaled, self.trainable_variables)
             self.optimizer.apply(self.changed(gradients), self.trainable_variables)
+            self.after_update()
             return self.logged(y, y_pred, loss)
+
+    class OfScores(keras.Sequential):
+        """Has a loss of its scores, and of their derivatives with respect to its input."""
+
+        def train_step(self, data):
+            x = tf.cast(data[0], self.compute_dtype)
+            with tf.GradientTape() as tape:
+                loss = self.loss_of(x)
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply(gradients, self.trainable_variables)
+            return {"own": loss}
+
+    class Critic(OfScores):
+        """Has a penalty on the gradient."""
+
+        def loss_of(self, x):
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                score = self(x, training=True)
+            slope = tf.norm(inner.gradient(score, x), axis=1)
+            return tf.reduce_mean(score) + tf.reduce_mean(tf.square(slope - 1.0))
+
+    class ForwardMode(OfScores):
+        """Takes the derivative along a direction."""
+
+        def loss_of(self, x):
+            with tf.autodiff.ForwardAccumulator(x, tf.ones_like(x)) as forward:
+                score = self(x, training=True)
+            slope = forward.jvp(score)
+            return tf.reduce_mean(tf.square(score)) + tf.reduce_mean(tf.square(slope - 1.0))
 
 elif BACKEND == "torch":
     import torch
@@ -30,29 +62,33 @@ elif BACKEND == "torch":
             self.zero_grad()
             y_pred = self(x, training=True)
             loss = self.objective(x, y, y_pred)
-            loss.backward()
+            self.optimizer.scale_loss(loss).backward()
             with torch.no_grad():
                 gradients = [variable.value.grad for variable in self.trainable_variables]
                 self.optimizer.apply(self.changed(gradients), self.trainable_variables)
+            self.after_update()
             return self.logged(y, y_pred, loss.detach())
 
 else:
     import jax
 
     class Step(keras.Sequential):
-        def loss_of(self, trainable, non_trainable, x, y):
+        def loss_of(self, trainable, non_trainable, optimizer, x, y):
             mapping = list(zip(self.trainable_variables, trainable))
+            mapping += zip(self.optimizer.variables, optimizer)  # which may scale the loss
             y_pred, non_trainable = self.stateless_call(trainable, non_trainable, x, training=True)
             with keras.StatelessScope(mapping):
-                return self.objective(x, y, y_pred), (y_pred, non_trainable)
+                loss = self.objective(x, y, y_pred)
+                return self.optimizer.scale_loss(loss), (loss, y_pred, non_trainable)
 
         def train_step(self, state, data):
             trainable, non_trainable, optimizer, metrics = state
             gradient = jax.value_and_grad(self.loss_of, has_aux=True)
-            (loss, found), gradients = gradient(trainable, non_trainable, *data)
-            y_pred, non_trainable = found
+            (_, found), gradients = gradient(trainable, non_trainable, optimizer, *data)
+            loss, y_pred, non_trainable = found
             gradients = self.changed(gradients)
             trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
+            optimizer = self.after_update(optimizer)
             with keras.StatelessScope(list(zip(self.metrics_variables, metrics))) as scope:
                 logs = self.logged(data[1], y_pred, loss)
             metrics = [scope.get_current_value(variable) for variable in self.metrics_variables]
@@ -73,9 +109,13 @@ class OwnStep(Step):
         """Return the gradients that are applied."""
         return gradients
 
+    def after_update(self, values=None):
+        """Change the optimizer, or on JAX its values, behind its update."""
+        return values
+
     def logged(self, y, y_pred, loss):
         """Return the logs."""
-        return {"loss": loss}
+        return {"own": loss}
 
 
 class Tracks(OwnStep):
@@ -99,6 +139,17 @@ class Tracks(OwnStep):
 class Clips(OwnStep):
     def changed(self, gradients):
         return [ops.clip(gradient, -0.01, 0.01) for gradient in gradients]
+
+
+class SetsRate(OwnStep):
+    """Sets its learning rate behind the update: the next one has it."""
+
+    def after_update(self, values=None):
+        rate = self.optimizer.learning_rate
+        if values is None:
+            return rate.assign(0.01)
+        pairs = zip(self.optimizer.variables, values)
+        return [ops.full((), 0.01, value.dtype) if v is rate else value for v, value in pairs]
 
 
 class ByComputeLoss(OwnStep):
@@ -134,6 +185,11 @@ def with_epsilon(count):
 
 def at_least_epsilon(count):
     return ops.maximum(count, 1e-3)
+
+
+def masked_mean_in_float32(y, y_pred):
+    """Of float16 gradients those of few entries overflow where those of a full batch do not."""
+    return masked_mean(y, ops.cast(y_pred, "float32"), at_least_epsilon)
 
 
 def mean_of_all_but_some(y, y_pred):
@@ -180,10 +236,7 @@ def step(objective, learning_rate=0.05, data=dense_data, outputs=2, base=OwnStep
     return Case(make, data, compile_args, falls_short=short, **kwargs)
 
 
-COMPARES = {
-    "tensorflow: across": Warns(losses.COMPARES),
-    "core: across": Warns(TRIED),
-}
+COMPARES = {"across": Warns(TRIED)}
 
 # The objectives of which each backend is to be exact in both settings, and those that compare
 # samples, which are exact within a batch.
@@ -198,32 +251,47 @@ CASES = {
     "mean of some entries": step(mean_of_all_but_some),
     "masked mean": step(functools.partial(masked_mean, divisor=at_least_epsilon), 0.02),
     "masked mean with epsilon": step(functools.partial(masked_mean, divisor=with_epsilon), 0.02),
-    "logsumexp of two losses": step(
-        softest_of_two,
-        falls_short={"tensorflow: across": FallsShort("false alarm", losses.STACKED.reason)},
-    ),
-    "label smoothing": step(
-        smoothed,
-        data=losses.classes,
-        outputs=3,
-        falls_short={
-            "tensorflow: batches of one": FallsShort("false alarm", "a known size is computed with")
-        },
-    ),
+    "masked mean in float16": step(masked_mean_in_float32, 0.02, precision="mixed_float16"),
+    "masked mean in bfloat16": step(masked_mean_in_float32, 0.02, precision="mixed_bfloat16"),
+    "logsumexp of two losses": step(softest_of_two),
+    "label smoothing": step(smoothed, data=losses.classes, outputs=3),
     "cross entropy": step(cross_entropy, data=losses.classes, outputs=3),
     "a loss of Keras": step(by_a_loss_of_keras),
     "compute_loss": step(None, loss="mse", base=ByComputeLoss),
     "a penalty on a weight": step(losses.mean, base=Penalized),
     "metrics of its own": step(losses.mean, base=Tracks),
-    "clipped gradients": step(
-        losses.mean,
-        base=Clips,
-        expects={
-            "tensorflow: across": Warns("Gradients must reach the optimizer unchanged"),
-            "core: across": Warns(TRIED),
-        },
-    ),
+    "clipped gradients": step(losses.mean, base=Clips, expects=COMPARES),
+    "a rate set behind the update": step(losses.mean, base=SetsRate, expects=COMPARES),
     "contrastive": step(losses.contrastive, expects=COMPARES),
     "root": step(losses.root, expects=COMPARES),
 }
+
+
+def of_scores(base, *parts):
+    return lambda: base([keras.Input((4,)), *(part() for part in parts), layers.Dense(1)])
+
+
+if BACKEND == "tensorflow":
+    DENSE = functools.partial(layers.Dense, 5, activation="tanh")
+    RECURRENT = functools.partial(layers.Reshape, (2, 2)), functools.partial(layers.GRU, 3)
+    for name, parts in {
+        "dense": [DENSE],
+        "recurrent": RECURRENT,
+    }.items():
+        CASES[f"a penalty on a gradient, {name}, compiled by XLA"] = Case(
+            of_scores(Critic, *parts),
+            dense_data,
+            sgd(None, jit_compile=True),
+            settings=("split", "recomputed"),
+        )
+    for run_eagerly in (False, True):
+        expects = {"within": Warns("its forward-mode derivatives are taken", ALL)}
+        CASES[f"a forward-mode derivative, {'eager' if run_eagerly else 'compiled'}"] = Case(
+            of_scores(ForwardMode, DENSE),
+            dense_data,
+            sgd(None, run_eagerly=run_eagerly),
+            expects=expects if run_eagerly else {},
+            settings=("split", "recomputed"),
+        )
+
 CASES = {f"own train_step: {name}": case for name, case in CASES.items()}

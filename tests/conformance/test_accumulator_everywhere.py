@@ -152,7 +152,6 @@ def test_gradients_may_be_arrays(convert):
         np.testing.assert_array_equal(one, array)  # as they were
 
 
-@not_in_graphs
 @pytest.mark.parametrize("gradient", ["all", object(), np.zeros((4, 6), complex), [[1], [1, 2]]])
 def test_gradients_that_are_no_numbers_are_refused_by_name(gradient):
     (variable, *_) = seeded(dense_model).trainable_variables

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 import zoo
-from case import BACKEND, IS_OLD
+from case import BACKEND
 from helpers import (
     LIMIT,
     Batches,
@@ -460,6 +460,40 @@ def test_settings_without_effect_are_told():
     assert sum("is more than the batches of an epoch" in text for text in texts) == 1
 
 
+class CountsSizes:
+    """A mean of its own, and the numbers of samples that it has seen."""
+
+    def __init__(self):
+        self.sizes = []
+
+    def __call__(self, y_true, y_pred):
+        self.sizes.append(int(y_true.shape[0]))
+        return keras.ops.mean(keras.ops.square(y_true - y_pred))
+
+
+@pytest.mark.skipif(BACKEND == "jax", reason="Keras runs no eager steps there")
+@pytest.mark.parametrize(("rows", "settings"), [(4, WINDOWS), (12, {"microbatch_size": 4})])
+def test_nothing_is_tried_that_is_not_to_be_verified(rows, settings):
+    """It is told of where the assumed mean matters; and exact where the step sees all samples."""
+    data = dense_data(24)
+
+    def compile_args():
+        return arguments(loss=CountsSizes(), metrics=None, run_eagerly=True)
+
+    reference, start = trained(data, compile_args=compile_args)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        model, _ = trained(data, rows, compile_args=compile_args, verify=False, **settings)
+    is_within = "microbatch_size" in settings
+    assert len([t for t in told(caught) if "With `verify=False` it is not known" in t]) == (
+        0 if is_within else 1
+    )
+    assert_same(model, reference, start)
+    assert set(model.loss.sizes) <= {4, rows}  # and not the eleven samples of a trial
+    with pytest.raises(TypeError, match="verify"):
+        accumulate(dense_model(), verify="no")
+
+
 def test_an_optimizer_that_accumulates_itself_is_refused():
     optimizer = keras.optimizers.SGD(gradient_accumulation_steps=2)
     with pytest.raises(ValueError, match="gradient_accumulation_steps"):
@@ -480,7 +514,7 @@ def test_stateful_recurrent_models_train_in_windows_of_their_batch_size():
     reference, start = trained(data, 8, make, lambda: arguments(optimizer=optimizer))
     with pytest.warns(UserWarning, match="To train exactly|writes to"):
         model, _ = trained(data, 8, make, accumulation_steps=2)
-    if BACKEND == "torch" or (BACKEND == "tensorflow" and not IS_OLD):
+    if BACKEND == "torch":
         difference = relative_difference(model.get_weights(), reference.get_weights(), start)
         assert difference > LIMIT
         pytest.xfail("a trial moves the state of a layer: it is told of, and inexact")

@@ -3,18 +3,21 @@
 Each case trains twice through `fit`: plainly on the full batch, and with a setting. Weights, other
 variables, seeds, the optimizer's state, the number of updates and logs must be equal to the
 tolerance of the precision, or to what rounding makes of plain Keras, where that is more; nothing
-may be warned of, unless the case expects it. Its cases are in `models`, `losses` and
-`own_train_steps`; on TensorFlow they train in float64 and in float32.
+may be warned of, unless the case expects it. Its cases are in `models`, `losses`, `metrics`,
+`own_train_steps` and `field_steps`; on TensorFlow they train in float64 and in float32.
 
-Every run takes one setting of the cases in `FIRST`, and the gate one of others, in turn: of all on
-PyTorch, of every third on JAX, and of every sixth on TensorFlow. The sweep takes the rest.
+Every run takes one setting of the cases in `FIRST`, on TensorFlow of those in `QUICK`; the gate one
+of `FIRST` and of others, in turn: of every fourth on PyTorch, of every ninth on JAX, and of every
+eleventh on TensorFlow. The sweep takes the rest.
 """
 
 import itertools
 
+import field_steps
 import helpers
 import keras
 import losses
+import metrics
 import models
 import own_train_steps
 import pytest
@@ -22,8 +25,9 @@ import zoo
 from case import BACKEND, Case, check, kind_of, sgd
 from conftest import set_dtype
 
-TABLE = {**models.CASES, **losses.CASES, **own_train_steps.CASES}
-GATE_TAKES_ONE_IN = {"torch": 1, "jax": 3, "tensorflow": 6}
+MODULES = (models, losses, metrics, own_train_steps, field_steps)
+TABLE = {name: case for module in MODULES for name, case in module.CASES.items()}
+GATE_TAKES_ONE_IN = {"torch": 4, "jax": 9, "tensorflow": 11}
 PRECISIONS = ("float64", "float32") if BACKEND == "tensorflow" else ("float32",)
 
 FIRST = {
@@ -73,6 +77,26 @@ FIRST = {
     "own train_step: sum",
     "own train_step: contrastive",
 }
+# Of these, what trains in every run where a training takes seconds to be traced.
+QUICK = {
+    "convolution",
+    "embedding",
+    "masked_recurrent",
+    "attention",
+    "regularized",
+    "batch normalization",
+    "nested",
+    "a layer that combines samples",
+    "adam",
+    "global_clipnorm",
+    "loss scale",
+    "mixed_bfloat16: calls inside of a model",
+    "sum, masked, weights: positions",
+    "a microbatch without weight",
+    "own loss: contrastive",
+    "own train_step: masked mean",
+    "own train_step: contrastive",
+}
 
 
 # Reasons, by beginnings of names, why a case is left out with `--replicas`.
@@ -80,6 +104,7 @@ ONE_DEVICE = (
     {}
     if BACKEND == "jax"
     else {
+        "step: ": "what is computed without Keras has to be divided by the replicas",
         "own ": "what is computed without Keras has to be divided by the replicas",
         "nested": "what is computed without Keras has to be divided by the replicas",
         "dicts in a loss": "what is computed without Keras has to be divided by the replicas",
@@ -96,7 +121,7 @@ ONE_DEVICE = (
 
 def trainings():
     """Return a parameter for each case, setting and precision that this backend has."""
-    found = []
+    found, first = [], QUICK if BACKEND == "tensorflow" else FIRST
     for turn, (name, case) in enumerate(TABLE.items()):
         if BACKEND not in case.backends:
             continue
@@ -106,8 +131,9 @@ def trainings():
         for setting, precision in itertools.product(order, precisions):
             is_taken = setting == order[0] and precision == precisions[0]
             marks = []
-            if not (is_taken and name in FIRST):
-                is_for_gate = is_taken and turn % GATE_TAKES_ONE_IN[BACKEND] == 0
+            if not (is_taken and name in first):
+                in_turn = turn % GATE_TAKES_ONE_IN[BACKEND] == 0
+                is_for_gate = is_taken and (in_turn or name in FIRST)
                 marks.append(pytest.mark.gate if is_for_gate else pytest.mark.sweep)
             reason = next((r for n, r in ONE_DEVICE.items() if name.startswith(n)), None)
             if BACKEND == "jax" and setting == "batches of one":
@@ -153,19 +179,29 @@ CONTROLS = {
         compile=sgd((lambda: keras.losses.MeanSquaredError("sum"),), 0.005),
     ),
 }
+# One of each precision, and all of them in the sweep.
+TAKEN = {
+    ("even", PRECISIONS[0]),
+    ("ragged", "float32"),
+    ("sum", "mixed_bfloat16"),
+    ("masked", "mixed_float16"),
+}
+
+
+def controls():
+    for name, precision in itertools.product(
+        CONTROLS, (*PRECISIONS, "mixed_bfloat16", "mixed_float16")
+    ):
+        marks = [] if (name, precision) in TAKEN else [pytest.mark.sweep]
+        if name == "masked" and not marks:
+            marks.append(pytest.mark.gate)
+        if (name, BACKEND) == ("ragged", "jax"):
+            marks.append(pytest.mark.one_device("devices share batches evenly"))
+        yield pytest.param(name, precision, marks=marks)
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize("precision", [*PRECISIONS, "mixed_bfloat16", "mixed_float16"])
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.one_device("devices share batches evenly"))
-        if (name, BACKEND) == ("ragged", "jax")
-        else name
-        for name in CONTROLS
-    ],
-)
+@pytest.mark.parametrize(("name", "precision"), list(controls()))
 def test_control_a_mean_of_means_is_found_to_differ(name, precision):
     set_dtype(precision)
     found = kind_of(CONTROLS[name], "windows", precision)

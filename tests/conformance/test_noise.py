@@ -43,7 +43,7 @@ def test_the_estimates_are_unbiased(name):
 @pytest.mark.parametrize("scaling", ["factor", "dynamic"])
 @pytest.mark.parametrize("name", ["steps", "size"])
 def test_the_scale_of_the_loss_cancels(scaling, name):
-    x, _, _ = normal_rows(480)
+    x, _, _ = normal_rows(160)
 
     def make(scaling):
         inner = keras.optimizers.SGD(0.01)

@@ -1,8 +1,6 @@
-"""What a step shows later, and no sample of its trial did: it is tried again, and told or exact.
+"""What a step shows later, and no sample of its trial did: it is tried again, and told or exact."""
 
-On TensorFlow no step is tried: graphs are read, which `tests/reading` is about.
-"""
-
+import itertools
 import warnings
 
 import keras
@@ -12,12 +10,8 @@ from helpers import LIMIT, dense_data, dense_model, relative_difference, seeded,
 from keras import ops
 
 from ga_model import accumulate
+from ga_model.core.proof import proof
 
-BACKEND = keras.backend.backend()
-if BACKEND == "tensorflow":
-    pytest.skip("graphs are read there", allow_module_level=True)
-
-every_case_where_it_is_cheap = pytest.mark.every_case if BACKEND == "torch" else lambda test: test
 SAYS = "does not train as the full batch"
 WAYS = {
     "steps": {"accumulation_steps": 3},
@@ -140,37 +134,37 @@ def trained(loss, way, samples, is_own=False):
     return relative_difference(found[1], found[0], start), told(caught)
 
 
-@every_case_where_it_is_cheap
-@pytest.mark.parametrize("is_own", [False, True], ids=["compiled", "own"])
-@pytest.mark.parametrize("way", ["steps", "both"])
-@pytest.mark.parametrize("loss", LOST)
+def cases():
+    """Return parameters: of each loss one in the gate, and two in every run."""
+    found = []
+    for turn, loss in enumerate((*LOST, *EXACT)):
+        ways = list(itertools.product(WAYS, (False, True)))
+        for place, (way, is_own) in enumerate(ways):
+            is_taken = place == turn % len(ways)
+            marks = (
+                []
+                if is_taken and turn in (2, 7)
+                else [pytest.mark.gate if is_taken else pytest.mark.sweep]
+            )
+            name = f"{loss.__name__}-{way}-{'own' if is_own else 'compiled'}"
+            found.append(pytest.param(loss, way, is_own, marks=marks, id=name))
+    return found
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(("loss", "way", "is_own"), cases())
 def test_what_a_microbatch_loses_later_is_told_of(loss, way, is_own):
+    """And a batch that is split is trained again, and what loses nothing is exact and silent."""
     difference, said = trained(loss, way, data(), is_own)
-    # With both settings, its batches are trained at once from then on.
-    assert way == "both" or not difference <= 10 * LIMIT
-    assert [SAYS in text for text in said] == [True]
+    if loss in EXACT or way == "size":
+        assert difference <= LIMIT
+        assert not said
+    else:
+        # With both settings, its batches are trained at once from then on.
+        assert way == "both" or not difference <= 10 * LIMIT
+        assert [SAYS in text for text in said] == [True]
 
 
-@every_case_where_it_is_cheap
-@pytest.mark.parametrize("is_own", [False, True], ids=["compiled", "own"])
-@pytest.mark.parametrize("loss", LOST)
-def test_a_batch_that_is_split_is_trained_again(loss, is_own):
-    difference, said = trained(loss, "size", data(), is_own)
-    assert difference <= LIMIT
-    assert not said
-
-
-@every_case_where_it_is_cheap
-@pytest.mark.parametrize("is_own", [False, True], ids=["compiled", "own"])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("loss", EXACT)
-def test_what_loses_nothing_is_exact_and_silent(loss, way, is_own):
-    difference, said = trained(loss, way, data(), is_own)
-    assert difference <= LIMIT
-    assert not said
-
-
-@every_case_where_it_is_cheap
 @pytest.mark.parametrize("loss", [of_all_over_some, of_some_over_some])
 def test_a_window_without_weight_is_not_told_of(loss):
     """It makes an update with gradients of zero, as plain Keras does."""
@@ -179,3 +173,17 @@ def test_a_window_without_weight_is_not_told_of(loss):
     difference, said = trained(loss, "steps", (x[:36], y))
     assert difference <= LIMIT
     assert not said
+
+
+def test_what_shows_nothing_new_is_tried_once(monkeypatch):
+    """Metrics count on from batch to batch, which is no news of the step."""
+    tried = []
+    for name in ("of_step", "of_microbatches"):
+        original = getattr(proof, name)
+        monkeypatch.setattr(
+            proof, name, lambda *a, f=original: (tried.append(f.__name__), f(*a))[1]
+        )
+    model = accumulate(seeded(dense_model), accumulation_steps=3)
+    model.compile("sgd", lambda y, z: ops.mean(errors(y, z)), metrics=["mae"])
+    model.fit(*dense_data(48), batch_size=4, epochs=2, verbose=0)
+    assert tried == ["of_step"]

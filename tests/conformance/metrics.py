@@ -1,0 +1,183 @@
+"""Cases about metrics and logs of the user's own: of samples, or of whole batches."""
+
+import dataclasses
+
+import keras
+from case import ALL, TRIED, Case, Warns, sgd
+from helpers import dense_data, dense_model
+from keras import layers, ops
+
+
+def dice(y, z):
+    return 2 * ops.sum(y * z) / (ops.sum(y * y) + ops.sum(z * z))
+
+
+def mean_error(y, z):
+    return ops.mean(ops.abs(y - z))
+
+
+def matches(y, z):
+    """The share of samples whose own target is nearest."""
+    nearest = ops.cast(ops.argmax(ops.matmul(z, ops.transpose(y)), axis=-1), "int32")
+    return ops.mean(ops.cast(nearest == ops.arange(ops.shape(z)[0], dtype="int32"), z.dtype))
+
+
+def errors(y, z):
+    return ops.mean(ops.abs(y - z), axis=-1)
+
+
+def number_above(y, z):
+    return ops.sum(ops.cast(z > y, z.dtype))
+
+
+def above_mean(y, z):
+    """A mean over some of the entries."""
+    chosen = ops.cast(y > 0, z.dtype)
+    return ops.sum(chosen * ops.abs(y - z)) / ops.maximum(ops.sum(chosen), 1)
+
+
+def mean_and_sum(y, z):
+    return mean_error(y, z) + number_above(y, z)
+
+
+class MeanOfDice(keras.metrics.Metric):
+    def __init__(self):
+        super().__init__(name="mean_of_dice")
+        self.sum = self.add_weight(initializer="zeros", name="sum")
+        self.number = self.add_weight(initializer="zeros", name="number")
+
+    def update_state(self, y, z, sample_weight=None):
+        self.sum.assign_add(dice(y, z))
+        self.number.assign_add(1.0)
+
+    def result(self):
+        return self.sum / self.number
+
+
+class MeanOfMeans(MeanOfDice):
+    def update_state(self, y, z, sample_weight=None):
+        self.sum.assign_add(mean_error(y, z))
+        self.number.assign_add(1.0)
+
+
+class Confusion(keras.metrics.Metric):
+    """Counts in a way that puts samples together."""
+
+    def __init__(self):
+        super().__init__(name="confusion")
+        self.matrix = self.add_weight(shape=(2, 2), initializer="zeros", name="matrix")
+
+    def update_state(self, y, z, sample_weight=None):
+        rows = ops.one_hot(ops.argmax(y, -1), 2), ops.one_hot(ops.argmax(z, -1), 2)
+        self.matrix.assign_add(ops.matmul(ops.transpose(rows[0]), rows[1]))
+
+    def result(self):
+        return ops.trace(self.matrix)
+
+
+class Largest(keras.metrics.Metric):
+    """A maximum, which adds up to nothing, and is that of all batches."""
+
+    def __init__(self):
+        super().__init__(name="largest")
+        self.most = self.add_weight(initializer="zeros", name="most")
+
+    def update_state(self, y, z, sample_weight=None):
+        self.most.assign(ops.maximum(self.most, ops.max(ops.abs(y - z))))
+
+    def result(self):
+        return self.most
+
+
+class TracksItsInputs(layers.Layer):
+    def __init__(self, function=ops.copy):
+        super().__init__()
+        self.function = function
+        self.tracker = keras.metrics.Mean(name="tracked")
+
+    def call(self, x):
+        self.tracker.update_state(self.function(ops.mean(ops.square(x))))
+        return x
+
+
+class Decays(MeanOfDice):
+    """Forgets, by batches."""
+
+    def update_state(self, y, z, sample_weight=None):
+        self.sum.assign(0.9 * self.sum + ops.sum(z))
+        self.number.assign(1.0)
+
+
+def share_above(y, z):
+    """A share through which no gradient goes."""
+    chosen = ops.cast(y > 0, z.dtype)
+    return ops.sum(chosen * ops.cast(z > y, z.dtype)) / ops.sum(chosen)
+
+
+def root_error(y, z):
+    return ops.sqrt(ops.mean(ops.square(y - z)))
+
+
+# What adds up over samples, by functions that return a metric.
+OF_SAMPLES = {
+    "dice": lambda: dice,  # weighed by what it is divided by
+    "a mean of some": lambda: above_mean,
+    "a number": lambda: number_above,
+    "a mean": lambda: mean_error,
+    "a value per sample": lambda: errors,
+    "a share": lambda: share_above,
+    "a loss that compares": keras.losses.Dice,
+    "a function that compares": lambda: keras.losses.dice,
+    "a matrix": Confusion,
+    "the largest": Largest,
+    "a loss of Keras": keras.losses.MeanSquaredError,
+    "of Keras": lambda: keras.metrics.R2Score(name="r2"),
+}
+OF_BATCHES = {
+    "a mean of batches": MeanOfDice,
+    "a mean of means": MeanOfMeans,
+    "matches": lambda: matches,
+    "a mean and a number": lambda: mean_and_sum,
+    "a root": lambda: root_error,
+    "a decaying sum": Decays,
+}
+BUT_LOGS = tuple(name for name in ALL if name != "logs")
+
+
+def with_metric(make, expects):
+    def arguments():
+        return sgd("mse", metrics=[make()])()
+
+    return Case(dense_model, dense_data, arguments, expects=expects)
+
+
+def of_samples(name):
+    # Keras divides by a sum and 1e-7, which a trial does not tell from the sum.
+    precision = "float32" if "compares" in name else None
+    return dataclasses.replace(with_metric(OF_SAMPLES[name], {}), precision=precision)
+
+
+CASES = {name: of_samples(name) for name in OF_SAMPLES} | {
+    name: with_metric(make, {"across": Warns(TRIED, BUT_LOGS)}) for name, make in OF_BATCHES.items()
+}
+
+
+def tracking(function):
+    return lambda: keras.Sequential([*dense_model().layers, TracksItsInputs(function)])
+
+
+# Keras's own step on JAX does not take metrics of layers.
+NOT_JAX = ("tensorflow", "torch")
+WHOLE = Warns("cannot be split", ALL)
+CASES |= {
+    "of a layer": Case(
+        tracking(ops.copy), dense_data, backends=NOT_JAX, expects={"recomputed": WHOLE}
+    ),
+    "of a layer, a root": Case(
+        tracking(ops.sqrt),
+        dense_data,
+        backends=NOT_JAX,
+        expects={"across": Warns(f"{TRIED}|cannot be split", BUT_LOGS), "within": WHOLE},
+    ),
+}
+CASES = {f"metric: {name}": case for name, case in CASES.items()}

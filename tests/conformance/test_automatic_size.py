@@ -1,0 +1,172 @@
+"""`microbatch_size="auto"`: the largest size that fits, and smaller ones where it fails.
+
+What fits is decided by a layer, by the number of rows: on JAX as programs are traced.
+"""
+
+import re
+
+import keras
+import numpy as np
+import pytest
+from case import BACKEND
+from helpers import LIMIT, dense_data, relative_difference, seeded
+from keras import layers
+
+from ga_model import accumulate
+from ga_model.recording._models import recording_of_thread
+from ga_model.tools import _memory
+
+if BACKEND == "tensorflow":
+    import tensorflow as tf
+
+    def out_of_memory(text):
+        return tf.errors.ResourceExhaustedError(None, None, text)
+
+elif BACKEND == "jax":
+    import jax
+
+    def out_of_memory(text):
+        return jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {text}")
+
+else:
+    import torch
+
+    def out_of_memory(text):
+        return torch.cuda.OutOfMemoryError(text)
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:BatchNormalization layers in training mode")
+
+
+class Memory:
+    """Memory of so many rows.
+
+    Attributes:
+        limit: rows that fit.
+        taken: rows of all microbatches.
+    """
+
+    def __init__(self, limit=10**6):
+        self.limit, self.taken = limit, []
+
+    def take(self, rows):
+        self.taken.append(rows)
+        if rows > self.limit:
+            raise MemoryError if BACKEND == "tensorflow" else out_of_memory("too many rows")
+        return rows
+
+
+def limited(memory):
+    """Return a layer that hands on what it gets, if it fits."""
+
+    def take(x):
+        if recording_of_thread.get() is None or x.shape[0] == 0:
+            return x
+        if BACKEND != "tensorflow":
+            memory.take(x.shape[0])
+            return x
+        rows = tf.numpy_function(memory.take, [tf.shape(x)[0]], tf.int32)
+        with tf.control_dependencies([rows]):
+            return tf.identity(x)
+
+    return layers.Activation(take)
+
+
+def compiled(memory, size="auto", loss="mse", **settings):
+    def make():
+        hidden = [layers.Dense(6, activation="tanh"), layers.BatchNormalization()]
+        return keras.Sequential([keras.Input((4,)), *hidden, limited(memory), layers.Dense(2)])
+
+    model = accumulate(seeded(make), microbatch_size=size, **settings)
+    model.compile(keras.optimizers.Adam(0.01), loss, metrics=["mae"])
+    return model
+
+
+def fit(model, data, rows=12, **kwargs):
+    return model.fit(*data, batch_size=rows, shuffle=False, **{"verbose": 0, **kwargs}).history
+
+
+@pytest.mark.parametrize("limit", [3, 1, 100])
+def test_the_largest_size_that_fits_is_found(limit, capsys):
+    model = compiled(memory := Memory(limit))
+    fit(model, dense_data(32), rows=16, epochs=2, verbose=2)
+    size = min(limit, 16)
+    assert model.microbatch_size == size
+    assert max(memory.taken) <= 2 * limit
+    said = {
+        1: "1 sample per microbatch (2 did not fit)",
+        3: "3 samples per microbatch (4 did not fit)",
+        100: "the full batch of 16 samples fits",
+    }[limit]
+    assert f'microbatch_size="auto": {said}\n' in capsys.readouterr().out
+
+
+def test_a_terminal_shows_what_is_tried(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    model = compiled(Memory(3))
+    fit(model, dense_data(32), rows=16, verbose=2)
+    assert "trying 1 sample per microbatch ..." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("settings", [{"accumulation_steps": 3}, {}, {"loss_over": "batch"}])
+def test_training_is_that_with_the_size_as_a_number(settings):
+    """The search leaves weights, averages, seeds and metrics as they were."""
+    models = [compiled(Memory(5), size, **settings) for size in ("auto", 5)]
+    logs = [fit(model, dense_data(42), epochs=2) for model in models]
+    assert models[0].microbatch_size == 5
+    for one, other in zip(models[0].variables, models[1].variables, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert logs[0] == logs[1]
+
+
+@pytest.mark.gate
+def test_a_batch_that_does_not_fit_is_repeated_in_smaller_microbatches():
+    """It failed after one of its microbatches."""
+    data = dense_data(48)
+    expected = compiled(Memory(), 5)
+    start = expected.get_weights()
+    expected.train_on_batch(*(part[:12] for part in data))
+    expected.microbatch_size = 3
+    fit(expected, tuple(part[12:] for part in data))
+    model = compiled(Memory(5))
+    model.train_on_batch(*(part[:12] for part in data))
+    steps = model._accumulation.steps
+    run, number = steps.microbatch, iter(range(10**6))
+
+    def microbatch(*args):
+        if next(number) == 1:
+            raise out_of_memory("less memory than before")
+        return run(*args)
+
+    steps.microbatch = microbatch
+    with pytest.warns(UserWarning, match="retried with 3"):
+        fit(model, tuple(part[12:] for part in data))
+    assert model.microbatch_size == 3
+    assert relative_difference(model.get_weights(), expected.get_weights(), start) <= LIMIT
+
+
+def test_not_even_one_sample_fits():
+    model = compiled(memory := Memory(0))
+    before = model.get_weights()
+    with pytest.raises(RuntimeError, match=r"at least one sample must fit.* Received: "):
+        fit(model, dense_data(24))
+    for one, other in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(one, other)
+    memory.limit = 2
+    fit(model, dense_data(24))
+    assert model.microbatch_size == 2
+
+
+@pytest.mark.gate
+def test_a_size_that_would_take_too_much_is_not_tried(monkeypatch, capsys):
+    """Here the sums of the gradients take 176 + 48 bytes, and every row takes 10."""
+    memory = Memory()
+    monkeypatch.setattr(_memory, "reset_peak_memory", lambda: None)
+    monkeypatch.setattr(_memory, "resident_memory", lambda: 5000)
+    monkeypatch.setattr(_memory, "held_memory", lambda: 0)
+    monkeypatch.setattr(_memory, "peak_memory", lambda: 5224 + 10 * (memory.taken or [0])[-1])
+    monkeypatch.setattr(_memory, "available_memory", lambda: (224 + 10 * 17 + 5) / 0.9)
+    model = compiled(memory)
+    fit(model, dense_data(64), rows=64, verbose=2)
+    assert model.microbatch_size == 17
+    assert re.search(r"17 samples .*\(18 would not fit", capsys.readouterr().out)
