@@ -8,6 +8,7 @@ these and those in `on_torch` run, and no others; with KERAS_BACKEND=jax `confor
 import collections
 import gc
 import os
+import pathlib
 import tempfile
 
 if os.environ.get("KERAS_BACKEND") not in ("torch", "jax"):
@@ -54,17 +55,21 @@ else:
     )
 
 # Folders about parts of one backend, of whose tests the gate takes so many cases, and no others do.
-PARTS = dict.fromkeys(("reading", "recording", "hearing", "batch", "calls"), 1)
-PARTS |= dict.fromkeys(("equivalence", "automatic"), 1)
+PARTS = dict.fromkeys(("batch", "check", "equivalence"), 1)
 PARTS |= dict.fromkeys(("on_torch", "on_jax"), 2)
+
+
+def folder_of(path):
+    """The folder of tests that a file lies in, whatever the folders above are named."""
+    return path.relative_to(pathlib.Path(__file__).parent).parts[0]
 
 
 def pytest_ignore_collect(collection_path):
     """Leave out the tests of other backends, which would fail as they are imported."""
     if collection_path.suffix != ".py":
         return None
-    folder = next((part for part in collection_path.parts if part in BACKENDS), None)
-    return None if BACKEND in BACKENDS.get(folder, ["tensorflow"]) else True
+    backends = BACKENDS.get(folder_of(collection_path), ["tensorflow"])
+    return None if BACKEND in backends else True
 
 
 def pytest_addoption(parser):
@@ -91,18 +96,12 @@ def pytest_collection_modifyitems(config, items):
     The gate takes one case in 37, from the first of a test marked so, from the second of
     others: a number that has no factor in common with those of what cases are combined of.
     """
-    items.sort(key=lambda item: not {"conformance", "equivalence"} & set(item.path.parts))
+    items.sort(key=lambda item: folder_of(item.path) not in ("conformance", "equivalence"))
     seen = collections.Counter()
     for item in items:
-        if (
-            most := next((PARTS[part] for part in item.path.parts if part in PARTS), None)
-        ) is not None:
+        if (most := PARTS.get(folder_of(item.path))) is not None:
             test = (item.path, item.originalname)
-            if not seen[test]:
-                seen[item.path.parent] += 1  # tests of the folder
-            is_every_second = item.path.parent.name != "reading" or seen[item.path.parent] % 2
-            is_taken = seen[test] < most and is_every_second
-            item.add_marker("gate" if is_taken else "sweep")
+            item.add_marker("gate" if seen[test] < most else "sweep")
             seen[test] += 1
             continue
         if any(item.get_closest_marker(name) for name in ("every_case", "sweep", "deep")):
@@ -134,7 +133,7 @@ def rewrite_graphs(is_on):
 @pytest.fixture(autouse=True)
 def fresh_keras(request):
     # The heart and the documents run as users' scripts do.
-    rewrite_graphs(bool({"conformance", "equivalence", "documents"} & set(request.path.parts)))
+    rewrite_graphs(folder_of(request.path) in ("conformance", "equivalence", "documents"))
     keras.utils.clear_session()
     gc.freeze()  # what is alive now is not looked through at every collection of garbage to come
     helpers.set_random_seed(0)

@@ -109,13 +109,6 @@ def difference_of_fits(*args, **kwargs):
     return relative_difference(model.get_weights(), reference.get_weights(), start)
 
 
-def difference_of_orders(make, compile_args, data, *, rows, **kwargs):
-    """Return how much plain Keras differs from itself with the samples in another order."""
-    reference, start = train(make, compile_args, data, rows=rows, **kwargs)
-    other, _ = train(make, compile_args, reordered(data, rows, 0), rows=rows, **kwargs)
-    return relative_difference(other.get_weights(), reference.get_weights(), start)
-
-
 def reordered(data, rows, seed):
     """Return data with the samples of each batch of `rows` in another order."""
     generator = np.random.default_rng(seed)

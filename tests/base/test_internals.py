@@ -117,7 +117,7 @@ def test_a_name_is_found_that_a_module_or_a_function_of_ours_has_too():
         "class A:\n    def __init__(self): self._size = 1\nA()._size",
         "entry._replace(loss=None)",
         "name.__dict__, '__module__', '_'",
-        "from ga_model.batch._step import run",
+        "from ga_model.check._plan import run",
     ],
 )
 def test_own_names_are_not_found(source):

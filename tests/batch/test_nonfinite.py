@@ -12,7 +12,6 @@ import tensorflow as tf
 from helpers import TOLERANCE, dense_data, files_told, relative_difference, seeded
 
 from ga_model import AccumulatingModel, accumulate
-from ga_model.sums._sums import GradientSum, in_unit
 
 WINDOW = 12  # rows
 WAYS = {  # settings, rows per batch, rows per microbatch
@@ -64,26 +63,6 @@ def test_by_default_one_bad_microbatch_spoils_the_weights_as_in_the_big_batch(va
         model.fit(x, y, batch_size=rows, shuffle=False, verbose=0)
         assert np.isnan(model.get_weights()[0]).any()
         assert model.num_skipped_microbatches == 0
-
-
-def test_one_entry_that_is_not_finite_is_enough():
-    """Wherever it is: in a dense gradient, or in a row of a sparse one."""
-    variables = [keras.Variable(np.ones((3, 2))) for _ in range(3)]
-    good, bad = tf.ones((3, 2)), tf.constant([[1.0, 1.0], [1.0, np.inf], [1.0, 1.0]])
-
-    def rows(values):
-        return tf.IndexedSlices(values, tf.constant([2, 0, 2], tf.int64), (3, 2))
-
-    def is_finite(gradients):
-        weight = in_unit(1.0, tf.zeros((), tf.float64))
-        return bool(GradientSum.of(gradients, variables, weight, scale=True).is_finite())
-
-    assert is_finite([good, rows(good), None])
-    for kind in (rows, tf.identity):
-        for place in range(3):
-            gradients = [good, rows(good), None]
-            gradients[place] = kind(bad)
-            assert not is_finite(gradients), (kind, place)
 
 
 CASES_OF_ALL_WAYS = [("windows of split batches", [0]), ("windows of split batches", [4])]
@@ -169,39 +148,6 @@ class OwnStep(keras.Sequential):
         self.mean.update_state(loss)
         self.r2.update_state(y, y_pred)
         return {"own": loss, "mean": self.mean.result(), "r2": self.r2.result()}
-
-
-@pytest.mark.gate
-@pytest.mark.filterwarnings("ignore:.*writes to .*own_step/variable")
-@pytest.mark.parametrize("run_eagerly", [False, True])
-def test_a_bad_gradient_for_one_optimizer_leaves_the_microbatch_out_for_all(run_eagerly, float64):
-    """And out of the metrics and variables that a step of one's own looks after."""
-    x, y, keep = bad_data(12, 4, bad=[0])
-    models = [seeded(lambda: OwnStep(make().layers)) for _ in range(2)]
-    settings = {"microbatch_size": 4, "loss_over": "microbatch", "skip_nonfinite": True}
-    model, reference = accumulate(models[0], **settings), models[1]
-    for m in models:
-        m.compile(keras.optimizers.Adam(0.01), "mse", run_eagerly=run_eagerly)
-    start = model.get_weights()
-    with pytest.warns(UserWarning, match="num_skipped_microbatches"):
-        logs = model.fit(x, y, batch_size=12, shuffle=False, verbose=0).history
-    expected = reference.fit(x[keep], y[keep], batch_size=8, shuffle=False, verbose=0).history
-    assert np.isfinite(model.moving.numpy())
-    weights, others = model.get_weights(), reference.get_weights()
-    moving = [w.shape for w in weights].index(())  # once per microbatch
-    for values in (weights, others, start):
-        del values[moving]
-    assert relative_difference(weights, others, start) <= TOLERANCE[float64]
-    for name, values in expected.items():
-        np.testing.assert_allclose(logs[name], values, rtol=1e-12, err_msg=name)
-    # Of a batch without any finite microbatch there is no mean.
-    before = [*model.get_weights(), *(v.numpy() for v in model.metrics_variables)]
-    logs = model.train_step((tf.fill(x.shape, tf.constant(np.nan, x.dtype)), tf.constant(y)))
-    assert np.isnan(logs["own"])
-    after = [*model.get_weights(), *(v.numpy() for v in model.metrics_variables)]
-    for a, b in zip(after, before, strict=True):
-        np.testing.assert_array_equal(a, b)
-    assert model.num_skipped_microbatches == 4
 
 
 @pytest.mark.filterwarnings("ignore:Microbatches of:UserWarning")

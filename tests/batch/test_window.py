@@ -214,57 +214,6 @@ def test_train_on_batch_counts_windows_as_fit_does(run_eagerly, float64):
     assert_same_training(model, reference, start)
 
 
-def test_train_step_in_a_loop_of_the_users_own_counts_windows(float64):
-    x, y = dense_data(28)
-    model, reference = make_pair()
-    start = model.get_weights()
-
-    @tf.function(reduce_retracing=True)
-    def step(x, y):
-        return model.train_step((x, y))
-
-    for _ in range(2):
-        for i in range(0, 28, ROWS):
-            step(tf.constant(x[i : i + ROWS]), tf.constant(y[i : i + ROWS]))
-        model.close_window()
-    reference.fit(x, y, batch_size=FULL, epochs=2, shuffle=False, verbose=0)
-    assert_same_training(model, reference, start)
-
-
-def test_close_window_works_inside_of_a_function(float64):
-    x, y = dense_data(28)
-    model, reference = make_pair()
-    start = model.get_weights()
-    step = tf.function(lambda x, y: model.train_step((x, y)), reduce_retracing=True)
-    step(tf.constant(x[:4]), tf.constant(y[:4]))  # makes the window
-    close = tf.function(model.close_window)
-    close()
-    step(tf.constant(x[4:8]), tf.constant(y[4:8]))
-    step(tf.constant(x[8:12]), tf.constant(y[8:12]))
-    close()
-    close()
-    for part in (range(4), range(4, 12)):
-        reference.train_on_batch(x[part], y[part])
-    assert_same_training(model, reference, start)
-
-
-def test_a_microbatch_that_is_interrupted_leaves_nothing_behind(float64, monkeypatch):
-    x, y = dense_data(28)
-    model, reference = make_pair(run_eagerly=True)
-    start = model.get_weights()
-
-    def interrupt(*args, **kwargs):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("ga_model.batch._window.Window.end_batch", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            model.fit(x * 100, y, batch_size=ROWS, verbose=0)
-    for m, rows in ((model, ROWS), (reference, FULL)):
-        m.fit(x, y, batch_size=rows, epochs=2, shuffle=False, verbose=0)
-    assert_same_training(model, reference, start)
-
-
 def test_a_callback_list_is_left_as_it_was(float64):
     x, y = dense_data(12)
     model, _ = make_pair()

@@ -512,7 +512,12 @@ CASES = [
     (step(OwnRoot), STEPS, "different", "'Sqrt' in .* is not linear"),
     (step(OwnRoot), SIZE, "equivalent", None),
     (step(OwnClipping), STEPS, "different", "let the optimizer do it"),
-    (step(OwnAverage), STEPS, "different", r"writes to \['own_average/average'\].*on_update"),
+    (
+        step(OwnAverage),
+        STEPS,
+        "different",
+        r"it writes to \['own_average/average'\] into .on_update",
+    ),
     (step(OwnAverage), SIZE, "equivalent", None),
     (equal_weights, STEPS, "different", "override `microbatch_weight`"),
     (equal_weights_of_embeddings, STEPS, "different", "override `microbatch_weight`"),
@@ -775,7 +780,7 @@ def test_an_eager_model_that_has_trained_is_read_again():
     model = accumulate(model, accumulation_steps=2)
     model.compile("sgd", "mse", run_eagerly=True)
     x, y = dense_data(24)
-    with pytest.warns(UserWarning, match="writes to .*count"):
+    with pytest.warns(UserWarning, match="counting/count differs"):
         model.fit(x, y, batch_size=4, verbose=0)
     report = check_equivalence(model, x, y, batch_size=4, updates=1)
     assert "count" in report.reasons[0]
@@ -870,7 +875,7 @@ class KeepingUntracked(keras.Model):
         self.scale.assign_add(0.1)
         outside, optimizer = self.reached()
         outside.assign_add(0.1)
-        scale = self.scale * outside * self.steps_run
+        scale = self.scale * outside
         with tf.GradientTape(persistent=True) as tape:
             loss = scale * ops.mean((self(x) - y) ** 2)
         hidden, head = self.hidden.trainable_variables, self.head.trainable_variables

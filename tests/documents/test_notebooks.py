@@ -12,13 +12,16 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from helpers import in_the_sweep
 from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 assert NOTEBOOKS
 
-pytestmark = [pytest.mark.gate, pytest.mark.gate_every_case]
+pytestmark = [pytest.mark.gate, pytest.mark.every_case]
+# The others take minutes each.
+IN_THE_GATE = {"quick_start", "memory_and_time", "why_not_divide_by_the_number_of_microbatches"}
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # kernels inherit it
 
 
@@ -134,7 +137,9 @@ def test_every_notebook_has_its_checks():
     assert CHECKS.keys() == {path.stem for path in NOTEBOOKS}
 
 
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize(
+    "name", [name if name in IN_THE_GATE else in_the_sweep(name) for name in CHECKS]
+)
 def test_notebook_runs_and_its_results_hold(name, tmp_path):
     notebook = nbformat.read(NOTEBOOKS[0].parent / f"{name}.ipynb", as_version=4)
     notebook.cells.append(new_code_cell(CHECKS[name]))

@@ -23,38 +23,13 @@ from helpers import (
     TOLERANCE,
     assert_changed,
     dense_data,
-    dense_model,
     relative_difference,
     seeded,
 )
 from training import difference_of_fits
-from zoo import OPTIMIZERS, ZOO, embedding, embedding_data
+from zoo import embedding, embedding_data
 
 from ga_model import accumulate
-
-SPARSE_OPTIMIZERS = {  # what they do with rows of equal ids shows in the result
-    "adam": lambda: keras.optimizers.Adam(0.01),
-    "adagrad": lambda: keras.optimizers.Adagrad(0.1),
-    "clipped": lambda: keras.optimizers.SGD(0.5, clipnorm=0.1),
-}
-
-
-@pytest.mark.one_device("Keras's own reference sees the rows in another order")
-@pytest.mark.parametrize("jit_compile", [False, True])
-@pytest.mark.parametrize("optimizer", SPARSE_OPTIMIZERS)
-def test_rows_of_equal_ids_match_the_whole_batch(optimizer, jit_compile, float64):
-    difference = difference_of_fits(
-        ZOO["embedding"][0],
-        lambda: {
-            "optimizer": SPARSE_OPTIMIZERS[optimizer](),
-            "loss": "mse",
-            "jit_compile": jit_compile,
-        },
-        ZOO["embedding"][1](55),
-        rows=4,
-        steps=3,
-    )
-    assert difference <= TOLERANCE[float64]
 
 
 @pytest.mark.parametrize("jit_compile", [False, True])
@@ -64,43 +39,6 @@ def test_more_rows_than_the_table_has_match_the_whole_batch(jit_compile, float64
         functools.partial(embedding, 7),
         lambda: {"optimizer": keras.optimizers.SGD(0.1), "loss": "mse", "jit_compile": jit_compile},
         embedding_data(55),
-        rows=4,
-        steps=3,
-    )
-    assert difference <= TOLERANCE[float64]
-
-
-@pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning:keras")
-@pytest.mark.parametrize("name", [name for name in ZOO if name != "lazily_built"])
-def test_zoo_under_xla_matches_the_whole_batch(name, float64):
-    make, make_data = ZOO[name]
-    difference = difference_of_fits(
-        make,
-        lambda: {"optimizer": OPTIMIZERS["adam"](), "loss": "mse", "jit_compile": True},
-        make_data(55),
-        rows=4,
-        steps=3,
-    )
-    assert difference <= TOLERANCE[float64]
-
-
-@pytest.mark.parametrize("weightless", [[0], [1], [2], [0, 1], [1, 2], [0, 2]], ids=str)
-@pytest.mark.parametrize("jit_compile", [False, True])
-def test_batches_without_weight_anywhere_in_a_window(jit_compile, weightless, float64):
-    x, y = dense_data(48)
-    weights = np.random.default_rng(0).uniform(0.5, 2.0, 48)
-    for batch in weightless:
-        for window in range(4):
-            begin = 4 * (3 * window + batch)
-            weights[begin : begin + 4] = 0.0
-    difference = difference_of_fits(
-        dense_model,
-        lambda: {
-            "optimizer": OPTIMIZERS["adam"](),
-            "loss": keras.losses.MeanSquaredError("mean_with_sample_weight"),
-            "jit_compile": jit_compile,
-        },
-        (x, y, weights),
         rows=4,
         steps=3,
     )

@@ -104,7 +104,7 @@ def test_windows_of_changing_sizes_and_shapes(number, float64):
     model.fit(data, callbacks=callbacks, shuffle=False, verbose=0)
     reference.fit(dataset(windows, number, number), shuffle=False, verbose=0)
     assert model.optimizer.iterations == reference.optimizer.iterations == number
-    assert len(traced) == 3  # for windows of one batch; to fill windows of several, to finish them
+    assert len(traced) <= 10  # of a trial, and one for each way to run and length
     quarter = len(probe.memory) // 4
     growth = max(probe.memory[quarter:]) - probe.memory[quarter]
     assert growth < 100 * number  # 0.07 MB was measured; a scalar tensor per window is more

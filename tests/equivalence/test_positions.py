@@ -72,10 +72,6 @@ def tokens_and(ids_of, shares_table=False):
     return keras.Model(tokens, layers.Dense(2)(layers.GlobalAveragePooling1D()(x)))
 
 
-def one_table():
-    return tokens_and(with_dynamic_length, shares_table=True)
-
-
 def transformer():
     tokens = keras.Input((LENGTH,), dtype="int32")
     x = layers.Embedding(300, 4)(tokens) + LooksUp(with_static_length, layers.Embedding(40, 4))(
@@ -125,7 +121,7 @@ def test_positions_of_a_transformer_match_the_full_batch(optimizer, settings, fl
 @pytest.mark.parametrize("settings", [{"rows": 4, "steps": 3}, {"rows": 6, "steps": 2, "size": 5}])
 def test_positions_match_the_full_batch_under_xla(settings, float64):
     arguments = compiled_with(jit_compile=True)
-    difference = difference_of_fits(one_table, arguments, token_data(22), **settings)
+    difference = difference_of_fits(transformer, arguments, token_data(22), **settings)
     assert difference <= TOLERANCE[float64]
 
 
@@ -210,7 +206,7 @@ def test_batches_of_a_window_may_have_different_lengths(float64):
 def test_replicas_have_the_rows_of_plain_keras(float64):
     x, y = token_data(12)
     with scope(2):
-        model, reference = accumulate(seeded(one_table), microbatch_size=2), seeded(one_table)
+        model, reference = accumulate(seeded(transformer), microbatch_size=2), seeded(transformer)
     start = model.get_weights()
     for m in (model, reference):
         with m.distribute_strategy.scope():
@@ -225,70 +221,41 @@ def sorted_rows(slices):
     return rows[np.lexsort(rows.T[::-1])]
 
 
-def test_an_accumulator_in_a_function_adds_positions_and_lists_tokens(float64):
+def test_an_accumulator_for_any_number_of_samples_adds_positions_and_lists_tokens(float64):
     x, y = (tf.constant(array) for array in token_data(12))
-    model = seeded(one_table)
+    model = seeded(transformer)
     accumulator = GradientAccumulator()
+    specs = [tf.TensorSpec([None, *array.shape[1:]], array.dtype) for array in (x, y)]
 
-    @tf.function(reduce_retracing=True)
-    def gradients_of(x, y, adds):
+    def gradients_of(x, y):
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(tf.square(model(x) - y))
-        gradients = tape.gradient(loss, model.trainable_variables)
-        if adds:
-            accumulator.add(gradients, model.trainable_variables, weight=tf.shape(x)[0])
-        return gradients
+        return tape.gradient(loss, model.trainable_variables)
 
-    expected = sorted_rows(gradients_of(x, y, adds=False)[0])
+    @tf.function(input_signature=specs)
+    def add(x, y):
+        variables = model.trainable_variables
+        accumulator.add(gradients_of(x, y), variables, weight=tf.shape(x)[0])
+
+    expected = [sorted_rows(gradient) for gradient in gradients_of(x, y)[:2]]
     for parts in ([slice(0, 12)], [slice(0, 5), slice(5, 10), slice(10, 12)]):
         for part in parts:
-            gradients_of(x[part], y[part], adds=True)
-        rows = sorted_rows(accumulator.mean()[0])
-        if len(parts) == 1:
-            np.testing.assert_array_equal(rows, expected)
-        else:
-            np.testing.assert_allclose(rows, expected, rtol=1e-11, atol=1e-15)
+            add(x[part], y[part])
+        for gradient, rows in zip(accumulator.mean()[:2], expected, strict=True):
+            np.testing.assert_allclose(sorted_rows(gradient), rows, rtol=1e-11, atol=1e-15)
         accumulator.reset()
 
 
-def test_places_are_known_by_their_ids():
-    variable = keras.Variable(np.zeros((9, 1)))
-    accumulator = GradientAccumulator()
-
-    @tf.function
-    def add(ids, value):
-        values = tf.fill((len(ids), 1), value)
-        accumulator.add([tf.IndexedSlices(values, tf.constant(ids))], [variable], weight=None)
-
-    def rows_after(*ids):
-        add(ids, tf.constant(1.0))
-        return sorted_rows(accumulator.mean()[0]).tolist()
-
-    assert rows_after(0, 1, 1) == [[0, 1], [1, 1], [1, 1]]
-    assert rows_after(0, 1, 1) == [[0, 2], [1, 2], [1, 2]]
-    assert rows_after(2, 1, 0) == [[0, 1], [0, 2], [1, 1], [1, 2], [1, 2], [2, 1]]
-    assert len(rows_after(3, 4)) == 8  # the ids before were there twice
-    accumulator.reset()
-    rows_after(0, 1)
-    assert rows_after(0, 1, 2) == [[0, 2], [1, 2], [2, 1]]
-    assert rows_after(1, 0) == [[0, 3], [1, 3], [2, 1]]
-    assert len(rows_after(0, 1, 3)) == 4  # of other batches, each id has its place
-
-
-def test_eagerly_positions_are_warned_of_once(float64):
-    x, y = token_data(12)
-    model = accumulate(
-        seeded(lambda: tokens_and(with_an_axis_for_the_samples)), accumulation_steps=3
-    )
-    model.compile("adam", "mse", run_eagerly=True)
-    with pytest.warns(UserWarning, match="look up the ids 0 to 3") as caught:
-        model.fit(x, y, batch_size=4, epochs=2, verbose=0)
-    assert [w.filename for w in caught if w.category is UserWarning] == [__file__]
-
-
-def test_eagerly_nothing_else_is_warned_of(float64):
+@pytest.mark.parametrize("ids_of", [with_an_axis_for_the_samples, segments])
+def test_eagerly_positions_are_known_by_their_ids(ids_of, float64):
     x, y = token_data(12)
     x[0] = x[4] = np.arange(LENGTH)
-    model = accumulate(seeded(lambda: tokens_and(segments)), accumulation_steps=3)
-    model.compile("adam", "mse", run_eagerly=True)
-    model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+    arguments = compiled_with(run_eagerly=True)
+    make = functools.partial(tokens_and, ids_of)
+    model, reference = accumulate(seeded(make), accumulation_steps=3), seeded(make)
+    start = model.get_weights()
+    for m, rows in ((model, 4), (reference, 12)):
+        m.compile(**arguments())
+        m.fit(x, y, batch_size=rows, epochs=2, shuffle=False, verbose=0)
+    difference = relative_difference(model.get_weights(), reference.get_weights(), start)
+    assert difference <= TOLERANCE[float64]

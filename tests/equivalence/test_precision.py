@@ -71,22 +71,6 @@ def test_a_light_first_microbatch_does_not_push_the_others_out_of_range():
     assert updates[0] == updates[1] == (8, 2.0**12)
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16"])
-def test_bfloat16_models_train_with_float32_sums(policy):
-    set_dtype(policy)
-    reference, model, start = train_pair(dense_model, lambda: keras.optimizers.SGD(0.1))
-    assert model.optimizer.iterations == reference.optimizer.iterations
-    (_, whole), *_ = model._accumulation.window._sums.values()
-    assert {b.dtype for b in whole._buffers} == {tf.float32}
-    change = max(
-        float(np.abs(np.asarray(r - s, "float32")).max())
-        for r, s in zip(reference.get_weights(), start, strict=True)
-    )
-    for w, r in zip(model.get_weights(), reference.get_weights(), strict=True):
-        difference = np.abs(np.asarray(w, "float32") - np.asarray(r, "float32")).max()
-        assert difference <= 0.05 * change  # bfloat16 has 8 bits
-
-
 class AppliesGradientsAlone(keras.Sequential):
     """Leaves it to the optimizer which variables the gradients are of."""
 

@@ -210,8 +210,8 @@ def check(training, **compile_args):
 @pytest.mark.parametrize(
     ("compile_args", "number", "is_deep"),
     [
-        ({"run_eagerly": True}, 8, False),
-        ({}, 4, False),
+        ({"run_eagerly": True}, 3, False),
+        ({}, 3, False),
         ({"jit_compile": True}, 2, False),
         pytest.param({}, 1_000, True, marks=pytest.mark.deep),
         pytest.param({"run_eagerly": True}, 2_000, True, marks=pytest.mark.deep),

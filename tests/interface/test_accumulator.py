@@ -10,7 +10,6 @@ from helpers import TOLERANCE, assert_changed, dense_data, dense_model, relative
 from zoo import WithUnusedVariable, embedding, embedding_data
 
 from ga_model import GradientAccumulator
-from ga_model.sums._sums import in_unit
 
 PARTS = [range(4), range(4, 5), range(5, 12)]
 
@@ -90,35 +89,27 @@ def test_no_gradient_is_scaled_up_and_weights_that_grow_are_exact(weights, float
     gradients = generator.normal(size=(3, 50))
     accumulator = GradientAccumulator()
     for gradient, weight in zip(gradients, weights, strict=True):
-        assert in_unit(weight, accumulator._sum.unit).relative <= 1
         accumulator.add([gradient], [variable], weight=weight)
     expected = np.average(gradients, axis=0, weights=weights)
     np.testing.assert_allclose(accumulator.mean()[0], expected, rtol=1e-12)
 
 
-@pytest.mark.parametrize("num_ids", [200, 7])
-def test_sparse_gradients_are_one_behind_the_other_up_to_a_quarter_more_than_the_table(
-    num_ids, float64
-):
+def test_sparse_gradients_are_one_behind_the_other(float64):
     ids, y = embedding_data(12)
-    model = seeded(functools.partial(embedding, num_ids))
+    model = seeded(functools.partial(embedding, 7))
     accumulator = GradientAccumulator()
-    for part in PARTS:
-        gradients = gradients_of(mean_loss, model, ids[part], y[part])
-        assert isinstance(gradients[0], tf.IndexedSlices)
-        accumulator.add(gradients, model.trainable_variables, weight=len(part))
-        assert accumulator._sum._buffers[0].count <= num_ids * 5 // 4
     expected = gradients_of(mean_loss, model, ids, y)
     for _ in range(2):  # a second window does not see what the first one left in the buffers
+        for part in PARTS:
+            gradients = gradients_of(mean_loss, model, ids[part], y[part])
+            assert isinstance(gradients[0], tf.IndexedSlices)
+            accumulator.add(gradients, model.trainable_variables, weight=len(part))
         rows, *rest = accumulator.mean()
-        if num_ids == 200:
-            np.testing.assert_array_equal(rows.indices, expected[0].indices)
-            np.testing.assert_allclose(rows.values, expected[0].values, rtol=1e-11, atol=1e-15)
-        for g, e in zip([rows, *rest], expected, strict=True):
-            g, e = tf.convert_to_tensor(g), tf.convert_to_tensor(e)
+        np.testing.assert_array_equal(rows.indices, expected[0].indices)
+        np.testing.assert_allclose(rows.values, expected[0].values, rtol=1e-11, atol=1e-15)
+        for g, e in zip(rest, expected[1:], strict=True):
             np.testing.assert_allclose(g, e, rtol=1e-11, atol=1e-15)
         accumulator.reset()
-        accumulator.add(expected, model.trainable_variables, weight=2)
 
 
 @pytest.mark.parametrize("weights", [(1, 64, 1000), (1000, 1, 64), (0, 1, 3), (3, 0, 1)])
@@ -133,9 +124,13 @@ def test_sparse_gradients_have_the_weights_of_dense_ones(weights, float64):
     means = []
     for parts in (gradients, [tf.convert_to_tensor(g) for g in gradients]):
         accumulator = GradientAccumulator()
-        add = tf.function(accumulator.add)
+
+        @tf.function
+        def add(part, weight, accumulator=accumulator):
+            accumulator.add([part], [variable], weight=weight)
+
         for part, weight in zip(parts, weights, strict=True):
-            add([part], [variable], weight=tf.constant(weight, tf.float64))
+            add(part, tf.constant(weight, tf.float64))
         means.append(tf.convert_to_tensor(accumulator.mean()[0]))
     np.testing.assert_allclose(*means, rtol=1e-12)
 
@@ -208,8 +203,44 @@ def test_buffers_are_float32_or_better_and_only_where_there_are_gradients():
     accumulator = GradientAccumulator()
     gradients = [None, *(tf.zeros(3, v.dtype) for v in variables[1:])]
     accumulator.add(gradients, variables, weight=1.0)
-    assert [None if b is None else b.dtype.name for b in accumulator._sum._buffers] == [
+    assert [None if b is None else b.dtype.name for b in accumulator._sums] == [
         None,
         "float32",
         "float64",
     ]
+
+
+def test_a_loss_scale_that_changes_is_that_of_the_function_that_was_traced_before_it_was_built():
+    variables = [keras.Variable([1.0, 2.0]) for _ in range(2)]
+    optimizers = [
+        keras.optimizers.LossScaleOptimizer(
+            keras.optimizers.SGD(0.1), initial_scale=1024.0, dynamic_growth_steps=2
+        )
+        for _ in range(2)
+    ]
+    accumulator = GradientAccumulator()
+
+    def gradient(optimizer, variable):
+        with tf.GradientTape() as tape:
+            loss = optimizer.scale_loss(tf.reduce_sum(variable * [1.0, 3.0]))
+        return tape.gradient(loss, variable.value)
+
+    @tf.function
+    def train():
+        accumulator.add([gradient(optimizers[0], variables[0])], variables[:1], weight=2)
+        accumulator.apply(optimizers[0])
+
+    for _ in range(7):
+        train()
+        optimizers[1].apply([gradient(optimizers[1], variables[1])], variables[1:])
+    assert float(optimizers[0].dynamic_scale) > 1024.0
+    np.testing.assert_array_equal(*variables)
+
+
+def test_zeros_keep_their_signs_whatever_zero_tensorflow_has_cached():
+    tf.constant(0.0, tf.float32)
+    accumulator, variable = GradientAccumulator(), keras.Variable([1.0, 1.0])
+    for _ in range(2):
+        accumulator.add([np.array([-0.0, 0.0])], [variable], weight=3)
+        assert np.signbit(accumulator.mean()[0]).tolist() == [True, False]
+        accumulator.reset()

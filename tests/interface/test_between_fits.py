@@ -94,6 +94,7 @@ def test_the_same_optimizer_goes_on_after_another_compile(pair):
     assert_same(pair)
 
 
+@pytest.mark.gate
 def test_weights_are_loaded_between_and_inside_of_windows(pair, tmp_path):
     """What was summed before the weights were loaded is not applied by the next `fit`."""
     x, y = dense_data(34)

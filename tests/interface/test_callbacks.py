@@ -140,6 +140,7 @@ def test_lambda_callbacks_read_the_users_optimizer_after_every_batch(way, float6
     assert optimizers == [optimizer]
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("save_freq", ["epoch", 2])  # updates
 def test_model_checkpoint_saves_what_plain_keras_saves(save_freq, way, float64, tmp_path):
     saved = []
@@ -230,6 +231,7 @@ def test_tensorboard_shows_the_big_batchs_curves(way, float64, tmp_path):
         np.testing.assert_allclose(shown[0][key], value, rtol=1e-6, err_msg=str(key))
 
 
+@pytest.mark.gate
 def test_csv_logger_writes_the_big_batchs_logs(way, tmp_path, float64):
     tables = []
     for settings, rows in (way, (None, BIG)):

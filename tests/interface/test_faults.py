@@ -265,6 +265,7 @@ class FailsToTrace(keras.layers.Layer):
         return keras.losses.mean_squared_error(y_true, y_pred)
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("place", "error"), [("layer", UserError("here")), ("loss", KeyboardInterrupt("here"))]

@@ -84,7 +84,7 @@ def test_methods_show_the_arguments_of_keras(name):
     shown = inspect.signature(getattr(model(), name)).parameters
     of_keras = inspect.signature(getattr(keras.Model(), name)).parameters
     assert list(shown)[: len(of_keras)] == list(of_keras)
-    settings = {"accumulation_steps", "microbatch_size", "skip_nonfinite", "loss_over"}
+    settings = {"accumulation_steps", "microbatch_size", "skip_nonfinite", "loss_over", "verify"}
     assert set(shown) - set(of_keras) == (settings if name == "compile" else set())
 
 

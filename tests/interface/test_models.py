@@ -223,6 +223,7 @@ class NormalizedWhenBuilt(keras.Model):
         return self.norm(inputs, training=training)
 
 
+@pytest.mark.gate
 def test_batch_normalization_that_comes_with_the_first_batch_is_named_then():
     x, _ = dense_data(12)
     model = accumulate(NormalizedWhenBuilt(), accumulation_steps=3)

@@ -156,6 +156,7 @@ def train(model, x, y, rows):
     model.fit(x, y, batch_size=rows, epochs=2, shuffle=False, verbose=0)
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("then", ["plain", "accumulating"])
 @pytest.mark.parametrize("how", ["save", "save_weights"])
 def test_optimizer_state_survives_between_plain_and_accumulating(how, then, float64, tmp_path):

@@ -15,12 +15,14 @@ GIVEN = {
     "microbatch_size": 2,
     "skip_nonfinite": True,
     "loss_over": "batch",
+    "verify": False,
 }
 DEFAULT = {
     "accumulation_steps": 1,
     "microbatch_size": None,
     "skip_nonfinite": False,
     "loss_over": "auto",
+    "verify": True,
 }
 
 
@@ -149,4 +151,4 @@ def test_an_accumulator_asks_for_the_weight_of_a_microbatch():
 
 def test_settings_print_on_one_line():
     text = "Settings(accumulation_steps=3, microbatch_size=2, skip_nonfinite=True, "
-    assert repr(Settings(**GIVEN)) == text + "loss_over='batch')"
+    assert repr(Settings(**GIVEN)) == text + "loss_over='batch', verify=False)"

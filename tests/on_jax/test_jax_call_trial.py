@@ -15,9 +15,13 @@ from ga_model.core.proof.calls import kinds_of_call
 ROWS = 6
 
 
+def runs(function):
+    return [run_apart(function, derives) for derives in (False, True)]
+
+
 def kind_of(function, shape, dtype="float32"):
     samples = [np.ones((ROWS, *shape), dtype)]
-    (kind,) = kinds_of_call(run_apart(lambda _, samples: [function(*samples)]), [], samples, [])
+    (kind,), _ = kinds_of_call(*runs(lambda _, samples: [function(*samples)]), [], samples, [])
     return kind
 
 
@@ -30,9 +34,7 @@ def kind_of_layer(layer, shape):
 
     state = [variable.value for group in groups for variable in group]
     trained = [place < number for place in range(len(state))]
-    (kind,) = kinds_of_call(
-        run_apart(outputs), state, [np.ones((ROWS, *shape), "float32")], trained
-    )
+    (kind,), _ = kinds_of_call(*runs(outputs), state, [np.ones((ROWS, *shape), "float32")], trained)
     return kind
 
 

@@ -4,7 +4,6 @@ What fits is decided by a layer, by the number of rows, which fails as PyTorch's
 """
 
 import random
-import re
 
 import keras
 import numpy as np
@@ -21,7 +20,6 @@ from keras.optimizers import SGD
 from torch_step import torch
 
 from ga_model import accumulate
-from ga_model.tools import _memory
 
 pytestmark = pytest.mark.filterwarnings("ignore:BatchNormalization layers in training mode")
 
@@ -145,45 +143,6 @@ def fit(model, data, rows=12, **kwargs):
     return model.fit(*data, batch_size=rows, shuffle=False, **kwargs).history
 
 
-@pytest.mark.every_case
-@pytest.mark.parametrize("limit", [1, 3, 17, 100, 1000])
-def test_the_largest_size_that_fits_is_found(limit, capsys):
-    model = compiled(smooth_model, memory := Memory(limit))
-    assert model.microbatch_size == "auto"
-    fit(model, dense_data(256), rows=128, epochs=2, verbose=2)
-    size = min(limit, 128)
-    assert model.microbatch_size == size
-    assert max(memory.taken) <= 2 * limit
-    tells = f"({limit + 1} did not fit)"
-    said = {
-        1: f"1 sample per microbatch {tells}",
-        1000: "the full batch of 128 samples fits",
-    }.get(limit, f"{size} samples per microbatch {tells}")
-    assert f'microbatch_size="auto": {said}\n' in capsys.readouterr().out
-
-
-SETTINGS = [
-    {},
-    {"accumulation_steps": 3},
-    {"skip_nonfinite": True},
-    {"loss_over": "batch"},
-    {"accumulation_steps": 2, "loss_over": "batch"},
-]
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_training_is_that_with_the_size_as_a_number(settings):
-    """The search leaves weights, averages, random states and metrics as they were."""
-    data = dense_data(66)  # the last batch has 6 rows
-    models = [compiled(model_with_state, Memory(5), size, **settings) for size in ("auto", 5)]
-    logs = [fit(model, data, epochs=2) for model in models]
-    assert models[0].microbatch_size == 5
-    rtol = 1e-6 if settings else 0  # sums of a window are added in another order
-    assert_same(state(models[0]), state(models[1]), rtol)
-    assert_same(list(logs[0].values()), list(logs[1].values()), rtol)
-
-
 def test_the_search_leaves_everything_as_it_was():
     def make(memory):
         return keras.Sequential([model_with_state(memory), Counting()])
@@ -216,6 +175,15 @@ def test_a_larger_batch_is_searched_again_only_where_the_batch_was_the_limit():
     assert model.microbatch_size == 30
     model.microbatch_size = None
     assert model.microbatch_size is None
+
+
+SETTINGS = [
+    {},
+    {"accumulation_steps": 3},
+    {"skip_nonfinite": True},
+    {"loss_over": "batch"},
+    {"accumulation_steps": 2, "loss_over": "batch"},
+]
 
 
 @pytest.mark.every_case
@@ -296,25 +264,6 @@ def test_an_optimizer_that_is_not_known_is_refused_before_it_updates():
         assert_changed(model.get_weights(), before)
 
 
-def test_the_last_row_that_does_not_fit_is_an_error():
-    data = dense_data(24)
-    model = compiled(smooth_model, memory := Memory(0))
-    before = model.get_weights()
-    with pytest.raises(RuntimeError, match=r"at least one sample must fit.* Received: "):
-        fit(model, data)
-    assert model.microbatch_size == "auto"
-    assert_same(model.get_weights(), before)
-    memory.limit = 2
-    fit(model, data)
-    weights, memory.limit = model.get_weights(), 0
-    with (
-        pytest.warns(UserWarning, match="retried with 1"),
-        pytest.raises(RuntimeError, match="at least one sample must fit"),
-    ):
-        model.train_on_batch(*data)
-    assert_same(model.get_weights(), weights)
-
-
 def test_another_error_is_no_want_of_memory():
     model = compiled(smooth_model, memory := Memory())
     memory.take = lambda rows: (_ for _ in ()).throw(RuntimeError("of the user"))
@@ -339,18 +288,3 @@ def test_a_search_warns_only_of_what_is_trained():
             ):
                 model.train_on_batch(*dense_data(12))
         assert model.microbatch_size == limit
-
-
-def test_a_size_that_would_take_too_much_is_not_tried(monkeypatch, capsys):
-    """Here the sums of the gradients take 176 bytes, of 44 numbers, and every row takes 10."""
-    memory = Memory()
-    monkeypatch.setattr(_memory, "reset_peak_memory", lambda: None)
-    monkeypatch.setattr(_memory, "resident_memory", lambda: 5000)
-    monkeypatch.setattr(_memory, "held_memory", lambda: 0)
-    monkeypatch.setattr(_memory, "peak_memory", lambda: 5176 + 10 * (memory.taken or [0])[-1])
-    monkeypatch.setattr(_memory, "available_memory", lambda: (176 + 10 * 17 + 5) / 0.9)
-    model = compiled(smooth_model, memory)
-    fit(model, dense_data(256), rows=256, verbose=2)
-    assert model.microbatch_size == 17
-    assert max(memory.taken[: memory.taken.index(17) + 1]) == 17
-    assert re.search(r"17 samples .*\(18 would not fit", capsys.readouterr().out)

@@ -12,7 +12,7 @@ from ga_model.backends.torch.call_trial import kinds_of_losses
 from ga_model.backends.torch.noting import Noting
 from ga_model.core.proof.calls import TOTAL, kinds_of
 from ga_model.core.proof.draws import Draws
-from ga_model.hearing._splitting import NotByRowsError
+from ga_model.recording._splitting import NotByRowsError
 
 ROWS = 6
 

@@ -5,11 +5,10 @@ import pytest
 from helpers import (
     LIMIT,
     dense_data,
-    dense_model,
 )
 from keras import layers, ops
 from torch_step import Step
-from training import difference_and_said, difference_of_fits, difference_of_orders, train
+from training import difference_and_said, difference_of_fits
 
 WAYS = {
     "both": {"rows": 4, "steps": 3, "size": 3},
@@ -23,22 +22,11 @@ def sgd(loss, learning_rate=0.05, **kwargs):
     return lambda: {"optimizer": keras.optimizers.SGD(learning_rate), "loss": loss, **kwargs}
 
 
-def assert_matches(make, arguments, data, way, tolerance=LIMIT):
-    order = difference_of_orders(make, arguments, data, rows=12)
-    found = difference_of_fits(make, arguments, data, **WAYS[way])
-    assert found <= max(tolerance, 10 * order), (found, order)
-
-
 class Adds(layers.Layer):
     def call(self, x):
         self.add_loss(0.02 * ops.mean(ops.square(x)))
         self.add_loss(0.01 * ops.sum(ops.abs(x)))
         return x
-
-
-def adding():
-    first = layers.Dense(6, activation="tanh", kernel_regularizer="l2")
-    return keras.Sequential([keras.Input((4,)), first, Adds(), layers.Dense(2)])
 
 
 def total(y_true, y_pred):
@@ -90,51 +78,6 @@ def test_a_model_that_mixes_samples_behind_zero_weights_is_exact_or_told(kind, b
     found, told = difference_and_said(make, {"accumulation_steps": 3}, rows=4)
     assert found > 10 * LIMIT
     assert [text.partition(".")[0] for text in told] == [UNLIKE]
-
-
-class OfZeroWeights(keras.Sequential):
-    """Its loss is divided by a number of predictions, which are alike at first."""
-
-    def train_step(self, data):
-        x, y = data
-        self.zero_grad()
-        z = self(x, training=True)
-        mask = (z.detach()[:, :1] > -0.1).float()
-        loss = ops.sum(mask * ops.square(z - y)) / ops.sum(mask)
-        loss.backward()
-        self.optimizer.apply([v.value.grad for v in self.trainable_weights])
-        return {"loss": loss.detach()}
-
-
-def test_what_a_loss_is_divided_by_behind_zero_weights_is_no_reason_to_refuse():
-    def make():
-        head = layers.Dense(2, kernel_initializer="zeros")
-        return OfZeroWeights([keras.Input((4,)), layers.Dense(5, activation="tanh"), head])
-
-    assert difference_of_fits(make, sgd("mse"), dense_data(24), rows=4, steps=3) <= LIMIT
-
-
-class Draws(layers.Layer):
-    def call(self, x):
-        return x + 0.1 * keras.random.normal(ops.shape(x))
-
-
-def test_a_model_that_draws_without_a_seed_is_not_taken_for_one_that_mixes():
-    def make():
-        return keras.Sequential([dense_model(), Draws(), layers.Dense(2)])
-
-    train(make, sgd("mse"), dense_data(12), rows=12, microbatch_size=4)
-
-
-def test_what_a_layer_adds_is_told_apart_in_steps_of_ones_own():
-    class Own(keras.Sequential):
-        def train_step(self, data):
-            return keras.Sequential.train_step(self, data)
-
-    def make():
-        return Own([keras.Input((4,)), *adding().layers])
-
-    assert_matches(make, sgd("mse"), dense_data(31), "size")
 
 
 class Annealed(layers.Layer):
@@ -223,16 +166,3 @@ def test_what_a_layer_adds_later_that_is_neither_is_exact_or_told():
     with pytest.warns(UserWarning, match=UNLIKE):
         found = difference_of_fits(make, sgd("mse"), dense_data(24), rows=4, steps=3, **arguments)
     assert found > 10 * LIMIT
-
-
-def by_fours(y, y_pred):
-    return ops.mean(ops.square(ops.reshape(y - y_pred, (-1, 4))))
-
-
-@pytest.mark.parametrize("settings", [{"rows": 4, "steps": 2}, {"rows": 8, "size": 4}])
-def test_a_loss_that_takes_a_multiple_of_some_number_of_entries_matches(settings):
-    def make():
-        return dense_model(outputs=1)
-
-    x, y = dense_data(16, outputs=1)
-    assert difference_of_fits(make, sgd(by_fours), (x, y), **settings) <= LIMIT

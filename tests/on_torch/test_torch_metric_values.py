@@ -13,20 +13,6 @@ from helpers import (
     seeded,
 )
 from keras import ops
-from logged import (
-    Confusion,
-    Largest,
-    MeanOfDice,
-    MeanOfMeans,
-    TracksItsInputs,
-    above_mean,
-    dice,
-    errors,
-    matches,
-    mean_and_sum,
-    mean_error,
-    number_above,
-)
 from torch_step import Step, torch
 
 from ga_model import accumulate
@@ -34,14 +20,8 @@ from ga_model import accumulate
 UNLIKE = "A window of microbatches does not train as the full batch"
 
 
-def share_above(y, z):
-    """The same, through which no gradient goes."""
-    chosen = ops.cast(y > 0, z.dtype)
-    return ops.sum(chosen * ops.cast(z > y, z.dtype)) / ops.sum(chosen)
-
-
-def tracking(function=ops.copy):
-    return keras.Sequential([*dense_model().layers, TracksItsInputs(function)])
+def mean_error(y, z):
+    return ops.mean(ops.abs(y - z))
 
 
 def fit(make, metrics, rows, settings=None):
@@ -68,82 +48,9 @@ def compare(make, metrics, settings):
     return [n for n in known if not np.allclose(logs[n], known[n], rtol=1e-5, atol=0)], said
 
 
-OF_BATCHES = {
-    "class": MeanOfDice,
-    "matches": lambda: matches,
-    "means": MeanOfMeans,
-    "loss": keras.losses.Dice,
-    "function of Keras": lambda: keras.losses.dice,
-    "several": lambda: mean_and_sum,
-    "share": lambda: share_above,
-}
-OF_SAMPLES = {
-    "dice": lambda: dice,  # weighed by what it is divided by
-    "masked": lambda: above_mean,
-    "sum": lambda: number_above,
-    "mean_error": lambda: mean_error,
-    "confusion": Confusion,
-    "largest": Largest,
-    "loss": keras.losses.MeanSquaredError,
-    "samples": lambda: errors,
-    "keras": lambda: keras.metrics.R2Score(name="r2"),
-}
 STEPS = {"accumulation_steps": 3}
 SIZE = {"microbatch_size": 5}
-BOTH = {"accumulation_steps": 3, "microbatch_size": 3}
 ADDED_UP = {"microbatch_size": 5, "loss_over": "microbatch"}
-
-
-@pytest.mark.parametrize("name", OF_BATCHES)
-def test_with_a_microbatch_size_they_get_the_full_batch(name):
-    assert compare(dense_model, lambda: [OF_BATCHES[name]()], SIZE) == ([], [])
-
-
-@pytest.mark.parametrize("name", OF_BATCHES)
-def test_added_up_they_are_told_of(name):
-    (differing,), (said,) = compare(dense_model, lambda: [OF_BATCHES[name]()], BOTH)
-    assert said.startswith(UNLIKE)
-    assert f"the metric {differing!r} differs" in said
-
-
-@pytest.mark.parametrize("settings", [SIZE, BOTH], ids=str)
-@pytest.mark.parametrize("name", OF_SAMPLES)
-def test_means_and_sums_over_samples_are_put_together(name, settings):
-    assert compare(dense_model, lambda: [OF_SAMPLES[name]()], settings) == ([], [])
-
-
-@pytest.mark.parametrize("settings", [STEPS, SIZE], ids=str)
-def test_what_a_layer_tracks_is_put_together(settings):
-    assert compare(tracking, list, settings) == ([], [])
-
-
-def test_what_a_layer_tracks_that_is_no_mean_is_exact_or_told():
-    differing, (said,) = compare(lambda: tracking(ops.sqrt), list, STEPS)
-    assert differing == ["tracked"]
-    assert said.startswith(UNLIKE)
-    assert "the metric 'tracked' differs" in said
-    differing, (said,) = compare(lambda: tracking(ops.sqrt), list, SIZE)
-    assert differing == []
-    assert "cannot be split" in said
-    assert "Training is exact" in said
-
-
-def test_metrics_on_masked_outputs_count_samples():
-    def make():
-        ids, embedding = keras.Input((4,), dtype="int32"), keras.layers.Embedding(9, 4, mask_zero=1)
-        return keras.Model(ids, keras.layers.Dense(2)(embedding(ids)))
-
-    rng = np.random.default_rng(1)
-    x, y = rng.integers(0, 9, (12, 4)), rng.normal(size=(12, 4, 2)).astype("float32")
-    model = accumulate(seeded(make), **STEPS)
-    model.compile("sgd", "mse", metrics=[errors])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        logs = model.fit(x, y, batch_size=4, shuffle=False, verbose=0).history
-    plain = seeded(make)
-    plain.compile("sgd", "mse", metrics=[errors])
-    expected = plain.fit(x, y, batch_size=12, shuffle=False, verbose=0).history
-    np.testing.assert_allclose(logs["errors"], expected["errors"], rtol=1e-5)
 
 
 class LogsNumbers(keras.Model):
@@ -260,43 +167,6 @@ def test_gradients_may_be_read_and_cleared_after_the_update(settings):
     else:
         assert differing == ["norm"]
         assert ["the log 'norm' differs, however" in text for text in said] == [True]
-
-
-class LogsScaledLosses(LogsNumbers):
-    """Its optimizer gets the loss before the logs do."""
-
-    def train_step(self, data):
-        x, y = data
-        self.zero_grad()
-        chosen = (y > 0).to(y.dtype)
-        loss = (chosen * (self(x, training=True) - y) ** 2).sum() / chosen.sum()
-        loss = self.optimizer.scale_loss(loss)
-        loss.backward()
-        with torch.no_grad():
-            self.optimizer.apply([w.value.grad for w in self.trainable_weights])
-        self.tracker.update_state(loss)
-        twice = 2.0 * loss.detach()
-        return {"now": loss.detach(), "twice": twice, "tracked": self.tracker.result()}
-
-
-def test_losses_that_were_passed_through_the_optimizer_are_logged_as_they_are():
-    def make():
-        model = LogsScaledLosses()
-        model.build((None, 4))
-        return model
-
-    assert compare(make, lambda: None, STEPS) == ([], [])
-
-
-def test_single_samples_are_tried_with_others():
-    model = accumulate(seeded(dense_model), accumulation_steps=4)
-    model.compile("sgd", "mse", metrics=[MeanOfDice(), mean_error])
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
-        model.fit(*dense_data(8), batch_size=1, shuffle=False, verbose=0)
-    (said,) = (str(warning.message) for warning in caught if warning.category is UserWarning)
-    assert said.startswith(UNLIKE)
-    assert "the metric 'mean_of_dice' differs" in said
 
 
 def test_random_numbers_in_layers_are_no_reason_to_tell():

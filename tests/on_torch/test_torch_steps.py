@@ -17,7 +17,7 @@ from helpers import (
 )
 from keras import layers, ops
 from torch_step import torch
-from training import assert_equal_logs, difference_of_fits, train
+from training import difference_of_fits, train
 
 from ga_model import AccumulatingModel, accumulate
 
@@ -115,13 +115,6 @@ def arguments():
 def test_own_steps_match_the_full_batch(kind, way):
     found = difference_of_fits(make_of(kind), arguments, dense_data(31), **WAYS[way])
     assert found <= LIMIT
-
-
-def test_an_own_step_logs_the_full_batch():
-    data = dense_data(24)
-    model, _ = train(make_of(Own), arguments, data, rows=12, microbatch_size=5)
-    reference, _ = train(make_of(Own), arguments, data, rows=12)
-    assert_equal_logs(model, reference)
 
 
 class OwnLoss(Own):
@@ -248,11 +241,6 @@ class OfSamples(Own):
         return {"loss": loss.detach()}
 
 
-class Summed(OfSamples):
-    def loss_of(self, z, y):
-        return 0.1 * torch.square(z - y).sum()
-
-
 class Compares(OfSamples):
     def loss_of(self, z, y):
         return torch.logsumexp(z @ z.T, 1).mean()
@@ -298,31 +286,6 @@ def difference_and_texts(make, data, *, rows, compile_args=arguments, **settings
     return difference, texts_of(caught)
 
 
-@pytest.mark.every_case
-@pytest.mark.parametrize("settings", [{"microbatch_size": "auto"}, {}])
-@pytest.mark.parametrize("kind", [OwnLoss, Summed, Compares])
-def test_single_samples_are_tried_with_others(kind, settings):
-    """Those of an epoch, and of the batches of one sample that `auto` tries first."""
-    rows = 4 if settings else 1
-    settings["accumulation_steps"] = 12 // rows
-    found, told = difference_and_texts(make_of(kind), dense_data(24), rows=rows, **settings)
-    if kind is Compares:
-        assert found > 0.01
-        assert [text.partition(".")[0] for text in told] == [UNLIKE]
-    else:
-        assert found <= LIMIT
-        assert told == []
-
-
-def test_normalization_does_not_hide_a_mean():
-    def make():
-        return OwnLoss([keras.Input((4,)), layers.BatchNormalization(), *dense_model().layers])
-
-    _, told = difference_and_texts(make, dense_data(24), rows=4, accumulation_steps=3)
-    (said,) = told
-    assert "BatchNormalization layers in training mode" in said
-
-
 class Drops(OwnLoss):
     """Has layers that draw."""
 
@@ -353,23 +316,6 @@ TRIED = [
 def test_what_a_step_of_ones_own_averages_over_is_found_by_trying(kind):
     found = difference_of_fits(make_of(kind), arguments, dense_data(31), **WAYS["steps"])
     assert found <= LIMIT
-
-
-def test_a_sum_beside_regularizers_is_exact_or_told():
-    def make():
-        first = layers.Dense(6, activation="tanh", kernel_regularizer=keras.regularizers.L2(0.1))
-        return Own([keras.Input((4,)), first, layers.Dense(2)])
-
-    def of_sum():
-        loss = keras.losses.MeanSquaredError(reduction="sum")
-        return {"optimizer": keras.optimizers.SGD(0.01), "loss": loss}
-
-    assert difference_of_fits(make, of_sum, dense_data(31), **WAYS["size"]) <= LIMIT
-    found, told = difference_and_texts(
-        make, dense_data(24), rows=4, compile_args=of_sum, accumulation_steps=3
-    )
-    assert found > 0.01
-    assert [text.partition(".")[0] for text in told] == [UNLIKE]
 
 
 def test_trying_leaves_no_trace():
@@ -576,157 +522,3 @@ def ruled(kind):
             return len(x)
 
     return Ruled
-
-
-@pytest.mark.parametrize("way", ["both", "steps"])
-def test_a_rule_of_ones_own_weighs_microbatches(way):
-    found = difference_of_fits(make_of(ruled(OwnLoss)), arguments, dense_data(31), **WAYS[way])
-    assert found <= LIMIT
-
-
-class Adversarial(keras.Model):
-    """Two optimizers, each with its own loss, of weights as they are before both updates."""
-
-    def __init__(self):
-        super().__init__()
-        self.one, self.other = dense_model(), dense_model()
-        self.one_optimizer, self.other_optimizer = (keras.optimizers.Adam(0.01) for _ in range(2))
-
-    def call(self, x):
-        return self.one(x)
-
-    def train_step(self, data):
-        x, y = data
-        for part, optimizer, target in (
-            (self.one, self.one_optimizer, y),
-            (self.other, self.other_optimizer, -y),
-        ):
-            self.zero_grad()
-            loss = ops.mean(ops.square(part(x) - target))
-            loss.backward()
-            weights = part.trainable_weights
-            optimizer.apply([v.value.grad for v in weights], weights)
-        return {"loss": loss}
-
-
-def of_two(steps, rows, settings):
-    """Return a trained model with two optimizers, and the weights that it began with."""
-    keras.utils.set_random_seed(1)
-    model = steps()
-    x, y = dense_data(31)
-    model(x[:1]), model.other(x[:1])
-    if settings:
-        model = accumulate(model, **settings)
-    model.compile()
-    start = model.get_weights()
-    model.fit(x, y, batch_size=rows, epochs=2, shuffle=False, verbose=0)
-    return model, start
-
-
-class TogetherAtLast(Adversarial):
-    """Takes all gradients before the first update."""
-
-    def train_step(self, data):
-        x, y = data
-        self.zero_grad()
-        pairs = [(self.one, y), (self.other, -y)]
-        loss = sum(ops.mean(ops.square(part(x) - target)) for part, target in pairs)
-        loss.backward()
-        for part, optimizer in ((self.one, self.one_optimizer), (self.other, self.other_optimizer)):
-            weights = part.trainable_weights
-            optimizer.apply([v.value.grad for v in weights], weights)
-        return {"loss": loss}
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize("steps", [Adversarial, TogetherAtLast])
-@pytest.mark.parametrize("way", ["steps", "size"])
-def test_several_optimizers_match_the_full_batch(steps, way):
-    settings = {"accumulation_steps": WAYS[way].get("steps", 1)}
-    settings["microbatch_size"] = WAYS[way].get("size")
-    model, start = of_two(steps, WAYS[way]["rows"], settings)
-    reference, _ = of_two(steps, 12, None)
-    assert relative_difference(model.get_weights(), reference.get_weights(), start) <= 1e-4
-    assert [int(o.iterations) for o in (model.one_optimizer, model.other_optimizer)] == [6, 6]
-
-
-class InTurns(Adversarial):
-    """One part learns from the other, which was updated before: by its values, or its counter."""
-
-    by_counter = False
-
-    def train_step(self, data):
-        x, y = data
-        self.zero_grad()
-        ops.mean(ops.square(self.one(x) - y)).backward()
-        weights = self.one.trainable_weights
-        self.one_optimizer.apply([v.value.grad for v in weights], weights)
-        learned = self.one_optimizer.iterations * y if self.by_counter else self.one(x).detach()
-        loss = ops.mean(ops.square(self.other(x) - learned))
-        loss.backward()
-        weights = self.other.trainable_weights
-        self.other_optimizer.apply([v.value.grad for v in weights], weights)
-        return {"loss": loss}
-
-
-class InTurnsByCounter(InTurns):
-    by_counter = True
-
-
-@pytest.mark.parametrize("steps", [InTurns, InTurnsByCounter])
-def test_what_follows_from_the_update_before_is_told_of(steps):
-    with pytest.warns(UserWarning, match=f"{UNLIKE}.*gradient of") as told:
-        model, start = of_two(steps, 4, {"accumulation_steps": 3})
-    assert len(texts_of(told)) == 1
-    reference, _ = of_two(steps, 12, None)
-    assert relative_difference(model.get_weights(), reference.get_weights(), start) > 1e-3
-
-
-class OfSum(Own):
-    """Logs what it takes the gradient of, which is a sum, in three ways."""
-
-    def train_step(self, data):
-        x, y = data
-        self.zero_grad()
-        loss = ops.sum(ops.square(self(x, training=True) - y))
-        loss.backward()
-        self.update()
-        return {"tensor": loss, "detached": loss.detach(), "number": loss.item()}
-
-
-def test_sums_are_logged_as_sums():
-    logs = []
-    for rows, settings in ((12, None), (4, {"accumulation_steps": 3})):
-        model = seeded(make_of(OfSum))
-        model = accumulate(model, **settings) if settings else model
-        model.compile(keras.optimizers.SGD(0.001))
-        history = model.fit(*dense_data(24), batch_size=rows, shuffle=False, verbose=0).history
-        logs.append([history[name][0] for name in ("tensor", "detached", "number")])
-    np.testing.assert_allclose(logs[1], logs[0], rtol=1e-5)
-
-
-class OfKeras(AccumulatingModel, keras.Model):
-    def __init__(self):
-        super().__init__()
-        self.layer = dense_model()
-
-    def call(self, x):
-        return self.layer(x)
-
-
-class Derived(OfKeras):
-    """Inherits the mixin from a class of the user's own."""
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize("made", [OfKeras, Derived])
-def test_a_class_may_inherit_the_mixin(made):
-    def of(microbatch_size):
-        model = seeded(made)
-        model.compile(keras.optimizers.SGD(0.1), "mse", microbatch_size=microbatch_size)
-        start = model.get_weights()
-        model.fit(*dense_data(12), batch_size=6, shuffle=False, verbose=0)
-        return model.get_weights(), start
-
-    (weights, start), (reference, _) = of(4), of(None)
-    assert relative_difference(weights, reference, start) <= LIMIT

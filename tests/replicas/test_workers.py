@@ -157,7 +157,8 @@ def test_workers_that_are_seeded_alike_share_out_the_rows_of_a_shuffled_epoch(da
     assert abs(np.load(tmp_path / "other0.npy") - loss) > 1e-3
 
 
-@pytest.mark.parametrize("number", [2, in_the_sweep(3)])
+@pytest.mark.sweep
+@pytest.mark.parametrize("number", [2, 3])
 def test_a_worker_that_dies_is_reported_and_a_restart_goes_on(number, data, tmp_path):
     start, x, y = data
     dead, *others = sorted(run_job(number, tmp_path, "die"), key=lambda result: result[2])
