@@ -349,16 +349,30 @@ class Backend(ABC):
         """Return what the code that runs belongs to: a graph, of a function or branch perhaps."""
         return None
 
+    def why_whole(self, layer: Any) -> str | None:
+        """Return why calls of a layer must not be split, nor tried, or None."""
+        return None
+
     def is_in_step(self) -> bool:
         """Return whether the code here is that of the step whose calls are split, and not of a
         function that it compiles, or a branch."""
         raise NotImplementedError
 
-    def run_apart(self, function: Callable[..., Any], derives: bool = False) -> Callable[..., Any]:
+    def run_apart(
+        self,
+        function: Callable[..., Any],
+        layer: Any,
+        fixed: list[Any],
+        samples: list[Any],
+        derives: bool = False,
+    ) -> Callable[..., Any]:
         """Return what runs a function of two lists of arrays while another one is traced.
 
         Args:
-            function: returns a list of tensors.
+            function: calls a layer, and returns a list of tensors.
+            layer: the layer.
+            fixed, samples: the tensors in whose place the arrays are: what all samples share, of
+                which the variables of the layer are the first, and what has samples on axis 0.
             derives: whether the gradients are asked for of half the sum of their squares, with
                 respect to the floats of the second list, and of the first.
 

@@ -1,34 +1,27 @@
-"""Run the outermost calls of layers in a step that is traced by microbatches.
+"""Run a call of a layer by microbatches.
 
-The step of a model runs once, as it is, on the full batch. While it runs, a function stands in
-front of the `call` of each layer, and lets a call on the samples of the batch go by microbatches:
-forward without keeping activations, and once more when its gradient is asked for. How is the
-backend's. The values of variables are arguments of what is run, and what a call writes to is
+Forward, no activations are kept, and the call is made once more when its gradient is asked for. How
+is the backend's. The values of variables are arguments of what is run, and what a call writes to is
 carried from one microbatch to the next, so each draws other random numbers, the same ones in both
-passes.
-
-A call that is not known to treat samples one by one runs whole, and the calls that it makes are
-then the outermost ones: always exact, at the cost of memory.
+passes. Where functions are not traced, what is Python's is put back for each microbatch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 from keras import ops
 
 from ga_model.base import _numbers
-from ga_model.base._call_again import PythonState, inside_of_call
+from ga_model.base._call_again import PythonState, inside_of_call, leaves_in
 from ga_model.base._context import ThreadValue
-from ga_model.base._identity import is_in
 from ga_model.base._internals import (
     MOMENTS,
     adder_of,
-    is_rematerialized,
-    is_symbolic,
+    is_built,
     layers_in,
     losses_of_scope,
     mask_of,
@@ -40,15 +33,14 @@ from ga_model.base._internals import (
 )
 from ga_model.base._method_patch import MethodPatch
 from ga_model.core.backend import Backend
-from ga_model.core.proof.calls import HALF, kinds_of_call
+from ga_model.core.proof.calls import HALF, NotByRowsError, kinds_of_call
 from ga_model.core.statistics import Listener, Moments
 from ga_model.recording._metric_calls import waiting
 from ga_model.recording._models import unrecorded
 from ga_model.recording._moments_heard import is_known, listener
-from ga_model.recording._splitting import NotByRowsError, Splitting, splitting_by
 
-_NOT_ROWS = "combines samples, or gives something other than one value per sample"
-_NOT_ROWS_BACK = "has a custom gradient that combines samples"
+_NOT_ROWS = "it combines samples, or gives something other than one value per sample"
+_NOT_ROWS_BACK = "it has a custom gradient that combines samples"
 _is_read = ThreadValue(False)  # whether BatchNormalization is to normalize by running averages
 
 
@@ -73,6 +65,7 @@ class Split(NamedTuple):
     """A function that is to run by microbatches.
 
     Attributes:
+        layer: the layer that it calls.
         function: takes `carried`, `fixed` and some samples; returns new values for the first, and a
             `Traced`.
         carried: tensors that go from one microbatch to the next.
@@ -83,6 +76,7 @@ class Split(NamedTuple):
         most: as `Backend.splitting_calls` takes it.
     """
 
+    layer: Any
     function: Callable[..., tuple[list[Any], Traced]]
     carried: list[Any]
     fixed: list[Any]
@@ -99,31 +93,43 @@ class LayerCall:
         backend: what the model runs on.
         layer: the layer.
         call: its `call`.
-        args, kwargs: the arguments. Arrays whose axis 0 is as long as that of the first one have
-            the samples.
+        args, kwargs: the arguments. The first array whose axis 0 has not the length 1 has the
+            samples, and so have all that are as long.
+        size: samples of a microbatch.
 
     Attributes:
-        rows: samples, or 0 if there are none.
         samples: the arrays that have them, and their masks.
         kinds: what each loss that layers add is over samples, "mean", "sum" or None.
         heard: calls of BatchNormalization layers in it.
+
+    Raises:
+        NotByRowsError: it has no more samples than a microbatch, or the layer cannot be built.
     """
 
     def __init__(
-        self, backend: Backend, layer: Any, call: Callable[..., Any], args: Any, kwargs: Any
+        self,
+        backend: Backend,
+        layer: Any,
+        call: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        size: int,
     ) -> None:
         self._backend, self._layer, self._call = backend, layer, call
-        self._arguments = args, kwargs
+        self._arguments, self._size = (args, kwargs), size
         self._leaves: list[Any] = []  # in the order of `map_structure`, unlike that of `flatten`
         keras.tree.map_structure(self._leaves.append, self._arguments)
-        self._leaves = [
-            value_in(stateless_scope(), leaf) if isinstance(leaf, keras.Variable) else leaf
-            for leaf in self._leaves
-        ]
+        self._leaves = list(map(_tensor_of, self._leaves))
         tensors = [(i, leaf) for i, leaf in enumerate(self._leaves) if _is_array(leaf)]
         found = [(place, tensor) for place, tensor in tensors if len(tensor.shape)]
-        self.rows = _numbers.shape_of(found[0][1])[0] if found else 0
-        length = found[0][1].shape[0] if found else 0
+        first = next((tensor for _, tensor in found if tensor.shape[0] != 1), None)
+        rows = 0 if first is None else _numbers.shape_of(first)[0]
+        if isinstance(rows, int) and rows <= size:
+            raise NotByRowsError("")
+        if why := backend.why_whole(layer):
+            raise NotByRowsError(why)
+        self._build()
+        length = None if first is None else first.shape[0]
         self._places = [place for place, tensor in found if tensor.shape[0] == length]
         self._shared = [place for place, _ in tensors if place not in self._places]
         samples = [self._leaves[place] for place in self._places]
@@ -140,6 +146,23 @@ class LayerCall:
         self.heard: list[Any] = []
         self._outputs: Any = None  # without its tensors
         self._tensors: list[int] = []  # places of these among its leaves
+
+    def _build(self) -> None:
+        """Create the variables of the layer, which cannot be created in a stateless scope."""
+        if is_built(self._layer):
+            return
+        rest = (
+            keras.KerasTensor(leaf.shape, keras.backend.standardize_dtype(leaf.dtype))
+            if _is_array(leaf)
+            else leaf
+            for leaf in self._leaves
+        )
+        args, kwargs = keras.tree.map_structure(lambda _: next(rest), self._arguments)
+        try:
+            with inside_of_call.set(True):
+                keras.backend.compute_output_spec(self._layer, *args, **kwargs)
+        except Exception as error:  # of the user's code, called in a way that it may not know
+            raise NotByRowsError("it is not built, and cannot be built without a call") from error
 
     @property
     def _fixed(self) -> list[Any]:
@@ -175,7 +198,7 @@ class LayerCall:
             for key, value in known.items():  # of other variables, for layers that share them
                 scope.state_mapping.setdefault(key, value)
             before = dict(scope.state_mapping)
-            with unrecorded(), inside_of_call.set(True), listener.set(hears):
+            with unrecorded(), waiting(None), inside_of_call.set(True), listener.set(hears):
                 outputs = self._call(*args, **kwargs)
             losses = losses_of_scope(scope)
             now = scope.state_mapping
@@ -191,6 +214,11 @@ class LayerCall:
         self.heard = hears.calls
         given: list[Any] = []
         keras.tree.map_structure(given.append, outputs)
+        if any(_holds_tensors(leaf) for leaf in given if not _is_array(leaf)):
+            raise NotByRowsError("it returns tensors in an object that cannot be concatenated")
+        for part, name, value in self._python.changed():
+            if not type(part).__module__.startswith("keras.") and _has_tensors([value]):
+                raise NotByRowsError(f"it stores a tensor in its attribute `{name}`")
         self._tensors = [place for place, leaf in enumerate(given) if _is_array(leaf)]
         self._outputs = keras.tree.map_structure(lambda x: 0 if _is_array(x) else x, outputs)
         tensors = [given[place] for place in self._tensors]
@@ -208,15 +236,17 @@ class LayerCall:
         self._written = [place for place, (new, old) in pairs if new is not old]
         return after, Traced(tensors, attached, losses, hears.moments)
 
-    def read(self, known: dict[Any, Any]) -> str | None:
+    def read(self, known: dict[Any, Any], training: Any) -> str | None:
         """Return why samples are not known to be treated one by one, or None, and note losses.
 
         Args:
             known: what was found so far, by layers and shapes.
+            training: whether the call is in training, or None.
         """
-        shapes = tuple((tuple(a.shape), str(a.dtype)) for a in self.samples)
+        arrays = [(tuple(a.shape[1:]), str(a.dtype)) for a in self.samples]
+        shared = [(place, tuple(self._leaves[place].shape)) for place in self._shared]
         static = str([leaf for leaf in self._leaves if not _is_array(leaf)])
-        key = (id(self._layer), shapes, static, tuple(self._places), tuple(self._shared))
+        key = (id(self._layer), training, static, *self._places, *arrays, *shared)
         if key not in known:
             known[key] = self._layer, *self._read()  # with the layer, whose id no other one gets
         why: str | None
@@ -240,20 +270,25 @@ class LayerCall:
         normalizing = [layer for layer in layers_in(self._layer) if is_known(layer)]
         before = self._python
         try:
-            with _averaging.of(normalizing), _is_read.set(True), waiting(None):
+            with _averaging.of(normalizing), _is_read.set(True):
                 self._python = PythonState(self._layer)  # with what stands in front of methods
                 trained = [bool(variable.trainable) for variable in self._variables]
                 trained += [True for _ in self._shared]
-                run = self._backend.run_apart(outputs)
-                gradients = self._backend.run_apart(without_losses, derives=True)
+                given = self._layer, self._fixed, self.samples
+                run = self._backend.run_apart(outputs, *given)
+                gradients = self._backend.run_apart(without_losses, *given, derives=True)
                 dtypes = {part.compute_dtype for part in layers_in(self._layer)}
                 is_half = not dtypes.isdisjoint(HALF)
                 found, adds_up = kinds_of_call(
                     run, gradients, self._fixed, self.samples, trained, is_half
                 )
+        except NotByRowsError as error:
+            return str(error), [], self._written
         except Exception as error:  # whatever code of the user's raises on other arrays
+            if isinstance(error, Warning) or self._backend.out_of_memory(error) is not None:
+                raise
             line = next(iter(str(error).splitlines()), type(error).__name__)
-            return f"cannot be run by itself ({line})", [], self._written
+            return f"it cannot be run by itself ({line})", [], self._written
         finally:
             self._python = before
             before.put_back()
@@ -271,8 +306,8 @@ class LayerCall:
         found = [self._variables[place] for place in self._written]
         return sorted({variable.path for variable in found if id(variable) not in known})
 
-    def by_microbatches(self, size: int, most: int | None) -> Any:
-        """Run the call by microbatches of `size` samples, and return its outputs.
+    def by_microbatches(self, most: int | None) -> Any:
+        """Run the call by microbatches, and return its outputs.
 
         Args:
             most: as `Backend.splitting_calls` takes it.
@@ -286,12 +321,20 @@ class LayerCall:
             for place, value in zip(written, carried):
                 values[place] = value
             state, traced = self._run(values, samples)
+            if len(traced.losses) != len(are_sums):
+                raise NotByRowsError("it adds another number of losses than before")
             return [state[place] for place in written], traced
 
         begun = [self._state[place] for place in written]
         are_sums = [kind == "sum" for kind in self.kinds]
-        split = Split(run, begun, self._fixed, self.samples, size, are_sums, most)
-        carried, traced = self._backend.by_microbatches(split)
+        given = self._layer, run, begun, self._fixed, self.samples
+        try:
+            carried, traced = self._backend.by_microbatches(
+                Split(*given, self._size, are_sums, most)
+            )
+        except BaseException:
+            self._python.put_back()
+            raise
         for place, value in zip(written, carried):
             self._variables[place].assign(value)
         for adder, loss in zip(self._adders, traced.losses):
@@ -315,53 +358,26 @@ class LayerCall:
         return keras.tree.map_structure(lambda _: next(rest), self._outputs)
 
 
+def _tensor_of(leaf: Any) -> Any:
+    """Return the tensor that a variable or an array of numbers is, or another leaf as it is."""
+    if isinstance(leaf, keras.Variable):
+        return value_in(stateless_scope(), leaf)
+    # Keras leaves them as they are where a functional model is called by itself.
+    is_numbers = isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf"
+    return ops.convert_to_tensor(leaf) if is_numbers else leaf
+
+
 def _is_array(leaf: Any) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
-class _Splitting(Splitting):
-    """How the calls of one step are split.
+def _holds_tensors(value: Any) -> bool:
+    attributes = [getattr(value, name, None) for name in getattr(value, "__slots__", ())]
+    return _has_tensors([*attributes, getattr(value, "__dict__", {})])
 
-    Args:
-        model: the model whose step is traced.
-        backend: what it runs on.
-        size: samples per microbatch.
-        known: as `LayerCall.read` takes it.
-        most: as `Backend.splitting_calls` takes it.
-    """
 
-    def __init__(
-        self, model: Any, backend: Backend, size: int, known: dict[Any, Any], most: int | None
-    ) -> None:
-        super().__init__(model)
-        self._backend, self._size, self._known, self._most = backend, size, known, most
-
-    def applies(self, layer: Any) -> bool:
-        if inside_of_call.get() or is_symbolic() or not self._backend.is_in_step():
-            return False
-        has_weights = bool(layer.weights)
-        self._has_heard = self._has_heard or has_weights
-        return has_weights and not any(map(is_rematerialized, layers_in(layer)))
-
-    def _by_microbatches(
-        self, layer: Any, call: Callable[..., Any], args: Any, kwargs: Any, training: Any
-    ) -> tuple[Any, tuple[list[str], list[str]]]:
-        found = LayerCall(self._backend, layer, call, args, kwargs)
-        if isinstance(found.rows, int) and found.rows <= self._size:
-            raise NotByRowsError("")
-        why = found.read(self._known)
-        if why is None and None in found.kinds:
-            why = "adds a loss that is neither a mean nor a sum over samples"
-        if why is None and (written := found.written()):
-            why = f"writes to {written} in each call"
-        if why is not None:
-            raise NotByRowsError(f"it {why}")
-        outputs = found.by_microbatches(self._size, self._most)
-        trained = self._model._batch_normalization_layers() if training is True else []
-        trained = [part for part in layers_in(layer) if is_in(part, trained)]
-        normalizing = [part.name for part in trained if is_known(part)]
-        others = [part.name for part in trained if not is_known(part)]
-        return outputs, (normalizing, others)
+def _has_tensors(values: list[Any]) -> bool:
+    return any(map(ops.is_tensor, leaves_in(values)))
 
 
 def _with_averages(layer: Any, moments: Callable[..., Any]) -> Callable[..., Any]:
@@ -377,18 +393,3 @@ def _with_averages(layer: Any, moments: Callable[..., Any]) -> Callable[..., Any
 
 
 _averaging = MethodPatch(MOMENTS, _with_averages)
-
-
-def splitting_calls(
-    model: Any, backend: Backend, size: int, known: dict[Any, Any], most: int | None
-) -> AbstractContextManager[None]:
-    """Return a context in which the outermost calls of layers go by microbatches.
-
-    Args:
-        model: the model whose step is traced.
-        backend: what it runs on.
-        size: samples per microbatch.
-        known: what was found so far, by layers and shapes.
-        most: as `Backend.splitting_calls` takes it.
-    """
-    return splitting_by(model, _Splitting(model, backend, size, known, most))

@@ -327,6 +327,15 @@ class AddsBoth(layers.Layer):
         return x
 
 
+class AddsZero(layers.Layer):
+    """Adds a loss that is zero, and whose gradient is not."""
+
+    def call(self, x):
+        loss = 0.05 * ops.mean(ops.square(x))
+        self.add_loss(loss - ops.stop_gradient(loss))
+        return x
+
+
 class AddsPerSample(layers.Layer):
     def call(self, x):
         self.add_loss(0.01 * ops.mean(ops.square(x), axis=-1))
@@ -438,6 +447,11 @@ CASES |= {
     ),
     "a layer that adds a mean and a sum": Case(
         followed_by(AddsBoth), dense_data, expects={"across": Warns("terms|average over|add_loss")}
+    ),
+    "a layer that adds a zero with a gradient": Case(
+        followed_by(AddsZero),
+        dense_data,
+        expects={"recomputed": Warns("zero when it was tried", ALL)},
     ),
     "a layer that adds a value per sample": Case(
         followed_by(AddsPerSample),

@@ -126,37 +126,6 @@ def test_what_a_layer_adds_is_found_when_it_is_not_zero(base):
     assert found <= LIMIT
 
 
-class Surrogate(layers.Layer):
-    """Adds a loss that is zero, with a gradient that is none."""
-
-    def call(self, x):
-        total = 0.01 * ops.sum(ops.square(x))
-        self.add_loss(total - ops.stop_gradient(total))
-        return x
-
-
-def of_surrogate():
-    first = layers.Dense(5, activation="tanh")
-    return keras.Sequential([keras.Input((4,)), first, Surrogate(), layers.Dense(2)])
-
-
-def of_sum():
-    loss = keras.losses.MeanSquaredError(reduction="sum")
-    return {"optimizer": keras.optimizers.SGD(0.01), "loss": loss}
-
-
-def test_what_a_layer_adds_that_is_zero_counts_as_its_gradient_does():
-    found = difference_of_fits(of_surrogate, of_sum, dense_data(31), **WAYS["size"])
-    assert found <= LIMIT
-
-
-def test_in_windows_it_is_told_of():
-    """Whether what is zero is a sum is not seen."""
-    with pytest.warns(UserWarning, match="The terms of this loss average over different things"):
-        found = difference_of_fits(of_surrogate, of_sum, dense_data(31), **WAYS["steps"])
-    assert found > 10 * LIMIT
-
-
 def test_what_a_layer_adds_later_that_is_neither_is_exact_or_told():
     make, fit_args = annealed(lambda x: ops.sqrt(squares(x)))
     arguments = {"fit_args": fit_args, "epochs": 3}

@@ -21,9 +21,10 @@ from ga_model.base._internals import (
     value_in,
 )
 from ga_model.core.backend import GROUPS, Backend, Group
-from ga_model.core.layer_calls import Split, Traced, splitting_calls
+from ga_model.core.layer_calls import Split, Traced
 from ga_model.core.proof.draws import Draws
 from ga_model.core.recorder import Applied
+from ga_model.core.splitting import splitting_calls
 from ga_model.recording._stand_ins import OptimizerStandIn
 
 
@@ -294,7 +295,14 @@ class JaxBackend(Backend):
     def is_in_step(self) -> bool:
         return stateless_scope() is not None
 
-    def run_apart(self, function: Callable[..., Any], derives: bool = False) -> Callable[..., Any]:
+    def run_apart(
+        self,
+        function: Callable[..., Any],
+        layer: Any,
+        fixed: list[Any],
+        samples: list[Any],
+        derives: bool = False,
+    ) -> Callable[..., Any]:
         return layer_calls.run_apart(function, derives)
 
     def by_microbatches(self, split: Split) -> tuple[list[Any], Traced]:

@@ -70,7 +70,7 @@ def _joined(found: list[Traced], shares: list[float], are_sums: list[bool]) -> T
     return Traced(outputs, attached, losses, moments)
 
 
-def run_apart(function: Callable[..., Any], derives: bool = False) -> Callable[..., Any]:
+def run_apart(function: Callable[..., Any], derives: bool) -> Callable[..., Any]:
     """Return what runs a function while another one is traced, as `Backend.run_apart` has it."""
     function = functools.partial(_gradients, function) if derives else function
     compiled: dict[int, Any] = {}

@@ -25,10 +25,9 @@ from ga_model.base._internals_tf import (
     unseen_by_tapes,
 )
 from ga_model.core.layer_calls import Split, Traced
-from ga_model.core.proof.calls import TOTAL
+from ga_model.core.proof.calls import TOTAL, NotByRowsError
 from ga_model.core.proof.draws import Draws
 from ga_model.core.statistics import Moments
-from ga_model.recording._splitting import NotByRowsError
 
 # The activations whose inputs Keras's losses compute with, where they find them in the graph.
 _ACTIVATIONS = {"Softmax": tf.nn.softmax, "Sigmoid": tf.math.sigmoid}
@@ -318,7 +317,7 @@ def _or_zeros(gradient: Any, tensor: Any) -> Any:
     return tf.zeros_like(tensor) if gradient is None else tf.convert_to_tensor(gradient)
 
 
-def run_apart(function: Callable[..., Any], derives: bool = False) -> Callable[..., Any]:
+def run_apart(function: Callable[..., Any], derives: bool) -> Callable[..., Any]:
     """Return what runs a function while another one is traced, as `Backend.run_apart` has it."""
 
     def run(fixed: list[Any], arrays: list[Any], begin: int, end: int) -> list[Any]:

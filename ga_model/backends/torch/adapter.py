@@ -12,18 +12,20 @@ import torch
 
 from ga_model.backends.torch import layer_calls, refusals
 from ga_model.backends.torch.agreement import num_processes
-from ga_model.backends.torch.call_hooks import has_hooks
+from ga_model.backends.torch.call_hooks import has_hooks, why_whole
 from ga_model.backends.torch.gradient_sums import GradientSums
 from ga_model.backends.torch.memory import is_exhausted, released
 from ga_model.backends.torch.noting import Noting
 from ga_model.backends.torch.process_group import Processes
 from ga_model.backends.torch.state import State
 from ga_model.base._call_again import PythonState
-from ga_model.base._internals import num_updates, raw
+from ga_model.base._internals import num_updates, raw, stateless_scope
 from ga_model.base._internals_torch import times_written
 from ga_model.core.backend import Backend, Group, States
+from ga_model.core.layer_calls import Split, Traced
 from ga_model.core.proof.draws import Draws
 from ga_model.core.recorder import Applied
+from ga_model.core.splitting import splitting_calls
 from ga_model.core.window import Sums
 from ga_model.recording._models import is_of_keras, optimizers_in
 from ga_model.recording._stand_ins import OptimizerStandIn
@@ -189,10 +191,27 @@ class TorchBackend(Backend):
     def check(self) -> None:
         refusals.check(self._model)
 
-    def splitting_calls(
-        self, size: int, most: int | None = None
-    ) -> contextlib.AbstractContextManager[None]:
-        return layer_calls.splitting_calls(self._model, size, self._known_calls, most)
+    def splitting_calls(self, size: int, most: int | None = None) -> Any:
+        return splitting_calls(self._model, self, size, self._known_calls, most)
+
+    def why_whole(self, layer: Any) -> str | None:
+        return why_whole(layer)
+
+    def is_in_step(self) -> bool:
+        return stateless_scope() is None  # in one, weights are what the step says
+
+    def run_apart(
+        self,
+        function: Callable[..., Any],
+        layer: Any,
+        fixed: list[Any],
+        samples: list[Any],
+        derives: bool = False,
+    ) -> Callable[..., Any]:
+        return layer_calls.run_apart(function, layer, fixed, samples, derives)
+
+    def by_microbatches(self, split: Split) -> tuple[list[Any], Traced]:
+        return layer_calls.Microbatches(split).run()
 
     def has_hooks(self) -> bool:
         return has_hooks(self._model)

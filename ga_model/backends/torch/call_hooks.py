@@ -21,18 +21,20 @@ from ga_model.base._internals_torch import (
     hooks_on_gradient,
 )
 from ga_model.base._method_patch import MethodPatch
-from ga_model.recording._splitting import NotByRowsError
 
 _noted = ThreadValue()
 
 
-def check_call(layer: Any) -> None:
-    """Raise NotByRowsError if hooks see what goes into a layer, or comes out of it."""
+def why_whole(layer: Any) -> str | None:
+    """Return why calls of a layer must not be split, for its buffers or hooks, or None."""
+    if any(True for part in layers_in(layer) for _ in part.buffers()):
+        return "it has PyTorch buffers, which a call may write to"
     for module in (module for part in layers_in(layer) for module in part.modules()):
         if has_hooks_on_calls(module):
-            raise NotByRowsError("it has forward hooks, which would see each microbatch")
+            return "it has forward hooks, which would see each microbatch"
         if has_hooks_on_gradients(module):
-            raise NotByRowsError("it has backward hooks, which would see each microbatch")
+            return "it has backward hooks, which would see each microbatch"
+    return None
 
 
 def has_hooks(model: Any) -> bool:

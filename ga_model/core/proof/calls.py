@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,9 +19,14 @@ HALF = {"float16": 1e-3, "bfloat16": 1e-2}  # of what counts as equal in half pr
 _OF_GRADIENTS = 1e-3, 0.05  # relative, in float32 and in half precision
 
 
+class NotByRowsError(Exception):
+    """A call cannot be made on some samples at a time. The text says why."""
+
+
 def agreed(found: Sequence[Sequence[str | None]]) -> list[str | None]:
     """Return the kinds of outputs on which several trials agree, of those that show something."""
     seen = [set(kinds) - {"alike"} for kinds in zip(*found)]
+    seen = [kinds if kinds == {"zero"} else kinds - {"zero"} for kinds in seen]
     return [kinds.pop() if len(kinds) == 1 else None for kinds in seen]
 
 
@@ -37,8 +41,8 @@ def kinds_of(
 
     Returns:
         "rows" of what has one entry of axis 0 for each sample, which follows from that sample
-        alone; "alike" if it is the same in all; "mean" or "sum" of what is one over samples; or
-        None.
+        alone; "alike" if it is the same in all; "mean" or "sum" of what is one over samples;
+        "zero" if that does not tell; or None.
     """
     whole, parts, begin = run(0, TOTAL), [], 0
     for end in _ENDS:
@@ -83,11 +87,14 @@ def kinds_of_call(
         arrays = [_drawn(t, shape, generator, scale) for t, shape in zip(samples, shapes)]
         found.append(kinds_of(functools.partial(run, values, arrays)))
         if not seed:
-            with contextlib.suppress(Exception):  # of what has none, or takes too much memory
-                kinds = kinds_of(
-                    functools.partial(gradients, values, arrays), _OF_GRADIENTS[is_half]
-                )
-                adds_up = None not in kinds and "mean" not in kinds
+            derived = functools.partial(gradients, values, arrays)
+            try:
+                kinds = kinds_of(derived, _OF_GRADIENTS[is_half])
+            except NotByRowsError:
+                raise
+            except Exception:  # of what has none, or takes too much memory
+                continue
+            adds_up = None not in kinds and "mean" not in kinds
     return agreed(found), adds_up
 
 
@@ -163,6 +170,8 @@ def _kind(whole: Any, parts: Sequence[Any], tolerance: float | None) -> str | No
     if any(part.shape != whole.shape for part in parts):
         return None
     numbers = [np.asarray(part, "float64") for part in parts]
+    if not np.any(numbers) and not np.any(whole):
+        return "zero"
     if _are_alike(sum(numbers), whole, tolerance):
         return "sum"
     mean = sum(size / TOTAL * number for size, number in zip(sizes, numbers))

@@ -1,0 +1,136 @@
+"""Which calls of layers go by microbatches while a step runs on a full batch.
+
+The step of a model runs once, as it is. While it runs, a function stands in front of the `call` of
+each layer, and lets the outermost calls on samples of the batch go by microbatches.
+
+A call that is not known to treat samples one by one runs whole, and the calls that it makes are
+then the outermost ones: always exact, at the cost of memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ga_model.base._call_again import inside_of_call
+from ga_model.base._context import ThreadValue
+from ga_model.base._identity import is_in
+from ga_model.base._internals import (
+    is_built,
+    is_rematerialized,
+    is_symbolic,
+    layers_in,
+    training_of_call,
+)
+from ga_model.base._messages import batch_normalization_messages
+from ga_model.base._method_patch import MethodPatch
+from ga_model.core.backend import Backend
+from ga_model.core.layer_calls import LayerCall
+from ga_model.core.proof.calls import NotByRowsError
+from ga_model.recording._messages import unheard_calls_message, whole_call_message
+from ga_model.recording._moments_heard import is_known, telling
+
+_splitting = ThreadValue()  # how calls are split in this thread, or None
+
+
+class _Splitting:
+    """How the calls of one step are split.
+
+    Args:
+        model: the model whose step runs.
+        backend: what it runs on.
+        size: samples per microbatch.
+        known: as `LayerCall.read` takes it.
+        most: as `Backend.splitting_calls` takes it.
+    """
+
+    def __init__(
+        self, model: Any, backend: Backend, size: int, known: dict[Any, Any], most: int | None
+    ) -> None:
+        self._model, self._backend = model, backend
+        self._size, self._known, self._most = size, known, most
+        self._is_in_whole_call = ThreadValue(False)
+        self._has_heard = False  # a call that could be split
+
+    def applies(self, layer: Any) -> bool:
+        """Return whether a call of a layer that runs here is to be split."""
+        if inside_of_call.get() or is_symbolic() or not self._backend.is_in_step():
+            return False
+        # A layer without weights draws random numbers, or computes little.
+        has_weights = bool(layer.weights or not is_built(layer))
+        self._has_heard = self._has_heard or has_weights
+        return has_weights and not any(map(is_rematerialized, layers_in(layer)))
+
+    def end(self) -> None:
+        """Warn, at the end of a step, if there was no call that could be split."""
+        if not self._has_heard:
+            self._model._warn_once(unheard_calls_message(self._model.name))
+
+    def run(self, layer: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Make a call by microbatches, or whole where it cannot be split."""
+        training = kwargs.get("training", training_of_call(layer))
+        try:
+            return self._by_microbatches(layer, call, args, kwargs, training)
+        except NotByRowsError as error:
+            reason = str(error)
+        with self._is_in_whole_call.set(True):
+            outputs = call(*args, **kwargs)
+        if reason and not self._is_in_whole_call.get():
+            self._model._warn_once(whole_call_message(layer.name, reason))
+        return outputs
+
+    def _by_microbatches(
+        self, layer: Any, call: Callable[..., Any], args: Any, kwargs: Any, training: Any
+    ) -> Any:
+        found = LayerCall(self._backend, layer, call, args, kwargs, self._size)
+        why = found.read(self._known, training)
+        if why is None and None in found.kinds:
+            why = "it adds a loss that is neither a mean nor a sum over samples"
+        if why is None and "zero" in found.kinds:
+            why = "it adds a loss that was zero when it was tried: a mean over samples, or a sum"
+        if why is None and (written := found.written()):
+            why = f"it writes to {written} in each call"
+        if why is not None:
+            raise NotByRowsError(why)
+        outputs = found.by_microbatches(self._most)
+        trained = self._model._batch_normalization_layers() if training is True else []
+        trained = [part for part in layers_in(layer) if is_in(part, trained)]
+        normalizing = [part.name for part in trained if is_known(part)]
+        others = [part.name for part in trained if not is_known(part)]
+        for message in batch_normalization_messages(normalizing, others):
+            self._model._warn_once(message)
+        return outputs
+
+
+def _heard(layer: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+    def heard(*args: Any, **kwargs: Any) -> Any:
+        splitting = _splitting.get()
+        if splitting is None or not splitting.applies(layer):
+            return call(*args, **kwargs)
+        return splitting.run(layer, call, args, kwargs)
+
+    return heard
+
+
+_calls_of_layers = MethodPatch("call", _heard)
+
+
+@contextlib.contextmanager
+def splitting_calls(
+    model: Any, backend: Backend, size: int, known: dict[Any, Any], most: int | None
+) -> Iterator[None]:
+    """Return a context in which the outermost calls of layers go by microbatches.
+
+    Args:
+        model: the model whose step runs.
+        backend: what it runs on.
+        size: samples per microbatch.
+        known: what was found so far, by layers and shapes.
+        most: as `Backend.splitting_calls` takes it.
+    """
+    splitting = _Splitting(model, backend, size, known, most)
+    heard = telling(model._batch_normalization_layers())
+    with _calls_of_layers.of(layers_in(model)), heard, _splitting.set(splitting):
+        yield
+        splitting.end()
