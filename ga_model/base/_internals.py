@@ -17,9 +17,6 @@ These stand where they are overridden, in `_model`:
   `tests/equivalence/test_weights.py`.
 * `Trainer._maybe_symbolic_build` and `Trainer._make_function` are what Keras does with several
   replicas before and after a step. `tests/replicas`.
-
-`_call_state.NotingScope` overrides `StatelessScope.add_update`, which has a public name and no
-public documentation. `tests/calls/test_split_calls.py`.
 """
 
 from __future__ import annotations
