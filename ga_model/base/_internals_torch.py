@@ -51,6 +51,11 @@ def has_hooks_on_gradients(module: Any) -> bool:
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
+def note_step(optimizer: Any) -> None:
+    """Let schedulers of PyTorch know that an optimizer's `step` was called. They warn if not."""
+    optimizer._opt_called = True
+
+
 def buffers_of(module: Any) -> dict[str, Any]:
     """Return the tensors that a module of PyTorch keeps and does not train, by names."""
     buffers: dict[str, Any] = module._buffers

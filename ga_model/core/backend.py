@@ -9,8 +9,9 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from ga_model.base._context import ThreadValue, is_unnoted
+from ga_model.base._identity import unique
 from ga_model.base._internals import mask_of, set_mask
-from ga_model.recording._models import recording_of_thread
+from ga_model.recording._models import optimizers_in, recording_of_thread
 from ga_model.recording._python_state import python_state
 from ga_model.recording._split import Batch
 
@@ -314,6 +315,10 @@ class Backend(ABC):
     def state(self) -> State:
         """Return what a step may write to and that is in Python, as it is now."""
         return python_state(self._model)
+
+    def optimizers(self) -> list[Any]:
+        """Return the optimizers that attributes of the model hold, or what passes for them."""
+        return unique(optimizers_in(vars(self._model)))
 
     def outside_of_training(self) -> AbstractContextManager[None]:
         """Return a context in which functions run that no train function has called."""

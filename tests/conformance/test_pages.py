@@ -13,3 +13,5 @@ def test_the_pages_examples_run():
         exec(block, names)
     assert int(names["model"].optimizer.iterations) == 2
     assert int(names["optimizer"].iterations) == 4
+    if BACKEND == "torch":
+        assert names["classifier"].schedule.last_epoch == 2

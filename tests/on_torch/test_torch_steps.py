@@ -507,15 +507,6 @@ def test_they_are_exact_where_batches_are_split(kind):
     assert difference_of_fits(built(kind), arguments, dense_data(31), **WAYS["size"]) <= LIMIT
 
 
-def test_optimizers_of_torch_are_refused_in_windows():
-    model = make_of(OfTorch)()
-    model.own = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1)
-    model = accumulate(model, accumulation_steps=3)
-    model.compile("sgd", "mse")
-    with pytest.raises(ValueError, match=r"has an optimizer of `torch\.optim`"):
-        model.fit(*dense_data(12), batch_size=6, verbose=0)
-
-
 def ruled(kind):
     class Ruled(AccumulatingModel, kind):
         def microbatch_weight(self, x, y=None, sample_weight=None):

@@ -18,7 +18,8 @@ from ga_model.backends.torch.memory import is_exhausted, released
 from ga_model.backends.torch.noting import Noting
 from ga_model.backends.torch.process_group import Processes
 from ga_model.backends.torch.state import State
-from ga_model.base._call_again import PythonState
+from ga_model.backends.torch.torch_optimizers import TorchOptimizers
+from ga_model.base._call_again import Attributes, PythonState
 from ga_model.base._internals import num_updates, raw, stateless_scope
 from ga_model.base._internals_torch import times_written
 from ga_model.core.backend import Backend, Group, States
@@ -37,18 +38,29 @@ class StandIn(OptimizerStandIn):
     def _take(
         self, gradients: list[Any], variables: list[Any], via_apply_gradients: bool = False
     ) -> None:
-        optimizer, recording = self._original, self._listener
+        optimizer = self._original
         if not optimizer.built:
             with keras.name_scope(optimizer.name):
                 optimizer.build(variables)
-        is_own = not is_of_keras(recording.model, "train_step")
-        for variable, gradient in zip(variables, gradients):
-            if raw(variable).grad is gradient:  # which is the window's now, and the step has a copy
-                raw(variable).grad = gradient.clone() if is_own and gradient is not None else None
-        gradients = [None if gradient is None else gradient.detach() for gradient in gradients]
-        recording.apply(optimizer, gradients, variables, via_apply_gradients=via_apply_gradients)
-        if recording.rate:
-            _move(optimizer, gradients, variables, recording.rate)
+        _take(self._listener, optimizer, gradients, variables, via_apply_gradients)
+
+
+def _take(
+    recording: Any,
+    optimizer: Any,
+    gradients: list[Any],
+    variables: list[Any],
+    via_apply_gradients: bool = False,
+) -> None:
+    """Give a recording the gradients that a step applies, and make the update of a trial."""
+    is_own = not is_of_keras(recording.model, "train_step")
+    for variable, gradient in zip(variables, gradients):
+        if raw(variable).grad is gradient:  # which is the window's now, and the step has a copy
+            raw(variable).grad = gradient.clone() if is_own and gradient is not None else None
+    gradients = [None if gradient is None else gradient.detach() for gradient in gradients]
+    recording.apply(optimizer, gradients, variables, via_apply_gradients=via_apply_gradients)
+    if recording.rate:
+        _move(optimizer, gradients, variables, recording.rate)
 
 
 def _move(optimizer: Any, gradients: list[Any], variables: list[Any], rate: float) -> None:
@@ -78,6 +90,7 @@ class TorchBackend(Backend):
         super().__init__(model)
         self.process_group: Any = None
         self._processes: Processes | None = None
+        self._optimizers_of_torch = TorchOptimizers(model, _take)
         self._known_calls: dict[Any, Any] = {}  # what was found of calls of layers
         self._updated: list[tuple[Any, int]] = []
 
@@ -146,7 +159,8 @@ class TorchBackend(Backend):
     def run_step(self, data: Any) -> tuple[Any, list[Any]]:
         others = self._model.non_trainable_variables
         versions = [times_written(raw(variable)) for variable in others]
-        with self._running_step(), torch.enable_grad():
+        steps = self._optimizers_of_torch.recorded()
+        with self._running_step(), steps, torch.enable_grad():
             logs = self._model.train_step(data)
         pairs = zip(others, versions)
         return logs, [v for v, version in pairs if times_written(raw(v)) != version]
@@ -181,7 +195,11 @@ class TorchBackend(Backend):
             raise
 
     def state(self) -> States:
-        return States(State(self._model, with_weights=True), super().state())
+        others = Attributes(self._optimizers_of_torch.parts())
+        return States(State(self._model, with_weights=True), super().state(), others)
+
+    def optimizers(self) -> list[Any]:
+        return [*super().optimizers(), *self._optimizers_of_torch.all()]
 
     def build(self, data: Any) -> None:
         """Do nothing: Keras does."""

@@ -9,12 +9,11 @@ import torch
 
 from ga_model.backends.torch.agreement import num_processes
 from ga_model.base._messages import WITHOUT
-from ga_model.recording._models import instances_in
 
 _TENSORFLOW = "use the TensorFlow backend (`KERAS_BACKEND=tensorflow`), which supports it"
 
 
-def check_variables(model: Any) -> None:
+def check(model: Any) -> None:
     """Raise ValueError if gradients overwrite variables, or it is unclear which processes train."""
     overwritten = [v.path for v in model.trainable_variables if _overwrites(v)]
     if overwritten:
@@ -23,13 +22,6 @@ def check_variables(model: Any) -> None:
         raise ValueError(_distribution_message(model.name))
     if num_processes() > 1 and model.process_group is None:
         raise ValueError(alone_message(repr(model.name), "model.process_group"))
-
-
-def check(model: Any) -> None:
-    """Raise ValueError if a model has optimizers of PyTorch, or as `check_variables` does."""
-    if instances_in(list(vars(model).values()), torch.optim.Optimizer):
-        raise ValueError(_torch_optimizer_message(model.name))
-    check_variables(model)
 
 
 def _overwrites(variable: Any) -> bool:
@@ -58,22 +50,30 @@ def compiled_message(model: str) -> str:
     )
 
 
-def _torch_optimizer_message(model: str) -> str:
+def closure_message(model: str) -> str:
     return (
-        "Windows are applied by Keras optimizers. "
-        f"Received: {model!r}, which has an optimizer of `torch.optim`. "
-        "Use one of `keras.optimizers`, which run on PyTorch too, "
-        f"or {WITHOUT}."
+        "With `accumulation_steps` above 1, an optimizer of `torch.optim` cannot compute the loss "
+        f"again. Received: {model!r}, whose `train_step` passes a closure to `step`. "
+        "Take the gradients before, and call `step()`, or split each batch by `microbatch_size` "
+        "alone, where any step is exact."
+    )
+
+
+def foreign_message(model: str, optimizer: str) -> str:
+    return (
+        "An optimizer can be accumulated for if it updates trainable weights of the model. "
+        f"Received: {model!r}, whose {optimizer!r} has other parameters. Keep the layers that have "
+        "them in attributes of the model, or split each batch by `microbatch_size` alone, where "
+        "any step is exact."
     )
 
 
 def unknown_update_message(model: str) -> str:
     return (
-        '`microbatch_size="auto"` tries steps without updates, which needs Keras optimizers that '
-        f"are attributes of the model. Received: {model!r}, whose `train_step` uses an optimizer "
-        "of `torch.optim`, or one stored elsewhere. Set `microbatch_size` to a number, such as 16, "
-        "which works with any optimizer, or store an optimizer of `keras.optimizers` in an "
-        "attribute of the model."
+        '`microbatch_size="auto"` tries steps without updates, which needs optimizers that are '
+        f"attributes of the model. Received: {model!r}, whose `train_step` uses an optimizer "
+        "stored elsewhere. Set `microbatch_size` to a number, such as 16, which works with any "
+        "optimizer, or store the optimizer in an attribute of the model."
     )
 
 

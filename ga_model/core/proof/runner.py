@@ -23,7 +23,6 @@ from ga_model.core.proof.trial import Outcome
 from ga_model.core.proof.weighing import Seen
 from ga_model.core.recorder import record
 from ga_model.recording._metrics_of_user import parts_of
-from ga_model.recording._models import optimizers_in
 from ga_model.recording._moments_heard import is_known
 from ga_model.recording._split import num_rows, part_of
 from ga_model.recording._weights import FullBatch
@@ -72,7 +71,7 @@ class StepRunner:
         self.is_folded = is_folded
         self.has_mismatch = self.has_own_loss = False
         self.written: set[str] = set()
-        optimizers = unique(optimizers_in(vars(model)))
+        optimizers = backend.optimizers()
         numbers = [v for o in optimizers for v in o.variables if len(v.shape) == 0]  # such as rates
         counters = [num_updates(optimizer) for optimizer in optimizers]
         groups = (model.trainable_variables, model.non_trainable_variables, model.metrics_variables)

@@ -1,0 +1,137 @@
+"""Optimizers of `torch.optim` that a step applies, which pass for optimizers of Keras's.
+
+While a step is recorded, a function shadows the `step` of those that the model keeps, and gives the
+gradients of their parameters to the recording. The update sets the gradients of the window, and
+calls the optimizer itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import torch
+
+from ga_model.backends.torch import refusals
+from ga_model.base._internals import raw
+from ga_model.base._internals_torch import note_step
+from ga_model.base._method_patch import MethodPatch
+from ga_model.core.recorder import CannotAccumulateError
+from ga_model.recording._models import instances_in, recording_of_thread
+
+_SCHEDULERS = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+
+
+class TorchOptimizer:
+    """Passes for an optimizer of Keras's.
+
+    Args:
+        optimizer: a `torch.optim.Optimizer`.
+
+    Attributes:
+        name: of its class.
+        iterations: a variable, which counts nothing but the updates of trials.
+        variables: its rates and other numbers, as they were when they were noted last.
+    """
+
+    built = True
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self.name = type(optimizer).__name__
+        with keras.device("cpu"):
+            self.iterations = self._iterations = _number("int", f"{self.name}_iterations")
+            self._places = [
+                (place, key)
+                for place, group in enumerate(optimizer.param_groups)
+                for key, value in group.items()
+                if _is_number(value)
+            ]
+            self.variables = [_number("float32", f"{self.name}_{key}") for _, key in self._places]
+        self.note_numbers()
+
+    def note_numbers(self) -> None:
+        """Let the variables have the optimizer's numbers."""
+        groups = self._optimizer.param_groups
+        for variable, (place, key) in zip(self.variables, self._places):
+            variable.assign(float(groups[place][key]))
+
+    def parameters(self) -> list[Any]:
+        """Return the tensors that it updates."""
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
+
+    def scale_loss(self, loss: Any) -> Any:
+        return loss
+
+    def apply(self, gradients: list[Any], variables: list[Any]) -> None:
+        """Update the variables, whose `grad` then is what was applied, as in plain training."""
+        for variable, gradient in zip(variables, gradients):
+            raw(variable).grad = None if gradient is None else gradient.to(raw(variable).dtype)
+        self._optimizer.step()
+
+
+def _number(dtype: str, name: str) -> Any:
+    return keras.Variable(0, dtype=dtype, trainable=False, name=name)
+
+
+def _is_number(value: Any) -> bool:
+    is_tensor = torch.is_tensor(value) and value.numel() == 1
+    return is_tensor or (isinstance(value, (int, float)) and not isinstance(value, bool))
+
+
+class TorchOptimizers:
+    """The optimizers of `torch.optim` that a model keeps in attributes.
+
+    Args:
+        model: the model.
+        take: takes a `Recording`, a `TorchOptimizer`, and gradients and variables to be applied.
+    """
+
+    def __init__(self, model: Any, take: Callable[..., None]) -> None:
+        self._model, self._take = model, take
+        self._known: dict[int, tuple[Any, TorchOptimizer]] = {}
+        self._steps = MethodPatch("step", self._recorded)
+
+    def of_torch(self) -> list[Any]:
+        """Return them."""
+        return instances_in(list(vars(self._model).values()), torch.optim.Optimizer)
+
+    def all(self) -> list[TorchOptimizer]:
+        """Return what passes for them, the same objects in every call."""
+        return list(map(self._of, self.of_torch()))
+
+    def parts(self) -> list[Any]:
+        """Return them, and the schedulers that the model keeps: what a step changes in Python."""
+        kept = list(vars(self._model).values())
+        return [*self.of_torch(), *instances_in(kept, _SCHEDULERS)]
+
+    def recorded(self) -> Any:
+        """Return a context in which a step that is recorded gives its gradients away."""
+        return self._steps.of(self.of_torch())
+
+    def _of(self, optimizer: Any) -> TorchOptimizer:
+        if id(optimizer) not in self._known:
+            self._known[id(optimizer)] = optimizer, TorchOptimizer(optimizer)
+        return self._known[id(optimizer)][1]
+
+    def _recorded(self, optimizer: Any, step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(step)  # which schedulers have marked
+        def recorded(closure: Any = None) -> Any:
+            recording = recording_of_thread.get()
+            if recording is None:
+                return step() if closure is None else step(closure)
+            if closure is not None:
+                raise CannotAccumulateError(refusals.closure_message(self._model.name))
+            found, weights = self._of(optimizer), self._model.trainable_variables
+            known = {id(raw(variable)): variable for variable in weights}
+            updated = [p for p in found.parameters() if p.requires_grad]
+            if not all(id(parameter) in known for parameter in updated):
+                raise CannotAccumulateError(refusals.foreign_message(self._model.name, found.name))
+            found.note_numbers()
+            note_step(optimizer)
+            self._take(recording, found, [p.grad for p in updated], [known[id(p)] for p in updated])
+            return None
+
+        return recorded
