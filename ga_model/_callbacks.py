@@ -10,8 +10,10 @@ from typing import Any
 import keras
 
 from ga_model import _engine
+from ga_model._settings import NAMES
 from ga_model.base import _validate
 from ga_model.base._internals import num_updates, put_values_back
+from ga_model.base._names import check_fit
 from ga_model.recording._models import optimizers_in
 
 
@@ -87,10 +89,12 @@ def run_fit(model: Any, fit: Callable[..., Any], args: Any, kwargs: dict[str, An
         args, kwargs: its arguments.
 
     Raises:
-        TypeError: it does not accept callbacks, which close windows.
+        TypeError: it does not accept callbacks, which close windows, or a setting was passed to it.
     """
     parameters = inspect.signature(fit).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if not takes_any:
+        check_fit(kwargs, parameters, NAMES)
     if "callbacks" not in parameters and not takes_any:
         if model.accumulation_steps > 1:
             raise TypeError(_own_fit_message(model.name))

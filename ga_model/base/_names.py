@@ -18,13 +18,14 @@ _OTHER_NAMES = {
         "num_accumulation_steps steps update_freq"
     ),
     "microbatch_size": (
-        "batch_size device_train_microbatch_size micro_batch micro_batch_size microbatch "
+        "device_train_microbatch_size micro_batch micro_batch_size microbatch "
         "microbatch_rows microbatches mini_batch_size minibatch_size "
         "per_device_train_batch_size sub_batch_size"
     ),
     "skip_nonfinite": "skip_inf skip_nan skip_nans skip_non_finite",
     "loss_over": "loss_on",
 }
+_OF_FIT = {"batch_size", "callbacks", "epochs", "shuffle", "steps_per_epoch", "validation_data"}
 _RIGHT_NAMES = {name: right for right, names in _OTHER_NAMES.items() for name in names.split()}
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -45,7 +46,9 @@ def answering(function: _Function) -> _Function:
     def checked(*args: Any, **kwargs: Any) -> Any:
         check_names(name, kwargs, parameters)
         if len(args) > most:
-            raise TypeError(_positional_message(name, args[most], keywords))
+            is_window = "accumulation_steps" not in keywords  # it adds what it is given
+            message = _no_count_message if is_window else _positional_message
+            raise TypeError(message(name, args[most], keywords))
         return function(*args, **kwargs)
 
     return checked  # type: ignore[return-value]
@@ -108,17 +111,21 @@ def _right_name(name: str, known: list[str]) -> str | None:
 
 
 def _unknown_message(function: str, name: str, value: Any, known: list[str]) -> str:
-    if not known:
-        return _no_arguments_message(function, f"{name}={value!r}")
+    is_count = _RIGHT_NAMES.get(name, name) == "accumulation_steps"
+    if not known or (is_count and "accumulation_steps" not in known):
+        return _no_count_message(function, value, known, name)
     right = _right_name(name, known)
+    if name in _OF_FIT:
+        other = ""
+        if name == "batch_size":
+            other = " `microbatch_size` is how many of its samples are in the model at a time."
+        return f"`{name}` belongs to `fit`. Received: {function}({name}={value!r}).{other}"
     names = ", ".join(f"`{argument}`" for argument in known)
     way_out = f"Pass `{right}={value!r}`." if right else f"The arguments are {names}."
     return f"`{function}` has no argument `{name}`. Received: {name}={value!r}. {way_out}"
 
 
 def _positional_message(function: str, value: Any, keywords: list[str]) -> str:
-    if not keywords:
-        return _no_arguments_message(function, repr(value))
     names = " or ".join(f"`{name}={value!r}`" for name in keywords[:2])
     return (
         f"`{function}` takes its settings as keyword arguments. Received: {value!r} by position. "
@@ -126,9 +133,28 @@ def _positional_message(function: str, value: Any, keywords: list[str]) -> str:
     )
 
 
-def _no_arguments_message(function: str, received: str) -> str:
+def _no_count_message(function: str, value: Any, known: list[str], name: str = "") -> str:
+    received = f"{name}={value!r}" if name else repr(value)
+    often = f"{value} `add`s" if isinstance(value, int) else "window"
+    others = f" Its arguments are {known}." if known else ""
     return (
-        f"`{function}` takes no arguments: each window ends where you call `apply(optimizer)`. "
-        f"Received: {received}. Remove the argument, and call `apply(optimizer)` after every "
-        "window."
+        f"`{function}` does not count microbatches: each window ends where you call "
+        f"`apply(optimizer)`. Received: {received}. Remove the argument, and call "
+        f"`apply(optimizer)` after every {often}.{others}"
     )
+
+
+def check_fit(given: Mapping[str, Any], parameters: Iterable[str], settings: Iterable[str]) -> None:
+    """Raise TypeError if settings of the model are passed to `fit`, which has none of that name.
+
+    Args:
+        given: the keyword arguments.
+        parameters: the names of those that it takes.
+        settings: the names of the settings.
+    """
+    for name in settings:
+        if name in given and name not in parameters:
+            raise TypeError(
+                f"`{name}` is a setting of the model. Received: fit({name}={given[name]!r}). Pass "
+                "it to `accumulate` or `compile`, or set the attribute of that name."
+            )

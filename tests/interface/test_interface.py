@@ -54,7 +54,9 @@ def test_a_wrong_name_is_answered_with_the_right_one(wrong, right):
     for call in (model, model().compile):
         with pytest.raises(TypeError, match=rf"Received: {wrong}=4\. Pass `{right}=4`"):
             call(**{wrong: 4})
-    with pytest.raises(TypeError, match=r"takes no arguments: each window ends.*call `apply"):
+    with pytest.raises(
+        TypeError, match=rf"Received: {wrong}=4.*`apply\(optimizer\)` after every 4"
+    ):
         GradientAccumulator(**{wrong: 4})
 
 
@@ -64,8 +66,32 @@ def test_settings_by_position_are_answered_with_their_names():
         match=r"its settings as keyword arguments.*`accumulation_steps=16` or `microbatch_size=16`",
     ):
         accumulate(model(), 16)
-    with pytest.raises(TypeError, match="takes no arguments"):
+    with pytest.raises(TypeError, match=r"does not count.*after every 4 `add`s\."):
         GradientAccumulator(4)
+
+
+def test_what_belongs_to_fit_is_said_to():
+    for call in (model, model().compile):
+        with pytest.raises(
+            TypeError, match=r"`batch_size` belongs to `fit`.*batch_size=128.*at a time"
+        ):
+            call(batch_size=128)
+        with pytest.raises(
+            TypeError, match=r"`epochs` belongs to `fit`\. Received: .*epochs=2\)\.$"
+        ):
+            call(epochs=2)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("name", ["accumulation_steps", "microbatch_size"])
+def test_settings_in_fit_are_said_to_be_the_models(name):
+    trained = model(microbatch_size=4)
+    trained.compile("sgd", "mse")
+    before = trained.get_weights()
+    with pytest.raises(TypeError, match=rf"`{name}` is a setting of the model.*fit\({name}=4\)"):
+        trained.fit(*dense_data(8), **{name: 4})
+    for one, other in zip(trained.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_a_compile_of_the_users_own_may_take_any_names():
