@@ -121,8 +121,9 @@ class AccumulatingModel(ModelSettings, _Base):
             *args: positional arguments of the model class's own `compile`.
             accumulation_steps: batches per window, an integer >= 1. None is 1.
             microbatch_size: samples per microbatch, an integer >= 1; the last microbatch of a batch
-                may be smaller. Or "auto": the largest size that fits in memory is found before the
-                first batch, and halved if it no longer fits. None keeps batches whole.
+                may be smaller. Or "auto": the largest size that fits in memory, within a tenth, is
+                found before the first batch, and halved if it no longer fits. None keeps batches
+                whole.
             skip_nonfinite: whether microbatches with NaN or Inf in a gradient are skipped. None is
                 False.
             loss_over: "auto", "microbatch" or "batch": whether the loss of a split batch is added

@@ -39,7 +39,7 @@ def accumulate(
         accumulation_steps: batches of `fit` per update, an integer >= 1. None is 1.
         microbatch_size: samples that go through the model at a time, an integer >= 1: each batch of
             `fit` is split into microbatches of this size. Or "auto": the largest size that fits in
-            memory is found. None keeps batches whole.
+            memory is found, within a tenth. None keeps batches whole.
         skip_nonfinite: whether microbatches with NaN or Inf in a gradient are skipped. None is
             False.
         loss_over: "auto", "microbatch" or "batch": whether the loss of a split batch is added up

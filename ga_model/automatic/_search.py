@@ -47,7 +47,7 @@ class FoundSize:
         return self.size is None or (self.is_whole and rows > self._rows)
 
     def find(self, model: Any, rows: int, trials: Trials) -> None:
-        """Find the largest size up to `rows`, and show what is tried.
+        """Find the largest size up to `rows`, within a tenth, and show what is tried.
 
         Raises:
             RuntimeError: not even one sample fits.
@@ -94,14 +94,17 @@ class FoundSize:
 
 
 def _largest(fits: Callable[[int], bool], most: int) -> tuple[int, int | None]:
-    """Return the largest size that fits, 0 if none does, and the smallest that does not, if any."""
+    """Return a size that fits, 0 if none does, and the smallest that was found not to fit, if any.
+
+    The largest size that fits is at most a tenth larger: each trial takes time.
+    """
     fitting, size = 0, 1
     while fits(size):
         fitting = size
         if size == most:
             return size, None
         size = min(2 * size, most)
-    while size - fitting > 1:
+    while size - fitting > max(1, fitting // 10):
         middle = (fitting + size) // 2
         if fits(middle):
             fitting = middle

@@ -103,6 +103,13 @@ def test_the_largest_size_that_fits_is_found(limit, capsys):
     assert f'microbatch_size="auto": {said}\n' in capsys.readouterr().out
 
 
+def test_no_size_is_tried_to_gain_less_than_a_tenth():
+    model = compiled(memory := Memory(100))
+    fit(model, dense_data(128), rows=128)
+    assert model.microbatch_size == 96
+    assert sorted(set(memory.taken) - {128}) == [1, 2, 4, 8, 16, 32, 64, 96, 104, 112]
+
+
 def test_a_terminal_shows_what_is_tried(capsys, monkeypatch):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     model = compiled(Memory(3))
