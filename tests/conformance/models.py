@@ -327,6 +327,18 @@ class AddsBoth(layers.Layer):
         return x
 
 
+class Stores(layers.Layer):
+    """Keeps its output where a step may find it."""
+
+    def build(self, shape):
+        self.inner = layers.Dense(shape[-1], activation="tanh")
+        self.inner.build(shape)
+
+    def call(self, x):
+        self.kept = self.inner(x)
+        return self.kept
+
+
 class AddsZero(layers.Layer):
     """Adds a loss that is zero, and whose gradient is not."""
 
@@ -447,6 +459,11 @@ CASES |= {
     ),
     "a layer that adds a mean and a sum": Case(
         followed_by(AddsBoth), dense_data, expects={"across": Warns("terms|average over|add_loss")}
+    ),
+    "a layer that stores a tensor": Case(
+        followed_by(Stores),
+        dense_data,
+        expects={"recomputed": Warns("stores a tensor in its attribute `kept`", ALL)},
     ),
     "a layer that adds a zero with a gradient": Case(
         followed_by(AddsZero),
