@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import keras
 import numpy as np
 
 from ga_model.base._context import ThreadValue
@@ -17,20 +16,6 @@ from ga_model.base._internals import layers_in, note_content, unwrapped
 
 # Whether calls of layers are parts of one that is split already, and so are left as they are.
 inside_of_call = ThreadValue(False)
-
-
-class CallContext(keras.layers.Layer):
-    """Calls a function as if a layer had called it.
-
-    Layers inside then know if they train, and keep the losses that a step may read from them.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(name="microbatch", dtype=keras.config.floatx())
-        self.built = True
-
-    def call(self, function: Any, training: Any = None) -> Any:
-        return function()
 
 
 class Attributes:

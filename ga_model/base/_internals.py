@@ -71,20 +71,6 @@ def training_of_call(layer: Any) -> Any:
     return context.training
 
 
-@contextlib.contextmanager
-def keeping_call_context() -> Iterator[None]:
-    """Let the context of the call that runs here outlast another call of the same layer.
-
-    With the call that has begun it, Keras ends the context. Every layer that is called without one
-    begins its own, and forgets the losses that it has added.
-    """
-    context = global_state.get_global_attribute(_CALL_CONTEXT)
-    try:
-        yield
-    finally:
-        global_state.set_global_attribute(_CALL_CONTEXT, context)
-
-
 _CALL_CONTEXT = "current_call_ctx"
 _AUTOCAST = "autocast_scope"
 

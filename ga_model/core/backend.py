@@ -16,7 +16,7 @@ from ga_model.recording._python_state import python_state
 from ga_model.recording._split import Batch
 
 if TYPE_CHECKING:
-    from ga_model.core.layer_calls import Split, Traced
+    from ga_model.core.layer_calls import Apart, Split, Traced
     from ga_model.core.proof.draws import Draws
     from ga_model.core.recorder import Applied
     from ga_model.core.window import Amount, Rows, Sums
@@ -363,21 +363,11 @@ class Backend(ABC):
         function that it compiles, or a branch."""
         raise NotImplementedError
 
-    def run_apart(
-        self,
-        function: Callable[..., Any],
-        layer: Any,
-        fixed: list[Any],
-        samples: list[Any],
-        derives: bool = False,
-    ) -> Callable[..., Any]:
+    def run_apart(self, call: Apart, derives: bool = False) -> Callable[..., Any]:
         """Return what runs a function of two lists of arrays while another one is traced.
 
         Args:
-            function: calls a layer, and returns a list of tensors.
-            layer: the layer.
-            fixed, samples: the tensors in whose place the arrays are: what all samples share, of
-                which the variables of the layer are the first, and what has samples on axis 0.
+            call: the function.
             derives: whether the gradients are asked for of half the sum of their squares, with
                 respect to the floats of the second list, and of the first.
 

@@ -61,6 +61,22 @@ class Traced(NamedTuple):
     moments: list[Moments]
 
 
+class Apart(NamedTuple):
+    """A function that is to run by itself, on other numbers.
+
+    Attributes:
+        function: takes lists in place of `fixed` and of some samples, and returns one of tensors.
+        layer: the layer that it calls.
+        fixed: tensors that all samples share, of which the layer's variables are the first.
+        samples: tensors that have the samples on axis 0.
+    """
+
+    function: Callable[..., list[Any]]
+    layer: Any
+    fixed: list[Any]
+    samples: list[Any]
+
+
 class Split(NamedTuple):
     """A function that is to run by microbatches.
 
@@ -275,8 +291,8 @@ class LayerCall:
                 trained = [bool(variable.trainable) for variable in self._variables]
                 trained += [True for _ in self._shared]
                 given = self._layer, self._fixed, self.samples
-                run = self._backend.run_apart(outputs, *given)
-                gradients = self._backend.run_apart(without_losses, *given, derives=True)
+                run = self._backend.run_apart(Apart(outputs, *given))
+                gradients = self._backend.run_apart(Apart(without_losses, *given), derives=True)
                 dtypes = {part.compute_dtype for part in layers_in(self._layer)}
                 is_half = not dtypes.isdisjoint(HALF)
                 found, adds_up = kinds_of_call(

@@ -21,7 +21,7 @@ from ga_model.base._internals import (
     value_in,
 )
 from ga_model.core.backend import GROUPS, Backend, Group
-from ga_model.core.layer_calls import Split, Traced
+from ga_model.core.layer_calls import Apart, Split, Traced
 from ga_model.core.proof.draws import Draws
 from ga_model.core.recorder import Applied
 from ga_model.core.splitting import splitting_calls
@@ -295,15 +295,8 @@ class JaxBackend(Backend):
     def is_in_step(self) -> bool:
         return stateless_scope() is not None
 
-    def run_apart(
-        self,
-        function: Callable[..., Any],
-        layer: Any,
-        fixed: list[Any],
-        samples: list[Any],
-        derives: bool = False,
-    ) -> Callable[..., Any]:
-        return layer_calls.run_apart(function, derives)
+    def run_apart(self, call: Apart, derives: bool = False) -> Callable[..., Any]:
+        return layer_calls.run_apart(call.function, derives)
 
     def by_microbatches(self, split: Split) -> tuple[list[Any], Traced]:
         return layer_calls.by_microbatches(split)

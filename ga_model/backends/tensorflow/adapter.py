@@ -29,7 +29,7 @@ from ga_model.base._internals import (
 from ga_model.base._internals_tf import is_branch, noting_writes
 from ga_model.base._method_patch import MethodPatch
 from ga_model.core.backend import GROUPS, Backend, Group, States
-from ga_model.core.layer_calls import Split, Traced
+from ga_model.core.layer_calls import Apart, Split, Traced
 from ga_model.core.proof.draws import Draws
 from ga_model.core.recorder import Applied, CannotAccumulateError
 from ga_model.core.splitting import splitting_calls
@@ -417,15 +417,8 @@ class TensorFlowBackend(Backend):
     def is_in_step(self) -> bool:
         return graph_being_made() is self._graph_of_step.get()
 
-    def run_apart(
-        self,
-        function: Callable[..., Any],
-        layer: Any,
-        fixed: list[Any],
-        samples: list[Any],
-        derives: bool = False,
-    ) -> Callable[..., Any]:
-        return layer_calls.run_apart(function, derives)
+    def run_apart(self, call: Apart, derives: bool = False) -> Callable[..., Any]:
+        return layer_calls.run_apart(call.function, derives)
 
     def by_microbatches(self, split: Split) -> tuple[list[Any], Traced]:
         return layer_calls.Microbatches(split, bool(self._model.jit_compile)).run()

@@ -23,7 +23,7 @@ from ga_model.base._call_again import Attributes, PythonState
 from ga_model.base._internals import num_updates, raw, stateless_scope
 from ga_model.base._internals_torch import times_written
 from ga_model.core.backend import Backend, Group, States
-from ga_model.core.layer_calls import Split, Traced
+from ga_model.core.layer_calls import Apart, Split, Traced
 from ga_model.core.proof.draws import Draws
 from ga_model.core.recorder import Applied
 from ga_model.core.splitting import splitting_calls
@@ -218,15 +218,8 @@ class TorchBackend(Backend):
     def is_in_step(self) -> bool:
         return stateless_scope() is None  # in one, weights are what the step says
 
-    def run_apart(
-        self,
-        function: Callable[..., Any],
-        layer: Any,
-        fixed: list[Any],
-        samples: list[Any],
-        derives: bool = False,
-    ) -> Callable[..., Any]:
-        return layer_calls.run_apart(function, layer, fixed, samples, derives)
+    def run_apart(self, call: Apart, derives: bool = False) -> Callable[..., Any]:
+        return layer_calls.run_apart(call, derives)
 
     def by_microbatches(self, split: Split) -> tuple[list[Any], Traced]:
         return layer_calls.Microbatches(split).run()

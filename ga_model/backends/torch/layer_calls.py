@@ -24,7 +24,7 @@ from ga_model.base import _numbers
 from ga_model.base._call_again import PythonState
 from ga_model.base._internals import call_scopes, layers_in, own_state, raw, seeds
 from ga_model.base._internals_torch import function_of, times_written
-from ga_model.core.layer_calls import Split, Traced
+from ga_model.core.layer_calls import Apart, Split, Traced
 from ga_model.core.proof import calls
 from ga_model.core.proof.calls import NotByRowsError
 from ga_model.core.proof.draws import Draws
@@ -205,14 +205,13 @@ class _Operation(torch.autograd.Function):
         return (None, *ctx.call.second_pass(ctx.saved_tensors, upstream))
 
 
-def run_apart(
-    function: Callable[..., Any], layer: Any, fixed: list[Any], samples: list[Any], derives: bool
-) -> Callable[..., Any]:
+def run_apart(call: Apart, derives: bool) -> Callable[..., Any]:
     """Return what runs a function on other numbers, as `Backend.run_apart` has it.
 
     Samples are in the range of those that they replace, as tables may be looked up by them. The
     gradients, of the samples and of what is trained, are empty unless a custom gradient is found.
     """
+    function, layer, fixed, samples = call
     limits = [_limits_of(tensor) for tensor in samples]
     state = raw_tensors(layer)
     given = [t if id(t) in state else t.detach().requires_grad_(t.requires_grad) for t in fixed]

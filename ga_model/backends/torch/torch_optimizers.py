@@ -42,7 +42,7 @@ class TorchOptimizer:
         self._optimizer = optimizer
         self.name = type(optimizer).__name__
         with keras.device("cpu"):
-            self.iterations = self._iterations = _number("int", f"{self.name}_iterations")
+            self.iterations = _number("int", f"{self.name}_iterations")
             self._places = [
                 (place, key)
                 for place, group in enumerate(optimizer.param_groups)
@@ -129,7 +129,8 @@ class TorchOptimizers:
             updated = [p for p in found.parameters() if p.requires_grad]
             if not all(id(parameter) in known for parameter in updated):
                 raise CannotAccumulateError(refusals.foreign_message(self._model.name, found.name))
-            found.note_numbers()
+            if recording.rate is not None:  # in a trial, which compares them
+                found.note_numbers()
             note_step(optimizer)
             self._take(recording, found, [p.grad for p in updated], [known[id(p)] for p in updated])
             return None
