@@ -42,7 +42,7 @@ class TorchOptimizer:
         self._optimizer = optimizer
         self.name = type(optimizer).__name__
         with keras.device("cpu"):
-            self.iterations = _number("int", f"{self.name}_iterations")
+            self.iterations = _number("int", f"iterations_of_{self.name}")
             self._places = [
                 (place, key)
                 for place, group in enumerate(optimizer.param_groups)
