@@ -86,7 +86,7 @@ class Largest(keras.metrics.Metric):
         self.most.assign(ops.maximum(self.most, ops.max(ops.abs(y - z))))
 
     def result(self):
-        return self.most
+        return ops.convert_to_tensor(self.most)
 
 
 class TracksItsInputs(layers.Layer):
