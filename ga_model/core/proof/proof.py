@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -22,7 +23,7 @@ from ga_model.core.backend import Backend
 from ga_model.core.losses import Kinds
 from ga_model.core.proof.calls import combines_samples
 from ga_model.core.proof.runner import StepRunner, samples_for_trial
-from ga_model.core.proof.trial import Sizes, windows
+from ga_model.core.proof.trial import Sizes, Window, windows
 from ga_model.core.proof.verdict import Difference, Judge, Verdict
 from ga_model.core.proof.weighing import Weighing
 from ga_model.core.recorder import CannotAccumulateError
@@ -162,19 +163,18 @@ def _of_samples(
     with _trying(model, backend) as put_back:
         try:
             samples = samples_for_trial(data, sum(sizes))
-            for _ in range(3):
+            for _ in range(4):
                 runner = StepRunner(model, backend, samples, is_folded, is_split, kinds, put_back)
                 with forgetting_override(model):
-                    tried = list(windows(runner, sizes))
-                if not is_folded or not any(window.rate for window in tried):
+                    coming = windows(runner, sizes)
+                    tried = list(itertools.islice(coming, 2))
+                    instead = _instead(runner, tried, kinds, assumed)
+                    if instead is None:
+                        tried += coming
+                        instead = _instead(runner, tried, kinds, assumed)
+                if instead is None:
                     break
-                judge = Judge(runner, tried)
-                if (found := judge.kinds()).has_sum and not kinds.has_sum:
-                    kinds = found  # known from the values of losses, whatever they were taken for
-                elif (verdict := judge.verdict(assumed)).is_folded or not verdict.is_exact:
-                    break
-                else:  # so it is tried as it is going to be trained
-                    is_folded = False
+                kinds, is_folded = instead
                 backend.forget("trial")
         except CannotAccumulateError:
             raise
@@ -186,6 +186,29 @@ def _of_samples(
     if runner.has_mismatch and not is_split:  # which is told of where weights are combined
         verdict = verdict._replace(weighing=Weighing("loss"), differences=(), is_folded=True)
     return verdict, None
+
+
+def _instead(
+    runner: StepRunner, tried: Sequence[Window], kinds: Kinds, assumed: Weighing | None
+) -> tuple[Kinds, bool] | None:
+    """Return how a step is to be tried that was tried otherwise than it is going to be trained.
+
+    Args:
+        runner: has run the step.
+        tried: windows, some or all.
+        kinds: that losses were taken for.
+        assumed: as `of_step` takes it.
+
+    Returns:
+        What losses are, and whether weights are folded into them; or None: it is to be as it was.
+    """
+    if not runner.is_folded or not any(window.rate for window in tried):
+        return None
+    judge = Judge(runner, tried)
+    if (found := judge.kinds()).has_sum and not kinds.has_sum:
+        return found, True  # known from the values of losses, whatever they were taken for
+    verdict = judge.verdict(assumed)
+    return None if verdict.is_folded or not verdict.is_exact else (kinds, False)
 
 
 def assumed_of(is_own: bool, kinds: Kinds | None = None) -> Verdict:

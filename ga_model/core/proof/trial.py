@@ -90,6 +90,10 @@ class Runner(Protocol):
     def rounding(self) -> float:
         """The rounding of one operation in the precision of the model."""
 
+    @property
+    def of_shapes(self) -> set[str]:
+        """The names of scalars that follow from shapes alone, and say no more than these."""
+
     def put_back(self) -> None:
         """Let all be as it was that is kept in no variable, and that runs go on from."""
 
@@ -139,9 +143,9 @@ def windows(runner: Runner, sizes: Sizes, is_brief: bool = False) -> Iterator[Wi
     orders = [sizes[i:] + sizes[:i] for i in range(len(sizes))]
     cuts = [tuple(itertools.accumulate(order)) for order in orders]
     size = sum(np.asarray(value).size for value in runner.start)
-    is_large, is_brief = size > _LARGE, is_brief or size > _HUGE
+    is_brief = is_brief or size > _HUGE
     chosen: _Entries | None = None
-    starts = 1 if is_brief else 2 if is_large else len(_NOISE)
+    starts = 1 if is_brief else 2 if size > _LARGE else len(_NOISE)
     without_gradient = []  # tried behind others: if all starts are so, nothing is seen of the step
     is_seen = False
     for number, noise in enumerate(_NOISE[:starts]):
@@ -154,9 +158,9 @@ def windows(runner: Runner, sizes: Sizes, is_brief: bool = False) -> Iterator[Wi
         rate = _MOVES * far / norm if norm and np.isfinite(norm) else 0.0
         chosen = chosen or _Entries(unmoved)
         del unmoved, gradients
-        of_start = cuts[: starts if is_large or is_brief else len(cuts)]
+        of_start = [cuts[number % len(cuts)]]
         if not (number or is_brief):
-            of_start = [*of_start, *_finer(sizes)]
+            of_start += _finer(sizes)
         if rate:
             is_seen = True
             yield from _windows_of_start(runner, chosen, values, rate, of_start, number > 0)
