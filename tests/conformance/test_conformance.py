@@ -6,7 +6,7 @@ tolerance of the precision, or to what rounding makes of plain Keras, where that
 may be warned of, unless the case expects it. Its cases are in `models`, `losses`, `metrics`,
 `own_train_steps` and `field_steps`; on TensorFlow they train in float64 and in float32.
 
-Every run takes one setting of the cases in `FIRST`, on TensorFlow of those in `QUICK`; the gate one
+Every run takes one setting of the cases in `QUICK`, on PyTorch of those in `FIRST`; the gate one
 of `FIRST` and of others, in turn: of every fourth on PyTorch, of every ninth on JAX, and of every
 eleventh on TensorFlow. The sweep takes the rest.
 """
@@ -121,7 +121,7 @@ ONE_DEVICE = (
 
 def trainings():
     """Return a parameter for each case, setting and precision that this backend has."""
-    found, first = [], QUICK if BACKEND == "tensorflow" else FIRST
+    found, first = [], FIRST if BACKEND == "torch" else QUICK
     for turn, (name, case) in enumerate(TABLE.items()):
         if BACKEND not in case.backends:
             continue
