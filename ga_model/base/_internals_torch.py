@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import torch
+
 # Operations that draw for each entry of their parameters.
 PRIVATE_DRAWS = {"_standard_gamma", "_sample_dirichlet"}
 # The operation that Python gets the number of a tensor by.
@@ -19,6 +21,12 @@ def name_of(operation: Any) -> str:
 def function_of(node: Any) -> Any:
     """Return the `torch.autograd.Function` that made a node of PyTorch's autograd, or None."""
     return getattr(type(node), "_forward_cls", None)
+
+
+def is_in_derivative() -> bool:
+    """Return whether the operation that runs is one of a derivative that PyTorch has itself."""
+    node = torch._C._current_autograd_node()
+    return node is not None and function_of(node) is None
 
 
 def times_written(tensor: Any) -> int:

@@ -81,6 +81,7 @@ class Backend(ABC):
         nests: whether what was traced can be a part of another function.
         has_several_optimizers: whether a step may apply more than one.
         noted_dtypes: names of the dtypes that code computed in where it was noted, if known.
+        noted_of_shapes: names of scalars that were noted and follow from shapes alone, if known.
     """
 
     optimizer_stand_in: type
@@ -95,6 +96,7 @@ class Backend(ABC):
         self._model = model
         self._is_running_step = ThreadValue(False)
         self.noted_dtypes: set[str] = set()
+        self.noted_of_shapes: set[str] = set()
 
     # What is compiled.
 

@@ -273,7 +273,9 @@ class TensorFlowBackend(Backend):
         self, function: Callable[..., Any], arguments: tuple[Any, ...], draws: Draws | None = None
     ) -> tuple[Any, dict[str, Any]]:
         noted = Noting(draws)
-        return noted.run(function, arguments), noted.scalars
+        found = noted.run(function, arguments)
+        self.noted_of_shapes |= noted.of_shapes
+        return found, noted.scalars
 
     def run_plain(
         self, train_step: Callable[..., Any], after_update: Callable[[], None], *arguments: Any

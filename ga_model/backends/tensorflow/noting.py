@@ -52,10 +52,12 @@ class Noting:
 
     Attributes:
         scalars: those that were divided by, bounded or decided by, by names.
+        of_shapes: names of those that are constants of a graph for samples of these shapes.
     """
 
     def __init__(self, draws: Draws | None) -> None:
         self.scalars: dict[str, Any] = {}
+        self.of_shapes: set[str] = set()
         self._draws = draws
 
     def run(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
@@ -69,7 +71,10 @@ class Noting:
             return [drawn]
         for value in () if is_unnoted.get() else _scalars_of(name, inputs, outputs):
             if value.shape.rank == 0 and (value.dtype.is_floating or value.dtype.is_bool):
-                self.scalars[f"{len(self.scalars):05} {name}"] = tf.cast(value, tf.float64)
+                key = f"{len(self.scalars):05} {name}"
+                self.scalars[key] = tf.cast(value, tf.float64)
+                if tf.is_symbolic_tensor(value) and tf.get_static_value(value) is not None:
+                    self.of_shapes.add(key)
         return None
 
     def _drawn(self, name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:

@@ -171,6 +171,7 @@ class TorchBackend(Backend):
         with Noting(draws) as noted:
             found = function(*arguments)
         self.noted_dtypes |= noted.dtypes
+        self.noted_of_shapes |= noted.of_shapes
         return found, noted.scalars
 
     def run_plain(

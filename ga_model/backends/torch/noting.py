@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ga_model.backends.torch.random_numbers import random_kept, seed_random
 from ga_model.base._context import is_unnoted
-from ga_model.base._internals_torch import PRIVATE_DRAWS, READS_NUMBER, name_of
+from ga_model.base._internals_torch import PRIVATE_DRAWS, READS_NUMBER, is_in_derivative, name_of
 from ga_model.core.proof.draws import Draws
 
 # Operations, and the places of the arguments that they divide by, or that bound what is divided by:
@@ -42,12 +42,14 @@ class Noting(TorchDispatchMode):
     Attributes:
         scalars: those that were divided by, bounded or decided by, and numbers of entries that
             masks have selected, by names.
+        of_shapes: names of the scalars that follow from shapes alone.
         dtypes: names of those of what operations gave.
     """
 
     def __init__(self, draws: Draws | None) -> None:
         super().__init__()
         self.scalars: dict[str, Any] = {}
+        self.of_shapes: set[str] = set()
         self.dtypes: set[str] = set()
         self._draws = draws
 
@@ -62,7 +64,10 @@ class Noting(TorchDispatchMode):
         if torch.is_tensor(outputs):
             self.dtypes.add(str(outputs.dtype).removeprefix("torch."))
         for value in () if is_unnoted.get() else _divisors_of(name, args, outputs):
-            self.scalars[f"{len(self.scalars):05} {name}"] = value
+            key = f"{len(self.scalars):05} {name}"
+            self.scalars[key] = value
+            if isinstance(args[-1], (int, float)) and is_in_derivative():
+                self.of_shapes.add(key)  # or it was noted before, where it was passed
         return outputs
 
 

@@ -97,6 +97,7 @@ class StepRunner:
         self.epsilon = float(np.finfo("float32").eps)
         self._dtypes = {layer.compute_dtype for layer in layers_in(model)}
         backend.noted_dtypes.clear()
+        backend.noted_of_shapes.clear()
         read = backend.compiled(("trial", "values"), self._values, GROUPS)
         self.start = [ops.convert_to_numpy(value) for value in read()]
 
@@ -105,6 +106,11 @@ class StepRunner:
         """The rounding of one operation in the precision of the model, as far as it has run."""
         dtypes = self._dtypes | self._backend.noted_dtypes
         return max([self.epsilon, *(_ROUNDING[d] for d in dtypes if d in _ROUNDING)])
+
+    @property
+    def of_shapes(self) -> set[str]:
+        """The names of scalars that follow from shapes alone, and say no more than these."""
+        return self._backend.noted_of_shapes
 
     def _values(self) -> list[Any]:
         return [copy_of(variable) for variable in self._variables]

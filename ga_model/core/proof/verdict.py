@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from math import inf
 from typing import Any, NamedTuple
 
@@ -167,7 +167,7 @@ class Judge:
         self._factor = 10.0 if runner.rounding == runner.epsilon else 4.0
         self._windows = tried
         self._outcomes = _outcomes(tried)
-        self._candidates = list(candidates(tried, runner.has_own_loss))
+        self._candidates = list(candidates(tried, runner.has_own_loss, runner.of_shapes))
 
     def verdict(self, assumed: Weighing | None = None) -> Verdict:
         """Return what is found: that microbatches weigh what was assumed, if that is exact, too."""
@@ -354,28 +354,36 @@ class Judge:
         return difference / size if size else inf
 
 
-def candidates(tried: Sequence[Window], has_own_loss: bool) -> Iterator[Weighing]:
+def candidates(
+    tried: Sequence[Window], has_own_loss: bool, of_shapes: Set[str] = frozenset()
+) -> Iterator[Weighing]:
     """Yield ways to weigh microbatches, the more telling ones first.
 
     What the step divides by may be the number of samples by chance, so it comes before that, and
     before what is assumed of a loss of the user's own. It comes in the order of the step, which is
     that of the names: what it bounds, before it divides by that.
+
+    Args:
+        tried: windows.
+        has_own_loss: whether the loss is the user's own.
+        of_shapes: names of scalars that follow from shapes alone. So they come behind the samples.
     """
     if all(len(window.parts) == 1 for window in tried):
         yield Weighing("samples")  # as any other would do
         return
     outcomes = _outcomes(tried)
-    sources = sorted(_common_scalars(outcomes))
+    known_scalars = sorted(_common_scalars(outcomes))
+    sources = [name for name in known_scalars if name not in of_shapes]
     if all(outcome.seen.of_loss is not None for outcome in outcomes):
         sources = [*sources, "loss"] if has_own_loss else ["loss", *sources]
+    sources += ["samples", *(name for name in known_scalars if name in of_shapes)]
     known: list[list[float]] = []
     for weighing in (w for source in sources for w in _variants(source, tried)):
         shares = [share for window in tried for share in window.shares(weighing)]
         is_new = not any(np.allclose(shares, other, rtol=1e-9, atol=0) for other in known)
-        if np.isfinite(shares).all() and is_new:
+        if np.isfinite(shares).all() and (is_new or weighing == Weighing("samples")):
             known.append(shares)
             yield weighing
-    yield Weighing("samples")
     yield Weighing("sum")
 
 
