@@ -8,6 +8,7 @@ tracers must not escape: `stop_gradient` gives those of the trace outside.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -87,15 +88,17 @@ class Recording:
         backend: what the model runs on.
         is_own: whether the step, or its loss, is the user's own. Then nothing is folded into the
             loss, and what the microbatch weighs is found out later.
-        rate: scalar, of the surrogate update where a step is tried, or None.
+        moves_by: scalar, how much of their norm weights are moved by the surrogate update where a
+            step is tried, or None.
         waits: whether numbers that metrics get wait for the full batch, and are not only noted.
         kinds: as `StepLosses` takes them.
         is_trial: whether there is to be no update: optimizers may be applied in any way.
 
     Attributes:
-        rate, backend: as they are passed.
+        moves_by, backend: as they are passed.
         applied: the optimizers that the step has applied, in their order.
         gradients: of all their variables, tensors or None.
+        rates: of surrogate updates, scalars, if weights were moved.
         at_updates: in a trial, the scalars of these optimizers, such as rates, and their values
             when they were applied.
         relative_weight: scalar, what the microbatch counts, in `unit`, or None: it is a sum.
@@ -110,13 +113,14 @@ class Recording:
         position: Position,
         backend: Backend,
         is_own: bool = False,
-        rate: Any = None,
+        moves_by: Any = None,
         waits: bool = True,
         kinds: Kinds | None = None,
         is_trial: bool = False,
     ) -> None:
         self.model = model
-        self.rate = rate
+        self.moves_by = moves_by
+        self.rates: list[Any] = []
         self.applied: list[Applied] = []
         self.gradients: list[Any] = []
         self.at_updates: list[tuple[Any, Any]] = []
@@ -172,7 +176,7 @@ class Recording:
         if self._is_own and hasattr(optimizer, "dynamic_scale"):
             self._divided.append(optimizer)
             return optimizer.scale_loss(loss / _numbers.like(loss, self._position.parts))
-        if self._is_own or (self.rate is not None and self.losses.terms().is_plain):
+        if self._is_own or (self.moves_by is not None and self.losses.terms().is_plain):
             return optimizer.scale_loss(loss)
         terms, position = self.losses.terms(), self._position
         if terms.regularization and self.backend.num_processes > 1:
@@ -219,7 +223,7 @@ class Recording:
             message = _messages.applied_twice_message(self.model.name, optimizer.name)
             raise CannotAccumulateError(message)
         _validate.check_single_accumulation([optimizer], self.model.accumulation_steps)
-        if self.rate is not None:
+        if self.moves_by is not None:
             of_optimizer = optimizer.variables
             pairs = zip(of_optimizer, map(copy_of, of_optimizer) if values is None else values)
             self.at_updates += [(v, value) for v, value in pairs if len(v.shape) == 0]
@@ -231,6 +235,19 @@ class Recording:
             Largest(g) if g is not None and overwrites(v) else g
             for g, v in zip(gradients, variables)
         ]
+
+    def rate_of(self, gradients: Sequence[Any], weights: Sequence[Any]) -> Any:
+        """Return the rate of the surrogate update of weights by gradients, a scalar, and note it.
+
+        It is zero where gradients are, or where they are not finite.
+        """
+        pairs = [(g, w) for g, w in zip(gradients, weights) if g is not None]
+        with self.backend.unnoted():
+            norm, size = _norm([g for g, _ in pairs]), _norm([w for _, w in pairs])
+            rate = self.moves_by * _numbers.share(ops.where(size == 0, 1.0, size), norm)
+            rate = ops.where(ops.isfinite(rate), rate, ops.zeros_like(rate))
+        self.rates.append(rate)
+        return rate
 
     def _times_parts(self, values: Any) -> Any:
         wide = _numbers.widened(values)
@@ -302,6 +319,15 @@ class Recording:
             return call.value, self._position.is_first
         weight = _numbers.float64(call.term.weight)
         return _numbers.where(weight == 0, 0.0, _numbers.float64(call.value) * weight), weight
+
+
+def _norm(arrays: Sequence[Any]) -> Any:
+    """Return the norm of all numbers in arrays, whose squares may overflow: a float32 scalar."""
+    numbers = [ops.cast(array, "float32") for array in arrays if 0 not in array.shape]
+    zero = ops.zeros((), "float32")
+    largest = functools.reduce(ops.maximum, [ops.max(ops.abs(n)) for n in numbers], zero)
+    unit = ops.where(largest == 0, 1.0, largest)
+    return largest * ops.sqrt(sum((ops.sum(ops.square(n / unit)) for n in numbers), zero))
 
 
 class _Calls(MetricCalls):

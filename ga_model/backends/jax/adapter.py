@@ -34,12 +34,13 @@ class StandIn(OptimizerStandIn):
     def stateless_apply(
         self, optimizer_variables: Any, grads: Any, trainable_variables: Any
     ) -> tuple[Any, Any]:
-        optimizer, rate = self._original, self._listener.rate
-        variables = self._listener.model.trainable_variables
-        self._listener.apply(optimizer, grads, variables, values=optimizer_variables)
-        if rate is None:
+        optimizer, recording = self._original, self._listener
+        variables = recording.model.trainable_variables
+        recording.apply(optimizer, grads, variables, values=optimizer_variables)
+        if recording.moves_by is None:
             return trainable_variables, optimizer_variables
-        with self._listener.backend.unnoted():
+        rate = recording.rate_of(grads, trainable_variables)
+        with recording.backend.unnoted():
             moved = [_moved(*pair, rate) for pair in zip(trainable_variables, grads)]
         counter = num_updates(optimizer)
         pairs = zip(optimizer.variables, optimizer_variables)

@@ -51,15 +51,16 @@ class StandIn(OptimizerStandIn):
             raise CannotAccumulateError(inner_graph_message(recording.model.name))
         if not optimizer.built:
             optimizers.build_outside(optimizer, optimizer.build, variables, is_seen=True)
-        is_dense = recording.rate is not None
+        is_dense = recording.moves_by is not None
         gradients = [
             None if g is None else recording.backend.given(g, v, is_dense)
             for g, v in zip(gradients, variables)
         ]
         recording.apply(optimizer, gradients, variables, via_apply_gradients=via_apply_gradients)
-        if recording.rate is not None:
+        if recording.moves_by is not None:
+            rate = recording.rate_of(gradients, variables)
             with recording.backend.unnoted():
-                _move(optimizer, gradients, variables, recording.rate)
+                _move(optimizer, gradients, variables, rate)
 
 
 def _move(optimizer: Any, gradients: list[Any], variables: list[Any], rate: Any) -> None:

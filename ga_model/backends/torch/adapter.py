@@ -59,8 +59,8 @@ def _take(
             raw(variable).grad = gradient.clone() if is_own and gradient is not None else None
     gradients = [None if gradient is None else gradient.detach() for gradient in gradients]
     recording.apply(optimizer, gradients, variables, via_apply_gradients=via_apply_gradients)
-    if recording.rate:
-        _move(optimizer, gradients, variables, recording.rate)
+    if recording.moves_by and (rate := float(recording.rate_of(gradients, variables))):
+        _move(optimizer, gradients, variables, rate)
 
 
 def _move(optimizer: Any, gradients: list[Any], variables: list[Any], rate: float) -> None:

@@ -129,7 +129,7 @@ class TorchOptimizers:
             updated = [p for p in found.parameters() if p.requires_grad]
             if not all(id(parameter) in known for parameter in updated):
                 raise CannotAccumulateError(refusals.foreign_message(self._model.name, found.name))
-            if recording.rate is not None:  # in a trial, which compares them
+            if recording.moves_by is not None:  # in a trial, which compares them
                 found.note_numbers()
             note_step(optimizer)
             self._take(recording, found, [p.grad for p in updated], [known[id(p)] for p in updated])

@@ -107,7 +107,7 @@ def still_holds(
                 tried = list(windows(runner, sizes, is_brief=True))
         except Exception:  # what cannot be tried with so many samples, as before
             return True
-        is_known = not tried or not tried[0].rate or Judge(runner, tried).agrees(known)
+        is_known = not tried or not tried[0].is_moved or Judge(runner, tried).agrees(known)
         return is_known and runner.written <= set(known.written)
 
 
@@ -180,7 +180,7 @@ def _of_samples(
             raise
         except Exception as error:  # whatever code of the user's raises on other samples
             return assumed_of(is_own, kinds), error
-        if not any(window.rate for window in tried):
+        if not any(window.is_moved for window in tried):
             return assumed_of(is_own, kinds), NothingSeenError()
         verdict = Judge(runner, tried).verdict(assumed)._replace(kinds=kinds)
     if runner.has_mismatch and not is_split:  # which is told of where weights are combined
@@ -202,7 +202,7 @@ def _instead(
     Returns:
         What losses are, and whether weights are folded into them; or None: it is to be as it was.
     """
-    if not runner.is_folded or not any(window.rate for window in tried):
+    if not runner.is_folded or not any(window.is_moved for window in tried):
         return None
     judge = Judge(runner, tried)
     if (found := judge.kinds()).has_sum and not kinds.has_sum:

@@ -93,7 +93,8 @@ class StepRunner:
             id(v) not in random and id(v) not in metrics and not is_in(v, numbers)
             for v in self._variables
         ]
-        self._applied_to: dict[int, tuple[list[int], list[int]]] = {}  # by the number of samples
+        # Variables of optimizers and their counts of updates, by the number of samples.
+        self._applied_to: dict[int, list[tuple[list[int], int]]] = {}
         self.epsilon = float(np.finfo("float32").eps)
         self._dtypes = {layer.compute_dtype for layer in layers_in(model)}
         backend.noted_dtypes.clear()
@@ -115,7 +116,7 @@ class StepRunner:
     def _values(self) -> list[Any]:
         return [copy_of(variable) for variable in self._variables]
 
-    def run(self, begin: int, end: int, values: list[Any], rate: float) -> Outcome:
+    def run(self, begin: int, end: int, values: list[Any], moves_by: float) -> Outcome:
         """Run the step, as `trial.Runner` has it."""
         is_part = end - begin < self._total
         run = self._backend.compiled(
@@ -123,21 +124,32 @@ class StepRunner:
         )
         # What is drawn once per batch is the same whenever all samples run.
         number = next(self._runs) if is_part else 0
-        numbers = np.float32(rate), np.int32(begin), np.int32(number)
+        numbers = np.float32(moves_by), np.int32(begin), np.int32(number)
         data, totals = part_of(self._data, begin, end), self._totals if is_part else []
         found = keras.tree.map_structure(
             lambda x: None if x is None else ops.convert_to_numpy(x),
             run(values, data, totals, *numbers),
         )
-        after, scalars, gradients, numbers, logs, of_loss, terms, compiled, added, at_updates = (
+        after, scalars, gradients, rates, numbers, logs, of_loss, terms, compiled, added, others = (
             found
         )
         if not is_part:
             self._totals = terms
         seen = Seen(end - begin, scalars, of_loss)
-        places, counters = self._applied_to[end - begin]
+        applied = self._applied_to[end - begin]
+        rates = [float(rate) for rate in rates] or [0.0] * len(applied)
         return Outcome(
-            gradients, places, counters, after, numbers, logs, seen, compiled, added, at_updates
+            gradients,
+            [place for places, _ in applied for place in places],
+            [rate for (places, _), rate in zip(applied, rates) for _ in places],
+            [counter for (_, counter), rate in zip(applied, rates) if rate],
+            after,
+            numbers,
+            logs,
+            seen,
+            compiled,
+            added,
+            others,
         )
 
     def _run(
@@ -146,7 +158,7 @@ class StepRunner:
         values: list[Any],
         data: Any,
         totals: list[Any],
-        rate: Any,
+        moves_by: Any,
         begin: Any,
         number: Any,
     ) -> tuple[Any, ...]:
@@ -154,11 +166,11 @@ class StepRunner:
             variable.assign(value)
         step = functools.partial(self._step, rows)
         draws = Draws(rows, self._total, begin, number)
-        found, scalars = self._backend.noting(step, (data, totals, rate, begin), draws)
+        found, scalars = self._backend.noting(step, (data, totals, moves_by, begin), draws)
         return (self._values(), scalars, *found)
 
     def _step(
-        self, rows: int, data: Any, totals: list[Any], rate: Any, begin: Any
+        self, rows: int, data: Any, totals: list[Any], moves_by: Any, begin: Any
     ) -> tuple[Any, ...]:
         model, backend = self._model, self._backend
         is_part, whole = rows < self._total, None
@@ -167,7 +179,7 @@ class StepRunner:
         zero, parts = _numbers.float64(0.0), _numbers.float64(3.0 if is_part else 1.0)
         # The unit is the weight, so gradients are those of the loss.
         position = Position(1.0, parts, 1.0, begin == 0, zero, whole)
-        options = {"is_own": not self.is_folded, "rate": rate, "waits": is_part}
+        options = {"is_own": not self.is_folded, "moves_by": moves_by, "waits": is_part}
         with (
             model._accumulation.holding_back(),
             averaging(layers_in(model)),
@@ -186,15 +198,16 @@ class StepRunner:
         self.has_own_loss = losses.has_own
         applied = recording.applied
         counters = [num_updates(a.optimizer) for a in applied]
-        self._applied_to[rows] = (
-            [self._places[id(v)] for a in applied for v in a.variables],
-            [self._places[id(counter)] for counter in counters],
-        )
+        self._applied_to[rows] = [
+            ([self._places[id(v)] for v in a.variables], self._places[id(counter)])
+            for a, counter in zip(applied, counters)
+        ]
         self.metrics = [update.metric.name for update, _ in recording.updates()]
         terms = [0.0 if term.weight is None else term.weight for term in losses.compiled_terms()]
         of_loss = losses.terms().weight if self.is_folded else recording.weight_of_loss()
         found = (
             recording.gradients,
+            recording.rates,
             [  # those of losses are put together as these are
                 None if self.is_folded and mean is not None else number
                 for number, mean in zip(recording.numbers(), recording.means())

@@ -18,7 +18,7 @@ import numpy as np
 
 from ga_model.core.proof.weighing import Seen, Weighing
 
-_MOVES = 0.03  # of the norm of the weights
+_MOVES_BY = 0.03  # of the norm of the weights
 _LARGE = 5_000_000  # values, of which fewer windows are tried
 _HUGE = 50_000_000  # and of which one is
 _MANY = 65_536  # entries of an array, of which more are not compared, and not held
@@ -35,7 +35,8 @@ class Outcome(NamedTuple):
     Attributes:
         gradients: of the variables that the step updates, in its order, or None.
         places: of these variables among all.
-        counters: places of the counts of updates of the optimizers that it applies.
+        rates: of the surrogate update of each of them.
+        counters: places of the counts of updates that it adds one to.
         values: of all variables, after the step.
         numbers: what metrics got that waits for the full batch, None of those of compiled losses.
         logs: scalars that the step logs and that are no results of metrics.
@@ -47,6 +48,7 @@ class Outcome(NamedTuple):
 
     gradients: list[Any]
     places: list[int]
+    rates: list[float]
     counters: list[int]
     values: list[Any]
     numbers: list[Any]
@@ -97,11 +99,11 @@ class Runner(Protocol):
     def put_back(self) -> None:
         """Let all be as it was that is kept in no variable, and that runs go on from."""
 
-    def run(self, begin: int, end: int, values: list[Any], rate: float) -> Outcome:
+    def run(self, begin: int, end: int, values: list[Any], moves_by: float) -> Outcome:
         """Run the step on samples from `begin` up to `end`, from values of all variables.
 
         Args:
-            rate: of the surrogate update.
+            moves_by: how much of their norm the surrogate update moves weights.
         """
 
 
@@ -110,17 +112,20 @@ class Window(NamedTuple):
 
     Attributes:
         values: that it starts from.
-        rate: of its update.
         whole: all samples at once.
         rounded: the same, from weights that differ by a rounding.
         parts: the same samples in parts, each from where the last one ended.
     """
 
     values: list[Any]
-    rate: float
     whole: Outcome
     rounded: Outcome
     parts: list[Outcome]
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether gradients are other than zero."""
+        return any(self.whole.rates)
 
     def shares(self, weighing: Weighing) -> list[float]:
         """Return what each part counts in the window, or NaN."""
@@ -150,41 +155,37 @@ def windows(runner: Runner, sizes: Sizes, is_brief: bool = False) -> Iterator[Wi
     is_seen = False
     for number, noise in enumerate(_NOISE[:starts]):
         values = _perturbed(runner, noise, number)
-        if (unmoved := _finite(runner, total, values)) is None:
+        if (whole := _finite(runner, total, values)) is None:
             continue
-        gradients = [g for g in unmoved.gradients if g is not None]
-        norm = norm_of(gradients)
-        far = norm_of([values[place] for place in runner.trained]) or 1.0
-        rate = _MOVES * far / norm if norm and np.isfinite(norm) else 0.0
-        chosen = chosen or _Entries(unmoved)
-        del unmoved, gradients
+        chosen = chosen or _Entries(whole)
+        whole = chosen.of(whole)
         of_start = [cuts[number % len(cuts)]]
         if not (number or is_brief):
             of_start += _finer(sizes)
-        if rate:
+        coming = _windows_of_start(runner, chosen, values, whole, of_start, number > 0)
+        if any(whole.rates):
             is_seen = True
-            yield from _windows_of_start(runner, chosen, values, rate, of_start, number > 0)
+            yield from coming
         else:
-            without_gradient.append((chosen, values, of_start, number > 0))
-    for chosen, values, of_start, is_moved in without_gradient if is_seen else ():
-        yield from _windows_of_start(runner, chosen, values, 0.0, of_start, is_moved)
+            without_gradient.append(coming)
+    for coming in without_gradient if is_seen else ():
+        yield from coming
 
 
 def _windows_of_start(
     runner: Runner,
     chosen: _Entries,
     values: list[Any],
-    rate: float,
+    whole: Outcome,
     cuts: Sequence[Sizes],
     is_moved: bool,
 ) -> Iterator[Window]:
     """Try a window in parts that end at each of the cuts, from one start."""
     total = cuts[0][-1]
-    whole = chosen.of(_from_start(runner, total, values, rate))
     numbers = [v for v in (*whole.numbers, *whole.logs.values()) if v is not None]
     if is_moved and not all(np.isfinite(v).all() for v in numbers):
         return
-    rounded = chosen.of(_from_start(runner, total, _rounded(runner, values), rate))
+    rounded = chosen.of(_from_start(runner, total, _rounded(runner, values)))
     for ends in cuts:
         parts, state, begin = [], values, 0
         runner.put_back()
@@ -195,7 +196,7 @@ def _windows_of_start(
             parts.append(chosen.of(part if end == total else part._replace(values=[])))
         may_overflow = runner.rounding > runner.epsilon or runner.scales
         if not (may_overflow and _overflows(parts)):
-            yield Window(chosen.values(values), rate, whole, rounded, parts)
+            yield Window(chosen.values(values), whole, rounded, parts)
 
 
 class _Entries:
@@ -234,10 +235,10 @@ class _Entries:
         return array if chosen is None else np.asarray(array).ravel()[chosen]
 
 
-def _from_start(runner: Runner, total: int, values: list[Any], rate: float) -> Outcome:
+def _from_start(runner: Runner, total: int, values: list[Any]) -> Outcome:
     """Run the step on all samples, from where windows begin."""
     runner.put_back()
-    return runner.run(0, total, values, rate)
+    return runner.run(0, total, values, _MOVES_BY)
 
 
 def _finer(sizes: Sizes) -> list[tuple[int, ...]]:
@@ -256,7 +257,7 @@ def _finite(runner: Runner, total: int, values: list[Any]) -> Outcome | None:
     for factor in _SCALES if runner.scales else _SCALES[:1]:
         for place in runner.scales:
             values[place] = np.asarray(values[place] * factor, np.asarray(values[place]).dtype)
-        outcome = _from_start(runner, total, values, 0.0)
+        outcome = _from_start(runner, total, values)
         if not _overflows([outcome]):
             return outcome
     return None

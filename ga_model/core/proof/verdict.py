@@ -300,11 +300,11 @@ class Judge:
                 return {"the order of updates": inf}
             left = [np.asarray(value).astype("float64") for value in window.parts[-1].values]
             shares = window.shares(weighing)
-            for number, place in enumerate(window.whole.places):
+            for number, (place, rate) in enumerate(zip(window.whole.places, window.whole.rates)):
                 parts = [part.gradients[number] for part in window.parts]
                 if all(part is not None for part in parts):
-                    left[place] = left[place] - window.rate * _total(shares, parts)
-            for place in window.whole.counters if window.rate else ():
+                    left[place] = left[place] - rate * _total(shares, parts)
+            for place in window.whole.counters:
                 left[place] = left[place] + 1
             for place, value in window.whole.at_updates.items():  # of windows it is what is left
                 size = norm_of([value])
