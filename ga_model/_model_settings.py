@@ -108,7 +108,7 @@ class ModelSettings:
     def verify(self) -> bool:
         """Whether code of your own is tried before it trains. True by default.
 
-        A `train_step`, `compute_loss`, loss, layer or metric of yours is run on 11 samples of the
+        A `train_step`, `compute_loss`, loss, layer or metric of yours is run on 7 samples of the
         first batch, at once and in parts, and leaves no trace in the model. So what trains exactly
         is silent, and a warning names what does not. Models of Keras's own parts are not tried.
         With False, what microbatches weigh is assumed: that losses of yours, and gradients of a

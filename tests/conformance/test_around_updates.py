@@ -489,7 +489,7 @@ def test_nothing_is_tried_that_is_not_to_be_verified(rows, settings):
         0 if is_within else 1
     )
     assert_same(model, reference, start)
-    assert set(model.loss.sizes) <= {4, rows}  # and not the eleven samples of a trial
+    assert set(model.loss.sizes) <= {4, rows}  # and not the samples of a trial
     with pytest.raises(TypeError, match="verify"):
         accumulate(dense_model(), verify="no")
 

@@ -11,6 +11,7 @@ from keras import ops
 
 from ga_model import accumulate
 from ga_model.core.proof import proof
+from ga_model.core.proof.runner import StepRunner
 
 SAYS = "does not train as the full batch"
 WAYS = {
@@ -187,3 +188,19 @@ def test_what_shows_nothing_new_is_tried_once(monkeypatch):
     model.compile("sgd", lambda y, z: ops.mean(errors(y, z)), metrics=["mae"])
     model.fit(*dense_data(48), batch_size=4, epochs=2, verbose=0)
     assert tried == ["of_step"]
+
+
+def test_a_mean_is_tried_in_one_way_and_not_noted_while_it_trains(monkeypatch):
+    """The divisor of a mean's gradient is the number of samples, which is known without a look."""
+    model = accumulate(seeded(make_of(lambda y, z: ops.mean(errors(y, z)), True)[0]))
+    model.accumulation_steps = 3
+    model.compile("sgd")
+    runs, noted, run = [], [], StepRunner.run
+    monkeypatch.setattr(StepRunner, "run", lambda *a: (runs.append(a[1:3]), run(*a))[1])
+    kind = type(model._accumulation.backend)
+    note = kind.noting
+    monkeypatch.setattr(kind, "noting", lambda *a: (noted.append(len(a) > 3), note(*a))[1])
+    model.fit(*dense_data(12), batch_size=4, verbose=0)
+    assert len(runs) == 25
+    assert len({end - begin for begin, end in runs}) == 3  # programs
+    assert all(noted)  # by trials, which give what is drawn

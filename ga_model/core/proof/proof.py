@@ -32,8 +32,8 @@ from ga_model.recording._metrics_of_user import counts_samples
 from ga_model.recording._moments_heard import is_known
 from ga_model.recording._split import num_rows
 
-SIZES = (5, 5, 1)  # of the parts of a window that is tried
-WHOLE = (11,)  # of one that is a single microbatch
+SIZES = (3, 3, 1)  # of the parts of a window that is tried
+WHOLE = (7,)  # of one that is a single microbatch
 
 
 class NothingSeenError(ValueError):

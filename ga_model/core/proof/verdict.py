@@ -234,7 +234,7 @@ class Judge:
         outcomes, weights = self._outcomes, np.ones(len(self._outcomes))
         if weighing.source not in ("loss", "sum"):
             weights = np.asarray([_weight(weighing, outcome) for outcome in outcomes])
-        for name in sorted(_common_scalars(outcomes) - {weighing.source}):
+        for name in sorted(_common_scalars(outcomes) - {weighing.source} - self._runner.of_shapes):
             values = np.asarray([float(o.seen.scalars[name]) for o in outcomes])
             for is_per_weight in (False, True) if weights.all() else (False,):
                 ratios = values / weights if is_per_weight else values
