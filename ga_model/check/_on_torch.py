@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -12,6 +11,10 @@ import torch
 
 from ga_model.backends.torch import random_numbers
 from ga_model.base._internals import mask_of, raw, set_mask
+from ga_model.check import _on_one_device
+from ga_model.check._on_one_device import AllVariables, part_of, scope
+
+__all__ = ["AllVariables", "part_of", "scope"]
 
 random_state = random_numbers.random_state
 set_random_state = random_numbers.set_random_state
@@ -23,55 +26,20 @@ MORE_EXACT = (
 )
 
 
-def scope(model: Any) -> Any:
-    """Return the scope in which a model was made: there is none."""
-    return contextlib.nullcontext()
-
-
 def trains_alone(model: Any) -> bool:
     """Return whether one process trains a model."""
     return getattr(model, "process_group", None) is None
 
 
-def part_of(array: Any, begin: int, end: int) -> Any:
-    """Return the samples of an array from `begin` up to `end`."""
-    return None if array is None else array[begin:end]
-
-
 def as_tensor(array: Any) -> Any:
     """Return what Keras makes of an array: floating-point numbers have its `floatx`."""
-    if array is None or torch.is_tensor(array):
-        return array
-    array = np.asarray(array)
-    dtype = keras.config.floatx() if array.dtype.kind == "f" else array.dtype
-    return keras.ops.convert_to_tensor(array.astype(dtype))
+    return array if torch.is_tensor(array) else _on_one_device.as_tensor(array)
 
 
 def build(model: Any, data: Any) -> bool:
     """Make variables without a step of training. What else a step uses is not known."""
-    if not model.built:
-        with contextlib.suppress(NotImplementedError), torch.no_grad():  # if it has no `call`
-            model(data[0])
-    if model.optimizer is not None and model.built and not model.optimizer.built:
-        model.optimizer.build(model.trainable_variables)
-    return False
-
-
-class AllVariables:
-    """Nothing: no variables are known here but those of the model and its optimizers.
-
-    Args:
-        but: variables that are known.
-    """
-
-    def __init__(self, but: Iterable[Any]) -> None:
-        pass
-
-    def with_new(self) -> Any:
-        return contextlib.nullcontext()
-
-    def put_back(self) -> None:
-        pass
+    with torch.no_grad():
+        return _on_one_device.build(model, data)
 
 
 def gradients(loss_of: Callable[[Any], Any], outputs: Any) -> list[Any]:
