@@ -201,8 +201,8 @@ MUTATIONS = [
     Mutation(
         "the benchmark divides by the fastest round",
         "bench/_bench_report.py",
-        "np.array(times.seconds[REFERENCE, 1])",
-        "np.min(times.seconds[REFERENCE, 1])",
+        "[seconds / of_reference for",
+        "[seconds / min(reference.seconds_per_sample) for",
         "commands/test_bench.py::test_ratios_are_medians_over_rounds_of_the_same_round",
     ),
     Mutation(

@@ -1,287 +1,227 @@
-"""Measure time and memory of every way to train, side by side.
+"""Measure time and memory of every way to train, side by side, and stop when the time is up.
 
-`WAYS` says how models are trained, and `_bench_cases` which. Times of one case are taken in one
-process, in alternation, so that what the machine does meanwhile hits all ways alike; the memory of
-each way in a process of its own.
+Times of one model are taken in one process, in turns, so that what else the machine does hits all
+ways alike; the memory of each way in a process of its own.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import keras
-import numpy as np
-from keras import layers
 
 from ga_model._wrap import accumulate
-from ga_model.bench._backend_functions import gradient_function, loop_by_hand, repeated
-from ga_model.bench._bench_cases import CASES
-from ga_model.bench._case import Case, random_numbers
+from ga_model.bench._by_hand import loop_by_hand
+from ga_model.bench._cases import CASES
 from ga_model.tools._cpu import on_cpu
 from ga_model.tools._memory import give_back_freed_memory, peak_memory, reset_peak_memory
 from ga_model.tools._process import in_own_process
 
-_LEAST_ROUNDS = 3
+_MOST_ROUNDS = 20
 _FEWEST = 4  # microbatches of a way in a round
 
-
-REFERENCE = "plain Keras"
-FLOOR = "gradients only"
-WHOLE = "full batch"
-KERAS = "Keras's own"
-HAND = "by hand"
+SMALL = "small batches"
+FULL = "full batch"
+KERAS = "Keras gradient_accumulation_steps"
+HAND = "loop by hand"
 STEPS = "accumulation_steps"
 SIZE = "microbatch_size"
-RECOMPUTING = "recomputing"
-
-# What is trained with each number of microbatches per window.
-WAYS = (REFERENCE, FLOOR, WHOLE, KERAS, HAND, STEPS, SIZE, RECOMPUTING)
+RECOMPUTING = 'microbatch_size, loss_over="batch"'
+WAYS = (SMALL, FULL, KERAS, HAND, STEPS, SIZE, RECOMPUTING)
 
 
-def ways_of(num_microbatches: int) -> list[str]:
-    """Return the ways that are another thing with so many microbatches than they are with one."""
-    own = [STEPS, SIZE, RECOMPUTING]
-    return own if num_microbatches == 1 else [WHOLE, KERAS, HAND, *own]
+class Setup(NamedTuple):
+    """A model of `CASES`, and a way of `WAYS` with its microbatches per update; `SMALL` has one."""
 
-
-class Times(NamedTuple):
-    """What one case took.
-
-    Attributes:
-        case, jit_compile: what was trained.
-        seconds: of each way and number of microbatches per window (`REFERENCE` and `FLOOR` have 1),
-            those per row in each round.
-        first_seconds: of each, those of the first call. What is traced for one number of
-            microbatches is there for the next, but for Keras's own and for no accumulation.
-    """
-
-    case: str
-    jit_compile: bool
-    seconds: dict[tuple[str, int], list[float]]
-    first_seconds: dict[tuple[str, int], float]
-
-
-class Memory(NamedTuple):
-    """What one way added to the peak of its process.
-
-    Attributes:
-        case, jit_compile, way, num_microbatches: what was trained.
-        size: bytes that making the model and training it added, or None if nothing tells.
-        trainable_size: bytes of the trainable variables.
-        batch_size: bytes of what one batch of the training holds.
-    """
-
-    case: str
+    model: str
     jit_compile: bool
     way: str
-    num_microbatches: int
-    size: int | None
-    trainable_size: int
-    batch_size: int
+    microbatches: int
+
+    @property
+    def is_window(self) -> bool:
+        """Whether each batch is a window of microbatches."""
+        return self.way in (FULL, SIZE, RECOMPUTING)
 
 
-class Measured(NamedTuple):
-    """All of it. `num_microbatches` are the numbers per window that were asked for."""
+@dataclasses.dataclass
+class Result:
+    """What was measured of a setup in the time there was.
 
-    num_microbatches: list[int]
-    times: list[Times]
-    memory: list[Memory]
+    Attributes:
+        seconds_per_sample: in each round. The last round may have ended before its turn.
+        seconds_of_first_call: with tracing and compiling, but for what another number of
+            microbatches has traced.
+        bytes_of_peak_memory: what making the model and training it added.
+    """
+
+    seconds_per_sample: list[float] = dataclasses.field(default_factory=list)
+    seconds_of_first_call: float | None = None
+    bytes_of_peak_memory: int | None = None
+
+
+def setups(model: str, jit_compile: bool, num_microbatches: Sequence[int]) -> list[Setup]:
+    """Return all ways to train a model that differ, with what others are compared with first."""
+    ways = {number: WAYS[4:] if number == 1 else WAYS[1:] for number in num_microbatches}
+    pairs = [(SMALL, 1), *((way, number) for number in ways for way in ways[number])]
+    return [Setup(model, jit_compile, *pair) for pair in pairs]
 
 
 def measure(
-    cases: Sequence[str],
+    models: Sequence[str],
     num_microbatches: Sequence[int],
     jit_compile: Sequence[bool],
     seconds: float,
-    progress: Callable[[str, float], None],
-) -> Measured:
-    """Measure all combinations.
+) -> dict[Setup, Result]:
+    """Measure all combinations, or as many of them as there is time for.
 
-    Args:
-        cases: keys of `CASES`.
-        num_microbatches: microbatches per window.
-        jit_compile: whether with XLA, without, or both. Memory is measured with the first of them.
-        seconds: what it may take in all. Every way is timed at least three times, however long
-            that takes.
-        progress: called with what comes next, and the share of `seconds` that what was there before
-            it may have taken, from 0 to 1.
+    Memory gets up to half of the time, with the most microbatches and the first of `jit_compile`;
+    the models get equal shares of the rest. When the time is up, what runs may end its step, and
+    nothing else is measured.
 
     Raises:
         ProcessError: one of the processes failed.
     """
-    most = max(num_microbatches)
-    pairs = list(itertools.product(cases, jit_compile))
     end = time.monotonic() + seconds
-    progress("memory", 0.0)
+    pairs = list(itertools.product(models, jit_compile))
+    results = {s: Result() for pair in pairs for s in setups(*pair, num_microbatches)}
+
+    def add_memory(setup: Setup) -> None:
+        if time.monotonic() < end - seconds / 2:
+            name = f"memory: {setup.model}, {setup.way}"
+            results[setup].bytes_of_peak_memory = _run(name, measure_memory, setup)
+
+    most = [max(num_microbatches)]
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        memory = []
-        for case, way in itertools.product(cases, (REFERENCE, *ways_of(most))):
-            job = (measure_memory, case, jit_compile[0], way, most)
-            memory.append(pool.submit(in_own_process, _name(case, jit_compile[0]), *job))
-        try:
-            for result in memory:
-                result.result()
-                progress("memory", 1 - (end - time.monotonic()) / seconds)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    times = []
-    for i, (case, jit) in enumerate(pairs):
-        left = end - time.monotonic()
-        progress(f"time: {_name(case, jit)}", 1 - left / seconds)
-        share = left / (len(pairs) - i)
-        args = (case, jit, list(num_microbatches), share)
-        times.append(in_own_process(_name(case, jit), measure_times, *args))
-    return Measured(list(num_microbatches), times, [result.result() for result in memory])
+        list(pool.map(add_memory, [s for m in models for s in setups(m, jit_compile[0], most)]))
+    for i, (model, jit) in enumerate(pairs):
+        share = (end - time.monotonic()) / (len(pairs) - i)
+        if share > 0:
+            name = f"time: {model}{', XLA' if jit else ''}"
+            found = _run(name, measure_times, setups(model, jit, num_microbatches), share)
+            for setup, (first_call, per_sample) in found.items():
+                results[setup].seconds_of_first_call = first_call
+                results[setup].seconds_per_sample = per_sample
+    return results
 
 
-def _name(case: str, jit_compile: bool) -> str:
-    return f"{case} with XLA" if jit_compile else case
+def _run(name: str, function: Callable[..., Any], *args: Any) -> Any:
+    print(name, file=sys.stderr, flush=True)
+    return in_own_process(name, function, *args)
 
 
 @on_cpu()
-def measure_memory(case: str, jit_compile: bool, way: str, num_microbatches: int) -> Memory:
-    """Train two windows in this process, of which nothing else must have been asked yet.
+def measure_memory(setup: Setup) -> int | None:
+    """Return the bytes that two windows add to the peak of this process, if the platform tells.
 
-    The second one has all state from its beginning on. Something small is trained first, so that
-    what the backend itself takes is not counted.
+    The second window has all state from its beginning on. Nothing else must have run here before;
+    something small is trained first, so that what the backend itself takes is not counted.
     """
     give_back_freed_memory()
-    _warm_up(jit_compile)
+    Training(Setup("tiny", setup.jit_compile, SMALL, 1)).run(1)
     reset_peak_memory()
     before = peak_memory()
-    training = Training(CASES[case], jit_compile, way, num_microbatches)
-    training.run(2 * num_microbatches)
+    Training(setup).run(2 * setup.microbatches)
     after = peak_memory()
-    variables = training.model.trainable_variables
-    return Memory(
-        case,
-        jit_compile,
-        way,
-        num_microbatches,
-        None if before is None or after is None else after - before,
-        sum(np.dtype(v.dtype).itemsize * int(np.prod(v.shape)) for v in variables),
-        sum(v.nbytes for v in keras.tree.flatten(CASES[case].make_data(training.rows))),
-    )
+    return None if before is None or after is None else after - before
 
 
 @on_cpu()
 def measure_times(
-    case: str, jit_compile: bool, num_microbatches: list[int], seconds: float
-) -> Times:
-    """Time all ways in alternation, round after round, for so many seconds in all.
+    setups: Sequence[Setup], seconds: float
+) -> dict[Setup, tuple[float, list[float]]]:
+    """Return the seconds of the first call, and per sample in each round.
 
-    A round trains every way on whole windows, of four microbatches or more.
+    Rounds follow each other until the time is up or there are enough. A round trains each setup on
+    whole windows, of four microbatches or more.
     """
     end = time.monotonic() + seconds
-    _warm_up(jit_compile)
-    keys = [(REFERENCE, 1), (FLOOR, 1)]
-    keys += [(way, number) for number in num_microbatches for way in ways_of(number)]
-    microbatches = {key: -(-_FEWEST // key[1]) * key[1] for key in keys}
-    trainings: dict[tuple[str, int], Training] = {}
-    first = {}
-    for way, number in keys:
-        # One model and one trace serve all numbers, but where the number is in them.
-        like = (
-            None
-            if way in (KERAS, HAND)
-            else next((t for t in trainings.values() if t.way == way), None)
-        )
-        training = Training(CASES[case], jit_compile, way, number, like)
-        trainings[way, number] = training
-        of_one_call = training.rows // CASES[case].rows
-        first[way, number] = training.run(of_one_call)
-        training.run(number - of_one_call)
-    for training in trainings.values():
-        # TensorFlow optimizes a function again when others were made since.
-        training.run(training.num_microbatches)
-    taken: dict[tuple[str, int], list[float]] = {key: [] for key in keys}
-    generator = np.random.default_rng(0)
-    while len(taken[keys[0]]) < _LEAST_ROUNDS or time.monotonic() < end:
-        for i in generator.permutation(len(keys)):
-            key, number = keys[i], microbatches[keys[i]]
-            taken[key].append(trainings[key].run(number) / (number * CASES[case].rows))
-    return Times(case, jit_compile, taken, first)
-
-
-def _warm_up(jit_compile: bool) -> None:
-    """Start the backend. Something small is trained for that."""
-
-    def make_model() -> Any:
-        return keras.Sequential([keras.Input((4,)), layers.Dense(10, "softmax")])
-
-    case = Case(make_model, keras.optimizers.Adam, random_numbers(4), 2)
-    Training(case, jit_compile, REFERENCE, 1).run(1)
+    Training(Setup("tiny", setups[0].jit_compile, SMALL, 1)).run(1)  # starts the backend
+    trainings: dict[Setup, Training] = {}
+    taken: dict[Setup, tuple[float, list[float]]] = {}
+    for setup in setups:
+        if time.monotonic() >= end:
+            break
+        # One model and its functions serve all numbers, but where the number is in them.
+        same = [t for s, t in trainings.items() if s.way == setup.way not in (KERAS, HAND)]
+        training = Training(setup, *same[:1])
+        in_one_call = setup.microbatches if setup.is_window else 1
+        taken[setup] = training.run(in_one_call), []
+        training.run(setup.microbatches - in_one_call)
+        trainings[setup] = training
+    # Round -1 is not counted: TensorFlow optimizes a function again when others were made since.
+    for number, setup in itertools.product(range(-1, _MOST_ROUNDS), trainings):
+        if time.monotonic() >= end:
+            break
+        windows = 1 if number < 0 else -(-_FEWEST // setup.microbatches)
+        microbatches = windows * setup.microbatches
+        per_sample = trainings[setup].run(microbatches) / (microbatches * CASES[setup.model].rows)
+        taken[setup][1].extend([per_sample] if number >= 0 else [])
+    return taken
 
 
 class Training:
-    """A model that is trained in one way, on the same rows again and again.
+    """A model that is trained as a setup says, on the same samples again and again.
 
-    Args:
-        case: what is trained.
-        jit_compile: whether with XLA.
-        way: one of `WAYS`.
-        num_microbatches: microbatches per window.
-        like: a training of the same case and way, whose model and functions are used.
-
-    Attributes:
-        model: the model.
-        way, num_microbatches: the arguments.
-        rows: of each batch.
+    `like` is a training of the same model and way, whose model and function are used.
     """
 
-    def __init__(
-        self,
-        case: Case,
-        jit_compile: bool,
-        way: str,
-        num_microbatches: int,
-        like: Training | None = None,
-    ) -> None:
-        self.way = way
-        self.num_microbatches = num_microbatches
-        self.model: Any
+    def __init__(self, setup: Setup, like: Training | None = None) -> None:
+        self._setup = setup
+        case = CASES[setup.model]
+        rows = case.rows * (setup.microbatches if setup.is_window else 1)
+        self._batches = _repeated(case.make_data(rows))
+        self.model: Any = _make_model(setup) if like is None else like.model
         self._function: Callable[[Any], Any]
         if like is not None:
-            self.model, self._function = like.model, like._function
+            self._function = like._function
+        elif setup.way == HAND:
+            self._function = loop_by_hand(self.model, setup.microbatches)
         else:
-            self.model = _make_model(case, jit_compile, way, num_microbatches)
             self.model.make_train_function()
             self._function = self.model.train_function
-        self._is_window = way in (WHOLE, SIZE, RECOMPUTING)  # each batch
-        self.rows = rows = case.rows * (num_microbatches if self._is_window else 1)
-        self._batches = repeated(case.make_data(rows))
-        if way == FLOOR:
-            self.run(1)  # TensorFlow copies a table at every use once its rows were written to
-            self._function = gradient_function(self.model)
-        elif way == HAND and like is None:
-            self._function = loop_by_hand(self.model, num_microbatches)
 
     def run(self, microbatches: int) -> float:
         """Train on so many microbatches, whole windows of them, and return the seconds it took."""
-        if self.way == STEPS:
-            self.model.accumulation_steps = self.num_microbatches
+        way, number = self._setup[2:]
+        if way == STEPS:
+            self.model.accumulation_steps = number
         begin = time.perf_counter()
-        for _ in range(microbatches // self.num_microbatches if self._is_window else microbatches):
+        for _ in range(microbatches // number if self._setup.is_window else microbatches):
             self._function(self._batches)
         return time.perf_counter() - begin
 
 
-def _make_model(case: Case, jit_compile: bool, way: str, num_microbatches: int) -> Any:
+def _repeated(samples: tuple[Any, Any]) -> Any:
+    """Return what a model's train function takes, to train on the same batch again and again."""
+    if keras.backend.backend() == "torch":
+        return [keras.tree.map_structure(keras.ops.convert_to_tensor, samples)]
+    import tensorflow as tf
+
+    batches = tf.data.Dataset.from_tensor_slices(samples)
+    batches = batches.batch(len(samples[1]), drop_remainder=True)  # all of one known size
+    return iter(batches.cache().repeat())
+
+
+def _make_model(setup: Setup) -> Any:
+    case = CASES[setup.model]
     keras.utils.set_random_seed(0)
     model = case.make_model()
-    keras_accumulates = {"gradient_accumulation_steps": num_microbatches}
-    optimizer = case.make_optimizer(**(keras_accumulates if way == KERAS else {}))
-    if way == STEPS:
-        accumulate(model)
-    elif way == SIZE:
-        accumulate(model, microbatch_size=case.rows, loss_over="microbatch")
-    elif way == RECOMPUTING:
-        accumulate(model, microbatch_size=case.rows, loss_over="batch")
-    model.compile(optimizer, case.loss, jit_compile=jit_compile)
+    settings: dict[str, dict[str, Any]] = {
+        STEPS: {},
+        SIZE: {"microbatch_size": case.rows, "loss_over": "microbatch"},
+        RECOMPUTING: {"microbatch_size": case.rows, "loss_over": "batch"},
+    }
+    if setup.way in settings:
+        accumulate(model, **settings[setup.way])
+    keras_accumulates = {"gradient_accumulation_steps": setup.microbatches}
+    optimizer = case.make_optimizer(**(keras_accumulates if setup.way == KERAS else {}))
+    model.compile(optimizer, case.loss, jit_compile=setup.jit_compile)
     return model

@@ -47,7 +47,7 @@ def _of_structure(model: Any, report: EquivalenceReport) -> list[str]:
         )
     elif report.is_finite and report.verdict == "undecided" and not report.random_layers.left:
         found.append(
-            "Rounding alone changes plain Keras's result as much. "
+            "Rounding alone changes the result of plain Keras by as much. "
             f"{backend.MORE_EXACT} If that does not "
             "help, the step draws random numbers without a `keras.random.SeedGenerator`."
         )
@@ -77,7 +77,7 @@ def _of_first_window(model: Any, plan: Plan) -> list[str]:
         ]
     if not is_of_keras(model, "train_step"):
         return [
-            "The model has a custom `train_step`, which runs once per microbatch, and with it all "
+            "The model has a custom `train_step`, which runs once per microbatch, with everything "
             "that it does besides computing gradients. With `microbatch_size` alone and "
             "`loss_over='auto'`, it runs once per update. An overridden `microbatch_weight` must "
             "return what the loss is divided by."

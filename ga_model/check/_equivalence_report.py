@@ -8,7 +8,7 @@ import textwrap
 from typing import Any, NamedTuple
 
 from ga_model.check._randomness import Randomness
-from ga_model.tools._table import aligned
+from ga_model.tools._table import text_table
 
 # The relative difference that counts as equal where rounding does not make a larger one. Of the
 # models in tests/check/test_check.py those that decompose come to 2.9e-5 at most in float32.
@@ -34,7 +34,8 @@ class VariableDifference(NamedTuple):
         dtype: what it is computed in, that of its layer; of an optimizer's, its own.
         size: number of its entries.
         is_moved_weight: whether it is a weight of the model that the full batch has changed.
-        difference: ||w - w_whole|| / ||w_whole - w_start||, with accumulation.
+        difference: ||w - w_whole|| / ||w_whole - w_start||, with accumulation: 1 is as large as
+            the whole change of the variable.
         rounding: the same of a training on full batches whose start weights have a rounding error.
     """
 
@@ -178,13 +179,14 @@ class EquivalenceReport(NamedTuple):
 
     def _repr_html_(self) -> str:
         """Return the report as HTML, for notebooks."""
-        header, *rows = self._rows()
-        cells = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
-        table = "".join(f"<tr>{row}</tr>" for row in cells)
-        head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
-        remarks = "".join(f"<p>{html.escape(remark)}</p>" for remark in self._remarks())
-        heading = html.escape(self._heading())
-        return f"<p><b>{heading}</b></p><table><tr>{head}</tr>{table}</table>{remarks}"
+
+        def of(tag: str, parts: list[str], is_text: bool = True) -> str:
+            escaped = [html.escape(part) if is_text else part for part in parts]
+            return "".join(f"<{tag}>{part}</{tag}>" for part in escaped)
+
+        rows = [of("th", list(_HEADER)), *(of("td", row) for row in self._rows())]
+        table = f"<table>{of('tr', rows, is_text=False)}</table>"
+        return of("p", [self._heading()]) + table + of("p", [_SCALE, *self._remarks()])
 
     def text(self, has_table: bool = True) -> str:
         """Return `str(report)`, with or without its table."""
@@ -204,19 +206,21 @@ class EquivalenceReport(NamedTuple):
             settings += f", loss_over={self.loss_over!r}"
         number = "1 update" if self.updates == 1 else f"{self.updates} updates"
         worst = next((v for v in self.worst if v.is_told), None)
-        found = "the check cannot tell whether they equal those of plain Keras on the full batch"
+        found = (
+            "the check cannot tell whether the weights equal those of the full batch in plain Keras"
+        )
         if self.verdict != "undecided" and worst is not None:
             equal = "equal" if self.equivalent else "differ from"
             found = (
-                f"they {equal} those of plain Keras on the full batch. Largest difference "
-                f"{worst.difference:.1e}, equal up to {worst.tolerance:.1e} ({worst.path})"
+                f"the weights {equal} those of the full batch in plain Keras. The largest relative "
+                f"difference is {worst.difference:.1e} (1 = as large as the whole change of the "
+                f"weights), in {worst.path}, where up to {worst.tolerance:.1e} counts as equal"
             )
-        return f"{self.verdict.capitalize()}: {number} with {settings}; {found}."
+        return f"{self.verdict.capitalize()}: after {number} with {settings}, {found}."
 
     def _rows(self, most: int = 8) -> list[list[str]]:
-        rows = [["variable", "difference", "by rounding", "equal up to", ""]]
-        shown = [v for v in self.worst if v.difference][:most] or self.worst[:1]
-        for variable in shown:
+        rows = []
+        for variable in [v for v in self.worst if v.difference][:most] or self.worst[:1]:
             tolerance = f"{variable.tolerance:.1e}" if variable.is_told else "-"
             numbers = [f"{variable.difference:.1e}", f"{variable.rounding:.1e}", tolerance]
             rows.append([variable.path, *numbers, "" if variable.is_equal else "differs"])
@@ -224,10 +228,10 @@ class EquivalenceReport(NamedTuple):
 
     def _table(self) -> str:
         rows = self._rows()
-        table = aligned(rows)
-        if others := len(self.variables) - len(rows) + 1:
-            table += "\n... and 1 variable more" if others == 1 else f"\n... and {others} more"
-        return table
+        table = text_table(_HEADER, rows)
+        if others := len(self.variables) - len(rows):
+            table += f"\n... and {others} more variable{'' if others == 1 else 's'}"
+        return f"{table}\n{_SCALE}"
 
     def _remarks(self) -> list[str]:
         shared, off = self.random_layers[:2]
@@ -240,20 +244,26 @@ class EquivalenceReport(NamedTuple):
             )
         if shared:
             remarks.append(
-                f"All trainings dropped the same units of every sample in: {_list(shared)}."
+                "For the comparison, these Dropout layers dropped the same units for every sample: "
+                f"{_list(shared)}."
             )
         if off:
             remarks.append(
-                f"Switched off, because they draw different numbers each time: {_list(off)}."
+                "For the comparison, these layers ran without their random numbers, as in "
+                f"inference: {_list(off)}."
             )
         untold = [v for v in self.variables if not v.is_told]
         if untold and self.is_finite:
             remarks.append(
-                f"Not compared: {len(untold)} of {len(self.variables)} variables. Rounding alone "
-                "changes them as much, for example because their gradient is zero in exact "
-                "arithmetic."
+                f"{len(untold)} of {len(self.variables)} variables cannot be compared: rounding "
+                "alone changes them about as much as training does, for example because their "
+                "exact gradient is zero."
             )
         return remarks
+
+
+_HEADER = ("variable", "difference", "rounding alone", "tolerance", "")
+_SCALE = "Relative differences: 1 = as large as the whole change of the variable in training."
 
 
 def _finite(number: float) -> float | str:

@@ -6,37 +6,35 @@ import argparse
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 
-def integer_from(least: int, most: int | None = None) -> Callable[[str], int]:
-    """Return the type of integers from `least` up to `most`, or without a limit."""
-    expected = f"an integer >= {least}" if most is None else f"an integer from {least} to {most}"
-
-    def parse(text: str) -> int:
+def _number(
+    kind: Callable[[str], Any], least: float, most: float, expected: str, way_out: str
+) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
         try:
-            value = int(text)
+            value = kind(text)
         except ValueError:
-            value = least - 1
-        if value < least or (most is not None and value > most):
-            raise argparse.ArgumentTypeError(
-                f"must be {expected}. Received: {text!r}. Pass {least}, for example."
-            )
+            value = math.nan
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"must be {expected}. Received: {text!r}. {way_out}")
         return value
 
     return parse
 
 
-def positive_number(text: str) -> float:
-    """Take a finite number above zero."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0.0 < value < math.inf:
-        raise argparse.ArgumentTypeError(
-            f"must be a positive number. Received: {text!r}. Omit the option for the default."
-        )
-    return value
+def integer_from(least: int, most: float = math.inf) -> Callable[[str], int]:
+    """Return the type of integers from `least` up to `most`."""
+    expected = (
+        f"an integer >= {least}" if most == math.inf else f"an integer from {least} to {most}"
+    )
+    return _number(int, least, most, expected, f"Pass {least}, for example.")
+
+
+_LIMITS = math.ulp(0.0), math.nextafter(math.inf, 0.0)
+_DEFAULT = "Omit the option for the default."
+positive_number = _number(float, *_LIMITS, "a positive number", _DEFAULT)
 
 
 def path(text: str) -> Path:
@@ -61,7 +59,7 @@ def plot_path(text: str) -> Path:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ImportError:
         raise argparse.ArgumentTypeError(
-            'needs matplotlib, which is not installed. Run: pip install "ga_model[demo]"'
+            "needs matplotlib, which is not installed. Run: pip install matplotlib"
         ) from None
     formats = FigureCanvasAgg.get_supported_filetypes()
     if file.suffix[1:].lower() not in formats:

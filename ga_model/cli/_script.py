@@ -13,24 +13,17 @@ import keras
 from ga_model.tools._errors import ToldError
 
 
-class ScriptError(ToldError):
-    """The script does not give what it should. The message says what, and what to do."""
-
-
 def load(target: str) -> tuple[Any, tuple[Any, Any, Any]]:
-    """Import a file, call its function, and return the model and x, y and sample weights.
-
-    Args:
-        target: "FILE.py:function".
+    """Call a function, "FILE.py:function", and return the model and x, y and sample weights.
 
     Raises:
-        ScriptError: the file, the function or what it returns is not what it should be.
+        ToldError: the file, the function or what it returns is not what it should be.
     """
     arguments, sys.argv = sys.argv, [target.rpartition(":")[0]]
     try:
         return _model_and_data(_load_function(target)())
     except SystemExit:
-        raise ScriptError(
+        raise ToldError(
             f"The script must not exit. Received: {target!r}, which did. "
             "Move code that only runs as a script under `if __name__ == '__main__':`."
         ) from None
@@ -39,26 +32,22 @@ def load(target: str) -> tuple[Any, tuple[Any, Any, Any]]:
 
 
 def _load_function(target: str) -> Callable[[], Any]:
-    """Import a file as a module, and return a function of it.
-
-    The file's folder is put in front of the places that modules are imported from, as where it is
-    run as a script. Its `__name__` is not `"__main__"`.
-    """
+    """Import a file as a module, with its folder in `sys.path`, and return a function of it."""
     name, separator, function = target.rpartition(":")
     path = Path(name)
     if not separator or path.suffix != ".py" or not function.isidentifier():
-        raise ScriptError(
+        raise ToldError(
             "The script must be passed as FILE.py:function. "
             f"Received: {target!r}. Write train.py:make, for a function `make` in train.py."
         )
     if not path.is_file():
-        raise ScriptError(
+        raise ToldError(
             f"The script must be a file that exists. Received: {name!r}. "
             "Pass the path of a Python script."
         )
     other = sys.modules.get(path.stem)
     if other is not None and getattr(other, "__file__", None) != str(path.resolve()):
-        raise ScriptError(
+        raise ToldError(
             "The script is imported as a module, so its name must not be taken. "
             f"Received: {name!r}, but there is another module {path.stem!r}. Rename the file."
         )
@@ -69,7 +58,7 @@ def _load_function(target: str) -> Callable[[], Any]:
     spec.loader.exec_module(module)
     found = getattr(module, function, None)
     if not callable(found):
-        raise ScriptError(
+        raise ToldError(
             "The script must define the function. "
             f"Received: {name!r} without a function {function!r}. "
             "Define it without arguments; it returns a compiled model and data."
@@ -79,17 +68,12 @@ def _load_function(target: str) -> Callable[[], Any]:
 
 def _model_and_data(returned: Any) -> tuple[Any, tuple[Any, Any, Any]]:
     """Take apart what the user's function returned. What is not there is None."""
-    is_right = isinstance(returned, tuple) and 2 <= len(returned) <= 4
-    if not is_right or not isinstance(returned[0], keras.Model):
-        types = (
-            [type(part).__name__ for part in returned]
-            if isinstance(returned, tuple)
-            else type(returned).__name__
-        )
-        raise ScriptError(
+    parts = list(returned) if isinstance(returned, tuple) else [returned]
+    if not 2 <= len(parts) <= 4 or not isinstance(parts[0], keras.Model):
+        types = [type(part).__name__ for part in parts]
+        raise ToldError(
             "The function must return (model, x), (model, x, y) or (model, x, y, sample_weight), "
             f"with a compiled Keras model. Received: {types}. Return them as one tuple."
         )
-    model, *data = returned
-    x, y, sample_weight = [*data, None, None][:3]
+    model, x, y, sample_weight = [*parts, None, None][:4]
     return model, (x, y, sample_weight)

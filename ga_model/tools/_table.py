@@ -1,20 +1,28 @@
-"""Tables of text, and what stands in their cells."""
+"""Tables of text, and sizes of memory in their cells."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 
+from rich.console import Console
+from rich.table import Table
 
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Return the rows as lines, the first column flush left and the others flush right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for name, *cells in rows:
-        right = [cell.rjust(width) for cell, width in zip(cells, widths[1:])]
-        lines.append("  ".join([name.ljust(widths[0]), *right]).rstrip())
-    return "\n".join(lines)
+
+def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return rows as text, the first column flush left and the others flush right."""
+    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for title in header:
+        grid.add_column(title, justify="right", vertical="bottom", no_wrap=True)
+    grid.columns[0].justify = "left"
+    for row in rows:
+        grid.add_row(*row)
+    out = io.StringIO()
+    console = Console(file=out, width=1000, color_system=None, force_jupyter=False, markup=False)
+    console.print(grid, highlight=False, emoji=False)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
 def megabytes(size: int | None) -> str:
-    """Return a number of bytes as text. None is one that nothing tells."""
+    """Return a number of bytes as text. None is a size that the platform does not report."""
     return "n/a" if size is None else f"{size / 1e6:,.0f} MB"

@@ -684,8 +684,9 @@ def test_a_call_of_the_instances_own_stays():
     for layer in model.layers[1:3]:
         layer.call = layer.call
     own = [layer.call for layer in model.layers[1:3]]
-    check_equivalence(model, *data(), batch_size=32, accumulation_steps=2)
+    report = check_equivalence(model, *data(), batch_size=32, accumulation_steps=2)
     assert [layer.call for layer in model.layers[1:3]] == own
+    assert "these layers ran without their random numbers, as in inference: " in str(report)
 
 
 @pytest.mark.parametrize("arguments", [{"run_eagerly": True}, {"jit_compile": True}])
@@ -702,6 +703,7 @@ def test_float64_is_held_to_a_closer_tolerance(float64, settings):
     model, x, y = seeded(dropout)
     report = check_equivalence(model, x, y, **settings)
     report.assert_equivalent()
+    assert "these Dropout layers dropped the same units for every sample: dropout" in str(report)
     assert all(v.tolerance <= 1e-9 for v in report.variables)
 
 
@@ -829,15 +831,18 @@ def test_the_command_checks_a_script(script, tmp_path, capsys):
     file = tmp_path / "report.json"
     assert main(["check", f"{script}:make", *settings, "--json", str(file)]) == 0
     first, *others = capsys.readouterr().out.splitlines()
-    assert first.startswith("Equivalent: 2 updates with batch_size=8, acc")
-    assert not any("by rounding" in line for line in others)
+    assert first.startswith("Equivalent: after 2 updates with batch_size=8, acc")
+    assert not any("rounding alone" in line for line in others)
     assert main(["check", f"{script}:make", *settings, "--table"]) == 0
-    assert "by rounding" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "rounding alone" in printed
+    assert "1 = as large as the whole change of the variable in training." in printed
     assert json.loads(file.read_text())["equivalent"] is True
     assert main(["check", f"{script}:make_normalized", *settings]) == 1
     said = capsys.readouterr().out
     assert "Why: BatchNormalization" in said
-    assert "by rounding" in said
+    assert "rounding alone" in said
+    assert "(1 = as large as the whole change of the weights)" in " ".join(said.split())
     assert main(["check", f"{script}:make_still", *settings]) == 3
     assert capsys.readouterr().out.startswith("Undecided")
 

@@ -15,25 +15,24 @@ from keras import layers
 from ga_model import AccumulatingModel
 from ga_model.bench import _bench, _bench_report
 from ga_model.bench._bench import (
-    FLOOR,
+    FULL,
     HAND,
     KERAS,
     RECOMPUTING,
-    REFERENCE,
     SIZE,
+    SMALL,
     STEPS,
     WAYS,
-    WHOLE,
+    Result,
+    Setup,
 )
-from ga_model.bench._bench_cases import CASES
-from ga_model.bench._case import Case, random_numbers
-from ga_model.bench._names import TRAINED_NAMES
-from ga_model.bench._trained_models import trained_cases
+from ga_model.bench._cases import CASES, Case, Sizes, random_data, trained_cases
+from ga_model.bench._names import NAMES, TRAINED_NAMES
 from ga_model.cli._cli import main
 from ga_model.tools._memory import give_back_freed_memory, held_memory, peak_memory
 from ga_model.tools._process import ProcessError, in_own_process
 
-OPTIONS = ["--models", "embedding", "--microbatches", "2", "1", "--jit", "off", "--minutes", "0.01"]
+OPTIONS = ["--models", "embedding", "--microbatches", "2", "1", "--minutes", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -44,60 +43,54 @@ def run(tmp_path_factory):
     command = [sys.executable, "-m", "ga_model", "bench", *OPTIONS, *files]
     finished = subprocess.run(command, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr
-    assert {"memory", "time: embedding"} <= set(finished.stderr.splitlines())  # what it is at
+    said = set(finished.stderr.splitlines())  # what it is at
+    assert {f"memory: embedding, {way}" for way in WAYS} | {"time: embedding"} <= said
     return finished.stdout, json.loads((folder / "bench.json").read_text()), folder / "bench.png"
+
+
+def percent(ratios):
+    low, median, high = np.quantile(ratios, [0.25, 0.5, 0.75])
+    return [f"{median:.0%}", f"+-{(high - low) / 2:.0%}"] if high > low else [f"{median:.0%}"]
 
 
 @pytest.mark.gate
 def test_the_table_shows_the_ratios_of_what_was_measured(run):
     printed, measured, _ = run
-    lines = [line.split() for line in printed.splitlines() if line.startswith("embedding")]
-    assert [line[2] for line in lines[:2]] == ["1", "2"]
-    seconds = {
-        (entry["way"], entry["microbatches"]): np.array(entry["seconds_per_row"])
-        for entry in measured["times"]
-    }
-    plain = seconds[REFERENCE, 1]
-    rounds = len(plain)
-    assert rounds >= 3
-    own = (STEPS, SIZE, RECOMPUTING)
-    of_one = [seconds[FLOOR, 1], None, None, None, *(seconds[way, 1] for way in own)]
-    of_two = [seconds[FLOOR, 1], *(seconds[way, 2] for way in (WHOLE, KERAS, HAND, *own))]
-    for line, values in zip(lines, (of_one, of_two)):
-        expected = []
-        for value in values:
-            if value is None:
-                expected.append("-")
-            else:
-                low, median, high = np.quantile(value / plain, [0.25, 0.5, 0.75])
-                expected += [f"{median:.2f}", f"+-{(high - low) / 2:.2f}"]
-        assert line == ["embedding", "off", line[2], str(rounds), *expected]
-    sizes = {entry["way"]: entry["bytes"] for entry in measured["memory"]}
-    plain_size = sizes.pop(REFERENCE)
-    units = {e["way"]: e["bytes_of_trainable_variables"] for e in measured["memory"]}
-    units[SIZE] += next(e["bytes_of_batch"] for e in measured["memory"] if e["way"] == SIZE)
-    ratios = []
-    units[RECOMPUTING] = units[SIZE]
-    for way in (WHOLE, KERAS, HAND, *own):
-        ratios.append(f"{sizes[way] / plain_size:.2f}")
-        ratios.append(f"({(sizes[way] - plain_size) / units[way]:+.2f})")
-    first = [
-        max(e["seconds_of_first_call"] for e in measured["times"] if e["way"] == way)
-        for way in (REFERENCE, KERAS, *own)
-    ]
-    assert lines[3][3:] == ["s", *(f"{seconds / first[0]:.2f}" for seconds in first[1:])]
-    assert lines[2] == ["embedding", "off", f"{plain_size / 1e6:,.0f}", "MB", *ratios]
+    found = {(m["way"], m["microbatches"]): m for m in measured}
+    seconds = {key: m["seconds_per_sample"] for key, m in found.items()}
+    sizes = {key: m["bytes_of_peak_memory"] for key, m in found.items()}
+    small, full = seconds[SMALL, 1], seconds[FULL, 2]
+    assert len(small) >= 3
+    title = f"embedding: microbatches of 64 samples, XLA off, {len(small)} rounds"
+    assert printed.startswith(title)
+    own = [STEPS, SIZE, RECOMPUTING]
+    assert list(found) == [(SMALL, 1), *((w, 1) for w in own), *((w, 2) for w in WAYS[1:])]
+    for (way, number), taken in seconds.items():
+        (line,) = [
+            line.removeprefix(way).split()
+            for line in printed.splitlines()
+            if line.startswith(f"{way}  ") and line.removeprefix(way).split()[0] == str(number)
+        ]
+        expected = [str(number), *percent([a / b for a, b in zip(taken, small)])]
+        if way != SMALL:
+            reference = full if number == 2 else small
+            expected += percent([a / b for a, b in zip(taken, reference)])
+        expected += [f"{found[way, number]['seconds_of_first_call']:.1f}", "s"]
+        size = sizes[way, number]
+        if number == 2 or way == SMALL:
+            expected += [f"{size / 1e6:,.0f}", "MB", f"{size / sizes[FULL, 2]:.0%}"]
+        else:
+            expected += ["-", "-"]
+        assert line == expected
 
 
 @pytest.mark.gate
 def test_memory_is_that_of_the_training_alone(run):
     """The table takes 25.6 MB, and Keras's accumulation a copy of it."""
-    _, measured, _ = run
     size = 4 * (200_000 * 32 + 33 * 64 + 65 * 10)
-    assert {entry["bytes_of_trainable_variables"] for entry in measured["memory"]} == {size}
-    sizes = {entry["way"]: entry["bytes"] for entry in measured["memory"]}
-    assert size <= sizes[REFERENCE] < 4 * size
-    assert 0.5 * size < sizes[KERAS] - sizes[REFERENCE] < 3 * size
+    sizes = {m["way"]: m["bytes_of_peak_memory"] for m in run[1] if m["bytes_of_peak_memory"]}
+    assert size <= sizes[SMALL] < 4 * size
+    assert 0.5 * size < sizes[KERAS] - sizes[SMALL] < 3 * size
 
 
 @pytest.mark.gate
@@ -105,128 +98,160 @@ def test_the_plot_is_written(run):
     assert run[2].read_bytes().startswith(b"\x89PNG")
 
 
-def small_case():
+@pytest.fixture
+def small_case(monkeypatch):
     def make_model():
         return keras.Sequential([keras.Input((4,)), layers.Dense(10, "softmax")])
 
-    return Case(make_model, keras.optimizers.SGD, random_numbers(4), 2)
+    case = Case(make_model, keras.optimizers.SGD, random_data(4), 2)
+    monkeypatch.setitem(CASES, "small", case)
+    return case
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_every_way_does_what_it_is_called(way):
+def test_every_way_does_what_it_is_called(way, small_case):
     """Of four microbatches, how many calls it takes, and after which the weights change."""
-    number = 4
-    training = _bench.Training(small_case(), False, way, number)
+    number = 1 if way == SMALL else 4
+    is_window = way in (FULL, SIZE, RECOMPUTING)
+    training = _bench.Training(Setup("small", False, way, number))
     changes = []
-    for _ in range(number):
+    for _ in range(4):
         before = training.model.get_weights()
-        training.run(number if way in (WHOLE, SIZE, RECOMPUTING) else 1)
+        training.run(number if is_window else 1)
         after = training.model.get_weights()
         changes.append(any(np.any(a != b) for a, b in zip(before, after)))
-    always, once = [True] * number, [False] * (number - 1) + [True]
-    expected = {FLOOR: [False] * number, KERAS: once, HAND: once, STEPS: once}
-    assert changes == expected.get(way, always)
+    once = [False, False, False, True]
+    assert changes == (once if way in (KERAS, HAND, STEPS) else [True] * 4)
     batch = next(training._batches)[0]
-    assert len(batch) == (number if way in (WHOLE, SIZE, RECOMPUTING) else 1) * small_case().rows
-    like = _bench.Training(small_case(), False, way, 2, training)
-    if way in (STEPS, SIZE, RECOMPUTING, WHOLE):
+    assert len(batch) == (number if is_window else 1) * small_case.rows
+    like = _bench.Training(Setup("small", False, way, 2), training)
+    if way in (STEPS, SIZE, RECOMPUTING, FULL):
         before = int(training.model.optimizer.iterations)
         like.run(4)
         assert int(training.model.optimizer.iterations) == before + 2
 
 
-def test_a_loop_by_hand_trains_as_accumulation_steps_do():
+def test_a_loop_by_hand_trains_as_accumulation_steps_do(small_case):
     weights = []
     for way in (HAND, STEPS):
-        training = _bench.Training(small_case(), False, way, 4)
+        training = _bench.Training(Setup("small", False, way, 4))
         training.run(8)
         weights.append(training.model.get_weights())
     for a, b in zip(*weights, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
 
 
-SMALL_MODELS = dict(zip(TRAINED_NAMES, trained_cases(1, 32, 8, 50), strict=True))
+SMALL_MODELS = dict(zip(TRAINED_NAMES, trained_cases(Sizes(1, 32, 8, 50)), strict=True))
 
 
 @pytest.mark.gate
-@pytest.mark.parametrize("way", [STEPS, FLOOR, SIZE, RECOMPUTING])
+@pytest.mark.parametrize("way", [STEPS, SIZE, RECOMPUTING])
 @pytest.mark.parametrize("name", TRAINED_NAMES[::-1])
 @pytest.mark.filterwarnings("ignore:A window of microbatches does not train:UserWarning")
-def test_the_models_that_people_train_are_trained(name, way):
-    training = _bench.Training(SMALL_MODELS[name], False, way, 2)
+def test_the_models_that_people_train_are_trained(name, way, monkeypatch):
+    monkeypatch.setitem(CASES, name, SMALL_MODELS[name])
+    training = _bench.Training(Setup(name, False, way, 2))
     before = training.model.get_weights()
     training.run(2)
-    changed = [not np.array_equal(*pair) for pair in zip(before, training.model.get_weights())]
-    assert any(changed) == (way != FLOOR)
+    assert any(not np.array_equal(*pair) for pair in zip(before, training.model.get_weights()))
 
 
 def test_models_of_keras_hub_are_refused_without_it(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "keras_hub", None)
-    with pytest.raises(SystemExit):
-        main(["bench", "--models", "dense", "gpt2"])
+    assert main(["bench", "--models", "dense", "gpt2"]) == 2
     assert "keras-hub is not installed, which makes the models gpt2. " in capsys.readouterr().err
 
 
-def test_times_are_those_of_a_row(monkeypatch):
-    """Time is made to pass by a second per row of the batches that are trained on."""
-    monkeypatch.setattr(_bench, "_warm_up", lambda jit_compile: None)
-    clock = [0.0]
+@pytest.fixture
+def clock(monkeypatch, small_case):
+    """A clock in a list, which a second passes on per sample that is trained on, and by itself."""
+    now = [0.0]
 
-    def make_function(model):
+    def make_function(model, *_):
         def train(iterator):
-            clock[0] += len(next(iterator)[0])
+            now[0] += len(next(iterator)[0])
 
         model.train_function = train
+        return train
 
-    monkeypatch.setitem(CASES, "small", small_case())
-    monkeypatch.setattr(keras.Model, "make_train_function", make_function)
-    monkeypatch.setattr(AccumulatingModel, "make_train_function", make_function)
-    monkeypatch.setattr(
-        _bench,
-        "gradient_function",
-        lambda model: make_function(model) or model.train_function,
-    )
-    monkeypatch.setattr(
-        _bench, "loop_by_hand", lambda model, _: make_function(model) or model.train_function
-    )
-    monkeypatch.setattr(_bench.time, "perf_counter", lambda: clock[0])
-    times = _bench.measure_times("small", False, [1, 3, 4], 0.0)
-    assert {len(seconds) for seconds in times.seconds.values()} == {3}
-    assert {value for seconds in times.seconds.values() for value in seconds} == {1.0}
+    for model in (keras.Model, AccumulatingModel):
+        monkeypatch.setattr(model, "make_train_function", make_function)
+    monkeypatch.setattr(_bench, "loop_by_hand", make_function)
+    for name in ("monotonic", "perf_counter"):
+        monkeypatch.setattr(_bench.time, name, lambda: now[0])
+    monkeypatch.setattr(_bench, "in_own_process", lambda name, function, *args: function(*args))
+    return now
+
+
+def test_times_are_those_of_a_sample(clock):
+    times = _bench.measure_times(_bench.setups("small", False, [1, 3, 4]), 1e6)
+    assert len(times) == 1 + 3 + 6 + 6
+    assert {len(per_sample) for _, per_sample in times.values()} == {_bench._MOST_ROUNDS}
+    assert {value for _, per_sample in times.values() for value in per_sample} == {1.0}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("seconds", [1500.0, 1.0, 40.0, 400.0, 20_000.0])
+def test_the_benchmark_ends_when_its_time_is_up(clock, monkeypatch, seconds):
+    """Apart from the step that runs, however long all of it would take."""
+    monkeypatch.setattr(_bench, "measure_memory", lambda setup: clock.append(clock.pop() + 20.0))
+    monkeypatch.setattr(_bench.os, "cpu_count", lambda: 1)
+    monkeypatch.setitem(CASES, "tiny", CASES["small"])
+    results = _bench.measure(["small", "tiny"], [4, 16], [False], seconds)
+    window = 16 * CASES["small"].rows
+    assert clock[0] <= seconds + window
+    for model in ("small", "tiny"):
+        rounds = [len(r.seconds_per_sample) for s, r in results.items() if s.model == model]
+        assert min(rounds) <= max(rounds) <= min(rounds) + 1
+        assert (max(rounds) > 0) == (seconds >= 1500.0)
+        assert (min(rounds) == _bench._MOST_ROUNDS) == (seconds == 20_000.0)
+    table = _bench_report.tables(results)
+    assert table.count(" rounds\n") == 2
+    assert "no time was left for" in table
+
+
+def test_the_benchmark_takes_ten_minutes_by_default(monkeypatch):
+    given = []
+    monkeypatch.setattr(_bench, "measure", lambda *args: given.append(args) or {})
+    assert main(["bench"]) == 0
+    assert given == [(list(NAMES[:4]), [4, 16], [False], 600.0)]
 
 
 def made_up():
-    keys = [(REFERENCE, 1), (FLOOR, 1)]
-    keys += [(way, number) for number in (1, 16) for way in _bench.ways_of(number)]
-    times, memory = [], []
-    for case in ("dense", "embedding"):
+    results = {}
+    for model in ("dense", "embedding"):
         for jit in (False, True):
-            seconds = {key: [1.0, 2.0, 4.0, 8.0] for key in keys}
-            seconds[STEPS, 16] = [0.5, 1.0, 8.0, 16.0]  # the ratios are 0.5, 0.5, 2 and 2
-            times.append(_bench.Times(case, jit, seconds, dict.fromkeys(keys, 1.0)))
-            for way in () if jit else (REFERENCE, *_bench.ways_of(16)):
-                size = {REFERENCE: 200, SIZE: 300}.get(way, 100) * 10**6
-                memory.append(_bench.Memory(case, jit, way, 16, size, 40 * 10**6, 10**7))
-    return _bench.Measured([1, 16], times, memory)
+            for setup in _bench.setups(model, jit, [1, 16]):
+                size = {FULL: 200, SIZE: 300}.get(setup.way, 100) * 10**6
+                is_told = not jit and (setup.way == SMALL or setup.microbatches == 16)
+                results[setup] = Result([1.0, 2.0, 4.0, 8.0], 1.0, size if is_told else None)
+            # The ratios are 0.5, 0.5, 2 and 2.
+            results[Setup(model, jit, STEPS, 16)].seconds_per_sample = [0.5, 1.0, 8.0, 16.0]
+            results[Setup(model, jit, FULL, 16)].seconds_per_sample = [0.5, 1.0, 2.0]
+    return results
 
 
 def test_ratios_are_medians_over_rounds_of_the_same_round():
-    measured = made_up()
-    assert _bench_report.time_ratio(measured.times[0], STEPS, 16) == (1.25, 0.75)
-    assert _bench_report.time_ratio(measured.times[0], WHOLE, 16) == (1.0, 0.0)
-    assert _bench_report.time_ratio(measured.times[0], WHOLE, 1) is None
-    table = _bench_report.tables(measured)
-    assert "1.25 +-0.75" in table
-    assert "200 MB" in table
-    assert "1.50 (+2.00)" in table  # of the memory: 100 MB more, in units of 50 MB
-    assert "0.50 (-2.50)" in table
+    results = made_up()
+    steps, full = (Setup("dense", False, way, 16) for way in (STEPS, FULL))
+    assert _bench_report.time_ratio(results, steps) == (1.25, 0.75)
+    assert _bench_report.time_ratio(results, steps, FULL) == (1.0, 0.75)  # 1, 1 and 4
+    assert _bench_report.time_ratio(results, full) == (0.5, 0.0)
+    assert _bench_report.time_ratio(results, Setup("dense", False, SIZE, 1), FULL) == (1.0, 0.0)
+    table = _bench_report.tables(results)
+    assert "125% +-75%" in table
+    assert "300 MB" in table
+    assert "150%" in table  # of the memory
+    results[steps].seconds_per_sample = []
+    assert _bench_report.time_ratio(results, steps) is None
 
 
 def test_a_platform_that_tells_no_memory_gets_no_ratio():
-    measured = made_up()
-    measured = measured._replace(memory=[m._replace(size=None) for m in measured.memory])
-    assert "n/a" in _bench_report.tables(measured)
-    _bench_report.draw(measured)
+    results = made_up()
+    for result in results.values():
+        result.bytes_of_peak_memory = None
+    assert "MB" not in _bench_report.tables(results)
+    _bench_report.draw(results)
 
 
 def test_the_figure_is_legible():
@@ -237,7 +262,8 @@ def test_the_figure_is_legible():
     assert all(axes.get_title() for axes in figure.axes)
     texts = [text for axes in figure.axes for text in (axes.title, axes.xaxis.label)]
     texts += [tick for axes in figure.axes for tick in axes.get_xticklabels()]
-    boxes = [text.get_window_extent() for text in [*texts, figure.legends[0]] if text.get_visible()]
+    texts += figure.axes[0].get_yticklabels()
+    boxes = [text.get_window_extent() for text in texts if text.get_visible()]
     boxes = [box for box in boxes if box.width]
     overlaps = [(a, b) for i, a in enumerate(boxes) for b in boxes[:i] if a.overlaps(b)]
     assert not overlaps

@@ -16,6 +16,7 @@ import pytest
 from ga_model.cli._cli import main
 from ga_model.demo import _demo, _report
 from ga_model.tools import _memory
+from ga_model.tools._errors import ToldError
 
 SETTINGS = _demo.Settings()
 RUNS = _demo.make_runs(SETTINGS)
@@ -77,7 +78,7 @@ def test_accumulation_makes_the_updates_of_the_big_batch_and_small_batches_do_no
 
 @pytest.mark.sweep
 def test_memory_is_that_of_each_run(full_run):
-    training = {name: int(cells[7]) for name, cells in rows_of(full_run[0].stdout).items()}
+    training = {name: int(cells[6]) for name, cells in rows_of(full_run[0].stdout).items()}
     for name in ("accumulation", "full batch, split"):
         assert 0 < training[name] < 0.75 * training["full batch"]
 
@@ -110,16 +111,23 @@ def test_plot_leaves_out_memory_that_is_not_known():
     results = [replace(r, base_memory=None, peak_memory=None) for r in made_up_results()]
     assert len(_plot.draw(made_up_results()).axes) == 2
     assert len(_plot.draw(results).axes) == 1
-    assert "n/a" in _report.table(results)
+    table = _report.table(results)
+    assert "n/a" in table
+    assert "1 = as large as the whole change of the weights." in table
 
 
 @pytest.mark.gate
 def test_training_that_fails_shows_its_error():
-    settings = replace(SETTINGS, optimizer="no such optimizer")
-    with pytest.raises(
-        _demo.DemoError, match=r"(?s)'full batch' ended with exit status 1.*KeyError"
-    ):
+    settings = replace(SETTINGS, optimizer="no_such_optimizer")
+    with pytest.raises(ToldError, match=r"(?s)'full batch' ended with exit status 1.*ValueError"):
         _demo.train_in_own_process(RUNS[0], settings)
+
+
+def status_of(*words):
+    try:
+        return main(words)
+    except SystemExit as ending:  # by argparse
+        return ending.code
 
 
 def run_main(monkeypatch, results, *arguments):
@@ -156,7 +164,7 @@ def test_a_plot_that_cannot_be_written_is_exit_status_2(monkeypatch, capsys, tmp
 
 def test_failed_training_is_exit_status_2(monkeypatch, capsys):
     def fail(run, settings):
-        raise _demo.DemoError("The run failed.")
+        raise ToldError("The run failed.")
 
     monkeypatch.setattr(_demo, "train_in_own_process", fail)
     assert main(["demo"]) == 2
@@ -167,32 +175,30 @@ def test_difference_is_that_of_the_worst_variable():
     reference, other = made_up(RUNS[0], 0.0), made_up(RUNS[1], 0.0)
     other.weights[0][0, 0] += 0.5  # the change was 4 times 3, so its norm is 6
     other.weights[1][1] -= 0.25  # the change was 2 times 4, so its norm is 4 * sqrt(2)
-    difference = _report.difference(other, reference)
-    assert difference.relative == pytest.approx(0.5 / 6)
-    assert difference.absolute == 0.5
+    assert _report.difference(other, reference) == pytest.approx(0.5 / 6)
 
 
 def test_every_run_but_the_control_must_match():
     results = made_up_results()
-    assert _report.judge([*results, made_up(SPLIT, 1e-6)], "float32").is_reproduced
-    assert not _report.judge([*results, made_up(SPLIT, 0.1)], "float32").is_reproduced
+    assert _report.judge([*results, made_up(SPLIT, 1e-6)], "float32")[0]
+    assert not _report.judge([*results, made_up(SPLIT, 0.1)], "float32")[0]
 
 
 def test_nan_is_not_reproduced():
-    verdict = _report.judge(made_up_results(accumulation=np.nan), "float32")
-    assert not verdict.is_reproduced
-    assert verdict.text.startswith("Not reproduced: ")
+    is_reproduced, text = _report.judge(made_up_results(accumulation=np.nan), "float32")
+    assert not is_reproduced
+    assert text.startswith("Not reproduced: ")
     results = made_up_results()
     results[0].weights[0][:] = np.nan
-    verdict = _report.judge(results, "float32")
-    assert not verdict.is_reproduced
-    assert "not finite" in verdict.text
+    is_reproduced, text = _report.judge(results, "float32")
+    assert not is_reproduced
+    assert "not finite" in text
 
 
 def test_settings_that_can_not_tell_the_runs_apart_prove_nothing():
-    verdict = _report.judge(made_up_results(control=1e-6), "float32")
-    assert not verdict.is_reproduced
-    assert verdict.text.startswith("No verdict: ")
+    is_reproduced, text = _report.judge(made_up_results(control=1e-6), "float32")
+    assert not is_reproduced
+    assert text.startswith("No verdict: ")
 
 
 @pytest.mark.gate_every_case
@@ -207,7 +213,7 @@ def test_settings_that_can_not_tell_the_runs_apart_prove_nothing():
         (["--seed", "-1"], r"must be an integer from 0 to 4294967295\. Received: '-1'"),
         (["--learning-rate", "0"], r"must be a positive number\. Received: '0'"),
         (["--learning-rate", "nan"], r"must be a positive number\. Received: 'nan'"),
-        (["--optimizer", "adm"], r"must be one of .*adam.*sgd.*Received: 'adm'"),
+        (["--optimizer", "adm"], r"must be one of .*adam or sgd.*Received: 'adm'"),
         (["--optimizer", "LossScaleOptimizer"], r"Received: 'lossscaleoptimizer'"),
         (["--dtype", "float16"], r"invalid choice: 'float16'"),
         (["--dataset", "cifar"], r"invalid choice: 'cifar'"),
@@ -217,24 +223,20 @@ def test_settings_that_can_not_tell_the_runs_apart_prove_nothing():
     ],
 )
 def test_bad_argument_ends_with_status_2_before_any_training(arguments, message, capsys):
-    with pytest.raises(SystemExit) as ending:
-        main(["demo", *arguments])
-    assert ending.value.code == 2
+    assert status_of("demo", *arguments) == 2
     output = capsys.readouterr()
     assert output.out == ""
     with pytest.raises(AssertionError, match=f"(?s){message}"):
         raise AssertionError(output.err)
 
 
-def test_missing_packages_name_the_extra(monkeypatch, capsys):
+def test_missing_packages_are_named(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     assert main(["demo"]) == 2
-    assert 'pip install "ga_model[demo]"' in capsys.readouterr().err
+    assert "which is not installed. Run: pip install scikit-learn\n" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
-    with pytest.raises(SystemExit) as ending:
-        main(["demo", "--plot", "demo.png"])
-    assert ending.value.code == 2
-    assert 'pip install "ga_model[demo]"' in capsys.readouterr().err
+    assert status_of("demo", "--plot", "demo.png") == 2
+    assert "which is not installed. Run: pip install matplotlib\n" in capsys.readouterr().err
 
 
 def test_mnist_without_a_network_says_so(monkeypatch, capsys):
@@ -250,23 +252,17 @@ def test_mnist_goes_through_the_same_network(monkeypatch):
     images, labels = np.full((5, 28, 28), 255, "uint8"), np.zeros(5, "uint8")
     monkeypatch.setattr(keras.datasets.mnist, "load_data", lambda: [(images, labels)] * 2)
     data = _demo.load_dataset(replace(SETTINGS, dataset="mnist"))
-    assert data.x.shape == (5, 28, 28, 1)
-    assert data.x.max() == 1
+    (x, _), _ = data
+    assert x.shape == (5, 28, 28, 1)
+    assert x.max() == 1
     assert _demo.make_model(28).compute_output_shape((5, 28, 28, 1)) == (5, 10)
 
 
 def test_split_of_digits_depends_on_the_seed_alone():
     first, same, other = (_demo.load_dataset(replace(SETTINGS, seed=s)) for s in (1, 1, 2))
-    np.testing.assert_array_equal(first.x, same.x)
-    assert np.any(first.y != other.y)
-    assert first.x.shape == (1500, 8, 8, 1)
-    assert first.x_validation.shape == (297, 8, 8, 1)
-
-
-def test_every_listed_optimizer_can_be_made():
-    assert {"sgd", "adam", "adamw", "rmsprop", "lion"} <= set(_demo.OPTIMIZERS)
-    for make in _demo.OPTIMIZERS.values():
-        assert isinstance(make(), keras.optimizers.Optimizer)
+    np.testing.assert_array_equal(first[0][0], same[0][0])
+    assert np.any(first[0][1] != other[0][1])
+    assert [x.shape for x, _ in first] == [(1500, 8, 8, 1), (297, 8, 8, 1)]
 
 
 def test_peak_memory_is_in_bytes():

@@ -12,9 +12,8 @@ from torch_step import torch
 
 from ga_model import GradientAccumulator, accumulate
 from ga_model.bench import _bench
-from ga_model.bench._bench_cases import random_numbers
+from ga_model.bench._cases import CASES, Case, random_data
 from ga_model.demo import _demo, _report
-from ga_model.demo._batches import ShuffledBatches
 from ga_model.demo._options import Settings
 
 
@@ -67,8 +66,11 @@ def said_by_command(capsys, *words):
 def test_commands_say_what_needs_tensorflow(monkeypatch, capsys):
     monkeypatch.setenv("KERAS_BACKEND", "torch")
     for words, said in (
-        (["demo", "--dtype", "float64"], "Received: it on another one."),
-        (["bench", "--jit", "on"], "Received: --jit on with KERAS_BACKEND=torch."),
+        (["demo", "--dtype", "float64"], "Received: --dtype float64 with KERAS_BACKEND=torch."),
+        (
+            ["bench", "--jit", "on"],
+            "--jit is for the TensorFlow backend: on PyTorch no step is compiled.",
+        ),
     ):
         status, error = said_by_command(capsys, *words)
         assert status == 2
@@ -77,49 +79,34 @@ def test_commands_say_what_needs_tensorflow(monkeypatch, capsys):
     assert "Received: KERAS_BACKEND='jax'" in said_by_command(capsys, "bench")[1]
 
 
-def test_batches_of_the_demonstration_come_in_one_order():
-    x, y = np.arange(10.0), np.arange(10)
-    orders = []
-    for size in (3, 5):
-        batches = ShuffledBatches(x, y, size, 1)
-        orders.append([])
-        for _ in range(2):
-            orders[-1].append(np.concatenate([y for _, y in batches]).tolist())
-            batches.on_epoch_end()
-    assert orders[0] == orders[1]
-    assert orders[0][0] != orders[0][1]
-    assert sorted(orders[0][0]) == list(range(10))
-
-
 def test_the_demonstration_trains_alike(monkeypatch):
     x, y = np.random.default_rng(0).random((20, 8, 8, 1), "float32"), np.arange(20) % 10
-    monkeypatch.setattr(_demo, "load_dataset", lambda settings: _demo.Dataset(x, y, x, y))
+    monkeypatch.setattr(_demo, "load_dataset", lambda settings: ((x, y), (x, y)))
     settings = Settings(batch_size=8, accumulation_steps=2, epochs=1, optimizer="sgd")
     results = [_demo.train(run, settings) for run in _demo.make_runs(settings)]
     assert [result.updates for result in results] == [3, 3, 3, 5]
-    assert _report.judge(results, "float32").is_reproduced
+    assert _report.judge(results, "float32")[0]
 
 
 @pytest.mark.every_case
 @pytest.mark.parametrize("way", _bench.WAYS)
-def test_ways_of_the_benchmark_update_where_they_are_to(way):
-    number = 2
-    case = _bench.Case(
+def test_ways_of_the_benchmark_update_where_they_are_to(way, monkeypatch):
+    case = Case(
         lambda: keras.Sequential([keras.Input((4,)), keras.layers.Dense(10, "softmax")]),
         keras.optimizers.SGD,
-        random_numbers(4),
+        random_data(4),
         3,
     )
-    training = _bench.Training(case, False, way, number)
+    monkeypatch.setitem(CASES, "small", case)
+    setup = _bench.Setup("small", False, way, 1 if way == _bench.SMALL else 2)
+    training = _bench.Training(setup)
     changes = []
-    for _ in range(number):
+    for _ in range(2):
         before = training.model.get_weights()
-        assert training.run(number if training.rows == 6 else 1) > 0.0
+        assert training.run(setup.microbatches if setup.is_window else 1) > 0.0
         changes.append(any(map(np.any, map(np.subtract, training.model.get_weights(), before))))
-    once = [False, True]
-    expected = dict.fromkeys((_bench.KERAS, _bench.HAND, _bench.STEPS), once)
-    expected[_bench.FLOOR] = [False] * 2
-    assert changes == expected.get(way, [True] * 2)
+    is_by_window = way in (_bench.KERAS, _bench.HAND, _bench.STEPS)
+    assert changes == [not is_by_window, True]
 
 
 # Loops of the user's own.

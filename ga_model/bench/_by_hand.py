@@ -1,0 +1,68 @@
+"""Accumulation in a training loop of one's own, for full windows of equal batches."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+
+def loop_by_hand(model: Any, num_microbatches: int) -> Callable[[Any], Any]:
+    """Return a function that trains on the next batch, with an update at the end of a window."""
+    is_on_torch = keras.backend.backend() == "torch"
+    add, update = (_on_torch if is_on_torch else _on_tensorflow)(model, num_microbatches)
+    turns = itertools.cycle([add] * (num_microbatches - 1) + [update])
+    return lambda batches: next(turns)(*next(iter(batches)))
+
+
+def _on_torch(model: Any, num_microbatches: int) -> Any:
+    """Return a step that adds up gradients, and one that also updates with their mean."""
+    import torch
+
+    variables, tracker = model.trainable_variables, model.metrics[0]
+
+    def add(x: Any, y: Any) -> Any:
+        loss = model.compute_loss(x, y, model(x, training=True), training=True)
+        tracker.update_state(loss.detach(), sample_weight=len(y))
+        (loss / num_microbatches).backward()
+        return tracker.result()
+
+    def update(x: Any, y: Any) -> Any:
+        logs = add(x, y)
+        with torch.no_grad():
+            model.optimizer.apply([v.value.grad for v in variables], variables)
+        model.zero_grad()
+        return logs
+
+    return add, update
+
+
+def _on_tensorflow(model: Any, num_microbatches: int) -> Any:
+    import tensorflow as tf
+
+    variables, tracker = model.trainable_variables, model.metrics[0]
+    sums = [tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False) for v in variables]
+
+    def gradients(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = model.compute_loss(x, y, model(x, training=True), training=True)
+        tracker.update_state(loss, sample_weight=tf.shape(y)[0])
+        return tape.gradient(loss, variables)
+
+    def add(x: Any, y: Any) -> Any:
+        for total, gradient in zip(sums, gradients(x, y)):
+            is_sparse = isinstance(gradient, tf.IndexedSlices)
+            (total.scatter_add if is_sparse else total.assign_add)(gradient)
+        return tracker.result()
+
+    def update(x: Any, y: Any) -> Any:
+        found = gradients(x, y)
+        means = [(total + gradient) / num_microbatches for total, gradient in zip(sums, found)]
+        model.optimizer.apply(means, variables)
+        for total in sums:
+            total.assign(tf.zeros_like(total))
+        return tracker.result()
+
+    return [tf.function(step, jit_compile=model.jit_compile) for step in (add, update)]

@@ -1,0 +1,228 @@
+"""The models of the benchmark: small ones, and small ones of the kinds that people train.
+
+Plain Keras's step of the latter takes about 50 to 500 ms on two cores. Those of KerasHub are
+imported when they are asked for, as nothing else needs it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+from keras import layers, ops
+
+from ga_model.bench._names import NAMES
+
+
+class Case(NamedTuple):
+    """A model and its data.
+
+    Attributes:
+        make_model: returns the model, not compiled.
+        make_optimizer: takes the arguments of an optimizer and returns one.
+        make_data: takes a number of samples and returns x and y.
+        rows: samples of a microbatch.
+        loss: what the model is compiled with.
+    """
+
+    make_model: Callable[[], Any]
+    make_optimizer: Callable[..., Any]
+    make_data: Callable[[int], tuple[Any, Any]]
+    rows: int
+    loss: Any = "sparse_categorical_crossentropy"
+
+
+def random_data(
+    *shape: int, below: int | None = None, targets: tuple[int, ...] = (), classes: int = 10
+) -> Callable[[int], tuple[Any, Any]]:
+    """Return a function that makes samples of a shape, numbers or ids below one, and classes."""
+
+    def make(rows: int) -> tuple[Any, Any]:
+        generator = np.random.default_rng(0)
+        if below is None:
+            x = generator.normal(size=(rows, *shape)).astype("float32")
+        else:
+            x = generator.integers(0, below, size=(rows, *shape)).astype("int32")
+        return x, generator.integers(0, classes, size=(rows, *targets))
+
+    return make
+
+
+def _dense() -> Any:
+    """15 million parameters, so that the optimizer takes a large share of the time."""
+    hidden = [layers.Dense(2048, activation="relu") for _ in range(4)]
+    return keras.Sequential([keras.Input((1024,)), *hidden, layers.Dense(10, "softmax")])
+
+
+def _convolutional() -> Any:
+    def convolution(filters: int) -> Any:
+        return layers.Conv2D(filters, 3, padding="same", activation="relu")
+
+    first = [convolution(16), convolution(16), layers.MaxPooling2D()]
+    second = [convolution(32), convolution(32), layers.GlobalAveragePooling2D()]
+    head = layers.Dense(10, "softmax")
+    return keras.Sequential([keras.Input((32, 32, 3)), *first, *second, head])
+
+
+def _transformer() -> Any:
+    """A block of attention over 64 tokens, of which each predicts a token."""
+    tokens = keras.Input((64,), dtype="int32")
+    h = layers.Embedding(1000, 128)(tokens)
+    normal = layers.LayerNormalization()(h)
+    h = h + layers.MultiHeadAttention(4, 32)(normal, normal, use_causal_mask=True)
+    normal = layers.LayerNormalization()(h)
+    h = h + layers.Dense(128)(layers.Dense(512, activation="gelu")(normal))
+    return keras.Model(tokens, layers.Dense(1000, "softmax")(layers.LayerNormalization()(h)))
+
+
+def _embedding(most: int, width: int) -> Any:
+    """A table of which a batch uses few rows, so that its gradient is sparse."""
+    ids = keras.Input((32,), dtype="int32")
+    mean = layers.GlobalAveragePooling1D()(layers.Embedding(most, width)(ids))
+    return keras.Model(ids, layers.Dense(10, "softmax")(layers.Dense(64, "relu")(mean)))
+
+
+def _tiny() -> Any:
+    """So small that what is measured is the work around the model."""
+    hidden = layers.Dense(16, "relu")
+    return keras.Sequential([keras.Input((8,)), hidden, layers.Dense(10, "softmax")])
+
+
+class Sizes(NamedTuple):
+    """Of the models that people train: layers, width of hidden states, and of texts."""
+
+    num_layers: int = 4
+    width: int = 256
+    length: int = 128
+    vocabulary: int = 8000
+
+
+def trained_cases(sizes: Sizes) -> tuple[Case, ...]:
+    """Return the models of the kinds that people train, in the order of their names."""
+    from_logits = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    side = 4 * max(sizes.width // 16, 2)
+    length, most = sizes.length, sizes.vocabulary
+    texts = random_data(length, below=most, targets=(length,), classes=most)
+    pairs = random_data(2, max(length // 4, 1), below=most)
+    adamw = functools.partial(keras.optimizers.AdamW, 1e-4)
+    sentences = _as_tokens(random_data(length, below=most, classes=3), has_segments=True)
+    return (
+        Case(lambda: _bert(sizes), adamw, sentences, 4, from_logits),
+        Case(lambda: _gpt2(sizes, False), adamw, _as_tokens(texts), 2, from_logits),
+        Case(lambda: _gpt2(sizes, True), adamw, _as_tokens(texts), 2, from_logits),
+        Case(lambda: _vit(sizes, side), adamw, random_data(side, side, 3), 4, from_logits),
+        Case(lambda: _resnet(sizes), keras.optimizers.Adam, random_data(32, 32, 3), 4),
+        Case(lambda: _two_towers(sizes), keras.optimizers.Adam, pairs, 32, _contrastive),
+    )
+
+
+def _keras_hub() -> Any:
+    return importlib.import_module("keras_hub").models
+
+
+def _backbone(name: str, sizes: Sizes) -> Any:
+    return getattr(_keras_hub(), name)(
+        vocabulary_size=sizes.vocabulary,
+        num_layers=sizes.num_layers,
+        num_heads=max(sizes.width // 64, 1),
+        hidden_dim=sizes.width,
+        intermediate_dim=4 * sizes.width,
+        max_sequence_length=sizes.length,
+        dropout=0.1,
+    )
+
+
+def _bert(sizes: Sizes) -> Any:
+    backbone = _backbone("BertBackbone", sizes)
+    return _keras_hub().BertTextClassifier(backbone, num_classes=3, preprocessor=None)
+
+
+def _gpt2(sizes: Sizes, has_lora: bool) -> Any:
+    backbone = _backbone("GPT2Backbone", sizes)
+    if has_lora:
+        backbone.enable_lora(rank=4)
+    return _keras_hub().GPT2CausalLM(backbone, preprocessor=None)
+
+
+def _vit(sizes: Sizes, side: int) -> Any:
+    backbone = _keras_hub().ViTBackbone(
+        image_shape=(side, side, 3),
+        patch_size=(8, 8),
+        num_layers=sizes.num_layers,
+        num_heads=max(sizes.width // 32, 1),
+        hidden_dim=sizes.width,
+        mlp_dim=4 * sizes.width,
+    )
+    return _keras_hub().ViTImageClassifier(backbone, num_classes=10, preprocessor=None)
+
+
+def _resnet(sizes: Sizes) -> Any:
+    """Residual blocks of three sizes, normalized by GroupNormalization."""
+
+    def convolution(h: Any, filters: int, strides: int = 1) -> Any:
+        h = layers.Conv2D(filters, 3, strides, padding="same", use_bias=False)(h)
+        return layers.GroupNormalization(max(filters // 16, 1))(h)
+
+    images = keras.Input((32, 32, 3))
+    h = layers.Activation("relu")(convolution(images, sizes.width // 8))
+    for stage in range(3):
+        filters = sizes.width // 8 * 2**stage
+        for block in range(max(sizes.num_layers // 2, 1)):
+            strides = 2 if stage and not block else 1
+            residual = layers.Activation("relu")(convolution(h, filters, strides))
+            residual = convolution(residual, filters)
+            if h.shape[-1] != filters:
+                h = layers.Conv2D(filters, 1, strides)(h)
+            h = layers.Activation("relu")(h + residual)
+    h = layers.GlobalAveragePooling2D()(h)
+    return keras.Model(images, layers.Dense(10, "softmax")(h))
+
+
+def _two_towers(sizes: Sizes) -> Any:
+    """Embeddings of pairs of texts, by a network each; two unit vectors for each pair."""
+
+    def tower(ids: Any) -> Any:
+        h = layers.Embedding(sizes.vocabulary, sizes.width)(ids)
+        for _ in range(sizes.num_layers):
+            h = h + layers.Dense(sizes.width)(layers.Dense(2 * sizes.width, "gelu")(h))
+            h = layers.LayerNormalization()(h)
+        return layers.UnitNormalization()(layers.GlobalAveragePooling1D()(h))
+
+    pair = keras.Input((2, None), dtype="int32")
+    return keras.Model(pair, ops.stack([tower(pair[:, 0]), tower(pair[:, 1])], axis=1))
+
+
+def _contrastive(y_true: Any, pair: Any) -> Any:
+    """Return how badly each query tells its document from the others of the batch."""
+    scores = ops.matmul(pair[:, 0], ops.transpose(pair[:, 1])) / 0.07
+    own = ops.arange(ops.shape(scores)[0])
+    return keras.losses.sparse_categorical_crossentropy(own, scores, from_logits=True)
+
+
+def _as_tokens(data: Callable[[int], Any], has_segments: bool = False) -> Callable[[int], Any]:
+    """Return data as the text models of KerasHub take it."""
+
+    def make(rows: int) -> tuple[Any, Any]:
+        ids, targets = data(rows)
+        x = {"token_ids": ids, "padding_mask": np.ones(ids.shape, "int32")}
+        return x | ({"segment_ids": np.zeros(ids.shape, "int32")} if has_segments else {}), targets
+
+    return make
+
+
+_SENTENCES = random_data(64, below=1000, targets=(64,), classes=1000)
+_SGD = keras.optimizers.SGD
+_MADE = (
+    Case(_dense, keras.optimizers.Adam, random_data(1024), 16),
+    Case(_convolutional, keras.optimizers.Adam, random_data(32, 32, 3), 8),
+    Case(_transformer, keras.optimizers.AdamW, _SENTENCES, 4),
+    Case(lambda: _embedding(200_000, 32), _SGD, random_data(32, below=200_000), 64),
+    Case(lambda: _embedding(1_000_000, 64), _SGD, random_data(32, below=1_000_000), 32),
+    Case(_tiny, keras.optimizers.Adam, random_data(8), 8),
+    *trained_cases(Sizes()),
+)
+CASES = dict(zip(NAMES, _MADE, strict=True))
