@@ -156,14 +156,15 @@ def measure_times(
         taken[setup] = training.run(in_one_call), []
         training.run(setup.microbatches - in_one_call)
         trainings[setup] = training
-    # Round -1 is not counted: TensorFlow optimizes a function again when others were made since.
-    for number, setup in itertools.product(range(-1, _MOST_ROUNDS), trainings):
+    for _, setup in itertools.product(range(1 + _MOST_ROUNDS), trainings):
         if time.monotonic() >= end:
             break
-        windows = 1 if number < 0 else -(-_FEWEST // setup.microbatches)
-        microbatches = windows * setup.microbatches
-        per_sample = trainings[setup].run(microbatches) / (microbatches * CASES[setup.model].rows)
-        taken[setup][1].extend([per_sample] if number >= 0 else [])
+        microbatches = -(-_FEWEST // setup.microbatches) * setup.microbatches
+        seconds_taken = trainings[setup].run(microbatches)
+        taken[setup][1].append(seconds_taken / (microbatches * CASES[setup.model].rows))
+    if all(len(per_sample) > 1 for _, per_sample in taken.values()):
+        for _, per_sample in taken.values():
+            del per_sample[0]  # TensorFlow optimizes functions again when others were made since
     return taken
 
 

@@ -132,8 +132,8 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     add, usual = parser.add_argument, list(USUAL_NAMES)
     models = f"of {', '.join(NAMES)} (default: {' '.join(usual)})"
     add("--models", nargs="+", choices=NAMES, default=usual, metavar="MODEL", help=models)
-    number, numbers = integer_from(1), "microbatches per update (default: 4 16)"
-    add("--microbatches", nargs="+", type=number, default=[4, 16], metavar="K", help=numbers)
+    number, numbers = integer_from(1), "microbatches per update (default: 8)"
+    add("--microbatches", nargs="+", type=number, default=[8], metavar="K", help=numbers)
     jit = "XLA (default: %(default)s, as in Keras on a CPU)"
     add("--jit", choices=["off", "on", "both"], default="off", help=jit)
     minutes = (

@@ -214,7 +214,7 @@ def test_the_benchmark_takes_ten_minutes_by_default(monkeypatch):
     given = []
     monkeypatch.setattr(_bench, "measure", lambda *args: given.append(args) or {})
     assert main(["bench"]) == 0
-    assert given == [(list(NAMES[:4]), [4, 16], [False], 600.0)]
+    assert given == [(list(NAMES[:4]), [8], [False], 600.0)]
 
 
 def made_up():
