@@ -51,8 +51,11 @@ SETTINGS = {
     "microbatches of one": Setting(12, {"microbatch_size": 1}, True),
     "added up": Setting(12, {"microbatch_size": 5, "loss_over": "microbatch"}, True),
     "left out": Setting(12, {"microbatch_size": 5, "skip_nonfinite": True}, True),
+    "windows that may be left out": Setting(
+        4, {"accumulation_steps": 3, "skip_nonfinite": True}, False
+    ),
 }
-USUAL = tuple(name for name in SETTINGS if name not in ("added up", "left out"))
+USUAL = tuple(name for name in SETTINGS if name != "added up" and "left out" not in name)
 
 
 ALL = ("weights", "variables", "seeds", "optimizer", "updates", "logs")

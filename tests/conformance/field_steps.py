@@ -359,6 +359,32 @@ class MaskedLanguageModel(OwnStep):
         return ops.sum(is_hidden * losses) / ops.maximum(ops.sum(is_hidden), 1.0)
 
 
+class Sequences(OwnStep):
+    """Calls layers one by one: with a mask, and on positions that all samples share."""
+
+    @staticmethod
+    def data(rows):
+        return np.random.default_rng(3).integers(0, 9, size=(rows, 5)).astype("int32"), normal(
+            rows, 2
+        )
+
+    def make(self):
+        self.embed, self.positions = layers.Embedding(9, 4, mask_zero=True), layers.Embedding(5, 4)
+        self.recur, self.head = layers.LSTM(3), layers.Dense(2)
+        for part, shape in (
+            (self.embed, (None, 5)),
+            (self.positions, (5,)),
+            (self.recur, (None, 5, 4)),
+            (self.head, (None, 3)),
+        ):
+            part.build(shape)
+
+    def loss_of(self, x, y):
+        embedded = self.embed(x) + self.positions(ops.arange(5))
+        outputs = self.head(self.recur(embedded, mask=self.embed.compute_mask(x)))
+        return ops.sqrt(ops.mean(ops.square(outputs - y)))
+
+
 class CTC(OwnStep):
     """Aligns labels with longer outputs."""
 
@@ -594,7 +620,7 @@ class Multiplier(OwnStep):
 
     def make(self):
         super().make()
-        self.price = self.add_weight(shape=(), initializer="ones", trainable=False)
+        self.price = self.add_weight(shape=(), initializer="ones", trainable=False, name="price")
 
     def loss_of(self, x, y):
         z = self.net(x)
@@ -822,6 +848,7 @@ CASES = {
     "masked language model": field_step(MaskedLanguageModel),
     # TensorFlow computes it in float32.
     "CTC": field_step(CTC, learning_rate=0.003, precision="float32"),
+    "sequences": field_step(Sequences, True),
     "random field": field_step(RandomField),
     "VAE": field_step(VAE, learning_rate=0.005),
     "VAE that adds a sum": field_step(VAEThatAddsASum, learning_rate=0.005),
@@ -838,7 +865,7 @@ CASES = {
     "BYOL": field_step(BYOL, True),
     "NNCLR": field_step(NNCLR, True),
     "centers": field_step(Centers, True),
-    "multiplier": field_step(Multiplier, True),
+    "multiplier": field_step(Multiplier, expects={"across": Warns(f"(?s){TRIED}.*price")}),
     "clipped weights": field_step(ClipsWeights, True),
     "GAN": of_networks(GAN, told=True),
     "GAN of one state": of_networks(GANOfOneState),

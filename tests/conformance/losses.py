@@ -490,6 +490,11 @@ class MeanOfSomeWithRule(MeanOfSome):
         return ops.sum(ops.cast(y[:, 0] > 0, "float32"))
 
 
+class SumOfOwn(keras.Sequential):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return 0.1 * total(y, y_pred)
+
+
 class SumWithRule(keras.Sequential):
     """Sums a loss of its own over samples, and has a regularizer."""
 
@@ -563,6 +568,7 @@ CASES |= {
         samples=FULL,
         settings=("recomputed",),
     ),
+    "own compute_loss: a sum": Case(of_class(SumOfOwn), dense_data, sgd(None, 0.02)),
     "own compute_loss: mean of some": Case(of_class(MeanOfSome), dense_data, sgd(None, 0.02)),
 }
 

@@ -416,6 +416,68 @@ def alike_at_first(rows):
     return ids, dense_data(rows)[1]
 
 
+class Scaled(layers.Layer):
+    """Adds means over samples, times a number that is zero at first."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(), initializer="zeros")
+
+    def call(self, x):
+        return x + self.scale * ops.mean(x, axis=0, keepdims=True)
+
+
+# What combines samples behind weights that are zero at first.
+HIDDEN = {
+    "a head": lambda: [Centers(), layers.Dense(2, kernel_initializer="zeros")],
+    "a scale": lambda: [Scaled(), layers.Dense(2)],
+}
+
+
+def hidden(parts, base=keras.Sequential):
+    return lambda: base([keras.Input((4,)), layers.Dense(5, activation="tanh"), *parts()])
+
+
+class KeepsAverage(layers.Dense):
+    """Keeps an average of its inputs, as codes of a VQ-VAE, by which it scales them."""
+
+    def build(self, shape):
+        super().build(shape)
+        self.average = self.add_weight(shape=(4,), trainable=False, initializer="ones")
+
+    def call(self, x):
+        outputs = super().call(x * self.average)
+        self.average.assign(0.5 * self.average + 0.5 * ops.mean(x, axis=0))
+        return outputs
+
+
+class Annealed(layers.Layer):
+    """Adds a loss that has no weight in the first epoch, which `Anneals` raises."""
+
+    def __init__(self, function):
+        super().__init__(name="annealed")
+        self.function = function
+
+    def build(self, shape):
+        self.factor = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, x):
+        self.add_loss(self.factor * self.function(ops.sum(ops.square(x))))
+        return x
+
+
+class Anneals(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        self.model.get_layer("annealed").factor.assign(0.02 * epoch)
+
+
+def annealed(function, base=keras.Sequential, **kwargs):
+    def make():
+        hidden = [layers.Dense(6, activation="tanh"), Annealed(function), layers.Dense(2)]
+        return base([keras.Input((4,)), *hidden])
+
+    return Case(make, dense_data, fit={"callbacks": [Anneals()], "epochs": 3}, **kwargs)
+
+
 class AddsRoot(layers.Layer):
     def call(self, x):
         self.add_loss(ops.sqrt(ops.sum(ops.square(x))))
@@ -506,6 +568,41 @@ CASES |= {
         values_alike_at_first,
         expects={"within": Warns("cannot be split into", ALL)},
         settings=("split", "recomputed"),
+    ),
+    **{
+        f"a layer that combines samples behind {name} of zeros": Case(
+            hidden(parts),
+            dense_data,
+            expects={
+                "across": Warns(TRIED),
+                "within": Warns("cannot be split.*Training is exact", ALL),
+            },
+            settings=("windows", "split"),
+        )
+        for name, parts in HIDDEN.items()
+    },
+    **{
+        f"a layer that {what}": Case(
+            lambda first=first: keras.Sequential([keras.Input((4,)), first(), layers.Dense(2)]),
+            dense_data,
+            expects={
+                "across": Warns(f"{TRIED}|cannot be split into"),
+                "within": Warns(r"cannot be split into.*it writes to \[", ALL),
+            },
+        )
+        for what, first in {
+            "writes to its weights": lambda: layers.SpectralNormalization(layers.Dense(5, "tanh")),
+            "keeps an average": lambda: KeepsAverage(5, "tanh"),
+        }.items()
+    },
+    "a layer that adds a sum later": annealed(ops.sum, settings=("split",)),
+    "a layer that adds a root later": annealed(
+        ops.sqrt,
+        expects={
+            "across": Warns(TRIED),
+            "within": Warns("a loss that is neither a mean nor a sum over samples", ALL),
+        },
+        settings=("windows", "split"),
     ),
     "a layer that adds a root": Case(
         followed_by(AddsRoot),
@@ -629,11 +726,19 @@ def with_calls_inside():
     return keras.Model(inputs, layers.Dense(2)(Centers(0.1)(hidden)))
 
 
+def deep():
+    """Rounds otherwise for other numbers of samples."""
+    inputs = keras.Input((4,))
+    parts = [layers.Dense(32, activation="relu") for _ in range(12)]
+    return keras.Model(inputs, keras.Sequential([*parts, layers.Dense(2)])(inputs))
+
+
 HALF = {
     "dense": Case(dense_model, dense_data),
     "recurrent": Case(*zoo.ZOO["masked_recurrent"]),
     "attention": Case(*zoo.ZOO["attention"]),
     "embedding": Case(*zoo.ZOO["embedding"]),
+    "deep": Case(deep, dense_data, settings=("split",), compares=("updates",)),
     "calls inside of a language model": Case(
         tokens_with_calls_inside,
         tokens,

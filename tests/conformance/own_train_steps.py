@@ -1,9 +1,11 @@
 """Cases about a `train_step` of the user's own, written as the guides of each backend have it."""
 
+import dataclasses
 import functools
 
 import keras
 import losses
+import models
 from case import ALL, BACKEND, TRIED, Case, Warns, sgd
 from helpers import dense_data, dense_model
 from keras import layers, ops
@@ -157,6 +159,26 @@ class ByComputeLoss(OwnStep):
         return self.compute_loss(x=x, y=y, y_pred=y_pred)
 
 
+class CallsKeras(keras.Sequential):
+    """Runs Keras's step, with more logs."""
+
+    def train_step(self, *args):
+        found = super().train_step(*args)
+        logs, *state = found if isinstance(found, tuple) else (found,)
+        logs = {**logs, **self.more(logs, *args[-1])}
+        return (logs, *state) if state else logs
+
+    def more(self, logs, x, y):
+        return {"largest": ops.mean(ops.max(x, axis=-1)), "rate": ops.convert_to_tensor(0.5)}
+
+
+class LogsTwice(CallsKeras):
+    """Computes with the result of a metric, which waits for the window."""
+
+    def more(self, logs, x, y):
+        return {"twice": 2 * logs["loss"]}
+
+
 class Penalized(OwnStep):
     """Adds a penalty on a weight."""
 
@@ -236,7 +258,15 @@ def step(objective, learning_rate=0.05, data=dense_data, outputs=2, base=OwnStep
     return Case(make, data, compile_args, falls_short=short, **kwargs)
 
 
+class AddsLosses(OwnStep):
+    """Adds what layers have added."""
+
+    def objective(self, x, y, y_pred):
+        return self.function(y, y_pred) + sum(self.losses)
+
+
 COMPARES = {"across": Warns(TRIED)}
+BUT_LOGS = tuple(name for name in ALL if name != "logs")
 
 # The objectives of which each backend is to be exact in both settings, and those that compare
 # samples, which are exact within a batch.
@@ -264,6 +294,42 @@ CASES = {
     "a rate set behind the update": step(losses.mean, base=SetsRate, expects=COMPARES),
     "contrastive": step(losses.contrastive, expects=COMPARES),
     "root": step(losses.root, expects=COMPARES),
+    **{
+        f"contrastive, {name}": dataclasses.replace(
+            step(losses.contrastive), compile=sgd(None, 0.05, **how), settings=("split",)
+        )
+        for name, how in {
+            "eager": {"run_eagerly": True},
+            "not compiled": {"jit_compile": False},
+        }.items()
+    },
+    "of Keras": Case(losses.of_class(CallsKeras), dense_data, sgd(metrics=["mae"])),
+    "of Keras, twice its loss": Case(
+        losses.of_class(LogsTwice),
+        dense_data,
+        expects={
+            "across": Warns(
+                "(?s)does not train as the full batch.*the log 'twice' differs,", BUT_LOGS
+            )
+        },
+    ),
+    **{
+        f"samples combined behind {name} of zeros": Case(
+            models.hidden(parts, functools.partial(OwnStep, losses.mean)),
+            dense_data,
+            sgd(None),
+            expects={
+                "across": Warns(TRIED),
+                "within": Warns("cannot be split.*Training is exact", ALL),
+            },
+            settings=("windows", "split"),
+        )
+        for name, parts in models.HIDDEN.items()
+    },
+    "a loss of a layer, a sum later": dataclasses.replace(
+        models.annealed(ops.sum, functools.partial(AddsLosses, losses.mean), settings=("split",)),
+        compile=sgd(None),
+    ),
 }
 
 

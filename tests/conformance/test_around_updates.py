@@ -1,6 +1,7 @@
 """All that is around an update is that of plain Keras on the full batch, on any backend."""
 
 import copy
+import importlib.util
 import os
 import subprocess
 import sys
@@ -21,6 +22,9 @@ from helpers import (
     told,
 )
 from keras import layers
+from losses import mean
+from metrics import TracksItsInputs, mean_error
+from own_train_steps import OwnStep
 from training import train
 
 import ga_model
@@ -389,6 +393,37 @@ def test_settings_are_in_the_files_of_a_mixin(tmp_path):
     assert (loaded.accumulation_steps, loaded.microbatch_size) == (3, 2)
 
 
+@pytest.mark.gate
+def test_files_open_without_this_package_and_on_each_backend(tmp_path):
+    """On another backend without their optimizer, of which Keras names the backend's own class."""
+    model, _ = trained(dense_data(24), rows=4, **WINDOWS)
+    model.save(tmp_path / "model.keras")
+    assert type(keras.saving.load_model(tmp_path / "model.keras")) is keras.Sequential
+    np.savez(tmp_path / "weights.npz", *model.get_weights())
+    code = (
+        "import sys, keras, numpy as np\n"
+        f"is_same = keras.backend.backend() == {BACKEND!r}\n"
+        f"model = keras.saving.load_model({str(tmp_path / 'model.keras')!r}, compile=is_same)\n"
+        "assert 'ga_model' not in sys.modules\n"
+        f"with np.load({str(tmp_path / 'weights.npz')!r}) as expected:\n"
+        "    for w, name in zip(model.get_weights(), expected):\n"
+        "        np.testing.assert_array_equal(w, expected[name])\n"
+        "assert not is_same or int(model.optimizer.iterations) == 4\n"
+        "is_same or model.compile('sgd', 'mse')\n"
+        "model.fit(np.ones((4, 4)), np.ones((4, 2)), verbose=0)\n"
+    )
+    for backend in filter(importlib.util.find_spec, ("tensorflow", "torch", "jax")):
+        environment = {**os.environ, "KERAS_BACKEND": backend}
+        subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+def test_a_refused_setting_leaves_the_model_as_it_was():
+    model = compiled(**SPLIT)
+    with pytest.raises(ValueError, match="must be an integer"):
+        model.microbatch_size = 0
+    assert model.microbatch_size == 5
+
+
 def test_copies_and_clones_train_alike():
     data = dense_data(24)
     model = compiled(**WINDOWS)
@@ -492,6 +527,81 @@ def test_nothing_is_tried_that_is_not_to_be_verified(rows, settings):
     assert set(model.loss.sizes) <= {4, rows}  # and not the samples of a trial
     with pytest.raises(TypeError, match="verify"):
         accumulate(dense_model(), verify="no")
+
+
+def of_four(y, y_pred):
+    """Takes batches of one number of samples."""
+    return keras.ops.mean(keras.ops.reshape(keras.ops.square(y - y_pred), (4, 2)))
+
+
+def test_what_cannot_be_tried_is_told_of():
+    model = compiled(compile_args=lambda: arguments(loss=of_four), accumulation_steps=2)
+    with pytest.warns(UserWarning, match="(?s)It is not known whether.*cannot be run on some"):
+        model.fit(*dense_data(8), batch_size=4, verbose=0)
+
+
+@pytest.mark.skipif(BACKEND == "tensorflow", reason="float8 layers train there")
+def test_variables_that_gradients_overwrite_are_refused():
+    model = accumulate(dense_model(), microbatch_size=3)
+    model.trainable_variables[0].overwrite_with_gradient = True
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match=r"overwrite their variables.*float8"):
+        model.fit(*dense_data(6), verbose=0)
+
+
+@pytest.mark.xfail(BACKEND == "tensorflow", reason="nothing is told of it there")
+@pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
+def test_terms_whose_lengths_differ_in_a_window_are_told_of():
+    def batches():
+        for length in (3, 5):
+            yield np.ones((2, length, 3)), (np.ones((2, length, 2)), np.ones((2, 2)))
+
+    x = keras.Input((None, 3))
+    pooled = layers.GlobalAveragePooling1D()(x)
+    model = keras.Model(x, [layers.Dense(2, name="a")(x), layers.Dense(2, name="c")(pooled)])
+    model = accumulate(model, accumulation_steps=2)
+    model.compile("sgd", ["mse", "mse"])
+    for batch in batches():  # first each in a window of its own
+        for _ in range(2):
+            model.train_on_batch(*batch)
+    with pytest.warns(UserWarning, match="numbers per sample changed within a window"):
+        model.fit(batches(), shuffle=False, verbose=0)
+
+
+class Drops(OwnStep):
+    """Has layers that draw."""
+
+    def __init__(self, *more):
+        drawing = [layers.Dropout(0.3, seed=1), layers.GaussianNoise(0.1, seed=2)]
+        super().__init__(mean, [keras.Input((4,)), dense_model(), *drawing, layers.Dense(2)])
+
+
+class DropsByRule(AccumulatingModel, Drops):
+    def microbatch_weight(self, x, y=None, sample_weight=None):
+        return keras.ops.shape(x)[0]
+
+
+def test_trying_leaves_no_trace():
+    """All that training changes is that of a step that says what it averages over."""
+    states = []
+    for base in (Drops, DropsByRule):
+        model = compiled(base, lambda: arguments(loss=None, metrics=None), accumulation_steps=2)
+        model.fit(*dense_data(16), batch_size=4, shuffle=False, verbose=0)
+        variables = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
+        states.append([keras.ops.convert_to_numpy(v) for v in variables])
+    for tried, ruled in zip(*states, strict=True):
+        np.testing.assert_array_equal(tried, ruled)
+
+
+def test_random_numbers_in_layers_are_no_reason_to_tell():
+    def make():
+        parts = [dense_model(), layers.GaussianNoise(0.5)]
+        parts += [TracksItsInputs()] if BACKEND != "jax" else []  # whose steps take none
+        return keras.Sequential(parts)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        trained(dense_data(24), 4, make, lambda: arguments(metrics=[mean_error]), **WINDOWS)
 
 
 def test_an_optimizer_that_accumulates_itself_is_refused():

@@ -4,74 +4,19 @@ What fits is decided by a layer, by the number of rows: on JAX as programs are t
 """
 
 import re
+import warnings
 
 import keras
 import numpy as np
 import pytest
-from case import BACKEND
-from helpers import LIMIT, dense_data, relative_difference, seeded
-from keras import layers
+from helpers import LIMIT, dense_data, relative_difference, seeded, told
+from keras import layers, ops
+from limited_memory import Memory, limited, out_of_memory
 
 from ga_model import accumulate
-from ga_model.base._call_again import inside_of_call
-from ga_model.recording._models import recording_of_thread
 from ga_model.tools import _memory
 
-if BACKEND == "tensorflow":
-    import tensorflow as tf
-
-    def out_of_memory(text):
-        return tf.errors.ResourceExhaustedError(None, None, text)
-
-elif BACKEND == "jax":
-    import jax
-
-    def out_of_memory(text):
-        return jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {text}")
-
-else:
-    import torch
-
-    def out_of_memory(text):
-        return torch.cuda.OutOfMemoryError(text)
-
-
 pytestmark = pytest.mark.filterwarnings("ignore:BatchNormalization layers in training mode")
-
-
-class Memory:
-    """Memory of so many rows.
-
-    Attributes:
-        limit: rows that fit.
-        taken: rows of all microbatches.
-    """
-
-    def __init__(self, limit=10**6):
-        self.limit, self.taken = limit, []
-
-    def take(self, rows):
-        self.taken.append(rows)
-        if rows > self.limit:
-            raise MemoryError if BACKEND == "tensorflow" else out_of_memory("too many rows")
-        return rows
-
-
-def limited(memory):
-    """Return a layer that hands on what it gets, if it fits."""
-
-    def take(x):
-        trains = recording_of_thread.get() is not None or inside_of_call.get()
-        if not trains or x.shape[0] == 0:
-            return x
-        if BACKEND != "tensorflow":
-            memory.take(x.shape[0])
-            return x
-        rows = tf.numpy_function(memory.take, [tf.shape(x)[0]], tf.int32)
-        with tf.control_dependencies([rows]):
-            return tf.identity(x)
-
-    return layers.Activation(take)
 
 
 def compiled(memory, size="auto", loss="mse", **settings):
@@ -179,3 +124,38 @@ def test_a_size_that_would_take_too_much_is_not_tried(monkeypatch, capsys):
     fit(model, dense_data(64), rows=64, verbose=2)
     assert model.microbatch_size == 17
     assert re.search(r"17 samples .*\(18 would not fit", capsys.readouterr().out)
+
+
+@pytest.mark.gate
+def test_a_larger_batch_is_searched_again_only_where_the_batch_was_the_limit():
+    x, y = dense_data(60)
+    model = compiled(memory := Memory(20))
+    for rows, size in [(6, 6), (4, 6), (12, 12), (40, 20), (60, 20)]:
+        model.train_on_batch(x[:rows], y[:rows])
+        assert model.microbatch_size == size
+    memory.limit = 30
+    model.microbatch_size = "auto"
+    assert model.microbatch_size == "auto"
+    model.train_on_batch(x, y)
+    assert model.microbatch_size == 30
+    model.microbatch_size = None
+    assert model.microbatch_size is None
+
+
+def mean_of_largest(y, y_pred):
+    return ops.mean(ops.max(ops.square(y - y_pred), axis=0))
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("limit", [5, 12])
+def test_a_search_warns_only_of_what_is_trained(limit):
+    """Of the full batch nothing is told that is told of parts of it."""
+    model = compiled(Memory(limit), loss=mean_of_largest, loss_over="microbatch")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        model.train_on_batch(*dense_data(12))
+    assert model.microbatch_size == limit
+    said = [text for text in told(caught) if "BatchNormalization layers" not in text]
+    assert bool(said) == (limit == 5)
+    pattern = "compares samples|does not train as the full batch|only if the loss"
+    assert all(re.search(pattern, text) for text in said)

@@ -6,16 +6,20 @@ import math
 import keras
 import numpy as np
 import pytest
+from case import BACKEND
+from field_steps import Differentiates
 from gradients import gradients_of
 from helpers import assert_changed, dense_data, dense_model, seeded
 from keras import ops
 from noise import (
     DECAY,
     SETTINGS,
+    TwoNetworks,
     averages_by_formula,
     fit,
     linear_model,
     measure_again,
+    measure_two_networks,
     nonlinear_model,
     normal_rows,
     weighted_data,
@@ -145,3 +149,37 @@ def test_weights_are_those_of_training_without_it(name):
     assert_changed(weights[0], start)
     for with_it, without in zip(*weights, strict=True):
         np.testing.assert_allclose(with_it, without, rtol=1e-5, atol=1e-6)
+
+
+class OfTwo(TwoNetworks, Differentiates):
+    def microbatch_weight(self, x, y=None, sample_weight=None):
+        return ops.shape(x)[0]
+
+    def step(self, x, y):
+        first, second = self.first.trainable_variables, self.second.trainable_variables
+        loss, of_first = self.gradients(lambda: ops.mean(self.first(x)), first)
+        of_first = [ops.copy(gradient) for gradient in of_first]
+        _, of_second = self.gradients(lambda: 3.0 * ops.mean(self.second(x)), second)
+        self.update(of_first, first, self.first_optimizer)
+        self.update(of_second, second, self.second_optimizer)
+        return {"first": loss}
+
+
+@pytest.mark.gate
+@pytest.mark.skipif(BACKEND == "jax", reason="a step has one optimizer there")
+@every_setting
+def test_several_optimizers_each_have_their_own(name):
+    measure_two_networks(OfTwo(), name, rel=1e-4)
+
+
+@pytest.mark.gate
+def test_the_automatic_size_is_measured_as_well():
+    x, _, _ = normal_rows(64)
+    settings = {"microbatch_size": "auto", "accumulation_steps": 2}
+    found, given = GradientNoiseScale(), GradientNoiseScale()
+    model = linear_model(settings=settings)
+    fit(model, x, found)
+    fit(linear_model(settings={**settings, "microbatch_size": model.microbatch_size}), x, given)
+    averages = [noise.noise_scales["optimizer"].averages for noise in (found, given)]
+    np.testing.assert_allclose(*averages, rtol=1e-4)
+    assert averages[0].num_windows == 4

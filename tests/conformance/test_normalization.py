@@ -8,13 +8,14 @@ import keras
 import numpy as np
 import pytest
 from averages import SETTINGS, averages, difference, first, fit
+from field_steps import OwnStep
 from helpers import (
     LIMIT,
     dense_data,
     relative_difference,
     seeded,
 )
-from keras import layers
+from keras import layers, ops
 
 from ga_model import accumulate
 
@@ -96,3 +97,38 @@ def test_what_is_left_out_moves_nothing():
     rest = [np.concatenate([part[:5], part[10:]]) for part in (x, y)]
     expected, _ = fit(first, {}, 12, rest, epochs=1)
     assert relative_difference(found, expected, start) <= LIMIT
+
+
+class Twice(OwnStep):
+    """Calls its first layer on two things."""
+
+    def make(self):
+        self.normal, self.head = layers.BatchNormalization(momentum=0.8), layers.Dense(2)
+        self.normal.build((None, 4)), self.head.build((None, 4))
+
+    def call(self, x):
+        return self.head(self.normal(x))
+
+    def loss_of(self, x, y):
+        first, second = (self.normal(x, training=True) for x in (x, 0.5 * x + 1))
+        return ops.sqrt(ops.mean(ops.square(self.head(first + second) - y)))
+
+
+def test_a_layer_that_a_step_calls_twice_moves_twice():
+    assert difference(Twice, "split") <= LIMIT
+
+
+class MovesItself(layers.BatchNormalization):
+    def call(self, inputs, training=None, mask=None):
+        return super().call(inputs, training=training, mask=mask)
+
+
+@pytest.mark.filterwarnings("ignore:A window of microbatches:UserWarning")
+def test_a_layer_that_moves_itself_is_told_of_and_gets_the_full_batch_where_it_can():
+    def own():
+        return keras.Sequential([keras.Input((4,)), MovesItself(name="bn"), layers.Dense(2)])
+
+    with pytest.warns(UserWarning, match="cannot be split into microbatches"):
+        assert difference(own, "split") <= LIMIT
+    with pytest.warns(UserWarning, match=r"\['bn'\].*once per microbatch"):
+        assert difference(own, "windows") > 1e-2

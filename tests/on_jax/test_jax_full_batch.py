@@ -1,6 +1,5 @@
 """On JAX, any step and any loss is exact with `microbatch_size`: calls of layers are split."""
 
-import jax
 import keras
 import numpy as np
 import pytest
@@ -9,11 +8,11 @@ from helpers import (
     dense_data,
     dense_model,
 )
-from jax import numpy as jnp
 from keras import layers, ops
-from training import difference_of_fits, train
+from own_train_steps import OwnStep
+from training import difference_of_fits
 
-from ga_model import AccumulatingModel
+from ga_model import AccumulatingModel, accumulate
 
 SIZE = {"rows": 12, "size": 5}
 
@@ -27,34 +26,13 @@ def fresh(base):
     return lambda: base([keras.Input((4,)), *dense_model().layers])
 
 
-class OwnStep(keras.Sequential):
-    """A step as the guides for JAX have it, with a loss that compares samples."""
-
-    def loss_of(self, trainable, non_trainable, x, y):
-        y_pred, non_trainable = self.stateless_call(trainable, non_trainable, x, training=True)
-        similar = jnp.matmul(y_pred, y_pred.T)
-        return jnp.mean(jnp.square(y_pred - y)) + 0.1 * jnp.mean(jnp.square(similar)), non_trainable
-
-    def train_step(self, state, data):
-        trainable, non_trainable, optimizer, metrics = state
-        x, y = data[:2]
-        gradient = jax.value_and_grad(self.loss_of, has_aux=True)
-        (loss, non_trainable), grads = gradient(trainable, non_trainable, x, y)
-        grads = self.worked_over(grads)
-        trainable, optimizer = self.optimizer.stateless_apply(optimizer, grads, trainable)
-        return {"loss": loss}, (trainable, non_trainable, optimizer, metrics)
-
-    def worked_over(self, grads):
-        return grads
-
-
 def test_activations_are_not_kept():
     """Of a call that is split, JAX keeps what goes into it and comes out, and one microbatch."""
 
     def bytes_of(**settings):
         rows, width = 512, 64
         parts = [layers.Dense(width, "tanh") for _ in range(12)]
-        model = accumulating(keras.Sequential([keras.Input((width,)), *parts, layers.Dense(1)]))
+        model = accumulate(keras.Sequential([keras.Input((width,)), *parts, layers.Dense(1)]))
         model.compile("sgd", "mse", **settings)
         x, y = np.ones((rows, width), "float32"), np.ones((rows, 1), "float32")
         model.train_on_batch(x, y)
@@ -68,26 +46,18 @@ def test_activations_are_not_kept():
     assert split < 0.35 * bytes_of(microbatch_size=512, loss_over="batch")
 
 
-def accumulating(model):
-    from ga_model import accumulate
-
-    return accumulate(model)
-
-
 def test_dropout_draws_the_same_numbers_in_both_passes():
     """The gradient of a kernel behind a dropout is zero exactly where its inputs were dropped."""
 
     class Masked(AccumulatingModel, OwnStep):
-        def loss_of(self, trainable, non_trainable, x, y):
-            y_pred, after = self.stateless_call(trainable, non_trainable, x, training=True)
-            return jnp.sum(y_pred), after
+        pass
 
     drop, dense = layers.Dropout(0.5, seed=1), layers.Dense(1, use_bias=False)
-    model = Masked([keras.Input((64,)), drop, dense])
+    model = Masked(lambda y, y_pred: ops.sum(y_pred), [keras.Input((64,)), drop, dense])
     model.compile(keras.optimizers.SGD(1.0), microbatch_size=1)
     dense.kernel.assign(np.zeros((64, 1)))
     logs = model.train_on_batch(np.eye(64, dtype="float32"), np.ones((64, 1)), return_dict=True)
-    assert logs["loss"] == 0.0
+    assert logs["own"] == 0.0
     change = -np.asarray(dense.kernel.value)[:, 0]
     assert set(np.unique(change)) == {0.0, 2.0}
     model.train_on_batch(np.eye(64, dtype="float32"), np.ones((64, 1)))
@@ -101,14 +71,6 @@ class Counts(layers.Layer):
     def call(self, x):
         self.calls.assign(self.calls + 1)
         return x * ops.cast(self.calls > 0, x.dtype)
-
-
-def test_what_a_call_writes_to_is_told_of_or_exact():
-    def make():
-        return keras.Sequential([keras.Input((4,)), Counts(), *dense_model().layers])
-
-    with pytest.warns(UserWarning, match="writes to"):
-        train(make, sgd("mse"), dense_data(12), rows=12, microbatch_size=4)
 
 
 class Centers(layers.Layer):
@@ -159,9 +121,3 @@ def test_a_call_that_writes_elsewhere_runs_whole_or_as_in_plain_keras():
         assert difference_of_fits(make, sgd("mse"), data, **SIZE, loss_over="batch") <= LIMIT
     # Plain Keras loses what it writes, and so does a window.
     assert difference_of_fits(make, sgd("mse"), data, rows=4, steps=3) <= LIMIT
-
-
-@pytest.mark.parametrize("eager", [{"run_eagerly": True}, {"jit_compile": False}])
-def test_a_step_that_is_not_compiled_matches(eager):
-    arguments = sgd(**eager)
-    assert difference_of_fits(fresh(OwnStep), arguments, dense_data(24), **SIZE) <= LIMIT

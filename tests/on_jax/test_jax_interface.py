@@ -2,7 +2,6 @@
 
 import jax
 import keras
-import numpy as np
 import pytest
 from helpers import (
     dense_data,
@@ -10,7 +9,7 @@ from helpers import (
     seeded,
 )
 from jax import numpy as jnp
-from keras import layers, ops
+from keras import ops
 
 from ga_model import AccumulatingModel, GradientAccumulator, accumulate
 from ga_model.base import _validate
@@ -22,65 +21,8 @@ def test_a_keras_that_is_too_old_is_refused(monkeypatch):
         _validate.check_backend("jax")
 
 
-class Logging(keras.Sequential):
-    """Keras's step, with logs of its own."""
-
-    def train_step(self, state, data):
-        logs, state = super().train_step(state, data)
-        largest = ops.mean(ops.max(data[0], axis=-1))
-        return {**logs, "largest": largest, "rate": ops.convert_to_tensor(0.5)}, state
-
-
-class Doubling(keras.Sequential):
-    """Logs what it computes with the result of a metric, which waits for the window."""
-
-    def train_step(self, state, data):
-        logs, state = super().train_step(state, data)
-        return {**logs, "twice": 2 * logs["loss"]}, state
-
-
 def of(base):
     return seeded(lambda: base([keras.Input((4,)), *dense_model().layers]))
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize("settings", [{"accumulation_steps": 3}, {"skip_nonfinite": True}])
-def test_logs_of_a_step_are_those_of_the_window(settings):
-    def logs_of(rows, **settings):
-        model, seen = accumulate(of(Logging), **settings), []
-        model.compile("sgd", "mse", metrics=["mae"])
-        note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda i, logs: seen.append(logs))
-        model.fit(*dense_data(12), batch_size=rows, shuffle=False, verbose=0, callbacks=[note])
-        return seen[-1]
-
-    logs = logs_of(4 if "accumulation_steps" in settings else 12, **settings)
-    expected = logs_of(12)
-    assert list(logs) == list(expected) == ["largest", "loss", "mae", "rate"]
-    for name, value in expected.items():
-        assert logs[name] == pytest.approx(value, rel=1e-5)
-
-
-def test_a_log_of_the_result_of_a_metric_is_told_of():
-    model = accumulate(of(Doubling), accumulation_steps=2)
-    model.compile("sgd", "mse")
-    with pytest.warns(
-        UserWarning, match="(?s)does not train as the full batch.*the log 'twice' differs,"
-    ):
-        model.fit(*dense_data(8), batch_size=4, verbose=0)
-
-
-class Raising(keras.Sequential):
-    """Takes batches of one number of samples."""
-
-    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        return ops.mean(ops.reshape(ops.square(y - y_pred), (4, 2)))
-
-
-def test_what_cannot_be_tried_is_told_of():
-    model = accumulate(of(Raising), accumulation_steps=2)
-    model.compile("sgd", None)
-    with pytest.warns(UserWarning, match="(?s)not known whether a window.*cannot reshape"):
-        model.fit(*dense_data(8), batch_size=4, verbose=0)
 
 
 class DividesInTwoWays(keras.Sequential):
@@ -99,18 +41,6 @@ def test_a_step_that_hides_what_it_divides_by_is_told_of():
         model.fit(*dense_data(8), batch_size=4, verbose=0)
 
 
-def test_a_trial_leaves_the_model_as_it_was():
-    model = accumulate(of(Logging), accumulation_steps=9)
-    model.compile("sgd", "mse", metrics=["mae"])
-    model.optimizer.build(model.trainable_variables)
-    before = [np.array(v.value) for v in (*model.variables, *model.optimizer.variables)]
-    model.train_on_batch(*dense_data(4))
-    after = [np.array(v.value) for v in (*model.variables, *model.optimizer.variables)]
-    names = [v.path for v in (*model.variables, *model.optimizer.variables)]
-    changed = [n for n, a, b in zip(names, before, after, strict=True) if not np.array_equal(a, b)]
-    assert all(name.startswith(("loss", "mean_absolute")) for name in changed)
-
-
 def test_another_distribution_than_of_data_is_refused():
     mesh = keras.distribution.DeviceMesh((1, 1), ["batch", "model"], ["cpu:0"])
     layouts = keras.distribution.LayoutMap(mesh)
@@ -124,14 +54,6 @@ def test_another_distribution_than_of_data_is_refused():
             model.fit(*dense_data(8), verbose=0)
     finally:
         keras.distribution.set_distribution(None)
-
-
-def test_variables_that_gradients_overwrite_are_refused():
-    model = accumulate(dense_model(), microbatch_size=2)
-    model.trainable_variables[0].overwrite_with_gradient = True
-    model.compile("sgd", "mse")
-    with pytest.raises(ValueError, match="overwrite their variables"):
-        model.fit(*dense_data(8), verbose=0)
 
 
 def test_an_own_loop_over_train_step_is_refused():
@@ -155,27 +77,6 @@ def test_on_update_writes_to_variables_of_the_model_only():
     model.compile("sgd", "mse", accumulation_steps=2)
     with pytest.raises(RuntimeError, match="writes to another variable"):
         model.fit(*dense_data(8), batch_size=4, verbose=0)
-
-
-@pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
-def test_terms_whose_lengths_differ_in_a_window_are_told_of():
-    def make():
-        parts = [layers.Dense(2, name="a"), layers.Flatten(name="b")]
-        x = keras.Input((None, 3))
-        pooled = layers.GlobalAveragePooling1D()(x)
-        return keras.Model(x, [parts[0](x), layers.Dense(2, name="c")(pooled)])
-
-    def batches():
-        for length in (3, 5):
-            yield np.ones((2, length, 3)), (np.ones((2, length, 2)), np.ones((2, 2)))
-
-    model = accumulate(make(), accumulation_steps=2)
-    model.compile("sgd", ["mse", "mse"])
-    for batch in batches():  # first each in a window of its own
-        for _ in range(2):
-            model.train_on_batch(*batch)
-    with pytest.warns(UserWarning, match="numbers per sample changed within a window"):
-        model.fit(batches(), shuffle=False, verbose=0)
 
 
 # Sums in loops of one's own.

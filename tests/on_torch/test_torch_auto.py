@@ -17,6 +17,7 @@ from helpers import (
 )
 from keras import layers, ops
 from keras.optimizers import SGD
+from limited_memory import Memory
 from torch_step import torch
 
 from ga_model import accumulate
@@ -24,35 +25,12 @@ from ga_model import accumulate
 pytestmark = pytest.mark.filterwarnings("ignore:BatchNormalization layers in training mode")
 
 
-class Memory:
-    """Memory of so many rows.
-
-    Attributes:
-        limit: rows that fit.
-        taken: rows of every microbatch that came, also of those that failed.
-        drops: limits that hold from a number of microbatches on.
-    """
-
-    def __init__(self, limit=10**6):
-        self.limit, self.taken, self.drops = limit, [], {}
-
-    def take(self, rows):
-        self.limit = self.drops.pop(len(self.taken), self.limit)
-        self.taken.append(int(rows))
-        if rows > self.limit:
-            raise torch.cuda.OutOfMemoryError("no memory for so many rows")
-
-    def drop_in(self, microbatches, limit):
-        """Let less fit from the microbatch on that comes after so many others."""
-        self.drops[len(self.taken) + microbatches] = limit
-
-
 def limited(memory):
-    """Return a layer that hands on what it gets, if it fits."""
+    """Return a layer that hands on what it gets, if it fits, where it is kept for a gradient."""
 
     def take(x):
         is_meta = isinstance(x, keras.KerasTensor) or x.device.type == "meta"
-        if torch.is_grad_enabled() and not is_meta:  # what is kept for a gradient
+        if torch.is_grad_enabled() and not is_meta:
             memory.take(x.shape[0])
         return x
 
@@ -162,21 +140,6 @@ def test_the_search_leaves_everything_as_it_was():
     assert torch.equal(torch.get_rng_state(), generator)
 
 
-def test_a_larger_batch_is_searched_again_only_where_the_batch_was_the_limit():
-    x, y = dense_data(60)
-    model = compiled(smooth_model, memory := Memory(20))
-    for rows, size in [(6, 6), (4, 6), (12, 12), (40, 20), (60, 20)]:
-        model.train_on_batch(x[:rows], y[:rows])
-        assert model.microbatch_size == size
-    memory.limit = 30
-    model.microbatch_size = "auto"
-    assert model.microbatch_size == "auto"
-    model.train_on_batch(x, y)
-    assert model.microbatch_size == 30
-    model.microbatch_size = None
-    assert model.microbatch_size is None
-
-
 SETTINGS = [
     {},
     {"accumulation_steps": 3},
@@ -269,22 +232,3 @@ def test_another_error_is_no_want_of_memory():
     memory.take = lambda rows: (_ for _ in ()).throw(RuntimeError("of the user"))
     with pytest.raises(RuntimeError, match="of the user"):
         model.train_on_batch(*dense_data(12))
-
-
-def test_a_search_warns_only_of_what_is_trained():
-    """Of the full batch nothing is told that is told of parts of it."""
-
-    def mean_of_largest(y, y_pred):
-        return ops.mean(ops.max(ops.square(y - y_pred), axis=0))
-
-    for limit in (5, 12):
-        model = compiled(smooth_model, Memory(limit), loss_over="microbatch")
-        model.compile("sgd", mean_of_largest)
-        if limit == 12:
-            model.train_on_batch(*dense_data(12))
-        else:
-            with pytest.warns(
-                UserWarning, match="compares samples|does not train as the full batch"
-            ):
-                model.train_on_batch(*dense_data(12))
-        assert model.microbatch_size == limit

@@ -130,14 +130,7 @@ OTHER = torch.ones(4, requires_grad=True)
 COMBINES = "combines samples"
 REFUSED = {
     "behind a zero": (lambda layer, x: x + layer.weight * x.mean(0), COMBINES),
-    "against others": (lambda layer, x: x @ x.T, COMBINES),
-    "shifted": (lambda layer, x: x.roll(1, 0), COMBINES),
-    "places": (lambda layer, x: x * torch.arange(len(x))[:, None], COMBINES),
-    "sorted": (lambda layer, x: x.sort(0)[0], COMBINES),
-    "divided": (lambda layer, x: x / len(x), COMBINES),
-    "one number": (lambda layer, x: x.mean(), COMBINES),
     "constant": (lambda layer, x: torch.ones_like(x), COMBINES),
-    "saturated": (lambda layer, x: torch.tanh(x - 0.5 * torch.relu(-x).mean(0)), COMBINES),
     "one draw": (lambda layer, x: x * torch.rand(1), COMBINES),
     "permuted": (lambda layer, x: x[torch.randperm(len(x))], COMBINES),
     "raises": (lambda layer, x: x.reshape(2, -1, 4), "cannot be run by itself"),
@@ -153,6 +146,14 @@ def test_what_is_not_split(name):
     function, reason = REFUSED[name]
     found, _ = tried(own(function), torch.randn(ROWS, 4))
     assert reason in found
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("name", calls_alone.FUNCTIONS)
+def test_functions(name):
+    function, kind = calls_alone.FUNCTIONS[name]
+    reason, _ = tried(own(lambda layer, x: function(x)), torch.ones(ROWS, 4))
+    assert (reason is None) == (kind == "rows")
 
 
 class Multiplies(layers.Dense):

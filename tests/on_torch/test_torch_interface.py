@@ -28,31 +28,6 @@ def test_a_compiled_step_is_refused():
         model.fit(*dense_data(6), verbose=0)
 
 
-def test_a_refused_setting_leaves_the_model_as_it_was():
-    model = accumulate(dense_model(), microbatch_size=3)
-    model.compile("sgd", "mse")
-    with pytest.raises(ValueError, match="must be an integer"):
-        model.microbatch_size = 0
-    assert model.microbatch_size == 3
-
-
-def test_several_processes_without_a_choice_are_refused(monkeypatch):
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
-    model = accumulate(seeded(dense_model), microbatch_size=3)
-    model.compile("sgd", "mse")
-    with pytest.raises(ValueError, match="whether they train together"):
-        model.train_on_batch(*dense_data(6))
-
-
-def test_variables_that_gradients_overwrite_are_refused():
-    model = accumulate(seeded(dense_model), microbatch_size=3)
-    model.compile("sgd", "mse")
-    model.trainable_variables[0].overwrite_with_gradient = True
-    with pytest.raises(ValueError, match="float8"):
-        model.train_on_batch(*dense_data(6))
-
-
 def said_by_command(capsys, *words):
     from ga_model.cli._cli import main
 

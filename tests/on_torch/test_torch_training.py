@@ -2,8 +2,6 @@
 
 import gc
 import itertools
-import subprocess
-import sys
 import weakref
 
 import keras
@@ -123,44 +121,3 @@ def test_random_layers_draw_for_each_microbatch():
     assert len(drawn) == 3
     assert np.any(drawn[0] != drawn[1])
     assert np.any(drawn[1] != drawn[2])
-
-
-def test_files_open_without_this_package_and_on_tensorflow(tmp_path):
-    """On another backend without their optimizer, of which Keras names the backend's own class."""
-    model, _ = plain(dense_data(24), rows=4, accumulation_steps=3)
-    path = tmp_path / "model.keras"
-    model.save(path)
-    assert type(keras.saving.load_model(path)) is keras.Sequential
-    np.savez(tmp_path / "weights.npz", *model.get_weights())
-    # Of an optimizer Keras keeps PyTorch's own class in the file, and trains with it there only.
-    code = (
-        "import sys, keras, numpy as np\n"
-        "is_torch = keras.backend.backend() == 'torch'\n"
-        f"model = keras.saving.load_model({str(path)!r}, compile=is_torch)\n"
-        "assert 'ga_model' not in sys.modules\n"
-        f"with np.load({str(tmp_path / 'weights.npz')!r}) as expected:\n"
-        "    for w, name in zip(model.get_weights(), expected):\n"
-        "        np.testing.assert_array_equal(w, expected[name])\n"
-        "assert not is_torch or int(model.optimizer.iterations) == 4\n"
-        "is_torch or model.compile('sgd', 'mse')\n"
-        "model.fit(np.ones((4, 4)), np.ones((4, 2)), verbose=0)\n"
-    )
-    for backend in ["torch", *(["tensorflow"] if has_tensorflow() else [])]:
-        subprocess.run([sys.executable, "-c", code], check=True, env=environment(backend))
-
-
-def has_tensorflow():
-    from importlib.util import find_spec
-
-    return find_spec("tensorflow") is not None
-
-
-def environment(backend):
-    import os
-
-    return {**os.environ, "KERAS_BACKEND": backend}
-
-
-@keras.saving.register_keras_serializable("tests")
-class Net(AccumulatingModel, keras.Sequential):
-    pass

@@ -1,0 +1,68 @@
+"""Memory of so many rows, which a layer takes, and what each backend raises where it fails."""
+
+import keras
+from keras import layers
+
+from ga_model.base._call_again import inside_of_call
+from ga_model.recording._models import recording_of_thread
+
+BACKEND = keras.backend.backend()
+
+if BACKEND == "tensorflow":
+    import tensorflow as tf
+
+    def out_of_memory(text):
+        return tf.errors.ResourceExhaustedError(None, None, text)
+
+elif BACKEND == "jax":
+    import jax
+
+    def out_of_memory(text):
+        return jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {text}")
+
+else:
+    import torch
+
+    def out_of_memory(text):
+        return torch.cuda.OutOfMemoryError(text)
+
+
+class Memory:
+    """Memory of so many rows.
+
+    Attributes:
+        limit: rows that fit.
+        taken: rows of all microbatches, also of those that failed.
+        drops: limits that hold from a number of microbatches on.
+    """
+
+    def __init__(self, limit=10**6):
+        self.limit, self.taken, self.drops = limit, [], {}
+
+    def drop_in(self, microbatches, limit):
+        """Let less fit from the microbatch on that comes after so many others."""
+        self.drops[len(self.taken) + microbatches] = limit
+
+    def take(self, rows):
+        self.limit = self.drops.pop(len(self.taken), self.limit)
+        self.taken.append(rows)
+        if rows > self.limit:
+            raise MemoryError if BACKEND == "tensorflow" else out_of_memory("too many rows")
+        return rows
+
+
+def limited(memory):
+    """Return a layer that hands on what it gets, if it fits."""
+
+    def take(x):
+        trains = recording_of_thread.get() is not None or inside_of_call.get()
+        if not trains or x.shape[0] == 0:
+            return x
+        if BACKEND != "tensorflow":
+            memory.take(x.shape[0])
+            return x
+        rows = tf.numpy_function(memory.take, [tf.shape(x)[0]], tf.int32)
+        with tf.control_dependencies([rows]):
+            return tf.identity(x)
+
+    return layers.Activation(take)
