@@ -56,7 +56,7 @@ else:
 
 # Folders about parts of one backend, of whose tests the gate takes so many cases, and no others do.
 PARTS = dict.fromkeys(("batch", "check", "equivalence"), 1)
-PARTS |= dict.fromkeys(("on_torch", "on_jax"), 2)
+PARTS |= {"on_torch": 4, "on_jax": 2}
 
 
 def folder_of(path):

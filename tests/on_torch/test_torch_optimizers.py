@@ -1,14 +1,12 @@
 """On PyTorch, a step may apply optimizers of `torch.optim`, also in windows of several batches."""
 
 import keras
-import numpy as np
 import pytest
-from helpers import LIMIT, dense_data, dense_model, relative_difference, seeded
-from torch_step import torch
+from case import TRIED, FallsShort, Refused
+from helpers import LIMIT, dense_data, relative_difference
+from torch_step import Step, case_of, check, every, model_of, torch
+from training import train
 
-from ga_model import accumulate
-
-UNLIKE = "A window of microbatches does not train as the full batch"
 OPTIMIZERS = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9),
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, 0.01, weight_decay=0.1),
@@ -16,7 +14,7 @@ OPTIMIZERS = {
 }
 
 
-class Own(keras.Sequential):
+class Own(Step):
     """A step as in scripts of PyTorch."""
 
     make_optimizer = staticmethod(OPTIMIZERS["AdamW"])
@@ -25,50 +23,11 @@ class Own(keras.Sequential):
         super().compile(*args, **kwargs)
         self.of_torch = self.make_optimizer(self.parameters())
 
-    def train_step(self, data):
-        x, y = data
+    def clear(self):
         self.of_torch.zero_grad()
-        loss = torch.nn.functional.mse_loss(self(x, training=True), y)
-        loss.backward()
-        self.update()
-        return {"loss": loss.detach()}
 
     def update(self):
         self.of_torch.step()
-
-
-def fit(kind=Own, rows=12, epochs=3, fit_args=None, **settings):
-    """Return the model, the weights that it began with, and its logs."""
-    model = seeded(lambda: kind([keras.Input((4,)), *dense_model().layers]))
-    if settings:
-        model = accumulate(model, **settings)
-    model.compile()
-    start = model.get_weights()
-    arguments = {"epochs": epochs, "shuffle": False, "verbose": 0, **(fit_args or {})}
-    return model, start, model.fit(*dense_data(31), batch_size=rows, **arguments).history
-
-
-def difference(kind=Own, rows=12, **settings):
-    expected, start, logs = fit(kind)
-    model, _, own = fit(kind, rows, **settings)
-    np.testing.assert_allclose(own["loss"], logs["loss"], rtol=1e-5)
-    return relative_difference(model.get_weights(), expected.get_weights(), start)
-
-
-WINDOWS = {"rows": 4, "accumulation_steps": 3}
-BOTH = {"rows": 4, "accumulation_steps": 3, "microbatch_size": 3}
-SPLIT = {"microbatch_size": 5}
-ADDED_UP = {"microbatch_size": 5, "loss_over": "microbatch"}
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize("settings", [WINDOWS, BOTH, SPLIT, ADDED_UP])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_training_is_that_of_the_full_batch(name, settings):
-    class Named(Own):
-        make_optimizer = staticmethod(OPTIMIZERS[name])
-
-    assert difference(Named, **settings) <= LIMIT
 
 
 class Two(Own):
@@ -79,25 +38,68 @@ class Two(Own):
         kernels = [v.value for v in self.trainable_variables if v.name == "kernel"]
         self.of_torch = torch.optim.SGD(kernels, 0.1, nesterov=True, momentum=0.5)
 
+    def clear(self):
+        self.zero_grad()
+
     def update(self):
         super().update()
         biases = [v for v in self.trainable_variables if v.name == "bias"]
         self.optimizer.apply([v.value.grad for v in biases], biases)
 
 
-@pytest.mark.every_case
-@pytest.mark.parametrize("settings", [WINDOWS, SPLIT])
-def test_one_of_keras_may_be_beside_it(settings):
-    class Clears(Two):
-        def train_step(self, data):
-            self.zero_grad()
-            return super().train_step(data)
+class Closure(Own):
+    def update(self):
+        self.of_torch.step(lambda: 0.0)
 
-    assert difference(Clears, **settings) <= LIMIT
+
+class OfOthers(Own):
+    def compile(self):
+        super().compile()
+        other = torch.nn.Parameter(torch.zeros(3))
+        self.of_torch = torch.optim.SGD([*self.parameters(), other], 0.1)
+
+
+def own(base, *settings, refused=None, **kwargs):
+    expects = {"across": Refused(rf"{refused}(.|\n)*`microbatch_size`")} if refused else {}
+    settings = "windows", "split", *settings
+    return case_of(model_of(base), expects, settings=settings, compile=dict, **kwargs)
+
+
+ALARM = FallsShort("false alarm", "without updates of Keras's an epoch is said to have no window")
+
+
+CASES = {
+    **{
+        name: own(
+            type(name, (Own,), {"make_optimizer": staticmethod(make)}),
+            "both",
+            "added up",
+            falls_short={"across": ALARM},
+        )
+        for name, make in OPTIMIZERS.items()
+    },
+    "beside one of Keras": own(Two),
+    "with a closure": own(Closure, refused="passes a closure to `step`"),
+    "of other parameters": own(OfOthers, refused="other parameters"),
+}
+
+
+@every(CASES)
+def test_training_is_that_of_the_full_batch(case, setting):
+    check(case, setting)
+
+
+def fit(base=Own, rows=12, **settings):
+    """Return the model, and the weights that it began with."""
+    return train(model_of(base), dict, dense_data(31), rows=rows, epochs=3, **settings)
+
+
+WINDOWS = {"rows": 4, "accumulation_steps": 3}
+SPLIT = {"microbatch_size": 5}
 
 
 def test_its_state_and_the_last_gradients_are_those_of_plain_training():
-    (model, *_), (expected, *_) = fit(**WINDOWS), fit()
+    (model, _), (expected, _) = fit(**WINDOWS), fit()
     for mine, other in zip(model.parameters(), expected.parameters(), strict=True):
         states = [m.of_torch.state[p] for m, p in ((model, mine), (expected, other))]
         assert states[0].keys() == states[1].keys()
@@ -120,21 +122,14 @@ class Schedules(Own):
 
 
 def test_a_schedule_that_goes_on_with_each_batch_is_told_of():
-    with pytest.warns(UserWarning, match=f"{UNLIKE}.*lr"):
-        model, *_ = fit(Schedules, **WINDOWS)
+    with pytest.warns(UserWarning, match=f"{TRIED}.*lr"):
+        model, _ = fit(Schedules, **WINDOWS)
     assert model.schedule.last_epoch == 24
-
-
-@pytest.mark.parametrize("settings", [{"rows": 12}, SPLIT])
-def test_it_goes_on_as_in_plain_training_where_a_batch_is_split(settings):
-    model, *_ = fit(Schedules, **settings)
-    assert model.schedule.last_epoch == 9
+    for settings in ({"rows": 12}, SPLIT):  # as in plain training
+        assert fit(Schedules, **settings)[0].schedule.last_epoch == 9
 
 
 def test_a_schedule_goes_on_with_each_update_by_on_update():
-    class Plain(Schedules):
-        pass
-
     class OnUpdate(Schedules):
         def update(self):
             Own.update(self)
@@ -142,41 +137,12 @@ def test_a_schedule_goes_on_with_each_update_by_on_update():
         def on_update(self):
             self.schedule.step()
 
-    expected, start, _ = fit(Plain)
-    model, *_ = fit(OnUpdate, **WINDOWS)
+    expected, start = fit(Schedules)
+    model, _ = fit(OnUpdate, **WINDOWS)
     assert model.schedule.last_epoch == expected.schedule.last_epoch == 9
     found = relative_difference(model.get_weights(), expected.get_weights(), start)
     assert found <= LIMIT
 
 
-class Closure(Own):
-    def update(self):
-        self.of_torch.step(lambda: 0.0)
-
-
-class OfOthers(Own):
-    def compile(self):
-        super().compile()
-        other = torch.nn.Parameter(torch.zeros(3))
-        self.of_torch = torch.optim.SGD([*self.parameters(), other], 0.1)
-
-
-@pytest.mark.parametrize(
-    ("kind", "text"), [(Closure, "passes a closure to `step`"), (OfOthers, "other parameters")]
-)
-def test_what_cannot_be_accumulated_is_refused_before_anything_is_trained(kind, text):
-    model = accumulate(
-        seeded(lambda: kind([keras.Input((4,)), *dense_model().layers])), accumulation_steps=3
-    )
-    model.compile()
-    before = model.get_weights()
-    with pytest.raises(RuntimeError, match=rf"{text}(.|\n)*`microbatch_size`"):
-        model.fit(*dense_data(12), batch_size=4, verbose=0)
-    for one, other in zip(model.get_weights(), before, strict=True):
-        np.testing.assert_array_equal(one, other)
-    difference(kind, **SPLIT)
-
-
 def test_a_size_is_found_for_it():
-    model, *_ = fit(microbatch_size="auto", rows=12)
-    assert model.microbatch_size == 12
+    assert fit(microbatch_size="auto")[0].microbatch_size == 12

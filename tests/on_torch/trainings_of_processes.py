@@ -10,6 +10,8 @@ from unittest import mock
 import keras
 import numpy as np
 import torch
+import zoo
+from gradients import gradients_of
 from helpers import dense_data, dense_model, seeded
 from noise import DECAY, FEATURES, averages_by_formula, linear_model, normal_rows
 
@@ -21,92 +23,53 @@ BATCHES = {2: [[4, 4, 4, 4, 4], [6, 6, 2]], 3: [[3, 3, 3], [5, 5], [2, 2, 2, 1]]
 WORLD = torch.distributed.group.WORLD
 
 
-def masked_model():
-    return keras.Sequential(
-        [
-            keras.Input((5,), dtype="int32"),
-            keras.layers.Embedding(7, 4, mask_zero=True),
-            keras.layers.SimpleRNN(3, return_sequences=True),
-            keras.layers.Dense(2),
-        ]
-    )
-
-
-def masked_data(rows):
-    generator = np.random.default_rng(3)
-    x = generator.integers(1, 7, size=(rows, 5))
-    for row, number in enumerate(generator.integers(1, 6, size=rows)):
-        x[row, number:] = 0
-    return x, generator.normal(size=(rows, 5, 2)).astype("float32")
-
-
-def regularized_model():
-    return keras.Sequential(
-        [
-            keras.Input((4,)),
-            keras.layers.Dense(6, activation="tanh", kernel_regularizer=keras.regularizers.L2(0.1)),
-            keras.layers.Dense(2, activity_regularizer=keras.regularizers.L2(0.1)),
-        ]
-    )
-
-
 def sgd():
     return keras.optimizers.SGD(0.1, momentum=0.9)
 
 
-def of_loss(loss="mse", optimizer=sgd):
+def of(optimizer=sgd, loss="mse"):
+    """Return a function that returns arguments of `compile`."""
     return lambda: {"optimizer": optimizer(), "loss": loss}
 
 
-def summed():
-    return {"optimizer": keras.optimizers.SGD(0.005), "loss": keras.losses.MeanSquaredError("sum")}
-
-
-def weighted():
-    return {"optimizer": sgd(), "loss": keras.losses.MeanSquaredError("mean_with_sample_weight")}
-
-
-def clipped():
-    return {"optimizer": keras.optimizers.Adam(0.01, global_clipnorm=0.1), "loss": "mse"}
-
-
-def decayed():
-    return {"optimizer": keras.optimizers.SGD(0.1, weight_decay=0.1), "loss": "mse"}
+def of_keras(optimizer, loss="mse", **kwargs):
+    return lambda: {"optimizer": getattr(keras.optimizers, optimizer)(**kwargs), "loss": loss}
 
 
 def scaled():
-    scaled = keras.optimizers.LossScaleOptimizer(sgd(), initial_scale=8.0, dynamic_growth_steps=2)
-    return {"optimizer": scaled, "loss": "mse"}
+    return keras.optimizers.LossScaleOptimizer(sgd(), initial_scale=8.0, dynamic_growth_steps=2)
 
 
-class Unused(keras.Model):
-    """A model with weights that get no gradient."""
+def unused():
+    """Return a model with weights that get no gradient."""
+    model = zoo.WithUnusedVariable()
+    model.build((None, 4))
+    return model
 
-    def __init__(self):
-        super().__init__()
-        self.used = dense_model()
-        self.unused = keras.layers.Dense(2)
-        self.unused.build((None, 4))
 
-    def call(self, x):
-        return self.used(x)
-
+STEPS, SIZE = {"accumulation_steps": 2}, {"microbatch_size": 3}
+SUM = of_keras("SGD", keras.losses.MeanSquaredError("sum"), learning_rate=0.005)
+WEIGHTED = of(loss=keras.losses.MeanSquaredError("mean_with_sample_weight"))
+CLIPPED = of_keras("Adam", learning_rate=0.01, global_clipnorm=0.1)
+DECAYED = of_keras("SGD", learning_rate=0.1, weight_decay=0.1)
+MASKED = zoo.ZOO["masked_recurrent"]
+DENSE = zoo.ZOO["dense"]
 
 # Name: model, data, arguments of `compile`, and settings.
 CASES = {
-    "steps": (dense_model, dense_data, of_loss(), {"accumulation_steps": 2}),
-    "size": (dense_model, dense_data, of_loss(), {"microbatch_size": 3}),
-    "both": (dense_model, dense_data, of_loss(), {"accumulation_steps": 2, "microbatch_size": 3}),
-    "neither": (dense_model, dense_data, of_loss(), {}),
-    "skips": (dense_model, dense_data, of_loss(), {"skip_nonfinite": True}),
-    "masked": (masked_model, masked_data, of_loss(), {"accumulation_steps": 2}),
-    "masked, by size": (masked_model, masked_data, of_loss(), {"microbatch_size": 2}),
-    "regularized": (regularized_model, dense_data, of_loss(), {"accumulation_steps": 2}),
-    "sum": (dense_model, dense_data, summed, {"accumulation_steps": 2, "microbatch_size": 3}),
-    "sample weights": (dense_model, dense_data, weighted, {"accumulation_steps": 2}),
-    "unused": (Unused, dense_data, decayed, {"accumulation_steps": 2}),
-    "clipped": (dense_model, dense_data, clipped, {"accumulation_steps": 2}),
-    "loss scaling": (dense_model, dense_data, scaled, {"accumulation_steps": 2}),
+    "steps": (*DENSE, of(), STEPS),
+    "size": (*DENSE, of(), SIZE),
+    "both": (*DENSE, of(), {**STEPS, **SIZE}),
+    "neither": (*DENSE, of(), {}),
+    "skips": (*DENSE, of(), {"skip_nonfinite": True}),
+    "masked": (*MASKED, of(), STEPS),
+    "masked, by size": (*MASKED, of(), {"microbatch_size": 2}),
+    "regularized": (*zoo.ZOO["regularized"], of(), STEPS),
+    "sum": (*DENSE, SUM, {**STEPS, **SIZE}),
+    "sample weights": (*DENSE, WEIGHTED, STEPS),
+    "unused": (unused, dense_data, DECAYED, STEPS),
+    "clipped": (*DENSE, CLIPPED, STEPS),
+    "loss scaling": (*DENSE, of(scaled), STEPS),
 }
 
 
@@ -142,23 +105,10 @@ class Batches(keras.utils.PyDataset):
         return self.batches[index]
 
 
-class Counted:
-    """Counts the exchanges of gradients."""
-
-    def __init__(self):
-        self.number = 0
-        self._all_reduce = torch.distributed.all_reduce
-
-    def __enter__(self):
-        torch.distributed.all_reduce = self._counted
-        return self
-
-    def __exit__(self, *error):
-        torch.distributed.all_reduce = self._all_reduce
-
-    def _counted(self, *args, **kwargs):
-        self.number += 1
-        return self._all_reduce(*args, **kwargs)
+def counted():
+    """Count the exchanges of gradients in a block."""
+    all_reduce = torch.distributed.all_reduce
+    return mock.patch.object(torch.distributed, "all_reduce", side_effect=all_reduce)
 
 
 def fitted(name, rank, size):
@@ -169,9 +119,9 @@ def fitted(name, rank, size):
     batches, _ = shares(name, size)
     # One process validates alone, as it may.
     more = {"validation_data": batches[0][0]} if rank == 0 and name == "steps" else {}
-    with Counted() as counted:
+    with counted() as exchanges:
         model.fit(Batches(batches[rank]), epochs=2, shuffle=False, verbose=0, **more)
-    return model.get_weights(), counted.number
+    return model.get_weights(), exchanges.call_count
 
 
 def reference(name, size):
@@ -185,6 +135,11 @@ def reference(name, size):
     return model.get_weights(), start, 2 * len(windows)
 
 
+def loss_of(model, x, y, reduction):
+    squares = keras.ops.square(model(x) - keras.ops.convert_to_tensor(y))
+    return (keras.ops.mean if reduction == "mean" else keras.ops.sum)(squares)
+
+
 def looped(rank, size, reduction):
     """Train by a loop of one's own, under `DistributedDataParallel`."""
     model = seeded(dense_model)
@@ -193,49 +148,44 @@ def looped(rank, size, reduction):
     accumulator = GradientAccumulator(process_group=WORLD)
     variables = model.trainable_variables
     batches, _ = shares("steps", size)
-    with Counted() as counted:
+    with counted() as exchanges:
         for _ in range(2):
             for number, (x, y) in enumerate(batches[rank], start=1):
                 model.zero_grad()
                 with module.no_sync():
-                    squares = keras.ops.square(module(x) - keras.ops.convert_to_tensor(y))
-                    reduce = keras.ops.mean if reduction == "mean" else keras.ops.sum
-                    reduce(squares).backward()
+                    loss_of(module, x, y, reduction).backward()
                 weight = len(x) if reduction == "mean" else None
                 accumulator.add([v.value.grad for v in variables], variables, weight=weight)
                 if number % 2 == 0:
                     accumulator.apply(optimizer)
             accumulator.apply(optimizer, is_last=True)
-    return model.get_weights(), counted.number
+    return model.get_weights(), exchanges.call_count
 
 
 def looped_reference(size, reduction):
     model = seeded(dense_model)
     optimizer = keras.optimizers.SGD(0.02, momentum=0.9)
-    start, variables = model.get_weights(), model.trainable_variables
+    start = model.get_weights()
     _, windows = shares("steps", size)
     for x, y in windows * 2:
-        model.zero_grad()
-        squares = keras.ops.square(model(x) - keras.ops.convert_to_tensor(y))
-        (keras.ops.mean if reduction == "mean" else keras.ops.sum)(squares).backward()
+        gradients = gradients_of(model, lambda x=x, y=y: loss_of(model, x, y, reduction))
         with torch.no_grad():
-            optimizer.apply([v.value.grad for v in variables], variables)
+            optimizer.apply(gradients, model.trainable_variables)
     return model.get_weights(), start, 2 * len(windows)
 
 
 def train_on_batches(rank, size):
-    name = "both"
-    make, _, compile_args, settings = CASES[name]
+    make, _, compile_args, settings = CASES["both"]
     model = accumulate(seeded(make), **settings)
     model.compile(**compile_args())
     model.process_group = WORLD
-    batches, _ = shares(name, size)
-    with Counted() as counted:
+    batches, _ = shares("both", size)
+    with counted() as exchanges:
         for _ in range(2):
             for batch in batches[rank]:
                 model.train_on_batch(*batch)
             model.close_window()
-    return model.get_weights(), counted.number
+    return model.get_weights(), exchanges.call_count
 
 
 def error_of(call):
@@ -291,9 +241,7 @@ def errors(rank, size):
         "noise of one": error_of(
             lambda: model_of().fit(x, y, callbacks=[GradientNoiseScale()][rank:], **fit)
         ),
-        "regularized sum": error_of(
-            lambda: model_of(make=regularized, **summed()).fit(x, y, **fit)
-        ),
+        "regularized sum": error_of(lambda: model_of(make=regularized, **SUM()).fit(x, y, **fit)),
         "no batch": error_of(lambda: model_of().fit(x, y, **fit)),
         "a group of its own": error_of(
             lambda: model_of(seed=rank, group=own).fit(x, y, **{**fit, "epochs": 1 + rank})
