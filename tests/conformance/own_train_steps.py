@@ -86,7 +86,7 @@ else:
         def train_step(self, state, data):
             trainable, non_trainable, optimizer, metrics = state
             gradient = jax.value_and_grad(self.loss_of, has_aux=True)
-            (_, found), gradients = gradient(trainable, non_trainable, optimizer, *data)
+            (_, found), gradients = gradient(trainable, non_trainable, optimizer, *data[:2])
             loss, y_pred, non_trainable = found
             gradients = self.changed(gradients)
             trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
