@@ -100,44 +100,80 @@ def test_a_weight_that_is_wrong_is_found():
     assert re.search(words, " ".join(report.reasons))
 
 
+def state_of(model):
+    variables = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
+    return [np.array(ops.convert_to_numpy(v)) for v in variables]
+
+
+def assert_equal(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 @pytest.mark.filterwarnings("ignore:BatchNormalization layers in training mode")
 def test_dropout_is_shared_and_everything_is_left_as_it_was():
-    make = with_layer(layers.BatchNormalization(), layers.Dropout(0.4, seed=1))
-    model = make()
-    accumulate(model, accumulation_steps=2)
-    model.fit(*dense_data(24), batch_size=6, verbose=0)
+    """Training goes on to the bit."""
 
-    def state():
-        variables = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
-        return [np.array(ops.convert_to_numpy(v)) for v in variables]
+    def make():
+        return with_layer(layers.BatchNormalization(), layers.Dropout(0.4, seed=1))()
 
-    before, attributes = state(), dict(vars(model))
-    numbers = random.getstate(), np.random.get_state()[1].tolist()
+    model, undisturbed = seeded(make), seeded(make)
+    for each in (model, undisturbed):
+        accumulate(each, accumulation_steps=2)
+        each.fit(*dense_data(24), batch_size=6, shuffle=False, verbose=0)
+    before, attributes, kind = state_of(model), dict(vars(model)), type(model)
+    function, numbers = model.train_function, (random.getstate(), np.random.get_state()[1].tolist())
     report = check_equivalence(model, *dense_data(48), batch_size=12, microbatch_size=4)
     assert report.random_layers.shared == [model.layers[2].name]
-    for one, other in zip(state(), before, strict=True):
-        np.testing.assert_array_equal(one, other)
-    assert random.getstate() == numbers[0]
-    assert np.random.get_state()[1].tolist() == numbers[1]
+    assert_equal(state_of(model), before)
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == numbers
     assert vars(model).keys() == attributes.keys()
+    assert (type(model), model.train_function) == (kind, function)
     assert (model.accumulation_steps, model.microbatch_size) == (2, None)
     assert "call" not in vars(model.layers[2])
+    for each in (model, undisturbed):
+        each.fit(*dense_data(24), batch_size=6, shuffle=False, verbose=0)
+    assert_equal(state_of(model), state_of(undisturbed))
 
 
-def test_a_model_that_is_not_built_is_built():
-    class Net(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.dense = layers.Dense(2)
+class Unbuilt(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(2)
 
-        def call(self, x):
-            return self.dense(x)
+    def call(self, x):
+        return self.dense(x)
 
-    model = seeded(Net)
-    model.compile("sgd", "mse")
-    report = check_equivalence(model, *dense_data(24), batch_size=12, microbatch_size=5)
-    assert report.equivalent
-    assert model.built
+
+def test_a_model_that_is_not_built_is_trained_as_if_it_had_not_been_checked():
+    trained = []
+    for is_checked in (True, False):
+        model = seeded(Unbuilt)
+        model.compile("sgd", "mse")
+        if is_checked:
+            report = check_equivalence(model, *dense_data(24), batch_size=12, microbatch_size=5)
+            assert report.equivalent
+            assert model.built
+        model.fit(*dense_data(24), batch_size=12, shuffle=False, verbose=0)
+        trained.append(state_of(model))
+    assert_equal(*trained)
+
+
+@pytest.mark.gate
+def test_an_open_window_and_the_settings_are_kept():
+    x, y = dense_data(48)
+    trained = []
+    for is_checked in (True, False):
+        model = accumulate(seeded(with_layer(layers.Dropout(0.5, seed=1))), accumulation_steps=3)
+        for begin in (0, 16, 32):
+            model.train_on_batch(x[begin : begin + 16], y[begin : begin + 16])
+            assert int(model.optimizer.iterations) == (begin == 32)
+            if is_checked and begin == 0:
+                report = check_equivalence(model, x, y, batch_size=8)  # by the model's setting
+                assert report.accumulation_steps == 3
+                assert isinstance(model, AccumulatingModel)
+        trained.append(state_of(model))
+    assert_equal(*trained)
 
 
 def test_without_two_microbatches_there_is_nothing_to_compare():
@@ -170,6 +206,8 @@ def test_the_command_checks_a_script(tmp_path):
 
     done = run(*check)
     assert (done.returncode, done.stdout.split(":")[0]) == (0, "Equivalent"), done.stderr
+    if keras.backend.backend() == "tensorflow":
+        assert done.stderr == ""  # also of what TensorFlow says when it starts
     if keras.backend.backend() != "tensorflow":
         refused = run(*check, "--dtype", "float64")
         assert refused.returncode == 2
