@@ -82,7 +82,7 @@ MUTATIONS = [
         "_callbacks.py",
         "on_test_begin(self, logs: Any = None) -> None:\n        self._accumulating.close_window()",
         "on_test_begin(self, logs: Any = None) -> None:",
-        "batch/test_window.py::test_the_window_closes_before_validation_and_before_callbacks",
+        "conformance/test_callbacks_everywhere.py",
     ),
     Mutation(
         "fit goes on with the window that a loop has left",

@@ -1,0 +1,215 @@
+"""Keras's callbacks see and do what they do with plain Keras on the full batch, on any backend."""
+
+import csv
+
+import keras
+import numpy as np
+import pytest
+from case import BACKEND
+from conftest import set_dtype
+from helpers import TOLERANCE, dense_data, dense_model, relative_difference, seeded
+from keras import callbacks
+
+from ga_model import accumulate
+
+BIG = 12  # rows
+WAYS = {
+    "windows": ({"accumulation_steps": 3}, 4),
+    "split": ({"microbatch_size": 4}, BIG),
+}
+PRECISION = "float64" if BACKEND == "tensorflow" else "float32"
+LIMIT = TOLERANCE[PRECISION]
+OF_LOGS = {"float64": 1e-10, "float32": 1e-5}[PRECISION]
+
+every_way = pytest.mark.parametrize("way", WAYS)
+
+
+@pytest.fixture(autouse=True)
+def precision(fresh_keras):
+    set_dtype(PRECISION)
+
+
+def train(made, settings=None, rows=BIG, data=None, **of_optimizer):
+    """Train a model with or without settings, with validation."""
+    x, y = data or dense_data(42)  # with a window that is partial and ragged
+    model = seeded(dense_model)
+    if settings:
+        accumulate(model, **settings)
+    model.compile(keras.optimizers.Adam(0.05, **of_optimizer), "mse", metrics=["mae"])
+    fit = {"epochs": 4, "shuffle": False, "verbose": 0, "callbacks": made}
+    model.fit(x[:-12], y[:-12], batch_size=rows, validation_data=(x[-12:], y[-12:]), **fit)
+    return model
+
+
+class Watch(callbacks.Callback):
+    """Reads the optimizer and the weights wherever it can."""
+
+    def __init__(self):
+        super().__init__()
+        self.events, self.weights = [], []
+
+    def note(self, *event):
+        self.events.append((*event, int(self.model.optimizer.iterations)))
+        self.weights.append(self.model.get_weights())
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.note("epoch begins", epoch)
+
+    def on_test_begin(self, logs=None):
+        self.note("validation begins")
+
+    def on_test_end(self, logs=None):
+        self.note("validation ends")
+
+    def on_epoch_end(self, epoch, logs=None):
+        rate = round(float(self.model.optimizer.learning_rate), 6)
+        self.note("epoch ends", epoch, rate, *sorted(logs))
+
+
+def stops_early(folder, steps):
+    rates = callbacks.LearningRateScheduler(lambda epoch, rate: 0.5 if epoch else 0.05)
+    return [rates, callbacks.EarlyStopping(patience=1, restore_best_weights=True)]
+
+
+def lowers_the_rate(folder, steps):
+    return [callbacks.ReduceLROnPlateau("loss", factor=0.3, patience=1, min_delta=10.0)]
+
+
+def saves(folder, steps):
+    return [callbacks.ModelCheckpoint(str(folder / "{epoch:02d}-{val_loss:.3f}.keras"))]
+
+
+def saves_by_updates(folder, steps):
+    path = str(folder / "{epoch:02d}.keras")
+    return [callbacks.ModelCheckpoint(path, save_freq=3 * steps)]
+
+
+def logs(folder, steps):
+    return [callbacks.CSVLogger(folder / "log.csv")]
+
+
+def swaps_averages(folder, steps):
+    return [callbacks.SwapEMAWeights()]
+
+
+def swaps_averages_by_epoch(folder, steps):
+    """What is saved at an epoch's end sees them, too."""
+    return [callbacks.SwapEMAWeights(swap_on_epoch=True)]
+
+
+def assert_close(model, reference, start):
+    weights = model.get_weights(), reference.get_weights()
+    assert relative_difference(*weights, start) <= LIMIT
+    assert int(model.optimizer.iterations) == int(reference.optimizer.iterations)
+
+
+def assert_close_logs(found, expected):
+    assert list(found) == list(expected)
+    for name, values in expected.items():
+        values = np.asarray(values, "float64")
+        found_values = np.asarray(found[name], "float64")
+        np.testing.assert_allclose(found_values, values, rtol=OF_LOGS, err_msg=name)
+
+
+@every_way
+@pytest.mark.parametrize(
+    "make",
+    [
+        stops_early,
+        swaps_averages,
+        saves,
+        lowers_the_rate,
+        saves_by_updates,
+        logs,
+        swaps_averages_by_epoch,
+    ],
+)
+def test_callbacks_steer_and_see_the_training_of_the_full_batch(make, way, tmp_path):
+    models, watches, folders = [], [], [tmp_path / "found", tmp_path / "expected"]
+    averages = {"use_ema": True, "ema_momentum": 0.7} if "averages" in make.__name__ else {}
+    data = dense_data(48) if make is saves_by_updates else None  # updates of as many batches
+    for folder, (settings, rows) in zip(folders, (WAYS[way], (None, BIG))):
+        folder.mkdir()
+        made = make(folder, BIG // rows)
+        watches.append(Watch())
+        models.append(train([*made, watches[-1]], settings, rows, data, **averages))
+    start = seeded(dense_model).get_weights()
+    assert_close(*models, start)
+    assert models[0].history.epoch == models[1].history.epoch
+    assert_close_logs(*(model.history.history for model in models))
+    assert watches[0].events == watches[1].events
+    for weights, expected in zip(*(watch.weights for watch in watches), strict=True):
+        assert relative_difference(weights, expected, start) <= LIMIT
+    if make is stops_early:
+        assert len(models[0].history.epoch) < 4
+    if make is lowers_the_rate:
+        assert float(models[0].optimizer.learning_rate) < 0.05 * 0.3**2
+    names = [sorted(path.name for path in folder.iterdir()) for folder in folders]
+    assert names[0] == names[1]
+    assert len(names[0]) == {saves: 4, saves_by_updates: 4, logs: 1}.get(make, 0)
+    for found, expected in ([folder / name for folder in folders] for name in names[0]):
+        if make is logs:
+            lines = (path.read_text().splitlines() for path in (found, expected))
+            tables = [list(csv.DictReader(table)) for table in lines]
+            for rows in zip(*tables, strict=True):
+                assert_close_logs(*rows)
+        else:
+            assert_close(*map(keras.saving.load_model, (found, expected)), start)
+
+
+@every_way
+def test_the_users_optimizer_is_read_after_every_batch(way):
+    settings, rows = WAYS[way]
+    iterations, optimizers = [], []
+    model = accumulate(seeded(dense_model), **settings)
+    optimizer = keras.optimizers.Adam()
+    model.compile(optimizer, "mse")
+    reads = callbacks.LambdaCallback(
+        on_train_begin=lambda logs: optimizers.append(model.optimizer),
+        on_train_batch_end=lambda batch, logs: iterations.append(int(model.optimizer.iterations)),
+    )
+    model.fit(*dense_data(36), batch_size=rows, verbose=0, callbacks=[reads])
+    assert iterations == [(batch + 1) // (BIG // rows) for batch in range(36 // rows)]
+    assert optimizers == [optimizer]
+
+
+@every_way
+def test_terminate_on_nan_stops_in_the_same_window(way):
+    x, y = dense_data(42)
+    x[14] = np.nan  # in the second window of the first epoch
+    batches = []
+    count = callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: batches.append(batch))
+    settings, rows = WAYS[way]
+    model = train([callbacks.TerminateOnNaN(), count], settings, rows, (x, y))
+    assert len(model.history.epoch) <= 1
+    assert -(-len(batches) * rows // BIG) == 2
+
+
+def scalars(folder):
+    """Return what TensorBoard would show: (tag, step) and value."""
+    import tensorflow as tf
+
+    found = {}
+    for path in sorted(folder.rglob("*tfevents*")):
+        for event in tf.compat.v1.train.summary_iterator(str(path)):
+            for value in event.summary.value:
+                array = tf.make_ndarray(value.tensor)
+                if array.dtype.kind == "f" and array.ndim == 0:
+                    found[path.parent.name, value.tag, event.step] = float(array)
+    return found
+
+
+@pytest.mark.gate
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="it writes by TensorFlow")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:tensorflow")
+@every_way
+def test_tensorboard_shows_the_big_batchs_curves(way, tmp_path):
+    shown = []
+    for settings, rows in (WAYS[way], (None, BIG)):
+        folder = tmp_path / str(len(shown))
+        train([callbacks.TensorBoard(folder, histogram_freq=1)], settings, rows)
+        shown.append(scalars(folder))
+    assert {"epoch_loss", "epoch_mae", "epoch_learning_rate"} <= {tag for _, tag, _ in shown[1]}
+    assert shown[0].keys() == shown[1].keys()
+    for key, value in shown[1].items():
+        np.testing.assert_allclose(shown[0][key], value, rtol=1e-6, err_msg=str(key))
