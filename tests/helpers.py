@@ -26,10 +26,6 @@ def in_the_sweep(*arguments):
     return pytest.param(*arguments, marks=pytest.mark.sweep)
 
 
-float32_in_the_sweep = pytest.mark.parametrize(
-    "dtype", [in_the_sweep("float32"), "float64"], indirect=True
-)
-
 num_replicas = 1  # of the models that are compared with the full batch; `--replicas` sets it
 
 
@@ -88,11 +84,6 @@ class MeanOfSquares(keras.regularizers.Regularizer):
 def num_updates(optimizer):
     """Return the updates that an optimizer has made, of which a LossScaleOptimizer may not know."""
     return int(getattr(optimizer, "inner_optimizer", optimizer).iterations.numpy())
-
-
-def text_of(error):
-    """Return what is shown of an error, with its notes."""
-    return "\n".join([str(error), *getattr(error, "__notes__", [])])
 
 
 def told(caught):
