@@ -104,7 +104,7 @@ MUTATIONS = [
         "_callbacks.py",
         "self.model.accumulation_steps = self._steps_at(epoch)",
         "self.model.accumulation_steps = self._steps_at(max(epoch - 1, 0))",
-        "interface/test_scheduler.py::test_updates_are_those_of_the_scheduled_windows",
+        "conformance/test_scheduler_everywhere.py::test_updates_are_those_of_the_scheduled_windows",
     ),
     Mutation(
         "the loss is tracked once per microbatch",

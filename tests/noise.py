@@ -151,19 +151,3 @@ def measure_two_networks(model, name, rel, **arguments):
         assert history[f"gradient_noise_scale_{key}"] == [scale.noise_scale]
     assert "gradient_noise_scale" not in history
     return noise
-
-
-def measure_again():
-    """Let callbacks go on and start anew, and return the model, samples and one that saw all."""
-    x, _, _ = normal_rows(128)
-    model, noise = linear_model(settings=SETTINGS["size"]), GradientNoiseScale(0.9)
-    fit(model, x[:64], noise)
-    first = noise.noise_scales
-    fit(model, x[64:], noise)
-    whole, again = GradientNoiseScale(0.9), GradientNoiseScale(0.9)
-    fit(model, x, whole)
-    assert whole.noise_scales["optimizer"].averages.num_windows == 16
-    assert noise.noise_scales == whole.noise_scales
-    fit(model, x[:64], again)
-    assert again.noise_scales == first != whole.noise_scales
-    return model, x, whole

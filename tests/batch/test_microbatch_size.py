@@ -1,15 +1,4 @@
-"""`microbatch_size`: a batch that goes through in parts makes plain Keras's update and its logs.
-
-Covered by `test_zoo_matches_plain_keras_on_the_same_batches`, through `fit` in graph mode
-
-    models       the ten of the zoo, the Embedding against Keras's own with its sparse gradients
-    optimizers   Adam, and with `-m sweep` Nesterov momentum
-    parts        batches of 12 rows by 5 (ragged), by 4 (even), by 16 (whole)
-    epochs       with a ragged last batch of 7 rows
-    dtypes       float32 to 1e-5, float64 to 1e-12, logs to 1e-6
-
-The rest is shown on a small model each.
-"""
+"""What a batch that is split may hold, and what is left of it: random state, and memory."""
 
 import warnings
 
@@ -17,26 +6,14 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import set_dtype
-from helpers import (
-    TOLERANCE,
-    dense_data,
-    dense_model,
-    num_updates,
-    relative_difference,
-    seeded,
-)
-from reductions import (
-    two_masked_data,
-)
+from helpers import TOLERANCE, relative_difference, seeded
 from training import assert_equal_logs
+from zoo import masked_data
 
-from ga_model import AccumulatingModel, accumulate
+from ga_model import accumulate
 from ga_model.bench import _bench
 from ga_model.bench._cases import CASES
 from ga_model.tools._process import in_own_process
-
-# Terms that one weight per microbatch cannot serve.
 
 
 @pytest.mark.gate
@@ -53,7 +30,8 @@ def test_looking_ahead_leaves_random_state_and_statistics_alone(float64):
         return keras.Model([a, b], outputs), seeds
 
     drawn = []
-    x, y = two_masked_data(24)
+    x, y = masked_data(24)
+    x, y = [x, x[::-1].copy()], [y, y[::-1].copy()]
     for masked in (True, False):
         model, dropout = make(masked)
         with warnings.catch_warnings():
@@ -142,60 +120,6 @@ def test_two_ragged_samples_show_too_little_to_be_tried():
     model.compile("sgd", "mse")
     with pytest.warns(UserWarning, match="Ragged and sparse samples are not altered. Received: 2"):
         model.train_on_batch(ragged(4)[1:3], rows_of(2, 2))
-
-
-# Settings.
-
-
-class Net(AccumulatingModel, keras.Sequential):
-    pass
-
-
-def test_both_settings_are_compile_arguments_attributes_and_saved(tmp_path):
-    model = Net([keras.Input((4,)), keras.layers.Dense(2)])
-    assert model.microbatch_size is None
-    model.compile("sgd", "mse", accumulation_steps=3, microbatch_size=5)
-    assert (model.accumulation_steps, model.microbatch_size) == (3, 5)
-    model.compile("sgd", "mse")
-    assert model.microbatch_size == 5
-    model.save(tmp_path / "model.keras")
-    loaded = keras.saving.load_model(tmp_path / "model.keras", custom_objects={"Net": Net})
-    assert (loaded.accumulation_steps, loaded.microbatch_size) == (3, 5)
-    loaded.microbatch_size = np.int64(7)
-    assert loaded.microbatch_size == 7
-    loaded.microbatch_size = None
-    assert loaded.microbatch_size is None
-
-
-def test_a_wrapped_models_compile_config_is_the_plain_models():
-    configs = []
-    for wrap in (False, True):
-        model = accumulate(dense_model(), microbatch_size=5) if wrap else dense_model()
-        model.compile(keras.optimizers.Adam(name="adam"), "mse")
-        configs.append(model.get_compile_config())
-    assert configs[0] == configs[1]
-
-
-# Half precision.
-
-
-@pytest.mark.parametrize("power", [14, 17, 20])
-def test_one_finite_check_per_batch_in_float16(power):
-    set_dtype("mixed_float16")
-    x, y = dense_data(64)
-    trained = []
-    for size in (None, 5):
-        model = accumulate(seeded(dense_model), microbatch_size=size)
-        inner = keras.optimizers.SGD(0.1)
-        model.compile(keras.optimizers.LossScaleOptimizer(inner, initial_scale=2.0**power), "mse")
-        model.fit(x, y, batch_size=32, epochs=4, shuffle=False, verbose=0)
-        trained.append(model)
-    whole, split = (
-        (num_updates(m.optimizer), float(m.optimizer.dynamic_scale.numpy())) for m in trained
-    )
-    # The full batch adds its rows up in float16, and may overflow where float32 sums do not.
-    assert split[0] in (whole[0], whole[0] + 1)
-    assert split[1] == 2.0 ** (power - (8 - split[0]))
 
 
 @pytest.mark.gate

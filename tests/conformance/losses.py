@@ -327,6 +327,19 @@ class ReadsWeights(keras.losses.Loss):
         return ops.sum(per_sample(y_true, y_pred) * sample_weight) / ops.sum(sample_weight)
 
 
+class WeighsByTheLargest(keras.losses.MeanSquaredError):
+    """Gives sample weights that follow from several samples."""
+
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        weights = ops.abs(y_true[:, 0])
+        return super().__call__(y_true, y_pred, ops.cast(weights / ops.max(weights), y_pred.dtype))
+
+
+def nothing(y_true, y_pred):
+    """Leaves all to the regularizers, as Python's number."""
+    return 0.0
+
+
 def positive(rows):
     x, y = dense_data(rows)
     return x, np.abs(y)
@@ -448,6 +461,10 @@ CASES |= {
     "own loss: a sum beside Keras's number": own(
         (PenalizedOfKeras,), expects={"across": Warns(COMPARES)}
     ),
+    "own loss: weighs by the largest": own(
+        (WeighsByTheLargest,), expects={"across": Warns(COMPARES)}
+    ),
+    "own loss: nothing": own(nothing, make=zoo.regularized, backends=("tensorflow", "jax")),
     "own loss: reads sample weights": own((ReadsWeights,), data=with_weights),
     "own loss: masked later": own(quotient, data=full_at_first),
     "own loss: masked later, one at least": own(one_at_least, data=full_at_first),
@@ -524,6 +541,16 @@ class WeighsByTarget(keras.Sequential):
         return super().compute_loss(x, y, y_pred, valid)
 
 
+def with_a_compute_loss_of_the_instance():
+    model = dense_model()
+
+    def compute_loss(x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return total(y, y_pred)
+
+    model.compute_loss = compute_loss
+    return model
+
+
 def of_class(base, *more):
     return lambda: base([keras.Input((4,)), *dense_model().layers, *more])
 
@@ -569,6 +596,9 @@ CASES |= {
         settings=("recomputed",),
     ),
     "own compute_loss: a sum": Case(of_class(SumOfOwn), dense_data, sgd(None, 0.02)),
+    "own compute_loss: of the instance": Case(
+        with_a_compute_loss_of_the_instance, dense_data, sgd(None, 0.005)
+    ),
     "own compute_loss: mean of some": Case(of_class(MeanOfSome), dense_data, sgd(None, 0.02)),
 }
 

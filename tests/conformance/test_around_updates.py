@@ -2,7 +2,10 @@
 
 import copy
 import importlib.util
+import itertools
 import os
+import pickle
+import re
 import subprocess
 import sys
 import warnings
@@ -158,14 +161,6 @@ def test_an_interrupted_window_is_forgotten(settings):
     assert_same(model, *trained((x, y), make=make, epochs=1))
 
 
-def test_a_scheduler_changes_the_window():
-    model = accumulate(seeded(dense_model))
-    model.compile(**arguments())
-    scheduler = AccumulationScheduler({0: 1, 1: 2, 2: 4}, log=True)
-    history = model.fit(*dense_data(16), batch_size=2, epochs=3, verbose=0, callbacks=[scheduler])
-    assert history.history["num_updates"] == [8, 12, 14]
-
-
 class CountsUpdates(AccumulatingModel, keras.Sequential):
     def build(self, shape=None):
         super().build(shape)
@@ -175,19 +170,55 @@ class CountsUpdates(AccumulatingModel, keras.Sequential):
         self.updates.assign(self.updates + 1)
 
 
-def test_on_update_and_on_update_end_count_updates():
-    numbers = []
+class Notes(keras.callbacks.Callback):
+    """Notes what happens, and the weights after updates."""
 
-    class Notes(keras.callbacks.Callback):
-        def on_update_end(self, number, logs=None):
-            numbers.append(number)
+    def __init__(self):
+        super().__init__()
+        self.events, self.weights = [], []
 
+    def on_update_end(self, number, logs=None):
+        self.events.append(("update", number))
+        self.weights.append(self.model.get_weights())
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.events.append(("batch", batch))
+
+    def on_test_begin(self, logs=None):
+        self.events.append(("test",))
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.events.append(("epoch", epoch))
+
+
+def test_a_callback_is_told_of_every_update_before_whatever_else_looks():
+    """And `on_update` is called once for each."""
+    notes, (x, y) = Notes(), dense_data(20)
     model = seeded(lambda: CountsUpdates([keras.Input((4,)), *dense_model().layers]))
     model.compile(**arguments(), accumulation_steps=3)
-    x, y = dense_data(20)
-    model.fit(x, y, batch_size=4, epochs=2, verbose=0, callbacks=[Notes()])
+    model.fit(x, y, 4, 2, 0, [notes], validation_data=(x, y))
     assert float(model.updates) == 4
-    assert numbers == [1, 2, 3, 4]
+    assert notes.events == [
+        event
+        for epoch in (0, 1)
+        for event in (
+            *(("batch", 0), ("batch", 1), ("update", 2 * epoch + 1), ("batch", 2), ("batch", 3)),
+            *(("batch", 4), ("update", 2 * epoch + 2), ("test",), ("epoch", epoch)),
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "rows"), [(SPLIT, 12), ({}, 12), ({"accumulation_steps": 2}, 6)]
+)
+def test_what_a_callback_sees_after_an_update_are_the_weights_of_the_full_batch(settings, rows):
+    notes = Notes()
+    model = accumulate(seeded(dense_model), **settings)
+    model.compile(**arguments())
+    model.fit(*dense_data(36), rows, verbose=0, callbacks=notes)
+    assert [event[1] for event in notes.events if event[0] == "update"] == [1, 2, 3]
+    assert_equal_weights(model, notes.weights[-1])
+    assert all(np.any(a[0] != b[0]) for a, b in itertools.pairwise(notes.weights))
 
 
 # Logs and callbacks.
@@ -365,21 +396,6 @@ def test_the_one_microbatch_that_has_weight_is_itself_to_the_bit(rows, settings)
 # Models that change, and models in files.
 
 
-@pytest.mark.parametrize("unfreezes", [True, False])
-def test_layers_that_are_unfrozen_or_frozen_in_between_are_trained_or_not(unfreezes):
-    data = dense_data(24)
-    weights = []
-    for settings, rows in (({}, 12), (WINDOWS, 4)):
-        model = compiled(zoo.frozen_layer if unfreezes else dense_model, **settings)
-        start = model.get_weights()
-        model.fit(*data, batch_size=rows, shuffle=False, verbose=0)
-        model.layers[1].trainable = unfreezes
-        model.compile(**arguments())
-        model.fit(*data, batch_size=rows, shuffle=False, verbose=0)
-        weights.append(model.get_weights())
-    assert relative_difference(*weights, start) <= LIMIT
-
-
 @keras.saving.register_keras_serializable("tests")
 class Net(AccumulatingModel, keras.Sequential):
     pass
@@ -424,21 +440,50 @@ def test_a_refused_setting_leaves_the_model_as_it_was():
     assert model.microbatch_size == 5
 
 
-def test_copies_and_clones_train_alike():
-    data = dense_data(24)
-    model = compiled(**WINDOWS)
-    start = model.get_weights()
-    copied = copy.deepcopy(model)
+def clone(model):
+    """Return a clone, which has neither the weights nor the compilation."""
     cloned = keras.models.clone_model(model)
-    cloned.set_weights(start)
+    cloned.set_weights(model.get_weights())
     cloned.compile(**arguments())
-    for other in (model, copied, cloned):
-        if not isinstance(other, AccumulatingModel):
-            accumulate(other, **WINDOWS)
-        assert other.accumulation_steps == 3
-        other.fit(*data, batch_size=4, shuffle=False, verbose=0)
-    for other in (copied, cloned):
-        assert_equal_weights(other, model.get_weights())
+    return cloned
+
+
+def pickled(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize(
+    ("how", "is_wrapped"),
+    [
+        (pickled, False),
+        (clone, True),
+        (pickled, True),
+        (copy.deepcopy, True),
+        (copy.deepcopy, False),
+    ],
+)
+def test_copies_and_clones_train_alike(how, is_wrapped):
+    """Those of a wrapped model are plain ones, those of a mixin keep the settings."""
+    data = dense_data(24)
+    settings = {**WINDOWS, "skip_nonfinite": True}
+    model = seeded(dense_model if is_wrapped else lambda: Net(dense_model().layers))
+    accumulate(model, **settings)
+    model.compile(**arguments())
+    model.fit(*data, batch_size=4, shuffle=False, verbose=0)
+    made = how(model)
+    assert made is not model
+    assert type(made) is (keras.Sequential if is_wrapped else Net)
+    assert int(made.optimizer.iterations) == (0 if how is clone else 2)
+    if is_wrapped:
+        accumulate(made, **settings)
+        copied = copy.copy(model)
+        assert type(copied) is keras.Sequential
+        predicted = [each.predict(data[0], verbose=0) for each in (copied, model)]
+        np.testing.assert_array_equal(*predicted)
+    assert (made.accumulation_steps, made.skip_nonfinite) == (3, True)
+    for each in (model, made):
+        each.fit(*data, batch_size=4, shuffle=False, verbose=0)
+    assert_equal_weights(made, model.get_weights())
 
 
 def test_training_goes_on_in_the_middle_of_an_epoch_after_a_backup(tmp_path):
@@ -460,6 +505,26 @@ def test_training_goes_on_in_the_middle_of_an_epoch_after_a_backup(tmp_path):
 
 
 # Data, and what is told of it.
+
+
+def test_batches_of_different_lengths_are_weighted_by_positions():
+    """Positions are put in the place of samples, whose mean is the same."""
+    generator = np.random.default_rng(8)
+    parts = [
+        (generator.normal(size=(4, n, 3)), generator.normal(size=(4, n, 2))) for n in (2, 9, 5)
+    ]
+
+    def make():
+        inputs = keras.Input((None, 3))
+        return keras.Model(inputs, layers.Dense(2)(inputs))
+
+    model, reference = compiled(make, **WINDOWS), compiled(make)
+    start = model.get_weights()
+    for x, y in parts:
+        model.train_on_batch(x, y)
+    flat = (np.concatenate([a.reshape(-1, 1, a.shape[-1]) for a in s]) for s in zip(*parts))
+    reference.train_on_batch(*flat)
+    assert_same(model, reference, start)
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
@@ -485,14 +550,37 @@ def test_parts_of_other_lengths_are_refused():
         model.train_on_batch(dense_data(6)[0], dense_data(5)[1])
 
 
-def test_settings_without_effect_are_told():
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"microbatch_size": 8}, "`microbatch_size=8` has no effect"),
+        (
+            {"accumulation_steps": 4},
+            "is more than the batches of an epoch.* has 3, which make 1 update",
+        ),
+        ({"microbatch_size": 7}, None),
+        ({"accumulation_steps": 2, "microbatch_size": 8}, None),
+    ],
+)
+def test_settings_without_effect_are_told_of_once(settings, words):
+    model = compiled(**settings)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        for settings in ({"microbatch_size": 20}, {"accumulation_steps": 20}):
-            compiled(**settings).fit(*dense_data(12), batch_size=12, verbose=0)
-    texts = told(caught)
-    assert sum("has no effect" in text for text in texts) == 1
-    assert sum("is more than the batches of an epoch" in text for text in texts) == 1
+        for _ in range(2):
+            model.fit(*dense_data(24), batch_size=8, epochs=2, verbose=0)
+    assert len(told(caught)) == (words is not None)
+    assert re.search(words or "", " ".join(told(caught)))
+
+
+def test_settings_that_have_an_effect_later_are_not_told_of():
+    """The last batch alone is not split; and a schedule begins with other windows."""
+    scheduler = AccumulationScheduler({0: 64})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        compiled(microbatch_size=8).fit(*dense_data(17), batch_size=9, verbose=0)
+        accumulated = accumulate(compiled())
+        accumulated.fit(*dense_data(24), batch_size=8, verbose=0, callbacks=[scheduler])
 
 
 class CountsSizes:
@@ -604,10 +692,15 @@ def test_random_numbers_in_layers_are_no_reason_to_tell():
         trained(dense_data(24), 4, make, lambda: arguments(metrics=[mean_error]), **WINDOWS)
 
 
-def test_an_optimizer_that_accumulates_itself_is_refused():
+def test_an_optimizer_that_accumulates_itself_is_refused_or_told_of_once():
     optimizer = keras.optimizers.SGD(gradient_accumulation_steps=2)
     with pytest.raises(ValueError, match="gradient_accumulation_steps"):
         accumulate(dense_model(), **WINDOWS).compile(optimizer, "mse")
+    model = accumulate(dense_model(), **SPLIT)
+    model.compile(optimizer, "mse")
+    with pytest.warns(UserWarning, match="pass `accumulation_steps=2`") as caught:
+        model.fit(*dense_data(24), batch_size=12, epochs=2, verbose=0)
+    assert len(told(caught)) == 1
 
 
 def test_stateful_recurrent_models_train_in_windows_of_their_batch_size():

@@ -18,7 +18,6 @@ from noise import (
     averages_by_formula,
     fit,
     linear_model,
-    measure_again,
     measure_two_networks,
     nonlinear_model,
     normal_rows,
@@ -68,7 +67,17 @@ def test_the_scale_of_the_loss_cancels(scaling, name):
 
 
 def test_it_goes_on_in_the_next_fit_and_another_one_starts_anew():
-    _, _, whole = measure_again()
+    x, _, _ = normal_rows(128)
+    model, noise = linear_model(settings=SETTINGS["size"]), GradientNoiseScale(0.9)
+    fit(model, x[:64], noise)
+    first = noise.noise_scales
+    fit(model, x[64:], noise)
+    whole, again = GradientNoiseScale(0.9), GradientNoiseScale(0.9)
+    fit(model, x, whole)
+    assert whole.noise_scales["optimizer"].averages.num_windows == 16
+    assert noise.noise_scales == whole.noise_scales
+    fit(model, x[:64], again)
+    assert again.noise_scales == first != whole.noise_scales
     assert "gradient noise scale is about" in str(whole)
 
 

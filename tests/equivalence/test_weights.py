@@ -1,4 +1,4 @@
-"""Every reduction, masked or weighted, equals the full batch; the mean of means does not."""
+"""What microbatches weigh: activity regularizers, and what one weight can not serve."""
 
 import contextlib
 import warnings
@@ -13,50 +13,16 @@ from helpers import (
     averages_activities,
     dense_data,
     dense_model,
-    relative_difference,
     seeded,
 )
 from training import difference_of_fits
-from zoo import masked_data, regularized, two_outputs, two_outputs_data
+from zoo import masked_data, two_outputs, two_outputs_data
 
 from ga_model import AccumulatingModel, accumulate
 
 
-@pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning:keras")
-def test_a_loss_may_be_a_number(float64):
-    """Python's, as a loss has that leaves all to the regularizers."""
-
-    def arguments():
-        return {"optimizer": keras.optimizers.SGD(0.1), "loss": lambda y_true, y_pred: 0.0}
-
-    data = dense_data(34)
-    difference = difference_of_fits(regularized, arguments, data, rows=12, steps=1, size=5)
-    assert difference <= TOLERANCE[float64]
-
-
-def with_activity_regularizer():
-    l2 = keras.regularizers.L2(0.1)
-    hidden = keras.layers.Dense(6, activation="tanh", activity_regularizer=l2)
-    return keras.Sequential([keras.Input((4,)), hidden, keras.layers.Dense(2)])
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize("way", [{}, {"run_eagerly": True}], ids=["graph", "eager"])
-@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum"])
-def test_activity_regularizers_match_as_keras_adds_them(reduction, way, float64):
-    """Also beside a loss of another kind, in full windows of equal batches, where that is told."""
-    is_alike = averages_activities() == (reduction != "sum")
-    told = pytest.warns(UserWarning, match="average over different things")
-    loss = keras.losses.MeanSquaredError(reduction)
-    with contextlib.nullcontext() if is_alike else told:
-        difference = difference_of_fits(
-            with_activity_regularizer,
-            lambda: {"optimizer": keras.optimizers.SGD(0.01), "loss": loss, **way},
-            dense_data(24),
-            rows=4,
-            steps=3,
-        )
-    assert difference <= TOLERANCE[float64]
+def with_activity_regularizer(inputs):
+    return keras.layers.Dense(6, "tanh", activity_regularizer=keras.regularizers.L2(0.1))(inputs)
 
 
 class Regularized(keras.layers.Layer):
@@ -92,6 +58,8 @@ def of_a_function(inputs):
 
 
 ACTIVITIES = {
+    "a layer of Keras": with_activity_regularizer,
+    "a layer of Keras, sum": with_activity_regularizer,
     "two calls": called_twice,
     "two outputs": lambda x: keras.layers.multiply(Regularized("l2", outputs=2)(x)),
     "a function": of_a_function,
@@ -102,38 +70,25 @@ ACTIVITIES = {
 @pytest.mark.every_case
 @pytest.mark.parametrize("way", [{}, {"run_eagerly": True}], ids=["graph", "eager"])
 @pytest.mark.parametrize("name", ACTIVITIES)
-def test_activities_of_layers_of_ones_own_match_as_keras_adds_them(name, way, float64):
+def test_activity_regularizers_match_as_keras_adds_them(name, way, float64):
+    """Also beside a loss of another kind, in full windows of equal batches, where that is told."""
+
     def make():
         inputs = keras.Input((4,))
         return keras.Model(inputs, keras.layers.Dense(2)(ACTIVITIES[name](inputs)))
 
-    is_alike = averages_activities() or name == "a mean"
+    is_sum = name.endswith("sum")
+    is_alike = name == "a mean" or averages_activities() != is_sum
+    loss = keras.losses.MeanSquaredError("sum" if is_sum else "sum_over_batch_size")
     told = pytest.warns(UserWarning, match="average over different things")
     with contextlib.nullcontext() if is_alike else told:
         difference = difference_of_fits(
             make,
-            lambda: {"optimizer": keras.optimizers.SGD(0.01), "loss": "mse", **way},
+            lambda: {"optimizer": keras.optimizers.SGD(0.01), "loss": loss, **way},
             dense_data(24),
             rows=4,
             steps=3,
         )
-    assert difference <= TOLERANCE[float64]
-
-
-def test_a_compute_loss_of_the_instance_is_read(float64):
-    def make():
-        model = dense_model()
-
-        def compute_loss(x=None, y=None, y_pred=None, sample_weight=None, training=True):
-            return tf.reduce_sum(tf.square(y - y_pred))
-
-        model.compute_loss = compute_loss
-        return model
-
-    def arguments():
-        return {"optimizer": keras.optimizers.SGD(0.01)}
-
-    difference = difference_of_fits(make, arguments, dense_data(34), rows=4, steps=3)
     assert difference <= TOLERANCE[float64]
 
 
@@ -159,19 +114,11 @@ def test_terms_that_one_weight_can_not_serve_are_named_once(float64):
         model.fit(x, [y, y], batch_size=5, shuffle=False, verbose=0)
 
 
-class CountsPositions(AccumulatingModel, keras.Sequential):
-    """Its loss is a mean over the positions that its targets mark; only it knows."""
+class WeighsByOutput(AccumulatingModel, keras.Sequential):
+    """A weight that depends on the variables; the sum's derivation takes it as a constant."""
 
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        valid = tf.cast(tf.not_equal(y, 0.0), y_pred.dtype)
-        return tf.reduce_sum(tf.square(y_pred - y) * valid) / tf.reduce_sum(valid)
-
-    def microbatch_weight(self, x, y=None, sample_weight=None):
-        return tf.math.count_nonzero(y)
-
-
-class WeighsByOutput(CountsPositions):
-    """A weight that depends on the variables; the sum's derivation takes it as a constant."""
+        return tf.reduce_mean(tf.square(y_pred - y))
 
     def microbatch_weight(self, x, y=None, sample_weight=None):
         return tf.reduce_sum(tf.abs(self(x)))
@@ -179,7 +126,6 @@ class WeighsByOutput(CountsPositions):
 
 def test_a_weight_is_not_differentiated(float64):
     x, y = dense_data(12)
-    y[:] = 1.0
     model = seeded(lambda: WeighsByOutput(dense_model().layers))
     model.compile(keras.optimizers.SGD(1.0), loss=None, accumulation_steps=3)
     start = model.get_weights()
@@ -187,7 +133,7 @@ def test_a_weight_is_not_differentiated(float64):
     total = 0.0
     for i in range(0, 12, 4):
         with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(tf.reduce_sum(tf.square(model(x[i : i + 4]) - 1.0), -1)) / 2
+            loss = tf.reduce_mean(tf.square(model(x[i : i + 4]) - y[i : i + 4]))
         weight = tf.reduce_sum(tf.abs(model(x[i : i + 4])))
         gradients = tape.gradient(loss, model.trainable_variables)
         accumulated = [a + weight * g for a, g in zip(accumulated, gradients)]
@@ -236,63 +182,3 @@ def test_sample_weights_of_a_step_are_exact_or_told_of(is_normalized, float64):
     else:
         assert difference <= TOLERANCE[float64]
         assert said == []
-
-
-class WeighsByTheLargest(keras.losses.MeanSquaredError):
-    def __call__(self, y_true, y_pred, sample_weight=None):
-        weights = tf.abs(y_true[:, 0])
-        weights = tf.stop_gradient(weights / tf.reduce_max(weights))
-        return super().__call__(y_true, y_pred, weights)
-
-
-def test_sample_weights_of_a_loss_are_told_of_that_follow_from_several_samples(float64):
-    model = accumulate(seeded(dense_model), accumulation_steps=3)
-    model.compile("sgd", WeighsByTheLargest())
-    with pytest.warns(UserWarning, match="does not train as the full batch"):
-        model.train_on_batch(*dense_data(4))
-
-
-class AddsLossPerRow(keras.layers.Layer):
-    def call(self, inputs):
-        self.add_loss(0.01 * tf.reduce_mean(tf.square(inputs), axis=-1))
-        return inputs
-
-
-@pytest.mark.filterwarnings("ignore:The terms of:UserWarning")
-@pytest.mark.one_device("the shares of a batch are not equal")
-@pytest.mark.parametrize(("loss", "rows"), [("mse", 24), (None, 34)])
-def test_an_add_loss_per_row_is_a_sum_as_in_keras(loss, rows, float64):
-    def make():
-        return keras.Sequential([*dense_model().layers, AddsLossPerRow()])
-
-    x, y = dense_data(rows)
-    difference = difference_of_fits(
-        make,
-        lambda: {"optimizer": keras.optimizers.SGD(0.1), "loss": loss},
-        (x, y) if loss else (x,),
-        rows=4,
-        steps=3,
-    )
-    assert difference <= TOLERANCE[float64]
-
-
-@pytest.mark.parametrize("run_eagerly", [False, True])
-def test_batches_of_different_lengths_are_weighted_by_positions(run_eagerly, float64):
-    generator = np.random.default_rng(8)
-    parts = [
-        (generator.normal(size=(4, n, 3)), generator.normal(size=(4, n, 2))) for n in (2, 9, 5)
-    ]
-
-    def make():
-        inputs = keras.Input((None, 3))
-        return keras.Model(inputs, keras.layers.Dense(2)(inputs))
-
-    model, reference = accumulate(seeded(make), accumulation_steps=3), seeded(make)
-    model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=run_eagerly)
-    for x, y in parts:
-        model.train_on_batch(x, y)
-    start = reference.get_weights()
-    x, y = (np.concatenate([a.reshape(-1, 1, a.shape[-1]) for a in s]) for s in zip(*parts))
-    reference.compile(keras.optimizers.SGD(0.1), "mse")
-    reference.fit(x, y, batch_size=len(x), verbose=0)
-    assert relative_difference(model.get_weights(), reference.get_weights(), start) <= 1e-12

@@ -12,8 +12,6 @@ from helpers import (
     dense_data,
     dense_model,
     files_told,
-    relative_difference,
-    seeded,
 )
 from training import difference_of_fits
 
@@ -21,49 +19,33 @@ from ga_model import AccumulatingModel, accumulate
 from ga_model.base._validate import check_releases
 
 
-class Net(keras.Model):
+class Net(AccumulatingModel, keras.Model):
     """Made both by subclassing and by a functional call."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        if not args and "inputs" not in kwargs:
-            self.dense = keras.layers.Dense(2)
+        if not args:
+            self.net = dense_model()
 
     def call(self, inputs):
-        return self.dense(inputs)
-
-
-class AccumulatingNet(AccumulatingModel, keras.Model):
-    def __init__(self):
-        super().__init__()
-        self.hidden = keras.layers.Dense(6, activation="tanh")
-        self.head = keras.layers.Dense(2)
-
-    def call(self, inputs):
-        return self.head(self.hidden(inputs))
-
-
-class AccumulatingFunctional(AccumulatingModel, keras.Model):
-    pass
+        return self.net(inputs)
 
 
 def functional(cls):
     inputs = keras.Input((4,))
-    return cls(inputs, keras.layers.Dense(2)(keras.layers.Dense(6, activation="tanh")(inputs)))
+    return cls(inputs, dense_model()(inputs))
 
 
 STYLES = {
-    "subclassed": AccumulatingNet,
-    "functional call of a subclass": lambda: functional(AccumulatingFunctional),
+    "subclassed": Net,
+    "functional call of a subclass": lambda: functional(Net),
     "wrapped Functional": lambda: functional(keras.Model),
-    "wrapped Sequential": dense_model,
     "wrapped unbuilt Sequential": lambda: keras.Sequential(
         [keras.layers.Dense(6, activation="tanh"), keras.layers.Dense(2)]
     ),
     "Sequential subclass": lambda: type("S", (AccumulatingModel, keras.Sequential), {})(
         dense_model().layers
     ),
-    "wrapped subclass": lambda: Net(name="net"),
 }
 
 
@@ -82,11 +64,10 @@ def test_both_styles_live_in_one_process(float64):
     """Keras rewrites the bases of a class that is called with functional arguments, for good."""
     bases = AccumulatingModel.__bases__
     assert not any(issubclass(base, keras.Model) for base in bases)
-    for _ in range(2):
-        for style in ("functional call of a subclass", "subclassed", "wrapped Functional"):
-            test_every_style_matches_the_whole_batch(style, float64)
+    for style in ("functional call of a subclass", "subclassed", "wrapped Functional") * 2:
+        test_every_style_matches_the_whole_batch(style, float64)
     assert AccumulatingModel.__bases__ == bases
-    assert AccumulatingNet.__bases__ == (AccumulatingModel, keras.Model)
+    assert Net.__bases__ == (AccumulatingModel, keras.Model)
 
 
 def test_accumulate_returns_the_same_object_with_the_same_parts():
@@ -104,25 +85,8 @@ def test_accumulate_returns_the_same_object_with_the_same_parts():
     assert accumulate(model).accumulation_steps == 5
 
 
-def test_a_compiled_and_trained_model_can_be_wrapped(float64):
-    x, y = dense_data(34)
-    model, reference = seeded(dense_model), seeded(dense_model)
-    for m in (model, reference):
-        m.compile(**arguments())
-        m.fit(x, y, batch_size=12, shuffle=False, verbose=0)
-    start = reference.get_weights()
-    optimizer = model.optimizer
-    accumulate(model, accumulation_steps=3)
-    assert model.optimizer is optimizer
-    model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0)
-    reference.fit(x, y, batch_size=12, epochs=2, shuffle=False, verbose=0)
-    assert model.optimizer.iterations == 9
-    difference = relative_difference(model.get_weights(), reference.get_weights(), start)
-    assert difference <= TOLERANCE[float64]
-
-
 def test_compile_keeps_the_setting_unless_it_is_given():
-    model = AccumulatingNet()
+    model = Net()
     assert model.accumulation_steps == 1
     model.compile("sgd", "mse", accumulation_steps=4)
     model.compile("sgd", "mse")
@@ -135,6 +99,11 @@ def test_compile_keeps_the_setting_unless_it_is_given():
 # What is checked at import.
 
 
+def run(script):
+    command = [sys.executable, "-c", script]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+
+
 @pytest.mark.gate
 def test_another_backend_is_refused_at_import():
     script = (
@@ -142,9 +111,7 @@ def test_another_backend_is_refused_at_import():
         "try:\n    from ga_model import accumulate\n"
         "except RuntimeError as e:\n    print(e)\n"
     )
-    out = subprocess.run(
-        [sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=60
-    ).stdout
+    out = run(script)
     assert "Received: keras.backend.backend()='numpy'" in out
     assert "Set the environment variable KERAS_BACKEND to one of them" in out
 
@@ -162,9 +129,7 @@ def test_a_release_that_is_too_old_is_refused_at_import(name, version, tmp_path)
         "try:\n    from ga_model import accumulate\n"
         "except ImportError as e:\n    print(e)\n"
     )
-    out = subprocess.run(
-        [sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=60
-    ).stdout
+    out = run(script)
     needed = {"keras": "keras>=3.8", "tensorflow": "tensorflow>=2.18"}[name]
     assert out == f"`ga_model` needs {needed}. Received: {version}. Run `pip install '{needed}'`.\n"
 
@@ -184,7 +149,7 @@ def test_the_checks_import_neither_tensorflow_nor_keras():
         "assert checks.check_accumulation_steps(3) == 3\n"
         "assert not {'tensorflow', 'keras'} & set(sys.modules)\n"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    run(script)
 
 
 # Warnings.
@@ -202,18 +167,6 @@ def batch_normalized():
     )
 
 
-def test_batch_normalization_is_named_once_per_compile():
-    x, y = dense_data(12)
-    model = accumulate(batch_normalized(), accumulation_steps=3)
-    model.compile("sgd", "mse")
-    with pytest.warns(UserWarning, match=r"\['norm', 'inner'\]") as caught:
-        model.fit(x, y, batch_size=4, verbose=0)
-    assert files_told(caught) == [__file__]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model.fit(x, y, batch_size=4, epochs=2, verbose=0)
-
-
 class NormalizedWhenBuilt(keras.Model):
     def build(self, shape):
         self.norm = keras.layers.BatchNormalization(name="late")
@@ -223,36 +176,36 @@ class NormalizedWhenBuilt(keras.Model):
         return self.norm(inputs, training=training)
 
 
-@pytest.mark.gate
-def test_batch_normalization_that_comes_with_the_first_batch_is_named_then():
-    x, _ = dense_data(12)
-    model = accumulate(NormalizedWhenBuilt(), accumulation_steps=3)
+NAMED = {
+    "wrapped": (batch_normalized, lambda model: accumulate(model, accumulation_steps=3)),
+    "set": (batch_normalized, lambda model: setattr(model, "accumulation_steps", 3)),
+    "built late": (NormalizedWhenBuilt, lambda model: accumulate(model, accumulation_steps=3)),
+}
+
+
+@pytest.mark.parametrize("when", NAMED)
+def test_batch_normalization_is_named_once_where_the_user_trains(when):
+    make, sets = NAMED[when]
+    model = accumulate(make()) if when == "set" else make()
     model.compile("sgd", "mse")
-    with pytest.warns(UserWarning, match=r"\['late'\]") as caught:
-        model.fit(x, x, batch_size=4, epochs=2, verbose=0)
-    assert files_told(caught) == [__file__]
-
-
-def test_batch_normalization_is_named_when_a_compiled_model_is_wrapped_or_set():
+    sets(model)
     x, y = dense_data(12)
-    wrapped, later = batch_normalized(), accumulate(batch_normalized())
-    for model in (wrapped, later):
-        model.compile("sgd", "mse")
-    accumulate(wrapped, accumulation_steps=3)
-    later.accumulation_steps = 2
-    for model in (wrapped, later):
-        with pytest.warns(UserWarning, match=r"\['norm', 'inner'\]") as caught:
-            model.fit(x, y, batch_size=4, verbose=0)
-        assert files_told(caught) == [__file__]
+    y = x if when == "built late" else y
+    names = r"\['late'\]" if when == "built late" else r"\['norm', 'inner'\]"
+    with pytest.warns(UserWarning, match=names) as caught:
+        model.fit(x, y, batch_size=4, epochs=2, verbose=0)
+    assert files_told(caught) == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.fit(x, y, batch_size=4, epochs=2, verbose=0)
 
 
 def test_no_warning_for_frozen_batch_normalization_or_without_accumulation():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        accumulate(batch_normalized(), accumulation_steps=1).compile("sgd", "mse")
-        model = accumulate(batch_normalized(), accumulation_steps=3)
-        for name in ("norm", "inner"):
+        for steps, is_frozen in ((1, False), (3, True)):
+            model = accumulate(batch_normalized(), accumulation_steps=steps)
             for layer in model._flatten_layers():
-                if layer.name == name:
-                    layer.trainable = False
-        model.compile("sgd", "mse")
+                layer.trainable = layer.name not in ("norm", "inner") or not is_frozen
+            model.compile("sgd", "mse")
+            model.fit(*dense_data(12), batch_size=4, verbose=0)

@@ -1,9 +1,7 @@
 """Files, copies, exports: a wrapped model's are the plain one's, a subclass keeps its settings."""
 
 import contextlib
-import copy
 import json
-import pickle
 import subprocess
 import sys
 import zipfile
@@ -139,19 +137,6 @@ def test_a_compile_of_the_users_own_round_trips(tmp_path):
     assert loaded.accumulation_steps == 3
 
 
-@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, keras.models.clone_model, "pickle"])
-def test_copies_of_a_wrapped_model_are_plain_models(how):
-    x, y = dense_data(24)
-    model = accumulate(dense_model(), accumulation_steps=3)
-    model.compile("adam", "mse")
-    model.fit(x, y, batch_size=4, verbose=0)
-    made = pickle.loads(pickle.dumps(model)) if how == "pickle" else how(model)
-    assert type(made) is keras.Sequential
-    if how is not keras.models.clone_model:
-        np.testing.assert_array_equal(made.predict(x, verbose=0), model.predict(x, verbose=0))
-        assert made.optimizer.iterations == 2
-
-
 def train(model, x, y, rows):
     model.fit(x, y, batch_size=rows, epochs=2, shuffle=False, verbose=0)
 
@@ -162,28 +147,27 @@ def train(model, x, y, rows):
 def test_optimizer_state_survives_between_plain_and_accumulating(how, then, float64, tmp_path):
     """Trained one way, saved, and trained the other way: the full batch's weights in the end."""
     x, y = dense_data(34)
-    ways = [lambda model: accumulate(model, accumulation_steps=3), lambda model: model]
-    rows = [4, 12]
-    if then == "accumulating":
-        ways, rows = ways[::-1], rows[::-1]
-    model = ways[0](seeded(dense_model))
-    model.compile(keras.optimizers.AdamW(0.01, use_ema=True), "mse")
+    steps = [3, 1] if then == "plain" else [1, 3]
+
+    def compiled(steps=1):
+        model = seeded(dense_model)
+        model.compile(keras.optimizers.AdamW(0.01, use_ema=True), "mse")
+        model.optimizer.build(model.trainable_variables)
+        return accumulate(model, accumulation_steps=steps) if steps > 1 else model
+
+    model, reference = compiled(steps[0]), compiled()
     start = model.get_weights()
-    train(model, x, y, rows[0])
+    train(model, x, y, 12 // steps[0])
     if how == "save":
         model.save(tmp_path / "model.keras")
-        other = ways[1](keras.saving.load_model(tmp_path / "model.keras"))
+        other = keras.saving.load_model(tmp_path / "model.keras")
+        other = accumulate(other, accumulation_steps=3) if then == "accumulating" else other
     else:
         model.save_weights(tmp_path / "model.weights.h5")
-        other = ways[1](dense_model())
-        other.compile(keras.optimizers.AdamW(0.01, use_ema=True), "mse")
-        other.optimizer.build(other.trainable_variables)
+        other = compiled(steps[1])
         other.load_weights(tmp_path / "model.weights.h5")
     assert other.optimizer.iterations == 6
-    train(other, x, y, rows[1])
-
-    reference = seeded(dense_model)
-    reference.compile(keras.optimizers.AdamW(0.01, use_ema=True), "mse")
+    train(other, x, y, 12 // steps[1])
     for _ in range(2):
         train(reference, x, y, 12)
     difference = relative_difference(other.get_weights(), reference.get_weights(), start)
@@ -214,26 +198,6 @@ def test_an_exported_model_serves_where_the_package_is_not_installed(style, tmp_
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=120)
     expected = model.predict(x, verbose=0)
     np.testing.assert_allclose(np.load(tmp_path / "y.npy"), expected, rtol=TOLERANCE[float64])
-
-
-@pytest.mark.parametrize("how", ["pickle", copy.deepcopy, keras.models.clone_model])
-def test_a_copied_subclass_keeps_its_settings_and_trains_on(how):
-    x, y = dense_data(24)
-    model = SavedNet()
-    model.compile("adam", "mse", accumulation_steps=3, skip_nonfinite=True)
-    train(model, x, y, 4)
-    made = pickle.loads(pickle.dumps(model)) if how == "pickle" else how(model)
-    assert type(made) is SavedNet
-    assert made is not model
-    if how is keras.models.clone_model:  # which clones no compilation
-        made.compile("adam", "mse", accumulation_steps=3, skip_nonfinite=True)
-        made.build((None, 4))
-        made.set_weights(model.get_weights())
-    assert made.accumulation_steps == 3
-    assert made.skip_nonfinite is True
-    train(made, x, y, 4)
-    assert made.optimizer.iterations == (4 if how is keras.models.clone_model else 8)
-    assert model.optimizer.iterations == 4
 
 
 @pytest.mark.parametrize("batches", [4, 3])

@@ -39,6 +39,7 @@ def set_model():
 WAYS = {
     "compile": lambda model, **settings: model.compile("sgd", "mse", **settings),
     "accumulate": accumulate,
+    "attribute": lambda model, **settings: [setattr(model, *pair) for pair in settings.items()],
 }
 
 
