@@ -5,6 +5,8 @@ have unlike numbers of rows, some of them none. With `--replicas 2` or 3 the tes
 files that compare with the full batch train on so many devices, too.
 """
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -14,181 +16,61 @@ from helpers import (
     TOLERANCE,
     dense_data,
     dense_model,
-    float32_in_the_sweep,
     metrics_of_replicas_add_up,
     mirrored,
     num_updates,
     relative_difference,
     seeded,
 )
-from training import assert_equal_logs as assert_logs_match
-from training import difference_of_fits, train_pair
+from training import assert_equal_logs, difference_of_fits, train_pair
 from zoo import ZOO, float8, masked_data, masked_recurrent
 
 from ga_model import GradientAccumulator, accumulate
 
 STEPS, SIZE, BOTH = {"steps": 3}, {"steps": 1, "size": 3}, {"steps": 2, "size": 2}
-
-several = pytest.mark.parametrize(
-    ("settings", "replicas"),
-    [(STEPS, 2), (SIZE, 3), pytest.param(BOTH, 2, marks=pytest.mark.sweep)],
-    ids=["accumulation_steps-2", "microbatch_size-3", "both-2"],
-)
-
-
-def assert_equal_logs(model, reference):
-    """Compare logs with those of one device, where plain Keras's own are the same on several."""
-    if metrics_of_replicas_add_up():
-        assert_logs_match(model, reference)
+WAYS = {"steps-2": (STEPS, 2), "size-3": (SIZE, 3), "both-2": (BOTH, 2)}  # with the replicas
 
 
 def adam(**kwargs):
     return lambda: {"optimizer": keras.optimizers.Adam(0.01, **kwargs), "loss": "mse"}
 
 
-@pytest.mark.parametrize("replicas", [2, 3])
-@pytest.mark.parametrize(
-    "settings", [STEPS, SIZE, BOTH], ids=["accumulation_steps", "microbatch_size", "both"]
-)
-@pytest.mark.parametrize("name", ["regularized", "two_outputs"])
-@float32_in_the_sweep
-def test_every_setting_matches_the_whole_batch(name, settings, replicas, dtype):
-    make, make_data = ZOO[name]
-    arguments = adam(clipnorm=0.05 if name == "regularized" else None)  # of what all have
-    # 29 rows: a last batch of 5, shared out as 3 + 2 or 2 + 2 + 1, in a partial window.
-    model, reference, start = train_pair(
-        make, arguments, make_data(29), rows=8, replicas=replicas, **settings
-    )
-    assert model.optimizer.iterations.numpy() == reference.optimizer.iterations.numpy()
-    difference = relative_difference(model.get_weights(), reference.get_weights(), start)
-    assert difference <= TOLERANCE[dtype]
-    if metrics_of_replicas_add_up():
-        loss, expected = (m.history.history["loss"] for m in (model, reference))
-        np.testing.assert_allclose(loss, expected, rtol=1e-6)
+def sgd(loss="mse", rate=0.1):
+    return lambda: {"optimizer": keras.optimizers.SGD(rate, momentum=0.9), "loss": loss}
 
 
-@pytest.mark.gate
-@several
-@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight", "sum"])
-def test_masks_that_differ_between_replicas_match_the_whole_batch(
-    reduction, settings, replicas, float64
-):
-    x, y = masked_data(25)  # the last batch is one row: replicas without any
+def compiled(make=dense_model, replicas=1, metrics=None, **settings):
+    """Return a model on so many replicas, on one without settings."""
+    if replicas == 1:
+        model = seeded(make)
+        model.compile(**adam()(), metrics=metrics)
+        return model
+    with mirrored(replicas).scope():
+        model = accumulate(seeded(make), **settings)
+        model.compile(**adam()(), metrics=metrics)
+    return model
+
+
+def assert_close(model, reference):
+    for weight, expected in zip(model.get_weights(), reference.get_weights(), strict=True):
+        np.testing.assert_allclose(weight, expected, rtol=1e-12)
+
+
+def mean(y, y_pred):
+    """Of no rows it is NaN."""
+    return tf.reduce_mean(tf.square(y - y_pred))
+
+
+def masks_that_differ(rows):
+    x, y = masked_data(rows)
     x[4:8] = 0.0  # a replica whose rows are all masked
-    weights = np.random.default_rng(1).uniform(0.1, 3.0, size=(25, 1))
-
-    def arguments():
-        loss = keras.losses.MeanSquaredError(reduction=reduction)
-        return {"optimizer": keras.optimizers.SGD(0.003, momentum=0.9), "loss": loss}
-
-    model, reference, start = train_pair(
-        masked_recurrent, arguments, (x, y, weights), rows=8, replicas=replicas, **settings
-    )
-    difference = relative_difference(model.get_weights(), reference.get_weights(), start)
-    assert difference <= TOLERANCE[float64]
-    if settings is SIZE:
-        assert_equal_logs(model, reference)
+    return x, y, np.random.default_rng(1).uniform(0.1, 3.0, size=(rows, 1))
 
 
-@pytest.mark.gate
-def test_control_plain_keras_weighs_replicas_alike(float64):
-    x, y = masked_data(25)
-
-    def arguments():
-        return {"optimizer": keras.optimizers.SGD(0.1), "loss": "mse"}
-
-    difference = difference_of_fits(
-        masked_recurrent, arguments, (x, y), rows=8, steps=1, replicas=2
-    )
-    assert difference > 1e-2
-
-
-@pytest.mark.gate
-def test_parts_larger_than_the_batch_are_the_way_out(float64):
-    difference = difference_of_fits(
-        masked_recurrent, adam(), masked_data(25), rows=8, steps=1, size=8, replicas=2
-    )
-    assert difference <= TOLERANCE[float64]
-
-
-@pytest.mark.gate
-@several
-def test_a_loss_scale_optimizer_sees_an_overflow_on_any_replica(settings, replicas):
-    x, y = dense_data(48)
-    y[23] = 1e38  # on the last replica, where the scaled gradient overflows
-
-    def arguments():
-        adam = keras.optimizers.Adam(0.01)
-        optimizer = keras.optimizers.LossScaleOptimizer(adam, dynamic_growth_steps=2)
-        return {"optimizer": optimizer, "loss": "mse"}
-
-    model, reference, start = train_pair(
-        dense_model, arguments, (x, y), rows=8, replicas=replicas, **settings
-    )
-    updates = 2 * 48 // (8 * settings["steps"])  # without the two that overflow
-    iterations = [num_updates(m.optimizer) for m in (model, reference)]
-    assert iterations == [updates - 2, updates - 2]
-    scales = [m.optimizer.dynamic_scale.numpy() for m in (model, reference)]
-    assert scales[0] == scales[1]
-    difference = relative_difference(model.get_weights(), reference.get_weights(), start)
-    assert difference <= TOLERANCE["float32"]
-
-
-@pytest.mark.gate
-@several
-def test_a_loss_that_reduces_by_itself_is_a_mean_over_replicas(settings, replicas, float64):
-    def loss(y, y_pred):
-        return tf.reduce_mean(tf.square(y - y_pred))
-
-    def arguments():
-        return {"optimizer": keras.optimizers.SGD(0.1), "loss": loss}
-
-    model, reference, start = train_pair(
-        dense_model, arguments, dense_data(25), rows=8, replicas=replicas, **settings
-    )
-    difference = relative_difference(model.get_weights(), reference.get_weights(), start)
-    assert difference <= TOLERANCE[float64]
-    assert_equal_logs(model, reference)  # a mean of no rows is NaN
-
-
-@several
-@pytest.mark.parametrize("way", [{"run_eagerly": True}, {"jit_compile": True}], ids=str)
-def test_eagerly_and_under_xla(way, settings, replicas, float64):
-    if "jit_compile" in way and settings is STEPS and not metrics_of_replicas_add_up():
-        with pytest.raises(ValueError, match=r"keras>=3\.10, or set `jit_compile=False`"):
-            train_pair(
-                dense_model,
-                lambda: {**adam()(), **way},
-                dense_data(8),
-                rows=4,
-                replicas=replicas,
-                **STEPS,
-            )
-        return
-    difference = difference_of_fits(
-        dense_model,
-        lambda: {**adam()(), **way},
-        dense_data(25),  # a last batch of one row: a replica without any
-        rows=8,
-        replicas=replicas,
-        **settings,
-    )
-    assert difference <= TOLERANCE[float64]
-
-
-@pytest.mark.gate
-@pytest.mark.parametrize(
-    ("settings", "rows"),
-    [(BOTH, 48), *(pytest.param(*p, marks=pytest.mark.sweep) for p in [(STEPS, 48), (SIZE, 25)])],
-)
-def test_float8_layers_match_the_whole_batch(settings, rows):
-    def arguments():
-        return {"optimizer": keras.optimizers.SGD(0.1), "loss": "mse"}
-
-    difference = difference_of_fits(
-        float8, arguments, dense_data(rows), rows=8, replicas=2, **settings
-    )
-    assert difference <= TOLERANCE["float32"]
+def frozen_normalization(trainable=False):
+    model = keras.Sequential([dense_model(), keras.layers.BatchNormalization()])
+    model.layers[-1].trainable = trainable
+    return model
 
 
 class TwoNetworks(keras.Model):
@@ -220,41 +102,122 @@ class TwoNetworks(keras.Model):
         return {"loss": loss}
 
 
-@pytest.mark.gate
-@several
-def test_several_optimizers_match_the_whole_batch(settings, replicas, float64):
-    def arguments():
-        first = keras.optimizers.Adam(0.01, clipnorm=0.1)
-        return {"first": first, "second": keras.optimizers.SGD(0.1), "loss": "mse"}
-
-    # Over the batch the step is plain Keras's, where replicas count alike whatever they have.
-    settings = {**settings, "loss_over": "microbatch"}
-    difference = difference_of_fits(
-        TwoNetworks, arguments, dense_data(29), rows=8, replicas=replicas, **settings
-    )
-    assert difference <= TOLERANCE[float64]
+def of_two():
+    first = keras.optimizers.Adam(0.01, clipnorm=0.1)
+    return {"first": first, "second": keras.optimizers.SGD(0.1), "loss": "mse"}
 
 
-@pytest.mark.gate
-@several
-def test_normalization_layers(settings, replicas, float64):
-    """Frozen they are exact. In training, each replica has its own statistics, as in Keras."""
-
-    def make(trainable=False):
-        model = keras.Sequential([dense_model(), keras.layers.BatchNormalization()])
-        model.layers[-1].trainable = trainable
-        return model
-
-    arguments = {"rows": 8, "replicas": replicas, **settings}
-    difference = difference_of_fits(make, adam(), dense_data(29), **arguments)
-    assert difference <= TOLERANCE[float64]
-    with mirrored(replicas).scope():
-        model = accumulate(
-            make(True),
-            accumulation_steps=settings["steps"],
-            microbatch_size=settings.get("size"),
+# Of 29 rows the last batch of 5 is shared out as 3 + 2 or 2 + 2 + 1, in a partial window; of 25 it
+# is one row, and other replicas have none.
+CASES = {
+    "clipped by the norm": (ZOO["regularized"][0], adam(clipnorm=0.05), dense_data, 29),
+    "eager": (dense_model, lambda: {**adam()(), "run_eagerly": True}, dense_data, 25),
+    "compiled by XLA": (dense_model, lambda: {**adam()(), "jit_compile": True}, dense_data, 25),
+    "two outputs": (*ZOO["two_outputs"][:1], adam(), ZOO["two_outputs"][1], 29),
+    **{
+        f"masks, {reduction}": (
+            masked_recurrent,
+            lambda reduction=reduction: sgd(keras.losses.MeanSquaredError(reduction), 0.003)(),
+            masks_that_differ,
+            25,
         )
-        model.compile(**adam()())
+        for reduction in ("mean_with_sample_weight", "sum", "sum_over_batch_size")
+    },
+    "a mean of one's own": (dense_model, sgd(mean), dense_data, 25),
+    "several optimizers": (TwoNetworks, of_two, dense_data, 29),
+    "frozen normalization": (frozen_normalization, adam(), dense_data, 29),
+    # Which plain Keras cannot do.
+    "several batches per execution": (
+        dense_model,
+        lambda: {**adam()(), "steps_per_execution": 2},
+        dense_data,
+        29,
+    ),
+}
+
+
+def trainings():
+    """Return each case in each way: one in every run, of each case one in the gate."""
+    for turn, name in enumerate(CASES):
+        for place, way in enumerate(WAYS):
+            marks = [pytest.mark.gate if place == turn % 3 else pytest.mark.sweep]
+            yield pytest.param(name, way, marks=marks if turn + place else [], id=f"{name}-{way}")
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(("name", "way"), list(trainings()))
+def test_updates_are_those_of_one_device(name, way, float64):
+    make, arguments, data, rows = CASES[name]
+    settings, replicas = WAYS[way]
+    if name == "several optimizers":
+        # Over the batch the step is plain Keras's, where replicas count alike whatever they have.
+        settings = {**settings, "loss_over": "microbatch"}
+    train = functools.partial(
+        train_pair, make, arguments, data(rows), rows=8, replicas=replicas, **settings
+    )
+    if name == "compiled by XLA" and settings is STEPS and not metrics_of_replicas_add_up():
+        with pytest.raises(ValueError, match=r"keras>=3\.10, or set `jit_compile=False`"):
+            train()
+        return
+    model, reference, start = train()
+    difference = relative_difference(model.get_weights(), reference.get_weights(), start)
+    assert difference <= TOLERANCE[float64]
+    if reference.optimizer is not None:
+        assert num_updates(model.optimizer) == num_updates(reference.optimizer)
+    means_alike = "masks" not in name or settings is SIZE
+    if metrics_of_replicas_add_up() and name != "several optimizers" and means_alike:
+        assert_equal_logs(model, reference, rtol=1e-6)
+
+
+@pytest.mark.gate
+def test_control_plain_keras_weighs_replicas_alike(float64):
+    """Parts larger than the batch are the way out."""
+    arguments = masked_recurrent, sgd(), masked_data(25)
+    assert difference_of_fits(*arguments, rows=8, steps=1, replicas=2) > 1e-2
+    difference = difference_of_fits(*arguments, rows=8, steps=1, size=8, replicas=2)
+    assert difference <= TOLERANCE[float64]
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("way", WAYS)
+def test_a_loss_scale_optimizer_sees_an_overflow_on_any_replica(way):
+    x, y = dense_data(48)
+    y[23] = 1e38  # on the last replica, where the scaled gradient overflows
+    settings, replicas = WAYS[way]
+
+    def arguments():
+        adam = keras.optimizers.Adam(0.01)
+        optimizer = keras.optimizers.LossScaleOptimizer(adam, dynamic_growth_steps=2)
+        return {"optimizer": optimizer, "loss": "mse"}
+
+    model, reference, start = train_pair(
+        dense_model, arguments, (x, y), rows=8, replicas=replicas, **settings
+    )
+    updates = 2 * 48 // (8 * settings["steps"])  # without the two that overflow
+    assert [num_updates(m.optimizer) for m in (model, reference)] == [updates - 2, updates - 2]
+    scales = [m.optimizer.dynamic_scale.numpy() for m in (model, reference)]
+    assert scales[0] == scales[1]
+    difference = relative_difference(model.get_weights(), reference.get_weights(), start)
+    assert difference <= TOLERANCE["float32"]
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize(
+    ("settings", "rows"),
+    [(BOTH, 48), *(pytest.param(*p, marks=pytest.mark.sweep) for p in [(STEPS, 48), (SIZE, 25)])],
+)
+def test_float8_layers_match_the_whole_batch(settings, rows):
+    difference = difference_of_fits(float8, sgd(), dense_data(rows), rows=8, replicas=2, **settings)
+    assert difference <= TOLERANCE["float32"]
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("way", WAYS)
+def test_normalization_layers_have_statistics_of_each_replica_as_in_keras(way, float64):
+    settings, replicas = WAYS[way]
+    names = {"steps": "accumulation_steps", "size": "microbatch_size"}
+    settings = {names[name]: value for name, value in settings.items()}
+    model = compiled(lambda: frozen_normalization(True), replicas, **settings)
     with pytest.warns(UserWarning, match="BatchNormalization layers in training mode"):
         model.fit(*dense_data(29), batch_size=8, verbose=0)
     assert all(np.isfinite(weight).all() for weight in model.get_weights())
@@ -263,17 +226,15 @@ def test_normalization_layers(settings, replicas, float64):
 
 @pytest.mark.gate
 def test_synchronized_normalization_runs_where_replicas_can_communicate(float64):
-    def model(**settings):
-        with mirrored(2).scope():
-            layers = [dense_model(), keras.layers.BatchNormalization(synchronized=True)]
-            model = accumulate(keras.Sequential(layers), **settings)
-            model.compile("adam", "mse")
-        return model
+    def make():
+        synchronized = keras.layers.BatchNormalization(synchronized=True)
+        return keras.Sequential([dense_model(), synchronized])
 
+    data = dense_data(29)
     with pytest.warns(UserWarning, match="BatchNormalization"):
-        model(accumulation_steps=3).fit(*dense_data(29), batch_size=8, verbose=0)
+        compiled(make, 2, accumulation_steps=3).fit(*data, batch_size=8, verbose=0)
     with pytest.raises(ValueError, match="cannot exchange the statistics of microbatches"):
-        model(microbatch_size=3).fit(*dense_data(29), batch_size=8, verbose=0)
+        compiled(make, 2, microbatch_size=3).fit(*data, batch_size=8, verbose=0)
 
 
 # When replicas communicate.
@@ -343,35 +304,17 @@ def test_nothing_is_traced_again(float64):
 
 
 @pytest.mark.gate
-def test_several_batches_per_execution_which_plain_keras_cannot_do(float64):
-    difference = difference_of_fits(
-        dense_model,
-        lambda: {**adam()(), "steps_per_execution": 2},
-        dense_data(29),
-        rows=8,
-        steps=3,
-        replicas=2,
-    )
-    assert difference <= TOLERANCE[float64]
-
-
-@pytest.mark.gate
 def test_windows_in_a_loop_over_train_on_batch(float64):
     """Every replica gets all of the batch there, in plain Keras too."""
     x, y = dense_data(20)
-    with mirrored(2).scope():
-        model = accumulate(seeded(dense_model), accumulation_steps=3)
-        model.compile(**adam()())
-    reference = seeded(dense_model)
-    reference.compile(**adam()())
+    model, reference = compiled(replicas=2, accumulation_steps=3), compiled()
     for start in range(0, 20, 4):
         model.train_on_batch(x[start : start + 4], y[start : start + 4])
     model.close_window()
     model.close_window()  # an empty one changes nothing
     reference.train_on_batch(x[:12], y[:12])
     reference.train_on_batch(x[12:], y[12:])
-    for weight, expected in zip(model.get_weights(), reference.get_weights(), strict=True):
-        np.testing.assert_allclose(weight, expected, rtol=1e-12)
+    assert_close(model, reference)
 
 
 def test_a_first_batch_that_replicas_share_unevenly_builds_the_model(float64):
@@ -398,16 +341,12 @@ def test_a_first_batch_that_replicas_share_unevenly_builds_the_model(float64):
 
 def test_metrics_are_updated_on_any_replica(float64):
     x, y = dense_data(24)
-    with mirrored(2).scope():
-        model = accumulate(seeded(dense_model), microbatch_size=3)
-        model.compile(**adam()(), metrics=["mae"])
-    model.fit(x, y, batch_size=24, shuffle=False, verbose=0)
-    reference = seeded(dense_model)
-    reference.compile(**adam()(), metrics=["mae"])
-    reference.fit(x, y, batch_size=24, shuffle=False, verbose=0)
-    for weight, expected in zip(model.get_weights(), reference.get_weights(), strict=True):
-        np.testing.assert_allclose(weight, expected, rtol=1e-12)
-    assert_logs_match(model, reference)  # of one update, whatever Keras makes of several
+    model = compiled(replicas=2, metrics=["mae"], microbatch_size=3)
+    reference = compiled(metrics=["mae"])
+    for each in (model, reference):
+        each.fit(x, y, batch_size=24, shuffle=False, verbose=0)
+    assert_close(model, reference)
+    assert_equal_logs(model, reference)  # of one update, whatever Keras makes of several
 
 
 @pytest.mark.gate
@@ -415,10 +354,7 @@ def test_bad_microbatches_are_left_out_on_any_replica(float64):
     x, y = dense_data(24)
     bad = [3, 14]  # of a first and of a second replica
     x[bad] = np.nan
-
-    with mirrored(2).scope():
-        model = accumulate(seeded(dense_model), microbatch_size=1, skip_nonfinite=True)
-        model.compile(**adam()())
+    model, reference = compiled(replicas=2, microbatch_size=1, skip_nonfinite=True), compiled()
     if not metrics_of_replicas_add_up():
         with pytest.raises(ValueError, match=r"keras>=3\.10, or set `skip_nonfinite=False`"):
             model.fit(x, y, batch_size=24, verbose=0)
@@ -426,12 +362,9 @@ def test_bad_microbatches_are_left_out_on_any_replica(float64):
     with pytest.warns(UserWarning, match="were skipped"):
         model.fit(x, y, batch_size=24, shuffle=False, verbose=0)
     assert model.num_skipped_microbatches == 2
-    reference = seeded(dense_model)
-    reference.compile(**adam()())
     rows = [row for row in range(24) if row not in bad]
     reference.fit(x[rows], y[rows], batch_size=24, shuffle=False, verbose=0)
-    for weight, expected in zip(model.get_weights(), reference.get_weights(), strict=True):
-        np.testing.assert_allclose(weight, expected, rtol=1e-12)
+    assert_close(model, reference)
     assert_equal_logs(model, reference)
 
 
