@@ -537,10 +537,17 @@ CASES |= {
         dense_data,
         expects={"across": Warns("terms|average over|add_loss")},
     ),
-    "a layer that adds a penalty": Case(
-        followed_by(AddsPenalty),
+    "a layer that adds a value per sample, in full windows": Case(
+        followed_by(AddsPerSample),
         dense_data,
+        samples=24,
+        settings=("windows",),
+        expects={"windows": Warns("The terms of", ALL)},
     ),
+    "a layer that adds all the loss per sample": Case(
+        followed_by(AddsPerSample), lambda rows: dense_data(rows)[:1], sgd(None)
+    ),
+    "a layer that adds a penalty": Case(followed_by(AddsPenalty), dense_data),
     "a layer that combines samples": Case(
         followed_by(Centers),
         dense_data,
@@ -707,6 +714,48 @@ CASES |= {
 }
 CASES["constraints"] = Case(constrained, dense_data)
 CASES["embedding with adam"] = Case(*zoo.ZOO["embedding"], compiled_with(OPTIMIZERS["adam"]))
+
+
+# Variables that are trained otherwise, or not at all.
+
+
+def of_low_rank(is_quantized=False):
+    model = dense_model()
+    for layer in model.layers:
+        if is_quantized:
+            layer.quantize("int8")
+    for layer in model.layers[: 1 if is_quantized else 2]:
+        layer.enable_lora(2)
+    return model
+
+
+def embedding_of_low_rank():
+    parts = layers.Embedding(7, 3), layers.EinsumDense("abc,cd->abd", output_shape=(5, 4))
+    ids = keras.Input((5,), dtype="int32")
+    model = keras.Sequential([ids, *parts, layers.Flatten(), layers.Dense(2)])
+    for layer in parts:
+        layer.enable_lora(2)
+    return model
+
+
+def with_a_quantized_layer():
+    model = dense_model()
+    model.layers[0].quantize("int8")
+    return model
+
+
+def quantized(make, data=dense_data):
+    adam = compiled_with(OPTIMIZERS["adam"])
+    backends = "tensorflow", "torch"  # where it was tried
+    return Case(make, data, adam, precision="float32", settings=("both",), backends=backends)
+
+
+CASES |= {
+    "low rank": quantized(of_low_rank),
+    "low rank, embedding": quantized(embedding_of_low_rank, zoo.embedding_data),
+    "low rank, int8": quantized(functools.partial(of_low_rank, is_quantized=True)),
+    "an int8 layer": quantized(with_a_quantized_layer),
+}
 
 
 # Precision, and ways to run.
