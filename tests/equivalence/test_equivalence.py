@@ -1,17 +1,4 @@
-"""The heart: accumulation makes the updates of plain Keras on the whole window.
-
-Covered by `test_zoo_matches_the_whole_batch`, through `fit` in graph mode, all combinations of
-
-    models       dense, convolution, embedding, masked recurrent, attention, two outputs,
-                 regularized, frozen layer, unused variable, lazily built
-    optimizers   SGD, Nesterov momentum, Adam, AdamW, RMSprop, Lion
-    windows      1, 2, 3 and 5 microbatches of 4 rows
-    epochs       even; with a ragged last batch; with a partial last window that is ragged
-    dtypes       float32 to 1e-5, float64 to 1e-12
-
-The weights and the optimizer's state are compared after 4 to 6 updates. Adam runs by
-default, the other optimizers with `-m sweep`.
-"""
+"""Gradients of tables: more rows than the table has, and rows in some batches only."""
 
 import functools
 
@@ -19,13 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import (
-    TOLERANCE,
-    assert_changed,
-    dense_data,
-    relative_difference,
-    seeded,
-)
+from helpers import TOLERANCE, assert_changed, dense_data, relative_difference, seeded
 from training import difference_of_fits
 from zoo import embedding, embedding_data
 

@@ -4,25 +4,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import (
-    TOLERANCE,
-    dense_data,
-    dense_model,
-    seeded,
-)
-from training import difference_of_fits, train_pair
+from helpers import TOLERANCE, dense_data, dense_model, seeded
+from training import difference_of_fits
 
 from ga_model import GradientAccumulator, accumulate
-
-
-def schedule():
-    return keras.optimizers.schedules.ExponentialDecay(0.2, decay_steps=2, decay_rate=0.5)
-
-
-OPTIMIZERS = {"schedule": lambda: keras.optimizers.SGD(schedule(), momentum=0.9)}
-
-if hasattr(keras.optimizers, "ScheduleFreeAdamW"):  # since Keras 3.14
-    OPTIMIZERS["schedule free"] = lambda: keras.optimizers.ScheduleFreeAdamW(0.01)
 
 
 class NormalizesInPairs(keras.optimizers.SGD):
@@ -91,7 +76,7 @@ def test_an_accumulator_applies_as_the_optimizer_does(float64):
 
 
 begins_with_values = pytest.mark.skipif(
-    "schedule free" not in OPTIMIZERS, reason="Keras has no ScheduleFreeAdamW before 3.14"
+    not hasattr(keras.optimizers, "ScheduleFreeAdamW"), reason="which Keras has since 3.14"
 )
 
 
@@ -127,7 +112,7 @@ def test_an_optimizer_begins_once_with_the_values_of_the_weights(is_built, setti
             lambda: keras.Sequential([*built, keras.layers.Dense(3, "tanh"), keras.layers.Dense(2)])
         )
         model = accumulate(model, **given) if given else model
-        model.compile(OPTIMIZERS["schedule free"](), "mse", run_eagerly=eager)
+        model.compile(keras.optimizers.ScheduleFreeAdamW(0.01), "mse", run_eagerly=eager)
         size = 24 // given.get("accumulation_steps", 1)
         model.fit(x, y, batch_size=size, epochs=3, shuffle=False, verbose=0)
         models.append(model.get_weights())
@@ -140,25 +125,14 @@ def test_an_optimizer_begins_once_with_the_values_of_the_weights(is_built, setti
 def test_an_optimizer_that_begins_with_weights_that_have_no_values_is_refused():
     x, y = dense_data(12)
     model = accumulate(seeded(Lazy), accumulation_steps=3)
-    model.compile(OPTIMIZERS["schedule free"](), run_eagerly=False)
+    model.compile(keras.optimizers.ScheduleFreeAdamW(0.01), run_eagerly=False)
     with pytest.raises(ValueError, match=r"Received: 'schedule_free_adam_?w'.*creates\. Create"):
         model.fit(x, y, batch_size=4, verbose=0)
     model = accumulate(seeded(Lazy), accumulation_steps=3)
     model.part(x)
-    model.compile(OPTIMIZERS["schedule free"]())
+    model.compile(keras.optimizers.ScheduleFreeAdamW(0.01))
     model.fit(x, y, batch_size=4, verbose=0)
     assert model.optimizer.iterations == 1
     other = accumulate(seeded(Lazy), accumulation_steps=3)
     other.compile("adam")  # begins with zeros
     other.fit(x, y, batch_size=4, verbose=0)
-
-
-def test_the_schedule_is_read_at_the_number_of_updates(float64):
-    model, *_ = train_pair(
-        dense_model,
-        lambda: {"optimizer": OPTIMIZERS["schedule"](), "loss": "mse"},
-        dense_data(36),
-        rows=4,
-        steps=3,
-    )
-    np.testing.assert_allclose(model.optimizer.learning_rate, 0.2 * 0.5 ** (6 / 2))

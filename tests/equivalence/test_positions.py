@@ -6,13 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import (
-    TOLERANCE,
-    dense_data,
-    relative_difference,
-    scope,
-    seeded,
-)
+from helpers import TOLERANCE, dense_data, relative_difference, scope, seeded
 from keras import layers, ops
 from training import difference_of_fits
 
@@ -63,20 +57,18 @@ def segments(tokens):
     return ops.zeros_like(tokens)
 
 
-def tokens_and(ids_of, shares_table=False):
+def tokens_and(ids_of):
     """Sum the embeddings of tokens and of what `ids_of` makes of them."""
     tokens = keras.Input((None,), dtype="int32")
-    table = layers.Embedding(300, 3)  # of which a window looks up less
-    x = table(tokens) + LooksUp(ids_of, table if shares_table else None)(tokens)
+    x = layers.Embedding(300, 3)(tokens) + LooksUp(ids_of)(tokens)
     x = layers.Dense(3, activation="tanh")(x)
     return keras.Model(tokens, layers.Dense(2)(layers.GlobalAveragePooling1D()(x)))
 
 
 def transformer():
     tokens = keras.Input((LENGTH,), dtype="int32")
-    x = layers.Embedding(300, 4)(tokens) + LooksUp(with_static_length, layers.Embedding(40, 4))(
-        tokens
-    )
+    positions = LooksUp(with_static_length, layers.Embedding(40, 4))
+    x = layers.Embedding(300, 4)(tokens) + positions(tokens)
     # Biases of keys have no gradient but rounding.
     x = x + layers.MultiHeadAttention(2, 2, use_bias=False)(x, x)
     x = layers.LayerNormalization()(x)
@@ -99,32 +91,6 @@ def compiled_with(optimizer="adam", **kwargs):
     return lambda: {"optimizer": OPTIMIZERS[optimizer](), "loss": "mse", **kwargs}
 
 
-@one_device
-@pytest.mark.parametrize(
-    ("optimizer", "settings"),
-    [
-        ("adam", {"rows": 4, "steps": 3}),
-        ("clipped", {"rows": 12, "steps": 1, "size": 5}),
-        ("rmsprop", {"rows": 6, "steps": 2, "size": 5}),
-        ("adam", {"rows": 6, "steps": 2, "size": 5, "loss_over": "batch"}),
-    ],
-    ids=str,
-)
-def test_positions_of_a_transformer_match_the_full_batch(optimizer, settings, float64):
-    data = token_data(34)  # whose last window is partial
-    difference = difference_of_fits(transformer, compiled_with(optimizer), data, **settings)
-    assert difference <= TOLERANCE[float64]
-
-
-@pytest.mark.gate
-@one_device
-@pytest.mark.parametrize("settings", [{"rows": 4, "steps": 3}, {"rows": 6, "steps": 2, "size": 5}])
-def test_positions_match_the_full_batch_under_xla(settings, float64):
-    arguments = compiled_with(jit_compile=True)
-    difference = difference_of_fits(transformer, arguments, token_data(22), **settings)
-    assert difference <= TOLERANCE[float64]
-
-
 KINDS = [
     with_static_length,
     with_dynamic_length,
@@ -145,35 +111,59 @@ def all_kinds(length):
     return keras.Model(tokens, layers.Dense(2)(layers.GlobalAveragePooling1D()(x)))
 
 
+WINDOWS, BOTH = {"rows": 4, "steps": 3}, {"rows": 6, "steps": 2, "size": 5}
+
+
 @one_device
-@pytest.mark.gate
-def test_ids_match_the_full_batch_whatever_they_come_from(float64):
-    settings = {"rows": 6, "steps": 2, "size": 4}
-    make = functools.partial(all_kinds, length=None)
-    difference = difference_of_fits(make, compiled_with(), token_data(22), **settings)
+@pytest.mark.parametrize(
+    ("make", "arguments", "settings"),
+    [
+        (transformer, {}, WINDOWS),
+        (functools.partial(all_kinds, length=None), {}, BOTH),
+        (transformer, {"optimizer": "clipped"}, {"rows": 12, "steps": 1, "size": 5}),
+        (transformer, {"optimizer": "rmsprop"}, BOTH),
+        (transformer, {}, {**BOTH, "loss_over": "batch"}),
+        (transformer, {"jit_compile": True}, WINDOWS),
+        (transformer, {"jit_compile": True}, BOTH),
+    ],
+    ids=str,
+)
+def test_what_no_sample_looks_up_matches_the_full_batch(make, arguments, settings, float64):
+    """The last window is partial."""
+    difference = difference_of_fits(make, compiled_with(**arguments), token_data(34), **settings)
     assert difference <= TOLERANCE[float64]
+
+
+def difference_of_one(make, settings, arguments, data, rows=None, replicas=1):
+    """Return how far a model is from plain Keras's on as many replicas, after `fit`.
+
+    Args:
+        rows: samples per batch of the model, and of the other one; those of the data by default.
+    """
+    models = []
+    for given, size in zip((settings, {}), rows or [len(data[0])] * 2):
+        with scope(replicas):
+            model = accumulate(seeded(make), **given) if given else seeded(make)
+            model.compile(**compiled_with(**arguments)())
+        start = model.get_weights()
+        model.fit(*data, batch_size=size, epochs=2, shuffle=False, verbose=0)
+        models.append(model.get_weights())
+    return relative_difference(*models, start)
 
 
 @pytest.mark.gate
 @pytest.mark.parametrize("size", [1, LENGTH])
 def test_a_number_of_samples_that_the_graph_knows_is_told_from_a_length(size, float64):
-    x, y = token_data(2 * LENGTH)
     make = functools.partial(all_kinds, length=LENGTH)
-    model, reference = accumulate(seeded(make), microbatch_size=size), seeded(make)
-    start = model.get_weights()
-    for m in (model, reference):
-        m.compile(**compiled_with()())
-        m.train_on_batch(x, y)
-    difference = relative_difference(model.get_weights(), reference.get_weights(), start)
-    assert difference <= TOLERANCE[float64]
+    data = token_data(2 * LENGTH)
+    assert difference_of_one(make, {"microbatch_size": size}, {}, data) <= TOLERANCE[float64]
 
 
 def test_batches_of_a_window_may_have_different_lengths(float64):
     """Positions are then those of the full batch, which is padded to the longest."""
     generator = np.random.default_rng(3)
-    lengths = (3, 6, 4)
-    parts = [generator.integers(0, 9, size=(4, n)) for n in lengths]
-    targets = [generator.normal(size=(4, n, 2)) for n in lengths]
+    parts = [generator.integers(0, 9, size=(4, n)) for n in (3, 6, 4)]
+    targets = [generator.normal(size=(4, n, 2)) for n in (3, 6, 4)]
 
     def make():
         tokens = keras.Input((None,), dtype="int32")
@@ -189,13 +179,9 @@ def test_batches_of_a_window_may_have_different_lengths(float64):
         model.train_on_batch(x, y, np.ones(x.shape))
 
     def padded(arrays):
-        length = max(lengths)
-        return np.concatenate(
-            [
-                np.pad(a, [(0, 0), (0, length - a.shape[1])] + [(0, 0)] * (a.ndim - 2))
-                for a in arrays
-            ]
-        )
+        pads = [(0, 0), (0, 0)]
+        parts = [np.pad(a, [pads[0], (0, 6 - a.shape[1]), *pads][: a.ndim]) for a in arrays]
+        return np.concatenate(parts)
 
     reference.train_on_batch(*map(padded, (parts, targets, [np.ones(x.shape) for x in parts])))
     difference = relative_difference(model.get_weights(), reference.get_weights(), start)
@@ -204,15 +190,8 @@ def test_batches_of_a_window_may_have_different_lengths(float64):
 
 @pytest.mark.gate
 def test_replicas_have_the_rows_of_plain_keras(float64):
-    x, y = token_data(12)
-    with scope(2):
-        model, reference = accumulate(seeded(transformer), microbatch_size=2), seeded(transformer)
-    start = model.get_weights()
-    for m in (model, reference):
-        with m.distribute_strategy.scope():
-            m.compile(**compiled_with()())
-        m.fit(x, y, batch_size=12, shuffle=False, verbose=0)
-    difference = relative_difference(model.get_weights(), reference.get_weights(), start)
+    settings = {"microbatch_size": 2}
+    difference = difference_of_one(transformer, settings, {}, token_data(12), replicas=2)
     assert difference <= TOLERANCE[float64]
 
 
@@ -250,12 +229,7 @@ def test_an_accumulator_for_any_number_of_samples_adds_positions_and_lists_token
 def test_eagerly_positions_are_known_by_their_ids(ids_of, float64):
     x, y = token_data(12)
     x[0] = x[4] = np.arange(LENGTH)
-    arguments = compiled_with(run_eagerly=True)
     make = functools.partial(tokens_and, ids_of)
-    model, reference = accumulate(seeded(make), accumulation_steps=3), seeded(make)
-    start = model.get_weights()
-    for m, rows in ((model, 4), (reference, 12)):
-        m.compile(**arguments())
-        m.fit(x, y, batch_size=rows, epochs=2, shuffle=False, verbose=0)
-    difference = relative_difference(model.get_weights(), reference.get_weights(), start)
+    settings, arguments = {"accumulation_steps": 3}, {"run_eagerly": True}
+    difference = difference_of_one(make, settings, arguments, (x, y), rows=(4, 12))
     assert difference <= TOLERANCE[float64]

@@ -1,4 +1,4 @@
-"""`GradientAccumulator` in loops of the user's own, inside and outside of `tf.function`."""
+"""`GradientAccumulator` in loops of the user's own, with what TensorFlow alone has."""
 
 import functools
 
@@ -6,7 +6,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import TOLERANCE, assert_changed, dense_data, dense_model, relative_difference, seeded
+from gradients import gradients_of
+from helpers import TOLERANCE, dense_data, dense_model, relative_difference, seeded
 from zoo import WithUnusedVariable, embedding, embedding_data
 
 from ga_model import GradientAccumulator
@@ -16,92 +17,57 @@ PARTS = [range(4), range(4, 5), range(5, 12)]
 pytestmark = pytest.mark.every_case
 
 
-def mean_loss(model, x, y):
-    return tf.reduce_mean(tf.square(model(x, training=True) - y))
+def mean_gradients(model, x, y):
+    x, y = tf.convert_to_tensor(x), tf.convert_to_tensor(y)
+    return gradients_of(model, lambda: tf.reduce_mean(tf.square(model(x, training=True) - y)))
 
 
-def gradients_of(loss_function, model, x, y):
-    with tf.GradientTape() as tape:
-        loss = loss_function(model, tf.convert_to_tensor(x), tf.convert_to_tensor(y))
-    return tape.gradient(loss, model.trainable_variables)
-
-
-@pytest.mark.parametrize("graph", [False, True])
-def test_a_loop_matches_the_whole_batch(graph, dtype):
+@pytest.mark.parametrize("way", ["a function for each", "a whole window in one function"])
+def test_a_compiled_loop_matches_the_whole_batch(way, float64):
     x, y = dense_data(12)
     model, reference = seeded(dense_model), seeded(dense_model)
     optimizers = [keras.optimizers.Adam(0.01) for _ in range(2)]
     accumulator = GradientAccumulator()
     start = model.get_weights()
 
-    def microbatch(x, y):
-        gradients = gradients_of(mean_loss, model, x, y)
-        accumulator.add(gradients, model.trainable_variables, weight=tf.shape(x)[0])
+    def add(x, y, weight):
+        gradients = mean_gradients(model, x, y)
+        accumulator.add(gradients, model.trainable_variables, weight=weight)
 
-    def update():
-        accumulator.apply(optimizers[0])
-
-    if graph:
-        microbatch = tf.function(microbatch, reduce_retracing=True)
-        update = tf.function(update)
-    for _ in range(3):
-        for part in PARTS:
-            microbatch(x[part], y[part])
-        assert accumulator.num_microbatches == 3
-        update()
-        assert accumulator.num_microbatches == 0
-        update()  # nothing is left, nothing happens
-        gradients = gradients_of(mean_loss, reference, x, y)
-        optimizers[1].apply(gradients, reference.trainable_variables)
-    assert optimizers[0].iterations == 3
-    assert_changed(reference.get_weights(), start)
-    difference = relative_difference(model.get_weights(), reference.get_weights(), start)
-    assert difference <= TOLERANCE[dtype]
-
-
-def test_a_whole_window_in_one_function_matches_the_whole_batch(float64):
-    x, y = dense_data(12)
-    model, reference = seeded(dense_model), seeded(dense_model)
-    optimizers = [keras.optimizers.Adam(0.01) for _ in range(2)]
-    accumulator = GradientAccumulator()
-    start = model.get_weights()
+    microbatch = tf.function(lambda x, y: add(x, y, tf.shape(x)[0]), reduce_retracing=True)
+    update = tf.function(lambda: accumulator.apply(optimizers[0]))
 
     @tf.function
-    def train(x, y):
+    def window(x, y):
         for i in tf.range(3):
             rows = slice(4 * i, 4 * i + 4)
-            gradients = gradients_of(mean_loss, model, x[rows], y[rows])
-            accumulator.add(gradients, model.trainable_variables, weight=1.0)
+            add(x[rows], y[rows], 1.0)
         accumulator.apply(optimizers[0])
 
     for _ in range(3):
-        train(tf.constant(x), tf.constant(y))
-        gradients = gradients_of(mean_loss, reference, x, y)
-        optimizers[1].apply(gradients, reference.trainable_variables)
+        if way == "a function for each":
+            for part in PARTS:
+                microbatch(x[part], y[part])
+            assert accumulator.num_microbatches == 3
+            update()
+            update()  # nothing is left, nothing happens
+        else:
+            window(tf.constant(x), tf.constant(y))
+        assert accumulator.num_microbatches == 0
+        optimizers[1].apply(mean_gradients(reference, x, y), reference.trainable_variables)
+    assert optimizers[0].iterations == 3
     difference = relative_difference(model.get_weights(), reference.get_weights(), start)
     assert difference <= TOLERANCE[float64]
-
-
-@pytest.mark.parametrize("weights", [(1, 64, 1000), (1000, 1, 64), (0, 1, 3), (0.7, 0.1, 5.3)])
-def test_no_gradient_is_scaled_up_and_weights_that_grow_are_exact(weights, float64):
-    generator = np.random.default_rng(1)
-    variable = keras.Variable(np.zeros(50))
-    gradients = generator.normal(size=(3, 50))
-    accumulator = GradientAccumulator()
-    for gradient, weight in zip(gradients, weights, strict=True):
-        accumulator.add([gradient], [variable], weight=weight)
-    expected = np.average(gradients, axis=0, weights=weights)
-    np.testing.assert_allclose(accumulator.mean()[0], expected, rtol=1e-12)
 
 
 def test_sparse_gradients_are_one_behind_the_other(float64):
     ids, y = embedding_data(12)
     model = seeded(functools.partial(embedding, 7))
     accumulator = GradientAccumulator()
-    expected = gradients_of(mean_loss, model, ids, y)
+    expected = mean_gradients(model, ids, y)
     for _ in range(2):  # a second window does not see what the first one left in the buffers
         for part in PARTS:
-            gradients = gradients_of(mean_loss, model, ids[part], y[part])
+            gradients = mean_gradients(model, ids[part], y[part])
             assert isinstance(gradients[0], tf.IndexedSlices)
             accumulator.add(gradients, model.trainable_variables, weight=len(part))
         rows, *rest = accumulator.mean()
@@ -182,7 +148,7 @@ def test_none_stays_none():
     model = seeded(WithUnusedVariable)
     model.build((None, 4))
     accumulator = GradientAccumulator()
-    gradients = gradients_of(mean_loss, model, x, y)
+    gradients = mean_gradients(model, x, y)
     assert gradients[2] is None
     accumulator.add(gradients, model.trainable_variables, weight=1.0)
     assert [g is None for g in accumulator.mean()] == [False, False, True, True]
