@@ -375,19 +375,28 @@ class Centers(layers.Layer):
         return x - self.factor * ops.mean(x, axis=0, keepdims=True)
 
 
-class ClipsGradients(layers.Layer):
+def clips_gradients(x):
     """Divides the gradients of samples by their norm."""
 
+    @ops.custom_gradient
+    def same(x):
+        def gradient(*given, upstream=None):
+            upstream = given[0] if upstream is None else upstream
+            return upstream / (1.0 + 9.0 * ops.sqrt(ops.sum(ops.square(upstream))))
+
+        return x, gradient
+
+    return same(ops.tanh(x))
+
+
+class ClipsGradients(layers.Layer):
     def call(self, x):
-        @ops.custom_gradient
-        def same(x):
-            def gradient(*given, upstream=None):
-                upstream = given[0] if upstream is None else upstream
-                return upstream / (1.0 + 9.0 * ops.sqrt(ops.sum(ops.square(upstream))))
+        return clips_gradients(x)
 
-            return x, gradient
 
-        return same(ops.tanh(x))
+def of_functions(*functions):
+    """Return a function that makes a dense model with such activations behind."""
+    return followed_by(*(lambda f=f: layers.Dense(3, activation=f) for f in functions))
 
 
 class Looks(layers.Embedding):
@@ -564,6 +573,20 @@ CASES |= {
             "within": Warns("custom gradient that combines samples", ALL),
         },
     ),
+    "an activation that combines samples": Case(
+        of_functions(lambda x: ops.tanh(x) - 0.5 * ops.mean(x, 0)),
+        dense_data,
+        expects={"across": Warns(TRIED), "within": Warns("cannot be split into", ALL)},
+    ),
+    "an activation that clips gradients of samples together": Case(
+        of_functions(clips_gradients),
+        dense_data,
+        expects={
+            "across": Warns(TRIED),
+            "within": Warns("custom gradient that combines samples", ALL),
+        },
+    ),
+    "activations of the user's": Case(of_functions(lambda x: x * ops.tanh(x), ops.sin), dense_data),
     "a layer that combines samples, which are alike at first": Case(
         looking,
         alike_at_first,

@@ -34,6 +34,8 @@ from ga_model.recording._split import num_rows
 
 SIZES = (3, 3, 1)  # of the parts of a window that is tried
 WHOLE = (7,)  # of one that is a single microbatch
+_OF_WEIGHTS = ("_initializer", "_regularizer", "_constraint")  # attributes of layers
+_BACKENDS = ("tensorflow", "torch", "jax")
 
 
 class NothingSeenError(ValueError):
@@ -238,4 +240,23 @@ def _is_of_user(layer: Any) -> bool:
     is_along_samples = any(axis is not None and (axis == 0 or axis < -1) for axis in axes)
     has_state = bool(own_state(layer)) and not is_known(layer)
     is_stateful = getattr(layer, "stateful", False) or has_state
-    return not is_of_keras or is_along_samples or is_stateful or ".preprocessing." in module
+    is_known_layer = is_of_keras and ".preprocessing." not in module
+    return not is_known_layer or is_along_samples or is_stateful or _has_function_of_user(layer)
+
+
+def _has_function_of_user(layer: Any) -> bool:
+    """Return whether a layer of Keras's calls other code, such as an activation of the user's.
+
+    What it makes and changes weights with, takes no samples. Functions of backends are tried alone.
+    """
+    for name, value in vars(layer).items():
+        if not callable(value) or name.endswith(_OF_WEIGHTS):
+            continue
+        owner = getattr(value, "__self__", value)  # of a method
+        module = getattr(owner, "__module__", None) or type(owner).__module__
+        if isinstance(value, (type, keras.layers.Layer)) or module.startswith("keras."):
+            continue
+        is_of_backend = module.split(".")[0] in _BACKENDS
+        if not is_of_backend or combines_samples(value, (keras.KerasTensor((None, 4)),), {}):
+            return True
+    return False
