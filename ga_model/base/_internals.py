@@ -283,6 +283,15 @@ def num_updates(optimizer: Any) -> Any:
     return getattr(optimizer, "inner_optimizer", optimizer).iterations
 
 
+def counter_of(optimizer: Any) -> Any:
+    """Return the variable that counts how often an optimizer was applied.
+
+    One that accumulates by itself makes fewer updates.
+    """
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    return optimizer._iterations if hasattr(optimizer, "_iterations") else optimizer.iterations
+
+
 def overwrites(variable: Any) -> bool:
     """Return whether what optimizers get as the gradient of a variable takes its place."""
     return bool(getattr(variable, "overwrite_with_gradient", False))

@@ -126,9 +126,14 @@ def mixed_weights_message() -> str:
     )
 
 
+def path_of(variable: Any) -> str:
+    """Return what messages call a variable of Keras, or of TensorFlow, which has a name alone."""
+    return str(getattr(variable, "path", None) or variable.name)
+
+
 def gradient_message(gradient: Any, variable: Any, source: str) -> str:
     return (
         "A gradient must be a tensor, an array of real numbers or None. "
-        f"Received: a {type(gradient).__name__} for {variable.path!r}. Pass {source}, or its "
+        f"Received: a {type(gradient).__name__} for {path_of(variable)!r}. Pass {source}, or its "
         "values as a NumPy array."
     )

@@ -316,9 +316,10 @@ def check_shapes(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
     """Raise ValueError unless each gradient that is not None has the shape of its variable."""
     for gradient, variable in zip(gradients, variables):
         if gradient is not None and tuple(gradient.shape) != tuple(variable.shape):
+            path = _messages.path_of(variable)
             raise ValueError(
                 "A gradient must have the shape of its variable. "
-                f"Received: shape {tuple(gradient.shape)} for {variable.path!r} of shape "
+                f"Received: shape {tuple(gradient.shape)} for {path!r} of shape "
                 f"{tuple(variable.shape)}. Pass gradients and variables in the same order."
             )
 

@@ -167,11 +167,11 @@ class Accumulator:
     def _number(self, weight: Any) -> float:
         """Return a weight as a float, or raise ValueError."""
         weight = raw(weight)
-        is_scalar = not isinstance(weight, str) and len(getattr(weight, "shape", ())) == 0
+        is_tensor = isinstance(weight, self._tensor_type)
         try:
-            if not is_scalar:
+            is_text = not is_tensor and np.asarray(weight).dtype.kind in "SU"
+            if is_text or len(getattr(weight, "shape", ())) > 0:
                 raise TypeError
-            is_tensor = isinstance(weight, self._tensor_type)
             return float(ops.stop_gradient(weight) if is_tensor else weight)
         except (TypeError, ValueError):
             raise ValueError(_messages.weight_message(weight)) from None

@@ -29,7 +29,7 @@ from ga_model.core.recorder import Applied
 from ga_model.core.steps import Steps
 from ga_model.core.updates import Counters, Updates, count
 from ga_model.core.window import Sums, Window
-from ga_model.recording._models import is_of_keras
+from ga_model.recording._models import is_of_keras, optimizers_in
 from ga_model.recording._split import Batch
 
 
@@ -98,7 +98,9 @@ class Driver(ModelState):
         """Train a batch by microbatches, and update if it fills its window."""
         try:
             if not self._is_checked or self.is_automatic:
+                self.settings.check_with(optimizers_in(vars(self._model)))
                 self.backend.check()
+                self._check_rows(data)
                 self.backend.build(data)
                 self.warn_of_accumulating_optimizers()
                 self._is_checked = True
@@ -106,6 +108,12 @@ class Driver(ModelState):
         except BaseException:  # KeyboardInterrupt, too
             self.discard_window()
             raise
+
+    def _check_rows(self, data: Any) -> None:
+        """Raise ValueError, before Keras sees it, if a batch is to be split and cannot be."""
+        batch = self.backend.batch(data, self._even_size())
+        if batch.is_split and not self.takes_full_batch():
+            batch.microbatch(0)
 
     def _attempt(self, data: Any, **options: Any) -> Any:
         """Train a batch, again where it was not known at first how."""
@@ -254,7 +262,12 @@ class Driver(ModelState):
         before = None if sums is None else sums.amounts
         for index in range(batch.num_microbatches):
             data = batch.microbatch(index)
-            sums = steps.microbatch(mode, sums, data, numbers, totals)
+            try:
+                sums = steps.microbatch(mode, sums, data, numbers, totals)
+            except Exception:  # as of gradients of other shapes
+                if window.applied is not None:
+                    self._check_applied(steps.structure, window)
+                raise
             is_last = index + 1 == batch.num_microbatches
             if mode.is_watched:
                 window.hold(self.backend.samples_of(data), sums.num_news)

@@ -110,5 +110,5 @@ def unlike_updates_message(model: str) -> str:
         "A `train_step` must apply the same optimizers, in the same order and to the same "
         "variables, in all microbatches of a window. "
         f"Received: `train_step` of {model!r}, which applies others than in the microbatch before. "
-        f"Apply all of them in each call, {ALONE} for any step, or {WITHOUT}."
+        f"Let it apply all of them in each call, {ALONE} for any step, or {WITHOUT}."
     )

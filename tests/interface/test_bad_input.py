@@ -61,7 +61,6 @@ class Case(NamedTuple):
         words: regular expression of what the message says.
         fix: what the user then does to the subject.
         whose: "ours", or who words the message.
-        falls_short: what happens instead for now, if anything.
     """
 
     name: str
@@ -71,7 +70,6 @@ class Case(NamedTuple):
     words: str
     fix: Callable[[Any], Any] = lambda subject: None
     whose: str = "ours"
-    falls_short: str = ""
 
 
 # What is misused.
@@ -525,7 +523,6 @@ BY_2, BY_CLASS = TWICE.format("accumulation_steps=2"), TWICE.format("a `Gradient
 SCALING = "Received: skip_nonfinite=True with a LossScaleOptimizer"
 ROWS = "`microbatch_size` splits each batch along axis 0.* Received: "
 SHAPES = ROWS + r"shapes \[\(12, 4\), "
-FOUND = ROWS + "tensors with 10 and 12 samples.* use `accumulation_steps`"
 DECAY = "`decay` must be a number >= 0 and < 1. Received: decay="
 UNKNOWN_SIZE = "a fixed number of samples per microbatch. Received: .* before a size was found"
 SCHEDULE = "`schedule` must be a dict or a function. Received: schedule="
@@ -534,6 +531,7 @@ PER_VARIABLE = "one gradient for each variable. Received: "
 NO_VARIABLES = "must be variables of TensorFlow or Keras. Received: 2 values of type "
 OF_SHAPE = "must have the shape of its variable. Received: shape "
 OTHER_VARIABLES = r"to the same variables, in the same order. Received: different variables\."
+SAME_OPTIMIZERS = "must apply the same optimizers, .* Received: `train_step` of 'net'"
 NO_OPTIMIZER = "takes a Keras optimizer. Received: optimizer="
 INTEGER = "must be an integer >= 1. Received: "
 TWO_MICROBATCHES = "must have at least two microbatches.* Received: "
@@ -604,7 +602,6 @@ CASES = [
         on(accumulating, accumulating),
         ("by another optimizer", has("optimizer", of_two()), ValueError, BY_2, again),
         ("by a configuration", compiles_and_fits(CONFIG), ValueError, BY_2, again),
-        falls_short="a warning before: the trial meets an AttributeError",
     ),
     *cases(
         on(functools.partial(accumulating, None), accumulating),
@@ -619,7 +616,6 @@ CASES = [
     *cases(
         on(skipping, skipping),
         ("by another optimizer", has("optimizer", scaling()), ValueError, SCALING, again),
-        falls_short="it trains",
     ),
     *cases(nothing, ("by the policy", compiles_in_half_precision, ValueError, SCALING)),
     *cases(
@@ -633,10 +629,14 @@ CASES = [
         ("rows of y", trains_on(X, Y[:10]), ValueError, SHAPES + r"\(10, 2"),
         ("of nested inputs", trains_on({"a": X, "b": X[:7]}, Y), ValueError, SHAPES + r"\(7, 4"),
         ("of sample weights", trains_on(X, Y, np.ones(5)), ValueError, SHAPES + r".*, \(5,\)\]"),
-        ("of unknown number", fits_dataset(lambda: batches_of(None)), ValueError, FOUND),
-        ("of one of them", fits_dataset(lambda: batches_of(12)), ValueError, FOUND),
+        (
+            "of unknown number",
+            fits_dataset(lambda: batches_of(None)),
+            ValueError,
+            SHAPES + r"\(10, 2",
+        ),
+        ("of one of them", fits_dataset(lambda: batches_of(12)), ValueError, SHAPES + r"\(10, 2"),
         ("scalars only", fits_dataset(scalars), ValueError, ROWS + r"shapes \[\]"),
-        falls_short="Keras's or TensorFlow's error: such a batch is first trained at once",
     ),
     *itertools.chain.from_iterable(
         cases(
@@ -666,8 +666,7 @@ CASES = [
     ),
     *cases(
         on(eager, eager),
-        ("layers frozen in a window", freezes_inside_of_a_window, ValueError, OTHER_VARIABLES),
-        falls_short="an error of TensorFlow, where gradients of unlike shapes are added",
+        ("layers frozen in a window", freezes_inside_of_a_window, RuntimeError, SAME_OPTIMIZERS),
     ),
     # `GradientAccumulator`.
     *cases(
@@ -702,12 +701,10 @@ CASES = [
         accumulator,
         ("a shape", adds([THREE, ONE]), ValueError, OF_SHAPE + r"\(3,\) for .* \(2,\)"),
         ("one that broadcasts", adds([ONE, ONE]), ValueError, OF_SHAPE + r"\(1,\) for .* \(2,\)"),
-        falls_short="an AttributeError: a variable of TensorFlow has no path",
     ),
     *cases(
         accumulator,
         *each("a weight of", weighs, ValueError, WEIGHT, b"3", np.array("3")),
-        falls_short="it is read as a number",
     ),
     # The gradient noise scale.
     *cases(
@@ -863,12 +860,12 @@ CASES = [
 ]
 
 
-def parameter(case):
-    marks = pytest.mark.xfail(reason=case.falls_short) if case.falls_short else ()
-    return pytest.param(case, marks=marks, id=re.sub(r"\W+", "_", case.name))
+def identity(case):
+    """Return a name without the places of objects in memory, which differ between processes."""
+    return re.sub(r"\W+", "_", re.sub(r" object at 0x\w+", "", case.name))
 
 
-@pytest.mark.parametrize("case", [parameter(case) for case in CASES])
+@pytest.mark.parametrize("case", CASES, ids=identity)
 def test_a_wrong_use_is_refused_and_changes_nothing(case, tmp_path):
     with case.subject(case, tmp_path) as subject:
         with pytest.raises(case.error) as caught:

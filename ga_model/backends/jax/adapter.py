@@ -13,9 +13,9 @@ import keras
 from ga_model.backends.jax import layer_calls, refusals
 from ga_model.backends.jax.noting import UNNOTED, Noting
 from ga_model.base._internals import (
+    counter_of,
     jax_state_of,
     leave_values,
-    num_updates,
     scope_of,
     stateless_scope,
     value_in,
@@ -42,7 +42,7 @@ class StandIn(OptimizerStandIn):
         rate = recording.rate_of(grads, trainable_variables)
         with recording.backend.unnoted():
             moved = [_moved(*pair, rate) for pair in zip(trainable_variables, grads)]
-        counter = num_updates(optimizer)
+        counter = counter_of(optimizer)
         pairs = zip(optimizer.variables, optimizer_variables)
         return moved, [x + (rate != 0).astype(x.dtype) if v is counter else x for v, x in pairs]
 

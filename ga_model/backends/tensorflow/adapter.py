@@ -21,8 +21,8 @@ from ga_model.base._context import ThreadValue, graph_being_made
 from ga_model.base._internals import (
     build,
     compiled_loss,
+    counter_of,
     is_built,
-    num_updates,
     raw,
     unscaled_for_replicas,
 )
@@ -69,7 +69,7 @@ def _move(optimizer: Any, gradients: list[Any], variables: list[Any], rate: Any)
         if gradient is not None:
             step = tf.math.multiply_no_nan(gradient, tf.cast(rate, gradient.dtype))
             raw(variable).assign_sub(tf.cast(step, raw(variable).dtype))
-    counter = raw(num_updates(optimizer))
+    counter = raw(counter_of(optimizer))
     counter.assign_add(tf.cast(rate != 0, counter.dtype))
 
 

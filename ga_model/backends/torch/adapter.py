@@ -20,7 +20,7 @@ from ga_model.backends.torch.process_group import Processes
 from ga_model.backends.torch.state import State
 from ga_model.backends.torch.torch_optimizers import TorchOptimizers
 from ga_model.base._call_again import Attributes, PythonState
-from ga_model.base._internals import num_updates, raw, stateless_scope
+from ga_model.base._internals import counter_of, raw, stateless_scope
 from ga_model.base._internals_torch import times_written
 from ga_model.core.backend import Backend, Group, States
 from ga_model.core.layer_calls import Apart, Split, Traced
@@ -69,7 +69,7 @@ def _move(optimizer: Any, gradients: list[Any], variables: list[Any], rate: floa
         for variable, gradient in zip(variables, gradients):
             if gradient is not None:
                 raw(variable).sub_((rate * gradient).to(raw(variable).dtype))
-        num_updates(optimizer).assign_add(1)
+        counter_of(optimizer).assign_add(1)
 
 
 class TorchBackend(Backend):

@@ -14,7 +14,7 @@ from keras import ops
 
 from ga_model.base import _numbers
 from ga_model.base._identity import is_in, unique
-from ga_model.base._internals import copy_of, layers_in, num_updates, seeds
+from ga_model.base._internals import copy_of, counter_of, layers_in, seeds
 from ga_model.base._method_patch import MethodPatch
 from ga_model.core.backend import GROUPS, Backend
 from ga_model.core.losses import Kinds, Position
@@ -73,7 +73,7 @@ class StepRunner:
         self.written: set[str] = set()
         optimizers = backend.optimizers()
         numbers = [v for o in optimizers for v in o.variables if len(v.shape) == 0]  # such as rates
-        counters = [num_updates(optimizer) for optimizer in optimizers]
+        counters = [counter_of(optimizer) for optimizer in optimizers]
         groups = (model.trainable_variables, model.non_trainable_variables, model.metrics_variables)
         self._variables = unique([*(v for group in groups for v in group), *counters, *numbers])
         self._places = {id(variable): place for place, variable in enumerate(self._variables)}
@@ -197,7 +197,7 @@ class StepRunner:
         self.has_mismatch = self.has_mismatch or bool(losses.terms().mismatch)
         self.has_own_loss = losses.has_own
         applied = recording.applied
-        counters = [num_updates(a.optimizer) for a in applied]
+        counters = [counter_of(a.optimizer) for a in applied]
         self._applied_to[rows] = [
             ([self._places[id(v)] for v in a.variables], self._places[id(counter)])
             for a, counter in zip(applied, counters)
