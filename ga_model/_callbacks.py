@@ -76,7 +76,7 @@ class _TellUpdates(CloseWindow):
 def count_updates(model: Any) -> int:
     """Return the updates of a model's optimizer so far; of several optimizers, the largest."""
     put_values_back(model)
-    optimizers = optimizers_in(vars(model))
+    optimizers = model._accumulation.backend.optimizers()
     return max((int(num_updates(optimizer).numpy()) for optimizer in optimizers), default=0)
 
 

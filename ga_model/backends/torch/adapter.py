@@ -187,7 +187,7 @@ class TorchBackend(Backend):
 
     @contextlib.contextmanager
     def keeping_state(self) -> Iterator[None]:
-        state = State(self._model)
+        state = State(self._model, self.optimizers())
         self._updated = self._versions_of_updated()
         try:
             yield
@@ -197,7 +197,8 @@ class TorchBackend(Backend):
 
     def state(self) -> States:
         others = Attributes(self._optimizers_of_torch.parts())
-        return States(State(self._model, with_weights=True), super().state(), others)
+        variables = State(self._model, self.optimizers(), with_weights=True)
+        return States(variables, super().state(), others)
 
     def optimizers(self) -> list[Any]:
         return [*super().optimizers(), *self._optimizers_of_torch.all()]
@@ -248,7 +249,7 @@ class TorchBackend(Backend):
     @contextlib.contextmanager
     def trying(self, is_own: bool) -> Iterator[None]:
         model = self._model
-        state, python = State(model, with_weights=is_own), PythonState(model)
+        state, python = State(model, self.optimizers(), with_weights=is_own), PythonState(model)
         try:
             yield
         finally:

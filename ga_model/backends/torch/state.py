@@ -19,7 +19,6 @@ from ga_model.base._internals import (
     set_global_seed,
 )
 from ga_model.base._internals_torch import buffers_of, times_written
-from ga_model.recording._models import optimizers_in
 from ga_model.recording._python_state import is_of_library
 
 
@@ -29,17 +28,18 @@ class State:
 
     Args:
         model: the model.
+        optimizers: of the model.
         with_weights: whether all of its weights are among them. Else they are what layers and
             metrics keep.
     """
 
-    def __init__(self, model: Any, with_weights: bool = False) -> None:
+    def __init__(self, model: Any, optimizers: Iterable[Any], with_weights: bool = False) -> None:
         self._model = model
         layers = layers_in(model)
         variables = [v for layer in layers for v in (*own_state(layer), *seeds(layer))]
         if with_weights:
             variables = [*model.variables, *variables]
-        of_optimizers = [v for o in optimizers_in(vars(model)) for v in o.variables]
+        of_optimizers = [v for o in optimizers for v in (*o.variables, o.iterations)]
         numbers = [v for v in of_optimizers if raw(v).numel() == 1]  # such as the rate
         self._variables = unique([*variables, *numbers, *model.metrics_variables])
         tensors = [raw(variable) for variable in self._variables]

@@ -32,7 +32,7 @@ class TorchOptimizer:
 
     Attributes:
         name: of its class.
-        iterations: a variable, which counts nothing but the updates of trials.
+        iterations: a variable, the number of updates so far.
         variables: its rates and other numbers, as they were when they were noted last.
     """
 
@@ -70,6 +70,7 @@ class TorchOptimizer:
         for variable, gradient in zip(variables, gradients):
             raw(variable).grad = None if gradient is None else gradient.to(raw(variable).dtype)
         self._optimizer.step()
+        self.iterations.assign_add(1)
 
 
 def _number(dtype: str, name: str) -> Any:
