@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 from helpers import LIMIT, dense_data, dense_model, relative_difference, seeded, told
-from keras import ops
+from keras import layers, ops
 
 from ga_model import accumulate
 from ga_model.core.proof import proof
@@ -174,6 +174,33 @@ def test_a_window_without_weight_is_not_told_of(loss):
     difference, said = trained(loss, "steps", (x[:36], y))
     assert difference <= LIMIT
     assert not said
+
+
+def test_news_of_batches_of_other_lengths_are_tried_with_what_is_alike():
+    x, y = data(12)
+    lengths, found = (3, 2, 2, 4), []
+    parts = [
+        (x[i : i + 4, None].repeat(n, 1), y[i : i + 4]) for i, n in zip((0, 8, 28, 4), lengths)
+    ]
+    kind = type("OwnLoss", (OwnLoss,), {"of_batch": staticmethod(of_some_over_some)})
+
+    def make():
+        pool = layers.GlobalAveragePooling1D()
+        return kind([keras.Input((None, 4)), pool, *dense_model().layers])
+
+    for accumulation_steps in (1, 4):
+        model = accumulate(seeded(make), accumulation_steps=accumulation_steps)
+        model.compile("sgd")
+        start = model.get_weights()
+        for part in parts if accumulation_steps > 1 else [joined(parts)]:
+            model.train_on_batch(*map(ops.convert_to_tensor, part))
+        found.append(model.get_weights())
+    assert relative_difference(found[1], found[0], start) <= LIMIT
+
+
+def joined(parts):
+    """Return one batch of several, whose samples do not change with their positions."""
+    return tuple(np.concatenate(part) for part in zip(*[(x[:, :2], y) for x, y in parts]))
 
 
 def test_what_shows_nothing_new_is_tried_once(monkeypatch):

@@ -120,12 +120,19 @@ def of_microbatches(
 
     Args:
         model, backend, is_own, is_split: as `of_step` takes them.
-        held: of each microbatch its first samples, or all.
+        held: of each microbatch its first samples, or all. Those of other shapes than the first
+            ones are left out.
     """
+    held = [each for each in held if _shapes(each) == _shapes(held[0])]
     first, others = num_rows(held[0]), sum(map(num_rows, held[1:]))
     data = keras.tree.map_structure(_joined, *held)
-    sizes = (first, others - 1, 1) if others > 1 else (first, 1) if others else (first,)
+    sizes = (first, others - 1, 1) if others > 1 else (first, 1) if others else (first - 1, 1)
     return _of_samples(model, backend, data, sizes, is_own, is_split)
+
+
+def _shapes(data: Any) -> list[tuple[Any, ...]]:
+    """Return the shapes of samples in a nest."""
+    return [tuple(leaf.shape)[1:] for leaf in keras.tree.flatten(data) if hasattr(leaf, "shape")]
 
 
 def _joined(*leaves: Any) -> Any:
@@ -249,7 +256,8 @@ def _has_function_of_user(layer: Any) -> bool:
 
     What it makes and changes weights with, takes no samples. Functions of backends are tried alone.
     """
-    for name, value in vars(layer).items():
+    of_layer = {} if isinstance(layer, keras.Model) else vars(layer)  # those of a model train it
+    for name, value in of_layer.items():
         if not callable(value) or name.endswith(_OF_WEIGHTS):
             continue
         owner = getattr(value, "__self__", value)  # of a method
