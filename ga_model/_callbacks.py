@@ -77,8 +77,7 @@ def count_updates(model: Any) -> int:
     """Return the updates of a model's optimizer so far; of several optimizers, the largest."""
     put_values_back(model)
     optimizers = model._accumulation.backend.optimizers()
-    numbers = [keras.ops.convert_to_numpy(num_updates(optimizer)) for optimizer in optimizers]
-    return max(map(int, numbers), default=0)
+    return max((int(num_updates(optimizer)) for optimizer in optimizers), default=0)
 
 
 def run_fit(model: Any, fit: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

@@ -814,7 +814,12 @@ CASES = [
         ("no model", checks("mine.py:no_model"), CommandError, r"(model, x).*: \['str', 'int'\]"),
         ("not compiled", checks("mine.py:not_compiled"), CommandError, ": .* is not compiled"),
         ("other rows", checks("mine.py:of_other_rows"), CommandError, r"\[\(8, 4\), \(3, 1\)\]"),
-        ("one that leaves", checks("mine.py:leaves"), CommandError, ": .*:leaves', .*__main__"),
+        (
+            "one that leaves",
+            checks("mine.py:leaves"),
+            CommandError,
+            "The script must not exit. Received: .*:leaves', .*__main__",
+        ),
         ("--batch-size 0", checks(batch="0"), CommandError, "--batch-size: " + INTEGER + "'0'"),
         ("--batch-size 4.5", checks(batch="4.5"), CommandError, INTEGER + r"'4\.5'"),
         (
