@@ -126,7 +126,6 @@ WINDOWS, BOTH = {"rows": 4, "steps": 3}, {"rows": 6, "steps": 2, "size": 5}
         (transformer, {"jit_compile": True}, WINDOWS),
         (transformer, {"jit_compile": True}, BOTH),
     ],
-    ids=str,
 )
 def test_what_no_sample_looks_up_matches_the_full_batch(make, arguments, settings, float64):
     """The last window is partial."""
