@@ -77,7 +77,8 @@ def count_updates(model: Any) -> int:
     """Return the updates of a model's optimizer so far; of several optimizers, the largest."""
     put_values_back(model)
     optimizers = model._accumulation.backend.optimizers()
-    return max((int(num_updates(optimizer)) for optimizer in optimizers), default=0)
+    numbers = [num_updates(optimizer) for optimizer in optimizers]  # variables, or arrays
+    return max((int(n.numpy() if hasattr(n, "numpy") else n) for n in numbers), default=0)
 
 
 def run_fit(model: Any, fit: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

@@ -31,6 +31,10 @@ class Net(AccumulatingModel, keras.Model):
         return self.net(inputs)
 
 
+class Functional(AccumulatingModel, keras.Model):
+    pass
+
+
 def functional(cls):
     inputs = keras.Input((4,))
     return cls(inputs, dense_model()(inputs))
@@ -38,7 +42,7 @@ def functional(cls):
 
 STYLES = {
     "subclassed": Net,
-    "functional call of a subclass": lambda: functional(Net),
+    "functional call of a subclass": lambda: functional(Functional),
     "wrapped Functional": lambda: functional(keras.Model),
     "wrapped unbuilt Sequential": lambda: keras.Sequential(
         [keras.layers.Dense(6, activation="tanh"), keras.layers.Dense(2)]
