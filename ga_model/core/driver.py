@@ -100,7 +100,9 @@ class Driver(ModelState):
             if not self._is_checked or self.is_automatic:
                 self.settings.check_with(optimizers_in(vars(self._model)))
                 self.backend.check()
-                self._check_rows(data)
+                batch = self.backend.batch(data, self._even_size())
+                if not self.takes_full_batch():
+                    batch.check_rows()  # which code of Keras's would meet first
                 self.backend.build(data)
                 self.warn_of_accumulating_optimizers()
                 self._is_checked = True
@@ -108,12 +110,6 @@ class Driver(ModelState):
         except BaseException:  # KeyboardInterrupt, too
             self.discard_window()
             raise
-
-    def _check_rows(self, data: Any) -> None:
-        """Raise ValueError, before Keras sees it, if a batch is to be split and cannot be."""
-        batch = self.backend.batch(data, self._even_size())
-        if batch.is_split and not self.takes_full_batch():
-            batch.microbatch(0)
 
     def _attempt(self, data: Any, **options: Any) -> Any:
         """Train a batch, again where it was not known at first how."""

@@ -36,17 +36,23 @@ class Batch:
             raise ValueError(_rows_message([]))
         self.num_microbatches = 1 if size is None else max(-(-self.rows // size), 1)
 
+    _is_uneven = False
+
     @property
     def is_split(self) -> bool:
         return self.num_microbatches > 1
+
+    def check_rows(self) -> None:
+        """Raise ValueError if it is to be split, and the number of rows differs between tensors."""
+        if self.is_split and self._is_uneven:
+            shapes = [tuple(x.shape) for x in keras.tree.flatten(self._data) if _has_rows(x)]
+            raise ValueError(_rows_message(shapes))
 
     def microbatch(self, index: int) -> Any:
         """Return one microbatch, in the structure of the batch."""
         if not self.is_split:
             return self._data
-        if self._is_uneven:
-            shapes = [tuple(x.shape) for x in keras.tree.flatten(self._data) if _has_rows(x)]
-            raise ValueError(_rows_message(shapes))
+        self.check_rows()
         size = self._size or self.rows
         return part_of(self._data, index * size, (index + 1) * size)
 

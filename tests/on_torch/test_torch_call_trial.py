@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from calls_alone import sequential
 from keras import layers, ops
-from torch_step import torch
+from torch_step import Centered, Tanh, torch
 
 from ga_model.backends.torch.adapter import TorchBackend
 from ga_model.backends.torch.noting import Noting
@@ -110,17 +110,7 @@ def writes(layer, x):
     return x * layer.weight
 
 
-class Centered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return torch.tanh(x)
-
-    @staticmethod
-    def backward(ctx, upstream):
-        return upstream - 0.5 * upstream.mean(0, keepdim=True)
-
-
-class Clipped(Centered):
+class Clipped(Tanh):
     @staticmethod
     def backward(ctx, upstream):
         return upstream.clamp(-0.1, 0.05)

@@ -13,7 +13,7 @@ import pytest
 from case import TRIED, Refused, Warns
 from helpers import dense_data, told
 from keras import layers
-from torch_step import DIFFERS, Step, case_of, check, every, model_of, torch, whole
+from torch_step import DIFFERS, Centered, Step, Tanh, case_of, check, every, model_of, torch, whole
 
 from ga_model import accumulate
 
@@ -103,30 +103,19 @@ def test_hooks_are_exact_or_told(case, setting):
 # Gradients of their own.
 
 
-class Clipped(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return torch.tanh(x)
-
+class Clipped(Tanh):
     @staticmethod
     def backward(ctx, upstream):
         return clip(upstream)
 
 
-class Centered(Clipped):
-    @staticmethod
-    def backward(ctx, upstream):
-        return upstream - 0.5 * upstream.mean(0, keepdim=True)
-
-
-class Reversed(Clipped):
+class Reversed(Tanh):
     @staticmethod
     def backward(ctx, upstream):
         return -0.3 * upstream
 
 
-class StraightThrough(Clipped):
+class StraightThrough(Tanh):
     @staticmethod
     def backward(ctx, upstream):
         (x,) = ctx.saved_tensors

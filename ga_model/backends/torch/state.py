@@ -39,7 +39,7 @@ class State:
         variables = [v for layer in layers for v in (*own_state(layer), *seeds(layer))]
         if with_weights:
             variables = [*model.variables, *variables]
-        of_optimizers = [v for o in optimizers for v in (*o.variables, o.iterations)]
+        of_optimizers = [v for o in optimizers for v in o.variables]
         numbers = [v for v in of_optimizers if raw(v).numel() == 1]  # such as the rate
         self._variables = unique([*variables, *numbers, *model.metrics_variables])
         tensors = [raw(variable) for variable in self._variables]

@@ -33,7 +33,7 @@ class TorchOptimizer:
     Attributes:
         name: of its class.
         iterations: a variable, the number of updates so far.
-        variables: its rates and other numbers, as they were when they were noted last.
+        variables: that, and its rates and other numbers as they were when they were noted last.
     """
 
     built = True
@@ -49,13 +49,14 @@ class TorchOptimizer:
                 for key, value in group.items()
                 if _is_number(value)
             ]
-            self.variables = [_number("float32", f"{self.name}_{key}") for _, key in self._places]
+            numbers = [_number("float32", f"{self.name}_{key}") for _, key in self._places]
+            self.variables = [self.iterations, *numbers]
         self.note_numbers()
 
     def note_numbers(self) -> None:
         """Let the variables have the optimizer's numbers."""
         groups = self._optimizer.param_groups
-        for variable, (place, key) in zip(self.variables, self._places):
+        for variable, (place, key) in zip(self.variables[1:], self._places):
             variable.assign(float(groups[place][key]))
 
     def parameters(self) -> list[Any]:

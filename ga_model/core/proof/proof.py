@@ -33,7 +33,7 @@ from ga_model.recording._moments_heard import is_known
 from ga_model.recording._split import num_rows
 
 SIZES = (3, 3, 1)  # of the parts of a window that is tried
-WHOLE = (7,)  # of one that is a single microbatch
+WHOLE = (sum(SIZES),)  # of one that is a single microbatch
 _OF_WEIGHTS = ("initializer", "regularizer", "constraint")  # attributes of layers
 _BACKENDS = ("tensorflow", "torch", "jax")
 

@@ -355,7 +355,7 @@ class Judge:
 
 
 def candidates(
-    tried: Sequence[Window], has_own_loss: bool, of_shapes: Set[str] = frozenset()
+    tried: Sequence[Window], has_own_loss: bool, of_shapes: Set[str]
 ) -> Iterator[Weighing]:
     """Yield ways to weigh microbatches, the more telling ones first.
 
