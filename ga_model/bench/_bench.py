@@ -22,7 +22,7 @@ from ga_model.bench._by_hand import loop_by_hand
 from ga_model.bench._cases import CASES
 from ga_model.tools._cpu import on_cpu
 from ga_model.tools._memory import give_back_freed_memory, peak_memory, reset_peak_memory
-from ga_model.tools._process import in_own_process
+from ga_model.tools._process import in_own_process, prepare
 
 _MOST_ROUNDS = 20
 _FEWEST = 4  # microbatches of a way in a round
@@ -99,6 +99,7 @@ def measure(
             results[setup].bytes_of_peak_memory = _run(name, measure_memory, setup)
 
     most = [max(num_microbatches)]
+    prepare()
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         list(pool.map(add_memory, [s for m in models for s in setups(m, jit_compile[0], most)]))
     for i, (model, jit) in enumerate(pairs):
@@ -113,7 +114,7 @@ def measure(
 
 
 def _run(name: str, function: Callable[..., Any], *args: Any) -> Any:
-    print(name, file=sys.stderr, flush=True)
+    print(f"{name}\n", end="", file=sys.stderr, flush=True)  # at once, as others write, too
     return in_own_process(name, function, *args)
 
 

@@ -51,8 +51,7 @@ def in_own_process(name: str, function: Callable[..., Any], *args: Any) -> Any:
     Raises:
         ProcessError: the process ended without a result.
     """
-    with _starting:
-        context = _context()
+    context = prepare()
     receiver, sender = context.Pipe(duplex=False)
     sys.stdout.flush()
     with tempfile.TemporaryDirectory() as folder:
@@ -73,6 +72,16 @@ def in_own_process(name: str, function: Callable[..., Any], *args: Any) -> Any:
             receiver.close()
             process.kill()
             process.join()
+
+
+def prepare() -> Any:
+    """Start what processes are made by, unless it was, and return it.
+
+    Standard error of this process goes nowhere meanwhile: before other threads write to it, call
+    this.
+    """
+    with _starting:
+        return _context()
 
 
 @functools.cache
