@@ -7,7 +7,6 @@ float64; `keras.ops` knows no float64 but on TensorFlow.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import keras
@@ -58,10 +57,6 @@ if keras.backend.backend() == "tensorflow":
     def is_not(flag: Any) -> Any:
         """Return the opposite of a bool scalar."""
         return tf.logical_not(flag)
-
-    def power_of_two(number: Any) -> Any:
-        """Return the power of two at or above a number >= 1, as a scalar of float64."""
-        return 2.0 ** tf.math.ceil(tf.math.log(tf.cast(number, tf.float64)) / math.log(2.0))
 
     def shape_of(tensor: Any) -> tuple[Any, ...]:
         """Return the shape of a dense, ragged or sparse tensor: integers, and scalars of float64
@@ -157,9 +152,6 @@ elif keras.backend.backend() == "jax":
     def is_not(flag: Any) -> Any:
         return jnp.logical_not(flag)
 
-    def power_of_two(number: Any) -> Any:
-        return float(2 ** (int(number) - 1).bit_length())
-
     def shape_of(tensor: Any) -> tuple[Any, ...]:
         return tuple(tensor.shape)
 
@@ -213,9 +205,6 @@ else:
 
     def is_not(flag: Any) -> Any:
         return ~flag if torch.is_tensor(flag) else not flag
-
-    def power_of_two(number: Any) -> Any:
-        return float(2 ** (int(number) - 1).bit_length())
 
     def shape_of(tensor: Any) -> tuple[Any, ...]:
         return tuple(tensor.shape)

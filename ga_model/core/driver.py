@@ -13,7 +13,6 @@ from ga_model._settings import Settings
 from ga_model.automatic._messages import torn_message
 from ga_model.automatic._search import FoundSize
 from ga_model.base._internals import OF_STEP_ON_JAX, overwrites
-from ga_model.base._numbers import power_of_two
 from ga_model.core import messages
 from ga_model.core.automatic import SizeTrials
 from ga_model.core.backend import Backend
@@ -243,7 +242,7 @@ class Driver(ModelState):
             verdict,
             is_trial,
         )
-        parts = power_of_two(window.steps) * power_of_two(batch.num_microbatches)
+        parts = _power_of_two(window.steps) * _power_of_two(batch.num_microbatches)
         if self._overwrites:  # so that gradients are of the size of those of the mean
             parts = float(window.steps * batch.num_microbatches)
         numbers = Numbers(
@@ -377,6 +376,11 @@ class Driver(ModelState):
         if not self.is_plain():
             raise RuntimeError(messages.own_loop_message(self._model.name))
         return self.backend.run_plain(train_step, self.updates.after_update, *args)
+
+
+def _power_of_two(number: int) -> float:
+    """Return the power of two at or above a number >= 1."""
+    return float(2 ** (number - 1).bit_length())
 
 
 def _ids_of(applied: Applied) -> tuple[int, ...]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import keras
 import numpy as np
@@ -14,7 +14,7 @@ import tensorflow as tf
 from ga_model.backends.tensorflow import layer_calls, optimizers, replicas
 from ga_model.backends.tensorflow.noting import Noting
 from ga_model.backends.tensorflow.replicas import OnReplicas, Replicas
-from ga_model.backends.tensorflow.state import State, Variables
+from ga_model.backends.tensorflow.state import State, Variables, kept_variables
 from ga_model.base import _numbers
 from ga_model.base._call_again import PythonState
 from ga_model.base._context import ThreadValue, graph_being_made
@@ -26,7 +26,7 @@ from ga_model.base._internals import (
     raw,
     unscaled_for_replicas,
 )
-from ga_model.base._internals_tf import is_branch, noting_writes
+from ga_model.base._internals_tf import call_flat, is_branch, noting_writes
 from ga_model.base._method_patch import MethodPatch
 from ga_model.core.backend import GROUPS, Backend, Group, States
 from ga_model.core.layer_calls import Apart, Split, Traced
@@ -102,6 +102,7 @@ class TensorFlowBackend(Backend):
         self._replicas = replicas.of_model(model)
         self._is_on_one = self._has_updated = False
         self._others: Variables | None = None  # those that a trial reaches
+        self._kept: list[Any] | None = None  # what a step writes to, until another is traced
 
     @property
     def nests(self) -> bool:  # type: ignore[override]
@@ -161,7 +162,7 @@ class TensorFlowBackend(Backend):
         return self._has_updated
 
     def _run_eagerly(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        tensors, shared = _tensors(arguments), self.replicas
+        tensors, shared = tuple(map(_tensors, arguments)), self.replicas
         if shared is None or shared.is_inside():
             return function(*tensors)
         return shared.together(shared.run(function, shared.each(tensors)))
@@ -173,7 +174,7 @@ class TensorFlowBackend(Backend):
         return function.shapes(arguments)
 
     def key_of(self, arguments: tuple[Any, ...]) -> Any:
-        keys = tuple(map(_key_of, self.each(_tensors(arguments))))
+        keys = tuple(map(_key_of, self.each(tuple(map(_tensors, arguments)))))
         return keys, len(self._model.trainable_variables)
 
     def each(self, nest: Any) -> list[Any]:
@@ -200,22 +201,39 @@ class TensorFlowBackend(Backend):
         found = []
         for place, value in enumerate(sums):
             if isinstance(value, tf.Tensor):
-                key = place, tuple(value.shape), value.dtype
-                if key in self._sums:
-                    self._sums[key].assign(value)
-                else:
-                    self._sums[key] = tf.Variable(value, trainable=False)
-                value = self._sums[key]
+                variable = self._holder(place, value)
+                variable.assign(value)
+                value = variable
             found.append(value)
         return found
 
+    def _holder(self, place: int, spec: Any) -> tf.Variable:
+        """Return the variable that holds sums of a shape."""
+        key = place, tuple(spec.shape), spec.dtype
+        if key not in self._sums:
+            self._sums[key] = tf.Variable(_nothing(spec), trainable=False)
+        return self._sums[key]
+
     def zeros(self, name: Any, shapes: Sums) -> Sums:
-        others = shapes if self.replicas is not None else shapes._replace(gradients=[])
-        made: Sums = self.compiled(name, lambda: tf.nest.map_structure(_nothing, others), [])()
         if self.replicas is not None:
-            return made
-        nothing = (tf.nest.map_structure(_nothing, spec) for spec in shapes.gradients)
-        return made._replace(gradients=self.held(nothing))
+            zeros = self.compiled(name, lambda: tf.nest.map_structure(_nothing, shapes), [])
+            return cast(Sums, zeros())
+        held = [
+            self._holder(place, spec) if isinstance(spec, (tf.Tensor, tf.TensorSpec)) else spec
+            for place, spec in enumerate(shapes.gradients)
+        ]
+
+        def begin() -> Sums:
+            before: list[Any] = []
+            for variable in held:
+                if isinstance(variable, tf.Variable):  # one after the other, to hold each once
+                    with tf.control_dependencies(before):
+                        before = [variable.assign(_nothing(variable))]
+            others = shapes._replace(gradients=[])
+            return cast(Sums, tf.nest.map_structure(_nothing, others))
+
+        made: Sums = self.compiled(name, begin, [])()
+        return made._replace(gradients=held)
 
     # What is run.
 
@@ -361,7 +379,9 @@ class TensorFlowBackend(Backend):
 
     @contextlib.contextmanager
     def keeping_state(self) -> Iterator[None]:
-        state, self._has_updated = State(self._model), False
+        if self._kept is None or not self.traces:
+            self._kept = kept_variables(self._model)
+        state, self._has_updated = State(self._model, self._kept), False
         try:
             yield
         except BaseException:
@@ -370,10 +390,12 @@ class TensorFlowBackend(Backend):
 
     def state(self) -> States:
         self._others = Variables()
-        return States(State(self._model, with_weights=True), self._others, super().state())
+        state = State(self._model, kept_variables(self._model, True))
+        return States(state, self._others, super().state())
 
     def note_variables(self, graph: Any) -> None:
-        """Note the variables of a trial that is about to run for the first time."""
+        """Note the variables of what was traced and is about to run for the first time."""
+        self._kept = None  # it may have made variables
         if self._others is not None:
             self._others.note(graph.variables)
 
@@ -453,7 +475,8 @@ class TensorFlowBackend(Backend):
 
     @contextlib.contextmanager
     def trying(self, is_own: bool) -> Iterator[None]:
-        state, python = State(self._model, with_weights=is_own), PythonState(self._model)
+        state = State(self._model, kept_variables(self._model, is_own))
+        python = PythonState(self._model)
         try:
             yield
         finally:
@@ -498,29 +521,37 @@ class Compiled:
     def __call__(self, *arguments: Any) -> Any:
         if self._holds and tf.executing_eagerly():
             return self._run_on_held(*arguments)
-        tensors, shared = _tensors(arguments), self._backend.replicas
+        tensors, shared = tuple(map(_tensors, arguments)), self._backend.replicas
         if not tf.executing_eagerly():
             inside = self._run if shared is None and not self._holds else self._call
             return inside(*tensors)
         if shared is None:
-            return self._traced_for(tensors)(*tensors)
+            return self._run_on(tensors)
         each = shared.each(tensors)
         return shared.together(self._traced_for(each)(*each))
 
     def _run_on_held(self, sums: list[Any], *others: Any) -> Any:
         held = self._backend.held(sums)
         unheld = [value for value in held if not isinstance(value, tf.Variable)]
-        arguments = _tensors((unheld, *others))
+        arguments = tuple(map(_tensors, (unheld, *others)))
         with self._backend.holding.set(held):
-            found = self._traced_for(arguments)(*arguments)
+            found = self._run_on(arguments)
         if not isinstance(found, Sums):
             return found
         pairs = zip(held, found.gradients)
         return found._replace(gradients=[g if g is not None else value for value, g in pairs])
 
+    def _run_on(self, arguments: Any) -> Any:
+        traced = self._traced_for(arguments)
+        leaves = [leaf for leaf in tf.nest.flatten(arguments) if leaf is not None]
+        if all(isinstance(leaf, tf.Tensor) for leaf in leaves):
+            return call_flat(traced, leaves)
+        return traced(*arguments)
+
     def shapes(self, arguments: tuple[Any, ...]) -> Any:
         """Return the shapes of what the function returns, on one replica, and run nothing."""
-        tensors, shared = _tensors(arguments), self._backend.replicas
+        tensors: Any = tuple(map(_tensors, arguments))
+        shared = self._backend.replicas
         tensors = tensors if shared is None else shared.each(tensors)
         found = self._traced_for(tensors)
         if self._backend.is_to_find_positions():
@@ -610,8 +641,8 @@ def _spec(leaf: Any, is_any: bool = False) -> Any:
 
 
 def _key_of(arguments: Sequence[Any]) -> Any:
-    """Return a key for the shapes and dtypes of arguments."""
-    found: list[Any] = []
+    """Return a key for the structures, shapes and dtypes of arguments."""
+    found: list[Any] = [_nesting_of(arguments)]
     for argument in arguments:
         is_any = isinstance(argument, AnySamples)
         for leaf in tf.nest.flatten(argument):
@@ -621,6 +652,13 @@ def _key_of(arguments: Sequence[Any]) -> Any:
             else:
                 found.append(_spec(leaf, is_any))
     return tuple(found)
+
+
+def _nesting_of(nest: Any) -> Any:
+    """Return how the leaves of a nest are nested, with the keys of mappings."""
+    if isinstance(nest, Mapping):
+        return tuple((key, _nesting_of(nest[key])) for key in sorted(nest))
+    return tuple(map(_nesting_of, nest)) if isinstance(nest, (tuple, list)) else ()
 
 
 def _once(values: list[Any], indices: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -655,6 +693,8 @@ def _is_of_kind(name: Any, kind: str) -> bool:
 
 def _tensors(nest: Any) -> Any:
     """Return a nest with tensors for numbers, of which each other one would be another trace."""
+    if all(leaf is None or isinstance(leaf, tf.Tensor) for leaf in tf.nest.flatten(nest)):
+        return nest
     return tf.nest.map_structure(_tensor, nest)
 
 

@@ -14,7 +14,24 @@ from ga_model.base._internals import (
     seeds,
     set_global_seed,
 )
+from ga_model.base._internals_tf import value_of
 from ga_model.recording._models import optimizers_in
+
+
+def kept_variables(model: Any, with_weights: bool = False) -> list[Any]:
+    """Return the variables of a model that steps write to.
+
+    Args:
+        model: the model.
+        with_weights: whether all of its weights are among them. Else they are what layers and
+            metrics keep.
+    """
+    variables = [v for layer in layers_in(model) for v in (*own_state(layer), *seeds(layer))]
+    if with_weights:
+        variables = [*model.variables, *variables]
+    of_optimizers = [v for o in optimizers_in(vars(model)) for v in o.variables]
+    numbers = [v for v in of_optimizers if len(v.shape) == 0]  # such as the rate
+    return unique([*variables, *numbers, *model.metrics_variables])
 
 
 class State:
@@ -24,22 +41,15 @@ class State:
 
     Args:
         model: the model.
-        with_weights: whether all of its weights are among them. Else they are what layers and
-            metrics keep.
+        variables: what `kept_variables` has found.
     """
 
-    def __init__(self, model: Any, with_weights: bool = False) -> None:
-        self._model = model
-        variables = [v for layer in layers_in(model) for v in (*own_state(layer), *seeds(layer))]
-        if with_weights:
-            variables = [*model.variables, *variables]
-        of_optimizers = [v for o in optimizers_in(vars(model)) for v in o.variables]
-        numbers = [v for v in of_optimizers if len(v.shape) == 0]  # such as the rate
-        self._variables = unique([*variables, *numbers, *model.metrics_variables])
+    def __init__(self, model: Any, variables: list[Any]) -> None:
+        self._model, self._variables = model, variables
         self._seed = global_seed()
         of_seed = [] if self._seed is None else [self._seed.state]
         every = [copy for v in (*self._variables, *of_seed) for copy in copies(v)]
-        self._values = [(copy, copy.read_value()) for copy in every]
+        self._values = [(copy, value_of(copy)) for copy in every]
 
     def put_back(self) -> None:
         """Let all be as it was. Metrics that were created since start again."""
