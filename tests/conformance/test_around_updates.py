@@ -17,7 +17,9 @@ import zoo
 from case import BACKEND
 from helpers import (
     LIMIT,
+    TOLERANCE,
     Batches,
+    assert_changed,
     dense_data,
     dense_model,
     relative_difference,
@@ -752,3 +754,37 @@ def test_importing_and_training_imports_no_other_backend():
 def test_all_names_are_there():
     for name in ga_model.__all__:
         assert getattr(ga_model, name) is not None
+
+
+@keras.saving.register_keras_serializable("ga_model")
+class OfNames(keras.Model):
+    """Treats its input by the name that it has in a dictionary."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = keras.layers.Dense(1)
+
+    def call(self, inputs):
+        return 2.0 * self.head(inputs["b"]) if "b" in inputs else self.head(inputs["a"])
+
+
+def test_batches_of_a_window_may_have_other_names():
+    x, y = dense_data(8)
+    batches = [({"a": x[:4]}, y[:4]), ({"b": x[4:]}, y[4:])]
+
+    def weights_after(batches, **settings):
+        model = seeded(OfNames)
+        model({"a": x})
+        start = model.get_weights()
+        if settings:
+            accumulate(model, **settings)
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        for batch in batches:
+            model.train_on_batch(*batch)
+        return start, model.get_weights()
+
+    start, after = weights_after(batches, accumulation_steps=2)
+    each = [weights_after([batch])[1] for batch in batches]
+    means = [(a + b) / 2 for a, b in zip(*each)]
+    assert_changed(after, start)
+    assert relative_difference(after, means, start) <= TOLERANCE["float32"]

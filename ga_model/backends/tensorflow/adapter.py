@@ -223,16 +223,18 @@ class TensorFlowBackend(Backend):
             for place, spec in enumerate(shapes.gradients)
         ]
 
-        def begin() -> Sums:
+        def begin(zero: Any) -> Sums:
             before: list[Any] = []
             for variable in held:
                 if isinstance(variable, tf.Variable):  # one after the other, to hold each once
                     with tf.control_dependencies(before):
-                        before = [variable.assign(_nothing(variable))]
+                        # No constant, which the function would keep.
+                        filled = tf.fill(variable.shape, tf.cast(zero, variable.dtype))
+                        before = [variable.assign(filled)]
             others = shapes._replace(gradients=[])
             return cast(Sums, tf.nest.map_structure(_nothing, others))
 
-        made: Sums = self.compiled(name, begin, [])()
+        made: Sums = self.compiled(name, begin, [])(-0.0)
         return made._replace(gradients=held)
 
     # What is run.

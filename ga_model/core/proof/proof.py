@@ -120,8 +120,8 @@ def of_microbatches(
 
     Args:
         model, backend, is_own, is_split: as `of_step` takes them.
-        held: of each microbatch its first samples, or all. Those of other shapes than the first
-            ones are left out.
+        held: of each microbatch its first samples, or all. Those of other shapes or names than
+            the first ones are left out.
     """
     held = [each for each in held if _shapes(each) == _shapes(held[0])]
     first, others = num_rows(held[0]), sum(map(num_rows, held[1:]))
@@ -130,9 +130,9 @@ def of_microbatches(
     return _of_samples(model, backend, data, sizes, is_own, is_split)
 
 
-def _shapes(data: Any) -> list[tuple[Any, ...]]:
-    """Return the shapes of samples in a nest."""
-    return [tuple(leaf.shape)[1:] for leaf in keras.tree.flatten(data) if hasattr(leaf, "shape")]
+def _shapes(data: Any) -> Any:
+    """Return the shapes of samples, nested as they are."""
+    return keras.tree.map_structure(lambda leaf: tuple(getattr(leaf, "shape", ()))[1:], data)
 
 
 def _joined(*leaves: Any) -> Any:
