@@ -219,7 +219,9 @@ class TensorFlowBackend(Backend):
             zeros = self.compiled(name, lambda: tf.nest.map_structure(_nothing, shapes), [])
             return cast(Sums, zeros())
         held = [
-            self._holder(place, spec) if isinstance(spec, (tf.Tensor, tf.TensorSpec)) else spec
+            self._holder(place, spec)
+            if isinstance(spec, (tf.Tensor, tf.TensorSpec))
+            else tf.nest.map_structure(_nothing, spec)
             for place, spec in enumerate(shapes.gradients)
         ]
 
