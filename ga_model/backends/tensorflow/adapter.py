@@ -162,7 +162,7 @@ class TensorFlowBackend(Backend):
         return self._has_updated
 
     def _run_eagerly(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        tensors, shared = tuple(map(_tensors, arguments)), self.replicas
+        tensors, shared = _each_tensors(arguments), self.replicas
         if shared is None or shared.is_inside():
             return function(*tensors)
         return shared.together(shared.run(function, shared.each(tensors)))
@@ -174,7 +174,7 @@ class TensorFlowBackend(Backend):
         return function.shapes(arguments)
 
     def key_of(self, arguments: tuple[Any, ...]) -> Any:
-        keys = tuple(map(_key_of, self.each(tuple(map(_tensors, arguments)))))
+        keys = tuple(map(_key_of, self.each(_each_tensors(arguments))))
         return keys, len(self._model.trainable_variables)
 
     def each(self, nest: Any) -> list[Any]:
@@ -525,7 +525,7 @@ class Compiled:
     def __call__(self, *arguments: Any) -> Any:
         if self._holds and tf.executing_eagerly():
             return self._run_on_held(*arguments)
-        tensors, shared = tuple(map(_tensors, arguments)), self._backend.replicas
+        tensors, shared = _each_tensors(arguments), self._backend.replicas
         if not tf.executing_eagerly():
             inside = self._run if shared is None and not self._holds else self._call
             return inside(*tensors)
@@ -537,7 +537,7 @@ class Compiled:
     def _run_on_held(self, sums: list[Any], *others: Any) -> Any:
         held = self._backend.held(sums)
         unheld = [value for value in held if not isinstance(value, tf.Variable)]
-        arguments = tuple(map(_tensors, (unheld, *others)))
+        arguments = _each_tensors((unheld, *others))
         with self._backend.holding.set(held):
             found = self._run_on(arguments)
         if not isinstance(found, Sums):
@@ -554,8 +554,7 @@ class Compiled:
 
     def shapes(self, arguments: tuple[Any, ...]) -> Any:
         """Return the shapes of what the function returns, on one replica, and run nothing."""
-        tensors: Any = tuple(map(_tensors, arguments))
-        shared = self._backend.replicas
+        tensors, shared = _each_tensors(arguments), self._backend.replicas
         tensors = tensors if shared is None else shared.each(tensors)
         found = self._traced_for(tensors)
         if self._backend.is_to_find_positions():
@@ -693,6 +692,11 @@ def _is_made_of_parts(name: Any) -> bool:
 
 def _is_of_kind(name: Any, kind: str) -> bool:
     return isinstance(name, tuple) and name[0] == kind
+
+
+def _each_tensors(arguments: Iterable[Any]) -> Any:
+    """Return arguments as `_tensors` has each, of which most are left as they are."""
+    return tuple(map(_tensors, arguments))
 
 
 def _tensors(nest: Any) -> Any:
