@@ -13,10 +13,11 @@ from keras import ops
 from ga_model.core.proof.trial import norm_of
 
 TOTAL = 5  # samples of a trial, in parts of three and two
-_ENDS = (3, TOTAL)
+_PARTS = (0, 3), (3, TOTAL)
 _UNKNOWN = 8  # entries along an axis of any length
 HALF = {"float16": 1e-3, "bfloat16": 1e-2}  # of what counts as equal in half precision
 _OF_GRADIENTS = 1e-3, 0.05  # relative, in float32 and in half precision
+_FOLDED = 4099  # entries that are compared of an array, or of its row; a prime mixes all axes
 
 
 class NotByRowsError(Exception):
@@ -44,12 +45,13 @@ def kinds_of(
         alone; "alike" if it is the same in all; "mean" or "sum" of what is one over samples;
         "zero" if that does not tell; or None.
     """
-    whole, parts, begin = run(0, TOTAL), [], 0
-    for end in _ENDS:
-        parts.append(run(begin, end))
-        begin = end
-    pairs = ((output, [part[place] for part in parts]) for place, output in enumerate(whole))
-    return [_kind(*pair, tolerance) for pair in pairs]
+    tolerances, found = list[float](), []
+    for begin, end in ((0, TOTAL), *_PARTS):
+        outputs = run(begin, end)
+        tolerances = tolerances or [_tolerance_of(output, tolerance) for output in outputs]
+        found.append(list(map(_folded, outputs)))
+        del outputs  # before the next ones are there
+    return [_kind(whole, parts, most) for most, (whole, *parts) in zip(tolerances, zip(*found))]
 
 
 _SCALES = (1.0, 0.1, 3.0)  # of samples: what saturates hides what it combines
@@ -78,15 +80,14 @@ def kinds_of_call(
     Raises:
         Exception: whatever the function raises for another number of samples.
     """
-    found, adds_up = [], True
-    for seed, scale in enumerate(_SCALES):
-        generator = np.random.default_rng(seed)
-        scales = [_scale(t) if is_weight else None for t, is_weight in zip(fixed, is_trained)]
-        values = [_drawn(t, t.shape, generator, own) for t, own in zip(fixed, scales)]
-        shapes = [(TOTAL, *t.shape[1:]) for t in samples]
+    found, adds_up, generator = [], True, np.random.default_rng(0)
+    scales = [_scale(t) if is_weight else None for t, is_weight in zip(fixed, is_trained)]
+    values = [_drawn(t, t.shape, generator, own) for t, own in zip(fixed, scales)]
+    shapes = [(TOTAL, *t.shape[1:]) for t in samples]
+    for number, scale in enumerate(_SCALES):
         arrays = [_drawn(t, shape, generator, scale) for t, shape in zip(samples, shapes)]
         found.append(kinds_of(functools.partial(run, values, arrays)))
-        if not seed:
+        if not number:
             derived = functools.partial(gradients, values, arrays)
             try:
                 kinds = kinds_of(derived, _OF_GRADIENTS[is_half])
@@ -107,7 +108,7 @@ def _scale(weight: Any) -> float:
 def _drawn(tensor: Any, shape: Any, generator: Any, scale: float | None) -> Any:
     sizes = tuple(_UNKNOWN if size is None else size for size in shape)
     name = keras.backend.standardize_dtype(tensor.dtype)
-    return drawn(name, sizes, generator, scale).astype(name)
+    return drawn(name, sizes, generator, scale).astype(name, copy=False)
 
 
 def combines_samples(operation: Callable[..., Any], args: Any, kwargs: Any) -> bool:
@@ -155,12 +156,35 @@ def drawn(dtype: Any, shape: tuple[int, ...], generator: Any, scale: float | Non
         return generator.integers(0, 2, shape).astype(name)
     if scale is None:
         return generator.uniform(0.5, 1.5, shape).astype("float32")
-    return (generator.normal(size=shape) * scale).astype("float32")
+    numbers = np.asarray(generator.standard_normal(shape, "float32"))
+    numbers *= scale
+    return numbers
 
 
-def _kind(whole: Any, parts: Sequence[Any], tolerance: float | None) -> str | None:
-    tolerance = tolerance or HALF.get(str(whole.dtype), 1e-4)
-    sizes = [end - begin for begin, end in zip((0, *_ENDS), _ENDS)]
+def _tolerance_of(output: Any, tolerance: float | None) -> float:
+    return tolerance or HALF.get(str(output.dtype), 1e-4)
+
+
+def _folded(array: Any) -> Any:
+    """Return sums over groups of the entries of a large array, or of each of its few rows.
+
+    Sums of samples and rows stay what they are, and copies of all entries need not be held.
+    """
+    has_rows = array.ndim > 0 and array.shape[0] <= TOTAL
+    rows = array.reshape(array.shape[0] if has_rows else 1, -1) if array.size else array
+    if array.dtype.kind != "f" or rows.shape[-1] <= _FOLDED:
+        return array
+    is_known = np.isfinite(rows)
+    if not is_known.all():
+        rows = np.where(is_known | ~is_known.any(1, keepdims=True), rows, 0)
+    end = rows.shape[1] // _FOLDED * _FOLDED
+    folded = rows[:, :end].reshape(len(rows), -1, _FOLDED).sum(1, "float64")
+    folded[:, : rows.shape[1] - end] += rows[:, end:]
+    return folded if has_rows else folded[0]
+
+
+def _kind(whole: Any, parts: Sequence[Any], tolerance: float) -> str | None:
+    sizes = [end - begin for begin, end in _PARTS]
     if whole.ndim and [part.shape for part in parts] == [(n, *whole.shape[1:]) for n in sizes]:
         joined = np.concatenate([np.asarray(part) for part in parts])
         if not _are_alike(joined, whole, tolerance):
@@ -187,5 +211,5 @@ def _are_alike(found: Any, expected: Any, tolerance: float) -> bool:
         return False
     if expected.size and not is_known.any():
         return False  # nothing is seen
-    difference = norm_of([(found - expected)[is_known]])
+    difference = norm_of([found[is_known] - expected[is_known]])
     return difference <= tolerance * norm_of([expected[is_known]]) + 1e-6
