@@ -1,4 +1,4 @@
-"""What an output is to the samples is found alike in small arrays and in large ones, which are folded."""
+"""Kinds of outputs are found alike in small arrays and in large ones, which are folded."""
 
 import numpy as np
 import pytest
