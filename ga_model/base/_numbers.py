@@ -7,6 +7,7 @@ float64; `keras.ops` knows no float64 but on TensorFlow.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import keras
@@ -80,6 +81,20 @@ if keras.backend.backend() == "tensorflow":
     def dense(values: Any, indices: Any, shape: Any) -> Any:
         """Return a table of a shape with the sums of its rows."""
         return tf.math.unsorted_segment_sum(values, indices, shape[0])
+
+    def rows_between(tensor: Any, start: int, stop: int) -> Any:
+        """Return the rows of a tensor or an array from `start` up to `stop`."""
+        if not (isinstance(tensor, tf.Tensor) and tf.executing_eagerly()):
+            return tensor[start:stop]
+        number = min(stop, tensor.shape[0]) - start  # a tenth of the time of an index
+        begin, size = (_filled(*a, tensor.shape.rank) for a in ((start, 0), (number, -1)))
+        return tf.raw_ops.Slice(input=tensor, begin=begin, size=size)
+
+    @functools.lru_cache(maxsize=1024)
+    def _filled(first: int, others: int, rank: int) -> Any:
+        """Return a vector of a length, with a first entry and others that are alike."""
+        with tf.device("CPU"):
+            return tf.constant([first, *[others] * (rank - 1)])
 
     def part_of_sparse(tensor: Any, start: int, stop: int) -> Any:
         """Return the rows of a sparse tensor from `start` up to `stop`."""
@@ -155,6 +170,9 @@ elif keras.backend.backend() == "jax":
     def shape_of(tensor: Any) -> tuple[Any, ...]:
         return tuple(tensor.shape)
 
+    def rows_between(tensor: Any, start: int, stop: int) -> Any:
+        return tensor[start:stop]
+
     def where(condition: Any, first: Any, second: Any) -> Any:
         condition, first, second = (jnp.asarray(v)[None] for v in (condition, first, second))
         return jnp.where(condition, first, second)[0]
@@ -208,6 +226,9 @@ else:
 
     def shape_of(tensor: Any) -> tuple[Any, ...]:
         return tuple(tensor.shape)
+
+    def rows_between(tensor: Any, start: int, stop: int) -> Any:
+        return tensor[start:stop]
 
     def where(condition: Any, first: Any, second: Any) -> Any:
         if not torch.is_tensor(condition):

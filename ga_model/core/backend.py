@@ -144,6 +144,10 @@ class Backend(ABC):
     def key_of(self, arguments: tuple[Any, ...]) -> Any:
         """Return a key for the shapes and dtypes of arguments, and for what is trained."""
 
+    def number(self, value: float) -> Any:
+        """Return a number as the arguments of compiled functions have it."""
+        return value
+
     @abstractmethod
     def copied(self, nest: Any) -> Any:
         """Return a copy of a nest of tensors and None."""

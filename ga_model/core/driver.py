@@ -245,20 +245,20 @@ class Driver(ModelState):
         parts = _power_of_two(window.steps) * _power_of_two(batch.num_microbatches)
         if self._overwrites:  # so that gradients are of the size of those of the mean
             parts = float(window.steps * batch.num_microbatches)
-        numbers = Numbers(
-            float(window.steps),
-            float(window.steps * batch.num_microbatches * self.backend.num_processes),
-            parts,
-            float(batch.rows),
-        )
+        num_microbatches = window.steps * batch.num_microbatches * self.backend.num_processes
+        values = window.steps, num_microbatches, parts, batch.rows
+        numbers = Numbers(*(self.backend.number(float(value)) for value in values))
         totals = steps.totals(batch) if mode.is_split and steps.needs_totals else None
         known, of_last = steps.prepare(mode, batch, numbers, totals)
         sums = window.sums or steps.begin()
         before = None if sums is None else sums.amounts
+        report = None
+        if known is not None and not (batch.is_split or is_trial):
+            report = self.updates.report(known)
         for index in range(batch.num_microbatches):
             data = batch.microbatch(index)
             try:
-                sums = steps.microbatch(mode, sums, data, numbers, totals)
+                sums, logs = steps.microbatch(mode, sums, data, numbers, totals, report)
             except Exception:  # as of gradients of other shapes
                 if window.applied is not None:
                     self._check_applied(steps.structure, window)
@@ -273,7 +273,8 @@ class Driver(ModelState):
         if is_trial:
             self.backend.wait_for(sums)
             return None
-        logs = self.updates.report(structure, before, sums.amounts)
+        if logs is None:
+            logs = self.updates.run_report(structure, before, sums.amounts)
         window.sums, self._structure = sums, known or structure
         if window.end_batch():
             if verdict is not None:

@@ -114,8 +114,14 @@ class Steps:
         return sums
 
     def microbatch(
-        self, mode: Mode, sums: Sums | None, data: Any, numbers: Numbers, totals: list[Any] | None
-    ) -> Sums:
+        self,
+        mode: Mode,
+        sums: Sums | None,
+        data: Any,
+        numbers: Numbers,
+        totals: list[Any] | None,
+        report: Callable[..., Any] | None = None,
+    ) -> tuple[Sums, Any]:
         """Run the step on a microbatch, and add what it gives to the sums of its window.
 
         Args:
@@ -124,30 +130,38 @@ class Steps:
             data: the microbatch.
             numbers: of its batch.
             totals: what the terms of the loss weigh in the batch, where it needs them.
+            report: takes the amounts before and behind it, and returns the logs of a batch that has
+                no other microbatch. Where it cannot be a part of the same function, it is not
+                called.
+
+        Returns:
+            The sums, and what `report` has returned, or None.
         """
         if sums is None or not self._backend.traces:
             function = functools.partial(self._add, mode)
             add_eagerly: Callable[..., Sums] = self._backend.compiled(
                 ("add", mode), function, self._reads(mode)
             )
-            return add_eagerly(sums, data, numbers, totals)
+            return add_eagerly(sums, data, numbers, totals), None
         run_one = self._recording(mode)
         if not self._backend.nests:
             data, given = self._backend.placed(data), sums.without_rows()
             found = run_one(sums.unit, sums.num_counted, data, numbers, totals)
             plus: Callable[..., Sums] = self._backend.compiled(("plus", mode), Sums.plus, [])
-            return self._behind(sums, plus(given, found))
+            return self._behind(sums, plus(given, found)), None
 
-        def add(gradients: list[Any], others: Sums, *arguments: Any) -> Sums:
-            sums = others._replace(gradients=gradients)
-            return sums.plus(run_one(sums.unit, sums.num_counted, *arguments))
+        def add(gradients: list[Any], others: Sums, *arguments: Any) -> tuple[Sums, Any]:
+            before = others._replace(gradients=gradients)
+            after = before.plus(run_one(before.unit, before.num_counted, *arguments))
+            return after, None if report is None else report(before.amounts, after.amounts)
 
-        run: Callable[..., Sums] = self._backend.compiled(
-            ("add", mode), add, self._reads(mode), consumes=True
+        run: Callable[..., tuple[Sums, Any]] = self._backend.compiled(
+            ("add", report, mode), add, self._reads(mode), consumes=True
         )
         given, data = sums.without_rows(), self._backend.placed(data)
         others = given._replace(gradients=[])
-        return self._behind(sums, run(given.gradients, others, data, numbers, totals))
+        after, logs = run(given.gradients, others, data, numbers, totals)
+        return self._behind(sums, after), logs
 
     def _behind(self, before: Sums, after: Sums) -> Sums:
         """Return sums with the rows of those before, of which no sum is made."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import keras
@@ -40,17 +41,29 @@ class Updates:
     def __init__(self, model: Any, backend: Backend) -> None:
         self._model = model
         self._backend = backend
+        self._reports: dict[int, tuple[Structure, Callable[..., Any]]] = {}
 
     # Logs.
 
-    def report(self, structure: Structure, before: list[Amount] | None, now: list[Amount]) -> Any:
-        """Give metrics what waited for the full batch, and return the logs.
+    def report(self, structure: Structure) -> Callable[..., Any]:
+        """Return what gives metrics what waited for the full batch, and returns the logs.
 
         Args:
-            structure: what is known of the sums.
-            before: the amounts of the window before the batch, or None.
-            now: those after it.
+            structure: what is known of the sums, as it was traced.
+
+        Returns:
+            A function of the amounts of the window before the batch and of those after it. It is
+            the same for one structure.
         """
+        if id(structure) not in self._reports:
+            function = functools.partial(self._report, structure)
+            self._reports[id(structure)] = structure, function
+        return self._reports[id(structure)][1]
+
+    def run_report(
+        self, structure: Structure, before: list[Amount] | None, now: list[Amount]
+    ) -> Any:
+        """Do what `report` is for, in a call of its own, before which there may be no window."""
         function = functools.partial(self._report, structure)
         report = self._backend.compiled(("report", id(structure)), function, ["metrics"])
         return report(before, now)

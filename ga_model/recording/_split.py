@@ -65,9 +65,9 @@ def part_of(data: Any, start: int, stop: int) -> Any:
 
 
 def _part(leaf: Any, start: int, stop: int) -> Any:
-    if not hasattr(leaf, "dense_shape"):
-        return leaf[start:stop]
-    return _numbers.part_of_sparse(leaf, start, stop)
+    if hasattr(leaf, "dense_shape"):
+        return _numbers.part_of_sparse(leaf, start, stop)
+    return _numbers.rows_between(leaf, start, stop)
 
 
 def _has_rows(leaf: Any) -> bool:

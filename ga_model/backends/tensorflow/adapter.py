@@ -173,6 +173,9 @@ class TensorFlowBackend(Backend):
     def shapes(self, function: Any, arguments: tuple[Any, ...]) -> Any:
         return function.shapes(arguments)
 
+    def number(self, value: float) -> Any:
+        return tf.constant(value, tf.float64)
+
     def key_of(self, arguments: tuple[Any, ...]) -> Any:
         keys = tuple(map(_key_of, self.each(_each_tensors(arguments))))
         return keys, len(self._model.trainable_variables)
@@ -540,10 +543,11 @@ class Compiled:
         arguments = _each_tensors((unheld, *others))
         with self._backend.holding.set(held):
             found = self._run_on(arguments)
-        if not isinstance(found, Sums):
+        if not _has_sums(found):
             return found
-        pairs = zip(held, found.gradients)
-        return found._replace(gradients=[g if g is not None else value for value, g in pairs])
+        after, logs = found
+        pairs = zip(held, after.gradients)
+        return after._replace(gradients=[v if g is None else g for v, g in pairs]), logs
 
     def _run_on(self, arguments: Any) -> Any:
         traced = self._traced_for(arguments)
@@ -591,14 +595,15 @@ class Compiled:
         held, rest = self._backend.holding.get(), iter(unheld)
         sums = [v.read_value() if isinstance(v, tf.Variable) else next(rest) for v in held]
         found = self._call(sums, *others)
-        if not isinstance(found, Sums):
+        if not _has_sums(found):
             return found
-        gradients = list(found.gradients)
+        after, logs = found
+        gradients = list(after.gradients)
         for place, (value, gradient) in enumerate(zip(held, gradients)):
             if isinstance(value, tf.Variable) and isinstance(gradient, tf.Tensor):
                 value.assign(gradient)
                 gradients[place] = None
-        return found._replace(gradients=gradients)
+        return after._replace(gradients=gradients), logs
 
     def _call_on_replicas(self, *each: tuple[Any, ...]) -> list[Any]:
         assert self._backend.replicas is not None
@@ -614,6 +619,10 @@ class Compiled:
             self._traced[key] = self._run.get_concrete_function(*specs)
             self._backend.note_variables(self._traced[key].graph)
         return self._traced[key]
+
+
+def _has_sums(found: Any) -> bool:
+    return isinstance(found, tuple) and bool(found) and isinstance(found[0], Sums)
 
 
 class AnySamples(NamedTuple):
@@ -643,25 +652,23 @@ def _spec(leaf: Any, is_any: bool = False) -> Any:
     return type(spec)(shape, leaf.dtype)
 
 
-def _key_of(arguments: Sequence[Any]) -> Any:
-    """Return a key for the structures, shapes and dtypes of arguments."""
-    found: list[Any] = [_nesting_of(arguments)]
-    for argument in arguments:
-        is_any = isinstance(argument, AnySamples)
-        for leaf in tf.nest.flatten(argument):
-            if isinstance(leaf, tf.Tensor):
-                shape = tuple(leaf.shape)
-                found.append((shape[1:] if is_any else shape, leaf.dtype))
-            else:
-                found.append(_spec(leaf, is_any))
-    return tuple(found)
+def _key_of(nest: Any, is_any: bool = False) -> Any:
+    """Return a key for the structure, shapes and dtypes of arguments.
 
-
-def _nesting_of(nest: Any) -> Any:
-    """Return how the leaves of a nest are nested, with the keys of mappings."""
+    Args:
+        nest: of tensors and None, or one of these.
+        is_any: whether it serves any number of samples.
+    """
+    if isinstance(nest, tf.Tensor):
+        shape = tuple(nest.shape)
+        return shape[1:] if is_any else shape, nest.dtype
+    if isinstance(nest, AnySamples):
+        return AnySamples, _key_of(nest.data, True)
     if isinstance(nest, Mapping):
-        return tuple((key, _nesting_of(nest[key])) for key in sorted(nest))
-    return tuple(map(_nesting_of, nest)) if isinstance(nest, (tuple, list)) else ()
+        return tuple((key, _key_of(nest[key], is_any)) for key in sorted(nest))
+    if isinstance(nest, (tuple, list)):
+        return tuple(_key_of(part, is_any) for part in nest)
+    return _spec(nest, is_any)
 
 
 def _once(values: list[Any], indices: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -709,8 +716,6 @@ def _tensors(nest: Any) -> Any:
 def _tensor(leaf: Any) -> Any:
     if isinstance(leaf, tf.Variable):
         return leaf.read_value()
-    if isinstance(leaf, (bool, np.bool_)):
-        return tf.constant(leaf)
     if isinstance(leaf, float):
         return tf.constant(leaf, tf.float64)
     return tf.constant(leaf) if isinstance(leaf, (int, np.generic, np.ndarray)) else leaf
