@@ -6,17 +6,18 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ga_model.base._context import ThreadValue, is_unnoted
 from ga_model.base._identity import unique
 from ga_model.base._internals import mask_of, set_mask
+from ga_model.core.backend_types import GradientSums, State
 from ga_model.recording._models import optimizers_in, recording_of_thread
 from ga_model.recording._python_state import python_state
 from ga_model.recording._split import Batch
 
 if TYPE_CHECKING:
-    from ga_model.core.layer_calls import Apart, Split, Traced
+    from ga_model.core.call_types import Apart, Split, Traced
     from ga_model.core.proof.draws import Draws
     from ga_model.core.recorder import Applied
     from ga_model.core.window import Amount, Rows, Sums
@@ -24,43 +25,6 @@ if TYPE_CHECKING:
 # The variables of a model: those that are trained, its others, of its optimizer, of its metrics.
 Group = Literal["trainable", "non_trainable", "optimizer", "metrics"]
 GROUPS: tuple[Group, ...] = get_args(Group)
-
-
-class GradientSums(Protocol):
-    """Sums of gradients that a backward pass adds to."""
-
-    def begin(self, shrink: Any, counts: Any) -> None:
-        """Add the gradients that are taken from now on.
-
-        Args:
-            shrink: scalar, what the sums so far are to be multiplied by.
-            counts: bool scalar, whether gradients are added, which may be NaN.
-        """
-
-    def end(self) -> list[Any]:
-        """Return the sums, tensors or None."""
-
-
-class State(Protocol):
-    """What a step may write to, as it was at one time."""
-
-    def put_back(self) -> None:
-        """Let all be as it was."""
-
-
-class States:
-    """Several of them.
-
-    Args:
-        *states: each of something else.
-    """
-
-    def __init__(self, *states: State) -> None:
-        self._states = states
-
-    def put_back(self) -> None:
-        for state in self._states:
-            state.put_back()
 
 
 class Backend(ABC):
@@ -159,10 +123,6 @@ class Backend(ABC):
     def placed(self, data: Any) -> Any:
         """Return a microbatch as it is traced, where it is to be computed."""
         return self.as_traced(data)
-
-    @abstractmethod
-    def structure_of(self, data: Any) -> Any:
-        """Return a key for the nest of a batch, and the ranks and dtypes of its arrays."""
 
     @abstractmethod
     def zeros(self, name: Any, shapes: Sums) -> Sums:

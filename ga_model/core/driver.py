@@ -261,14 +261,13 @@ class Driver(ModelState):
                 sums, logs = steps.microbatch(mode, sums, data, numbers, totals, report)
             except Exception:  # as of gradients of other shapes
                 if window.applied is not None:
-                    self._check_applied(steps.structure, window)
+                    self._check_applied(steps.step.structure, window)
                 raise
             is_last = index + 1 == batch.num_microbatches
             if mode.is_watched:
                 window.hold(self.backend.samples_of(data), sums.num_news)
-            structure = (of_last if is_last else known) or steps.structure
+            structure = (of_last if is_last else known) or steps.step.structure
             self._check_applied(structure, window)
-            self._look_at_entries(window, structure)
         assert sums is not None
         if is_trial:
             self.backend.wait_for(sums)
@@ -278,7 +277,7 @@ class Driver(ModelState):
         window.sums, self._structure = sums, known or structure
         if window.end_batch():
             if verdict is not None:
-                is_own, written = self.has_own_step, steps.written
+                is_own, written = self.has_own_step, steps.step.written
                 self._findings.look_at(window, data, is_own, is_alone, verdict, written)
             self._update(window)
         return logs
@@ -290,17 +289,6 @@ class Driver(ModelState):
             return
         if [*map(_ids_of, before)] != [*map(_ids_of, structure.applied)]:
             raise RuntimeError(messages.unlike_updates_message(self._model.name))
-
-    def _look_at_entries(self, window: Window, structure: Structure) -> None:
-        """Warn of terms whose shares of the loss values differ between microbatches."""
-        before, window.entries = window.entries, structure.entries
-        if before is None or len(before) < 2 or len(structure.entries) != len(before):
-            return
-        ratios = {a / b for a, b in zip(before, structure.entries)}
-        if len(ratios) > 1:
-            self._model._warn_once(messages.unlike_entries_message(self._model.name))
-
-    # Updates.
 
     def _update(self, window: Window, is_end: bool = False) -> bool:
         """Make the update of a window, full or not, and begin the next one.
@@ -324,12 +312,12 @@ class Driver(ModelState):
             self.updates.measure(structure, estimates, sums)
         if self._overwrites:
             self._look_at_scale(structure, sums)
-        counters = Counters(self.num_skipped or 0, self.num_lost or 0)
+        counters = Counters(self.num_skipped or 0, self.num_lost or 0, self.num_unlike or 0)
         if self.settings.skip_nonfinite and not int(sums.num_counted):
             counters = count(sums, counters)
         else:
             counters = self.updates.update(structure, sums, counters)
-        self.num_skipped, self.num_lost = counters
+        self.num_skipped, self.num_lost, self.num_unlike = counters
         return is_end
 
     @functools.cached_property

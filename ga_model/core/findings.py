@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
 from keras import ops
 
 from ga_model.core import messages
@@ -142,7 +143,7 @@ class Findings:
 
     def _kind_of(self, data: Any, is_split: bool, is_one: bool = False) -> Any:
         """Return a key for what is to be found out once."""
-        return is_split, is_one, self._backend.structure_of(data)
+        return is_split, is_one, _structure_of(self._backend.each(data)[0])
 
     def _is_due(self, kind: Any) -> bool:
         """Return whether a step is to be tried again, as code that runs eagerly may change.
@@ -199,3 +200,13 @@ class Findings:
         if is_finite and any(bool(ops.any(g != 0)) for g in known):
             message = messages.untried_message(self._model.name, proof.NothingSeenError())
             self._model._warn_once(message)
+
+
+def _structure_of(data: Any) -> str:
+    """Return a key for the nest of a batch, and the ranks and dtypes of its arrays."""
+    return repr(keras.tree.map_structure(_kind_of, data))
+
+
+def _kind_of(leaf: Any) -> tuple[int, str]:
+    dtype = str(getattr(leaf, "dtype", type(leaf)))
+    return len(getattr(leaf, "shape", ())), dtype.removeprefix("torch.")  # of arrays, too

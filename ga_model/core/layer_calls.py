@@ -9,7 +9,7 @@ passes. Where functions are not traced, what is Python's is put back for each mi
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
@@ -33,8 +33,9 @@ from ga_model.base._internals import (
 )
 from ga_model.base._method_patch import MethodPatch
 from ga_model.core.backend import Backend
+from ga_model.core.call_types import Apart, Split, Traced
 from ga_model.core.proof.calls import HALF, NotByRowsError, kinds_of_call
-from ga_model.core.statistics import Listener, Moments
+from ga_model.core.statistics import Listener
 from ga_model.recording._metric_calls import waiting
 from ga_model.recording._models import unrecorded
 from ga_model.recording._moments_heard import is_known, listener
@@ -42,64 +43,6 @@ from ga_model.recording._moments_heard import is_known, listener
 _NOT_ROWS = "it combines samples, or gives something other than one value per sample"
 _NOT_ROWS_BACK = "it has a custom gradient that combines samples"
 _is_read = ThreadValue(False)  # whether BatchNormalization is to normalize by running averages
-
-
-class Traced(NamedTuple):
-    """What a call gives for some samples.
-
-    Attributes:
-        outputs: tensors.
-        attached: what losses of Keras's find at them: tensors, by the number of the output and a
-            name.
-        losses: scalars that layers added.
-        moments: of the calls of BatchNormalization layers.
-    """
-
-    outputs: list[Any]
-    attached: dict[str, Any]
-    losses: list[Any]
-    moments: list[Moments]
-
-
-class Apart(NamedTuple):
-    """A function that is to run by itself, on other numbers.
-
-    Attributes:
-        function: takes lists in place of `fixed` and of some samples, and returns one of tensors.
-        layer: the layer that it calls.
-        fixed: tensors that all samples share, of which the layer's variables are the first.
-        samples: tensors that have the samples on axis 0.
-    """
-
-    function: Callable[..., list[Any]]
-    layer: Any
-    fixed: list[Any]
-    samples: list[Any]
-
-
-class Split(NamedTuple):
-    """A function that is to run by microbatches.
-
-    Attributes:
-        layer: the layer that it calls.
-        function: takes `carried`, `fixed` and some samples; returns new values for the first, and a
-            `Traced`.
-        carried: tensors that go from one microbatch to the next.
-        fixed: tensors that all have.
-        samples: tensors that have the samples on axis 0.
-        size: samples of a microbatch.
-        are_sums: of each loss in a `Traced`, whether it is a sum, and no mean.
-        most: as `Backend.splitting_calls` takes it.
-    """
-
-    layer: Any
-    function: Callable[..., tuple[list[Any], Traced]]
-    carried: list[Any]
-    fixed: list[Any]
-    samples: list[Any]
-    size: int
-    are_sums: list[bool]
-    most: int | None
 
 
 class LayerCall:

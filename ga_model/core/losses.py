@@ -11,7 +11,7 @@ from keras import ops
 
 from ga_model.base import _numbers
 from ga_model.base._internals import mask_of, scaled_for_replicas
-from ga_model.core.backend import GradientSums
+from ga_model.core.backend_types import GradientSums
 from ga_model.recording import _weights
 from ga_model.recording._compiled_copy import same_rank, seeing
 from ga_model.recording._losses_of_keras import is_by_sample
@@ -101,12 +101,10 @@ class StepLosses(StepTerms):
         self._kinds = kinds
         self._is_ruled = model._has_rule()
 
-    def entries(self) -> tuple[float, ...]:
-        """Return loss values of a sample, of each term that averages over all of them."""
-        rows, weights = self.num_rows(), [term.weight for term in self._terms]
-        if not isinstance(rows, int):  # of a graph for any number
-            return ()
-        return tuple(w / max(rows, 1) for w in weights if isinstance(w, (int, float)))
+    def entries(self) -> tuple[Any, ...]:
+        """Return the loss values of each term that averages over all, where there are several."""
+        found = [term.weight for term in self._terms if term.kind == "rows"]
+        return tuple(map(_numbers.float64, found)) if len(found) > 1 else ()
 
     def release(self) -> None:
         """Let go of all tensors."""
@@ -217,9 +215,7 @@ def observer_of(entry: Any, compiled: Any, losses: StepLosses) -> Any:
         is_product = is_product and reduction != "mean_with_sample_weight"
         value = ops.sum(value)  # Keras leaves the values of no rows as they are
         in_total = value if entry.loss_weights is None else value * entry.loss_weights
-        compiled._terms.append(
-            _weights.Term(name, weight, kind, in_total, value, is_product, lost=lost)
-        )
+        compiled._terms.append(_weights.Term(name, weight, kind, in_total, value, is_product, lost))
         return value
 
     return observe

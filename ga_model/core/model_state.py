@@ -10,6 +10,7 @@ from typing import Any
 from ga_model._settings import Settings, passed
 from ga_model.automatic._search import FoundSize
 from ga_model.base import _messages, _validate
+from ga_model.core import messages
 from ga_model.core.noise_scale import GradientNoise
 from ga_model.recording._models import optimizers_in
 
@@ -31,6 +32,7 @@ class ModelState:
         window: the open window, or the next one; None before the first batch of one.
         num_skipped: microbatches that were left out, once there is training that may do so.
         num_lost: windows with a term that a microbatch lost, likewise.
+        num_unlike: windows whose terms average over values in unlike proportions, likewise.
         is_scheduled: whether a callback of the present `fit` sets `accumulation_steps`.
         is_verbose: whether the present `fit` shows its progress.
         warnings: those that were given.
@@ -46,6 +48,7 @@ class ModelState:
         self.window: Any = None
         self.num_skipped: Any = None
         self.num_lost: Any = None
+        self.num_unlike: Any = None
         self.is_scheduled = self.is_verbose = False
         self._has_ended_epoch = False
         self.warnings: set[str] = set()
@@ -164,6 +167,8 @@ class ModelState:
             model._warn_once(_skipped_message(model.name, self._has_replicas() and is_regularized))
         if int(self.num_lost or 0):
             model._warn_once(_messages.lost_term_message(model.name))
+        if int(self.num_unlike or 0):
+            model._warn_once(messages.unlike_entries_message(model.name))
 
     def _has_replicas(self) -> bool:
         """Return whether several replicas train the model in this process."""

@@ -60,7 +60,6 @@ class Structure(NamedTuple):
         applied: the optimizers that the step applies, in their order.
         updates: of metrics that wait for the full batch.
         calls: of BatchNormalization layers.
-        entries: loss values of a sample, of each term that averages over them.
         own_logs: names of scalars that a step of the user's own logs.
         logs_of_metrics: names of logs that are results of metrics, the metrics, and the keys of
             these results, or None.
@@ -69,7 +68,6 @@ class Structure(NamedTuple):
     applied: list[Applied]
     updates: list[Update]
     calls: list[Call]
-    entries: tuple[float, ...] = ()
     own_logs: tuple[str, ...] = ()
     logs_of_metrics: tuple[tuple[str, Any, str | None], ...] = ()
 

@@ -24,10 +24,12 @@ class Counters(NamedTuple):
     Attributes:
         skipped: microbatches that were left out.
         lost: windows with weight of which a microbatch had a term that was made zero.
+        unlike: windows of which a microbatch had terms of other proportions.
     """
 
     skipped: Any = 0
     lost: Any = 0
+    unlike: Any = 0
 
 
 class Updates:
@@ -167,7 +169,10 @@ class Updates:
         has_lost = others.has_lost
         if others.total is not None:
             has_lost = _numbers.both(has_lost, others.total != 0)
-        return count(others, counters)._replace(lost=counters.lost + ops.cast(has_lost, "int32"))
+        lost, unlike = (ops.cast(is_so, "int32") for is_so in (has_lost, others.has_unlike))
+        return count(others, counters)._replace(
+            lost=counters.lost + lost, unlike=counters.unlike + unlike
+        )
 
     def whole(self, size: int, data: Any) -> Any:
         """Run the step as it is on a full batch, with its calls of layers by microbatches.

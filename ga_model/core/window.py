@@ -103,6 +103,9 @@ class Sums(NamedTuple):
         moments: of the calls of BatchNormalization layers, in their order.
         amounts: of the numbers that metrics get, in their order.
         squares: what they tell of the noise of gradients, of each optimizer, if it is measured.
+        entries: scalars, the loss values of each term that averages over all of them, where there
+            are several; of a window, those of its first microbatch.
+        has_unlike: bool scalar, whether these are in another proportion in a microbatch.
     """
 
     gradients: list[Any]
@@ -115,6 +118,8 @@ class Sums(NamedTuple):
     moments: list[Moments]
     amounts: list[Amount]
     squares: tuple[Squares, ...] = ()
+    entries: tuple[Any, ...] = ()
+    has_unlike: Any = False
 
     def plus(self, other: Sums) -> Sums:
         """Return what both come to. The unit of `other`, which came later, is not the smaller."""
@@ -139,7 +144,19 @@ class Sums(NamedTuple):
             [a.plus(b) for a, b in zip(self.moments, other.moments)],
             [a.plus(b) for a, b in zip(self.amounts, other.amounts)],
             tuple(a.plus(b, shrink) for a, b in zip(self.squares, other.squares)),
+            *self._compared(other),
         )
+
+    def _compared(self, other: Sums) -> tuple[tuple[Any, ...], Any]:
+        """Return the entries of the first microbatch, and whether those of another are unlike."""
+        if not self.entries or not other.entries:
+            return self.entries or other.entries, self.has_unlike
+        before, after, has_unlike = self.entries, other.entries, self.has_unlike
+        for mine, others in zip(before[1:], after[1:]):
+            is_unlike = mine * after[0] != others * before[0]  # never if there was none before
+            has_unlike = _numbers.either(has_unlike, is_unlike)
+        is_none = self.num_counted == 0
+        return tuple(_numbers.where(is_none, b, a) for a, b in zip(before, after)), has_unlike
 
     def counted(self) -> Sums:
         """Return these sums of a microbatch as those of a window that has no others."""
@@ -239,7 +256,6 @@ class Window:
     Attributes:
         steps: batches that fill the open window, or the next one.
         sums: what its microbatches have come to, or None before the first.
-        entries: loss values of a sample, of each term that averages over them.
         held: of its microbatches, samples, where they may be tried.
     """
 
@@ -258,7 +274,6 @@ class Window:
         self.steps = self._next_steps
         self.sums: Sums | None = None
         self._num_batches = 0
-        self.entries: tuple[float, ...] | None = None
         self.applied: list[Any] | None = None  # what the last step has applied
         self.held: list[Held] = []
 

@@ -639,7 +639,6 @@ def test_variables_that_gradients_overwrite_are_refused():
         model.fit(*dense_data(6), verbose=0)
 
 
-@pytest.mark.xfail(BACKEND == "tensorflow", reason="nothing is told of it there")
 @pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
 def test_terms_whose_lengths_differ_in_a_window_are_told_of():
     def batches():

@@ -21,7 +21,7 @@ from ga_model.base._internals import (
     value_in,
 )
 from ga_model.core.backend import GROUPS, Backend, Group
-from ga_model.core.layer_calls import Apart, Split, Traced
+from ga_model.core.call_types import Apart, Split, Traced
 from ga_model.core.proof.draws import Draws
 from ga_model.core.recorder import Applied
 from ga_model.core.splitting import splitting_calls
@@ -138,10 +138,6 @@ class JaxBackend(Backend):
 
     def copied(self, nest: Any) -> Any:
         return jax.tree.map(jnp.copy, nest)
-
-    def structure_of(self, data: Any) -> Any:
-        leaves, structure = jax.tree.flatten(data)
-        return structure, tuple((jnp.ndim(leaf), str(jnp.result_type(leaf))) for leaf in leaves)
 
     def zeros(self, name: Any, shapes: Any) -> Any:
         def nothing(shape: Any) -> Any:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ga_model.backends.jax.noting import Noting
-from ga_model.core.layer_calls import Split, Traced
+from ga_model.core.call_types import Split, Traced
 from ga_model.core.proof import calls
 from ga_model.core.proof.draws import Draws
 from ga_model.core.statistics import Moments

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, cast
 
-import keras
 import numpy as np
 import tensorflow as tf
 
 from ga_model.backends.tensorflow import layer_calls, optimizers, replicas
+from ga_model.backends.tensorflow.compiled import (
+    AnySamples,
+    Compiled,
+    each_tensors,
+    key_of_nest,
+    nothing,
+    specs_of,
+    tensors_in,
+)
 from ga_model.backends.tensorflow.noting import Noting
 from ga_model.backends.tensorflow.replicas import OnReplicas, Replicas
 from ga_model.backends.tensorflow.state import State, Variables, kept_variables
@@ -26,10 +34,11 @@ from ga_model.base._internals import (
     raw,
     unscaled_for_replicas,
 )
-from ga_model.base._internals_tf import call_flat, is_branch, noting_writes
+from ga_model.base._internals_tf import is_branch, noting_writes
 from ga_model.base._method_patch import MethodPatch
-from ga_model.core.backend import GROUPS, Backend, Group, States
-from ga_model.core.layer_calls import Apart, Split, Traced
+from ga_model.core.backend import GROUPS, Backend, Group
+from ga_model.core.backend_types import States
+from ga_model.core.call_types import Apart, Split, Traced
 from ga_model.core.proof.draws import Draws
 from ga_model.core.recorder import Applied, CannotAccumulateError
 from ga_model.core.splitting import splitting_calls
@@ -162,7 +171,7 @@ class TensorFlowBackend(Backend):
         return self._has_updated
 
     def _run_eagerly(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        tensors, shared = _each_tensors(arguments), self.replicas
+        tensors, shared = each_tensors(arguments), self.replicas
         if shared is None or shared.is_inside():
             return function(*tensors)
         return shared.together(shared.run(function, shared.each(tensors)))
@@ -177,7 +186,7 @@ class TensorFlowBackend(Backend):
         return tf.constant(value, tf.float64)
 
     def key_of(self, arguments: tuple[Any, ...]) -> Any:
-        keys = tuple(map(_key_of, self.each(_each_tensors(arguments))))
+        keys = tuple(map(key_of_nest, self.each(each_tensors(arguments))))
         return keys, len(self._model.trainable_variables)
 
     def each(self, nest: Any) -> list[Any]:
@@ -186,7 +195,7 @@ class TensorFlowBackend(Backend):
     def batch(self, data: Any, size: int | None) -> Batch:
         if self.replicas is None:
             return Batch(data, size)
-        return self.replicas.batch(_tensors(data), size)
+        return self.replicas.batch(tensors_in(data), size)
 
     def as_traced(self, data: Any) -> Any:
         if not self.traces or (self.knows_samples and self.replicas is None):
@@ -195,9 +204,6 @@ class TensorFlowBackend(Backend):
 
     def copied(self, nest: Any) -> Any:
         return tf.nest.map_structure(_copied, nest)
-
-    def structure_of(self, data: Any) -> Any:
-        return repr(keras.tree.map_structure(_kind_of, self.each(data)[0]))
 
     def held(self, sums: Iterable[Any]) -> list[Any]:
         """Return sums of gradients, in variables that hold the dense ones."""
@@ -214,17 +220,17 @@ class TensorFlowBackend(Backend):
         """Return the variable that holds sums of a shape."""
         key = place, tuple(spec.shape), spec.dtype
         if key not in self._sums:
-            self._sums[key] = tf.Variable(_nothing(spec), trainable=False)
+            self._sums[key] = tf.Variable(nothing(spec), trainable=False)
         return self._sums[key]
 
     def zeros(self, name: Any, shapes: Sums) -> Sums:
         if self.replicas is not None:
-            zeros = self.compiled(name, lambda: tf.nest.map_structure(_nothing, shapes), [])
+            zeros = self.compiled(name, lambda: tf.nest.map_structure(nothing, shapes), [])
             return cast(Sums, zeros())
         held = [
             self._holder(place, spec)
             if isinstance(spec, (tf.Tensor, tf.TensorSpec))
-            else tf.nest.map_structure(_nothing, spec)
+            else tf.nest.map_structure(nothing, spec)
             for place, spec in enumerate(shapes.gradients)
         ]
 
@@ -237,7 +243,7 @@ class TensorFlowBackend(Backend):
                         filled = tf.fill(variable.shape, tf.cast(zero, variable.dtype))
                         before = [variable.assign(filled)]
             others = shapes._replace(gradients=[])
-            return cast(Sums, tf.nest.map_structure(_nothing, others))
+            return cast(Sums, tf.nest.map_structure(nothing, others))
 
         made: Sums = self.compiled(name, begin, [])(-0.0)
         return made._replace(gradients=held)
@@ -422,10 +428,10 @@ class TensorFlowBackend(Backend):
             with unrecorded(), _built_outside.of(left):
                 self.run_step(data.data if isinstance(data, AnySamples) else data)
 
-        data = self.as_traced(_tensors(data))
+        data = self.as_traced(tensors_in(data))
         if self.replicas is None:
             step_of_keras = tf.function(step, autograph=False)
-            step_of_keras.get_concrete_function(_specs(data))
+            step_of_keras.get_concrete_function(specs_of(data))
         else:
             Compiled(self, step, jit_compile=False, consumes=False).shapes((data,))
 
@@ -498,179 +504,6 @@ def _building_outside(optimizer: Any, build: Callable[..., Any]) -> Callable[...
 _built_outside = MethodPatch("build", _building_outside)
 
 
-class Compiled:
-    """A function of the core as a `tf.function`.
-
-    Args:
-        backend: what makes it.
-        function: the function.
-        jit_compile: whether XLA compiles it.
-        consumes: whether its first argument is a list of sums of gradients. Where there are no
-            replicas, variables hold them, and those of `Sums` that it returns, and each is written
-            as soon as there is what is added to it: as arguments and results they would be there
-            twice, beside all gradients of the microbatch. On replicas, their shapes are always the
-            same.
-    """
-
-    def __init__(
-        self,
-        backend: TensorFlowBackend,
-        function: Callable[..., Any],
-        jit_compile: bool,
-        consumes: bool,
-    ) -> None:
-        self._backend, self._function, self._jit_compile = backend, function, jit_compile
-        self._holds = consumes and backend.replicas is None
-        self._num_fixed = int(consumes and not self._holds)
-        self._run = self._made()
-        self._traced: dict[Any, Any] = {}  # by the shapes of arguments
-
-    def __call__(self, *arguments: Any) -> Any:
-        if self._holds and tf.executing_eagerly():
-            return self._run_on_held(*arguments)
-        tensors, shared = _each_tensors(arguments), self._backend.replicas
-        if not tf.executing_eagerly():
-            inside = self._run if shared is None and not self._holds else self._call
-            return inside(*tensors)
-        if shared is None:
-            return self._run_on(tensors)
-        each = shared.each(tensors)
-        return shared.together(self._traced_for(each)(*each))
-
-    def _run_on_held(self, sums: list[Any], *others: Any) -> Any:
-        held = self._backend.held(sums)
-        unheld = [value for value in held if not isinstance(value, tf.Variable)]
-        arguments = _each_tensors((unheld, *others))
-        with self._backend.holding.set(held):
-            found = self._run_on(arguments)
-        if not _has_sums(found):
-            return found
-        after, logs = found
-        pairs = zip(held, after.gradients)
-        return after._replace(gradients=[v if g is None else g for v, g in pairs]), logs
-
-    def _run_on(self, arguments: Any) -> Any:
-        traced = self._traced_for(arguments)
-        leaves = [leaf for leaf in tf.nest.flatten(arguments) if leaf is not None]
-        if all(isinstance(leaf, tf.Tensor) for leaf in leaves):
-            return call_flat(traced, leaves)
-        return traced(*arguments)
-
-    def shapes(self, arguments: tuple[Any, ...]) -> Any:
-        """Return the shapes of what the function returns, on one replica, and run nothing."""
-        tensors, shared = _each_tensors(arguments), self._backend.replicas
-        tensors = tensors if shared is None else shared.each(tensors)
-        found = self._traced_for(tensors)
-        if self._backend.is_to_find_positions():
-            any_samples = [
-                AnySamples(a) if isinstance(a, (tuple, tf.Tensor)) else a for a in tensors
-            ]
-            with contextlib.suppress(Exception):  # a step may need to know the number
-                self._made().get_concrete_function(*map(_specs, any_samples))
-            self._run, self._traced = self._made(), {}
-            found = self._traced_for(tensors)
-        outputs = found.structured_outputs
-        return outputs if shared is None else outputs[0]
-
-    def _made(self) -> Any:
-        run: Callable[..., Any] = self._call
-        if self._backend.replicas is not None:
-            run = self._call_on_replicas
-        elif self._holds:
-            run = self._call_on_held
-        return tf.function(
-            run, autograph=False, reduce_retracing=True, jit_compile=self._jit_compile
-        )
-
-    def _call(self, *arguments: Any) -> Any:
-        backend, outer = self._backend, self._backend.is_for_any_samples
-        backend.is_for_any_samples = any(isinstance(a, AnySamples) for a in arguments)
-        try:
-            return self._function(*(a.data if isinstance(a, AnySamples) else a for a in arguments))
-        finally:
-            backend.is_for_any_samples = outer
-
-    def _call_on_held(self, unheld: list[Any], *others: Any) -> Any:
-        """Call the function on what variables hold, and let them hold its sums."""
-        held, rest = self._backend.holding.get(), iter(unheld)
-        sums = [v.read_value() if isinstance(v, tf.Variable) else next(rest) for v in held]
-        found = self._call(sums, *others)
-        if not _has_sums(found):
-            return found
-        after, logs = found
-        gradients = list(after.gradients)
-        for place, (value, gradient) in enumerate(zip(held, gradients)):
-            if isinstance(value, tf.Variable) and isinstance(gradient, tf.Tensor):
-                value.assign(gradient)
-                gradients[place] = None
-        return after._replace(gradients=gradients), logs
-
-    def _call_on_replicas(self, *each: tuple[Any, ...]) -> list[Any]:
-        assert self._backend.replicas is not None
-        return self._backend.replicas.run(self._call, each)
-
-    def _traced_for(self, arguments: Any) -> Any:
-        """Return the trace for arguments, or for those of each replica."""
-        of_replicas = [arguments] if self._backend.replicas is None else arguments
-        key = tuple(_key_of(of_one[self._num_fixed :]) for of_one in of_replicas)
-        if key not in self._traced:
-            of_all = [tuple(map(_specs, of_one)) for of_one in of_replicas]
-            specs = of_all[0] if self._backend.replicas is None else of_all
-            self._traced[key] = self._run.get_concrete_function(*specs)
-            self._backend.note_variables(self._traced[key].graph)
-        return self._traced[key]
-
-
-def _has_sums(found: Any) -> bool:
-    return isinstance(found, tuple) and bool(found) and isinstance(found[0], Sums)
-
-
-class AnySamples(NamedTuple):
-    """A microbatch of a source of data that does not tell how many samples a batch has.
-
-    Plain Keras draws one graph for any number of them.
-    """
-
-    data: Any
-
-
-def _specs(argument: Any) -> Any:
-    """Return type specs for the tensors of an argument."""
-    is_any = isinstance(argument, AnySamples)
-    return tf.nest.map_structure(lambda leaf: _spec(leaf, is_any), argument)
-
-
-def _spec(leaf: Any, is_any: bool = False) -> Any:
-    if leaf is None:
-        return None
-    spec = tf.type_spec_from_value(leaf)
-    if not (is_any and leaf.shape.rank):
-        return spec
-    shape = tf.TensorShape([None, *leaf.shape[1:]])
-    if isinstance(leaf, tf.RaggedTensor):
-        return tf.RaggedTensorSpec(shape, leaf.dtype, leaf.ragged_rank, leaf.row_splits.dtype)
-    return type(spec)(shape, leaf.dtype)
-
-
-def _key_of(nest: Any, is_any: bool = False) -> Any:
-    """Return a key for the structure, shapes and dtypes of arguments.
-
-    Args:
-        nest: of tensors and None, or one of these.
-        is_any: whether it serves any number of samples.
-    """
-    if isinstance(nest, tf.Tensor):
-        shape = tuple(nest.shape)
-        return shape[1:] if is_any else shape, nest.dtype
-    if isinstance(nest, AnySamples):
-        return AnySamples, _key_of(nest.data, True)
-    if isinstance(nest, Mapping):
-        return tuple((key, _key_of(nest[key], is_any)) for key in sorted(nest))
-    if isinstance(nest, (tuple, list)):
-        return tuple(_key_of(part, is_any) for part in nest)
-    return _spec(nest, is_any)
-
-
 def _once(values: list[Any], indices: list[Any]) -> tuple[list[Any], list[Any]]:
     """Return rows by position with each position once: those of the longest microbatch.
 
@@ -701,41 +534,9 @@ def _is_of_kind(name: Any, kind: str) -> bool:
     return isinstance(name, tuple) and name[0] == kind
 
 
-def _each_tensors(arguments: Iterable[Any]) -> Any:
-    """Return arguments as `_tensors` has each, of which most are left as they are."""
-    return tuple(map(_tensors, arguments))
-
-
-def _tensors(nest: Any) -> Any:
-    """Return a nest with tensors for numbers, of which each other one would be another trace."""
-    if all(leaf is None or isinstance(leaf, tf.Tensor) for leaf in tf.nest.flatten(nest)):
-        return nest
-    return tf.nest.map_structure(_tensor, nest)
-
-
-def _tensor(leaf: Any) -> Any:
-    if isinstance(leaf, tf.Variable):
-        return leaf.read_value()
-    if isinstance(leaf, float):
-        return tf.constant(leaf, tf.float64)
-    return tf.constant(leaf) if isinstance(leaf, (int, np.generic, np.ndarray)) else leaf
-
-
-def _nothing(spec: Any) -> Any:
-    if spec is None:
-        return None
-    if spec.dtype.is_floating:
-        return tf.fill(spec.shape, tf.constant(-0.0, spec.dtype))
-    return tf.zeros(spec.shape, spec.dtype)
-
-
 def _copied(value: Any) -> Any:
     if isinstance(value, OnReplicas):
         return OnReplicas([_copied(part) for part in value.values])
     if isinstance(value, (tf.RaggedTensor, tf.SparseTensor)):
         return value
     return tf.identity(value) if tf.is_tensor(value) else value
-
-
-def _kind_of(leaf: Any) -> Any:
-    return len(getattr(leaf, "shape", ())), str(getattr(leaf, "dtype", type(leaf)))

@@ -24,7 +24,7 @@ from ga_model.base._internals_tf import (
     stateful_draws,
     unseen_by_tapes,
 )
-from ga_model.core.layer_calls import Split, Traced
+from ga_model.core.call_types import Split, Traced
 from ga_model.core.proof.calls import TOTAL, NotByRowsError
 from ga_model.core.proof.draws import Draws
 from ga_model.core.statistics import Moments

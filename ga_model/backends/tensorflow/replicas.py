@@ -168,8 +168,9 @@ class Replicas:
             sums.num_skipped,
             sums.has_lost,
             sums.num_news,
+            sums.has_unlike,
         )
-        unit, total, counted, skipped, lost, news = _vectors(numbers)
+        unit, total, counted, skipped, lost, news, unlike = _vectors(numbers)
         shares = tf.math.divide_no_nan(unit, tf.reduce_max(unit))
         squares = sums.squares
         if squares:
@@ -184,6 +185,7 @@ class Replicas:
             num_counted=tf.cast(tf.reduce_sum(counted), tf.int32),
             num_skipped=tf.cast(tf.reduce_sum(skipped), tf.int32),
             has_lost=tf.reduce_any(lost != 0),
+            has_unlike=tf.reduce_any(unlike != 0),
             num_news=tf.cast(tf.reduce_sum(news), tf.int32),
             moments=[self._pooled(moments) for moments in sums.moments],
             squares=squares,

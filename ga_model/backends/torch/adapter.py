@@ -22,8 +22,9 @@ from ga_model.backends.torch.torch_optimizers import TorchOptimizers
 from ga_model.base._call_again import Attributes, PythonState
 from ga_model.base._internals import counter_of, raw, stateless_scope
 from ga_model.base._internals_torch import times_written
-from ga_model.core.backend import Backend, Group, States
-from ga_model.core.layer_calls import Apart, Split, Traced
+from ga_model.core.backend import Backend, Group
+from ga_model.core.backend_types import States
+from ga_model.core.call_types import Apart, Split, Traced
 from ga_model.core.proof.draws import Draws
 from ga_model.core.recorder import Applied
 from ga_model.core.splitting import splitting_calls
@@ -153,9 +154,6 @@ class TorchBackend(Backend):
     def copied(self, nest: Any) -> Any:
         return keras.tree.map_structure(_copied, nest)
 
-    def structure_of(self, data: Any) -> Any:
-        return repr(keras.tree.map_structure(_kind_of, data))
-
     def run_step(self, data: Any) -> tuple[Any, list[Any]]:
         others = self._model.non_trainable_variables
         versions = [times_written(raw(variable)) for variable in others]
@@ -282,8 +280,3 @@ def _copied(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     return value.detach().clone() if torch.is_tensor(value) else value
-
-
-def _kind_of(leaf: Any) -> Any:
-    dtype = str(getattr(leaf, "dtype", type(leaf)))
-    return len(getattr(leaf, "shape", ())), dtype.removeprefix("torch.")  # of arrays, too

@@ -24,7 +24,7 @@ from ga_model.base import _numbers
 from ga_model.base._call_again import PythonState
 from ga_model.base._internals import call_scopes, layers_in, own_state, raw, seeds
 from ga_model.base._internals_torch import function_of, times_written
-from ga_model.core.layer_calls import Apart, Split, Traced
+from ga_model.core.call_types import Apart, Split, Traced
 from ga_model.core.proof import calls
 from ga_model.core.proof.calls import NotByRowsError
 from ga_model.core.proof.draws import Draws

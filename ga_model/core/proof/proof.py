@@ -22,9 +22,10 @@ from ga_model.base._internals import (
 from ga_model.core.backend import Backend
 from ga_model.core.losses import Kinds
 from ga_model.core.proof.calls import combines_samples
+from ga_model.core.proof.judge import Judge
 from ga_model.core.proof.runner import StepRunner, samples_for_trial
 from ga_model.core.proof.trial import Sizes, Window, windows
-from ga_model.core.proof.verdict import Difference, Judge, Verdict
+from ga_model.core.proof.verdict import Difference, Verdict
 from ga_model.core.proof.weighing import Weighing
 from ga_model.core.recorder import CannotAccumulateError
 from ga_model.recording._attributes import watch_attributes

@@ -1,0 +1,217 @@
+"""Functions of the core as `tf.function`s, and their arguments."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from ga_model.base._internals_tf import call_flat
+from ga_model.core.window import Sums
+
+if TYPE_CHECKING:
+    from ga_model.backends.tensorflow.adapter import TensorFlowBackend
+
+
+class Compiled:
+    """A function of the core as a `tf.function`.
+
+    Args:
+        backend: what makes it.
+        function: the function.
+        jit_compile: whether XLA compiles it.
+        consumes: whether its first argument is a list of sums of gradients. Where there are no
+            replicas, variables hold them, and those of `Sums` that it returns, and each is written
+            as soon as there is what is added to it: as arguments and results they would be there
+            twice, beside all gradients of the microbatch. On replicas, their shapes are always the
+            same.
+    """
+
+    def __init__(
+        self,
+        backend: TensorFlowBackend,
+        function: Callable[..., Any],
+        jit_compile: bool,
+        consumes: bool,
+    ) -> None:
+        self._backend, self._function, self._jit_compile = backend, function, jit_compile
+        self._holds = consumes and backend.replicas is None
+        self._num_fixed = int(consumes and not self._holds)
+        self._run = self._made()
+        self._traced: dict[Any, Any] = {}  # by the shapes of arguments
+
+    def __call__(self, *arguments: Any) -> Any:
+        if self._holds and tf.executing_eagerly():
+            return self._run_on_held(*arguments)
+        tensors, shared = each_tensors(arguments), self._backend.replicas
+        if not tf.executing_eagerly():
+            inside = self._run if shared is None and not self._holds else self._call
+            return inside(*tensors)
+        if shared is None:
+            return self._run_on(tensors)
+        each = shared.each(tensors)
+        return shared.together(self._traced_for(each)(*each))
+
+    def _run_on_held(self, sums: list[Any], *others: Any) -> Any:
+        held = self._backend.held(sums)
+        unheld = [value for value in held if not isinstance(value, tf.Variable)]
+        arguments = each_tensors((unheld, *others))
+        with self._backend.holding.set(held):
+            found = self._run_on(arguments)
+        if not _has_sums(found):
+            return found
+        after, logs = found
+        pairs = zip(held, after.gradients)
+        return after._replace(gradients=[v if g is None else g for v, g in pairs]), logs
+
+    def _run_on(self, arguments: Any) -> Any:
+        traced = self._traced_for(arguments)
+        leaves = [leaf for leaf in tf.nest.flatten(arguments) if leaf is not None]
+        if all(isinstance(leaf, tf.Tensor) for leaf in leaves):
+            return call_flat(traced, leaves)
+        return traced(*arguments)
+
+    def shapes(self, arguments: tuple[Any, ...]) -> Any:
+        """Return the shapes of what the function returns, on one replica, and run nothing."""
+        tensors, shared = each_tensors(arguments), self._backend.replicas
+        tensors = tensors if shared is None else shared.each(tensors)
+        found = self._traced_for(tensors)
+        if self._backend.is_to_find_positions():
+            any_samples = [
+                AnySamples(a) if isinstance(a, (tuple, tf.Tensor)) else a for a in tensors
+            ]
+            with contextlib.suppress(Exception):  # a step may need to know the number
+                self._made().get_concrete_function(*map(specs_of, any_samples))
+            self._run, self._traced = self._made(), {}
+            found = self._traced_for(tensors)
+        outputs = found.structured_outputs
+        return outputs if shared is None else outputs[0]
+
+    def _made(self) -> Any:
+        run: Callable[..., Any] = self._call
+        if self._backend.replicas is not None:
+            run = self._call_on_replicas
+        elif self._holds:
+            run = self._call_on_held
+        return tf.function(
+            run, autograph=False, reduce_retracing=True, jit_compile=self._jit_compile
+        )
+
+    def _call(self, *arguments: Any) -> Any:
+        backend, outer = self._backend, self._backend.is_for_any_samples
+        backend.is_for_any_samples = any(isinstance(a, AnySamples) for a in arguments)
+        try:
+            return self._function(*(a.data if isinstance(a, AnySamples) else a for a in arguments))
+        finally:
+            backend.is_for_any_samples = outer
+
+    def _call_on_held(self, unheld: list[Any], *others: Any) -> Any:
+        """Call the function on what variables hold, and let them hold its sums."""
+        held, rest = self._backend.holding.get(), iter(unheld)
+        sums = [v.read_value() if isinstance(v, tf.Variable) else next(rest) for v in held]
+        found = self._call(sums, *others)
+        if not _has_sums(found):
+            return found
+        after, logs = found
+        gradients = list(after.gradients)
+        for place, (value, gradient) in enumerate(zip(held, gradients)):
+            if isinstance(value, tf.Variable) and isinstance(gradient, tf.Tensor):
+                value.assign(gradient)
+                gradients[place] = None
+        return after._replace(gradients=gradients), logs
+
+    def _call_on_replicas(self, *each: tuple[Any, ...]) -> list[Any]:
+        assert self._backend.replicas is not None
+        return self._backend.replicas.run(self._call, each)
+
+    def _traced_for(self, arguments: Any) -> Any:
+        """Return the trace for arguments, or for those of each replica."""
+        of_replicas = [arguments] if self._backend.replicas is None else arguments
+        key = tuple(key_of_nest(of_one[self._num_fixed :]) for of_one in of_replicas)
+        if key not in self._traced:
+            of_all = [tuple(map(specs_of, of_one)) for of_one in of_replicas]
+            specs = of_all[0] if self._backend.replicas is None else of_all
+            self._traced[key] = self._run.get_concrete_function(*specs)
+            self._backend.note_variables(self._traced[key].graph)
+        return self._traced[key]
+
+
+def _has_sums(found: Any) -> bool:
+    return isinstance(found, tuple) and bool(found) and isinstance(found[0], Sums)
+
+
+class AnySamples(NamedTuple):
+    """A microbatch of a source of data that does not tell how many samples a batch has.
+
+    Plain Keras draws one graph for any number of them.
+    """
+
+    data: Any
+
+
+def specs_of(argument: Any) -> Any:
+    """Return type specs for the tensors of an argument."""
+    is_any = isinstance(argument, AnySamples)
+    return tf.nest.map_structure(lambda leaf: _spec(leaf, is_any), argument)
+
+
+def _spec(leaf: Any, is_any: bool = False) -> Any:
+    if leaf is None:
+        return None
+    spec = tf.type_spec_from_value(leaf)
+    if not (is_any and leaf.shape.rank):
+        return spec
+    shape = tf.TensorShape([None, *leaf.shape[1:]])
+    if isinstance(leaf, tf.RaggedTensor):
+        return tf.RaggedTensorSpec(shape, leaf.dtype, leaf.ragged_rank, leaf.row_splits.dtype)
+    return type(spec)(shape, leaf.dtype)
+
+
+def key_of_nest(nest: Any, is_any: bool = False) -> Any:
+    """Return a key for the structure, shapes and dtypes of arguments.
+
+    Args:
+        nest: of tensors and None, or one of these.
+        is_any: whether it serves any number of samples.
+    """
+    if isinstance(nest, tf.Tensor):
+        shape = tuple(nest.shape)
+        return shape[1:] if is_any else shape, nest.dtype
+    if isinstance(nest, AnySamples):
+        return AnySamples, key_of_nest(nest.data, True)
+    if isinstance(nest, Mapping):
+        return tuple((key, key_of_nest(nest[key], is_any)) for key in sorted(nest))
+    if isinstance(nest, (tuple, list)):
+        return tuple(key_of_nest(part, is_any) for part in nest)
+    return _spec(nest, is_any)
+
+
+def each_tensors(arguments: Iterable[Any]) -> Any:
+    """Return arguments as `tensors_in` has each, of which most are left as they are."""
+    return tuple(map(tensors_in, arguments))
+
+
+def tensors_in(nest: Any) -> Any:
+    """Return a nest with tensors for numbers, of which each other one would be another trace."""
+    if all(leaf is None or isinstance(leaf, tf.Tensor) for leaf in tf.nest.flatten(nest)):
+        return nest
+    return tf.nest.map_structure(_tensor, nest)
+
+
+def _tensor(leaf: Any) -> Any:
+    if isinstance(leaf, tf.Variable):
+        return leaf.read_value()
+    if isinstance(leaf, float):
+        return tf.constant(leaf, tf.float64)
+    return tf.constant(leaf) if isinstance(leaf, (int, np.generic, np.ndarray)) else leaf
+
+
+def nothing(spec: Any) -> Any:
+    if spec is None:
+        return None
+    if spec.dtype.is_floating:
+        return tf.fill(spec.shape, tf.constant(-0.0, spec.dtype))
+    return tf.zeros(spec.shape, spec.dtype)

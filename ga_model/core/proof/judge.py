@@ -1,0 +1,318 @@
+"""Compare windows that were tried: what microbatches weigh, and whether all comes out the same."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence, Set
+from math import inf
+from typing import Any
+
+import numpy as np
+
+from ga_model.core.losses import Kinds
+from ga_model.core.proof.trial import Outcome, Runner, Window, norm_of
+from ga_model.core.proof.verdict import LAST, WATCHED, Difference, Verdict
+from ga_model.core.proof.weighing import Watched, Weighing
+
+_TOLERANCE = 2e-4  # relative, of what many operations make of rounding in float32
+
+
+class Judge:
+    """Compares windows.
+
+    Args:
+        runner: what has run them.
+        tried: the windows, with the same samples.
+    """
+
+    def __init__(self, runner: Runner, tried: Sequence[Window]) -> None:
+        self._runner = runner
+        # How much more rounding may do than one of each weight. Half precision rounds far more.
+        self._factor = 10.0 if runner.rounding == runner.epsilon else 4.0
+        self._windows = tried
+        self._outcomes = _outcomes(tried)
+        self._candidates = list(candidates(tried, runner.has_own_loss, runner.of_shapes))
+
+    def verdict(self, assumed: Weighing | None = None) -> Verdict:
+        """Return what is found: that microbatches weigh what was assumed, if that is exact, too."""
+        has_weight = all(outcome.seen.of_loss is not None for outcome in self._outcomes)
+        if assumed is not None and (has_weight or assumed.source != "loss"):
+            self._candidates.insert(0, assumed)
+        off = {w: self._gradients_off(w) for w in self._candidates}
+        exact = [weighing for weighing, found in off.items() if not found]
+        plain = [w for w in self._candidates if w.source in ("loss", "samples", "sum")]
+        weighing = exact[0] if exact else min(plain, key=lambda w: _badness(off[w]))
+        differences = [(f"the gradient of {n}", size) for n, size in _largest(off[weighing])]
+        others = self._values_off(weighing)
+        differences += [(n, size) for n, size in _largest(others) if n not in off[weighing]]
+        first = self._windows[0].whole
+        numbers = tuple(
+            LAST if number is None else self._reduction(functools.partial(_number, place))
+            for place, number in enumerate(first.numbers)
+        )
+        logs = tuple((n, self._reduction(functools.partial(_log, n))) for n in first.logs)
+        pairs = zip(self._runner.metrics, numbers)
+        differences += [(f"the metric {name!r}", inf) for name, w in pairs if w is None]
+        differences += [(f"the log {name!r}", inf) for name, w in logs if w is None]
+        found = tuple(Difference(*pair) for pair in differences)
+        is_said = first.seen.of_loss is None if weighing.is_sum else weighing.source == "loss"
+        is_folded = self._runner.is_folded and is_said
+        scalars = tuple(sorted(first.seen.scalars))
+        return Verdict(
+            weighing,
+            numbers,
+            logs,
+            found,
+            is_folded=is_folded,
+            scalars=scalars,
+            watched=tuple(self._watched(weighing)),
+            written=tuple(sorted(self._runner.written)),
+            has_seen_zero=self._has_zero(weighing),
+            is_tried=True,
+            fitting=tuple(exact),
+        )
+
+    def agrees(self, known: Verdict) -> bool:
+        """Return whether all comes out as it was found before."""
+        numbers = [
+            (functools.partial(_number, place), weighing)
+            for place, weighing in enumerate(known.numbers)
+        ]
+        logs = [(functools.partial(_log, name), weighing) for name, weighing in known.logs]
+        return not (
+            self._gradients_off(known.weighing)
+            or self._values_off(known.weighing)
+            or any(
+                not self._fits(window, weighing, get)
+                for get, weighing in [*numbers, *logs]
+                if weighing is not None and weighing != LAST
+                for window in self._windows
+            )
+        )
+
+    def _has_zero(self, weighing: Weighing) -> bool:
+        return weighing.is_divisor and not all(_weight(weighing, o) for o in self._outcomes)
+
+    def _watched(self, weighing: Weighing) -> Iterator[Watched]:
+        """Yield the scalars that were the same in all outcomes, or went with their weight."""
+        outcomes, weights = self._outcomes, np.ones(len(self._outcomes))
+        if weighing.source not in ("loss", "sum"):
+            weights = np.asarray([_weight(weighing, outcome) for outcome in outcomes])
+        for name in sorted(_common_scalars(outcomes) - {weighing.source} - self._runner.of_shapes):
+            values = np.asarray([float(o.seen.scalars[name]) for o in outcomes])
+            for is_per_weight in (False, True) if weights.all() else (False,):
+                ratios = values / weights if is_per_weight else values
+                if np.isfinite(ratios).all() and np.ptp(ratios) <= WATCHED * abs(ratios[0]) / 2:
+                    yield Watched(name, float(ratios[0]), is_per_weight)
+                    break
+
+    def kinds(self) -> Kinds:
+        """Return what losses of the user's own are over samples, as far as they are either."""
+        first = self._windows[0].whole
+        compiled = (
+            (n, self._kind(functools.partial(_compiled, n))) for n in sorted(first.compiled)
+        )
+        added = (self._kind(functools.partial(_added, i)) for i in range(len(first.added)))
+        return Kinds(tuple(compiled), tuple(added))
+
+    def _kind(self, get: Callable[[Outcome], Any]) -> str:
+        is_sum = all(self._fits(window, Weighing("sum"), get) for window in self._windows)
+        is_mean = all(self._fits(window, Weighing("samples"), get) for window in self._windows)
+        return "sum" if is_sum and not is_mean else "mean"
+
+    def _gradients_off(self, weighing: Weighing) -> dict[str, float]:
+        """Return how much gradients differ that are put together by a weighing, by variable."""
+        found: dict[str, float] = {}
+        for window in self._windows:
+            shares = window.shares(weighing)
+            everything = norm_of([g for g in window.whole.gradients if g is not None])
+            if any(part.places != window.whole.places for part in window.parts):
+                return {"the order of updates": inf}
+            for number, place in enumerate(window.whole.places):
+                size = self._gradient_off(window, number, shares, everything)
+                if size:
+                    name = self._runner.names[place]
+                    found[name] = max(size, found.get(name, 0.0))
+        return found
+
+    def _gradient_off(
+        self, window: Window, place: int, shares: list[float], everything: float
+    ) -> float:
+        whole, rounded = (o.gradients[place] for o in (window.whole, window.rounded))
+        parts = [part.gradients[place] for part in window.parts]
+        if whole is None and all(part is None for part in parts):
+            return 0.0
+        if whole is None or any(part is None for part in parts):
+            return inf
+        total = _total(shares, parts)
+        noise = norm_of([np.asarray(rounded, "float64") - whole])
+        largest = max((norm_of([_total([s], [p])]) for s, p in zip(shares, parts)), default=0.0)
+        floor = 100 * self._runner.epsilon * (largest + everything) + self._factor * noise
+        return self._off(total, whole, floor, norm_of([whole]))
+
+    def _values_off(self, weighing: Weighing) -> dict[str, float]:
+        """Return how much variables differ after the one update, by name."""
+        runner, found = self._runner, dict[str, float]()
+
+        def compare(place: int, value: Any, floor: float, size: float) -> None:
+            if off := self._off(left[place], value, floor, size):
+                name = runner.names[place]
+                found[name] = max(off, found.get(name, 0.0))
+
+        for window in self._windows:
+            if any(part.places != window.whole.places for part in window.parts):
+                return {"the order of updates": inf}
+            left = [np.asarray(value).astype("float64") for value in window.parts[-1].values]
+            shares = window.shares(weighing)
+            for number, (place, rate) in enumerate(zip(window.whole.places, window.whole.rates)):
+                parts = [part.gradients[number] for part in window.parts]
+                if all(part is not None for part in parts):
+                    left[place] = left[place] - rate * _total(shares, parts)
+            for place in window.whole.counters:
+                left[place] = left[place] + 1
+            for place, value in window.whole.at_updates.items():  # of windows it is what is left
+                size = norm_of([value])
+                compare(place, value, 100 * runner.epsilon * size, size)
+            for place, value in enumerate(window.whole.values):
+                value = np.asarray(value).astype("float64")
+                if runner.is_free[place]:
+                    continue
+                moved = norm_of([value - np.asarray(window.values[place], "float64")])
+                rounded = np.asarray(window.rounded.values[place], "float64")
+                floor = 100 * runner.epsilon * norm_of([value]) + self._factor * norm_of(
+                    [rounded - value]
+                )
+                compare(place, value, floor, moved)
+        return found
+
+    def _reduction(self, get: Callable[[Outcome], Any]) -> Weighing | None:
+        """Return what a number is put together by, or None."""
+        for weighing in (LAST, *self._candidates):
+            if all(self._fits(window, weighing, get) for window in self._windows):
+                return weighing
+        return None
+
+    def _fits(self, window: Window, weighing: Weighing, get: Callable[[Outcome], Any]) -> bool:
+        whole, rounded = get(window.whole), get(window.rounded)
+        parts = [get(part) for part in window.parts]
+        if whole is None or any(part is None for part in parts):
+            return False
+        if any(np.shape(part) != np.shape(whole) for part in parts):
+            return False
+        if weighing is LAST:
+            total = np.asarray(parts[-1], "float64")
+        else:
+            total = _total(window.shares(weighing), parts)
+        sizes = [norm_of([part]) for part in parts if np.isfinite(part).all()]
+        noise = norm_of([np.asarray(rounded, "float64") - whole])
+        floor = 100 * self._runner.epsilon * max(sizes, default=0.0) + self._factor * noise
+        return not self._off(total, whole, floor, norm_of([whole]))
+
+    def _off(self, found: Any, expected: Any, floor: float, size: float) -> float:
+        """Return a relative difference, or zero if it is what rounding makes."""
+        difference = norm_of([np.asarray(found, "float64") - np.asarray(expected, "float64")])
+        if not (np.isfinite(difference) and np.isfinite(size)):
+            return inf
+        if difference <= floor + max(_TOLERANCE, 2 * self._runner.rounding) * size:
+            return 0.0
+        return difference / size if size else inf
+
+
+def candidates(
+    tried: Sequence[Window], has_own_loss: bool, of_shapes: Set[str]
+) -> Iterator[Weighing]:
+    """Yield ways to weigh microbatches, the more telling ones first.
+
+    What the step divides by may be the number of samples by chance, so it comes before that, and
+    before what is assumed of a loss of the user's own. It comes in the order of the step, which is
+    that of the names: what it bounds, before it divides by that.
+
+    Args:
+        tried: windows.
+        has_own_loss: whether the loss is the user's own.
+        of_shapes: names of scalars that follow from shapes alone. So they come behind the samples.
+    """
+    if all(len(window.parts) == 1 for window in tried):
+        yield Weighing("samples")  # as any other would do
+        return
+    outcomes = _outcomes(tried)
+    known_scalars = sorted(_common_scalars(outcomes))
+    sources = [name for name in known_scalars if name not in of_shapes]
+    if all(outcome.seen.of_loss is not None for outcome in outcomes):
+        sources = [*sources, "loss"] if has_own_loss else ["loss", *sources]
+    sources += ["samples", *(name for name in known_scalars if name in of_shapes)]
+    known: list[list[float]] = []
+    for weighing in (w for source in sources for w in _variants(source, tried)):
+        shares = [share for window in tried for share in window.shares(weighing)]
+        is_new = not any(np.allclose(shares, other, rtol=1e-9, atol=0) for other in known)
+        if np.isfinite(shares).all() and (is_new or weighing == Weighing("samples")):
+            known.append(shares)
+            yield weighing
+    yield Weighing("sum")
+
+
+def _outcomes(tried: Sequence[Window]) -> list[Outcome]:
+    return [outcome for window in tried for outcome in (window.whole, *window.parts)]
+
+
+def _common_scalars(outcomes: Sequence[Outcome]) -> set[str]:
+    """Return the names of the scalars that all outcomes have shown."""
+    return set.intersection(*(set(outcome.seen.scalars) for outcome in outcomes))
+
+
+def _variants(source: str, tried: Sequence[Window]) -> Iterator[Weighing]:
+    """Yield what a number may be of the weight of a microbatch: that of the parts adds up."""
+    plain = Weighing(source)
+    each = [[_weight(plain, part) for part in window.parts] for window in tried]
+    wholes = [_weight(plain, window.whole) for window in tried]
+    everything = [*wholes, *(weight for weights in each for weight in weights)]
+    if not np.isfinite(everything).all() or len(set(everything)) == 1:
+        return  # a constant
+    extra = [(sum(parts) - whole) / (len(parts) - 1) for whole, parts in zip(wholes, each)]
+    size = 1e-5 * max(map(abs, everything))
+    if all(abs(more) <= size for more in extra):
+        yield plain
+    elif min(extra) > size and max(extra) - min(extra) <= size:
+        yield Weighing(source, epsilon=float(np.mean(extra)))
+    by_sample = Weighing(source, is_by_sample=True)
+    pairs = [
+        (_weight(by_sample, window.whole), sum(_weight(by_sample, part) for part in window.parts))
+        for window in tried
+    ]
+    if all(abs(whole - parts) <= 1e-5 * abs(whole) for whole, parts in pairs):
+        yield by_sample
+
+
+def _weight(weighing: Weighing, outcome: Outcome) -> float:
+    return float(np.asarray(weighing.weight(outcome.seen)))
+
+
+def _total(shares: Sequence[float], parts: Sequence[Any]) -> Any:
+    """Return a weighted sum. What weighs nothing is left out, as it may be NaN."""
+    pairs = [(share, np.asarray(part, "float64")) for share, part in zip(shares, parts)]
+    zero = np.zeros_like(pairs[0][1])
+    return sum((share * part for share, part in pairs if share), zero)
+
+
+def _badness(off: dict[str, float]) -> tuple[int, float]:
+    return len(off), sum(min(size, 9.0) for size in off.values())
+
+
+def _largest(off: dict[str, float]) -> list[tuple[str, float]]:
+    return sorted(off.items(), key=lambda pair: -pair[1])
+
+
+def _number(place: int, outcome: Outcome) -> Any:
+    return outcome.numbers[place] if place < len(outcome.numbers) else None
+
+
+def _added(place: int, outcome: Outcome) -> Any:
+    return outcome.added[place] if place < len(outcome.added) else None
+
+
+def _compiled(name: str, outcome: Outcome) -> Any:
+    return outcome.compiled.get(name)
+
+
+def _log(name: str, outcome: Outcome) -> Any:
+    return outcome.logs.get(name)
