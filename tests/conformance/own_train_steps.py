@@ -6,9 +6,11 @@ import functools
 import keras
 import losses
 import models
-from case import ALL, BACKEND, TRIED, Case, Warns, sgd
+from case import ALL, BACKEND, TRIED, Case, FallsShort, Refused, Warns, sgd
 from helpers import dense_data, dense_model
 from keras import layers, ops
+
+from ga_model import AccumulatingModel
 
 if BACKEND == "tensorflow":
     import tensorflow as tf
@@ -159,8 +161,8 @@ class ByComputeLoss(OwnStep):
         return self.compute_loss(x=x, y=y, y_pred=y_pred)
 
 
-class CallsKeras(keras.Sequential):
-    """Runs Keras's step, with more logs."""
+class RunsAnother:
+    """Runs the step of the class behind it, with more logs."""
 
     def train_step(self, *args):
         found = super().train_step(*args)
@@ -172,11 +174,72 @@ class CallsKeras(keras.Sequential):
         return {"largest": ops.mean(ops.max(x, axis=-1)), "rate": ops.convert_to_tensor(0.5)}
 
 
+class CallsKeras(RunsAnother, keras.Sequential):
+    pass
+
+
+class CallsTheMixin(RunsAnother, AccumulatingModel, keras.Sequential):
+    pass
+
+
 class LogsTwice(CallsKeras):
     """Computes with the result of a metric, which waits for the window."""
 
     def more(self, logs, x, y):
         return {"twice": 2 * logs["loss"]}
+
+
+class OfMixin(AccumulatingModel, OwnStep):
+    pass
+
+
+class BringsAStep:
+    train_step = Step.train_step
+
+
+class OnTheLeft(BringsAStep, OfMixin):
+    pass
+
+
+class FewArguments(OwnStep):
+    """Has methods that take less than Keras's do."""
+
+    def compute_loss(self, y, y_pred):
+        return self.function(y, y_pred)
+
+    def objective(self, x, y, y_pred):
+        return self.compute_loss(y, y_pred)
+
+    def fit(self, x, y, **kwargs):
+        return super().fit(x, y, **kwargs)
+
+
+class WeighsSamples(keras.Sequential):
+    """Computes sample weights in its step."""
+
+    divides_by = staticmethod(lambda weights: 1.0)
+
+    def train_step(self, *args):
+        x, y = args[-1]
+        weights = ops.abs(y[:, 0])
+        return super().train_step(*args[:-1], (x, y, weights / self.divides_by(weights)))
+
+
+class WeighsByTheLargest(WeighsSamples):
+    divides_by = staticmethod(ops.max)
+
+
+class AppliesAnInner(OwnStep):
+    """Applies the optimizer of a model inside it, too."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.inner = dense_model()
+        self.inner.compile(keras.optimizers.SGD(0.01, name="inner"))
+
+    def changed(self, gradients):
+        self.inner.optimizer.apply(gradients, self.trainable_variables)
+        return gradients
 
 
 class Penalized(OwnStep):
@@ -304,6 +367,16 @@ CASES = {
         }.items()
     },
     "of Keras": Case(losses.of_class(CallsKeras), dense_data, sgd(metrics=["mae"])),
+    "of Keras, by the mixin": Case(
+        losses.of_class(CallsTheMixin), dense_data, sgd(metrics=["mae"])
+    ),
+    "of the mixin": step(losses.mean, base=OfMixin),
+    "of a class on the left": step(losses.mean, base=OnTheLeft),
+    "with methods of few arguments": step(losses.mean, base=FewArguments),
+    "weights of samples": Case(losses.of_class(WeighsSamples), dense_data, sgd("mse", 0.03)),
+    "weights of samples by the largest": Case(
+        losses.of_class(WeighsByTheLargest), dense_data, sgd("mse", 0.03), expects=COMPARES
+    ),
     "of Keras, twice its loss": Case(
         losses.of_class(LogsTwice),
         dense_data,
@@ -333,11 +406,61 @@ CASES = {
 }
 
 
+if BACKEND == "tensorflow":
+
+    class Compiled(OwnStep):
+        train_step = tf.function(Step.train_step)
+
+    class CompiledOverTheMixin(OfMixin):
+        @tf.function
+        def train_step(self, data):
+            return super().train_step(data)
+
+    class WritesToItsOptimizer(OwnStep):
+        """And applies without naming the variables."""
+
+        def train_step(self, data):
+            with tf.GradientTape(persistent=True) as tape:
+                loss = self.function(data[1], self(data[0], training=True))
+                scaled = self.optimizer.scale_loss(loss)
+            self.optimizer.learning_rate = 0.05
+            inner = getattr(self.optimizer, "inner_optimizer", self.optimizer)
+            assert isinstance(inner, keras.optimizers.SGD)
+            self.optimizer.apply(tape.gradient(scaled, self.trainable_variables))
+            return {"own": loss}
+
+
 def of_scores(base, *parts):
     return lambda: base([keras.Input((4,)), *(part() for part in parts), layers.Dense(1)])
 
 
 if BACKEND == "tensorflow":
+    for name, (base, how) in {
+        "of a compiled function": (Compiled, {}),
+        "of a compiled function, by the mixin": (CompiledOverTheMixin, {}),
+        "of a function compiled by XLA, by the mixin": (
+            CompiledOverTheMixin,
+            {"jit_compile": True},
+        ),
+        "an optimizer that it writes to": (WritesToItsOptimizer, {}),
+    }.items():
+        CASES[name] = dataclasses.replace(
+            step(losses.mean, base=base), compile=sgd(None, 0.05, **how)
+        )
+    CASES["an optimizer that it writes to, which scales"] = dataclasses.replace(
+        CASES["an optimizer that it writes to"],
+        compile=lambda: {
+            "optimizer": keras.optimizers.LossScaleOptimizer(
+                keras.optimizers.SGD(0.1), initial_scale=8.0
+            )
+        },
+    )
+    CASES["an optimizer of a model inside"] = step(
+        losses.mean,
+        base=AppliesAnInner,
+        expects={"across": Refused(r"applies \['inner'\], reached by a global variable")},
+        falls_short={"across": FallsShort("inexact", "it trains, and is told of as what differs")},
+    )
     DENSE = functools.partial(layers.Dense, 5, activation="tanh")
     RECURRENT = functools.partial(layers.Reshape, (2, 2)), functools.partial(layers.GRU, 3)
     for name, parts in {

@@ -149,36 +149,3 @@ def test_a_loss_without_reduction_beside_another_is_refused():
     x, y = two_outputs_data(12)
     with pytest.raises(ValueError, match="Set its reduction to 'sum'"):
         model.fit(x, y, batch_size=4, verbose=0)
-
-
-class WeighsItsSamples(keras.Sequential):
-    """Computes sample weights in its step."""
-
-    def __init__(self, weights):
-        super().__init__(dense_model().layers)
-        self.weights_of = weights
-
-    def train_step(self, data):
-        x, y = data
-        return super().train_step((x, y, self.weights_of(tf.abs(y[:, 0]))))
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize("is_normalized", [True, False])
-def test_sample_weights_of_a_step_are_exact_or_told_of(is_normalized, float64):
-    def arguments():
-        return {"optimizer": keras.optimizers.SGD(0.03), "loss": "mse"}
-
-    def make():
-        return WeighsItsSamples(lambda w: w / tf.reduce_max(w) if is_normalized else w)
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
-        difference = difference_of_fits(make, arguments, dense_data(34), rows=4, steps=3)
-    said = [str(warning.message) for warning in caught]
-    if is_normalized:
-        assert difference > 1e-3
-        assert any("does not train as the full batch" in text for text in said)
-    else:
-        assert difference <= TOLERANCE[float64]
-        assert said == []
