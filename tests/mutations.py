@@ -132,7 +132,7 @@ MUTATIONS = [
         "_model.py",
         "return {**config, **self._accumulation.settings.config()}",
         "return config",
-        "interface/test_saving.py"
+        "conformance/test_around_updates.py::test_settings_are_in_the_files_of_a_mixin"
         "::test_a_subclass_round_trips_with_its_settings_and_optimizer_state",
     ),
     Mutation(

@@ -7,6 +7,7 @@ import itertools
 import keras
 import numpy as np
 import pytest
+from gradients import gradients_of
 
 from ga_model import AccumulatingModel, GradientNoiseScale, accumulate
 
@@ -104,6 +105,25 @@ def averages_by_formula(gradient_of, train, data, windows, epochs=1, decay=DECAY
     return [*(sums[:3] / sums[3]), number]
 
 
+def compiled_for_weights(model, **arguments):
+    loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+    model.compile(keras.optimizers.Adam(0.01), loss, **arguments)
+    return model
+
+
+def measured_by_numpy(model, *args, **kwargs):
+    """Train a plain model on whole windows, and return the averages by the formula."""
+    loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+
+    def gradient_of(ids, y, weights):
+        found = gradients_of(model, lambda: loss(y, model(ids), weights))
+        return np.concatenate(
+            [np.asarray(keras.ops.convert_to_numpy(g), "float64").ravel() for g in found]
+        )
+
+    return averages_by_formula(gradient_of, model.train_on_batch, *args, **kwargs)
+
+
 def linear_model(optimizer="sgd", *, settings, loss=None, **compile_args):
     head = keras.layers.Dense(1, use_bias=False)
     model = accumulate(keras.Sequential([keras.Input((FEATURES,)), head]), **settings)
@@ -135,7 +155,7 @@ class TwoNetworks(AccumulatingModel, keras.Model):
         return self.first(inputs)
 
 
-def measure_two_networks(model, name, rel, **arguments):
+def measure_two_networks(model, name, rel=1e-5, **arguments):
     """Return the callback, which has measured both networks of a `TwoNetworks`."""
     x, _, _ = normal_rows(64)
     model.compile(**SETTINGS[name], loss_over="microbatch")

@@ -8,7 +8,6 @@ import warnings
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 from helpers import TOLERANCE, dense_data, files_told, relative_difference, seeded
 
 from ga_model import accumulate
@@ -149,17 +148,6 @@ def test_a_batch_without_weight_makes_the_update_that_it_makes_without_the_setti
         compiled(model, loss).fit(x, y, sample_weight=np.zeros(12), verbose=0, batch_size=12)
         updates.append((int(model.optimizer.iterations), model.num_skipped_microbatches))
     assert updates == [(1, 0)] * 2
-
-
-def test_the_count_is_no_part_of_the_model(tmp_path):
-    x, y = dense_data(12)
-    saved = []
-    for wrap in (lambda model: model, lambda model: accumulate(model, skip_nonfinite=True)):
-        model = compiled(wrap(seeded(make)))
-        model.fit(x, y, verbose=0)
-        path = tf.train.Checkpoint(model=model).write(str(tmp_path / "checkpoint"))
-        saved.append(sorted(tf.train.list_variables(path)))
-    assert saved[0] == saved[1]
 
 
 def test_what_was_left_out_is_reported_once_and_counted_from_compile_on():

@@ -155,15 +155,6 @@ def test_none_stays_none():
     accumulator.apply(keras.optimizers.Adam())
 
 
-def test_tf_variables_and_optimizers_that_are_built_later_work():
-    variable = tf.Variable([1.0, 2.0])
-    accumulator = GradientAccumulator()
-    accumulator.add([tf.constant([1.0, 3.0])], [variable], weight=2)
-    accumulator.add([tf.constant([3.0, 0.0])], [variable], weight=1)
-    accumulator.apply(keras.optimizers.SGD(0.3))
-    np.testing.assert_allclose(variable, [1.0 - 0.3 * 5 / 3, 2.0 - 0.3 * 6 / 3], rtol=1e-6)
-
-
 def test_buffers_are_float32_or_better_and_only_where_there_are_gradients():
     variables = [keras.Variable(np.zeros(3), dtype=d) for d in ("bfloat16", "float32", "float64")]
     accumulator = GradientAccumulator()

@@ -1,8 +1,4 @@
-"""`GradientNoiseScale`: the estimates are those of the formula, and unbiased, for any windows.
-
-Two references: data of which the truth is known, through a loss whose gradient of a row is the row
-itself; and NumPy, from the gradients of microbatches that a plain Keras model has on the way.
-"""
+"""`GradientNoiseScale` on TensorFlow: what its callbacks and words do, and ways to run."""
 
 import csv
 import math
@@ -13,16 +9,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from counting import Counting
-from gradients import gradients_of
 from helpers import dense_data, dense_model, scope, seeded
 from noise import (
     DECAY,
     SETTINGS,
-    TwoNetworks,
-    averages_by_formula,
+    compiled_for_weights,
     fit,
     linear_model,
-    measure_two_networks,
+    measured_by_numpy,
     nonlinear_model,
     normal_rows,
     weighted_data,
@@ -37,24 +31,6 @@ from ga_model import (
 )
 from ga_model._noise_scale_words import NoiseScale
 from ga_model.core.noise_scale import Averages
-
-# The formula.
-
-
-def compiled_for_weights(model, **arguments):
-    loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
-    model.compile(keras.optimizers.Adam(0.01), loss, **arguments)
-    return model
-
-
-def measured_by_numpy(model, *args, **kwargs):
-    """Train a plain model on whole windows, and return the averages by the formula."""
-
-    def gradient_of(ids, y, weights):
-        found = gradients_of(model, lambda: model.loss(y, model(ids), weights))
-        return np.concatenate([tf.convert_to_tensor(g).numpy().ravel() for g in found])
-
-    return averages_by_formula(gradient_of, model.train_on_batch, *args, **kwargs)
 
 
 @pytest.mark.gate
@@ -160,41 +136,6 @@ def test_logs_have_the_noise_scale(tmp_path):
     assert history[-1] == noise.noise_scale
     rows = csv.DictReader((tmp_path / "log.csv").read_text().splitlines())
     assert [float(row["gradient_noise_scale"]) for row in rows] == history
-
-
-class OfTwo(TwoNetworks):
-    def train_step(self, data):
-        x, _ = data
-        with tf.GradientTape(persistent=True) as tape:
-            first = tf.reduce_mean(self.first(x))
-            second = 3.0 * tf.reduce_mean(self.second(x))
-        for loss, network, optimizer in (
-            (first, self.first, self.first_optimizer),
-            (second, self.second, self.second_optimizer),
-        ):
-            variables = network.trainable_variables
-            optimizer.apply(tape.gradient(loss, variables), variables)
-        return {"first": first}
-
-
-@pytest.mark.gate
-@pytest.mark.parametrize("name", SETTINGS)
-def test_several_optimizers_each_have_their_own(name, capsys):
-    noise = measure_two_networks(OfTwo(), name, rel=1e-5, verbose=True)
-    words = "\n".join(f"{key}: {scale}" for key, scale in noise.noise_scales.items())
-    assert capsys.readouterr().out == f"{words}\n"
-
-
-def test_an_epoch_without_a_measurement_is_warned_of_once():
-    x, _, _ = normal_rows(16)
-    model, noise = linear_model(settings={"microbatch_size": 8}), GradientNoiseScale()
-    with pytest.warns(UserWarning, match="No gradient noise scale was measured") as caught:
-        history = fit(model, x, noise, epochs=3)
-    assert len([w for w in caught if "No gradient noise" in str(w.message)]) == 1
-    assert np.isnan(history["gradient_noise_scale"]).all()
-    assert len(history["gradient_noise_scale"]) == 3
-    assert math.isnan(noise.noise_scale)
-    assert "nothing is known" in str(noise)
 
 
 def test_a_schedule_may_begin_without_a_second_microbatch():

@@ -3,6 +3,7 @@
 import inspect
 
 import keras
+import numpy as np
 import pytest
 from helpers import dense_data, dense_model
 from keras.optimizers import SGD, LossScaleOptimizer
@@ -58,6 +59,14 @@ def test_what_is_not_passed_stays(way):
     model = set_model()
     WAYS[way](model)
     assert settings_of(model) == GIVEN
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("way", WAYS)
+def test_integers_of_numpy_are_pythons(way):
+    model = set_model()
+    WAYS[way](model, accumulation_steps=np.int64(2))
+    assert (model.accumulation_steps, type(model.accumulation_steps)) == (2, int)
 
 
 @pytest.mark.every_case
