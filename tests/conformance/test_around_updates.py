@@ -104,6 +104,7 @@ def test_train_on_batch_and_close_window_match(run_eagerly):
     reference = compiled()
     start = reference.get_weights()
     model = compiled(compile_args=lambda: arguments(run_eagerly=run_eagerly), **WINDOWS)
+    model.close_window()  # there is none
     assert model.has_updated
     for first in range(0, 20, 4):
         model.train_on_batch(x[first : first + 4], y[first : first + 4])

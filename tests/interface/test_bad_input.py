@@ -288,13 +288,9 @@ def run_command(line):
         raise CommandError(err.getvalue())
 
 
-def runs(line):
-    return lambda run: run(line)
-
-
-def checks(target="mine.py:make", batch="4", more=""):
-    """Return a call of the command `check`, right but for what is given."""
-    return runs(f"check {target} --batch-size {batch} --microbatch-size 2 {more}")
+def check(target="mine.py:make", batch="4", more=""):
+    """Return a line of the command `check`, right but for what is given."""
+    return f"check {target} --batch-size {batch} --microbatch-size 2 {more}"
 
 
 BAD_IN_FILES = {
@@ -503,6 +499,14 @@ def settings_cases():
 def cases(subject, *rows, **more):
     """Return a case for each row: name, call, error, words, and maybe the way out."""
     return [Case(name, subject, *rest, **more) for name, *rest in rows]
+
+
+def commands(*rows, whose="ours"):
+    """Return a case for each row: the line behind `python -m ga_model`, and words."""
+    return [
+        Case(r[0], command, lambda run, r=r: run(r[0]), CommandError, r[1], whose=whose)
+        for r in rows
+    ]
 
 
 def each(name, call, error, words, *values):
@@ -791,75 +795,69 @@ CASES = [
         whose=KERAS,
     ),
     # The command line.
-    *cases(
-        command,
-        ("no function", checks("mine.py"), CommandError, TARGET + "'mine.py"),
-        ("a saved model", checks("model.keras:make"), CommandError, TARGET + "'model.keras:make"),
-        ("no script", checks("nowhere.py:make"), CommandError, "Received: 'nowhere.py'. Pass"),
-        ("a folder", checks("folder.py:make"), CommandError, "Received: 'folder.py'. Pass"),
+    *commands(
+        (check("mine.py"), TARGET + "'mine.py'"),
+        (check("model.keras:make"), TARGET + "'model.keras:make"),
+        (check("nowhere.py:make"), "Received: 'nowhere.py'. Pass"),
+        (check("folder.py:make"), "Received: 'folder.py'. Pass"),
         (
-            "a name in use",
-            checks("json.py:make"),
-            CommandError,
+            check("json.py:make"),
             "must not be taken. Received: 'json.py', but there is another module 'json'",
         ),
-        ("an unknown function", checks("mine.py:a"), CommandError, "without a function 'a'"),
-        ("a number", checks("mine.py:NUMBER"), CommandError, "without a function 'NUMBER'"),
+        (check("mine.py:a"), "without a function 'a'"),
+        (check("mine.py:NUMBER"), "without a function 'NUMBER'"),
+        (check("mine.py:only_a_model"), r"(model, x).*: \['Sequential'\]"),
+        (check("mine.py:no_model"), r"(model, x).*: \['str', 'int'\]"),
+        (check("mine.py:not_compiled"), ": .* is not compiled"),
+        (check("mine.py:of_other_rows"), r"\[\(8, 4\), \(3, 1\)\]"),
+        (check("mine.py:leaves"), "The script must not exit. Received: .*:leaves', .*__main__"),
+        (check(batch="0"), "--batch-size: " + INTEGER + "'0'"),
+        (check(batch="4.5"), INTEGER + r"'4\.5'"),
         (
-            "only a model",
-            checks("mine.py:only_a_model"),
-            CommandError,
-            r"(model, x).*: \['Sequential'\]",
-        ),
-        ("no model", checks("mine.py:no_model"), CommandError, r"(model, x).*: \['str', 'int'\]"),
-        ("not compiled", checks("mine.py:not_compiled"), CommandError, ": .* is not compiled"),
-        ("other rows", checks("mine.py:of_other_rows"), CommandError, r"\[\(8, 4\), \(3, 1\)\]"),
-        (
-            "one that leaves",
-            checks("mine.py:leaves"),
-            CommandError,
-            "The script must not exit. Received: .*:leaves', .*__main__",
-        ),
-        ("--batch-size 0", checks(batch="0"), CommandError, "--batch-size: " + INTEGER + "'0'"),
-        ("--batch-size 4.5", checks(batch="4.5"), CommandError, INTEGER + r"'4\.5'"),
-        (
-            "--batch-size 2",
-            checks(batch="2"),
-            CommandError,
+            check(batch="2"),
             TWO_MICROBATCHES + "8 samples, --batch-size 2, --accumulation-steps 1, "
             "--microbatch-size 2. Pass --accumulation-steps > 1, a smaller --microbatch-size,",
         ),
         (
-            "no --microbatch-size",
-            runs("check mine.py:make --batch-size 4"),
-            CommandError,
+            "check mine.py:make --batch-size 4",
             TWO_MICROBATCHES + "8 samples, .* no --microbatch-size. Pass",
         ),
-        ("--updates -1", checks(more="--updates -1"), CommandError, INTEGER + "'-1'"),
-        ("--json nowhere", checks(more="--json no/a.json"), CommandError, "Received: 'no/a.json'"),
-        ("--json a folder", checks(more="--json folder.py"), CommandError, "which is a folder"),
+        (check(more="--updates -1"), INTEGER + "'-1'"),
+        (check(more="--json no/a.json"), "Received: 'no/a.json'"),
+        (check(more="--json folder.py"), "which is a folder"),
         (
-            "another dtype",
-            checks("mine.py:of_float32", more="--dtype float64"),
-            CommandError,
+            check("mine.py:of_float32", more="--dtype float64"),
             "Received: --dtype float64, and a model in float32",
         ),
-        ("microbatches", runs("bench --microbatches 0"), CommandError, "'0'. Pass 1, for example."),
-        ("--minutes nan", runs("bench --minutes nan"), CommandError, "number. Received: 'nan'"),
-        ("--plot a.xyz", runs("bench --plot a.xyz"), CommandError, r"png.* Received: 'a\.xyz'"),
+        ("bench --microbatches 0", "'0'. Pass 1, for example."),
+        ("bench --minutes nan", "number. Received: 'nan'"),
+        ("bench --plot a.xyz", r"png.* Received: 'a\.xyz'"),
+        ("demo --batch-size 0", "--batch-size: " + INTEGER + "'0'"),
+        ("demo --batch-size 130", "must be divisible by --accumulation-steps.*Pass.*132"),
+        ("demo --accumulation-steps 1", "must be an integer >= 2. Received: '1'"),
+        ("demo --accumulation-steps 2.5", r"must be an integer >= 2. Received: '2\.5'"),
+        ("demo --epochs 0", "--epochs: must be an integer >= 1"),
+        ("demo --seed -1", "must be an integer from 0 to 4294967295. Received: '-1'"),
+        ("demo --learning-rate 0", "must be a positive number. Received: '0'"),
+        ("demo --learning-rate nan", "must be a positive number. Received: 'nan'"),
+        ("demo --optimizer adm", "must be one of .*adam or sgd.*Received: 'adm'"),
+        ("demo --optimizer LossScaleOptimizer", "Received: 'lossscaleoptimizer'"),
+        ("demo --plot a.xyz", r"must end in a format.*png.*Received: 'a\.xyz'.*a\.png"),
+        ("demo --plot demo", "must end in a format.*png.*Received: 'demo'"),
+        ("demo --plot no/a.png", "in a folder that exists.*Create the folder 'no'"),
     ),
-    *cases(
-        command,
-        ("no batch size", runs("check a.py:make"), CommandError, "required: --batch-s"),
-        ("--models deep", runs("bench --models deep"), CommandError, "'deep' .choose from"),
-        ("no command", runs("chekc"), CommandError, "'chekc' .choose from .*check"),
-        ("an option first", runs("--epochs"), CommandError, "required: COMMAND"),
-        ("--jit maybe", runs("bench --jit maybe"), CommandError, "'maybe' .choose from"),
+    *commands(
+        ("check a.py:make", "required: --batch-s"),
+        ("bench --models deep", "'deep' .choose from"),
+        ("chekc", "'chekc' .choose from .*check"),
+        ("--epochs", "required: COMMAND"),
+        ("bench --jit maybe", "'maybe' .choose from"),
+        ("demo --dtype float16", "'float16' .choose from"),
+        ("demo --dataset cifar", "'cifar' .choose from"),
         whose=ARGPARSE,
     ),
-    *cases(
-        command,
-        ("one that fails", checks("mine.py:fails"), CommandError, "(?s)Traceback.*: .of the scrip"),
+    *commands(
+        (check("mine.py:fails"), "(?s)Traceback.*: .of the scrip"),
         whose=SCRIPTS,
     ),
 ]
@@ -937,12 +935,3 @@ def test_a_fit_that_takes_everything_and_passes_it_on_trains_as_kerass():
     assert model.optimizer.iterations == 4
     for w, r in zip(model.get_weights(), reference.get_weights(), strict=True):
         np.testing.assert_array_equal(w, r)
-
-
-def test_what_is_early_or_empty_and_not_wrong_changes_nothing():
-    model = accumulating()
-    start = model.get_weights()
-    model.close_window()
-    GradientAccumulator().apply(optimizers.SGD())
-    for w, s in zip(model.get_weights(), start, strict=True):
-        np.testing.assert_array_equal(w, s)
