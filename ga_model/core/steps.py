@@ -70,11 +70,11 @@ class Steps:
             return None, None
         found, keys = [], []
         for index in sorted({0, batch.num_microbatches - 1}):
-            unit, num_counted = _numbers.float64(0.0), _numbers.int32(0)
             data = self._backend.as_traced(batch.microbatch(index))
-            arguments = (unit, num_counted, data, numbers, totals)
-            key = (mode, self._backend.key_of(arguments))
+            key = (mode, self._backend.key_of((data, totals)))
             if key not in self._seen:
+                unit, num_counted = _numbers.float64(0.0), _numbers.int32(0)
+                arguments = (unit, num_counted, data, numbers, totals)
                 watch_attributes(self._model)
                 self.step.found = None
                 with forgetting_override(self._model):
