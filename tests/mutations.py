@@ -123,7 +123,7 @@ MUTATIONS = [
     Mutation(
         "a check leaves the Python state of a model as its trainings have made it",
         "check/_check.py",
-        "        python.put_back()\n        attributes",
+        "        self._python.put_back()\n        attributes",
         "        attributes",
         "check/test_check.py::test_state_that_keras_does_not_track_is_as_before",
     ),
@@ -159,8 +159,8 @@ MUTATIONS = [
     Mutation(
         "an interrupted check leaves a model trained",
         "check/_check.py",
-        "                state.restore()\n                random.setstate",
-        "                random.setstate",
+        "        finally:\n            state.restore()",
+        "        finally:\n            pass",
         "check/test_check.py::test_an_interrupted_check_leaves_the_model_as_it_was",
     ),
     Mutation(

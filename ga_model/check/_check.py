@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import math
-import random
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -14,24 +12,28 @@ from typing import Any
 import keras
 import numpy as np
 
-from ga_model._settings import UNCHANGED, passed
+from ga_model._engine import Accumulation
+from ga_model._settings import UNCHANGED, Settings, passed
 from ga_model._wrap import accumulate
 from ga_model.base._call_again import Attributes
-from ga_model.base._internals import global_seed, is_built, layers_in, raw
+from ga_model.base._identity import unique
+from ga_model.base._internals import global_seed, is_built, layers_in
 from ga_model.check import _diagnosis
-from ga_model.check._backend import backend
 from ga_model.check._differences import (
     add_rounding_errors,
     change,
     coarser,
     compute_dtypes,
     relative_differences,
+    value_of,
 )
 from ga_model.check._equivalence_report import EquivalenceReport, VariableDifference
 from ga_model.check._plan import Plan, make_plan
 from ga_model.check._randomness import Randomness, shared_randomness
+from ga_model.core.backend import Backend
 from ga_model.recording._models import optimizers_in
-from ga_model.recording._python_state import others_of_user, python_state
+from ga_model.recording._python_state import others_of_user
+from ga_model.recording._split import part_of
 
 # What a model keeps of accumulation, and the function that was traced by its settings.
 _OF_TRAINING = ("_accumulation", "train_function")
@@ -119,11 +121,14 @@ def compare(model: Any, plan: Plan) -> EquivalenceReport:
     said: list[str] = []  # warnings of accumulation go into the report
     with (
         _other_warnings_than(said),
-        _left_as_it_was(model, plan) as state,
+        _left_as_it_was(model, plan),
         shared_randomness(model) as randomness,
-        state.with_python(),
     ):
-        return _compared(model, plan, state, randomness, said)
+        state = _State(model)
+        try:
+            return _compared(model, plan, state, randomness, said)
+        finally:
+            state.restore()
 
 
 @contextlib.contextmanager
@@ -149,19 +154,17 @@ def _compared(
     _fit(model, plan, plan.window_rows)
     if _num_drawn() != drawn:
         randomness.left.append(model.name)
-    whole = state.read()
+    whole, start = state.read(), state.values
     state.restore()
     add_rounding_errors(model)
     rounded = state.read()
     _fit(model, plan, plan.window_rows)
-    rounding = relative_differences(state.read(), whole, state.values, rounded)
+    rounding = relative_differences(state.read(), whole, start, rounded)
     state.restore()
     accumulate(model, **plan.settings.config())
     _fit(model, plan, plan.batch_size)
-    differences = relative_differences(state.read(), whole, state.values, state.values)
+    differences = relative_differences(state.read(), whole, start, start)
     said += sorted(model._accumulation.warnings)
-    found = "batch" if model._accumulation.takes_full_batch() else "microbatch"
-    state.restore()
     weights = {id(v) for v in model.weights}
     lowest = functools.reduce(coarser, compute_dtypes(model).values(), "float64")
     report = EquivalenceReport(
@@ -176,31 +179,27 @@ def _compared(
                 path=path,
                 dtype=coarser(str(variable.dtype), lowest),
                 size=math.prod(variable.shape),
-                is_moved_weight=id(variable) in weights and bool(np.any(value != start)),
+                is_moved_weight=id(variable) in weights and bool(np.any(value != before)),
                 difference=difference,
                 rounding=by_rounding,
             )
-            for path, variable, value, start, difference, by_rounding in zip(
-                state.paths, state.variables, whole, state.values, differences, rounding
+            for (path, variable), value, before, difference, by_rounding in zip(
+                state.compared, whole, start, differences, rounding
             )
         ],
-        is_finite=all(
-            np.isfinite(change(value, start)).all() for value, start in zip(whole, state.values)
-        ),
+        is_finite=all(np.isfinite(change(*pair)).all() for pair in zip(whole, start)),
         random_layers=randomness,
         reasons=list(said),
     )
-    if not report.equivalent:
-        plan = plan._replace(settings=dataclasses.replace(plan.settings, loss_over=found))
-        found_reasons = _diagnosis.reasons(model, plan, report)
-        report = report._replace(reasons=found_reasons)
-    return report
+    if report.equivalent:
+        return report
+    return report._replace(reasons=_diagnosis.reasons(model, report))
 
 
 def _num_drawn() -> Any:
     """Return what changes when numbers are drawn by `keras.random` without a seed."""
     seed = global_seed()
-    return None if seed is None else backend.value_of(seed.state).tolist()
+    return None if seed is None else value_of(seed.state).tolist()
 
 
 def _fit(model: Any, plan: Plan, batch_size: int) -> None:
@@ -210,64 +209,48 @@ def _fit(model: Any, plan: Plan, batch_size: int) -> None:
 
 
 class _State:
-    """The variables of a model and its optimizers, with the values they had at first.
+    """What each of the trainings begins with: variables, and the Python state of a model.
 
-    On TensorFlow also all other variables of the process, which the step may use.
+    On TensorFlow also all other variables of the process, which the step may use. Random numbers
+    that no variable has go on.
 
     Args:
         model: the model.
+
+    Attributes:
+        compared: paths and variables, of weights and of optimizers.
+        values: of these, as they are at first.
     """
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._python: Attributes | None = None
-        compared = {id(v): v for v in model.weights}
-        self.paths = [v.path for v in compared.values()]
+        compared = {id(v): (v.path, v) for v in model.weights}
         for optimizer in optimizers_in(vars(model)):
             for variable in optimizer.variables:
-                if id(variable) not in compared:
-                    compared[id(variable)] = variable
-                    self.paths.append(_path(optimizer, variable))
-        self.variables = list(compared.values())
-        known = {id(v.value) for v in self.variables}
-        others = {id(raw(v)): v for v in [*model.variables, *model.metrics_variables]}
-        self._others = [v for key, v in others.items() if key not in known]
+                compared.setdefault(id(variable), (_path(optimizer, variable), variable))
+        self.compared = list(compared.values())
         self.values = self.read()
-        self._values_of_others = [backend.value_of(v) for v in self._others]
-        self._all_variables = backend.AllVariables(but=[*self.variables, *self._others])
+        others = [v for v in (*model.variables, *model.metrics_variables) if id(v) not in compared]
+        self._begin = [(v, value) for (_, v), value in zip(self.compared, self.values)]
+        self._begin += [(v, value_of(v)) for v in unique(others)]
+        if keras.backend.backend() == "tensorflow":
+            from ga_model.check._all_variables import AllVariables
+
+            self._all_variables = AllVariables(but=[v for v, _ in self._begin])
+        self._python = Attributes([*layers_in(model), *others_of_user(model)], has_arrays=True)
 
     def read(self) -> list[Any]:
-        return [backend.value_of(v) for v in self.variables]
+        return [value_of(v) for _, v in self.compared]
 
     def restore(self) -> None:
-        for variable, value in zip(self.variables, self.values):
+        for variable, value in self._begin:
             variable.assign(value)
-        for variable, value in zip(self._others, self._values_of_others):
-            variable.assign(value)
-        self._all_variables.put_back()
-        if self._python is not None:
-            self._restore_python(self._python)
-
-    def _restore_python(self, python: Attributes) -> None:
+        if keras.backend.backend() == "tensorflow":
+            self._all_variables.put_back()
         attributes = vars(self._model)
         kept = {name: attributes[name] for name in _OF_TRAINING if name in attributes}
-        python.put_back()
+        self._python.put_back()
         attributes.update(kept)
-
-    def with_new(self) -> Any:
-        """Restore also variables that are made in a block, to the values that they begin with."""
-        return self._all_variables.with_new()
-
-    @contextlib.contextmanager
-    def with_python(self) -> Iterator[None]:
-        """Restore in a block, and after it, also the Python state of the model."""
-        parts = [*layers_in(self._model), *others_of_user(self._model)]
-        self._python = python = Attributes(parts, has_arrays=True)
-        try:
-            yield
-        finally:
-            self._restore_python(python)
-            self._python = None
 
 
 def _path(optimizer: Any, variable: Any) -> str:
@@ -276,54 +259,54 @@ def _path(optimizer: Any, variable: Any) -> str:
 
 
 @contextlib.contextmanager
-def _left_as_it_was(model: Any, plan: Plan) -> Iterator[_State]:
+def _left_as_it_was(model: Any, plan: Plan) -> Iterator[None]:
     """Make a plain Keras model of `model`, with everything built. In the end undo all but that."""
     attributes, model_class = vars(model), type(model)
     kept = {name: attributes.pop(name) for name in _OF_TRAINING if name in attributes}
     attributes["train_function"] = None
+    strategy = getattr(model, "distribute_strategy", None)  # on TensorFlow
     try:
-        random_states = _random_states()
-        is_new = not model.built
-        python = python_state(model) if is_built(model, model.metrics) else None
-        _build(model, plan)
-        if python is not None:
-            python.put_back()
-        if is_new:  # layers may have drawn their seeds
-            random_states = _random_states()
-        before = {name: value for name, value in attributes.items() if name not in _OF_TRAINING}
-        with backend.scope(model):
-            state = _State(model)
+        with contextlib.nullcontext() if strategy is None else strategy.scope():
+            backend = Accumulation(model, Settings()).backend
+            before = backend.state() if is_built(model, model.metrics) else None
+            _build(model, backend, part_of(plan.data, 0, plan.microbatch_rows))
+            if before is not None:
+                before.put_back()
+            state = backend.state()
             try:
-                with state.with_new():
-                    yield state
+                yield
             finally:
                 # `model.__class__` of a wrapped model is the class that it had before.
                 object.__dict__["__class__"].__set__(model, model_class)
-                state.restore()
-                random.setstate(random_states[0])
-                np.random.set_state(random_states[1])
-                backend.set_random_state(random_states[2])
-                for name in set(attributes) - set(before):
-                    del attributes[name]
-                attributes.update(before)
+                state.put_back()
     finally:
         for name in _OF_TRAINING:
             attributes.pop(name, None)
         attributes.update(kept)
 
 
-def _random_states() -> tuple[Any, Any, Any]:
-    return random.getstate(), np.random.get_state(), backend.random_state()
-
-
-def _build(model: Any, plan: Plan) -> None:
+def _build(model: Any, backend: Backend, data: Any) -> None:
     """Make all variables, without a step of training."""
-    data = keras.tree.map_structure(backend.as_tensor, plan.slice(0, plan.microbatch_rows))
-    with backend.scope(model):
-        is_traced = backend.build(model, data)
-    unbuilt = [o.name for o in optimizers_in(vars(model)) if not o.built]
-    if unbuilt and not is_traced:  # a trace has built what it uses
+    data = keras.tree.map_structure(_as_tensor, data)
+    backend.build(keras.utils.pack_x_y_sample_weight(*data))
+    if keras.backend.backend() == "tensorflow" and backend.traces:
+        return  # a trace has built what it uses
+    if not model.built:
+        with contextlib.suppress(NotImplementedError):  # of a model that has no `call`
+            model(data[0])
+    if model.optimizer is not None and model.built and not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    if unbuilt := [o.name for o in optimizers_in(vars(model)) if not o.built]:
         raise RuntimeError(_unbuilt_message(unbuilt))
+
+
+def _as_tensor(array: Any) -> Any:
+    """Return what Keras makes of an array: floating-point numbers have its `floatx`."""
+    if array is None or keras.ops.is_tensor(array):
+        return array
+    array = np.asarray(array)
+    dtype = keras.config.floatx() if array.dtype.kind == "f" else array.dtype
+    return keras.ops.convert_to_tensor(array.astype(dtype))
 
 
 def _unbuilt_message(optimizers: list[str]) -> str:

@@ -6,13 +6,18 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import keras
 import numpy as np
 
 from ga_model.base._internals import layers_in
-from ga_model.check._backend import backend
 
 # The distance of 1 from the next larger number.
 _ROUNDING = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
+
+
+def value_of(variable: Any) -> Any:
+    """Return the value of a variable, which does not change with it."""
+    return np.array(keras.ops.convert_to_numpy(variable))
 
 
 def add_rounding_errors(model: Any) -> None:
@@ -24,7 +29,7 @@ def add_rounding_errors(model: Any) -> None:
     generator = np.random.default_rng(0)
     for variable in model.weights:
         if variable.dtype in _ROUNDING:
-            value = backend.value_of(variable)
+            value = value_of(variable)
             finite = np.where(np.isfinite(value), value, 0)
             error = _ROUNDING[coarser(str(variable.dtype), computed_in[id(variable)])]
             sign = generator.choice([-error, error], size=value.shape)

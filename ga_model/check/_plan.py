@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 
 import keras
 
+from ga_model._engine import Accumulation
 from ga_model._settings import Settings
 from ga_model.base import _messages, _validate
 from ga_model.base._internals import compiled_loss
-from ga_model.check._backend import backend
 from ga_model.recording._models import optimizers_in
+from ga_model.recording._split import part_of
 
 
 class Plan(NamedTuple):
@@ -39,18 +40,6 @@ class Plan(NamedTuple):
     def microbatch_rows(self) -> int:
         return min(self.batch_size, self.settings.microbatch_size or self.batch_size)
 
-    @property
-    def loss_rows(self) -> int:
-        """Samples that the loss sees at a time."""
-        return self.batch_size if self.settings.loss_over == "batch" else self.microbatch_rows
-
-    def slice(self, begin: int, end: int) -> tuple[Any, Any, Any]:
-        """Return the samples of `data` from `begin` up to `end`."""
-        part: tuple[Any, Any, Any] = keras.tree.map_structure(
-            lambda a: backend.part_of(a, begin, end), self.data
-        )
-        return part
-
 
 def make_plan(model: Any, data: Any, batch_size: Any, updates: Any, **settings: Any) -> Plan:
     """Check all arguments, and take the samples that are needed.
@@ -63,7 +52,8 @@ def make_plan(model: Any, data: Any, batch_size: Any, updates: Any, **settings: 
         raise TypeError(_messages.not_a_model_message(model, "check_equivalence"))
     if not model.compiled:
         raise RuntimeError(_not_compiled_message(model.name))
-    if not backend.trains_alone(model):
+    backend = Accumulation(model, Settings()).backend
+    if not backend.trains_alone or backend.num_devices > 1:
         raise NotImplementedError(_one_device_message(model.name))
     batch_size = _validate.check_integer("batch_size", batch_size)
     updates = _validate.check_integer("updates", updates)
@@ -79,7 +69,7 @@ def make_plan(model: Any, data: Any, batch_size: Any, updates: Any, **settings: 
     if min(plan.rows, plan.window_rows) <= plan.microbatch_rows:
         sizes = batch_size, used.accumulation_steps, used.microbatch_size
         raise ValueError(_one_microbatch_message(rows, *sizes))
-    plan = plan._replace(data=plan.slice(0, plan.rows))
+    plan = plan._replace(data=part_of(data, 0, plan.rows))
     return plan._replace(updates=-(-plan.rows // plan.window_rows))
 
 

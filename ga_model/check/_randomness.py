@@ -10,6 +10,7 @@ import keras
 import numpy as np
 
 from ga_model.base._internals import layers_in, takes_training
+from ga_model.base._method_patch import MethodPatch
 from ga_model.recording._models import instances_in
 
 # What Keras calls the probability or the width of what a layer draws. All zero: it draws nothing.
@@ -39,34 +40,16 @@ def shared_randomness(model: Any) -> Iterator[Randomness]:
     layers with a `SeedGenerator` are called with `training=False`. A layer of the user's own might
     do more in training than draw numbers, and is left alone.
     """
-    randomness = Randomness([], [], [])
-    with contextlib.ExitStack() as stack:
-        for number, layer in enumerate(layers_in(model)):
-            if not _is_random(layer):
-                continue
-            if _is_dropout(layer):
-                names, call = randomness.shared, _with_one_mask(layer, number)
-            elif type(layer).__module__.startswith("keras.") and takes_training(layer):
-                names, call = randomness.off, _without_training(layer.call)
-            else:
-                randomness.left.append(layer.name)
-                continue
-            names.append(layer.name)
-            stack.enter_context(_called_as(layer, call))
-        yield randomness
-
-
-@contextlib.contextmanager
-def _called_as(layer: Any, call: Callable[..., Any]) -> Iterator[None]:
-    """Put an attribute of the instance in front of its class's `call`."""
-    attributes = vars(layer)
-    before = {"call": attributes["call"]} if "call" in attributes else {}
-    attributes["call"] = call
-    try:
-        yield
-    finally:
-        del attributes["call"]
-        attributes.update(before)
+    shared: list[Any] = []
+    off: list[Any] = []
+    left: list[Any] = []
+    for layer in filter(_is_random, layers_in(model)):
+        is_of_keras = type(layer).__module__.startswith("keras.") and takes_training(layer)
+        (shared if _is_dropout(layer) else off if is_of_keras else left).append(layer)
+    seeds = {id(layer): seed for seed, layer in enumerate(shared)}
+    one_mask = MethodPatch("call", lambda layer, _: _with_one_mask(layer, seeds[id(layer)]))
+    with one_mask.of(shared), _off.of(off):
+        yield Randomness(*([layer.name for layer in layers] for layers in (shared, off, left)))
 
 
 def _is_random(layer: Any) -> bool:
@@ -89,8 +72,8 @@ def _with_one_mask(layer: Any, seed: int) -> Callable[..., Any]:
     return call
 
 
-def _without_training(call: Callable[..., Any]) -> Callable[..., Any]:
-    def without_training(*args: Any, **kwargs: Any) -> Any:
-        return call(*args, **{**kwargs, "training": False})
+def _without_training(_: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: call(*args, **{**kwargs, "training": False})
 
-    return without_training
+
+_off = MethodPatch("call", _without_training)
