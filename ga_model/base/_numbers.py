@@ -27,6 +27,39 @@ def widened(values: Any) -> Any:
     return keras.ops.cast(values, sum_dtype(values.dtype))
 
 
+def is_not(flag: Any) -> Any:
+    """Return the opposite of a bool scalar."""
+    return not flag if isinstance(flag, bool) else ~flag
+
+
+def both(first: Any, second: Any) -> Any:
+    """Return whether two bool scalars are true."""
+    return first & second
+
+
+def either(first: Any, second: Any) -> Any:
+    """Return whether one of two bool scalars is true."""
+    return first | second
+
+
+def constant(value: Any) -> Any:
+    """Return a scalar that is nothing to differentiate."""
+    return keras.ops.stop_gradient(value) if keras.ops.is_tensor(value) else value
+
+
+def not_zero(weight: Any, rows: Any) -> Any:
+    """Return a weight, or the least one where it is zero and there are rows."""
+    return where((weight == 0) & (rows > 0), LEAST_WEIGHT, float64(weight))
+
+
+def if_so(flag: Any, value: Any) -> Any:
+    """Return a value, or zero of its kind where a bool scalar is false."""
+    if isinstance(value, bool):
+        return both(flag, value)
+    is_tensor = keras.ops.is_tensor(value)
+    return where(flag, value, keras.ops.zeros_like(value) if is_tensor else 0.0)
+
+
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
 
@@ -42,22 +75,9 @@ if keras.backend.backend() == "tensorflow":
             part, whole = float64(part), float64(whole)
         return tf.math.divide_no_nan(part, whole)
 
-    def constant(value: Any) -> Any:
-        """Return a scalar that is nothing to differentiate."""
-        return tf.stop_gradient(value)
-
-    def not_zero(weight: Any, rows: Any) -> Any:
-        """Return a weight, or the least one where it is zero and there are rows."""
-        is_zero = tf.equal(weight, tf.zeros_like(weight)) & tf.greater(rows, 0)
-        return tf.where(is_zero, float64(LEAST_WEIGHT), float64(weight))
-
     def like(tensor: Any, value: Any) -> Any:
         """Return a scalar in the dtype of a tensor that it is multiplied with or added to."""
         return tf.cast(value, tensor.dtype)
-
-    def is_not(flag: Any) -> Any:
-        """Return the opposite of a bool scalar."""
-        return tf.logical_not(flag)
 
     def shape_of(tensor: Any) -> tuple[Any, ...]:
         """Return the shape of a dense, ragged or sparse tensor: integers, and scalars of float64
@@ -112,18 +132,6 @@ if keras.backend.backend() == "tensorflow":
             second = tf.convert_to_tensor(second, first.dtype)
         return tf.where(condition, first, second)
 
-    def both(first: Any, second: Any) -> Any:
-        """Return whether two bool scalars are true."""
-        return tf.logical_and(first, second)
-
-    def either(first: Any, second: Any) -> Any:
-        """Return whether one of two bool scalars is true."""
-        return tf.logical_or(first, second)
-
-    def if_so(flag: Any, value: Any) -> Any:
-        """Return a value, or zero of its kind where a bool scalar is false."""
-        return tf.where(flag, value, tf.zeros_like(value))
-
     def int32(number: int) -> Any:
         """Return a number as a scalar of int32."""
         return tf.constant(number, tf.int32)
@@ -155,17 +163,8 @@ elif keras.backend.backend() == "jax":
         part, whole = (jnp.asarray(value)[None] for value in (part, whole))
         return jnp.where(whole == 0, 0.0, part / jnp.where(whole == 0, 1.0, whole))[0]
 
-    def constant(value: Any) -> Any:
-        return jax.lax.stop_gradient(value)
-
-    def not_zero(weight: Any, rows: Any) -> Any:
-        return where(weight == 0, LEAST_WEIGHT if rows else 0.0, float64(weight))
-
     def like(tensor: Any, value: Any) -> Any:
         return jnp.asarray(value, jnp.result_type(tensor))
-
-    def is_not(flag: Any) -> Any:
-        return jnp.logical_not(flag)
 
     def shape_of(tensor: Any) -> tuple[Any, ...]:
         return tuple(tensor.shape)
@@ -176,15 +175,6 @@ elif keras.backend.backend() == "jax":
     def where(condition: Any, first: Any, second: Any) -> Any:
         condition, first, second = (jnp.asarray(v)[None] for v in (condition, first, second))
         return jnp.where(condition, first, second)[0]
-
-    def both(first: Any, second: Any) -> Any:
-        return jnp.logical_and(first, second)
-
-    def either(first: Any, second: Any) -> Any:
-        return jnp.logical_or(first, second)
-
-    def if_so(flag: Any, value: Any) -> Any:
-        return where(flag, value, jnp.zeros_like(value))
 
     def int32(number: int) -> Any:
         return jnp.asarray(number, "int32")
@@ -212,17 +202,8 @@ else:
             return torch.where(whole == 0, 0.0, part / torch.where(whole == 0, 1.0, whole))
         return part / whole if whole else 0.0
 
-    def constant(value: Any) -> Any:
-        return value.detach() if torch.is_tensor(value) else value
-
-    def not_zero(weight: Any, rows: Any) -> Any:
-        return where(weight == 0, LEAST_WEIGHT if rows else 0.0, weight)
-
     def like(tensor: Any, value: Any) -> Any:
         return value.to(tensor.dtype) if torch.is_tensor(value) else float(value)
-
-    def is_not(flag: Any) -> Any:
-        return ~flag if torch.is_tensor(flag) else not flag
 
     def shape_of(tensor: Any) -> tuple[Any, ...]:
         return tuple(tensor.shape)
@@ -236,21 +217,6 @@ else:
         if not (torch.is_tensor(first) or torch.is_tensor(second)):
             first = torch.tensor(first, dtype=torch.float64, device=condition.device)
         return torch.where(condition, first, second)
-
-    def both(first: Any, second: Any) -> Any:
-        if torch.is_tensor(first) and torch.is_tensor(second):
-            return first & second
-        return (
-            where(first, second, False) if torch.is_tensor(second) else where(second, first, False)
-        )
-
-    def either(first: Any, second: Any) -> Any:
-        return is_not(both(is_not(first), is_not(second)))
-
-    def if_so(flag: Any, value: Any) -> Any:
-        if isinstance(value, bool):
-            return both(flag, value)
-        return where(flag, value, torch.zeros_like(value) if torch.is_tensor(value) else 0.0)
 
     def int32(number: int) -> Any:
         return number
