@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -92,11 +91,19 @@ class Settings:
 
 
 _CHECKS: dict[str, Callable[[Any], Any]] = {
-    "accumulation_steps": _validate.check_accumulation_steps,
+    "accumulation_steps": lambda value: _validate.check_integer(
+        "accumulation_steps", value, "Pass 1 to train without accumulation."
+    ),
     "microbatch_size": _validate.check_microbatch_size,
-    "skip_nonfinite": _validate.check_skip_nonfinite,
-    "loss_over": _validate.check_loss_over,
-    "verify": functools.partial(_validate.check_bool, "verify"),
+    "skip_nonfinite": lambda value: _validate.check_bool(
+        "skip_nonfinite",
+        value,
+        "Pass True to skip microbatches with NaN or Inf in their gradients.",
+    ),
+    "loss_over": lambda value: _validate.check_choice(
+        "loss_over", value, ["auto", "microbatch", "batch"]
+    ),
+    "verify": lambda value: _validate.check_bool("verify", value),
 }
 _DEFAULTS = dataclasses.asdict(Settings())
 NAMES = tuple(_DEFAULTS)

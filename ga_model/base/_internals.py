@@ -71,13 +71,9 @@ def training_of_call(layer: Any) -> Any:
     return context.training
 
 
-_CALL_CONTEXT = "current_call_ctx"
-_AUTOCAST = "autocast_scope"
-
-
 def call_scopes() -> Callable[[], contextlib.AbstractContextManager[None]]:
     """Return what enters the scopes again that the call of a layer has here."""
-    names = (_CALL_CONTEXT, _AUTOCAST)
+    names = ("current_call_ctx", "autocast_scope")
     inside = [(name, global_state.get_global_attribute(name)) for name in names]
 
     @contextlib.contextmanager

@@ -102,24 +102,18 @@ def check_names_for(
         check_names(name, given, [*parameters, *others])
 
 
-def _right_name(name: str, known: list[str]) -> str | None:
-    """Return the most probable right name for a wrong one, or None."""
-    if (right := _RIGHT_NAMES.get(name)) in known:
-        return right
-    close = difflib.get_close_matches(name, known, 1)
-    return close[0] if close else None
-
-
 def _unknown_message(function: str, name: str, value: Any, known: list[str]) -> str:
     is_count = _RIGHT_NAMES.get(name, name) == "accumulation_steps"
     if not known or (is_count and "accumulation_steps" not in known):
         return _no_count_message(function, value, known, name)
-    right = _right_name(name, known)
     if name in _OF_FIT:
         other = ""
         if name == "batch_size":
             other = " `microbatch_size` is how many of its samples are in the model at a time."
         return f"`{name}` belongs to `fit`. Received: {function}({name}={value!r}).{other}"
+    right = _RIGHT_NAMES.get(name)
+    if right not in known:
+        right = next(iter(difflib.get_close_matches(name, known, 1)), None)
     names = ", ".join(f"`{argument}`" for argument in known)
     way_out = f"Pass `{right}={value!r}`." if right else f"The arguments are {names}."
     return f"`{function}` has no argument `{name}`. Received: {name}={value!r}. {way_out}"

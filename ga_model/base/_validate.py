@@ -61,23 +61,8 @@ def check_backend(backend: str) -> None:
         _check_release("keras", _OLDEST_KERAS_ON_JAX, " on the JAX backend")
 
 
-def check_accumulation_steps(value: Any) -> int:
-    """Return `value` as an int, or raise.
-
-    Raises:
-        TypeError: `value` is no integer (a bool is none either).
-        ValueError: `value` is less than 1.
-    """
-    return check_integer("accumulation_steps", value, "Pass 1 to train without accumulation.")
-
-
 def check_microbatch_size(value: Any) -> Any:
-    """Return `value` as an int, or None, or "auto", or raise.
-
-    Raises:
-        TypeError: `value` is neither of these (a bool is no integer).
-        ValueError: `value` is less than 1.
-    """
+    """Return `value` as an int, or None, or "auto", or raise, as `check_integer` does."""
     if value is None or (isinstance(value, str) and value == "auto"):
         return value
     way_out = 'Pass None to keep batches whole, or "auto" to search for the largest size.'
@@ -144,22 +129,20 @@ def accumulating_optimizers(optimizers: Iterable[Any]) -> list[tuple[str, int]]:
     return [(part.name, steps) for part, steps in pairs if steps]
 
 
-def check_skip_nonfinite(value: Any) -> bool:
-    """Return `value`, or raise TypeError if it is no bool."""
-    way_out = "Pass True to skip microbatches with NaN or Inf in their gradients."
-    return check_bool("skip_nonfinite", value, way_out)
-
-
-def check_loss_over(value: Any) -> str:
-    """Return `value`, or raise ValueError if it is no choice."""
-    return check_choice("loss_over", value, ["auto", "microbatch", "batch"])
-
-
 def check_bool(name: str, value: Any, way_out: str = "Pass True or False.") -> bool:
     """Return the value of the argument `name`, or raise TypeError if it is no bool."""
-    if not isinstance(value, bool):
+    return bool(_check_type(name, value, bool, "a bool", way_out))
+
+
+def check_text(name: str, value: Any, example: str) -> str:
+    """Return the value of the argument `name`, or raise TypeError if it is no text."""
+    return str(_check_type(name, value, str, "a string", f"Pass {example!r}."))
+
+
+def _check_type(name: str, value: Any, kind: type, words: str, way_out: str) -> Any:
+    if not isinstance(value, kind):
         raise TypeError(
-            f"`{name}` must be a bool. "
+            f"`{name}` must be {words}. "
             f"Received: {name}={value!r} (of type {type(value).__name__}). {way_out}"
         )
     return value
@@ -226,16 +209,6 @@ def check_decay(decay: Any) -> float:
     if not 0.0 <= number < 1.0:
         raise ValueError(message)
     return number
-
-
-def check_text(name: str, value: Any, example: str) -> str:
-    """Return the value of the argument `name`, or raise TypeError if it is no text."""
-    if not isinstance(value, str):
-        raise TypeError(
-            f"`{name}` must be a string. "
-            f"Received: {name}={value!r} (of type {type(value).__name__}). Pass {example!r}."
-        )
-    return value
 
 
 def check_single_finite_check(

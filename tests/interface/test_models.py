@@ -138,7 +138,7 @@ def test_the_checks_import_neither_tensorflow_nor_keras():
         "spec = u.spec_from_file_location('checks', path)\n"
         "checks = u.module_from_spec(spec); sys.modules['checks'] = checks\n"
         "spec.loader.exec_module(checks)\n"
-        "assert checks.check_accumulation_steps(3) == 3\n"
+        "assert checks.check_integer('size', 3) == 3\n"
         "assert not {'tensorflow', 'keras'} & set(sys.modules)\n"
     )
     run(script)
