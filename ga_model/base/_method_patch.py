@@ -13,21 +13,6 @@ from typing import Any
 _lock = threading.Lock()
 
 
-class _Stand:
-    """What shadows one object's method.
-
-    Attributes:
-        count: steps that run, of several replicas perhaps.
-        before: what the owner had by that name, if it had its own.
-    """
-
-    def __init__(self, owner: Any, name: str, make: Callable[[Any, Any], Any]) -> None:
-        self.count = 0
-        self.before = vars(owner).get(name)
-        method = getattr(owner, name)
-        _put(owner, name, functools.wraps(method)(make(owner, method)))
-
-
 def _put(owner: Any, name: str, value: Any) -> None:
     if isinstance(owner, type):
         setattr(owner, name, value)
@@ -47,33 +32,35 @@ class MethodPatch:
     def __init__(self, name: str, make: Callable[[Any, Any], Any]) -> None:
         self._name = name
         self._make = make
-        self._stands: dict[int, _Stand] = {}
+        # By the id of each object: how many blocks it is in, and what it had by the name itself.
+        self._shadowed: dict[int, tuple[int, Any]] = {}
 
     @contextlib.contextmanager
     def of(self, owners: Iterable[Any]) -> Iterator[None]:
         """Let the function shadow the method of each object in a block."""
         owners = list(owners)
         for owner in owners:
-            self._stand_in_front(owner)
+            self._shadow(owner)
         try:
             yield
         finally:
             for owner in owners:
-                self._step_aside(owner)
+                self._uncover(owner)
 
-    def _stand_in_front(self, owner: Any) -> None:
+    def _shadow(self, owner: Any) -> None:
         with _lock:
-            if id(owner) not in self._stands:
-                self._stands[id(owner)] = _Stand(owner, self._name, self._make)
-            self._stands[id(owner)].count += 1
+            count, before = self._shadowed.get(id(owner), (0, vars(owner).get(self._name)))
+            if count == 0:
+                method = getattr(owner, self._name)
+                _put(owner, self._name, functools.wraps(method)(self._make(owner, method)))
+            self._shadowed[id(owner)] = count + 1, before
 
-    def _step_aside(self, owner: Any) -> None:
+    def _uncover(self, owner: Any) -> None:
         with _lock:
-            stand = self._stands[id(owner)]
-            stand.count -= 1
-            if stand.count == 0:
-                del self._stands[id(owner)]
-                if stand.before is not None:
-                    _put(owner, self._name, stand.before)
-                else:
-                    vars(owner).pop(self._name, None)
+            count, before = self._shadowed.pop(id(owner))
+            if count > 1:  # in a block of another replica, perhaps
+                self._shadowed[id(owner)] = count - 1, before
+            elif before is not None:
+                _put(owner, self._name, before)
+            else:
+                vars(owner).pop(self._name, None)
