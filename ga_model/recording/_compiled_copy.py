@@ -13,7 +13,7 @@ from typing import Any
 import keras
 
 from ga_model.base._internals import losses_in, set_losses, set_metrics
-from ga_model.recording._stand_in import StandIn
+from ga_model.recording._stand_ins import StandIn
 from ga_model.recording._weights import Term
 
 
@@ -21,7 +21,7 @@ def copy_with(
     compiled: Any,
     observer: Callable[[Any, Any], Any],
     note: Callable[[Term], None],
-    calls: Any = None,
+    calls: Any,
 ) -> Any:
     """Return a copy of a compiled loss that notes the term of every loss it computes.
 
@@ -34,7 +34,7 @@ def copy_with(
             appends a `Term` to the copy's `_terms`.
         note: called with each term.
         calls: the `MetricCalls` that get the updates of metrics which track one of several losses,
-            in their place. None updates them.
+            in their place.
     """
 
     class Observed(type(compiled)):  # type: ignore[misc]
@@ -59,9 +59,8 @@ def copy_with(
         if compiled.built:
             losses = [entry._replace(loss=observer(entry, copy)) for entry in losses_in(compiled)]
             set_losses(copy, losses)
-        if calls is not None:
-            copy.__dict__["_calls"] = calls
-            set_metrics(copy, [_Tracked(metric, copy) for metric in compiled.metrics])
+        copy.__dict__["_calls"] = calls
+        set_metrics(copy, [_Tracked(metric, copy) for metric in compiled.metrics])
 
     adopt()
     return copy

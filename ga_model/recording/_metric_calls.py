@@ -15,7 +15,6 @@ import keras
 
 from ga_model.base._context import ThreadValue
 from ga_model.base._method_patch import MethodPatch
-from ga_model.recording._stand_in import StandIn
 
 _MEANS = (keras.metrics.Mean, keras.metrics.Sum)  # what functions give goes on to these
 _calls = ThreadValue()  # the `MetricCalls` of this thread, or None
@@ -44,17 +43,10 @@ class MetricCalls:
         results: tensors that metrics gave, with the metric, and the key if it gave a dict.
     """
 
-    def __init__(self, unnoted: Unnoted = contextlib.nullcontext) -> None:
+    def __init__(self, unnoted: Unnoted) -> None:
         self.unnoted = unnoted
         self.updates: list[MetricCall] = []
         self.results: list[tuple[Any, Any, str | None]] = []
-
-    def waits_for(self, values: Any, sample_weight: Any = None) -> bool:
-        """Return whether an update of a `Mean` or a `Sum` has to wait for the full batch.
-
-        Values of samples do not, because they add up over microbatches.
-        """
-        return _is_scalar(values) and _is_scalar(sample_weight)
 
     def update(self, metric: Any, value: Any, sample_weight: Any, term: Any = None) -> None:
         """Let an update wait. `term` is the loss term that `value` is of, if it is one's."""
@@ -79,20 +71,6 @@ class MetricCalls:
         by_key = result if isinstance(result, dict) else {None: result}
         self.results += [(value, metric, key) for key, value in by_key.items()]
         return result
-
-
-class MetricStandIn(StandIn):
-    """Stands in for a metric in an attribute of the model during one recorded step.
-
-    It tells the `MetricCalls`.
-    """
-
-    def result(self) -> Any:
-        return self._listener.result(self._original)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.update_state(*args, **kwargs)
-        return self.result()
 
 
 @contextlib.contextmanager
@@ -133,7 +111,8 @@ _results = MethodPatch("result", _remembered)
 def _letting_wait(_: Any, update_state: Callable[..., Any]) -> Callable[..., Any]:
     def update(metric: Any, values: Any, sample_weight: Any = None) -> Any:
         calls = _calls.get()
-        if calls is None or not calls.waits_for(values, sample_weight):
+        # Values of samples do not wait, because they add up over microbatches.
+        if calls is None or not (_is_scalar(values) and _is_scalar(sample_weight)):
             return update_state(metric, values, sample_weight)
         calls.update(metric, keras.ops.convert_to_tensor(values), sample_weight)
         return None

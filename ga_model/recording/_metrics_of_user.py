@@ -10,7 +10,7 @@ from ga_model.base._identity import unique
 from ga_model.base._internals import is_along_samples
 from ga_model.recording._losses_of_keras import compares_samples
 from ga_model.recording._models import instances_in
-from ga_model.recording._stand_in import original_of
+from ga_model.recording._stand_ins import original_of
 
 
 def parts_of(metric: Any) -> list[Any]:

@@ -24,7 +24,9 @@ def others_of_user(model: Any) -> list[Any]:
     They are its metrics and losses, and what attributes of it, of its layers and of one another
     have of classes from the same packages.
     """
-    layers, found = layers_in(model), compiled_of_user(model)
+    losses = instances_in(getattr(model, "loss", None), keras.losses.Loss)
+    compiled = [*losses, *(part for metric in model.metrics for part in parts_of(metric))]
+    layers, found = layers_in(model), [p for p in unique(compiled) if not is_of_library(p)]
     known = {id(part) for part in (*layers, *found)}
     packages = {_package(part) for part in (*layers, *found) if not is_of_library(part)}
     waiting = [*layers, *found] if packages else []
@@ -40,13 +42,6 @@ def others_of_user(model: Any) -> list[Any]:
 
 def _package(part: Any) -> str:
     return type(part).__module__.split(".")[0]
-
-
-def compiled_of_user(model: Any) -> list[Any]:
-    """Return the metrics and losses of a model whose classes are the user's."""
-    losses = instances_in(getattr(model, "loss", None), keras.losses.Loss)
-    parts = unique([*losses, *(part for metric in model.metrics for part in parts_of(metric))])
-    return [part for part in parts if not is_of_library(part)]
 
 
 def is_of_library(module: Any) -> bool:

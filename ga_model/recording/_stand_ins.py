@@ -8,9 +8,34 @@ from typing import Any
 import keras
 
 from ga_model.base._internals import variables_to_train
-from ga_model.recording._metric_calls import MetricCalls, MetricStandIn
+from ga_model.recording._metric_calls import MetricCalls
 from ga_model.recording._models import is_recorded
-from ga_model.recording._stand_in import StandIn
+
+
+class StandIn:
+    """Passes everything on to an object. Subclasses define what they answer themselves.
+
+    Args:
+        original: the object.
+        listener: the object that a subclass notifies.
+    """
+
+    _original: Any
+    _listener: Any
+
+    def __init__(self, original: Any, listener: Any) -> None:
+        object.__setattr__(self, "_original", original)
+        object.__setattr__(self, "_listener", listener)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # isinstance(model.optimizer, keras.optimizers.Adam) holds
+        return type(self._original)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._original, name, value)
 
 
 class OptimizerStandIn(StandIn):
@@ -37,28 +62,47 @@ class OptimizerStandIn(StandIn):
         )
 
 
+class MetricStandIn(StandIn):
+    """Stands in for a metric in an attribute of the model during one recorded step.
+
+    It tells the `MetricCalls`.
+    """
+
+    def result(self) -> Any:
+        return self._listener.result(self._original)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.update_state(*args, **kwargs)
+        return self.result()
+
+
 def stand_in(
-    value: Any,
-    recording: Any,
-    metrics: MetricCalls | None,
-    of_optimizer: type[OptimizerStandIn] = OptimizerStandIn,
+    value: Any, recording: Any, metrics: MetricCalls, of_optimizer: type[OptimizerStandIn]
 ) -> Any:
     """Return an attribute's value with stand-ins for what has one, also in lists and dicts.
 
     Args:
         value: the value.
         recording: what the stand-ins of optimizers tell.
-        metrics: what those of metrics tell, or None: metrics answer themselves.
+        metrics: what those of metrics tell.
         of_optimizer: the class of stand-ins of optimizers.
     """
+
+    def of(part: Any) -> Any:
+        return stand_in(part, recording, metrics, of_optimizer)
+
     if not is_recorded(value):
         return value
     if isinstance(value, dict):
-        parts = [stand_in(part, recording, metrics, of_optimizer) for part in value.values()]
-        return dict(zip(value, parts))
+        return {key: of(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
-        parts = [stand_in(part, recording, metrics, of_optimizer) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else parts
+        parts = map(of, value)
+        return type(value)(*parts) if hasattr(value, "_fields") else list(parts)
     if isinstance(value, keras.optimizers.Optimizer):
         return of_optimizer(value, recording)
-    return value if metrics is None else MetricStandIn(value, metrics)
+    return MetricStandIn(value, metrics)
+
+
+def original_of(value: Any) -> Any:
+    """Return what a stand-in stands for, or the value itself if it is none."""
+    return vars(value)["_original"] if isinstance(value, StandIn) else value

@@ -211,11 +211,6 @@ def rule(weight: Any, regularization: list[Any]) -> LossTerms:
         if weight != "sum":
             raise ValueError(_bad_rule_message(weight))
         return LossTerms(None, [], regularization, [], [])
-    return of_weight(weight)
-
-
-def of_weight(weight: Any) -> LossTerms:
-    """Return what a loss asks for that is one term: a mean with this weight, or with None a sum."""
     return LossTerms(weight, [], [], [], [])
 
 
