@@ -1,5 +1,4 @@
-"""`microbatch_size="auto"`: the search for the largest size that fits, and retried batches.
+"""`microbatch_size="auto"`: the search for the largest size that fits, and the memory it predicts.
 
-`_search`, `_budget` and `_messages` are for every backend, the rest is for TensorFlow. May import
-`batch` and the rooms below it.
+May import `tools`, `recording` and `base`.
 """

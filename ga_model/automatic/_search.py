@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
 
-from ga_model.automatic import _messages
 from ga_model.base import _validate
 from ga_model.base._internals import add_note
 
@@ -55,15 +54,15 @@ class FoundSize:
         show = functools.partial(_show, model._accumulation.is_verbose)
 
         def fits(size: int) -> bool:
-            show(_messages.trying_message(size), is_last=False)
+            show(_trying_message(size), is_last=False)
             return trials.fits(size)
 
         size, failed = _largest(fits, rows)
         if size == 0:
-            self.fail(trials.error, _messages.no_row_message(model.name))
+            self.fail(trials.error, _no_row_message(model.name))
         self.is_whole, self._rows = failed is None, rows
         self.size = size
-        show(_messages.found_message(size, failed, trials.error is not None), is_last=True)
+        show(_found_message(size, failed, trials.error is not None), is_last=True)
 
     def halve(self, model: Any, rows: int, error: Exception) -> None:
         """Let a batch that did not fit be repeated in smaller microbatches.
@@ -81,10 +80,10 @@ class FoundSize:
         """
         size = min(self.size, rows)
         if size == 1:
-            self.fail(error, _messages.no_row_message(model.name))
+            self.fail(error, _no_row_message(model.name))
         self.is_whole = False
         self.size = (size + 1) // 2
-        _validate.warn(_messages.halved_message(model.name, size, self.size))
+        _validate.warn(_halved_message(model.name, size, self.size))
 
     def fail(self, error: Exception | None, message: str) -> NoReturn:
         """Raise a RuntimeError with another error as its cause."""
@@ -119,3 +118,56 @@ def _show(is_verbose: bool, text: str, is_last: bool) -> None:
         print(f"\r{text:<78}", end="\n" if is_last else "", flush=True)
     elif is_verbose and is_last:
         print(text, flush=True)
+
+
+_LESS = (
+    "Use a smaller model or smaller samples, compute in `mixed_float16`, or stop other programs "
+    "that use the device's memory"
+)
+
+
+def _trying_message(size: int) -> str:
+    samples = "sample" if size == 1 else "samples"
+    return f'microbatch_size="auto": trying {size} {samples} per microbatch ...'
+
+
+def _found_message(size: int, failed: int | None, was_tried: bool) -> str:
+    """Return what `microbatch_size="auto"` has found.
+
+    Args:
+        size: samples of the largest microbatch that fits.
+        failed: those of the smallest that does not, or None.
+        was_tried: whether that one was tried, not only predicted.
+    """
+    if failed is None:
+        return f'microbatch_size="auto": the full batch of {size} samples fits'
+    why = "did not fit" if was_tried else "would not fit"
+    return (
+        f'microbatch_size="auto": {size} {"sample" if size == 1 else "samples"} per '
+        f"microbatch ({failed} {why})"
+    )
+
+
+def _no_row_message(model: str) -> str:
+    return (
+        'With `microbatch_size="auto"`, at least one sample must fit in memory. '
+        f"Received: {model!r}, which runs out of memory with 1 sample. {_LESS}."
+    )
+
+
+def _halved_message(model: str, size: int, half: int) -> str:
+    return (
+        f"A batch of {model!r} no longer fits in memory with {size} samples at a time. It is "
+        f"retried with {half}, and `model.microbatch_size` is {half} from now on. To search for a "
+        'larger size again, set `model.microbatch_size = "auto"`.'
+    )
+
+
+def torn_message(model: str, size: int, is_own_step: bool) -> str:
+    where = "in a custom `train_step`" if is_own_step else "in the update"
+    return (
+        "A batch that runs out of memory is retried only if its update has not begun. Received: "
+        f"{model!r}, out of memory {where} with {size} samples at a time; its weights may be "
+        "partly updated. Restore them from a backup or a saved model, and set `microbatch_size` to "
+        f"a smaller number, such as {max(1, size // 2)}."
+    )

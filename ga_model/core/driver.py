@@ -10,8 +10,7 @@ from typing import Any
 import keras
 
 from ga_model._settings import Settings
-from ga_model.automatic._messages import torn_message
-from ga_model.automatic._search import FoundSize
+from ga_model.automatic._search import FoundSize, torn_message
 from ga_model.base._internals import OF_STEP_ON_JAX, overwrites
 from ga_model.core import messages
 from ga_model.core.automatic import SizeTrials
