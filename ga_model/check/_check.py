@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -19,14 +19,6 @@ from ga_model.base._call_again import Attributes
 from ga_model.base._identity import unique
 from ga_model.base._internals import global_seed, is_built, layers_in
 from ga_model.check import _diagnosis
-from ga_model.check._differences import (
-    add_rounding_errors,
-    change,
-    coarser,
-    compute_dtypes,
-    relative_differences,
-    value_of,
-)
 from ga_model.check._equivalence_report import EquivalenceReport, VariableDifference
 from ga_model.check._plan import Plan, make_plan
 from ga_model.check._randomness import Randomness, shared_randomness
@@ -37,6 +29,9 @@ from ga_model.recording._split import part_of
 
 # What a model keeps of accumulation, and the function that was traced by its settings.
 _OF_TRAINING = ("_accumulation", "train_function")
+
+# The distance of 1 from the next larger number.
+_ROUNDING = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 
 
 def check_equivalence(
@@ -156,17 +151,17 @@ def _compared(
         randomness.left.append(model.name)
     whole, start = state.read(), state.values
     state.restore()
-    add_rounding_errors(model)
+    _add_rounding_errors(model)
     rounded = state.read()
     _fit(model, plan, plan.window_rows)
-    rounding = relative_differences(state.read(), whole, start, rounded)
+    rounding = _relative_differences(state.read(), whole, start, rounded)
     state.restore()
     accumulate(model, **plan.settings.config())
     _fit(model, plan, plan.batch_size)
-    differences = relative_differences(state.read(), whole, start, start)
+    differences = _relative_differences(state.read(), whole, start, start)
     said += sorted(model._accumulation.warnings)
     weights = {id(v) for v in model.weights}
-    lowest = functools.reduce(coarser, compute_dtypes(model).values(), "float64")
+    lowest = functools.reduce(_coarser, _compute_dtypes(model).values(), "float64")
     report = EquivalenceReport(
         batch_size=plan.batch_size,
         accumulation_steps=plan.settings.accumulation_steps,
@@ -177,7 +172,7 @@ def _compared(
         variables=[
             VariableDifference(
                 path=path,
-                dtype=coarser(str(variable.dtype), lowest),
+                dtype=_coarser(str(variable.dtype), lowest),
                 size=math.prod(variable.shape),
                 is_moved_weight=id(variable) in weights and bool(np.any(value != before)),
                 difference=difference,
@@ -187,7 +182,7 @@ def _compared(
                 state.compared, whole, start, differences, rounding
             )
         ],
-        is_finite=all(np.isfinite(change(*pair)).all() for pair in zip(whole, start)),
+        is_finite=all(np.isfinite(_change(*pair)).all() for pair in zip(whole, start)),
         random_layers=randomness,
         reasons=list(said),
     )
@@ -199,7 +194,7 @@ def _compared(
 def _num_drawn() -> Any:
     """Return what changes when numbers are drawn by `keras.random` without a seed."""
     seed = global_seed()
-    return None if seed is None else value_of(seed.state).tolist()
+    return None if seed is None else _value_of(seed.state).tolist()
 
 
 def _fit(model: Any, plan: Plan, batch_size: int) -> None:
@@ -232,7 +227,7 @@ class _State:
         self.values = self.read()
         others = [v for v in (*model.variables, *model.metrics_variables) if id(v) not in compared]
         self._begin = [(v, value) for (_, v), value in zip(self.compared, self.values)]
-        self._begin += [(v, value_of(v)) for v in unique(others)]
+        self._begin += [(v, _value_of(v)) for v in unique(others)]
         if keras.backend.backend() == "tensorflow":
             from ga_model.check._all_variables import AllVariables
 
@@ -240,7 +235,7 @@ class _State:
         self._python = Attributes([*layers_in(model), *others_of_user(model)], has_arrays=True)
 
     def read(self) -> list[Any]:
-        return [value_of(v) for _, v in self.compared]
+        return [_value_of(v) for _, v in self.compared]
 
     def restore(self) -> None:
         for variable, value in self._begin:
@@ -307,6 +302,66 @@ def _as_tensor(array: Any) -> Any:
     array = np.asarray(array)
     dtype = keras.config.floatx() if array.dtype.kind == "f" else array.dtype
     return keras.ops.convert_to_tensor(array.astype(dtype))
+
+
+def _value_of(variable: Any) -> Any:
+    """Return the value of a variable, which does not change with it."""
+    return np.array(keras.ops.convert_to_numpy(variable))
+
+
+def _add_rounding_errors(model: Any) -> None:
+    """Add a rounding error to every weight, up or down.
+
+    It is one of the dtype that the weight's layer computes in. Frozen weights have one, too.
+    """
+    computed_in = _compute_dtypes(model)
+    generator = np.random.default_rng(0)
+    for variable in model.weights:
+        if variable.dtype in _ROUNDING:
+            value = _value_of(variable)
+            finite = np.where(np.isfinite(value), value, 0)
+            error = _ROUNDING[_coarser(str(variable.dtype), computed_in[id(variable)])]
+            sign = generator.choice([-error, error], size=value.shape)
+            variable.assign((value + finite * sign).astype(value.dtype))
+
+
+def _compute_dtypes(model: Any) -> dict[int, str]:
+    """Return what each weight's layer computes in, by the identity of the weight."""
+    computed_in = {}
+    for layer in layers_in(model):  # the layers of a layer follow it
+        computed_in.update({id(v): layer.compute_dtype for v in layer.weights})
+    return computed_in
+
+
+def _coarser(dtype: str, other: str) -> str:
+    """Return the dtype that rounds more. One that does not round, such as int64, stays."""
+    rounds_more = dtype in _ROUNDING and _ROUNDING.get(other, 0.0) > _ROUNDING[dtype]
+    return other if rounds_more else dtype
+
+
+def _relative_differences(
+    values: Sequence[Any], reference: Sequence[Any], start: Sequence[Any], own_start: Sequence[Any]
+) -> list[float]:
+    """Return the relative difference of the change of each variable."""
+    return [
+        _relative(_change(w, w0), _change(r, r0))
+        for w, r, r0, w0 in zip(values, reference, start, own_start)
+    ]
+
+
+def _change(value: Any, start: Any) -> Any:
+    """Return what has been added to the start. That is zero also where both are infinite."""
+    with np.errstate(all="ignore"):
+        added = value.astype("float64") - start.astype("float64")
+        return np.where((value == start) | (np.isnan(value) & np.isnan(start)), 0.0, added)
+
+
+def _relative(change: Any, reference: Any) -> float:
+    with np.errstate(all="ignore"):
+        error, size = np.linalg.norm(change - reference), np.linalg.norm(reference)
+    if not error:
+        return 0.0
+    return float(error / size) if size else math.inf
 
 
 def _unbuilt_message(optimizers: list[str]) -> str:

@@ -12,15 +12,13 @@ from ga_model.tools._table import text_table
 
 # The relative difference that counts as equal where rounding does not make a larger one. Of the
 # models in tests/check/test_check.py those that decompose come to 2.9e-5 at most in float32.
-TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
-_TOLERANCE_OF_OTHERS = 1e-2  # float16, bfloat16
+_TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "float16": 1e-2, "bfloat16": 1e-2}
 
 # How many times the difference that a rounding error in each start weight makes.
 _MARGIN = 10.0
 
 # Of a variable with a larger tolerance nothing can be said: it moves by rounding alone.
-_MOST = {"float64": 1e-2, "float32": 1e-2}
-_MOST_OF_OTHERS = 0.1
+_MOST = {"float64": 1e-2, "float32": 1e-2, "float16": 0.1, "bfloat16": 0.1}
 
 # The share of the weights that training moves, by entries, of which something must be said.
 _SHARE_TOLD = 0.9
@@ -52,8 +50,8 @@ class VariableDifference(NamedTuple):
         if "int" in self.dtype or self.dtype == "bool":
             return 0.0
         rounding = math.inf if math.isnan(self.rounding) else self.rounding
-        tolerance = max(TOLERANCE.get(self.dtype, _TOLERANCE_OF_OTHERS), _MARGIN * rounding)
-        return tolerance if tolerance <= _MOST.get(self.dtype, _MOST_OF_OTHERS) else math.inf
+        tolerance = max(_TOLERANCE.get(self.dtype, 1e-2), _MARGIN * rounding)
+        return tolerance if tolerance <= _MOST.get(self.dtype, 0.1) else math.inf
 
     @property
     def is_equal(self) -> bool:

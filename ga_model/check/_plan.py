@@ -23,14 +23,17 @@ class Plan(NamedTuple):
         rows: their number.
         batch_size: samples per batch of `fit` with accumulation.
         settings: those of the training with accumulation.
-        updates: windows that the samples make.
     """
 
     data: tuple[Any, Any, Any]
     rows: int
     batch_size: int
     settings: Settings
-    updates: int
+
+    @property
+    def updates(self) -> int:
+        """Windows that the samples make."""
+        return -(-self.rows // self.window_rows)
 
     @property
     def window_rows(self) -> int:
@@ -64,13 +67,11 @@ def make_plan(model: Any, data: Any, batch_size: Any, updates: Any, **settings: 
     rows = _validate.check_rows(data, keras.tree.flatten(data))
     if data[1] is None and compiled_loss(model) is not None:
         raise ValueError(_no_targets_message(model.name))
-    plan = Plan(data, rows, batch_size, used, updates)
-    plan = plan._replace(rows=min(rows, plan.window_rows * updates))
+    steps, size = used.accumulation_steps, used.microbatch_size
+    plan = Plan(data, min(rows, batch_size * steps * updates), batch_size, used)
     if min(plan.rows, plan.window_rows) <= plan.microbatch_rows:
-        sizes = batch_size, used.accumulation_steps, used.microbatch_size
-        raise ValueError(_one_microbatch_message(rows, *sizes))
-    plan = plan._replace(data=part_of(data, 0, plan.rows))
-    return plan._replace(updates=-(-plan.rows // plan.window_rows))
+        raise ValueError(_one_microbatch_message(rows, batch_size, steps, size))
+    return plan._replace(data=part_of(data, 0, plan.rows))
 
 
 def _not_compiled_message(model: str) -> str:
