@@ -1,15 +1,13 @@
 """Cases about losses: reductions, masks, weights, logs, and losses of the user's own."""
 
-import dataclasses
 import functools
 import itertools
 
 import keras
-import logged
 import numpy as np
 import reductions
 import zoo
-from case import ALL, TRIED, Case, FallsShort, Warns, sgd
+from case import TRIED, Case, FallsShort, Warns, sgd
 from helpers import dense_data, dense_model
 from keras import layers, ops
 
@@ -154,14 +152,9 @@ CASES |= {
 
 def regularized_sequences():
     l2 = keras.regularizers.L2(0.1)
-    return keras.Sequential(
-        [
-            keras.Input((5, 3)),
-            layers.Masking(),
-            layers.SimpleRNN(4, return_sequences=True, kernel_regularizer=l2),
-            layers.Dense(2, kernel_regularizer=l2, bias_regularizer=l2),
-        ]
-    )
+    recurrent = layers.SimpleRNN(4, return_sequences=True, kernel_regularizer=l2)
+    head = layers.Dense(2, kernel_regularizer=l2, bias_regularizer=l2)
+    return keras.Sequential([keras.Input((5, 3)), layers.Masking(), recurrent, head])
 
 
 CASES |= {
@@ -204,19 +197,23 @@ def by_entry(y_true, y_pred):
     return ops.square(ops.reshape(y_true, (-1,)) - ops.reshape(y_pred, (-1,)))
 
 
-def masked(y_true, y_pred):
-    mask = ops.cast(y_true[:, :1] > 0.8, y_pred.dtype)
+def masked(y_true, y_pred, least=0.8):
+    mask = ops.cast(y_true[:, :1] > least, y_pred.dtype)
     return ops.sum(mask * ops.square(y_true - y_pred)), ops.sum(mask)
 
 
-def masked_mean(y_true, y_pred):
-    above, count = masked(y_true, y_pred)
-    return above / (count + 0.5)
+def masked_mean(of_count, least=0.8):
+    """Return a loss over samples of large targets, divided by a function of their number."""
+
+    def loss(y_true, y_pred):
+        above, count = masked(y_true, y_pred, least)
+        return above / of_count(count)
+
+    return loss
 
 
-def masked_mean_of_one_at_least(y_true, y_pred):
-    above, count = masked(y_true, y_pred)
-    return above / ops.maximum(count, 1.0)
+def at_least(number):
+    return lambda count: ops.maximum(count, number)
 
 
 def contrastive(y_true, y_pred):
@@ -285,54 +282,27 @@ class SumOfMeans(keras.losses.Loss):
         return mean(y_true, y_pred)
 
 
-class WeighsByItself(keras.losses.Loss):
-    """Has a `__call__` of its own, with another reduction than it says."""
+class Calls(keras.losses.MeanSquaredError):
+    """Has a `__call__` of its own: a function of Keras's, and of what it is given."""
+
+    def __init__(self, function, **kwargs):
+        super().__init__(**kwargs)
+        self.function = function
 
     def __call__(self, y_true, y_pred, sample_weight=None):
-        weights = ops.square(y_true[:, 0])
-        return ops.sum(weights * per_sample(y_true, y_pred)) / ops.sum(weights)
+        return self.function(super().__call__, y_true, y_pred, sample_weight)
 
 
-class AddsUpByItself(keras.losses.MeanSquaredError):
-    def __call__(self, y_true, y_pred, sample_weight=None):
-        return total(y_true, y_pred)
+def weighs_by_itself(of_keras, y, z, weights):
+    """With another reduction than it says."""
+    weights = ops.square(y[:, 0])
+    return ops.sum(weights * per_sample(y, z)) / ops.sum(weights)
 
 
-class Tripled(keras.losses.MeanSquaredError):
-    """Overrides `__call__`, and passes on to Keras."""
-
-    def __call__(self, y_true, y_pred, sample_weight=None):
-        return 3 * super().__call__(y_true, y_pred, sample_weight)
-
-
-class RootOfKeras(keras.losses.MeanSquaredError):
-    """Makes something else of Keras's number."""
-
-    def __call__(self, y_true, y_pred, sample_weight=None):
-        return ops.sqrt(super().__call__(y_true, y_pred, sample_weight))
-
-
-class PenalizedOfKeras(keras.losses.MeanSquaredError):
-    """Adds a sum to Keras's mean."""
-
-    def __call__(self, y_true, y_pred, sample_weight=None):
-        number = super().__call__(y_true, y_pred, sample_weight)
-        return number + 0.01 * ops.sum(ops.square(y_pred))
-
-
-class ReadsWeights(keras.losses.Loss):
-    """Reads the sample weights by itself."""
-
-    def __call__(self, y_true, y_pred, sample_weight=None):
-        return ops.sum(per_sample(y_true, y_pred) * sample_weight) / ops.sum(sample_weight)
-
-
-class WeighsByTheLargest(keras.losses.MeanSquaredError):
+def weighs_by_the_largest(of_keras, y, z, weights):
     """Gives sample weights that follow from several samples."""
-
-    def __call__(self, y_true, y_pred, sample_weight=None):
-        weights = ops.abs(y_true[:, 0])
-        return super().__call__(y_true, y_pred, ops.cast(weights / ops.max(weights), y_pred.dtype))
+    weights = ops.abs(y[:, 0])
+    return of_keras(y, z, ops.cast(weights / ops.max(weights), z.dtype))
 
 
 def nothing(y_true, y_pred):
@@ -361,16 +331,6 @@ def full_at_first(rows):
     return x, y
 
 
-def quotient(y_true, y_pred):
-    mask = ops.cast(y_true[:, 0] > 0, y_pred.dtype)
-    return ops.sum(mask * per_sample(y_true, y_pred)) / ops.maximum(ops.sum(mask), 1e-6)
-
-
-def one_at_least(y_true, y_pred):
-    mask = ops.cast(y_true[:, 0] > 0, y_pred.dtype)
-    return ops.sum(mask * per_sample(y_true, y_pred)) / ops.maximum(ops.sum(mask), 1.0)
-
-
 def empty_at_first(rows, number):
     """The first samples count for nothing."""
     x, y = dense_data(rows)
@@ -391,6 +351,10 @@ def mean_of_counted(y_true, y_pred):
 
 def own(loss, learning_rate=0.05, data=dense_data, make=dense_model, **kwargs):
     return Case(make, data, sgd(loss, learning_rate), **kwargs)
+
+
+def calls(function, *args, **kwargs):
+    return own((functools.partial(Calls, function),), *args, **kwargs)
 
 
 EMPTY = {"batches of one": FallsShort("silent", "NaN: a batch that is ignored is 0 / 0 by itself")}
@@ -419,8 +383,8 @@ CASES |= {
     "own loss: two means": own(two_means),
     "own loss: a number per output": own(by_output),
     "own loss: a number per entry": own(by_entry, 0.01),
-    "own loss: masked mean with epsilon": own(masked_mean, 0.02),
-    "own loss: masked mean of one at least": own(masked_mean_of_one_at_least, 0.02),
+    "own loss: masked mean with epsilon": own(masked_mean(lambda count: count + 0.5), 0.02),
+    "own loss: masked mean of one at least": own(masked_mean(at_least(1.0)), 0.02),
     "own loss: of batches of four": own(by_four, samples=24, settings=("windows",)),
     "own loss: a sum of means": own((SumOfMeans,)),
     **{
@@ -428,14 +392,14 @@ CASES |= {
             zoo.masked_recurrent,
             weighted(zoo.masked_data, "positions"),
             sgd(
-                (functools.partial(Tripled, reduction=reduction),),
+                (functools.partial(Calls, lambda k, *given: 3 * k(*given), reduction=reduction),),
                 0.0003 if reduction == "sum" else 0.01,
             ),
         )
         for reduction in reductions.DIFFERENT_REDUCTIONS
     },
-    "own loss: weighs by itself": own((WeighsByItself,)),
-    "own loss: adds up by itself": own((AddsUpByItself,), 0.005),
+    "own loss: weighs by itself": calls(weighs_by_itself),
+    "own loss: adds up by itself": calls(lambda k, y, z, w: total(y, z), 0.005),
     "own loss: of predictions that are alike at first": own(
         shifted, make=zero_at_first, settings=("split", "recomputed")
     ),
@@ -457,17 +421,26 @@ CASES |= {
         )
         for axis in (0, 1)
     },
-    "own loss: a root of Keras's number": own((RootOfKeras,), expects={"across": Warns(COMPARES)}),
-    "own loss: a sum beside Keras's number": own(
-        (PenalizedOfKeras,), expects={"across": Warns(COMPARES)}
+    "own loss: a root of Keras's number": calls(
+        lambda k, *given: ops.sqrt(k(*given)), expects={"across": Warns(COMPARES)}
     ),
-    "own loss: weighs by the largest": own(
-        (WeighsByTheLargest,), expects={"across": Warns(COMPARES)}
+    "own loss: a sum beside Keras's number": calls(
+        lambda k, y, z, w: k(y, z, w) + 0.01 * ops.sum(ops.square(z)),
+        expects={"across": Warns(COMPARES)},
+    ),
+    "own loss: weighs by the largest": calls(
+        weighs_by_the_largest, expects={"across": Warns(COMPARES)}
     ),
     "own loss: nothing": own(nothing, make=zoo.regularized, backends=("tensorflow", "jax")),
-    "own loss: reads sample weights": own((ReadsWeights,), data=with_weights),
-    "own loss: masked later": own(quotient, data=full_at_first),
-    "own loss: masked later, one at least": own(one_at_least, data=full_at_first),
+    "own loss: reads sample weights": calls(
+        lambda k, y, z, w: ops.sum(per_sample(y, z) * w) / ops.sum(w), data=with_weights
+    ),
+    **{
+        f"own loss: masked later, at least {least}": own(
+            masked_mean(at_least(least), 0.0), data=full_at_first
+        )
+        for least in (1e-6, 1.0)
+    },
     **{
         f"own loss: {loss.__name__}, {number} empty": own(
             loss,
@@ -494,51 +467,44 @@ CASES |= {
 }
 
 
-class MeanOfSome(keras.Sequential):
-    """Its loss is a mean over the samples that its targets mark; only it knows."""
+def computing(function, weight_of=None):
+    """Return a class of models whose `compute_loss` is a function of Keras's, targets and outputs.
 
-    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        valid = ops.cast(y[:, :1] > 0, y_pred.dtype)
-        return ops.sum(ops.square(y_pred - y) * valid) / ops.sum(valid)
+    Args:
+        weight_of: what the weight of a microbatch is, by its targets, where it has a rule.
+    """
 
+    class OwnLoss(keras.Sequential):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            return function(functools.partial(super().compute_loss, x, y, y_pred), y, y_pred)
 
-class MeanOfSomeWithRule(MeanOfSome):
-    def microbatch_weight(self, x, y=None, sample_weight=None):
-        return ops.sum(ops.cast(y[:, 0] > 0, "float32"))
-
-
-class SumOfOwn(keras.Sequential):
-    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        return 0.1 * total(y, y_pred)
+    if weight_of is not None:
+        OwnLoss.microbatch_weight = lambda self, x, y=None, sample_weight=None: weight_of(y)
+    return OwnLoss
 
 
-class SumWithRule(keras.Sequential):
-    """Sums a loss of its own over samples, and has a regularizer."""
-
-    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        return super().compute_loss(x, y, y_pred) + ops.sum(ops.square(y_pred - y))
-
-    def microbatch_weight(self, x, y=None, sample_weight=None):
-        return "sum"
+def mean_of_some(of_keras, y, z):
+    """A mean over the samples that its targets mark; only it knows."""
+    above, count = masked(y, z, 0.0)
+    return above / count
 
 
-class ComparesPredictions(keras.Sequential):
-    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        distances = ops.sum(ops.square(y_pred[:, None] - y_pred[None]), axis=-1)
-        return mean(y, y_pred) + 0.01 * ops.max(distances)
+def number_of_positive(y):
+    return ops.sum(ops.cast(y[:, 0] > 0, "float32"))
+
+
+def compares_predictions(of_keras, y, z):
+    return mean(y, z) + 0.01 * ops.max(ops.sum(ops.square(z[:, None] - z[None]), axis=-1))
+
+
+def weighs_by_target(of_keras, y, z):
+    """Makes sample weights of its own and leaves the rest to Keras."""
+    return of_keras(ops.cast(ops.not_equal(y[..., :1], 0.0), z.dtype))
 
 
 class OwnMetrics(keras.Sequential):
     def compute_metrics(self, x, y, y_pred, sample_weight=None):
         return {**super().compute_metrics(x, y, y_pred, sample_weight), "most": ops.max(y_pred)}
-
-
-class WeighsByTarget(keras.Sequential):
-    """Makes sample weights of its own and leaves the rest to Keras."""
-
-    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        valid = ops.cast(ops.not_equal(y[..., :1], 0.0), y_pred.dtype)
-        return super().compute_loss(x, y, y_pred, valid)
 
 
 def with_a_compute_loss_of_the_instance():
@@ -570,20 +536,24 @@ def some_zeros(rows):
 
 CASES |= {
     "own compute_loss: with a rule": Case(
-        of_class(MeanOfSomeWithRule), some_positive, sgd(None, 0.02)
+        of_class(computing(mean_of_some, number_of_positive)),
+        some_positive,
+        sgd(None, 0.02),
     ),
     "own compute_loss: a sum by rule": Case(
-        lambda: SumWithRule([keras.Input((4,)), layers.Dense(2, kernel_regularizer="l2")]),
+        lambda: computing(lambda of_keras, y, z: of_keras() + total(y, z), lambda y: "sum")(
+            [keras.Input((4,)), layers.Dense(2, kernel_regularizer="l2")]
+        ),
         dense_data,
         sgd(None, 0.001),
     ),
     "own compute_loss: sample weights of its own": Case(
-        lambda: WeighsByTarget(reductions.sequence_model().layers),
+        lambda: computing(weighs_by_target)(reductions.sequence_model().layers),
         some_zeros,
         reductions.compile_with("mean_with_sample_weight"),
     ),
     "own compute_loss: compares samples": Case(
-        of_class(ComparesPredictions),
+        of_class(computing(compares_predictions)),
         dense_data,
         sgd(None, 0.02, metrics=["mae"]),
         settings=("split", "recomputed", "microbatches of one"),
@@ -595,31 +565,19 @@ CASES |= {
         samples=FULL,
         settings=("recomputed",),
     ),
-    "own compute_loss: a sum": Case(of_class(SumOfOwn), dense_data, sgd(None, 0.02)),
+    "own compute_loss: a sum": Case(
+        of_class(computing(lambda of_keras, y, z: 0.1 * total(y, z))), dense_data, sgd(None, 0.02)
+    ),
     "own compute_loss: of the instance": Case(
         with_a_compute_loss_of_the_instance, dense_data, sgd(None, 0.005)
     ),
-    "own compute_loss: mean of some": Case(of_class(MeanOfSome), dense_data, sgd(None, 0.02)),
+    "own compute_loss: mean of some": Case(
+        of_class(computing(mean_of_some)), dense_data, sgd(None, 0.02)
+    ),
 }
 
 
-# Logs: metrics of masks, weights, several outputs, layers and the user's own.
-
-CASES |= {
-    f"logs: {name}": Case(
-        make,
-        lambda rows, data=data: data(),
-        lambda given=given: {"optimizer": keras.optimizers.SGD(0.01), **given()},
-    )
-    for name, (make, data, given) in logged.CASES.items()
-}
-
-# Calls that write to metrics are not split; Keras's own step on JAX does not take them.
-CASES["logs: layer"] = dataclasses.replace(
-    CASES["logs: layer"],
-    backends=("tensorflow", "torch"),
-    expects={"recomputed": Warns("cannot be split", ALL)},
-)
+# Logs: metrics of masks, weights and several outputs.
 
 CASES |= {
     "logs: metrics of two outputs": Case(

@@ -7,38 +7,26 @@ import itertools
 import keras
 import numpy as np
 import zoo
-from case import ALL, TRIED, Case, Refused, Warns, sgd
+from case import ALL, MSE, TRIED, Case, Refused, Warns, sgd
 from helpers import dense_data, dense_model
 from keras import layers, ops
 
 CASES = {name: Case(*pair) for name, pair in zoo.ZOO.items()}
-CASES["regularized"] = Case(*zoo.ZOO["regularized"])
 
 
 # Recurrent models, attention and other layers.
 
 
 def recurrent(layer, **kwargs):
-    return keras.Sequential(
-        [
-            keras.Input((5, 3)),
-            layers.Masking(),
-            layer(4, return_sequences=True, **kwargs),
-            layers.Dense(2),
-        ]
-    )
+    parts = layers.Masking(), layer(4, return_sequences=True, **kwargs), layers.Dense(2)
+    return keras.Sequential([keras.Input((5, 3)), *parts])
 
 
 def stateful(rows, *parts):
     """Return a model whose state is of `rows` samples."""
-    return keras.Sequential(
-        [
-            keras.Input((5, 3), batch_size=rows),
-            *(part() for part in parts),
-            layers.SimpleRNN(4, stateful=True, return_sequences=True),
-            layers.Dense(2),
-        ]
-    )
+    cell = layers.SimpleRNN(4, stateful=True, return_sequences=True)
+    inputs = keras.Input((5, 3), batch_size=rows)
+    return keras.Sequential([inputs, *(part() for part in parts), cell, layers.Dense(2)])
 
 
 def sequences(rows):
@@ -66,6 +54,13 @@ def token_loss():
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
+# What is said of a layer that combines samples: nothing is inexact within a batch.
+WHOLE = Warns("cannot be split into", ALL)
+COMBINES = {"across": Warns(TRIED), "within": WHOLE}
+CLIPS = {"across": Warns(TRIED), "within": Warns("custom gradient that combines samples", ALL)}
+IN_ONE_BATCH = {"settings": ("split", "recomputed"), "expects": {"within": WHOLE}}
+
+
 class Branches(layers.Layer):
     """Normalizes in one of two branches."""
 
@@ -90,35 +85,22 @@ def normalized(**kwargs):
 
 
 CASES |= {
-    "gru": Case(functools.partial(recurrent, layers.GRU), zoo.masked_data),
     "lstm": Case(functools.partial(recurrent, layers.LSTM), zoo.masked_data),
-    "unrolled lstm": Case(
-        functools.partial(recurrent, layers.LSTM, unroll=True),
-        zoo.masked_data,
-    ),
+    "unrolled lstm": Case(functools.partial(recurrent, layers.LSTM, unroll=True), zoo.masked_data),
     "bidirectional": Case(
         lambda: keras.Sequential(
-            [
-                keras.Input((5, 3)),
-                layers.Bidirectional(layers.GRU(3)),
-                layers.Dense(2),
-            ]
+            [keras.Input((5, 3)), layers.Bidirectional(layers.GRU(3)), layers.Dense(2)]
         ),
         lambda rows: (zoo.masked_data(rows)[0], dense_data(rows)[1]),
     ),
     "stateful recurrent": Case(
-        functools.partial(stateful, 12),
-        sequences,
-        samples=36,
-        settings=("split", "recomputed"),
-        expects={"within": Warns("cannot be split into", ALL)},
+        functools.partial(stateful, 12), sequences, samples=36, **IN_ONE_BATCH
     ),
     "stateful masked recurrent": Case(
         functools.partial(stateful, 12, layers.Masking),
         zoo.masked_data,
         samples=36,
-        settings=("split", "recomputed"),
-        expects={"within": Warns("cannot be split into", ALL)},
+        **IN_ONE_BATCH,
     ),
     "language model": Case(language_model, tokens, sgd((token_loss,))),
     "frozen batch normalization": Case(functools.partial(normalized, trainable=False), dense_data),
@@ -195,8 +177,6 @@ class Nested(keras.Model):
         hidden = self.first(ops.concatenate([one, other["b"], other["a"]], axis=-1))
         return (self.head(hidden + inputs["x"]), [hidden])
 
-
-class OwnLossOfNested(Nested):
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
         found, (hidden,) = y_pred
         return ops.mean(ops.square(y - found)) + 0.1 * ops.mean(ops.square(hidden))
@@ -230,11 +210,14 @@ class CallsOrdered(keras.Model):
         self.ordered, self.head = Ordered(), layers.Dense(2)
 
     def call(self, x):
-        first, _, (second, same) = self.ordered(self.parts(x)).values()
+        parts = {"b": x[:, :3], "m": None, "a": (x[:, 3:], x)}
+        first, _, (second, same) = self.ordered(parts).values()
         return self.head(ops.tanh(first) * second + same)
 
-    def parts(self, x):
-        return {"b": x[:, :3], "m": None, "a": (x[:, 3:], x)}
+
+def two_inputs():
+    inputs = [keras.Input((2,)), keras.Input((2,))]
+    return keras.Model(inputs, layers.Dense(2)(layers.Subtract()(inputs)))
 
 
 CASES |= {
@@ -247,18 +230,15 @@ CASES |= {
         samples=24,  # of ragged batches, Keras on TensorFlow counts one sample each
     ),
     "dicts in a loss": Case(OwnLossOfTwoTowers, towers_data, sgd(None, 0.02)),
-    "nested": Case(OwnLossOfNested, nested_data, sgd(None)),
+    "nested": Case(Nested, nested_data, sgd(None)),
     "a list with an output without a loss": Case(
         zoo.two_outputs,
         lambda rows: (dense_data(rows)[0], [dense_data(rows)[1], None]),
         sgd(["mse", None]),
     ),
     "a list of inputs": Case(
-        lambda: two_inputs([keras.Input((2,)), keras.Input((2,))]),
-        lambda rows: (
-            [dense_data(rows)[0][:, 2:], dense_data(rows)[0][:, :2]],
-            dense_data(rows)[1],
-        ),
+        two_inputs,
+        lambda rows: (np.split(dense_data(rows)[0], 2, axis=1)[::-1], dense_data(rows)[1]),
     ),
     "sample weights by output": Case(
         functional_towers,
@@ -285,7 +265,7 @@ CASES |= {
         settings=("split",),
     ),
     "no targets": Case(
-        lambda: keras.Sequential([dense_model(), AddsMean()]),
+        lambda: keras.Sequential([dense_model(), Adds(mean_of_squares)]),
         lambda rows: dense_data(rows)[:1],
         sgd(None),
     ),
@@ -301,30 +281,37 @@ CASES |= {
 }
 
 
-def two_inputs(inputs):
-    return keras.Model(inputs, layers.Dense(2)(layers.Subtract()(inputs)))
-
-
 # Layers that add losses, or combine samples.
 
 
-class AddsMean(layers.Layer):
+class Adds(layers.Layer):
+    """Adds losses that are functions of its inputs."""
+
+    def __init__(self, *functions):
+        super().__init__()
+        self.functions = functions
+
     def call(self, x):
-        self.add_loss(0.1 * ops.mean(ops.square(x)))
+        for function in self.functions:
+            self.add_loss(function(x))
         return x
 
 
-class AddsSum(layers.Layer):
-    def call(self, x):
-        self.add_loss(0.01 * ops.sum(ops.square(x)))
-        return x
+def mean_of_squares(x):
+    return 0.1 * ops.mean(ops.square(x))
 
 
-class AddsBoth(layers.Layer):
-    def call(self, x):
-        self.add_loss(0.02 * ops.mean(ops.square(x)))
-        self.add_loss(0.01 * ops.sum(ops.abs(x)))
-        return x
+def sum_of_squares(x):
+    return 0.01 * ops.sum(ops.square(x))
+
+
+def zero(x):
+    """Has a gradient that is not zero."""
+    return mean_of_squares(x) - ops.stop_gradient(mean_of_squares(x))
+
+
+def of_each_sample(x):
+    return 0.01 * ops.mean(ops.square(x), axis=-1)
 
 
 class Stores(layers.Layer):
@@ -337,21 +324,6 @@ class Stores(layers.Layer):
     def call(self, x):
         self.kept = self.inner(x)
         return self.kept
-
-
-class AddsZero(layers.Layer):
-    """Adds a loss that is zero, and whose gradient is not."""
-
-    def call(self, x):
-        loss = 0.05 * ops.mean(ops.square(x))
-        self.add_loss(loss - ops.stop_gradient(loss))
-        return x
-
-
-class AddsPerSample(layers.Layer):
-    def call(self, x):
-        self.add_loss(0.01 * ops.mean(ops.square(x), axis=-1))
-        return x
 
 
 class AddsPenalty(layers.Layer):
@@ -375,23 +347,44 @@ class Centers(layers.Layer):
         return x - self.factor * ops.mean(x, axis=0, keepdims=True)
 
 
-def clips_gradients(x):
-    """Divides the gradients of samples by their norm."""
+def with_gradient(rule):
+    """Return an activation whose gradient is a function of that behind it, and of its values."""
 
-    @ops.custom_gradient
-    def same(x):
-        def gradient(*given, upstream=None):
-            upstream = given[0] if upstream is None else upstream
-            return upstream / (1.0 + 9.0 * ops.sqrt(ops.sum(ops.square(upstream))))
+    def activation(x):
+        @ops.custom_gradient
+        def same(x):
+            def gradient(*given, upstream=None):
+                return rule(given[0] if upstream is None else upstream, x)
 
-        return x, gradient
+            return x, gradient
 
-    return same(ops.tanh(x))
+        return same(ops.tanh(x))
+
+    return activation
 
 
-class ClipsGradients(layers.Layer):
+class HasGradient(layers.Layer):
+    """Has a gradient of its own."""
+
+    def __init__(self, rule):
+        super().__init__()
+        self.function = with_gradient(rule)
+
     def call(self, x):
-        return clips_gradients(x)
+        return self.function(x)
+
+
+def clipped_by_norm(gradient, x):
+    """Divide the gradients of samples by their norm."""
+    return gradient / (1.0 + 9.0 * ops.sqrt(ops.sum(ops.square(gradient))))
+
+
+# Of each alone.
+OF_EACH = {
+    "clamps": lambda g, x: ops.clip(g, -0.02, 0.01),
+    "reverses": lambda g, x: -0.3 * g,
+    "passes on some": lambda g, x: g * ops.cast(ops.abs(x) < 0.5, g.dtype),
+}
 
 
 def of_functions(*functions):
@@ -446,6 +439,18 @@ def hidden(parts, base=keras.Sequential):
     return lambda: base([keras.Input((4,)), layers.Dense(5, activation="tanh"), *parts()])
 
 
+def behind_zeros(what, *base, compile_args=MSE):
+    """Return cases of what combines samples behind weights that are zero at first."""
+    expects = {**COMBINES, "within": Warns("cannot be split.*Training is exact", ALL)}
+    settings = "windows", "split"
+    return {
+        f"{what} behind {name} of zeros": Case(
+            hidden(parts, *base), dense_data, compile_args, expects=expects, settings=settings
+        )
+        for name, parts in HIDDEN.items()
+    }
+
+
 class KeepsAverage(layers.Dense):
     """Keeps an average of its inputs, as codes of a VQ-VAE, by which it scales them."""
 
@@ -476,7 +481,8 @@ class Annealed(layers.Layer):
 
 class Anneals(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch, logs=None):
-        self.model.get_layer("annealed").factor.assign(0.02 * epoch)
+        model = getattr(self.model, "net", self.model)
+        model.get_layer("annealed").factor.assign(0.02 * epoch)
 
 
 def annealed(function, base=keras.Sequential, **kwargs):
@@ -485,12 +491,6 @@ def annealed(function, base=keras.Sequential, **kwargs):
         return base([keras.Input((4,)), *hidden])
 
     return Case(make, dense_data, fit={"callbacks": [Anneals()], "epochs": 3}, **kwargs)
-
-
-class AddsRoot(layers.Layer):
-    def call(self, x):
-        self.add_loss(ops.sqrt(ops.sum(ops.square(x))))
-        return x
 
 
 class Draws(layers.Layer):
@@ -521,96 +521,89 @@ def followed_by(*parts):
     return lambda: keras.Sequential([dense_model(), *(part() for part in parts), layers.Dense(2)])
 
 
+def adding(*functions, **kwargs):
+    return Case(followed_by(functools.partial(Adds, *functions)), dense_data, **kwargs)
+
+
+UNLIKE = {"across": Warns("terms|average over|add_loss")}
 CASES |= {
-    "a layer that adds a mean": Case(followed_by(AddsMean), dense_data),
-    "a layer that adds a sum": Case(
-        followed_by(AddsSum),
-        dense_data,
-        sgd((lambda: keras.losses.MeanSquaredError("sum"),), 0.005),
+    "a layer that adds a mean": adding(mean_of_squares),
+    "a layer that adds a sum": adding(
+        sum_of_squares, compile=sgd((lambda: keras.losses.MeanSquaredError("sum"),), 0.005)
     ),
-    "a layer that adds a mean and a sum": Case(
-        followed_by(AddsBoth), dense_data, expects={"across": Warns("terms|average over|add_loss")}
+    "a layer that adds a mean and a sum": adding(
+        lambda x: 0.2 * mean_of_squares(x), lambda x: 0.01 * ops.sum(ops.abs(x)), expects=UNLIKE
+    ),
+    "a layer that adds a zero with a gradient": adding(
+        zero, expects={"recomputed": Warns("zero when it was tried", ALL)}
+    ),
+    "a layer that adds a value per sample": adding(of_each_sample, expects=UNLIKE),
+    "a layer that adds a value per sample, in full windows": adding(
+        of_each_sample,
+        samples=24,
+        settings=("windows",),
+        expects={"windows": Warns("The terms of", ALL)},
+    ),
+    "a layer that adds all the loss per sample": dataclasses.replace(
+        adding(of_each_sample, compile=sgd(None)), data=lambda rows: dense_data(rows)[:1]
+    ),
+    "a layer that adds a penalty": Case(followed_by(AddsPenalty), dense_data),
+    "a layer that adds a sum later": annealed(ops.sum, settings=("split",)),
+    "a layer that adds a root later": annealed(
+        ops.sqrt,
+        expects={**COMBINES, "within": Warns("neither a mean nor a sum over samples", ALL)},
+        settings=("windows", "split"),
+    ),
+    "a layer that adds a root": adding(
+        lambda x: ops.sqrt(ops.sum(ops.square(x))),
+        expects={
+            "across": Warns(f"add_loss|cannot be split into|only if the loss|{TRIED}"),
+            "within": Warns("neither a mean nor a sum", ALL),
+        },
     ),
     "a layer that stores a tensor": Case(
         followed_by(Stores),
         dense_data,
         expects={"recomputed": Warns("stores a tensor in its attribute `kept`", ALL)},
     ),
-    "a layer that adds a zero with a gradient": Case(
-        followed_by(AddsZero),
-        dense_data,
-        expects={"recomputed": Warns("zero when it was tried", ALL)},
-    ),
-    "a layer that adds a value per sample": Case(
-        followed_by(AddsPerSample),
-        dense_data,
-        expects={"across": Warns("terms|average over|add_loss")},
-    ),
-    "a layer that adds a value per sample, in full windows": Case(
-        followed_by(AddsPerSample),
-        dense_data,
-        samples=24,
-        settings=("windows",),
-        expects={"windows": Warns("The terms of", ALL)},
-    ),
-    "a layer that adds all the loss per sample": Case(
-        followed_by(AddsPerSample), lambda rows: dense_data(rows)[:1], sgd(None)
-    ),
-    "a layer that adds a penalty": Case(followed_by(AddsPenalty), dense_data),
     "a layer that combines samples": Case(
         followed_by(Centers),
         dense_data,
         expects={
+            **COMBINES,
             "across": Warns(f"only if the (model|loss)|cannot be split into|{TRIED}"),
-            "within": Warns("cannot be split into", ALL),
         },
     ),
     "a layer that clips gradients of samples together": Case(
-        followed_by(ClipsGradients),
-        dense_data,
-        expects={
-            "across": Warns(TRIED),
-            "within": Warns("custom gradient that combines samples", ALL),
-        },
+        followed_by(functools.partial(HasGradient, clipped_by_norm)), dense_data, expects=CLIPS
     ),
     "an activation that combines samples": Case(
         of_functions(lambda x: ops.tanh(x) - 0.5 * ops.mean(x, 0)),
         dense_data,
-        expects={"across": Warns(TRIED), "within": Warns("cannot be split into", ALL)},
+        expects={**COMBINES, "both": Warns(f"{TRIED}|cannot be split into")},
     ),
     "an activation that clips gradients of samples together": Case(
-        of_functions(clips_gradients),
-        dense_data,
-        expects={
-            "across": Warns(TRIED),
-            "within": Warns("custom gradient that combines samples", ALL),
-        },
+        of_functions(with_gradient(clipped_by_norm)), dense_data, expects=CLIPS
     ),
+    **{
+        f"a layer that {what} gradients": Case(
+            followed_by(functools.partial(HasGradient, rule)),
+            dense_data,
+            expects={"across": Warns(TRIED)} if what == "clamps" else {},
+            settings=("windows", "split"),
+        )
+        for what, rule in OF_EACH.items()
+    },
     "activations of the user's": Case(of_functions(lambda x: x * ops.tanh(x), ops.sin), dense_data),
     "a layer that combines samples, which are alike at first": Case(
-        looking,
-        alike_at_first,
-        expects={"within": Warns("cannot be split into", ALL)},
-        settings=("split", "recomputed"),
+        looking, alike_at_first, **IN_ONE_BATCH
     ),
     "a layer that combines values, which are alike at first": Case(
         lambda: keras.Sequential([keras.Input((4,)), Centers(), dense_model()]),
         values_alike_at_first,
-        expects={"within": Warns("cannot be split into", ALL)},
-        settings=("split", "recomputed"),
+        **IN_ONE_BATCH,
     ),
-    **{
-        f"a layer that combines samples behind {name} of zeros": Case(
-            hidden(parts),
-            dense_data,
-            expects={
-                "across": Warns(TRIED),
-                "within": Warns("cannot be split.*Training is exact", ALL),
-            },
-            settings=("windows", "split"),
-        )
-        for name, parts in HIDDEN.items()
-    },
+    **behind_zeros("a layer that combines samples"),
     **{
         f"a layer that {what}": Case(
             lambda first=first: keras.Sequential([keras.Input((4,)), first(), layers.Dense(2)]),
@@ -625,27 +618,8 @@ CASES |= {
             "keeps an average": lambda: KeepsAverage(5, "tanh"),
         }.items()
     },
-    "a layer that adds a sum later": annealed(ops.sum, settings=("split",)),
-    "a layer that adds a root later": annealed(
-        ops.sqrt,
-        expects={
-            "across": Warns(TRIED),
-            "within": Warns("a loss that is neither a mean nor a sum over samples", ALL),
-        },
-        settings=("windows", "split"),
-    ),
-    "a layer that adds a root": Case(
-        followed_by(AddsRoot),
-        dense_data,
-        expects={
-            "across": Warns(f"add_loss|cannot be split into|only if the loss|{TRIED}"),
-            "within": Warns("neither a mean nor a sum", ALL),
-        },
-    ),
     "a layer that draws": Case(
-        followed_by(Draws),
-        dense_data,
-        compares=tuple(name for name in ALL if name != "seeds"),
+        followed_by(Draws), dense_data, compares=tuple(name for name in ALL if name != "seeds")
     ),
     "a mixture of layers": Case(followed_by(Heads), dense_data),
 }
@@ -714,13 +688,10 @@ class Shrink(keras.constraints.Constraint):
 
 
 def constrained():
-    return keras.Sequential(
-        [
-            keras.Input((4,)),
-            layers.Dense(6, activation="tanh", kernel_constraint=Shrink()),
-            layers.Dense(2, kernel_constraint=Shrink()),
-        ]
+    hidden, head = (
+        functools.partial(layers.Dense, units, kernel_constraint=Shrink()) for units in (6, 2)
     )
+    return keras.Sequential([keras.Input((4,)), hidden(activation="tanh"), head()])
 
 
 def compiled_with(make):
@@ -811,14 +782,13 @@ HALF = {
         tokens_with_calls_inside,
         tokens,
         sgd((token_loss,)),
-        settings=("split", "recomputed"),
-        expects={"within": Warns("cannot be split into", ALL)},
+        **IN_ONE_BATCH,
     ),
     "calls inside of a model": Case(
         with_calls_inside,
         dense_data,
         settings=("split", "recomputed", "microbatches of one"),
-        expects={"within": Warns("cannot be split into", ALL)},
+        expects={"within": WHOLE},
     ),
 }
 

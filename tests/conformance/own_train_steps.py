@@ -1,4 +1,11 @@
-"""Cases about a `train_step` of the user's own, written as the guides of each backend have it."""
+"""Cases about a `train_step` of the user's own, as scripts of each backend and papers have them.
+
+A step takes gradients by `gradients`, and applies them by `update`; what these do is what scripts
+of each backend write. Random numbers are in the data, so that all trainings have the same.
+
+No weight has a gradient that is zero in exact arithmetic, such as a bias in front of a mean that is
+subtracted: Adam makes full steps of its rounding.
+"""
 
 import dataclasses
 import functools
@@ -6,127 +13,193 @@ import functools
 import keras
 import losses
 import models
+import numpy as np
 from case import ALL, BACKEND, TRIED, Case, FallsShort, Refused, Warns, sgd
 from helpers import dense_data, dense_model
 from keras import layers, ops
 
 from ga_model import AccumulatingModel
 
+
+class RunsStep(keras.Model):
+    """Runs `step` as its `train_step`.
+
+    Scripts of each backend have by their own means what is below: `gradients` returns a loss, and
+    its gradients with respect to variables, `update` applies them, by the model's own optimizer if
+    none is given, and `slopes` returns the gradient of a function of each sample by its input.
+    """
+
+    def train_step(self, data):
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        return self.step(x, y)
+
+
 if BACKEND == "tensorflow":
     import tensorflow as tf
 
-    class Step(keras.Sequential):
-        def train_step(self, data):
-            x, y = data
+    class Differentiates(RunsStep):
+        def gradients(self, loss_of, variables):
             with tf.GradientTape() as tape:
-                y_pred = self(x, training=True)
-                loss = self.objective(x, y, y_pred)
+                loss = loss_of()
                 scaled = self.optimizer.scale_loss(loss)
-            gradients = tape.gradient(scaled, self.trainable_variables)
-            self.optimizer.apply(self.changed(gradients), self.trainable_variables)
-            self.after_update()
-            return self.logged(y, y_pred, loss)
+            return loss, tape.gradient(scaled, variables)
 
-    class OfScores(keras.Sequential):
-        """Has a loss of its scores, and of their derivatives with respect to its input."""
+        def update(self, gradients, variables, optimizer=None):
+            (optimizer or self.optimizer).apply(gradients, variables)
 
-        def train_step(self, data):
-            x = tf.cast(data[0], self.compute_dtype)
+        def slopes(self, function, x):
             with tf.GradientTape() as tape:
-                loss = self.loss_of(x)
-            gradients = tape.gradient(loss, self.trainable_variables)
-            self.optimizer.apply(gradients, self.trainable_variables)
-            return {"own": loss}
-
-    class Critic(OfScores):
-        """Has a penalty on the gradient."""
-
-        def loss_of(self, x):
-            with tf.GradientTape() as inner:
-                inner.watch(x)
-                score = self(x, training=True)
-            slope = tf.norm(inner.gradient(score, x), axis=1)
-            return tf.reduce_mean(score) + tf.reduce_mean(tf.square(slope - 1.0))
-
-    class ForwardMode(OfScores):
-        """Takes the derivative along a direction."""
-
-        def loss_of(self, x):
-            with tf.autodiff.ForwardAccumulator(x, tf.ones_like(x)) as forward:
-                score = self(x, training=True)
-            slope = forward.jvp(score)
-            return tf.reduce_mean(tf.square(score)) + tf.reduce_mean(tf.square(slope - 1.0))
+                tape.watch(x)
+                value = function(x)
+            return tape.gradient(value, x)
 
 elif BACKEND == "torch":
     import torch
 
-    class Step(keras.Sequential):
-        def train_step(self, data):
-            x, y = data
+    class Differentiates(RunsStep):
+        def gradients(self, loss_of, variables):
             self.zero_grad()
-            y_pred = self(x, training=True)
-            loss = self.objective(x, y, y_pred)
+            loss = loss_of()
             self.optimizer.scale_loss(loss).backward()
+            return loss.detach(), [v.value.grad for v in variables]
+
+        def update(self, gradients, variables, optimizer=None):
             with torch.no_grad():
-                gradients = [variable.value.grad for variable in self.trainable_variables]
-                self.optimizer.apply(self.changed(gradients), self.trainable_variables)
-            self.after_update()
-            return self.logged(y, y_pred, loss.detach())
+                (optimizer or self.optimizer).apply(gradients, variables)
+
+        def slopes(self, function, x):
+            x = x.detach().requires_grad_() if x.is_leaf else x
+            return torch.autograd.grad(function(x).sum(), x, create_graph=True)[0]
 
 else:
     import jax
 
-    class Step(keras.Sequential):
-        def loss_of(self, trainable, non_trainable, optimizer, x, y):
-            mapping = list(zip(self.trainable_variables, trainable))
-            mapping += zip(self.optimizer.variables, optimizer)  # which may scale the loss
-            y_pred, non_trainable = self.stateless_call(trainable, non_trainable, x, training=True)
-            with keras.StatelessScope(mapping):
-                loss = self.objective(x, y, y_pred)
-                return self.optimizer.scale_loss(loss), (loss, y_pred, non_trainable)
+    class Differentiates(RunsStep):
+        def train_step(self, state, data):
+            owners = self.trainable_variables, self.non_trainable_variables
+            groups = [*owners, self.optimizer.variables, self.metrics_variables]
+            mapping = [pair for group, values in zip(groups, state) for pair in zip(group, values)]
+            with keras.StatelessScope(mapping) as scope:
+                logs = super().train_step(data)
+            return logs, tuple([scope.get_current_value(v) for v in group] for group in groups)
+
+        def gradients(self, loss_of, variables):
+            every = [*self.trainable_variables, *self.non_trainable_variables]
+            others = [v for v in every if not any(v is variable for variable in variables)]
+
+            def run(values, other_values):
+                mapping = [*zip(variables, values), *zip(others, other_values)]
+                read = *self.optimizer.variables, *self.metrics_variables
+                mapping += [(v, v.value) for v in read]
+                with keras.StatelessScope(mapping) as scope:
+                    loss = loss_of()
+                    scaled = self.optimizer.scale_loss(loss)
+                return scaled, (loss, [scope.get_current_value(v) for v in others])
+
+            values = [[v.value for v in group] for group in (variables, others)]
+            (_, (loss, found)), gradients = jax.value_and_grad(run, has_aux=True)(*values)
+            for variable, value in zip(others, found):
+                variable.assign(value)
+            return loss, gradients
+
+        def update(self, gradients, variables, optimizer=None):
+            of_optimizer = self.optimizer.variables
+            values = [[v.value for v in group] for group in (of_optimizer, variables)]
+            new, state = self.optimizer.stateless_apply(values[0], gradients, values[1])
+            for variable, value in zip([*variables, *of_optimizer], [*new, *state]):
+                variable.assign(value)
+
+        def slopes(self, function, x):
+            return jax.grad(lambda x: ops.sum(function(x)))(x)
+
+    class AsInTheGuide(keras.Sequential):
+        """Keeps no state but that in the arguments of functions, as the guide of JAX has it."""
+
+        objective = staticmethod(losses.mean)
+
+        def loss_of(self, trainable, non_trainable, x, y):
+            z, non_trainable = self.stateless_call(trainable, non_trainable, x, training=True)
+            return self.objective(y, z), non_trainable
 
         def train_step(self, state, data):
             trainable, non_trainable, optimizer, metrics = state
             gradient = jax.value_and_grad(self.loss_of, has_aux=True)
-            (_, found), gradients = gradient(trainable, non_trainable, optimizer, *data[:2])
-            loss, y_pred, non_trainable = found
-            gradients = self.changed(gradients)
+            (loss, non_trainable), gradients = gradient(trainable, non_trainable, *data[:2])
             trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
-            optimizer = self.after_update(optimizer)
-            with keras.StatelessScope(list(zip(self.metrics_variables, metrics))) as scope:
-                logs = self.logged(data[1], y_pred, loss)
-            metrics = [scope.get_current_value(variable) for variable in self.metrics_variables]
-            return logs, (trainable, non_trainable, optimizer, metrics)
+            return {"own": loss}, (trainable, non_trainable, optimizer, metrics)
+
+    class RootAsInTheGuide(AsInTheGuide):
+        objective = staticmethod(losses.root)
 
 
-class OwnStep(Step):
-    """Trains by an objective: a function from x, y and predictions to a loss."""
+def mlp(features, outputs, use_bias=True, **kwargs):
+    parts = [layers.Dense(8, activation="tanh"), layers.Dense(outputs, use_bias=use_bias)]
+    return keras.Sequential([keras.Input((features,)), *parts], **kwargs)
 
-    def __init__(self, objective, parts):
-        super().__init__(parts)
-        self.function = objective
 
-    def objective(self, x, y, y_pred):
-        return self.function(y, y_pred)
+class OwnStep(Differentiates):
+    """Trains its parts by `loss_of` (x, y), the mean of squares, with one update.
+
+    It logs the loss as its own, as Keras takes a log of `loss` from its metric.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.make()
+        self.built = True
+
+    def make(self):
+        self.net = mlp(4, 2)
+
+    def call(self, x):
+        return self.net(x)
+
+    def loss_of(self, x, y):
+        return ops.mean(ops.square(self.net(x) - y))
+
+    def step(self, x, y):
+        variables = self.trainable_variables
+        loss, gradients = self.gradients(lambda: self.loss_of(x, y), variables)
+        self.update(self.changed(gradients), variables)
+        self.after_update(x, y)
+        return {"own": loss}
 
     def changed(self, gradients):
         """Return the gradients that are applied."""
         return gradients
 
-    def after_update(self, values=None):
-        """Change the optimizer, or on JAX its values, behind its update."""
-        return values
-
-    def logged(self, y, y_pred, loss):
-        """Return the logs."""
-        return {"own": loss}
+    def after_update(self, x, y):
+        """Move what the update leaves."""
 
 
-class Tracks(OwnStep):
+def normal(rows, *shape, seed=3):
+    generator = np.random.default_rng(seed)
+    return generator.normal(size=(rows, *shape)).astype(keras.config.floatx())
+
+
+def normalized(x, axis=-1):
+    return x / ops.sqrt(ops.sum(ops.square(x), axis=axis, keepdims=True))
+
+
+class OfObjective(OwnStep):
+    """Trains layers by a function of targets and predictions."""
+
+    def __init__(self, objective, parts):
+        self.function, self.parts = objective, parts
+        super().__init__()
+
+    def make(self):
+        self.net = keras.Sequential(self.parts)
+
+    def loss_of(self, x, y):
+        return self.function(y, self.net(x, training=True))
+
+
+class Tracks(OfObjective):
     """Has metrics of its own: of the loss, and of samples."""
 
-    def __init__(self, *args):
-        super().__init__(*args)
+    def make(self):
+        super().make()
         self.of_loss = keras.metrics.Mean(name="of_loss")
         self.of_samples = keras.metrics.MeanAbsoluteError(name="of_samples")
 
@@ -134,31 +207,29 @@ class Tracks(OwnStep):
     def metrics(self):
         return [self.of_loss, self.of_samples]
 
-    def logged(self, y, y_pred, loss):
-        self.of_loss.update_state(loss)
-        self.of_samples.update_state(y, y_pred)
+    def step(self, x, y):
+        self.of_samples.update_state(y, ops.stop_gradient(self.net(x)))
+        self.of_loss.update_state(super().step(x, y)["own"])
         return {metric.name: metric.result() for metric in self.metrics}
 
 
-class Clips(OwnStep):
-    def changed(self, gradients):
-        return [ops.clip(gradient, -0.01, 0.01) for gradient in gradients]
+class ByComputeLoss(OfObjective):
+    def loss_of(self, x, y):
+        return self.compute_loss(x=x, y=y, y_pred=self.net(x, training=True))
 
 
-class SetsRate(OwnStep):
-    """Sets its learning rate behind the update: the next one has it."""
+class Penalized(OfObjective):
+    """Adds a penalty on a weight."""
 
-    def after_update(self, values=None):
-        rate = self.optimizer.learning_rate
-        if values is None:
-            return rate.assign(0.01)
-        pairs = zip(self.optimizer.variables, values)
-        return [ops.full((), 0.01, value.dtype) if v is rate else value for v, value in pairs]
+    def loss_of(self, x, y):
+        return super().loss_of(x, y) + 0.05 * ops.sum(ops.square(self.trainable_variables[0]))
 
 
-class ByComputeLoss(OwnStep):
-    def objective(self, x, y, y_pred):
-        return self.compute_loss(x=x, y=y, y_pred=y_pred)
+class AddsLosses(OfObjective):
+    """Adds what layers have added."""
+
+    def loss_of(self, x, y):
+        return super().loss_of(x, y) + sum(self.losses)
 
 
 class RunsAnother:
@@ -189,26 +260,26 @@ class LogsTwice(CallsKeras):
         return {"twice": 2 * logs["loss"]}
 
 
-class OfMixin(AccumulatingModel, OwnStep):
+class OfMixin(AccumulatingModel, OfObjective):
     pass
 
 
 class BringsAStep:
-    train_step = Step.train_step
+    train_step = Differentiates.train_step
 
 
 class OnTheLeft(BringsAStep, OfMixin):
     pass
 
 
-class FewArguments(OwnStep):
+class FewArguments(OfObjective):
     """Has methods that take less than Keras's do."""
 
     def compute_loss(self, y, y_pred):
         return self.function(y, y_pred)
 
-    def objective(self, x, y, y_pred):
-        return self.compute_loss(y, y_pred)
+    def loss_of(self, x, y):
+        return self.compute_loss(y, self.net(x, training=True))
 
     def fit(self, x, y, **kwargs):
         return super().fit(x, y, **kwargs)
@@ -229,11 +300,11 @@ class WeighsByTheLargest(WeighsSamples):
     divides_by = staticmethod(ops.max)
 
 
-class AppliesAnInner(OwnStep):
+class AppliesAnInner(OfObjective):
     """Applies the optimizer of a model inside it, too."""
 
-    def __init__(self, *args):
-        super().__init__(*args)
+    def make(self):
+        super().make()
         self.inner = dense_model()
         self.inner.compile(keras.optimizers.SGD(0.01, name="inner"))
 
@@ -242,124 +313,580 @@ class AppliesAnInner(OwnStep):
         return gradients
 
 
-class Penalized(OwnStep):
-    """Adds a penalty on a weight."""
-
-    def objective(self, x, y, y_pred):
-        kernel = self.trainable_variables[0]
-        return self.function(y, y_pred) + 0.05 * ops.sum(ops.square(kernel))
-
-
 # Objectives.
 
 
-def weighted_by_target(y, y_pred):
+def weighted_by_target(y, z):
     weights = ops.square(y[:, 0])
-    return ops.sum(weights * losses.per_sample(y, y_pred)) / ops.sum(weights)
+    return ops.sum(weights * losses.per_sample(y, z)) / ops.sum(weights)
 
 
-def masked_mean(y, y_pred, divisor=lambda count: count):
-    """Of some microbatches the mask leaves nothing."""
-    mask = ops.cast(y[:, :1] > 0.8, y_pred.dtype)
-    return ops.sum(mask * ops.square(y - y_pred)) / divisor(ops.sum(mask))
-
-
-def with_epsilon(count):
-    return count + 1e-3
-
-
-def at_least_epsilon(count):
-    return ops.maximum(count, 1e-3)
-
-
-def masked_mean_in_float32(y, y_pred):
+def masked_mean_in_float32(y, z):
     """Of float16 gradients those of few entries overflow where those of a full batch do not."""
-    return masked_mean(y, ops.cast(y_pred, "float32"), at_least_epsilon)
+    return losses.masked_mean(losses.at_least(1e-3))(y, ops.cast(z, "float32"))
 
 
-def mean_of_all_but_some(y, y_pred):
-    mask = ops.cast(y > -0.5, y_pred.dtype)
-    return ops.sum(mask * ops.square(y - y_pred)) / ops.sum(mask)
+def masked_by_predictions(y, z):
+    """Of samples that are far off, of which there may be none."""
+    errors = ops.square(z - y)
+    mask = ops.cast(ops.stop_gradient(errors) > 0.3, errors.dtype)
+    return ops.sum(mask * errors) / ops.maximum(ops.sum(mask), 1.0)
 
 
-def softest_of_two(y, y_pred):
-    """`logsumexp` over a stack of two losses of each sample."""
-    both = ops.stack([losses.per_sample(y, y_pred), ops.mean(ops.abs(y - y_pred), axis=-1)])
-    return ops.mean(ops.logsumexp(both, axis=0))
+def of_one_dimension(y, z):
+    return ops.sum(ops.abs(y - z)) / ops.cast(ops.size(y), z.dtype)
 
 
-def smoothed(y, y_pred):
-    """Label smoothing: one term is divided by samples, one by samples times classes."""
-    log_probabilities = ops.log_softmax(y_pred)
-    samples = ops.cast(ops.shape(y)[0], y_pred.dtype)
-    picked = ops.sum(ops.one_hot(ops.cast(y, "int32"), 3) * log_probabilities) / samples
-    return -0.9 * picked - 0.1 * ops.sum(log_probabilities) / (3 * samples)
+def focal(y, z):
+    """A focal loss that is divided by the number of positives (1708.02002)."""
+    label, probability = ops.cast(y > 0.7, y.dtype), ops.sigmoid(z)
+    values = ops.square(label - probability) * (ops.softplus(z) - label * z)
+    return ops.sum(values) / ops.maximum(ops.sum(label), 1.0)
 
 
-def cross_entropy(y, y_pred):
-    return ops.mean(ops.sparse_categorical_crossentropy(y, y_pred, from_logits=True))
+def focal_and_objectness(y, z):
+    """Boxes are divided by the positives, and objectness by all anchors."""
+    return focal(y, z) + 0.5 * ops.mean(ops.softplus(z))
 
 
-def by_a_loss_of_keras(y, y_pred):
-    return keras.losses.MeanSquaredError()(y, y_pred)
+def some_positives(rows):
+    """Of which some microbatches have no positive, and each batch has several."""
+    x, y = dense_data(rows)
+    return x, np.where(np.arange(rows)[:, None] // 4 % 3 == 1, 0.0, y).astype(y.dtype)
 
 
-def mean_of_means(y, y_pred):
-    return ops.mean(ops.mean(ops.square(y - y_pred), axis=0))
+def adaptive(y, z):
+    """Divides by the largest loss of the batch."""
+    values = losses.per_sample(y, z)
+    return ops.mean(values**2) / ops.stop_gradient(ops.max(values))
 
 
-def of_one_dimension(y, y_pred):
-    return ops.sum(ops.abs(y - y_pred)) / ops.cast(ops.size(y), y_pred.dtype)
+def hardest_triplet(y, z):
+    """Of all pairs, those that are hardest for each sample (1703.07737)."""
+    label = y[:, :1] > 0
+    distances = ops.sum(ops.square(z[:, None] - z[None]), -1)
+    is_same = ops.equal(label, ops.transpose(label))
+    farthest = ops.max(ops.where(is_same, distances, 0.0), 1)
+    nearest = ops.min(ops.where(is_same, 1e3, distances), 1)
+    return ops.mean(ops.softplus(farthest - nearest))
 
 
-def step(objective, learning_rate=0.05, data=dense_data, outputs=2, base=OwnStep, **kwargs):
-    def make():
-        return base(objective, [keras.Input((4,)), *dense_model(outputs=outputs).layers])
-
-    short = kwargs.pop("falls_short", {})
-    compile_args = sgd(kwargs.pop("loss", None), learning_rate)
-    return Case(make, data, compile_args, falls_short=short, **kwargs)
+# Losses of several networks or views, which compare samples.
 
 
-class AddsLosses(OwnStep):
-    """Adds what layers have added."""
+def contrast(a, b, temperature=0.3):
+    """Of all samples of the batch, each is to find the one in its own place."""
+    scores = ops.matmul(normalized(a), ops.transpose(normalized(b))) / temperature
+    return -ops.mean(ops.diagonal(ops.log_softmax(scores)))
 
-    def objective(self, x, y, y_pred):
-        return self.function(y, y_pred) + sum(self.losses)
+
+class SimCLR(OwnStep):
+    """Two views through an encoder and a head (2002.05709)."""
+
+    def make(self):
+        self.encoder, self.head = mlp(4, 5), mlp(5, 4)
+
+    def loss_of(self, x, y):
+        return contrast(*(self.head(self.encoder(view)) for view in (x, ops.flip(x, 1))))
+
+
+class BarlowTwins(OwnStep):
+    """Both views in one call of twice the rows (2103.03230)."""
+
+    def make(self):
+        self.net = mlp(4, 5, use_bias=False)
+
+    def loss_of(self, x, y):
+        embeddings = ops.split(self.net(ops.concatenate([x, ops.flip(x, 1)])), 2)
+        a, b = ((z - ops.mean(z, 0)) / (ops.std(z, 0) + 0.1) for z in embeddings)
+        correlation = ops.matmul(ops.transpose(a), b) / ops.cast(ops.shape(a)[0], a.dtype)
+        return ops.mean(ops.square(correlation - ops.eye(5, dtype=a.dtype)))
+
+
+class DualEncoder(OwnStep):
+    """Two towers, called with a dict and with a list of tensors."""
+
+    @staticmethod
+    def data(rows):
+        image = {"pixels": normal(rows, 4), "size": normal(rows, 2, seed=4)}
+        return image, (normal(rows, 3, seed=5), normal(rows, 3, seed=6))
+
+    def make(self):
+        inputs = {name: keras.Input((n,), name=name) for name, n in (("pixels", 4), ("size", 2))}
+        hidden = layers.Concatenate()([inputs["pixels"], inputs["size"]])
+        self.image = keras.Model(inputs, mlp(6, 4)(hidden))
+        inputs = [keras.Input((3,)), keras.Input((3,))]
+        self.text = keras.Model(inputs, mlp(3, 4)(layers.Multiply()(inputs)))
+
+    def loss_of(self, x, y):
+        return contrast(self.image(x), self.text(list(y)))
+
+
+class Distillation(OwnStep):
+    """A student learns from a frozen teacher, at its own temperature in each batch."""
+
+    def make(self):
+        self.student, self.teacher = mlp(4, 2), mlp(4, 2, trainable=False)
+
+    def loss_of(self, x, y):
+        expected = self.teacher(x)
+        temperature, found = 2.0 * ops.std(expected), self.student(x)
+        soft = ops.softmax(expected / temperature) * ops.log_softmax(found / temperature)
+        return 0.3 * ops.mean(ops.square(found - y)) - ops.mean(ops.sum(soft, -1))
+
+
+class Mixup(OwnStep):
+    """Mixes the samples of its batch (1710.09412)."""
+
+    def loss_of(self, x, y):
+        x, y = (0.7 * part + 0.3 * ops.flip(part, 0) for part in (x, y))
+        return ops.mean(ops.square(self.net(x) - y))
+
+
+# Losses that add up.
+
+
+class MaskedLanguageModel(OwnStep):
+    """Of the hidden tokens alone, with output weights that are the embeddings."""
+
+    @staticmethod
+    def data(rows):
+        generator = np.random.default_rng(3)
+        tokens = generator.integers(1, 9, size=(rows, 6)).astype("int32")
+        is_hidden = generator.uniform(size=(rows, 6)) < np.linspace(0.1, 0.6, rows)[:, None]
+        return np.where(is_hidden, 0, tokens), tokens
+
+    def make(self):
+        self.embed, self.mix = layers.Embedding(9, 5), layers.Dense(5, activation="tanh")
+        self.embed.build(), self.mix.build((None, 6, 5))
+
+    def loss_of(self, x, y):
+        hidden = self.embed(x)
+        hidden = self.mix(hidden + ops.cumsum(hidden, 1))
+        scores = ops.matmul(hidden, ops.transpose(ops.convert_to_tensor(self.embed.embeddings)))
+        losses = ops.sparse_categorical_crossentropy(y, scores, from_logits=True)
+        is_hidden = ops.cast(ops.equal(x, 0), losses.dtype)
+        return ops.sum(is_hidden * losses) / ops.maximum(ops.sum(is_hidden), 1.0)
+
+
+class Sequences(OwnStep):
+    """Calls layers one by one: with a mask, and on positions that all samples share."""
+
+    @staticmethod
+    def data(rows):
+        return np.random.default_rng(3).integers(0, 9, size=(rows, 5)).astype("int32"), normal(
+            rows, 2
+        )
+
+    def make(self):
+        self.embed, self.positions = layers.Embedding(9, 4, mask_zero=True), layers.Embedding(5, 4)
+        self.recur, self.head = layers.LSTM(3), layers.Dense(2)
+        for part, shape in (
+            (self.embed, (None, 5)),
+            (self.positions, (5,)),
+            (self.recur, (None, 5, 4)),
+            (self.head, (None, 3)),
+        ):
+            part.build(shape)
+
+    def loss_of(self, x, y):
+        embedded = self.embed(x) + self.positions(ops.arange(5))
+        outputs = self.head(self.recur(embedded, mask=self.embed.compute_mask(x)))
+        return ops.sqrt(ops.mean(ops.square(outputs - y)))
+
+
+class CTC(OwnStep):
+    """Aligns labels with longer outputs."""
+
+    @staticmethod
+    def data(rows):
+        labels = np.random.default_rng(3).integers(1, 4, size=(rows, 2)).astype("int32")
+        return normal(rows, 6, 4), labels
+
+    def make(self):
+        self.net = keras.Sequential([keras.Input((6, 4)), layers.Dense(4)])
+
+    def loss_of(self, x, y):
+        return ops.mean(keras.losses.CTC(reduction=None)(y, self.net(x)))
+
+
+class RandomField(OwnStep):
+    """A conditional random field: the partition function goes along the sequence."""
+
+    @staticmethod
+    def data(rows):
+        labels = np.random.default_rng(3).integers(0, 3, size=(rows, 5)).astype("int32")
+        return normal(rows, 5, 4), labels
+
+    def make(self):
+        self.net = keras.Sequential([keras.Input((5, 4)), layers.Dense(3)])
+        self.moves = self.add_weight(shape=(3, 3), initializer="glorot_uniform", name="moves")
+
+    def loss_of(self, x, y):
+        scores, moves = self.net(x), ops.convert_to_tensor(self.moves)
+        one_hot = ops.one_hot(y, 3, dtype=scores.dtype)
+        path = ops.sum(scores * one_hot, (1, 2))
+        path += ops.sum(ops.matmul(one_hot[:, :-1], moves) * one_hot[:, 1:], (1, 2))
+        partition = scores[:, 0]
+        for place in range(1, 5):
+            by_move = partition[:, :, None] + moves[None] + scores[:, place][:, None]
+            partition = ops.logsumexp(by_move, axis=1)
+        return ops.mean(ops.logsumexp(partition, axis=1) - path)
+
+
+class VAE(OwnStep):
+    """Sums its error and its divergence over samples."""
+
+    @staticmethod
+    def data(rows):
+        return normal(rows, 4), normal(rows, 3, seed=4)
+
+    def make(self):
+        inputs = keras.Input((4,))
+        hidden = layers.Dense(8, activation="tanh")(inputs)
+        self.encoder = keras.Model(inputs, [layers.Dense(3)(hidden), layers.Dense(3)(hidden)])
+        self.decoder = mlp(3, 4)
+
+    def loss_of(self, x, y):
+        mean, log_variance = self.encoder(x)
+        code = mean + ops.exp(0.5 * log_variance) * y
+        divergence = -0.5 * (1.0 + log_variance - ops.square(mean) - ops.exp(log_variance))
+        return 0.1 * (ops.sum(ops.square(x - self.decoder(code))) + ops.sum(divergence))
+
+
+class Adversarial(OwnStep):
+    """Moves its inputs along a gradient first (1412.6572)."""
+
+    def loss_of(self, x, y):
+        slopes = self.slopes(lambda x: ops.sum(ops.square(self.net(x) - y), -1), x)
+        moved = ops.stop_gradient(x + 0.1 * ops.sign(slopes))
+        return ops.mean(ops.square(self.net(moved) - y))
+
+
+# What is done with gradients, with weights, and behind the update.
+
+
+class Doubles(OfObjective):
+    def changed(self, gradients):
+        return [2.0 * gradient for gradient in gradients]
+
+
+class ClipsByNorm(OfObjective):
+    def changed(self, gradients):
+        norm = ops.sqrt(sum(ops.sum(ops.square(gradient)) for gradient in gradients))
+        return [gradient * ops.minimum(1.0, 0.05 / norm) for gradient in gradients]
+
+
+class Sharpness(OwnStep):
+    """Takes its gradient where the loss is largest nearby, and goes back (2010.01412)."""
+
+    def step(self, x, y):
+        variables = self.trainable_variables
+
+        def gradients():
+            return self.gradients(lambda: self.loss_of(x, y), variables)
+
+        loss, first = gradients()
+        norm = ops.sqrt(sum(ops.sum(ops.square(gradient)) for gradient in first))
+        shifts = [0.1 * gradient / norm for gradient in first]
+        before = [ops.copy(variable) for variable in variables]
+        for variable, shift in zip(variables, shifts):
+            variable.assign_add(shift)
+        _, second = gradients()
+        for variable, value in zip(variables, before):
+            variable.assign(value)
+        self.update(second, variables)
+        return {"own": loss}
+
+
+class BYOL(OwnStep):
+    """Predicts what a target network gives, which the step assigns (2006.07733)."""
+
+    def make(self):
+        self.online, self.predictor = mlp(4, 5), mlp(5, 5)
+        self.target = mlp(4, 5, trainable=False)
+
+    def loss_of(self, x, y):
+        target = normalized(self.target(ops.flip(x, 1)))
+        predicted = normalized(self.predictor(self.online(x)))
+        return ops.mean(2.0 - 2.0 * ops.sum(target * predicted, -1))
+
+    def after_update(self, x, y):
+        for slow, weight in zip(self.target.variables, self.online.variables):
+            slow.assign(0.9 * slow + 0.1 * weight)
+
+
+class Multiplier(OwnStep):
+    """Raises the price of a constraint by how far the batch is from it."""
+
+    def make(self):
+        super().make()
+        self.price = self.add_weight(shape=(), initializer="ones", trainable=False, name="price")
+
+    def loss_of(self, x, y):
+        z = self.net(x)
+        return ops.mean(ops.square(z - y)) + self.price * ops.mean(z)
+
+    def after_update(self, x, y):
+        self.price.assign_add(0.5 * ops.mean(self.net(x)))
+
+
+class ClipsWeights(OwnStep):
+    """As the first GANs with a Wasserstein distance do."""
+
+    def after_update(self, x, y):
+        for variable in self.trainable_variables:
+            variable.assign(ops.clip(variable, -0.3, 0.3))
+
+
+class Mixture(OwnStep):
+    """Of experts, whose load is balanced by a product of means over samples (2101.03961)."""
+
+    def make(self):
+        self.gate, self.experts = layers.Dense(2), [layers.Dense(2), layers.Dense(2)]
+        for part in (self.gate, *self.experts):
+            part.build((None, 4))
+
+    def loss_of(self, x, y):
+        shares = ops.softmax(self.gate(x))
+        z = sum(shares[:, i : i + 1] * expert(x) for i, expert in enumerate(self.experts))
+        chosen = ops.one_hot(ops.argmax(shares, -1), 2, dtype=shares.dtype)
+        balance = 2.0 * ops.sum(ops.mean(chosen, 0) * ops.mean(shares, 0))
+        return ops.mean(ops.square(z - y)) + 0.1 * balance
+
+
+class Critic(OwnStep):
+    """Has a penalty on the norm of a gradient with respect to inputs (1704.00028)."""
+
+    def loss_of(self, x, y):
+        norm = ops.sqrt(ops.sum(ops.square(self.slopes(lambda x: self.net(x)[:, 0], x)), -1))
+        return ops.mean(self.net(x)) + ops.mean(ops.square(norm - 1.0))
+
+
+class RecurrentCritic(Critic):
+    def make(self):
+        parts = layers.Reshape((2, 2)), layers.GRU(3), layers.Dense(1)
+        self.net = keras.Sequential([keras.Input((4,)), *parts])
+
+
+class ForwardMode(OwnStep):
+    """Takes the derivative along a direction."""
+
+    def loss_of(self, x, y):
+        with tf.autodiff.ForwardAccumulator(x, tf.ones_like(x)) as forward:
+            score = self.net(x)
+        slope = forward.jvp(score)
+        return ops.mean(ops.square(score)) + ops.mean(ops.square(slope - 1.0))
+
+
+# What is set of the optimizer, and what is logged.
+
+
+class SetsRate(OwnStep):
+    """Sets the learning rate before its update, by a function of it and the number of updates."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def changed(self, gradients):
+        rate = self.optimizer.learning_rate
+        rate.assign(self.function(rate, ops.cast(self.optimizer.iterations, rate.dtype)))
+        return gradients
+
+
+class SetsRateLater(OwnStep):
+    """Sets it behind the update: the next one has it."""
+
+    def after_update(self, x, y):
+        self.optimizer.learning_rate.assign(0.01)
+
+
+class LogsNumbers(OwnStep):
+    """Logs a number of each kind beside its loss, and by a function of targets and outputs."""
+
+    def __init__(self, more=lambda y, z: {}):
+        super().__init__()
+        self.more = more
+
+    def step(self, x, y):
+        logs = super().step(x, y)
+        z = ops.stop_gradient(self.net(x))  # with the weights that the update made
+        mask = ops.cast(y > 0, z.dtype)
+        numbers = {"mean": ops.mean(ops.abs(y)), "count": ops.sum(mask)}
+        return {**logs, **numbers, "masked": ops.sum(mask * y) / ops.sum(mask), **self.more(y, z)}
+
+
+class WeighsByAMetric(OwnStep):
+    """Divides its loss by the mean of those so far."""
+
+    def make(self):
+        super().make()
+        self.tracker = keras.metrics.Mean(name="tracked")
+
+    def loss_of(self, x, y):
+        return super().loss_of(x, y) / (1.0 + self.tracker.result())
+
+    def after_update(self, x, y):
+        self.tracker.update_state(ops.mean(ops.square(self.net(x) - y)))
+
+
+# What cannot be summed.
+
+
+class AppliesTwice(OwnStep):
+    def step(self, x, y):
+        super().step(x, y)
+        return super().step(x, y)
+
+
+class AppliesNone(OwnStep):
+    """Moves its weights by itself."""
+
+    def step(self, x, y):
+        variables = self.trainable_variables
+        loss, gradients = self.gradients(lambda: self.loss_of(x, y), variables)
+        for variable, gradient in zip(variables, gradients):
+            variable.assign(variable - 0.1 * gradient)
+        return {"own": loss}
+
+
+# Several networks against one another, each with an optimizer.
+
+
+class GAN(OwnStep):
+    """Updates its discriminator, then its generator, as Keras's guide does."""
+
+    def make(self):
+        self.generator, self.discriminator = mlp(4, 2), mlp(2, 1)
+
+    def compile(self, optimizers, **kwargs):
+        super().compile(**kwargs)
+        self.d_optimizer, self.g_optimizer = optimizers
+
+    def loss_of_discriminator(self, x, y):
+        real, fake = self.discriminator(y), self.discriminator(self.generator(x))
+        return ops.mean(ops.softplus(-real)) + ops.mean(ops.softplus(fake))
+
+    def loss_of_generator(self, x, y):
+        return ops.mean(ops.softplus(-self.discriminator(self.generator(x))))
+
+    def step(self, x, y):
+        logs = {}
+        for name, part, optimizer in (
+            ("discriminator", self.discriminator, self.d_optimizer),
+            ("generator", self.generator, self.g_optimizer),
+        ):
+            loss_of = getattr(self, f"loss_of_{name}")
+            variables = part.trainable_variables
+            logs[name], gradients = self.gradients(functools.partial(loss_of, x, y), variables)
+            self.update(gradients, variables, optimizer)
+        return logs
+
+
+class GANOfOneState(GAN):
+    """Takes both gradients before the first update."""
+
+    def step(self, x, y):
+        d, g = self.discriminator.trainable_variables, self.generator.trainable_variables
+        d_loss, of_d = self.gradients(lambda: self.loss_of_discriminator(x, y), d)
+        of_d = [ops.copy(gradient) for gradient in of_d]
+        g_loss, of_g = self.gradients(lambda: self.loss_of_generator(x, y), g)
+        self.update(of_d, d, self.d_optimizer)
+        self.update(of_g, g, self.g_optimizer)
+        return {"discriminator": d_loss, "generator": g_loss}
+
+
+class WassersteinGAN(GAN):
+    """Updates its critic three times, and its generator once."""
+
+    def loss_of_discriminator(self, x, y):
+        fake = ops.stop_gradient(self.generator(x))
+        slopes = self.slopes(self.discriminator, 0.3 * fake + 0.7 * y)
+        norm = ops.sqrt(ops.sum(ops.square(slopes), -1))
+        scores = self.discriminator(fake), self.discriminator(y)
+        return ops.mean(scores[0]) - ops.mean(scores[1]) + ops.mean(ops.square(norm - 1.0))
+
+    def step(self, x, y):
+        d = self.discriminator.trainable_variables
+        for _ in range(2):
+            _, gradients = self.gradients(lambda: self.loss_of_discriminator(x, y), d)
+            self.update(gradients, d, self.d_optimizer)
+        return super().step(x, y)
+
+
+def of_two():
+    return {"optimizers": [keras.optimizers.SGD(0.05), keras.optimizers.Adam(0.01)]}
 
 
 COMPARES = {"across": Warns(TRIED)}
 BUT_LOGS = tuple(name for name in ALL if name != "logs")
 
-# The objectives of which each backend is to be exact in both settings, and those that compare
-# samples, which are exact within a batch.
+
+def step(make, told=False, learning_rate=0.05, data=None, **kwargs):
+    data = data or getattr(make, "data", dense_data)
+    given = {"compile": sgd(None, learning_rate), "expects": COMPARES if told else {}, **kwargs}
+    return Case(make, data, **given)
+
+
+def of(objective, base=OfObjective, *hidden, outputs=2):
+    """Return a function that makes a small network, with fresh layers of some kinds inside."""
+
+    def make():
+        parts = [layers.Dense(8, "tanh"), *(part() for part in hidden), layers.Dense(outputs)]
+        return base(objective, [keras.Input((4,)), *parts])
+
+    return make
+
+
+def by(objective, *args, **kwargs):
+    """Return a case of an objective of targets and predictions."""
+    return step(of(objective), *args, **kwargs)
+
+
+def adding(reduce):
+    """Return a function that makes one with a layer that adds a loss to its sum."""
+    hidden = functools.partial(models.Adds, lambda x: 0.1 * reduce(ops.square(x)))
+    return of(losses.total, AddsLosses, hidden)
+
+
+def of_networks(make, **kwargs):
+    return step(make, compile=of_two, backends=("tensorflow", "torch"), **kwargs)
+
+
+# The steps of which each backend is to be exact in both settings, and those that compare samples,
+# which are exact within a batch.
 CASES = {
-    "mean": step(losses.mean),
-    "sum": step(losses.total, 0.005),
-    "mean by values of samples": step(lambda y, p: ops.mean(losses.per_sample(y, p))),
-    "mean of means": step(mean_of_means),
-    "sum over a size": step(of_one_dimension),
-    "two means": step(losses.two_means),
-    "weighted by targets": step(weighted_by_target),
-    "mean of some entries": step(mean_of_all_but_some),
-    "masked mean": step(functools.partial(masked_mean, divisor=at_least_epsilon), 0.02),
-    "masked mean with epsilon": step(functools.partial(masked_mean, divisor=with_epsilon), 0.02),
-    "masked mean in float16": step(masked_mean_in_float32, 0.02, precision="mixed_float16"),
-    "masked mean in bfloat16": step(masked_mean_in_float32, 0.02, precision="mixed_bfloat16"),
-    "logsumexp of two losses": step(softest_of_two),
-    "label smoothing": step(smoothed, data=losses.classes, outputs=3),
-    "cross entropy": step(cross_entropy, data=losses.classes, outputs=3),
-    "a loss of Keras": step(by_a_loss_of_keras),
-    "compute_loss": step(None, loss="mse", base=ByComputeLoss),
-    "a penalty on a weight": step(losses.mean, base=Penalized),
-    "metrics of its own": step(losses.mean, base=Tracks),
-    "clipped gradients": step(losses.mean, base=Clips, expects=COMPARES),
-    "a rate set behind the update": step(losses.mean, base=SetsRate, expects=COMPARES),
-    "contrastive": step(losses.contrastive, expects=COMPARES),
-    "root": step(losses.root, expects=COMPARES),
+    "mean": by(losses.mean),
+    "sum": by(losses.total, learning_rate=0.005),
+    "mean of means": by(lambda y, z: ops.mean(ops.mean(ops.square(y - z), axis=0))),
+    "sum over a size": by(of_one_dimension),
+    "two means": by(losses.two_means),
+    "weighted by targets": by(weighted_by_target),
+    "mean of some entries": by(losses.masked_mean(lambda count: count, -0.5)),
+    "masked mean": by(losses.masked_mean(losses.at_least(1e-3)), False, 0.02),
+    "masked mean with epsilon": by(losses.masked_mean(lambda count: count + 1e-3), False, 0.02),
     **{
-        f"contrastive, {name}": dataclasses.replace(
-            step(losses.contrastive), compile=sgd(None, 0.05, **how), settings=("split",)
+        f"masked mean in {half}": by(masked_mean_in_float32, False, 0.02, precision=f"mixed_{half}")
+        for half in ("float16", "bfloat16")
+    },
+    "masked mean of predictions": by(masked_by_predictions),
+    "cross entropy": step(
+        of(
+            lambda y, z: ops.mean(ops.sparse_categorical_crossentropy(y, z, from_logits=True)),
+            outputs=3,
+        ),
+        data=losses.classes,
+    ),
+    "a loss of Keras": by(lambda y, z: keras.losses.MeanSquaredError()(y, z)),
+    "compute_loss": step(of(None, ByComputeLoss), compile=sgd("mse", 0.05)),
+    "a penalty on a weight": step(of(losses.mean, Penalized)),
+    "metrics of its own": step(of(losses.mean, Tracks)),
+    "contrastive": by(losses.contrastive, True),
+    "root": by(losses.root, True),
+    **{
+        f"contrastive, {name}": by(
+            losses.contrastive, compile=sgd(None, 0.05, **how), settings=("split",)
         )
         for name, how in {
             "eager": {"run_eagerly": True},
@@ -370,9 +897,9 @@ CASES = {
     "of Keras, by the mixin": Case(
         losses.of_class(CallsTheMixin), dense_data, sgd(metrics=["mae"])
     ),
-    "of the mixin": step(losses.mean, base=OfMixin),
-    "of a class on the left": step(losses.mean, base=OnTheLeft),
-    "with methods of few arguments": step(losses.mean, base=FewArguments),
+    "of the mixin": step(of(losses.mean, OfMixin)),
+    "of a class on the left": step(of(losses.mean, OnTheLeft)),
+    "with methods of few arguments": step(of(losses.mean, FewArguments)),
     "weights of samples": Case(losses.of_class(WeighsSamples), dense_data, sgd("mse", 0.03)),
     "weights of samples by the largest": Case(
         losses.of_class(WeighsByTheLargest), dense_data, sgd("mse", 0.03), expects=COMPARES
@@ -386,55 +913,98 @@ CASES = {
             )
         },
     ),
-    **{
-        f"samples combined behind {name} of zeros": Case(
-            models.hidden(parts, functools.partial(OwnStep, losses.mean)),
-            dense_data,
-            sgd(None),
-            expects={
-                "across": Warns(TRIED),
-                "within": Warns("cannot be split.*Training is exact", ALL),
-            },
-            settings=("windows", "split"),
-        )
-        for name, parts in models.HIDDEN.items()
-    },
+    **models.behind_zeros(
+        "samples combined",
+        functools.partial(OfObjective, losses.mean),
+        compile_args=sgd(None),
+    ),
     "a loss of a layer, a sum later": dataclasses.replace(
         models.annealed(ops.sum, functools.partial(AddsLosses, losses.mean), settings=("split",)),
         compile=sgd(None),
     ),
+    "SimCLR": step(SimCLR, True),
+    "Barlow twins": step(BarlowTwins, True),
+    "dual encoder": step(DualEncoder, True),
+    "distillation": step(Distillation, True),
+    "adaptive weights": by(adaptive, True),
+    "mixup": step(Mixup, True),
+    "hardest triplet": by(hardest_triplet, True),
+    "mixture of experts": step(Mixture, True),
+    "detector": by(
+        focal,
+        learning_rate=0.02,
+        data=some_positives,
+        expects={"across": Warns(f"Updates so far|{TRIED}")},
+    ),
+    "detector of two terms": by(focal_and_objectness, True, 0.02, some_positives),
+    "masked language model": step(MaskedLanguageModel),
+    # TensorFlow computes it in float32.
+    "CTC": step(CTC, learning_rate=0.003, precision="float32"),
+    "sequences": step(Sequences, True),
+    "random field": step(RandomField),
+    "VAE": step(VAE, learning_rate=0.005),
+    "a sum beside one that a layer adds": step(adding(ops.sum), learning_rate=0.005),
+    "a sum beside a mean that a layer adds": step(adding(ops.mean), True, 0.005),
+    "adversarial": step(Adversarial),
+    "penalty on a gradient": step(Critic),
+    "doubled gradients": step(of(masked_by_predictions, Doubles)),
+    "gradients clipped by norm": step(of(masked_by_predictions, ClipsByNorm), True),
+    "sharpness": step(Sharpness, True),
+    "BYOL": step(BYOL, True),
+    "multiplier": step(Multiplier, expects={"across": Warns(f"(?s){TRIED}.*price")}),
+    "clipped weights": step(ClipsWeights, True),
+    "GAN": of_networks(GAN, told=True),
+    "GAN of one state": of_networks(GANOfOneState),
+    "Wasserstein GAN": of_networks(WassersteinGAN, expects={"across": Refused("optimizer twice")}),
+    "a schedule of its own": step(
+        functools.partial(SetsRate, lambda rate, updates: 0.1 / (1.0 + updates))
+    ),
+    "a rate that it lowers": step(functools.partial(SetsRate, lambda rate, _: 0.9 * rate), True),
+    "a rate set behind the update": step(SetsRateLater, True),
+    "logs of numbers": step(LogsNumbers),
+    **{
+        f"logs of {what}": step(
+            functools.partial(LogsNumbers, more), expects={"across": Warns(TRIED, BUT_LOGS)}
+        )
+        for what, more in {
+            "what compares samples": lambda y, z: {"spread": ops.std(y)},
+            "updated weights": lambda y, z: {"late": losses.mean(y, z)},
+        }.items()
+    },
+    "weighs by a metric": step(WeighsByAMetric, True),
+    "applies twice": step(AppliesTwice, expects={"across": Refused("twice")}),
+    "applies none": step(AppliesNone, expects={"across": Refused("applies none", is_late=True)}),
 }
 
+if BACKEND == "jax":
+    for name, base in {"mean": AsInTheGuide, "root": RootAsInTheGuide}.items():
+        CASES[f"as in the guide, {name}"] = Case(
+            losses.of_class(base),
+            dense_data,
+            sgd(None, 0.05),
+            expects=COMPARES if name == "root" else {},
+        )
+elif BACKEND == "tensorflow":
 
-if BACKEND == "tensorflow":
-
-    class Compiled(OwnStep):
-        train_step = tf.function(Step.train_step)
+    class Compiled(OfObjective):
+        train_step = tf.function(Differentiates.train_step)
 
     class CompiledOverTheMixin(OfMixin):
         @tf.function
         def train_step(self, data):
             return super().train_step(data)
 
-    class WritesToItsOptimizer(OwnStep):
+    class WritesToItsOptimizer(OfObjective):
         """And applies without naming the variables."""
 
-        def train_step(self, data):
-            with tf.GradientTape(persistent=True) as tape:
-                loss = self.function(data[1], self(data[0], training=True))
-                scaled = self.optimizer.scale_loss(loss)
+        def step(self, x, y):
+            loss, gradients = self.gradients(lambda: self.loss_of(x, y), self.trainable_variables)
             self.optimizer.learning_rate = 0.05
             inner = getattr(self.optimizer, "inner_optimizer", self.optimizer)
             assert isinstance(inner, keras.optimizers.SGD)
-            self.optimizer.apply(tape.gradient(scaled, self.trainable_variables))
+            self.optimizer.apply(gradients)
             return {"own": loss}
 
-
-def of_scores(base, *parts):
-    return lambda: base([keras.Input((4,)), *(part() for part in parts), layers.Dense(1)])
-
-
-if BACKEND == "tensorflow":
     for name, (base, how) in {
         "of a compiled function": (Compiled, {}),
         "of a compiled function, by the mixin": (CompiledOverTheMixin, {}),
@@ -444,9 +1014,7 @@ if BACKEND == "tensorflow":
         ),
         "an optimizer that it writes to": (WritesToItsOptimizer, {}),
     }.items():
-        CASES[name] = dataclasses.replace(
-            step(losses.mean, base=base), compile=sgd(None, 0.05, **how)
-        )
+        CASES[name] = step(of(losses.mean, base), compile=sgd(None, 0.05, **how))
     CASES["an optimizer that it writes to, which scales"] = dataclasses.replace(
         CASES["an optimizer that it writes to"],
         compile=lambda: {
@@ -456,31 +1024,36 @@ if BACKEND == "tensorflow":
         },
     )
     CASES["an optimizer of a model inside"] = step(
-        losses.mean,
-        base=AppliesAnInner,
+        of(losses.mean, AppliesAnInner),
         expects={"across": Refused(r"applies \['inner'\], reached by a global variable")},
         falls_short={"across": FallsShort("inexact", "it trains, and is told of as what differs")},
     )
-    DENSE = functools.partial(layers.Dense, 5, activation="tanh")
-    RECURRENT = functools.partial(layers.Reshape, (2, 2)), functools.partial(layers.GRU, 3)
-    for name, parts in {
-        "dense": [DENSE],
-        "recurrent": RECURRENT,
-    }.items():
-        CASES[f"a penalty on a gradient, {name}, compiled by XLA"] = Case(
-            of_scores(Critic, *parts),
-            dense_data,
-            sgd(None, jit_compile=True),
-            settings=("split", "recomputed"),
+    for name, make in {"dense": Critic, "recurrent": RecurrentCritic}.items():
+        CASES[f"a penalty on a gradient, {name}, compiled by XLA"] = step(
+            make, compile=sgd(None, jit_compile=True), settings=("split", "recomputed")
         )
-    for run_eagerly in (False, True):
+    for name, run_eagerly in {"eager": True, "compiled": False}.items():
         expects = {"within": Warns("its forward-mode derivatives are taken", ALL)}
-        CASES[f"a forward-mode derivative, {'eager' if run_eagerly else 'compiled'}"] = Case(
-            of_scores(ForwardMode, DENSE),
-            dense_data,
-            sgd(None, run_eagerly=run_eagerly),
+        CASES[f"a forward-mode derivative, {name}"] = step(
+            ForwardMode,
+            compile=sgd(None, run_eagerly=run_eagerly),
             expects=expects if run_eagerly else {},
             settings=("split", "recomputed"),
         )
 
+# Whether a batch is left out is known at its end, and so are all its updates made there.
+LEFT_OUT = {
+    "SimCLR": {},
+    "masked language model": {},
+    "mixture of experts": {},
+    "BYOL": {"within": Warns(TRIED)},
+    "GAN": {"within": Warns(TRIED)},
+    "Wasserstein GAN": {"within": Refused("applies the same optimizer twice")},
+}
+CASES |= {
+    f"may be left out, {name}": dataclasses.replace(
+        CASES[name], settings=("left out",), expects=expects
+    )
+    for name, expects in LEFT_OUT.items()
+}
 CASES = {f"own train_step: {name}": case for name, case in CASES.items()}

@@ -11,6 +11,7 @@ import sys
 import warnings
 
 import keras
+import losses
 import numpy as np
 import pytest
 import zoo
@@ -27,9 +28,7 @@ from helpers import (
     told,
 )
 from keras import layers
-from losses import mean
-from metrics import TracksItsInputs, mean_error
-from own_train_steps import OwnStep
+from own_train_steps import OfObjective
 from training import train
 
 import ga_model
@@ -242,18 +241,6 @@ def test_callbacks_see_full_batches():
         np.testing.assert_allclose(list(log.values()), list(expected.values()), rtol=1e-5)
 
 
-def test_batches_of_a_window_log_what_it_has_so_far():
-    """Where metrics are reset, a batch's log is the window's, with the batches before."""
-    x, y = dense_data(12)
-    model = compiled(**WINDOWS)
-    expected = [model.evaluate(x[:stop], y[:stop], verbose=0) for stop in (4, 8, 12)]
-    logs = []
-    for i in (0, 4, 8):
-        model.reset_metrics()  # up to Keras 3.14, `train_on_batch` does not
-        logs.append(model.train_on_batch(x[i : i + 4], y[i : i + 4]))
-    np.testing.assert_allclose([log[0] for log in logs], [e[0] for e in expected], rtol=1e-5)
-
-
 # Half precision, and microbatches that are not finite.
 
 
@@ -313,15 +300,8 @@ def test_a_window_of_which_nothing_is_left_changes_nothing():
 # A microbatch without weight is left out, and never multiplied.
 
 
-class MeanOfPositive(AccumulatingModel, keras.Sequential):
-    """Divides by zero where no target is positive, so that all its gradients are NaN."""
-
-    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        mask = keras.ops.cast(y[:, :1] > 0, y_pred.dtype)
-        return keras.ops.sum(mask * keras.ops.square(y - y_pred)) / keras.ops.sum(mask)
-
-    def microbatch_weight(self, x, y=None, sample_weight=None):
-        return keras.ops.sum(keras.ops.cast(y[:, 0] > 0, "float32"))
+# It divides by zero where no target is positive, so that all its gradients are NaN.
+of_positive = losses.of_class(losses.computing(losses.mean_of_some, losses.number_of_positive))
 
 
 @pytest.mark.parametrize(
@@ -334,14 +314,11 @@ def test_a_microbatch_of_nan_without_weight_is_left_out(counts, rows, settings):
     x, y = dense_data(24)
     y = np.abs(y) * np.tile(np.repeat(np.sign(np.array(counts) - 0.5), 4), 2)[:, None]
 
-    def make():
-        return MeanOfPositive([keras.Input((4,)), *dense_model().layers])
-
     def adam():
         return {"optimizer": keras.optimizers.Adam(0.01)}
 
-    reference, start = trained((x, y), 12, make, adam)
-    found, _ = trained((x, y), rows, make, adam, **settings)
+    reference, start = trained((x, y), 12, of_positive, adam)
+    found, _ = trained((x, y), rows, of_positive, adam, **settings)
     assert_same(found, reference, start)
     logs = [model.history.history["loss"] for model in (found, reference)]
     np.testing.assert_allclose(*logs, rtol=1e-5)
@@ -384,14 +361,11 @@ def test_the_one_microbatch_that_has_weight_is_itself_to_the_bit(rows, settings)
     x[:, 1] = 0.0  # whose gradients are zeros, of either sign
     y = np.abs(y) * np.repeat([-1.0, 1.0, -1.0], 4)[:, None]
 
-    def make():
-        return MeanOfPositive([keras.Input((4,)), *dense_model().layers])
-
     def keep():
         return {"optimizer": Keep(1.0)}
 
-    reference, _ = trained((x[4:8], y[4:8]), 4, make, keep, epochs=1)
-    found, _ = trained((x, y), rows, make, keep, epochs=1, **settings)
+    reference, _ = trained((x[4:8], y[4:8]), 4, of_positive, keep, epochs=1)
+    found, _ = trained((x, y), rows, of_positive, keep, epochs=1, **settings)
     for weight, expected in zip(found.get_weights(), reference.get_weights(), strict=True):
         assert weight.tobytes() == expected.tobytes()
 
@@ -487,24 +461,6 @@ def test_copies_and_clones_train_alike(how, is_wrapped):
     for each in (model, made):
         each.fit(*data, batch_size=4, shuffle=False, verbose=0)
     assert_equal_weights(made, model.get_weights())
-
-
-def test_training_goes_on_in_the_middle_of_an_epoch_after_a_backup(tmp_path):
-    class Stops(keras.callbacks.Callback):
-        def on_epoch_begin(self, epoch, logs=None):
-            if epoch == 2 and self.stops:
-                raise KeyboardInterrupt
-
-    x, y = dense_data(20)
-    reference, _ = trained((x, y), rows=4, epochs=4, **WINDOWS)
-    model, stops = compiled(**WINDOWS), Stops()
-    for stops.stops in (True, False):
-        callbacks = [keras.callbacks.BackupAndRestore(tmp_path), stops]
-        try:
-            model.fit(x, y, batch_size=4, epochs=4, shuffle=False, verbose=0, callbacks=callbacks)
-        except KeyboardInterrupt:
-            model = compiled(**WINDOWS)
-    assert_equal_weights(model, reference.get_weights())
 
 
 # Data, and what is told of it.
@@ -658,12 +614,12 @@ def test_terms_whose_lengths_differ_in_a_window_are_told_of():
         model.fit(batches(), shuffle=False, verbose=0)
 
 
-class Drops(OwnStep):
+class Drops(OfObjective):
     """Has layers that draw."""
 
     def __init__(self, *more):
         drawing = [layers.Dropout(0.3, seed=1), layers.GaussianNoise(0.1, seed=2)]
-        super().__init__(mean, [keras.Input((4,)), dense_model(), *drawing, layers.Dense(2)])
+        super().__init__(losses.mean, [keras.Input((4,)), dense_model(), *drawing, layers.Dense(2)])
 
 
 class DropsByRule(AccumulatingModel, Drops):
@@ -683,15 +639,21 @@ def test_trying_leaves_no_trace():
         np.testing.assert_array_equal(tried, ruled)
 
 
-def test_random_numbers_in_layers_are_no_reason_to_tell():
-    def make():
-        parts = [dense_model(), layers.GaussianNoise(0.5)]
-        parts += [TracksItsInputs()] if BACKEND != "jax" else []  # whose steps take none
-        return keras.Sequential(parts)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        trained(dense_data(24), 4, make, lambda: arguments(metrics=[mean_error]), **WINDOWS)
+@pytest.mark.parametrize("size", [1, 24])
+def test_both_passes_draw_the_same_numbers(size):
+    """The gradient of a kernel behind a dropout is zero exactly where its inputs were dropped."""
+    drop, dense = layers.Dropout(0.5, seed=1), layers.Dense(1, use_bias=False)
+    parts = [keras.Input((64,)), drop, dense]
+    model = accumulate(OfObjective(lambda y, y_pred: keras.ops.sum(y_pred), parts))
+    model.compile(keras.optimizers.SGD(1.0), microbatch_size=size, loss_over="batch")
+    dense.kernel.assign(np.zeros((64, 1)))
+    changes = []
+    for _ in range(2):
+        before = keras.ops.convert_to_numpy(dense.kernel)
+        model.train_on_batch(np.eye(64, dtype="float32"), np.ones((64, 1)))
+        changes.append(before - keras.ops.convert_to_numpy(dense.kernel))
+        assert set(np.unique(changes[-1])) == {0.0, 2.0}
+    assert np.any(changes[0] != changes[1])  # others next time
 
 
 def test_an_optimizer_that_accumulates_itself_is_refused_or_told_of_once():

@@ -9,10 +9,11 @@ import keras
 import losses
 import numpy as np
 import pytest
+import zoo
 from helpers import dense_data, dense_model, seeded
 from keras import layers, ops
 from models import Centers
-from own_train_steps import OwnStep
+from own_train_steps import OfObjective
 
 from ga_model import AccumulatingModel, EquivalenceReport, accumulate, check_equivalence
 
@@ -45,7 +46,7 @@ def test_what_adds_up_is_equivalent(settings):
 
 
 def of_root(parts):
-    return OwnStep(losses.root, parts)
+    return OfObjective(losses.root, parts)
 
 
 @pytest.mark.every_case
@@ -136,19 +137,10 @@ def test_dropout_is_shared_and_everything_is_left_as_it_was():
     assert_equal(state_of(model), state_of(undisturbed))
 
 
-class Unbuilt(keras.Model):
-    def __init__(self):
-        super().__init__()
-        self.dense = layers.Dense(2)
-
-    def call(self, x):
-        return self.dense(x)
-
-
 def test_a_model_that_is_not_built_is_trained_as_if_it_had_not_been_checked():
     trained = []
     for is_checked in (True, False):
-        model = seeded(Unbuilt)
+        model = seeded(zoo.LazilyBuilt)
         model.compile("sgd", "mse")
         if is_checked:
             report = check_equivalence(model, *dense_data(24), batch_size=12, microbatch_size=5)

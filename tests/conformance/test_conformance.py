@@ -4,7 +4,7 @@ Each case trains twice through `fit`: plainly on the full batch, and with a sett
 variables, seeds, the optimizer's state, the number of updates and logs must be equal to the
 tolerance of the precision, or to what rounding makes of plain Keras, where that is more; nothing
 may be warned of, unless the case expects it. Its cases are in `models`, `losses`, `metrics`,
-`own_train_steps` and `field_steps`; on TensorFlow they train in float64 and in float32.
+`own_train_steps`; on TensorFlow they train in float64 and in float32.
 
 Every run takes one setting of the cases in `QUICK`, on PyTorch of those in `FIRST`; the gate one
 of `FIRST` and of others, in turn: of every fourth on PyTorch, of every ninth on JAX, and of every
@@ -13,7 +13,6 @@ eleventh on TensorFlow. The sweep takes the rest.
 
 import itertools
 
-import field_steps
 import helpers
 import keras
 import losses
@@ -25,59 +24,12 @@ import zoo
 from case import BACKEND, Case, check, kind_of, sgd
 from conftest import set_dtype
 
-MODULES = (models, losses, metrics, own_train_steps, field_steps)
+MODULES = (models, losses, metrics, own_train_steps)
 TABLE = {name: case for module in MODULES for name, case in module.CASES.items()}
 GATE_TAKES_ONE_IN = {"torch": 4, "jax": 9, "tensorflow": 11}
 PRECISIONS = ("float64", "float32") if BACKEND == "tensorflow" else ("float32",)
 
-FIRST = {
-    "convolution",
-    "embedding",
-    "masked_recurrent",
-    "attention",
-    "two_outputs",
-    "regularized",
-    "unused_variable",
-    "lazily_built",
-    "stateful recurrent",
-    "language model",
-    "batch normalization",
-    "dicts",
-    "dicts in a loss",
-    "nested",
-    "sample weights by output",
-    "a sample",
-    "a layer that adds a mean and a sum",
-    "a layer that combines samples",
-    "adam",
-    "schedule",
-    "moving average that overwrites",
-    "global_clipnorm",
-    "weight decay",
-    "loss scale",
-    "constraints",
-    "mixed_float16: dense",
-    "mixed_bfloat16: calls inside of a model",
-    "eager",
-    "compiled by XLA",
-    "several steps per execution",
-    "sum, masked, weights: positions",
-    "mean_with_sample_weight, masked, weights: positions",
-    "class weights, sum_over_batch_size",
-    "ignored class",
-    "a microbatch without weight",
-    "two masks",
-    "own loss: masked mean with epsilon",
-    "own loss: contrastive",
-    "own compute_loss: with a rule",
-    "logs: mask",
-    "logs: weights",
-    "own train_step: masked mean",
-    "own train_step: compute_loss",
-    "own train_step: sum",
-    "own train_step: contrastive",
-}
-# Of these, what trains in every run where a training takes seconds to be traced.
+# What trains in every run, and what else does on PyTorch, which traces nothing.
 QUICK = {
     "convolution",
     "embedding",
@@ -97,26 +49,53 @@ QUICK = {
     "own train_step: masked mean",
     "own train_step: contrastive",
 }
+FIRST = QUICK | {
+    "two_outputs",
+    "unused_variable",
+    "lazily_built",
+    "stateful recurrent",
+    "language model",
+    "dicts",
+    "dicts in a loss",
+    "sample weights by output",
+    "a sample",
+    "a layer that adds a mean and a sum",
+    "schedule",
+    "moving average that overwrites",
+    "weight decay",
+    "constraints",
+    "mixed_float16: dense",
+    "eager",
+    "compiled by XLA",
+    "several steps per execution",
+    "mean_with_sample_weight, masked, weights: positions",
+    "class weights, sum_over_batch_size",
+    "ignored class",
+    "two masks",
+    "own loss: masked mean with epsilon",
+    "own compute_loss: with a rule",
+    "logs: weighted metrics of a mask",
+    "own train_step: compute_loss",
+    "own train_step: sum",
+}
 
 
 # Reasons, by beginnings of names, why a case is left out with `--replicas`.
-ONE_DEVICE = (
-    {}
-    if BACKEND == "jax"
-    else {
-        "step: ": "what is computed without Keras has to be divided by the replicas",
-        "own ": "what is computed without Keras has to be divided by the replicas",
-        "nested": "what is computed without Keras has to be divided by the replicas",
-        "dicts in a loss": "what is computed without Keras has to be divided by the replicas",
-        "a layer that": "replicas add losses of their own samples",
-        "mixed_bfloat16: calls inside": "replicas combine their own samples",
-        "mixed_float16: calls inside": "replicas combine their own samples",
-        "batch normalization": "replicas average their own samples, as in plain Keras",
-        "stateful": "replicas have another number of samples",
-        "several steps per execution": "Keras runs one step per execution there",
-        "moving average that overwrites": "Keras does not overwrite weights there",
-    }
-)
+ONE_DEVICE = {
+    **dict.fromkeys(
+        ("own ", "nested", "dicts in a loss"),
+        "what is computed without Keras has to be divided by the replicas",
+    ),
+    "a layer that": "replicas add losses of their own samples",
+    "mixed_bfloat16: calls inside": "replicas combine their own samples",
+    "mixed_float16: calls inside": "replicas combine their own samples",
+    "batch normalization": "replicas average their own samples, as in plain Keras",
+    "stateful": "replicas have another number of samples",
+    "several steps per execution": "Keras runs one step per execution there",
+    "moving average that overwrites": "Keras does not overwrite weights there",
+}
+if BACKEND == "jax":
+    ONE_DEVICE = {}
 
 
 def trainings():

@@ -6,7 +6,6 @@ import keras
 import numpy as np
 import pytest
 from case import BACKEND
-from field_steps import Differentiates
 from helpers import assert_changed, dense_data, dense_model, seeded, told
 from keras import ops
 from noise import (
@@ -23,6 +22,7 @@ from noise import (
     weighted_data,
     windows_of,
 )
+from own_train_steps import Differentiates
 
 from ga_model import GradientNoiseScale, accumulate
 

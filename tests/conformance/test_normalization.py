@@ -8,7 +8,6 @@ import keras
 import numpy as np
 import pytest
 from averages import SETTINGS, averages, difference, first, fit
-from field_steps import OwnStep
 from helpers import (
     LIMIT,
     dense_data,
@@ -16,6 +15,7 @@ from helpers import (
     seeded,
 )
 from keras import layers, ops
+from own_train_steps import OwnStep
 
 from ga_model import accumulate
 

@@ -97,7 +97,6 @@ def test_updates_are_those_of_the_scheduled_windows(by, is_function, size):
         assert sorted(set(asked)) == list(range(5 if by == "epoch" else len(expected)))
 
 
-@pytest.mark.gate
 @by_either
 def test_a_resumed_run_ends_with_the_uninterrupted_runs_weights(by, tmp_path):
     class Interrupt(keras.callbacks.Callback):

@@ -4,6 +4,7 @@ import itertools
 import warnings
 
 import keras
+import losses
 import numpy as np
 import pytest
 from helpers import LIMIT, dense_data, dense_model, relative_difference, seeded, told
@@ -102,21 +103,15 @@ def data(num_empty=4):
     return x, y
 
 
-class OwnLoss(keras.Sequential):
-    """Has a `compute_loss` of its own."""
-
-    of_batch = None
-
-    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        return type(self).of_batch(y, y_pred)
-
-
 def make_of(loss, is_own):
     """Return what makes a model, and its arguments of `compile`."""
     if not is_own:
         return dense_model, {"loss": loss}
-    kind = type("OwnLoss", (OwnLoss,), {"of_batch": staticmethod(loss)})
-    return lambda: kind([keras.Input((4,)), *dense_model().layers]), {}
+    return losses.of_class(own_loss(loss)), {}
+
+
+def own_loss(loss):
+    return losses.computing(lambda of_keras, y, z: loss(y, z))
 
 
 def trained(loss, way, samples, is_own=False):
@@ -182,11 +177,10 @@ def test_news_of_batches_of_other_lengths_are_tried_with_what_is_alike():
     parts = [
         (x[i : i + 4, None].repeat(n, 1), y[i : i + 4]) for i, n in zip((0, 8, 28, 4), lengths)
     ]
-    kind = type("OwnLoss", (OwnLoss,), {"of_batch": staticmethod(of_some_over_some)})
 
     def make():
         pool = layers.GlobalAveragePooling1D()
-        return kind([keras.Input((None, 4)), pool, *dense_model().layers])
+        return own_loss(of_some_over_some)([keras.Input((None, 4)), pool, *dense_model().layers])
 
     for accumulation_steps in (1, 4):
         model = accumulate(seeded(make), accumulation_steps=accumulation_steps)

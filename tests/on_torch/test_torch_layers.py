@@ -1,7 +1,6 @@
 """On PyTorch, layers that do more than Keras's: exact where a batch is split, or told.
 
-Hooks, gradients of their own by `torch.autograd.Function`, tensors that no variable holds, writes
-past PyTorch's count of them, and what Python counts.
+Hooks, tensors that no variable holds, writes past PyTorch's count of them, and what Python counts.
 """
 
 import dataclasses
@@ -10,10 +9,10 @@ import warnings
 import keras
 import numpy as np
 import pytest
-from case import TRIED, Refused, Warns
+from case import TRIED, Refused
 from helpers import dense_data, told
 from keras import layers
-from torch_step import DIFFERS, Centered, Step, Tanh, case_of, check, every, model_of, torch, whole
+from torch_step import DIFFERS, Step, case_of, check, every, model_of, torch, whole
 
 from ga_model import accumulate
 
@@ -97,60 +96,6 @@ def hooked(name, base):
     | {"mixing": case_of(model_of(keras.Sequential, Mixing), DIFFERS | whole("hooks"))}
 )
 def test_hooks_are_exact_or_told(case, setting):
-    check(case, setting)
-
-
-# Gradients of their own.
-
-
-class Clipped(Tanh):
-    @staticmethod
-    def backward(ctx, upstream):
-        return clip(upstream)
-
-
-class Reversed(Tanh):
-    @staticmethod
-    def backward(ctx, upstream):
-        return -0.3 * upstream
-
-
-class StraightThrough(Tanh):
-    @staticmethod
-    def backward(ctx, upstream):
-        (x,) = ctx.saved_tensors
-        return upstream * (x.abs() < 1.0)
-
-
-class Ruled(layers.Layer):
-    def __init__(self, rule):
-        super().__init__()
-        self.rule = rule
-
-    def call(self, x):
-        return self.rule.apply(x)
-
-
-def with_rule(rule, expects=None, **kwargs):
-    return case_of(model_of(keras.Sequential, lambda: Ruled(rule)), expects, **kwargs)
-
-
-GRADIENTS = {
-    "clipped": with_rule(
-        Clipped,
-        {**DIFFERS, "added up": Warns(TRIED)},
-        settings=("windows", "split", "added up"),
-    ),
-    "centered": with_rule(
-        Centered, DIFFERS | whole("it has a custom gradient that combines samples")
-    ),
-    "reversed": with_rule(Reversed),
-    "straight through": with_rule(StraightThrough),
-}
-
-
-@every(GRADIENTS)
-def test_gradients_of_their_own_are_exact_or_told(case, setting):
     check(case, setting)
 
 

@@ -40,14 +40,6 @@ class Differentiable(ByFunction):
     create_graph = True
 
 
-class Copies(Step):
-    """Applies copies of gradients."""
-
-    def update(self):
-        weights = self.trainable_weights
-        self.optimizer.apply([v.value.grad.clone() for v in weights], weights)
-
-
 class InPairs(Step):
     def update(self):
         self.optimizer.apply_gradients([(v.value.grad, v) for v in self.trainable_weights])
@@ -218,7 +210,7 @@ OF_GRADIENT, OF_WEIGHT = "gradient of .*(kernel|bias)", "(kernel|bias)"
 STEPS = {
     base.__name__: case_of(base)
     for base in (
-        *(ByFunction, Differentiable, Copies, InPairs, TwoLosses, InParts, Unused),
+        *(ByFunction, Differentiable, InPairs, TwoLosses, InParts, Unused),
         *(Checkpointed, Reentrant, ByData),
     )
 }
