@@ -1,7 +1,68 @@
 """Layers that treat samples one by one, as a trial of their call is to find on each backend."""
 
+import importlib
+
 import keras
 from keras import layers, ops
+
+from ga_model.core.layer_calls import LayerCall
+
+_NAMES = {"tensorflow": "TensorFlowBackend", "torch": "TorchBackend", "jax": "JaxBackend"}
+_BACKEND = keras.backend.backend()
+ROWS = 6
+SPLIT = None, []
+
+
+def call_of(layer, *inputs, **kwargs):
+    """Return a call that is to go by microbatches of two."""
+    adapter = importlib.import_module(f"ga_model.backends.{_BACKEND}.adapter")
+    backend = getattr(adapter, _NAMES[_BACKEND])(layer)
+    return LayerCall(backend, layer, layer.call, inputs, kwargs, 2)
+
+
+def tried(layer, *inputs):
+    """Return why a call in training is not split, or None, and the kinds of the losses it adds."""
+    call = call_of(layer, *inputs, **({"training": True} if layer._call_has_training_arg else {}))
+    return call.read({}, True), call.kinds
+
+
+class Own(layers.Layer):
+    """Computes by a function of itself and its input."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def build(self, shape):
+        self.weight = self.add_weight(shape=(4,), initializer="zeros")
+        self.state = self.add_weight(shape=(4,), initializer="ones", trainable=False)
+
+    def call(self, x, training=None):
+        return self.function(self, x)
+
+
+def own(function):
+    layer = Own(function)
+    layer.build((None, 4))
+    return layer
+
+
+def adding(*losses):
+    """Return a layer that adds losses that are functions of its input."""
+
+    def function(layer, x):
+        for loss in losses:
+            layer.add_loss(loss(x * layer.weight))
+        return x
+
+    return own(function)
+
+
+def frozen():
+    parts = [layers.Conv2D(32, 3, padding="same", activation="relu") for _ in range(13)]
+    model = sequential((8, 8, 3), *parts, layers.Flatten(), layers.Dense(4))
+    model.trainable = False
+    return sequential((8, 8, 3), model, layers.Dense(2))
 
 
 def attention():
@@ -40,11 +101,15 @@ ALONE = {
     "distributed": lambda: sequential((7, 5), layers.TimeDistributed(layers.Dense(3))),
     "einsum": lambda: sequential((7, 8), layers.EinsumDense("abc,cd->abd", (None, 6))),
     "noise": lambda: sequential((7, 5), layers.GaussianNoise(0.1), layers.SpatialDropout1D(0.1)),
+    "seeded": lambda: sequential((7, 5), layers.Dropout(0.3, seed=3), layers.AlphaDropout(0.1)),
+    "statistics": lambda: sequential((5,), layers.Dense(4), layers.BatchNormalization()),
+    "bfloat16": lambda: sequential((5,), layers.Dense(9, dtype="mixed_bfloat16")),
+    "frozen": frozen,
+    "spectral": lambda: sequential((5,), layers.SpectralNormalization(layers.Dense(3))),
 }
 
-# What functions of samples give: one value per sample ("rows"), a mean or a sum over samples.
-FUNCTIONS = {
-    "each sample": (lambda x: ops.logsumexp(x, axis=-1), "rows"),
+# Losses, and what they are over samples.
+LOSSES = {
     "mean": (lambda x: ops.mean(ops.square(x)), "mean"),
     "mean of sums": (lambda x: 0.5 * ops.mean(ops.sum(x, axis=-1)), "mean"),
     "sum": (lambda x: -3.0 * ops.sum(ops.abs(x)), "sum"),
@@ -55,29 +120,34 @@ FUNCTIONS = {
     "an offset": (lambda x: ops.mean(x) + 1.0, "mean"),
     "root": (lambda x: ops.sqrt(ops.mean(x)), None),
     "mean and sum": (lambda x: ops.mean(x) + ops.sum(x), None),
-    "against others": (lambda x: ops.matmul(x, ops.transpose(x)), None),
-    "padded": (lambda x: ops.pad(x, [[1, 0], [0, 0]]), None),
-    "shifted": (lambda x: ops.roll(x, 1, axis=0), None),
-    "places": (lambda x: x * ops.arange(x.shape[0], dtype="float32")[:, None], None),
-    "of one": (lambda x: x - x[:1], None),
-    "sorted": (lambda x: ops.sort(x, axis=0), None),
-    "sorted alone": (lambda x: ops.sort(x, axis=1), "rows"),
-    "divided by samples": (lambda x: x / x.shape[0], None),
-    "flat": (lambda x: ops.reshape(x, (-1, 2)), None),
-    "flat and back": (lambda x: ops.reshape(ops.reshape(x, (-1, 2)), (-1, 4)), "rows"),
-    "joined": (lambda x: ops.reshape(ops.transpose(x), (-1, 4)), None),
+}
+
+# Functions, and whether they give one value per sample that follows from it alone.
+FUNCTIONS = {
+    "each sample": (lambda x: ops.logsumexp(x, axis=-1), True),
+    "against others": (lambda x: ops.matmul(x, ops.transpose(x)), False),
+    "padded": (lambda x: ops.pad(x, [[1, 0], [0, 0]]), False),
+    "shifted": (lambda x: ops.roll(x, 1, axis=0), False),
+    "places": (lambda x: x * ops.arange(x.shape[0], dtype="float32")[:, None], False),
+    "of one": (lambda x: x - x[:1], False),
+    "sorted": (lambda x: ops.sort(x, axis=0), False),
+    "sorted alone": (lambda x: ops.sort(x, axis=1), True),
+    "divided by samples": (lambda x: x / x.shape[0], False),
+    "flat": (lambda x: ops.reshape(x, (-1, 2)), False),
+    "flat and back": (lambda x: ops.reshape(ops.reshape(x, (-1, 2)), (-1, 4)), True),
+    "joined": (lambda x: ops.reshape(ops.transpose(x), (-1, 4)), False),
     "loop": (
         lambda x: ops.while_loop(lambda i, v: i < 3, lambda i, v: (i + 1, v * v), (0, x))[1],
-        "rows",
+        True,
     ),
     "long loop": (
         lambda x: ops.while_loop(lambda v: ops.sum(v) < 90, lambda v: (v * 2,), (x,))[0],
-        None,
+        False,
     ),
-    "unused": (lambda x: (ops.mean(x), ops.tanh(x))[1], "rows"),
-    "running sum": (lambda x: ops.cumsum(x, axis=0), None),
-    "scattered": (lambda x: ops.scatter_update(x, [[0]], 2 * x[:1]), None),
-    "gathered": (lambda x: ops.take_along_axis(x, ops.argsort(x, axis=-1), axis=-1), "rows"),
-    "not finite": (lambda x: ops.log(-x * x), None),
-    "saturated": (lambda x: ops.tanh(x - 0.5 * ops.mean(ops.relu(-x), axis=0)), None),
+    "unused": (lambda x: (ops.mean(x), ops.tanh(x))[1], True),
+    "running sum": (lambda x: ops.cumsum(x, axis=0), False),
+    "scattered": (lambda x: ops.scatter_update(x, [[0]], 2 * x[:1]), False),
+    "gathered": (lambda x: ops.take_along_axis(x, ops.argsort(x, axis=-1), axis=-1), True),
+    "not finite": (lambda x: ops.log(-x * x), False),
+    "saturated": (lambda x: ops.tanh(x - 0.5 * ops.mean(ops.relu(-x), axis=0)), False),
 }

@@ -1,40 +1,13 @@
-"""On PyTorch, what a trial tells of a call: whether it treats samples one by one."""
+"""On PyTorch, what a trial tells of a call that only PyTorch has."""
 
-import calls_alone
-import numpy as np
 import pytest
-from calls_alone import sequential
-from keras import layers, ops
+from calls_alone import ROWS, SPLIT, own, sequential, tried
+from keras import layers
 from torch_step import Centered, Tanh, torch
 
-from ga_model.backends.torch.adapter import TorchBackend
 from ga_model.backends.torch.noting import Noting
-from ga_model.core.layer_calls import LayerCall
 from ga_model.core.proof.calls import TOTAL, kinds_of
 from ga_model.core.proof.draws import Draws
-
-ROWS = 6
-SPLIT = None, []
-
-
-def tried(layer, *inputs, training=True):
-    """Return why a call is not split, or None, and the kinds of the losses that it adds."""
-    kwargs = {"training": training} if layer._call_has_training_arg else {}
-    before = [v.numpy() for v in layer.variables]
-    random = torch.get_rng_state()
-    call = LayerCall(TorchBackend(layer), layer, layer.call, inputs, kwargs, 2)
-    reason = call.read({}, training)
-    for variable, value in zip(layer.variables, before, strict=True):
-        np.testing.assert_array_equal(variable.numpy(), value)
-    assert torch.equal(torch.get_rng_state(), random)
-    return reason, call.kinds
-
-
-def frozen():
-    parts = [layers.Conv2D(32, 3, padding="same", activation="relu") for _ in range(13)]
-    model = sequential((8, 8, 3), *parts, layers.Flatten(), layers.Dense(4))
-    model.trainable = False
-    return sequential((8, 8, 3), model, layers.Dense(2))
 
 
 class OfTorch(layers.Layer):
@@ -50,11 +23,6 @@ def wrapped():
 
 
 ALONE = {
-    **calls_alone.ALONE,
-    "seeded": lambda: sequential((7, 5), layers.Dropout(0.3, seed=3), layers.AlphaDropout(0.1)),
-    "statistics": lambda: sequential((5,), layers.Dense(4), layers.BatchNormalization()),
-    "bfloat16": lambda: sequential((5,), layers.Dense(9, dtype="mixed_bfloat16")),
-    "frozen": frozen,
     "numbers of PyTorch": lambda: sequential((5,), layers.Dense(4), OfTorch()),
     "module of PyTorch": wrapped,
 }
@@ -63,46 +31,9 @@ ALONE = {
 @pytest.mark.every_case
 @pytest.mark.parametrize("name", ALONE)
 def test_layers_that_treat_samples_one_by_one(name):
-    layer = ALONE[name]()
-    shape = getattr(layer, "input_shape", (None, 5))[1:]
-    assert tried(layer, torch.ones(ROWS, *shape)) == SPLIT
-
-
-def test_ids_are_looked_up_one_by_one():
-    layer = layers.Embedding(9, 3)
-    layer.build()
-    assert tried(layer, torch.ones(ROWS, 7, dtype=torch.int64)) == SPLIT
-    assert tried(layer, torch.arange(42.0).reshape(ROWS, 7) % 9) == SPLIT
-
-
-class Own(layers.Layer):
-    """Computes by a function of its input and its weight."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def build(self, shape):
-        self.weight = self.add_weight(shape=(4,), initializer="zeros")
-        self.state = self.add_weight(shape=(4,), initializer="ones", trainable=False)
-
-    def call(self, x, training=None):
-        return self.function(self, x)
-
-
-def adding(*losses):
-    def function(layer, x):
-        for loss in losses:
-            layer.add_loss(loss(x * layer.weight))
-        return x
-
-    return function
-
-
-def own(function):
-    layer = Own(function)
-    layer.build((None, 4))
-    return layer
+    layer, random = ALONE[name](), torch.get_rng_state()
+    assert tried(layer, torch.ones(ROWS, 5)) == SPLIT
+    assert torch.equal(torch.get_rng_state(), random)
 
 
 def writes(layer, x):
@@ -136,31 +67,6 @@ def test_what_is_not_split(name):
     function, reason = REFUSED[name]
     found, _ = tried(own(function), torch.randn(ROWS, 4))
     assert reason in found
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize("name", calls_alone.FUNCTIONS)
-def test_functions(name):
-    function, kind = calls_alone.FUNCTIONS[name]
-    reason, _ = tried(own(lambda layer, x: function(x)), torch.ones(ROWS, 4))
-    assert (reason is None) == (kind == "rows")
-
-
-class Multiplies(layers.Dense):
-    def call(self, x, table):
-        return super().call(x) @ table
-
-
-def test_what_all_samples_share_may_have_another_length():
-    layer = Multiplies(7)
-    layer.build((None, 4))
-    assert tried(layer, torch.ones(ROWS, 4), torch.ones(7, 3)) == SPLIT
-
-
-def test_losses_are_told_apart_and_one_that_is_zero_is_not_known():
-    losses = [ops.mean, ops.sum, lambda x: 0.0 * ops.sum(x)]
-    _, kinds = tried(own(adding(*losses)), torch.rand(ROWS, 4))
-    assert kinds == ["mean", "sum", "zero"]
 
 
 def test_a_custom_gradient_of_each_sample_alone_is_no_reason():

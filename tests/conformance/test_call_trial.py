@@ -1,0 +1,63 @@
+"""What a trial tells of a call: whether it treats samples one by one, or sums over them."""
+
+import numpy as np
+import pytest
+from calls_alone import ALONE, FUNCTIONS, LOSSES, ROWS, SPLIT, adding, own, tried
+from keras import layers, ops
+
+pytestmark = pytest.mark.every_case
+
+
+def ones(*shape, dtype="float32"):
+    return ops.ones((ROWS, *shape), dtype)
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_layers_that_treat_samples_one_by_one_are_known_and_left_as_they_were(name):
+    layer = ALONE[name]()
+    before = [ops.convert_to_numpy(v) for v in layer.variables]
+    assert tried(layer, ones(*layer.input_shape[1:])) == SPLIT
+    for variable, value in zip(layer.variables, before, strict=True):
+        np.testing.assert_array_equal(ops.convert_to_numpy(variable), value)
+
+
+def test_ids_are_looked_up_one_by_one():
+    layer = layers.Embedding(9, 3)
+    layer.build()
+    assert tried(layer, ones(7, dtype="int32")) == SPLIT
+    assert tried(layer, ops.reshape(ops.arange(42.0), (ROWS, 7)) % 9) == SPLIT
+
+
+class Multiplies(layers.Dense):
+    def call(self, x, table):
+        return ops.matmul(super().call(x), table)
+
+
+def test_what_all_samples_share_may_have_another_length():
+    layer = Multiplies(7)
+    layer.build((None, 4))
+    assert tried(layer, ones(4), ops.ones((7, 3))) == SPLIT
+
+
+@pytest.mark.parametrize("kind", [layers.Softmax, layers.UnitNormalization])
+def test_layers_that_combine_samples(kind):
+    reason, _ = tried(kind(axis=0), ones(4))
+    assert "it combines samples" in reason
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions(name):
+    function, is_alone = FUNCTIONS[name]
+    reason, _ = tried(own(lambda layer, x: function(x)), ones(4))
+    assert (reason is None) == is_alone
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_are_told_apart(name):
+    function, kind = LOSSES[name]
+    assert tried(adding(function), ones(4))[1] == [kind]
+
+
+def test_a_loss_that_is_zero_is_not_known():
+    losses = [ops.mean, ops.sum, lambda x: 0.0 * ops.sum(x)]
+    assert tried(adding(*losses), ones(4))[1] == ["mean", "sum", "zero"]
