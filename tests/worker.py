@@ -43,17 +43,11 @@ def train(strategy, start, x, y, directory, *names):
     """Fit, evaluate and predict with each of the named settings."""
     for name in names:
         model = compiled(start, strategy, **SETTINGS[name])
-        history = model.fit(
-            x,
-            y,
-            batch_size=ROWS,
-            epochs=2,
-            shuffle=False,
-            verbose=0,
-            validation_data=(x[:11], y[:11]),
-        )
+        fit = {"batch_size": ROWS, "epochs": 2, "shuffle": False, "verbose": 0}
+        history = model.fit(x, y, validation_data=(x[:11], y[:11]), **fit).history
         evaluated = model.evaluate(x, y, batch_size=ROWS, verbose=0, return_dict=True)
-        save(directory / f"{name}{INDEX}", model, history.history, evaluated, model.predict(x))
+        history |= {f"evaluate_{key}": value for key, value in evaluated.items()}
+        save(directory / f"{name}{INDEX}", model, predictions=model.predict(x), **history)
 
 
 def shuffle(strategy, start, x, y, directory):
@@ -83,8 +77,7 @@ def overflow(strategy, start, x, y, directory):
     """Let gradients overflow on the first worker, and then on the second."""
     for row in (1, 5):
         model = with_overflow(strategy, start, x, y, row)
-        scale = model.optimizer.dynamic_scale.numpy()
-        np.savez(directory / f"overflow{row}-{INDEX}", scale, *model.get_weights())
+        save(directory / f"overflow{row}-{INDEX}", model, scale=model.optimizer.dynamic_scale)
 
 
 class Dies(keras.callbacks.Callback):
@@ -103,16 +96,9 @@ def resume(strategy, start, x, y, directory, callbacks=()):
     """Train with a backup."""
     model = compiled(start, strategy, accumulation_steps=3)
     backup = keras.callbacks.BackupAndRestore(directory / f"backup{INDEX}")
-    model.fit(
-        x,
-        y,
-        batch_size=ROWS,
-        epochs=EPOCHS,
-        shuffle=False,
-        verbose=0,
-        callbacks=[*callbacks, backup],
-    )
-    np.savez(directory / f"resumed{INDEX}", *model.get_weights())
+    fit = {"batch_size": ROWS, "epochs": EPOCHS, "shuffle": False, "verbose": 0}
+    model.fit(x, y, callbacks=[*callbacks, backup], **fit)
+    save(directory / f"resumed{INDEX}", model)
 
 
 def die(*args):
@@ -120,10 +106,17 @@ def die(*args):
     resume(*args, callbacks=[Dies()])
 
 
-def save(path, model, history, evaluated, predictions):
+def save(path, model, **more):
     weights = {f"weight{i}": weight for i, weight in enumerate(model.get_weights())}
-    evaluated = {f"evaluate_{key}": value for key, value in evaluated.items()}
-    np.savez(path, predictions=predictions, **weights, **history, **evaluated)
+    np.savez(path, **weights, **more)
+
+
+def load(path):
+    """Return the weights, and what was saved with them."""
+    with np.load(path) as saved:
+        arrays = dict(saved)
+    number = sum(name.startswith("weight") for name in arrays)
+    return [arrays.pop(f"weight{i}") for i in range(number)], arrays
 
 
 if __name__ == "__main__":
@@ -132,6 +125,5 @@ if __name__ == "__main__":
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
     job, directory = globals()[sys.argv[1]], Path(sys.argv[2])
-    with np.load(directory / "start.npz") as data:
-        start = [data[f"weight{i}"] for i in range(len(data) - 2)]
-        job(strategy, start, data["x"], data["y"], directory, *sys.argv[3:])
+    start, data = load(directory / "start.npz")
+    job(strategy, start, data["x"], data["y"], directory, *sys.argv[3:])
