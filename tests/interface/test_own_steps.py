@@ -4,10 +4,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from field_steps import GAN, GANOfOneState, of_two
 from helpers import TOLERANCE, dense_data, dense_model, relative_difference, seeded
 from losses import mean
-from own_train_steps import OwnStep
+from own_train_steps import GAN, GANOfOneState, OfObjective, of_two
 
 from ga_model import AccumulatingModel, accumulate
 
@@ -71,10 +70,10 @@ def test_an_optimizer_that_is_applied_in_some_microbatches_of_a_batch_is_refused
         model.fit(*dense_data(12), batch_size=12, verbose=0)
 
 
-class AppliesInABranch(OwnStep):
+class AppliesInABranch(OfObjective):
     def train_step(self, data):
         with tf.GradientTape() as tape:
-            loss = self.function(data[1], self(data[0], training=True))
+            loss = self.loss_of(*data)
         variables = self.trainable_variables
         gradients = tape.gradient(loss, variables)
 
@@ -139,7 +138,7 @@ def test_calls_that_cannot_be_split_run_whole_and_are_named(is_ragged, why):
     if is_ragged:
         x = tf.RaggedTensor.from_row_lengths(np.repeat(x, 2, 0), [1, 3] * 6)
     data = tf.data.Dataset.from_tensor_slices((x, y)).batch(12)
-    model = accumulate(OwnStep(mean, [Draws(is_ragged)]), microbatch_size=4)
+    model = accumulate(OfObjective(mean, [Draws(is_ragged)]), microbatch_size=4)
     model.compile("sgd")
     with pytest.warns(UserWarning, match=why):
         model.fit(data, shuffle=False, verbose=0)
