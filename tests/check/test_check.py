@@ -240,8 +240,9 @@ OVER_A_MICROBATCH = {**SIZE, "loss_over": "microbatch"}
 DIFFERS = r"the gradient of \S+ differs.*, however the parts are weighted"
 UNSEEDED = "draws random numbers without"
 OF_STEPS = """adam; dropout; noise and augmentation; recurrent; frozen batch normalization;
-positions; an infinite constant; half precision; own train_step: mean; own train_step: masked mean;
-own train_step: sum; own train_step: GAN of one state; few ids; embedding with adam; own loss: sum"""
+positions; an infinite constant; half precision; own train_step: mean; few ids;
+own train_step: masked mean; own train_step: sum; own train_step: GAN of one state;
+embedding with adam; own loss: sum"""
 OF_SIZE = """adam; convolution; dropout; transformer; recurrent; mean and sum; embedding with adam;
 positions; sample weights by output; regularizers, sum; own loss: contrastive; dice;
 own train_step: masked mean; own train_step: root; own train_step: multiplier"""
@@ -448,7 +449,7 @@ def test_the_report_in_numbers():
 
 
 def test_an_optimizer_that_can_not_be_put_back_is_refused():
-    model, *data = of_the_suite("step: GAN of one state")
+    model, *data = of_the_suite("own train_step: GAN of one state")
     model.run_eagerly = True
     with pytest.raises(RuntimeError, match="so optimizers must be built"):
         check_equivalence(model, *data, batch_size=8, accumulation_steps=2)
