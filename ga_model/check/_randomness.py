@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import keras
 import numpy as np
+from keras import ops
 
 from ga_model.base._internals import layers_in, takes_training
 from ga_model.base._method_patch import MethodPatch
@@ -66,8 +67,13 @@ def _with_one_mask(layer: Any, seed: int) -> Callable[..., Any]:
     def call(inputs: Any, training: bool = False) -> Any:
         if not training:
             return inputs
-        others = (layer.noise_shape or (None,) * len(inputs.shape))[1:]
-        return keras.random.dropout(inputs, layer.rate, noise_shape=(1, *others), seed=seed)
+        given = (layer.noise_shape or (None,) * len(inputs.shape))[1:]
+        sizes = [1, *(a if b is None else b for a, b in zip(inputs.shape[1:], given))]
+        if None in sizes:
+            return keras.random.dropout(inputs, layer.rate, noise_shape=(1, *given), seed=seed)
+        # XLA draws others of the same seed, and does not compile all of a step that is split.
+        is_kept = np.random.default_rng(seed).random(sizes) >= layer.rate
+        return inputs * ops.cast(is_kept / max(1.0 - layer.rate, 1e-7), inputs.dtype)
 
     return call
 

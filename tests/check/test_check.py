@@ -392,7 +392,9 @@ def test_a_call_of_the_instances_own_stays():
 @pytest.mark.parametrize("arguments", [{"run_eagerly": True}, {"jit_compile": True}])
 def test_models_are_checked_as_they_are_compiled(arguments):
     model = compiled(seeded(lambda: stack(layers.Dropout(0.5))), **arguments)
-    check_equivalence(model, *data(), batch_size=32, microbatch_size=8).assert_equivalent()
+    for loss_over in ("microbatch", "batch"):
+        settings = {"batch_size": 32, "microbatch_size": 8, "loss_over": loss_over}
+        check_equivalence(model, *data(), **settings).assert_equivalent()
     model = compiled(seeded(lambda: stack(layers.BatchNormalization())), **arguments)
     report = check_equivalence(model, *data(), batch_size=32, accumulation_steps=2, updates=1)
     assert report.verdict == "different"
