@@ -166,8 +166,8 @@ MUTATIONS = [
     Mutation(
         "the check lets dropout draw other masks",
         "check/_randomness.py",
-        "noise_shape=(1, *others), seed=seed)",
-        "noise_shape=None, seed=seed)",
+        "np.random.default_rng(seed)",
+        "np.random.default_rng()",
         "check/test_check.py::test_float64_is_held_to_a_closer_tolerance",
     ),
     Mutation(
