@@ -16,7 +16,7 @@ SPLIT = None, []
 def call_of(layer, *inputs, **kwargs):
     """Return a call that is to go by microbatches of two."""
     adapter = importlib.import_module(f"ga_model.backends.{_BACKEND}.adapter")
-    backend = getattr(adapter, _NAMES[_BACKEND])(layer)
+    backend = getattr(adapter, _NAMES[_BACKEND])(keras.Sequential())
     return LayerCall(backend, layer, layer.call, inputs, kwargs, 2)
 
 
