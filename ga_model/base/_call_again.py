@@ -33,9 +33,10 @@ class Attributes:
         leaves = {id(leaf): leaf for values in present for leaf in leaves_in(values)}
         arrays = [leaf for leaf in leaves.values() if isinstance(leaf, np.ndarray)]
         self._arrays = [(array, array.copy()) for array in arrays if array.flags.writeable]
+        self._empty: list[tuple[Any, Any]] = []  # containers, as most of Keras's own are
         found: dict[int, tuple[Any, Any, Any]] = {}
         for _, attributes in self._attributes:
-            _note_contents(attributes.values(), found)
+            _note_contents(attributes.values(), found, self._empty)
         self._contents = list(found.values())
 
     def put_back(self) -> None:
@@ -48,8 +49,11 @@ class Attributes:
                 del present[name]
             present.update(attributes)
         for value, content, wrapper in self._contents:
-            if content or value:  # most of Keras's own are empty
-                _fill(value, content)
+            _fill(value, content)
+            note_content(wrapper)
+        for value, wrapper in self._empty:
+            if value:
+                _fill(value, ())
                 note_content(wrapper)
 
 
@@ -59,19 +63,25 @@ def _is_container(kind: Any) -> bool:
     return issubclass(kind, (list, dict, set, deque))
 
 
-def _note_contents(values: Iterable[Any], found: dict[int, tuple[Any, Any, Any]]) -> None:
-    """Note containers among values, and in these, with a copy of what each has.
+def _note_contents(
+    values: Iterable[Any], found: dict[int, tuple[Any, Any, Any]], empty: list[tuple[Any, Any]]
+) -> None:
+    """Note containers among values, and in these: with a copy of what each has, or as empty.
 
     The last of each entry is the container, or what TensorFlow tracks it with.
+
+    A layer has dozens of attributes, so little is done with each.
     """
     for wrapper in values:
         if not _is_container(wrapper.__class__):
             continue
-        if id(value := unwrapped(wrapper)) not in found:
+        value = unwrapped(wrapper)
+        if not value:
+            empty.append((value, wrapper))
+        elif id(value) not in found:
             content = dict(value) if isinstance(value, dict) else list(value)
             found[id(value)] = value, content, wrapper
-            if content:
-                _note_contents(value.values() if isinstance(value, dict) else value, found)
+            _note_contents(value.values() if isinstance(value, dict) else value, found, empty)
 
 
 def leaves_in(values: Iterable[Any]) -> list[Any]:
@@ -133,7 +143,8 @@ class PythonState(Attributes):
                     continue
                 value = unwrapped(value)
                 is_same = value is unwrapped(before)
-                if not is_same or _ids_in(contents.get(id(value), ())) != _ids_in(value):
+                content = contents.get(id(value), ()) if is_same else ()  # as it was empty
+                if not is_same or ((value or content) and _ids_in(content) != _ids_in(value)):
                     yield part, name, value
 
 
