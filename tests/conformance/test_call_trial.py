@@ -12,6 +12,7 @@ def ones(*shape, dtype="float32"):
     return ops.ones((ROWS, *shape), dtype)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # an error would hide an alarm
 @pytest.mark.parametrize("name", ALONE)
 def test_layers_that_treat_samples_one_by_one_are_known_and_left_as_they_were(name):
     layer = ALONE[name]()

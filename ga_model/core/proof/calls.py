@@ -74,14 +74,15 @@ def kinds_of_call(
             it is to run on. Returns arrays.
         fixed: tensors that have no samples, of which shapes and dtypes matter.
         samples: tensors that have samples on axis 0, likewise.
-        is_trained: of each of `fixed`, whether it is a weight. Others may be variances.
+        is_trained: of each of `fixed`, whether it is trained. Other vectors may be variances.
         is_half: whether something is computed in half precision.
 
     Raises:
         Exception: whatever the function raises for another number of samples.
     """
     found, adds_up, generator = [], True, np.random.default_rng(0)
-    scales = [_scale(t) if is_weight else None for t, is_weight in zip(fixed, is_trained)]
+    are_weights = (is_weight or len(t.shape) > 1 for t, is_weight in zip(fixed, is_trained))
+    scales = [_scale(t) if is_weight else None for t, is_weight in zip(fixed, are_weights)]
     values = [_drawn(t, t.shape, generator, own) for t, own in zip(fixed, scales)]
     shapes = [(TOTAL, *t.shape[1:]) for t in samples]
     for number, scale in enumerate(_SCALES):
