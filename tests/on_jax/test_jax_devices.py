@@ -20,7 +20,7 @@ shares, run = set(), Steps.microbatch
 
 def noting(self, mode, sums, data, *args):
     added = run(self, mode, sums, self._backend.placed(data), *args)
-    for array in (self._backend.placed(data)[0], added.gradients[0]):
+    for array in (self._backend.placed(data)[0], added[0].gradients[0]):
         shares.add(tuple(part.data.shape for part in array.addressable_shards))
     return added
 
