@@ -103,7 +103,11 @@ if keras.backend.backend() == "tensorflow":
         return tf.math.unsorted_segment_sum(values, indices, shape[0])
 
     def rows_between(tensor: Any, start: int, stop: int) -> Any:
-        """Return the rows of a tensor or an array from `start` up to `stop`."""
+        """Return the rows of any tensor or array from `start` up to `stop`."""
+        if isinstance(tensor, tf.SparseTensor):
+            shape = [int(size) for size in tensor.dense_shape]
+            number = min(stop, shape[0]) - start
+            return tf.sparse.slice(tensor, [start, *(0 for _ in shape[1:])], [number, *shape[1:]])
         if not (isinstance(tensor, tf.Tensor) and tf.executing_eagerly()):
             return tensor[start:stop]
         number = min(stop, tensor.shape[0]) - start  # a tenth of the time of an index
@@ -115,13 +119,6 @@ if keras.backend.backend() == "tensorflow":
         """Return a vector of a length, with a first entry and others that are alike."""
         with tf.device("CPU"):
             return tf.constant([first, *[others] * (rank - 1)])
-
-    def part_of_sparse(tensor: Any, start: int, stop: int) -> Any:
-        """Return the rows of a sparse tensor from `start` up to `stop`."""
-        shape = [int(size) for size in tensor.dense_shape]
-        stop = min(stop, shape[0])
-        others = [0] * (len(shape) - 1)
-        return tf.sparse.slice(tensor, [start, *others], [stop - start, *shape[1:]])
 
     def where(condition: Any, first: Any, second: Any) -> Any:
         """Return one of two values, in their own dtype, which `keras.ops.where` may change."""

@@ -215,7 +215,7 @@ def observer_of(entry: Any, compiled: Any, losses: StepLosses) -> Any:
         is_product = is_product and reduction != "mean_with_sample_weight"
         value = ops.sum(value)  # Keras leaves the values of no rows as they are
         in_total = value if entry.loss_weights is None else value * entry.loss_weights
-        compiled._terms.append(_weights.Term(name, weight, kind, in_total, value, is_product, lost))
+        compiled._terms.append(_weights.Term(name, weight, kind, in_total, is_product, lost))
         return value
 
     return observe

@@ -60,14 +60,8 @@ class Batch:
 def part_of(data: Any, start: int, stop: int) -> Any:
     """Return the rows from `start` up to `stop` of a nest."""
     return keras.tree.map_structure(
-        lambda leaf: _part(leaf, start, stop) if _has_rows(leaf) else leaf, data
+        lambda leaf: _numbers.rows_between(leaf, start, stop) if _has_rows(leaf) else leaf, data
     )
-
-
-def _part(leaf: Any, start: int, stop: int) -> Any:
-    if hasattr(leaf, "dense_shape"):
-        return _numbers.part_of_sparse(leaf, start, stop)
-    return _numbers.rows_between(leaf, start, stop)
 
 
 def _has_rows(leaf: Any) -> bool:

@@ -71,7 +71,6 @@ class Term(NamedTuple):
         weight: scalar tensor, or None where the term is a sum.
         kind: terms of equal kind have proportional weights.
         value: the term as it stands in the total.
-        raw: the same before its weight in the total.
         is_product: whether it is one number for all rows, times the mean or sum of their weights.
         lost: bool scalars, each whether it was made zero because it was divided by zero.
     """
@@ -80,7 +79,6 @@ class Term(NamedTuple):
     weight: Any | None
     kind: Hashable
     value: Any = None
-    raw: Any = None
     is_product: bool = False
     lost: tuple[Any, ...] = ()
 
