@@ -124,7 +124,8 @@ class ModelSettings:
     @property
     def num_skipped_microbatches(self) -> int:
         """Number of microbatches that `skip_nonfinite` has skipped since `compile`."""
-        return int(self._accumulation.num_skipped or 0)
+        counters = self._accumulation.counters
+        return 0 if counters is None else int(counters.skipped)
 
     # What the package asks.
 

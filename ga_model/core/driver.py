@@ -11,6 +11,7 @@ import keras
 
 from ga_model._settings import Settings
 from ga_model.automatic._search import FoundSize, torn_message
+from ga_model.base import _numbers
 from ga_model.base._internals import OF_STEP_ON_JAX, overwrites
 from ga_model.core import messages
 from ga_model.core.automatic import SizeTrials
@@ -50,8 +51,8 @@ class Driver(ModelState):
         super().__init__(model, settings)
         self.automatic_size = FoundSize()
         self.noise = GradientNoise(Estimate)
-        self.steps = Steps(model, backend)
         self.updates = Updates(model, backend)
+        self.steps = Steps(model, backend, self.updates.logs_of)
         self.backend = backend
         self._structure: Structure | None = None
         self._is_checked = self._has_trained = False
@@ -251,13 +252,11 @@ class Driver(ModelState):
         known, of_last = steps.prepare(mode, batch, numbers, totals)
         sums = window.sums or steps.begin()
         before = None if sums is None else sums.amounts
-        report = None
-        if known is not None and not (batch.is_split or is_trial):
-            report = self.updates.report(known)
+        alone = None if batch.is_split or is_trial else known
         for index in range(batch.num_microbatches):
             data = batch.microbatch(index)
             try:
-                sums, logs = steps.microbatch(mode, sums, data, numbers, totals, report)
+                sums, logs = steps.microbatch(mode, sums, data, numbers, totals, alone)
             except Exception:  # as of gradients of other shapes
                 if window.applied is not None:
                     self._check_applied(steps.step.structure, window)
@@ -272,7 +271,7 @@ class Driver(ModelState):
             self.backend.wait_for(sums)
             return None
         if logs is None:
-            logs = self.updates.run_report(structure, before, sums.amounts)
+            logs = self.updates.report(structure, before, sums.amounts)
         window.sums, self._structure = sums, known or structure
         if window.end_batch():
             if verdict is not None:
@@ -311,12 +310,12 @@ class Driver(ModelState):
             self.updates.measure(structure, estimates, sums)
         if self._overwrites:
             self._look_at_scale(structure, sums)
-        counters = Counters(self.num_skipped or 0, self.num_lost or 0, self.num_unlike or 0)
+        counters = self.counters or Counters(*(_numbers.int32(0) for _ in Counters._fields))
         if self.settings.skip_nonfinite and not int(sums.num_counted):
             counters = count(sums, counters)
         else:
             counters = self.updates.update(structure, sums, counters)
-        self.num_skipped, self.num_lost, self.num_unlike = counters
+        self.counters = counters
         return is_end
 
     @functools.cached_property

@@ -12,6 +12,7 @@ from ga_model.automatic._search import FoundSize
 from ga_model.base import _messages, _validate
 from ga_model.core import messages
 from ga_model.core.noise_scale import GradientNoise
+from ga_model.core.updates import Counters
 from ga_model.recording._models import optimizers_in
 
 
@@ -30,9 +31,7 @@ class ModelState:
         automatic_size: what `microbatch_size="auto"` has found.
         noise: what `GradientNoiseScale` measures.
         window: the open window, or the next one; None before the first batch of one.
-        num_skipped: microbatches that were left out, once there is training that may do so.
-        num_lost: windows with a term that a microbatch lost, likewise.
-        num_unlike: windows whose terms average over values in unlike proportions, likewise.
+        counters: what was counted so far, or None before the first update.
         is_scheduled: whether a callback of the present `fit` sets `accumulation_steps`.
         is_verbose: whether the present `fit` shows its progress.
         warnings: those that were given.
@@ -46,9 +45,7 @@ class ModelState:
         self._model = model
         self.settings = settings
         self.window: Any = None
-        self.num_skipped: Any = None
-        self.num_lost: Any = None
-        self.num_unlike: Any = None
+        self.counters: Counters | None = None
         self.is_scheduled = self.is_verbose = False
         self._has_ended_epoch = False
         self.warnings: set[str] = set()
@@ -165,9 +162,10 @@ class ModelState:
         if model.num_skipped_microbatches:
             is_regularized = any(getattr(w, "regularizer", None) for w in model.trainable_weights)
             model._warn_once(_skipped_message(model.name, self._has_replicas() and is_regularized))
-        if int(self.num_lost or 0):
+        counters = self.counters
+        if counters is not None and int(counters.lost):
             model._warn_once(_messages.lost_term_message(model.name))
-        if int(self.num_unlike or 0):
+        if counters is not None and int(counters.unlike):
             model._warn_once(messages.unlike_entries_message(model.name))
 
     def _has_replicas(self) -> bool:

@@ -30,15 +30,17 @@ class Steps:
     Args:
         model: the model.
         backend: what it runs on.
+        logs_of: returns the logs of a batch, as `Updates.logs_of` does.
 
     Attributes:
         needs_totals: whether a microbatch needs what the terms of the loss weigh in its batch.
         step: the model's own step, recorded.
     """
 
-    def __init__(self, model: Any, backend: Backend) -> None:
+    def __init__(self, model: Any, backend: Backend, logs_of: Callable[..., Any]) -> None:
         self._model = model
         self._backend = backend
+        self._logs_of = logs_of
         self.needs_totals = False
         self.step = RecordedStep(model, backend)
         self._seen: dict[Any, Structure] = {}  # of microbatches, by modes and shapes
@@ -101,7 +103,7 @@ class Steps:
         data: Any,
         numbers: Numbers,
         totals: list[Any] | None,
-        report: Callable[..., Any] | None = None,
+        alone: Structure | None = None,
     ) -> tuple[Sums, Any]:
         """Run the step on a microbatch, and add what it gives to the sums of its window.
 
@@ -111,12 +113,11 @@ class Steps:
             data: the microbatch.
             numbers: of its batch.
             totals: what the terms of the loss weigh in the batch, where it needs them.
-            report: takes the amounts before and behind it, and returns the logs of a batch that has
-                no other microbatch. Where it cannot be a part of the same function, it is not
-                called.
+            alone: what is known of it, if its batch has no other microbatch.
 
         Returns:
-            The sums, and what `report` has returned, or None.
+            The sums, and the logs of such a batch, where these can be a part of the same function;
+            otherwise None.
         """
         if sums is None or not self._backend.traces:
             function = functools.partial(self._add, mode)
@@ -134,10 +135,12 @@ class Steps:
         def add(gradients: list[Any], others: Sums, *arguments: Any) -> tuple[Sums, Any]:
             before = others._replace(gradients=gradients)
             after = before.plus(run_one(before.unit, before.num_counted, *arguments))
-            return after, None if report is None else report(before.amounts, after.amounts)
+            if alone is None:
+                return after, None
+            return after, self._logs_of(alone, before.amounts, after.amounts)
 
         run: Callable[..., tuple[Sums, Any]] = self._backend.compiled(
-            ("add", report, mode), add, self._reads(mode), consumes=True
+            ("add", id(alone), mode), add, self._reads(mode), consumes=True
         )
         given, data = sums.without_rows(), self._backend.placed(data)
         others = given._replace(gradients=[])

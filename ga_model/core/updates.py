@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import keras
@@ -19,7 +18,7 @@ from ga_model.core.window import Amount, Sums, is_list
 
 
 class Counters(NamedTuple):
-    """What was counted since `compile`: int32 scalars, or zero.
+    """What was counted since `compile`: int32 scalars.
 
     Attributes:
         skipped: microbatches that were left out.
@@ -27,9 +26,9 @@ class Counters(NamedTuple):
         unlike: windows of which a microbatch had terms of other proportions.
     """
 
-    skipped: Any = 0
-    lost: Any = 0
-    unlike: Any = 0
+    skipped: Any
+    lost: Any
+    unlike: Any
 
 
 class Updates:
@@ -43,34 +42,23 @@ class Updates:
     def __init__(self, model: Any, backend: Backend) -> None:
         self._model = model
         self._backend = backend
-        self._reports: dict[int, tuple[Structure, Callable[..., Any]]] = {}
 
     # Logs.
 
-    def report(self, structure: Structure) -> Callable[..., Any]:
-        """Return what gives metrics what waited for the full batch, and returns the logs.
-
-        Args:
-            structure: what is known of the sums, as it was traced.
-
-        Returns:
-            A function of the amounts of the window before the batch and of those after it. It is
-            the same for one structure.
-        """
-        if id(structure) not in self._reports:
-            function = functools.partial(self._report, structure)
-            self._reports[id(structure)] = structure, function
-        return self._reports[id(structure)][1]
-
-    def run_report(
-        self, structure: Structure, before: list[Amount] | None, now: list[Amount]
-    ) -> Any:
-        """Do what `report` is for, in a call of its own, before which there may be no window."""
-        function = functools.partial(self._report, structure)
+    def report(self, structure: Structure, before: list[Amount] | None, now: list[Amount]) -> Any:
+        """Return what `logs_of` does, compiled by itself."""
+        function = functools.partial(self.logs_of, structure)
         report = self._backend.compiled(("report", id(structure)), function, ["metrics"])
         return report(before, now)
 
-    def _report(self, structure: Structure, before: list[Amount] | None, now: list[Amount]) -> Any:
+    def logs_of(self, structure: Structure, before: list[Amount] | None, now: list[Amount]) -> Any:
+        """Give metrics what waited for the full batch, and return the logs.
+
+        Args:
+            structure: what is known of the sums.
+            before: the amounts of the window before the batch, or None.
+            now: those after it.
+        """
         model = self._model
         amounts = self._backend.amounts_of_all([*now, *(before or ())])
         nothing = [Amount(0.0, 0.0, 0.0, 0.0) for _ in now]
