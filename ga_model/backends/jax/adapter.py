@@ -97,7 +97,9 @@ class JaxBackend(Backend):
         if name not in self._made:
             # The memory of what is updated takes all results: JAX warns of other that is given.
             consumes = consumes and not updates
-            self._made[name] = Compiled(self, function, reads, updates, consumes, discards)
+            is_brief = name[0] == "trial"
+            made = Compiled(self, function, reads, updates, consumes, discards, is_brief)
+            self._made[name] = made
         return self._made[name]
 
     def forget(self, kind: str) -> None:
@@ -330,6 +332,7 @@ class Compiled:
     Args:
         backend: has the values of variables.
         function, reads, updates, consumes, discards: as `JaxBackend.compiled` takes them.
+        is_brief: whether it runs few times, so that compiling takes longer than running.
     """
 
     def __init__(
@@ -340,6 +343,7 @@ class Compiled:
         updates: Iterable[Group],
         consumes: bool,
         discards: bool,
+        is_brief: bool,
     ) -> None:
         self._backend = backend
         self._function = function
@@ -349,7 +353,8 @@ class Compiled:
         self._discards = discards
         self._pure: Any = self._run
         if backend.is_compiled:
-            self._pure = jax.jit(self._run, donate_argnums=0)
+            options = layer_calls.OF_BRIEF if is_brief else None
+            self._pure = jax.jit(self._run, donate_argnums=0, compiler_options=options)
 
     def __call__(self, *arguments: Any) -> Any:
         result, updated, changed = self._pure(*self._inputs(arguments))

@@ -19,6 +19,9 @@ from ga_model.core.proof import calls
 from ga_model.core.proof.draws import Draws
 from ga_model.core.statistics import Moments
 
+# Options of XLA for a program that runs few times, so that compiling takes longer than running.
+OF_BRIEF = {"xla_backend_optimization_level": 0}
+
 
 def by_microbatches(split: Split) -> tuple[list[Any], Traced]:
     """Run a function by microbatches, as `Backend.by_microbatches` has it."""
@@ -78,7 +81,8 @@ def run_apart(function: Callable[..., Any], derives: bool) -> Callable[..., Any]
     def run(fixed: list[Any], arrays: list[Any], begin: int, end: int) -> list[Any]:
         arguments = fixed, [array[begin:end] for array in arrays], np.int32(begin)
         if end - begin not in compiled:
-            compiled[end - begin] = jax.jit(functools.partial(_with_draws, function, end - begin))
+            of_size = functools.partial(_with_draws, function, end - begin)
+            compiled[end - begin] = jax.jit(of_size, compiler_options=OF_BRIEF)
         try:
             with jax.ensure_compile_time_eval():
                 found = compiled[end - begin](*arguments)

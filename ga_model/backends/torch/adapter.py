@@ -17,7 +17,7 @@ from ga_model.backends.torch.gradient_sums import GradientSums
 from ga_model.backends.torch.memory import is_exhausted, released
 from ga_model.backends.torch.noting import Noting
 from ga_model.backends.torch.process_group import Processes
-from ga_model.backends.torch.state import State
+from ga_model.backends.torch.state import LeftGradients, State
 from ga_model.backends.torch.torch_optimizers import TorchOptimizers
 from ga_model.base._call_again import Attributes, PythonState
 from ga_model.base._internals import counter_of, raw, stateless_scope
@@ -196,7 +196,7 @@ class TorchBackend(Backend):
     def state(self) -> States:
         others = Attributes(self._optimizers_of_torch.parts())
         variables = State(self._model, self.optimizers(), with_weights=True)
-        return States(variables, super().state(), others)
+        return States(variables, super().state(), others, LeftGradients(self._model))
 
     def optimizers(self) -> list[Any]:
         return [*super().optimizers(), *self._optimizers_of_torch.all()]

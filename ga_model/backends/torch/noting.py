@@ -6,6 +6,7 @@ of an operation does not matter: it runs as it stands.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -43,32 +44,47 @@ class Noting(TorchDispatchMode):
         scalars: those that were divided by, bounded or decided by, and numbers of entries that
             masks have selected, by names.
         of_shapes: names of the scalars that follow from shapes alone.
-        dtypes: names of those of what operations gave.
     """
 
     def __init__(self, draws: Draws | None) -> None:
         super().__init__()
         self.scalars: dict[str, Any] = {}
         self.of_shapes: set[str] = set()
-        self.dtypes: set[str] = set()
+        self._dtypes: set[torch.dtype] = set()
         self._draws = draws
+
+    @property
+    def dtypes(self) -> set[str]:
+        """The names of the dtypes of what operations gave."""
+        return {str(dtype).removeprefix("torch.") for dtype in self._dtypes}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = name_of(func)
-        if self._draws is not None and torch.Tag.nondeterministic_seeded in func.tags:
+        name, draws, may_divide = _about(func)
+        if draws and self._draws is not None:
             return _drawn(self._draws, name, func, args, kwargs)
         outputs = func(*args, **kwargs)
-        if torch.is_tensor(outputs):
-            self.dtypes.add(str(outputs.dtype).removeprefix("torch."))
-        for value in () if is_unnoted.get() else _divisors_of(name, args, outputs):
+        if isinstance(outputs, torch.Tensor):
+            self._dtypes.add(outputs.dtype)
+        if not may_divide or is_unnoted.get():
+            return outputs
+        for value in _divisors_of(name, args, outputs):
             key = f"{len(self.scalars):05} {name}"
             self.scalars[key] = value
             if isinstance(args[-1], (int, float)) and is_in_derivative():
                 self.of_shapes.add(key)  # or it was noted before, where it was passed
         return outputs
+
+
+@functools.cache
+def _about(func: Any) -> tuple[str, bool, bool]:
+    """Return the name of an operation, whether it draws, and whether it may divide or bound."""
+    name = name_of(func)
+    may_divide = name in _DIVIDING or name in _BOUNDING or name.startswith("nll_loss")
+    draws = torch.Tag.nondeterministic_seeded in func.tags
+    return name, draws, may_divide or name in (READS_NUMBER, "masked_select", "index")
 
 
 def _divisors_of(name: str, args: Any, outputs: Any) -> Iterator[Any]:

@@ -79,6 +79,21 @@ class State:
             self._seed.state.assign(self._seed_value)
 
 
+class LeftGradients:
+    """What steps have left in `.grad`, where those of the next batch are added to it.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._left = [(p, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
+
+    def put_back(self) -> None:
+        for parameter, gradient in self._left:
+            parameter.grad = None if gradient is None else gradient.clone()
+
+
 def _stores_in(layer: Any) -> list[dict[str, Any]]:
     """Return the dicts where a layer keeps tensors that are no variables."""
     modules = [module for module in layer.modules() if module is layer or not _is_layer(module)]

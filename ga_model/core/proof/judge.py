@@ -18,26 +18,53 @@ _TOLERANCE = 2e-4  # relative, of what many operations make of rounding in float
 
 
 class Judge:
-    """Compares windows.
+    """Compares windows: within few roundings, and where they differ by more, within as much as
+    rounding does to the full batch.
 
     Args:
         runner: what has run them.
         tried: the windows, with the same samples.
+        assumed: what microbatches were weighed by so far, or None.
+
+    Attributes:
+        runner: as it is passed.
     """
 
-    def __init__(self, runner: Runner, tried: Sequence[Window]) -> None:
-        self._runner = runner
+    def __init__(
+        self, runner: Runner, tried: Sequence[Window], assumed: Weighing | None = None
+    ) -> None:
+        self.runner = runner
         # How much more rounding may do than one of each weight. Half precision rounds far more.
         self._factor = 10.0 if runner.rounding == runner.epsilon else 4.0
         self._windows = tried
+        self._has_noise = False  # whether rounding was measured
+        self._sizes: dict[tuple[int, int], list[float]] = {}  # of gradients, by window and place
         self._outcomes = _outcomes(tried)
         self._candidates = list(candidates(tried, runner.has_own_loss, runner.of_shapes))
-
-    def verdict(self, assumed: Weighing | None = None) -> Verdict:
-        """Return what is found: that microbatches weigh what was assumed, if that is exact, too."""
         has_weight = all(outcome.seen.of_loss is not None for outcome in self._outcomes)
         if assumed is not None and (has_weight or assumed.source != "loss"):
             self._candidates.insert(0, assumed)
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether there are gradients other than zero."""
+        return any(window.is_moved for window in self._windows)
+
+    @functools.cached_property
+    def verdict(self) -> Verdict:
+        """What is found: that microbatches weigh what was assumed, if that is exact, too."""
+        found: Verdict = self._judged(self._verdict, lambda found: found.is_exact)
+        return found
+
+    def _judged(self, judge: Callable[[], Any], is_good: Callable[[Any], bool]) -> Any:
+        """Return what is found, with rounding measured where that is not good without."""
+        self._has_noise = self.runner.rounding > self.runner.epsilon
+        if not is_good(found := judge()) and not self._has_noise:
+            self._has_noise = True
+            found = judge()
+        return found
+
+    def _verdict(self) -> Verdict:
         off = {w: self._gradients_off(w) for w in self._candidates}
         exact = [weighing for weighing, found in off.items() if not found]
         plain = [w for w in self._candidates if w.source in ("loss", "samples", "sum")]
@@ -51,12 +78,12 @@ class Judge:
             for place, number in enumerate(first.numbers)
         )
         logs = tuple((n, self._reduction(functools.partial(_log, n))) for n in first.logs)
-        pairs = zip(self._runner.metrics, numbers)
+        pairs = zip(self.runner.metrics, numbers)
         differences += [(f"the metric {name!r}", inf) for name, w in pairs if w is None]
         differences += [(f"the log {name!r}", inf) for name, w in logs if w is None]
         found = tuple(Difference(*pair) for pair in differences)
         is_said = first.seen.of_loss is None if weighing.is_sum else weighing.source == "loss"
-        is_folded = self._runner.is_folded and is_said
+        is_folded = self.runner.is_folded and is_said
         scalars = tuple(sorted(first.seen.scalars))
         return Verdict(
             weighing,
@@ -66,7 +93,7 @@ class Judge:
             is_folded=is_folded,
             scalars=scalars,
             watched=tuple(self._watched(weighing)),
-            written=tuple(sorted(self._runner.written)),
+            written=tuple(sorted(self.runner.written)),
             has_seen_zero=self._has_zero(weighing),
             is_tried=True,
             fitting=tuple(exact),
@@ -74,6 +101,9 @@ class Judge:
 
     def agrees(self, known: Verdict) -> bool:
         """Return whether all comes out as it was found before."""
+        return bool(self._judged(functools.partial(self._agrees, known), bool))
+
+    def _agrees(self, known: Verdict) -> bool:
         numbers = [
             (functools.partial(_number, place), weighing)
             for place, weighing in enumerate(known.numbers)
@@ -98,7 +128,7 @@ class Judge:
         outcomes, weights = self._outcomes, np.ones(len(self._outcomes))
         if weighing.source not in ("loss", "sum"):
             weights = np.asarray([_weight(weighing, outcome) for outcome in outcomes])
-        for name in sorted(_common_scalars(outcomes) - {weighing.source} - self._runner.of_shapes):
+        for name in sorted(_common_scalars(outcomes) - {weighing.source} - self.runner.of_shapes):
             values = np.asarray([float(o.seen.scalars[name]) for o in outcomes])
             for is_per_weight in (False, True) if weights.all() else (False,):
                 ratios = values / weights if is_per_weight else values
@@ -116,43 +146,49 @@ class Judge:
         return Kinds(tuple(compiled), tuple(added))
 
     def _kind(self, get: Callable[[Outcome], Any]) -> str:
+        return self._judged(functools.partial(self._kind_if_known, get), bool) or "mean"
+
+    def _kind_if_known(self, get: Callable[[Outcome], Any]) -> str:
         is_sum = all(self._fits(window, Weighing("sum"), get) for window in self._windows)
         is_mean = all(self._fits(window, Weighing("samples"), get) for window in self._windows)
-        return "sum" if is_sum and not is_mean else "mean"
+        return "mean" if is_mean else "sum" if is_sum else ""
 
     def _gradients_off(self, weighing: Weighing) -> dict[str, float]:
         """Return how much gradients differ that are put together by a weighing, by variable."""
         found: dict[str, float] = {}
         for window in self._windows:
             shares = window.shares(weighing)
-            everything = norm_of([g for g in window.whole.gradients if g is not None])
+            everything = _norm_of_gradients(window)
             if any(part.places != window.whole.places for part in window.parts):
                 return {"the order of updates": inf}
             for number, place in enumerate(window.whole.places):
                 size = self._gradient_off(window, number, shares, everything)
                 if size:
-                    name = self._runner.names[place]
+                    name = self.runner.names[place]
                     found[name] = max(size, found.get(name, 0.0))
         return found
 
     def _gradient_off(
         self, window: Window, place: int, shares: list[float], everything: float
     ) -> float:
-        whole, rounded = (o.gradients[place] for o in (window.whole, window.rounded))
+        whole = window.whole.gradients[place]
         parts = [part.gradients[place] for part in window.parts]
         if whole is None and all(part is None for part in parts):
             return 0.0
         if whole is None or any(part is None for part in parts):
             return inf
         total = _total(shares, parts)
-        noise = norm_of([np.asarray(rounded, "float64") - whole])
-        largest = max((norm_of([_total([s], [p])]) for s, p in zip(shares, parts)), default=0.0)
-        floor = 100 * self._runner.epsilon * (largest + everything) + self._factor * noise
+        if (key := (id(window), place)) not in self._sizes:
+            self._sizes[key] = [norm_of([part]) for part in parts]
+        sizes = self._sizes[key]
+        largest = max((abs(s) * size for s, size in zip(shares, sizes) if s), default=0.0)
+        floor = 100 * self.runner.epsilon * (largest + everything)
+        floor += self._noise(window, functools.partial(_gradient, place))
         return self._off(total, whole, floor, norm_of([whole]))
 
     def _values_off(self, weighing: Weighing) -> dict[str, float]:
         """Return how much variables differ after the one update, by name."""
-        runner, found = self._runner, dict[str, float]()
+        runner, found = self.runner, dict[str, float]()
 
         def compare(place: int, value: Any, floor: float, size: float) -> None:
             if off := self._off(left[place], value, floor, size):
@@ -164,7 +200,10 @@ class Judge:
                 return {"the order of updates": inf}
             left = [np.asarray(value).astype("float64") for value in window.parts[-1].values]
             shares = window.shares(weighing)
-            for number, (place, rate) in enumerate(zip(window.whole.places, window.whole.rates)):
+            rounding = 100 * runner.epsilon * _norm_of_gradients(window)
+            rates = list(zip(window.whole.places, window.whole.rates))
+            floors = {place: rate * rounding for place, rate in rates}
+            for number, (place, rate) in enumerate(rates):
                 parts = [part.gradients[number] for part in window.parts]
                 if all(part is not None for part in parts):
                     left[place] = left[place] - rate * _total(shares, parts)
@@ -178,10 +217,8 @@ class Judge:
                 if runner.is_free[place]:
                     continue
                 moved = norm_of([value - np.asarray(window.values[place], "float64")])
-                rounded = np.asarray(window.rounded.values[place], "float64")
-                floor = 100 * runner.epsilon * norm_of([value]) + self._factor * norm_of(
-                    [rounded - value]
-                )
+                floor = 100 * runner.epsilon * norm_of([value]) + floors.get(place, 0.0)
+                floor += self._noise(window, functools.partial(_value, place))
                 compare(place, value, floor, moved)
         return found
 
@@ -193,7 +230,7 @@ class Judge:
         return None
 
     def _fits(self, window: Window, weighing: Weighing, get: Callable[[Outcome], Any]) -> bool:
-        whole, rounded = get(window.whole), get(window.rounded)
+        whole = get(window.whole)
         parts = [get(part) for part in window.parts]
         if whole is None or any(part is None for part in parts):
             return False
@@ -204,16 +241,22 @@ class Judge:
         else:
             total = _total(window.shares(weighing), parts)
         sizes = [norm_of([part]) for part in parts if np.isfinite(part).all()]
-        noise = norm_of([np.asarray(rounded, "float64") - whole])
-        floor = 100 * self._runner.epsilon * max(sizes, default=0.0) + self._factor * noise
+        floor = 100 * self.runner.epsilon * max(sizes, default=0.0) + self._noise(window, get)
         return not self._off(total, whole, floor, norm_of([whole]))
+
+    def _noise(self, window: Window, get: Callable[[Outcome], Any]) -> float:
+        """Return what rounding may do to what all samples at once give, if it was measured."""
+        if not self._has_noise:
+            return 0.0
+        whole, rounded = (np.asarray(get(o), "float64") for o in (window.whole, window.rounded()))
+        return self._factor * norm_of([rounded - whole])
 
     def _off(self, found: Any, expected: Any, floor: float, size: float) -> float:
         """Return a relative difference, or zero if it is what rounding makes."""
         difference = norm_of([np.asarray(found, "float64") - np.asarray(expected, "float64")])
         if not (np.isfinite(difference) and np.isfinite(size)):
             return inf
-        if difference <= floor + max(_TOLERANCE, 2 * self._runner.rounding) * size:
+        if difference <= floor + max(_TOLERANCE, 2 * self.runner.rounding) * size:
             return 0.0
         return difference / size if size else inf
 
@@ -300,6 +343,18 @@ def _badness(off: dict[str, float]) -> tuple[int, float]:
 
 def _largest(off: dict[str, float]) -> list[tuple[str, float]]:
     return sorted(off.items(), key=lambda pair: -pair[1])
+
+
+def _norm_of_gradients(window: Window) -> float:
+    return norm_of([g for g in window.whole.gradients if g is not None])
+
+
+def _gradient(place: int, outcome: Outcome) -> Any:
+    return outcome.gradients[place]
+
+
+def _value(place: int, outcome: Outcome) -> Any:
+    return outcome.values[place]
 
 
 def _number(place: int, outcome: Outcome) -> Any:

@@ -24,7 +24,7 @@ from ga_model.core.losses import Kinds
 from ga_model.core.proof.calls import combines_samples
 from ga_model.core.proof.judge import Judge
 from ga_model.core.proof.runner import StepRunner, samples_for_trial
-from ga_model.core.proof.trial import Sizes, Window, windows
+from ga_model.core.proof.trial import Sizes, windows
 from ga_model.core.proof.verdict import Difference, Verdict
 from ga_model.core.proof.weighing import Weighing
 from ga_model.core.recorder import CannotAccumulateError
@@ -177,11 +177,13 @@ def _of_samples(
                 runner = StepRunner(model, backend, samples, is_folded, is_split, kinds, put_back)
                 with forgetting_override(model):
                     coming = windows(runner, sizes)
-                    tried = list(itertools.islice(coming, 2))
-                    instead = _instead(runner, tried, kinds, assumed)
-                    if instead is None:
-                        tried += coming
-                        instead = _instead(runner, tried, kinds, assumed)
+                    judge = Judge(runner, first := list(itertools.islice(coming, 2)), assumed)
+                    instead = _instead(judge, kinds)
+                    if instead is None and (others := list(coming)):
+                        judge = Judge(runner, first + others, assumed)
+                        instead = _instead(judge, kinds)
+                    if instead is None and judge.is_moved:
+                        verdict = judge.verdict._replace(kinds=kinds)
                 if instead is None:
                     break
                 kinds, is_folded = instead
@@ -190,34 +192,28 @@ def _of_samples(
             raise
         except Exception as error:  # whatever code of the user's raises on other samples
             return assumed_of(is_own, kinds), error
-        if not any(window.is_moved for window in tried):
+        if not judge.is_moved:
             return assumed_of(is_own, kinds), NothingSeenError()
-        verdict = Judge(runner, tried).verdict(assumed)._replace(kinds=kinds)
     if runner.has_mismatch and not is_split:  # which is told of where weights are combined
         verdict = verdict._replace(weighing=Weighing("loss"), differences=(), is_folded=True)
     return verdict, None
 
 
-def _instead(
-    runner: StepRunner, tried: Sequence[Window], kinds: Kinds, assumed: Weighing | None
-) -> tuple[Kinds, bool] | None:
+def _instead(judge: Judge, kinds: Kinds) -> tuple[Kinds, bool] | None:
     """Return how a step is to be tried that was tried otherwise than it is going to be trained.
 
     Args:
-        runner: has run the step.
-        tried: windows, some or all.
+        judge: compares windows, some or all.
         kinds: that losses were taken for.
-        assumed: as `of_step` takes it.
 
     Returns:
         What losses are, and whether weights are folded into them; or None: it is to be as it was.
     """
-    if not runner.is_folded or not any(window.is_moved for window in tried):
+    if not judge.runner.is_folded or not judge.is_moved:
         return None
-    judge = Judge(runner, tried)
     if (found := judge.kinds()).has_sum and not kinds.has_sum:
         return found, True  # known from the values of losses, whatever they were taken for
-    verdict = judge.verdict(assumed)
+    verdict = judge.verdict
     return None if verdict.is_folded or not verdict.is_exact else (kinds, False)
 
 

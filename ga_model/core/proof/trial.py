@@ -10,8 +10,9 @@ Several starts and cuts are tried: one alone may hide a difference by chance.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -113,14 +114,15 @@ class Window(NamedTuple):
     Attributes:
         values: that it starts from.
         whole: all samples at once.
-        rounded: the same, from weights that differ by a rounding.
         parts: the same samples in parts, each from where the last one ended.
+        rounded: runs all samples at once from weights that differ by a rounding: only where the
+            others differ by more than few roundings, as it costs as much as the window.
     """
 
     values: list[Any]
     whole: Outcome
-    rounded: Outcome
     parts: list[Outcome]
+    rounded: Callable[[], Outcome]
 
     @property
     def is_moved(self) -> bool:
@@ -144,59 +146,89 @@ def windows(runner: Runner, sizes: Sizes, is_brief: bool = False) -> Iterator[Wi
         sizes: of the parts.
         is_brief: whether one window is enough, from the state as it is.
     """
-    total = sum(sizes)
-    orders = [sizes[i:] + sizes[:i] for i in range(len(sizes))]
-    cuts = [tuple(itertools.accumulate(order)) for order in orders]
     size = sum(np.asarray(value).size for value in runner.start)
     is_brief = is_brief or size > _HUGE
-    chosen: _Entries | None = None
     starts = 1 if is_brief else 2 if size > _LARGE else len(_NOISE)
+    cuts = _cuts(sizes)
+    chosen: _Entries | None = None
     without_gradient = []  # tried behind others: if all starts are so, nothing is seen of the step
-    is_seen = False
+    tried: list[_Start] = []
     for number, noise in enumerate(_NOISE[:starts]):
         values = _perturbed(runner, noise, number)
-        if (whole := _finite(runner, total, values)) is None:
+        if (whole := _finite(runner, sum(sizes), values)) is None:
             continue
         chosen = chosen or _Entries(whole)
-        whole = chosen.of(whole)
-        of_start = [cuts[number % len(cuts)]]
-        if not (number or is_brief):
-            of_start += _finer(sizes)
-        coming = _windows_of_start(runner, chosen, values, whole, of_start, number > 0)
-        if any(whole.rates):
-            is_seen = True
-            yield from coming
-        else:
-            without_gradient.append(coming)
-    for coming in without_gradient if is_seen else ():
-        yield from coming
+        scales = [values[place] for place in runner.scales]
+        start = _Start(noise, number, scales, chosen, chosen.of(whole))
+        if not any(whole.rates):
+            without_gradient.append(start)
+        elif window := _in_parts(runner, start, cuts[len(tried) % len(cuts)], values):
+            tried.append(start)
+            yield window
+    for start in without_gradient if tried else ():
+        if window := _in_parts(runner, start, cuts[len(tried) % len(cuts)]):
+            tried.append(start)
+            yield window
+    is_alone = len(tried) == 1 and len(cuts) > 1 and not is_brief
+    if is_alone and (window := _in_parts(runner, tried[0], cuts[1])):
+        yield window
 
 
-def _windows_of_start(
-    runner: Runner,
-    chosen: _Entries,
-    values: list[Any],
-    whole: Outcome,
-    cuts: Sequence[Sizes],
-    is_moved: bool,
-) -> Iterator[Window]:
-    """Try a window in parts that end at each of the cuts, from one start."""
-    total = cuts[0][-1]
-    numbers = [v for v in (*whole.numbers, *whole.logs.values()) if v is not None]
-    if is_moved and not all(np.isfinite(v).all() for v in numbers):
-        return
-    rounded = chosen.of(_from_start(runner, total, _rounded(runner, values)))
-    for ends in cuts:
-        parts, state, begin = [], values, 0
-        runner.put_back()
-        for end in ends:
-            part = runner.run(begin, end, state, 0.0)
-            state, begin = part.values, end
-            # The last part has all of them.
-            parts.append(chosen.of(part if end == total else part._replace(values=[])))
-        may_overflow = runner.rounding > runner.epsilon or runner.scales
-        if not (may_overflow and _overflows(parts)):
-            yield Window(chosen.values(values), whole, rounded, parts)
+class _Start(NamedTuple):
+    """What a window starts from.
+
+    Attributes:
+        noise, seed: that weights are perturbed by.
+        scales: values of the scales of losses.
+        chosen: the entries that are compared.
+        whole: what all samples at once have made of it.
+    """
+
+    noise: float
+    seed: int
+    scales: list[Any]
+    chosen: _Entries
+    whole: Outcome
+
+    def values(self, runner: Runner) -> list[Any]:
+        """Return the values of all variables, which are not held."""
+        found = _perturbed(runner, self.noise, self.seed)
+        for place, scale in zip(runner.scales, self.scales):
+            found[place] = scale
+        return found
+
+
+def _in_parts(
+    runner: Runner, start: _Start, ends: Sizes, values: list[Any] | None = None
+) -> Window | None:
+    """Try a window in parts that end at these numbers of samples.
+
+    Args:
+        values: of the start, if they are at hand.
+
+    Returns:
+        The window, or None: it shows nothing, as numbers are not finite.
+    """
+    numbers = [v for v in (*start.whole.numbers, *start.whole.logs.values()) if v is not None]
+    if start.seed and not all(np.isfinite(v).all() for v in numbers):
+        return None
+    values = start.values(runner) if values is None else values
+    parts, state, begin = [], values, 0
+    runner.put_back()
+    for end in ends:
+        part = runner.run(begin, end, state, 0.0)
+        state, begin = part.values, end
+        # The last part has all of them.
+        parts.append(start.chosen.of(part if end == ends[-1] else part._replace(values=[])))
+    if (runner.rounding > runner.epsilon or runner.scales) and _overflows(parts):
+        return None
+
+    @functools.cache
+    def rounded() -> Outcome:
+        moved = _rounded(runner, start.values(runner))
+        return start.chosen.of(_from_start(runner, ends[-1], moved))
+
+    return Window(start.chosen.values(values), start.whole, parts, rounded)
 
 
 class _Entries:
@@ -218,7 +250,9 @@ class _Entries:
                 sizes = np.abs(np.asarray(gradient).ravel())
                 largest = np.argpartition(sizes, size - _MANY // 2)[size - _MANY // 2 :]
                 chosen = np.concatenate([chosen, largest])
-            self._chosen[place] = np.unique(chosen)
+            is_chosen = np.zeros(size, bool)
+            is_chosen[chosen] = True
+            self._chosen[place] = np.flatnonzero(is_chosen)
 
     def values(self, values: Sequence[Any]) -> list[Any]:
         """Return those of values of all variables, or of nothing."""
@@ -241,15 +275,16 @@ def _from_start(runner: Runner, total: int, values: list[Any]) -> Outcome:
     return runner.run(0, total, values, _MOVES_BY)
 
 
-def _finer(sizes: Sizes) -> list[tuple[int, ...]]:
-    """Return a cut into more parts of the same sizes, if there is one.
+def _cuts(sizes: Sizes) -> list[Sizes]:
+    """Return where parts end: of these sizes, of smaller ones, and in other orders.
 
     Parts of always the same sizes may seem to weigh what others do not.
     """
+    orders = [sizes[i:] + sizes[:i] for i in range(len(sizes))]
     rest, least = sum(sizes[1:]), min(sizes)
-    if rest % least or rest // least == len(sizes) - 1:
-        return []
-    return [tuple(itertools.accumulate((sizes[0], *[least] * (rest // least))))]
+    if rest % least == 0 and rest // least > len(sizes) - 1:
+        orders.insert(1, (sizes[0], *[least] * (rest // least)))
+    return [tuple(itertools.accumulate(order)) for order in orders]
 
 
 def _finite(runner: Runner, total: int, values: list[Any]) -> Outcome | None:
