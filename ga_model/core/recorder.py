@@ -21,6 +21,7 @@ from ga_model.base._identity import is_in, unique
 from ga_model.base._internals import copy_of, loss_tracker, overwrites
 from ga_model.core import messages
 from ga_model.core.backend import Backend
+from ga_model.core.backend_types import GradientSums
 from ga_model.core.losses import Kinds, Position, StepLosses, observer_of
 from ga_model.core.window import Amount, Largest, shrinkage, with_values
 from ga_model.recording import _messages
@@ -135,6 +136,11 @@ class Recording:
         self._divided: list[Any] = []  # optimizers whose losses were
         self._copies: list[Any] = []  # of compiled losses
         self._loss: tuple[Any, Any] | None = None  # numerator and denominator
+
+    @property
+    def sums(self) -> GradientSums | None:
+        """What the backward pass adds gradients to, or None."""
+        return self._position.sums
 
     def stand_in(self, value: Any) -> Any:
         """Return what stands in for an attribute's value: optimizers and metrics."""

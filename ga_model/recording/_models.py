@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import keras
@@ -34,12 +35,27 @@ def is_recorded(value: Any) -> bool:
 
 
 def instances_in(value: Any, classes: Any) -> list[Any]:
-    """Return the instances of `classes` that a value is, or that a list or dict in it holds."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return [instance for part in value for instance in instances_in(part, classes)]
-    return [value] if isinstance(value, classes) else []
+    """Return the instances of `classes` that a value is, or that a list or dict in it holds.
+
+    Steps that run eagerly ask in every batch, of lists of all layers.
+    """
+    if (kind := _kind_of(value.__class__, classes)) is None:
+        return []
+    if kind == "instance":
+        return [value]
+    parts = value.values() if kind == "dict" else value
+    likely = [part for part in parts if _kind_of(part.__class__, classes) is not None]
+    return [instance for part in likely for instance in instances_in(part, classes)]
+
+
+@functools.lru_cache(maxsize=4096)
+def _kind_of(of_value: type, classes: Any) -> str | None:
+    """Return what instances of a class are to `instances_in`."""
+    if issubclass(of_value, dict):
+        return "dict"
+    if issubclass(of_value, (list, tuple)):
+        return "list"
+    return "instance" if issubclass(of_value, classes) else None
 
 
 def is_of_keras(model: Any, name: str) -> bool:

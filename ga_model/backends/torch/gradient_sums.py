@@ -12,6 +12,7 @@ import torch
 
 from ga_model.base import _numbers
 from ga_model.base._internals import raw
+from ga_model.base._internals_torch import has_hooks_on_sum
 
 
 class GradientSums:
@@ -20,6 +21,9 @@ class GradientSums:
     Args:
         totals: so far, one for each variable, or None.
         variables: those that are trained.
+
+    Attributes:
+        is_in_grad: whether the sums are in `.grad` until the end.
     """
 
     def __init__(self, totals: Sequence[Any] | None, variables: Sequence[Any]) -> None:
@@ -29,6 +33,7 @@ class GradientSums:
         self._left = set(range(len(self._tensors)))  # places without a gradient so far
         self._shrink: Any = 1.0
         self._counts: Any = True
+        self.is_in_grad = False
 
     def begin(self, shrink: Any, counts: Any) -> None:
         """Add the gradients that are taken from now on, instead of leaving them in `.grad`.
@@ -38,12 +43,22 @@ class GradientSums:
             counts: bool scalar, whether gradients are added, which may be NaN.
         """
         self._shrink, self._counts = shrink, counts
+        if self._can_stay(shrink, counts):
+            for tensor, total in zip(self._tensors, self._totals):
+                tensor.grad = total
+            self.is_in_grad = True
+            return
         for place, tensor in enumerate(self._tensors):
             hook = self._hook(place)
             self._handles.append(tensor.register_post_accumulate_grad_hook(hook))
 
     def end(self) -> list[Any]:
         """Return the sums, or None where no microbatch has had a gradient."""
+        if self.is_in_grad:
+            totals = [tensor.grad for tensor in self._tensors]
+            for tensor in self._tensors:
+                tensor.grad = None
+            return totals
         for handle in self._handles:
             handle.remove()
         for place in self._left if self._handles else ():
@@ -51,6 +66,18 @@ class GradientSums:
                 total.mul_(_numbers.like(total, self._shrink))
         totals, self._totals = self._totals, []
         return totals
+
+    def _can_stay(self, shrink: Any, counts: Any) -> bool:
+        """Return whether PyTorch may add gradients to the sums itself, as a loop by hand does.
+
+        It may not where hooks of the user's would see a sum in place of a gradient.
+        """
+        if torch.is_tensor(shrink) or shrink != 1.0 or counts is not True:
+            return False
+        return all(
+            tensor.dtype in (torch.float32, torch.float64) and not has_hooks_on_sum(tensor)
+            for tensor in self._tensors
+        )
 
     def _hook(self, place: int) -> Any:
         def add(tensor: Any) -> None:
