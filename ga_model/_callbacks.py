@@ -14,7 +14,7 @@ from ga_model._settings import NAMES
 from ga_model.base import _validate
 from ga_model.base._internals import num_updates, put_values_back
 from ga_model.base._names import check_fit
-from ga_model.recording._models import optimizers_in
+from ga_model.core.models import optimizers_in
 
 
 class CloseWindow(keras.callbacks.Callback):

@@ -12,11 +12,10 @@ from ga_model._callbacks import run_fit
 from ga_model._engine import Accumulation, Hooks
 from ga_model._model_settings import ModelSettings
 from ga_model._settings import NAMES, UNCHANGED, passed
-from ga_model._subclasses import Trainer, accumulated, prepare
-from ga_model.base import _messages
+from ga_model._subclasses import Trainer, accumulated, no_keras_model_message, prepare
 from ga_model.base._names import check_names_for, showing, showing_only
-from ga_model.recording._attributes import CompiledLossAttribute, RecordedAttribute
-from ga_model.recording._models import optimizers_in
+from ga_model.core.models import optimizers_in
+from ga_model.core.stand_ins import CompiledLossAttribute, RecordedAttribute
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -96,7 +95,7 @@ class AccumulatingModel(ModelSettings, _Base):
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         # Keras calls `__new__` of every base when it makes a functional model of a subclass.
         if not issubclass(cls, Trainer) and not cls.__subclasses__():
-            raise TypeError(_messages.no_keras_model_message(cls.__name__))
+            raise TypeError(no_keras_model_message(cls.__name__))
         made: Self = super().__new__(cls, *args, **kwargs)
         return made
 

@@ -10,7 +10,6 @@ from typing import Any
 import keras
 
 from ga_model._settings import NAMES
-from ga_model.base import _messages
 from ga_model.base._context import ThreadValue
 
 # What makes a layer a model: `keras.Model` has its `train_step` from there. Keras's own tests mix
@@ -49,7 +48,7 @@ def prepare(cls: Any, mixin: type) -> None:
     if Trainer not in mro and any(
         base is not object and not issubclass(base, mixin) for base in cls.__bases__
     ):
-        raise TypeError(_messages.no_keras_model_message(cls.__name__))
+        raise TypeError(no_keras_model_message(cls.__name__))
     if Trainer in mro and mro.index(Trainer) < mro.index(mixin):
         raise TypeError(_wrong_side_message(cls.__name__))
     for name in NAMES:
@@ -77,4 +76,12 @@ def _class_attribute_message(name: str, setting: str, value: Any) -> str:
         f"`{setting}` is a setting of each model and cannot be a class attribute. "
         f"Received: class {name} with {setting}={value!r}. "
         f"Pass it to `compile()`, or set `self.{setting}` in `__init__`."
+    )
+
+
+def no_keras_model_message(name: str) -> str:
+    return (
+        "`AccumulatingModel` is a mixin for Keras model classes. "
+        f"Received: class {name}, which is not a subclass of `keras.Model`. "
+        f"Write `class {name}(AccumulatingModel, keras.Model)`."
     )

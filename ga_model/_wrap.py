@@ -10,10 +10,9 @@ import keras
 
 from ga_model._model import AccumulatingModel
 from ga_model._settings import UNCHANGED, Settings, passed
-from ga_model.base import _messages
 from ga_model.base._internals import unpickling
 from ga_model.base._names import answering
-from ga_model.recording._models import optimizers_in
+from ga_model.core.models import optimizers_in
 
 
 @answering
@@ -70,8 +69,7 @@ def accumulate(
     model.fit(x, y, batch_size=128)  # updates of 128 samples, 16 at a time
     ```
     """
-    if not isinstance(model, keras.Model):
-        raise TypeError(_messages.not_a_model_message(model))
+    check_model(model)
     given = passed(
         accumulation_steps=accumulation_steps,
         microbatch_size=microbatch_size,
@@ -119,3 +117,14 @@ def _wrapped_class(original: Any) -> type:
             "__class__": property(lambda self: original),
         },
     )
+
+
+def check_model(value: Any, function: str = "accumulate") -> None:
+    """Raise TypeError if the `model` of a function is no Keras model."""
+    if not isinstance(value, keras.Model):
+        is_class = isinstance(value, type)
+        hint = "Call the class first" if is_class else "Turn it into a `keras.Model` first"
+        raise TypeError(
+            f"`{function}` takes a Keras model. "
+            f"Received: model={value!r} (of type {type(value).__name__}). {hint}."
+        )

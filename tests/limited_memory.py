@@ -4,7 +4,7 @@ import keras
 from keras import layers
 
 from ga_model.base._call_again import inside_of_call
-from ga_model.recording._models import recording_of_thread
+from ga_model.core.models import recording_of_thread
 
 BACKEND = keras.backend.backend()
 

@@ -51,21 +51,21 @@ class Mutation(NamedTuple):
 MUTATIONS = [
     Mutation(
         "a sum beside a mean is not scaled by the microbatches of the window",
-        "recording/_weights.py",
+        "core/weights.py",
         "(term.value, _numbers.float64(steps) * parts)",
         "(term.value, parts)",
         "conformance/test_conformance.py",
     ),
     Mutation(
         "terms of different weights have one weight in a split batch",
-        "recording/_weights.py",
+        "core/weights.py",
         "factors.append((term.value, share * parts))",
         "factors.append((term.value, parts))",
         "conformance/test_conformance.py",
     ),
     Mutation(
         "a regularizer beside a sum counts once per microbatch",
-        "recording/_weights.py",
+        "core/weights.py",
         "loss = loss - repeated * _numbers.like(loss, value)",
         "pass",
         "conformance/test_conformance.py",
@@ -108,7 +108,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the loss is tracked once per microbatch",
-        "recording/_metric_calls.py",
+        "core/metric_calls.py",
         "calls is None or not (_is_scalar(values) and _is_scalar(sample_weight))",
         "True",
         "conformance/test_conformance.py",
@@ -186,7 +186,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a window without weight has no gradients of regularizers",
-        "recording/_step_terms.py",
+        "core/losses.py",
         "if not (regularization and self._terms) or terms.weight is None:",
         "if True:",
         "conformance/test_conformance.py",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ga_model.recording._models import current_recording
+from ga_model.core.models import current_recording
 
 if TYPE_CHECKING:  # what `super()` finds
     from keras import Model as _Base

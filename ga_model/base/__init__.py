@@ -1,4 +1,4 @@
-"""The base of all rooms: checks of arguments, error messages, private names of Keras.
+"""The base of all rooms: checks of arguments, private names of Keras.
 
 May import nothing of the package.
 """

@@ -9,10 +9,8 @@ import importlib.metadata
 import operator
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
-
-from ga_model.base import _messages
 
 _NOT_THE_USERS = {"contextlib", "ga_model", "jax", "jaxlib", "keras", "tensorflow", "torch"}
 
@@ -260,48 +258,3 @@ def check_rows(data: Any, leaves: Iterable[Any]) -> int:
             f"Received: shapes {[tuple(shape) for shape in shapes]}. Pass the same number of each."
         )
     return rows[0]
-
-
-def is_list(values: Any) -> bool:
-    """Return whether this is a list-like collection: a list, a tuple, a dict's values."""
-    return isinstance(values, Collection) and not isinstance(values, (str, Mapping))
-
-
-def check_variables(variables: Iterable[Any]) -> None:
-    """Raise TypeError if some of these are not variables."""
-    others = [type(v).__name__ for v in variables if not hasattr(v, "assign")]
-    if others:
-        raise TypeError(
-            "`variables` must be variables of TensorFlow or Keras. "
-            f"Received: {len(others)} values of type {', '.join(dict.fromkeys(others))}. "
-            "Pass the gradients first and the variables second."
-        )
-
-
-def check_lengths(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-    """Raise ValueError unless there is a gradient, or None, for each variable."""
-    if len(gradients) != len(variables):
-        counts = [f"{len(gradients)} gradients", f"{len(variables)} variables"]
-        raise ValueError(_messages.lengths_message(*counts))
-
-
-def check_shapes(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-    """Raise ValueError unless each gradient that is not None has the shape of its variable."""
-    for gradient, variable in zip(gradients, variables):
-        if gradient is not None and tuple(gradient.shape) != tuple(variable.shape):
-            path = _messages.path_of(variable)
-            raise ValueError(
-                "A gradient must have the shape of its variable. "
-                f"Received: shape {tuple(gradient.shape)} for {path!r} of shape "
-                f"{tuple(variable.shape)}. Pass gradients and variables in the same order."
-            )
-
-
-def check_same_variables(known: Sequence[Any], variables: Sequence[Any]) -> None:
-    """Raise ValueError unless variables are those that are known, if there are any."""
-    if known and [id(v) for v in known] != [id(v) for v in variables]:
-        raise ValueError(
-            "All gradients of a window must belong to the same variables, in the same order. "
-            "Received: different variables. Call `reset()` first, or create a "
-            "`GradientAccumulator` per list."
-        )

@@ -23,9 +23,9 @@ from ga_model.check._equivalence_report import EquivalenceReport, VariableDiffer
 from ga_model.check._plan import Plan, make_plan
 from ga_model.check._randomness import Randomness, shared_randomness
 from ga_model.core.backend import Backend
-from ga_model.recording._models import optimizers_in
-from ga_model.recording._python_state import others_of_user
-from ga_model.recording._split import part_of
+from ga_model.core.batch import part_of
+from ga_model.core.models import optimizers_in
+from ga_model.core.of_user import others_of_user
 
 # What a model keeps of accumulation, and the function that was traced by its settings.
 _OF_TRAINING = ("_accumulation", "train_function")

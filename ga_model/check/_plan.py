@@ -9,10 +9,11 @@ import keras
 
 from ga_model._engine import Accumulation
 from ga_model._settings import Settings
-from ga_model.base import _messages, _validate
+from ga_model._wrap import check_model
+from ga_model.base import _validate
 from ga_model.base._internals import compiled_loss
-from ga_model.recording._models import optimizers_in
-from ga_model.recording._split import part_of
+from ga_model.core.batch import part_of
+from ga_model.core.models import optimizers_in
 
 
 class Plan(NamedTuple):
@@ -51,8 +52,7 @@ def make_plan(model: Any, data: Any, batch_size: Any, updates: Any, **settings: 
         model, data, batch_size, updates: as `check_equivalence` takes them.
         **settings: those of the settings that are not to be the model's.
     """
-    if not isinstance(model, keras.Model):
-        raise TypeError(_messages.not_a_model_message(model, "check_equivalence"))
+    check_model(model, "check_equivalence")
     if not model.compiled:
         raise RuntimeError(_not_compiled_message(model.name))
     backend = Accumulation(model, Settings()).backend

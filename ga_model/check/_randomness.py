@@ -12,7 +12,7 @@ from keras import ops
 
 from ga_model.base._internals import layers_in, takes_training
 from ga_model.base._method_patch import MethodPatch
-from ga_model.recording._models import instances_in
+from ga_model.core.models import instances_in
 
 # What Keras calls the probability or the width of what a layer draws. All zero: it draws nothing.
 _RATES = ("rate", "stddev", "dropout", "recurrent_dropout")

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import keras
 import numpy as np
 from keras import ops
 
-from ga_model.base import _messages, _numbers, _validate
+from ga_model.base import _numbers, _validate
 from ga_model.base._internals import raw
+from ga_model.core import messages
 from ga_model.core.window import Sums
 
 
@@ -52,15 +53,21 @@ class Accumulator:
             ValueError: the lengths or shapes differ; the variables are not those of the first call;
                 `weight` is not a scalar number, or None in one call and a number in another.
         """
-        if not (_validate.is_list(gradients) and _validate.is_list(variables)):
+        if not (_is_list(gradients) and _is_list(variables)):
             types = [f"{type(value).__name__!r}" for value in (gradients, variables)]
-            raise TypeError(_messages.lengths_message(*types))
+            raise TypeError(_lengths_message(*types))
         gradients, variables = list(gradients), list(variables)
-        _validate.check_variables(variables)
-        _validate.check_lengths(gradients, variables)
+        if others := [type(v).__name__ for v in variables if not hasattr(v, "assign")]:
+            raise TypeError(_no_variables_message(others))
+        if len(gradients) != len(variables):
+            counts = [f"{len(gradients)} gradients", f"{len(variables)} variables"]
+            raise ValueError(_lengths_message(*counts))
         gradients = [self._tensor(gradient, v) for gradient, v in zip(gradients, variables)]
-        _validate.check_shapes(gradients, variables)
-        _validate.check_same_variables(self.variables, variables)
+        for gradient, variable in zip(gradients, variables):
+            if gradient is not None and tuple(gradient.shape) != tuple(variable.shape):
+                raise ValueError(_shape_message(gradient, variable))
+        if self.variables and [id(v) for v in self.variables] != [id(v) for v in variables]:
+            raise ValueError(_other_variables_message())
         self._add(gradients, variables, None if weight is None else self._number(weight))
 
     def _add(self, gradients: list[Any], variables: list[Any], weight: Any) -> None:
@@ -70,7 +77,7 @@ class Accumulator:
             nothing = [None] * len(variables)
             sums = Sums(nothing, None if is_sum else 0.0, 0.0, 0, 0, False, 0, [], [])
         if (sums.total is None) != is_sum:
-            raise ValueError(_messages.mixed_weights_message())
+            raise ValueError(messages.mixed_weights_message())
         number = 1.0 if is_sum else weight
         self.variables = self.variables or variables
         self.num_microbatches += 1
@@ -161,7 +168,7 @@ class Accumulator:
                 raise TypeError
             return ops.convert_to_tensor(array.astype(_numbers.sum_dtype(variable.dtype)))
         except (TypeError, ValueError):
-            message = _messages.gradient_message(gradient, variable, self._source)
+            message = _gradient_message(gradient, variable, self._source)
             raise TypeError(message) from None
 
     def _number(self, weight: Any) -> float:
@@ -174,13 +181,13 @@ class Accumulator:
                 raise TypeError
             return float(ops.stop_gradient(weight) if is_tensor else weight)
         except (TypeError, ValueError):
-            raise ValueError(_messages.weight_message(weight)) from None
+            raise ValueError(messages.weight_message(weight)) from None
 
 
 def check_optimizer(optimizer: Any) -> None:
     """Raise TypeError if this is no optimizer, and ValueError if it accumulates gradients."""
     if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise TypeError(_messages.not_an_optimizer_message(optimizer))
+        raise TypeError(_not_an_optimizer_message(optimizer))
     _validate.check_single_accumulation([optimizer])
 
 
@@ -201,3 +208,57 @@ def nothing(shape: Any, dtype: Any) -> Any:
     TensorFlow may return the constant 0.0 for -0.0, from its cache.
     """
     return ops.negative(ops.zeros(shape, dtype))
+
+
+def _is_list(values: Any) -> bool:
+    """Return whether this is a list-like collection: a list, a tuple, a dict's values."""
+    return isinstance(values, Collection) and not isinstance(values, (str, Mapping))
+
+
+def _lengths_message(gradients: str, variables: str) -> str:
+    return (
+        "`add` takes two lists of equal length: one gradient for each variable. "
+        f"Received: {gradients} and {variables}. "
+        "Pass the gradients of a loss with respect to `variables`, in the same order."
+    )
+
+
+def _no_variables_message(types: list[str]) -> str:
+    return (
+        "`variables` must be variables of TensorFlow or Keras. "
+        f"Received: {len(types)} values of type {', '.join(dict.fromkeys(types))}. "
+        "Pass the gradients first and the variables second."
+    )
+
+
+def _shape_message(gradient: Any, variable: Any) -> str:
+    return (
+        "A gradient must have the shape of its variable. "
+        f"Received: shape {tuple(gradient.shape)} for {messages.path_of(variable)!r} of shape "
+        f"{tuple(variable.shape)}. Pass gradients and variables in the same order."
+    )
+
+
+def _other_variables_message() -> str:
+    return (
+        "All gradients of a window must belong to the same variables, in the same order. "
+        "Received: different variables. Call `reset()` first, or create a "
+        "`GradientAccumulator` per list."
+    )
+
+
+def _not_an_optimizer_message(value: Any) -> str:
+    hint = "Call the class first" if isinstance(value, type) else "Create one"
+    return (
+        "`GradientAccumulator.apply` takes a Keras optimizer. "
+        f"Received: optimizer={value!r} (of type {type(value).__name__}). "
+        f"{hint}: `keras.optimizers.Adam()`, for example."
+    )
+
+
+def _gradient_message(gradient: Any, variable: Any, source: str) -> str:
+    return (
+        "A gradient must be a tensor, an array of real numbers or None. "
+        f"Received: a {type(gradient).__name__} for {messages.path_of(variable)!r}. Pass {source}, "
+        "or its values as a NumPy array."
+    )

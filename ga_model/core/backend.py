@@ -12,9 +12,9 @@ from ga_model.base._context import ThreadValue, is_unnoted
 from ga_model.base._identity import unique
 from ga_model.base._internals import mask_of, set_mask
 from ga_model.core.backend_types import GradientSums, State
-from ga_model.recording._models import optimizers_in, recording_of_thread
-from ga_model.recording._python_state import python_state
-from ga_model.recording._split import Batch
+from ga_model.core.batch import Batch
+from ga_model.core.models import optimizers_in, recording_of_thread
+from ga_model.core.of_user import python_state
 
 if TYPE_CHECKING:
     from ga_model.core.call_types import Apart, Split, Traced

@@ -10,15 +10,16 @@ from typing import Any
 import keras
 
 from ga_model._settings import Settings
-from ga_model.automatic._search import FoundSize, torn_message
 from ga_model.base import _numbers
 from ga_model.base._internals import OF_STEP_ON_JAX, overwrites
 from ga_model.core import messages
-from ga_model.core.automatic import SizeTrials
+from ga_model.core.automatic import FoundSize, SizeTrials, torn_message
 from ga_model.core.backend import Backend
+from ga_model.core.batch import Batch
 from ga_model.core.findings import Findings, FoundOtherwiseError
 from ga_model.core.losses import NeedsTrialError
 from ga_model.core.model_state import ModelState
+from ga_model.core.models import is_of_keras, optimizers_in
 from ga_model.core.modes import Mode, NeedsTotalsError, Numbers, Structure
 from ga_model.core.noise import Estimate
 from ga_model.core.noise_scale import GradientNoise
@@ -28,8 +29,6 @@ from ga_model.core.recorder import Applied
 from ga_model.core.steps import Steps
 from ga_model.core.updates import Counters, Updates, count
 from ga_model.core.window import Sums, Window
-from ga_model.recording._models import is_of_keras, optimizers_in
-from ga_model.recording._split import Batch
 
 
 class Driver(ModelState):

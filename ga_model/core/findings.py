@@ -9,12 +9,11 @@ from keras import ops
 
 from ga_model.core import messages
 from ga_model.core.backend import Backend
+from ga_model.core.batch import unpack
 from ga_model.core.proof import proof
 from ga_model.core.proof.verdict import Verdict
 from ga_model.core.proof.weighing import Weighing
 from ga_model.core.window import Window, is_list, values_of
-from ga_model.recording._messages import written_message
-from ga_model.recording._models import unpack
 
 
 class FoundOtherwiseError(Exception):
@@ -133,7 +132,7 @@ class Findings:
             return
         is_other = self._note_later(kind, found, error)
         if once := sorted(written.difference(found.written)):  # and not while it was tried
-            model._warn_once(written_message(model.name, once))
+            model._warn_once(messages.written_message(model.name, once))
         if not is_other:
             return
         if is_split and backend.trains_alone and (backend.traces or not is_own):

@@ -34,11 +34,10 @@ from ga_model.base._internals import (
 from ga_model.base._method_patch import MethodPatch
 from ga_model.core.backend import Backend
 from ga_model.core.call_types import Apart, Split, Traced
+from ga_model.core.metric_calls import waiting
+from ga_model.core.models import unrecorded
 from ga_model.core.proof.calls import HALF, NotByRowsError, kinds_of_call
-from ga_model.core.statistics import Listener
-from ga_model.recording._metric_calls import waiting
-from ga_model.recording._models import unrecorded
-from ga_model.recording._moments_heard import is_known, listener
+from ga_model.core.statistics import Listener, is_known, listener
 
 _NOT_ROWS = "it combines samples, or gives something other than one value per sample"
 _NOT_ROWS_BACK = "it has a custom gradient that combines samples"

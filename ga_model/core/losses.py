@@ -11,14 +11,12 @@ from keras import ops
 
 from ga_model.base import _numbers
 from ga_model.base._internals import mask_of, scaled_for_replicas
+from ga_model.core import messages
 from ga_model.core.backend_types import GradientSums
-from ga_model.recording import _weights
-from ga_model.recording._compiled_copy import same_rank, seeing
-from ga_model.recording._losses_of_keras import is_by_sample
-from ga_model.recording._messages import product_message
-from ga_model.recording._models import is_of_keras, unpack
-from ga_model.recording._split import num_rows
-from ga_model.recording._step_terms import StepTerms
+from ga_model.core.batch import num_rows, unpack
+from ga_model.core.models import is_of_keras
+from ga_model.core.of_user import is_by_sample
+from ga_model.core.weights import FullBatch, LossTerms, Term, combine, rule
 
 _MEANS = ("mean", "sum_over_batch_size", "mean_with_sample_weight")
 
@@ -62,7 +60,7 @@ class Position(NamedTuple):
     parts: Any
     is_first: Any
     unit: Any
-    whole: _weights.FullBatch | None
+    whole: FullBatch | None
     sums: GradientSums | None = None
 
     def in_unit(self, weight: Any) -> tuple[Any, Any]:
@@ -76,7 +74,7 @@ class Position(NamedTuple):
         return unit, _numbers.share(weight, unit)
 
 
-class StepLosses(StepTerms):
+class StepLosses:
     """The losses of one recorded step, as they become known while it runs.
 
     Args:
@@ -93,7 +91,12 @@ class StepLosses(StepTerms):
     """
 
     def __init__(self, model: Any, data: Any, position: Position, kinds: Kinds | None) -> None:
-        super().__init__(model, data, position)
+        self._model = model
+        self._data = data
+        self._position = position
+        self._terms: list[Term] = []
+        self._additional: list[Any] = []  # losses of layers, and of weight regularizers
+        self._known_terms: tuple[tuple[int, int], LossTerms] | None = None
         self.lost: list[Any] = []
         self.values: dict[str, Any] = {}
         self.added: list[Any] = []
@@ -111,14 +114,14 @@ class StepLosses(StepTerms):
         self._terms, self._additional, self._known_terms = [], [], None
         self.added, self.lost, self.values, self._data = [], [], {}, None
 
-    def compiled_terms(self) -> list[_weights.Term]:
+    def compiled_terms(self) -> list[Term]:
         """Return the terms of the compiled loss."""
         return self._terms
 
-    def note_term(self, term: _weights.Term) -> None:
+    def note_term(self, term: Term) -> None:
         """Note a term of the compiled loss."""
         if term.is_product and not self._is_ruled:
-            self._model._warn_once(product_message(term.name, self._model.name))
+            self._model._warn_once(messages.product_message(term.name, self._model.name))
         self._terms.append(term)
         self.lost += term.lost
 
@@ -132,7 +135,38 @@ class StepLosses(StepTerms):
         self._additional.append(total)
         self.added.append(ops.stop_gradient(total))
 
+    def terms(self) -> LossTerms:
+        """Return what the terms of the loss so far ask for."""
+        so_far = (len(self._terms), len(self._additional))
+        if self._known_terms is None or self._known_terms[0] != so_far:
+            self._known_terms = (so_far, self._combine())
+        return self._known_terms[1]
+
+    def _combine(self) -> LossTerms:
+        # Keras adds the losses of layers first, and those of weight regularizers after them.
+        regularizers = [v for v in self._model.trainable_weights if getattr(v, "regularizer", None)]
+        first = max(0, len(self._additional) - len(regularizers))
+        regularization = self._additional[first:]
+        additional = [
+            (value, self._is_sum_of_samples(index))
+            for index, value in enumerate(self._additional[:first])
+        ]
+        weight = self._model.microbatch_weight(*unpack(self._data))
+        if weight is not None:
+            return rule(weight, regularization)
+        position, rows = self._position, self.num_rows()
+        # What the terms weigh in the full batch is of no use where a part of it may be left out.
+        whole = None if self._model.skip_nonfinite else position.whole
+        steps = position.num_microbatches if whole is None else position.steps
+        terms = combine(self._terms, additional, regularization, rows, steps, whole)
+        if terms.mismatch:
+            self._model._warn_once(messages.one_weight_message(terms.exact, terms.mismatch))
+        if not (regularization and self._terms) or terms.weight is None:
+            return terms
+        return terms._replace(weight=_numbers.not_zero(terms.weight, rows))
+
     def _is_sum_of_samples(self, index: int) -> bool:
+        """Return whether a loss that a layer added is a sum over samples, and no mean."""
         if self._is_ruled:
             return False
         if self._kinds is None:
@@ -165,6 +199,7 @@ class StepLosses(StepTerms):
         return dict(self._kinds.compiled).get(name, assumed)
 
     def num_rows(self) -> Any:
+        """Return the samples of the microbatch."""
         return num_rows(unpack(self._data)[0])
 
 
@@ -193,7 +228,7 @@ def observer_of(entry: Any, compiled: Any, losses: StepLosses) -> Any:
 
     def observe(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         seen: list[Any] = []
-        value = seeing(loss, seen)(y_true, y_pred, sample_weight)
+        value = _seeing(loss, seen)(y_true, y_pred, sample_weight)
         values = seen[-1] if seen else None
         found = losses.kind_of(name, loss, y_true, y_pred, values)
         is_number = values is not None and len(values.shape) == 0
@@ -215,10 +250,33 @@ def observer_of(entry: Any, compiled: Any, losses: StepLosses) -> Any:
         is_product = is_product and reduction != "mean_with_sample_weight"
         value = ops.sum(value)  # Keras leaves the values of no rows as they are
         in_total = value if entry.loss_weights is None else value * entry.loss_weights
-        compiled._terms.append(_weights.Term(name, weight, kind, in_total, is_product, lost))
+        compiled._terms.append(Term(name, weight, kind, in_total, is_product, lost))
         return value
 
     return observe
+
+
+def _seeing(loss: Any, seen: list[Any]) -> Any:
+    """Return a twin of a loss that tells what it computes.
+
+    Args:
+        loss: the loss.
+        seen: gets its values before they are reduced.
+    """
+    if not isinstance(loss, keras.losses.Loss):
+        return loss
+
+    class Observed(type(loss)):  # type: ignore[misc]
+        def call(self, y_true: Any, y_pred: Any) -> Any:
+            values = super().call(y_true, y_pred)
+            # A number, perhaps. Ragged tensors would be refused.
+            is_tensor = ops.is_tensor(values)
+            seen.append(values if is_tensor else ops.convert_to_tensor(values))
+            return seen[-1]
+
+    twin = object.__new__(Observed)
+    object.__setattr__(twin, "__dict__", loss.__dict__)  # one state, whatever `call` does to it
+    return twin
 
 
 def _denominator(
@@ -259,8 +317,17 @@ def _denominator(
         weights = ops.stop_gradient(ops.convert_to_tensor(sample_weight))
         weights = ops.cast(weights, dtype)
         if weight is not None:
-            weight, weights = same_rank(weight, weights)
+            weight, weights = _same_rank(weight, weights)
         weight = weights if weight is None else weight * weights
         divisor = ops.sum(ops.cast(weight, values.dtype))  # as Keras adds up
         lost = (ops.logical_and(divisor == 0, ops.any(weight != 0)),)
     return ops.sum(weight), kind, lost
+
+
+def _same_rank(a: Any, b: Any) -> tuple[Any, Any]:
+    """Give the mask (rows, positions) and sample weights of rank one or two the same rank."""
+    if len(a.shape) == len(b.shape) + 1 and a.shape[-1] == 1:
+        return (a, b[:, None]) if len(b.shape) == 1 else (ops.squeeze(a, -1), b)
+    if len(b.shape) == len(a.shape) + 1 and b.shape[-1] == 1:
+        return (a[:, None], b) if len(a.shape) == 1 else (a, ops.squeeze(b, -1))
+    return a, b

@@ -1,13 +1,26 @@
-"""Texts of errors and warnings of the core."""
+"""Errors and warnings of the core, and those that it shares with backends.
+
+Every message states what was expected, what was received, and the fix. Those of a single module are
+at its end.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from ga_model.base._messages import ALONE, WITHOUT
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ga_model.core.proof.verdict import Verdict
+
+ALONE = (
+    "pass `fit` the full batch and set `microbatch_size` instead of `accumulation_steps` (with "
+    '`loss_over="auto"`, the default), which is exact'
+)
+EXACT_WAY = f"{ALONE} for any loss, or override `microbatch_weight`"
+WITHOUT = (
+    "turn accumulation off: "
+    "`accumulation_steps=None`, `microbatch_size=None`, `skip_nonfinite=None`, "
+    "and call `compile()` again"
+)
 
 
 def own_loop_message(model: str) -> str:
@@ -112,3 +125,152 @@ def unlike_updates_message(model: str) -> str:
         f"Received: `train_step` of {model!r}, which applies others than in the microbatch before. "
         f"Let it apply all of them in each call, {ALONE} for any step, or {WITHOUT}."
     )
+
+
+def noise_of_sum_message(model: str) -> str:
+    return (
+        "`GradientNoiseScale` needs a loss that is a mean over samples. "
+        f"Received: {model!r}, whose loss is a sum. "
+        'Set its reduction to "sum_over_batch_size" or "mean_with_sample_weight", '
+        "or remove the callback."
+    )
+
+
+def applied_twice_message(model: str, optimizer: str) -> str:
+    return (
+        "A `train_step` that applies the same optimizer twice cannot be accumulated: "
+        "the second gradient depends on the first update. "
+        f"Received: `train_step` of {model!r}, which applies {optimizer!r} twice. "
+        f"Sum the losses and apply once, use one optimizer per update, {ALONE} for any step, "
+        f"or {WITHOUT}."
+    )
+
+
+def inner_graph_message(model: str) -> str:
+    return (
+        "Optimizers must be applied directly in `train_step` to be accumulated. "
+        f"Received: `train_step` of {model!r}, which applies one inside `tf.cond`, a loop, or a "
+        "nested `tf.function`. Move the call out (to skip NaN and Inf, set `skip_nonfinite=True`), "
+        f"{ALONE} for any step, or {WITHOUT}."
+    )
+
+
+def not_recorded_message(model: str) -> str:
+    return (
+        "A `train_step` can be accumulated if its optimizers are attributes of the model, such as "
+        "`self.optimizer`. "
+        f"Received: `train_step` of {model!r}, which applies none. "
+        "Store each optimizer in an attribute of the model and call "
+        f"`self.<attribute>.apply(gradients, variables)`, {ALONE} with any optimizer, "
+        f"or {WITHOUT}."
+    )
+
+
+def product_message(loss: str, model: str) -> str:
+    return (
+        "With sample weights, a loss must return one value per sample to be accumulated exactly. "
+        f"Received: the loss {loss!r} of {model!r}, which returns a single number; Keras "
+        "multiplies it by the mean of the sample weights. Training differs from the full batch: "
+        f"return one value per sample, or {EXACT_WAY}."
+    )
+
+
+def written_message(model: str, variables: list[str]) -> str:
+    return (
+        f"`train_step` of {model!r}, or a layer that it calls, writes to {variables}. This happens "
+        "once per microbatch, on the full batch once per update. Do it in a method "
+        "`on_update(self)` of the model, which runs after each update, or "
+        f"{ALONE}."
+    )
+
+
+def one_weight_message(exact: list[str], approximate: list[str]) -> str:
+    return (
+        "The terms of this loss average over different things, but a microbatch has only one "
+        f"weight. Exact: {exact}. Exact only if all microbatches weigh the same in each term and "
+        f"all windows are full: {approximate}. "
+        "Give the terms the same reduction, mask and sample weights, or override "
+        "`AccumulatingModel.microbatch_weight`."
+    )
+
+
+def unheard_calls_message(model: str) -> str:
+    return (
+        f"No call of a layer goes by microbatches in `train_step` of {model!r}, which takes the "
+        "memory of the full batch. Training is exact. To save the memory, keep networks in "
+        "attributes of the model, and call them in `train_step` itself: not by `stateless_call`, "
+        "nor in a nested `tf.function`."
+    )
+
+
+def whole_call_message(layer: str, reason: str) -> str:
+    return (
+        f"A call of {layer!r} cannot be split into microbatches and takes the memory of the full "
+        f"batch (calls of layers inside it are split): {reason}. Training is exact. To save the "
+        "memory, make every output have one row per sample that depends on no other sample, draw "
+        "random numbers with `keras.random` and a `keras.random.SeedGenerator`, or move the part "
+        "that needs all samples out of the layer, into `train_step` or the loss."
+    )
+
+
+def late_gradient_message(variables: list[Any]) -> str:
+    names = [path_of(variable) for variable in variables]
+    return (
+        "A variable that has no gradient in the first microbatch cannot get one later. "
+        f"Received: a gradient for {names}. "
+        "Use the same layers in every microbatch, or start with one that uses all of them."
+    )
+
+
+def lost_term_message(model: str) -> str:
+    return (
+        f"A loss of {model!r} was zero in a microbatch because it was divided by zero "
+        "(`divide_no_nan`, or a sum of weights of both signs), although what was divided was not. "
+        "That microbatch has no weight, and is missing from the update of the full batch. Divide "
+        "by `maximum(number, 1)`, which is exact, use only positive weights, or set a "
+        '`microbatch_size` with `loss_over="batch"`.'
+    )
+
+
+def batch_normalization_messages(pooled: list[str], others: list[str]) -> list[str]:
+    """Return the warnings about BatchNormalization layers in training mode.
+
+    Args:
+        pooled: names of layers whose running averages are updated from all samples.
+        others: names of layers that update them themselves.
+    """
+    texts = {
+        "(ghost batch normalization, https://arxiv.org/abs/1705.08741), so training differs from "
+        "the full batch. Their running averages are updated once per update, with the mean and "
+        "variance of all its samples.": pooled,
+        "and update their running averages once per microbatch, so training differs from the full "
+        "batch: their `call` is overridden, or runs inside a branch, a loop or a nested function, "
+        "or the first batch created them.": others,
+    }
+    return [
+        f"BatchNormalization layers in training mode: {layers}. They normalize each microbatch by "
+        f"its own statistics {text} Freeze them (`layer.trainable = False` before `compile`), use "
+        "LayerNormalization or GroupNormalization, or accept the difference."
+        for text, layers in texts.items()
+        if layers
+    ]
+
+
+def weight_message(weight: Any) -> str:
+    return (
+        "`weight` must be a scalar number or tensor, or None if the loss is a sum. "
+        f"Received: weight={weight!r}. "
+        "Pass what the microbatch's loss averages over, such as the number of samples."
+    )
+
+
+def mixed_weights_message() -> str:
+    return (
+        "`weight` must be a number in every call of a window, or None in every one. "
+        "Received: both. Pass a number in all of them, or None in all of them."
+    )
+
+
+def path_of(variable: Any) -> str:
+    """Return what messages call a variable of Keras, or of TensorFlow, which has a name alone."""
+    return str(getattr(variable, "path", None) or variable.name)

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from ga_model._settings import Settings, passed
-from ga_model.automatic._search import FoundSize
-from ga_model.base import _messages, _validate
+from ga_model.base import _validate
 from ga_model.core import messages
+from ga_model.core.automatic import FoundSize
+from ga_model.core.models import optimizers_in
 from ga_model.core.noise_scale import GradientNoise
 from ga_model.core.updates import Counters
-from ga_model.recording._models import optimizers_in
 
 
 class ModelState:
@@ -164,7 +164,7 @@ class ModelState:
             model._warn_once(_skipped_message(model.name, self._has_replicas() and is_regularized))
         counters = self.counters
         if counters is not None and int(counters.lost):
-            model._warn_once(_messages.lost_term_message(model.name))
+            model._warn_once(messages.lost_term_message(model.name))
         if counters is not None and int(counters.unlike):
             model._warn_once(messages.unlike_entries_message(model.name))
 
@@ -235,5 +235,5 @@ def _instance_step_message(model: str) -> str:
     return (
         f"`train_step` must be a method of the model's class. Received: {model!r} with "
         "`train_step` assigned to the instance, which is not accumulated. Define it in a subclass, "
-        f"or {_messages.WITHOUT}."
+        f"or {messages.WITHOUT}."
     )

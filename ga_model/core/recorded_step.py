@@ -12,10 +12,10 @@ from keras import ops
 from ga_model.base import _numbers
 from ga_model.base._identity import is_in
 from ga_model.base._internals import copy_of, layers_in, seeds
-from ga_model.base._messages import batch_normalization_messages
 from ga_model.core import messages
 from ga_model.core.backend import Backend
 from ga_model.core.backend_types import GradientSums
+from ga_model.core.batch import num_rows, unpack
 from ga_model.core.losses import Kinds, Position
 from ga_model.core.modes import Mode, NeedsTotalsError, Numbers, Structure
 from ga_model.core.noise import Squares
@@ -23,10 +23,8 @@ from ga_model.core.proof.verdict import OF_KERAS, Verdict
 from ga_model.core.proof.weighing import Seen, Weighing
 from ga_model.core.recorder import Recording, by_optimizer, record
 from ga_model.core.statistics import Listener, listening
+from ga_model.core.weights import FullBatch
 from ga_model.core.window import Amount, Positions, Rows, Sums, values_of, with_values
-from ga_model.recording import _messages, _weights
-from ga_model.recording._models import unpack
-from ga_model.recording._split import num_rows
 
 
 class RecordedStep:
@@ -74,7 +72,7 @@ class RecordedStep:
         model = self._model
         whole = None
         if mode.is_split:
-            whole = _weights.FullBatch(
+            whole = FullBatch(
                 lambda: numbers.rows, mode.is_alone, functools.partial(_known, totals)
             )
         position = Position(
@@ -91,7 +89,7 @@ class RecordedStep:
         found = self._weigh_one(mode, position, data)
         if mode.is_measured:
             if found.total is None:
-                raise ValueError(_messages.noise_of_sum_message(model.name))
+                raise ValueError(messages.noise_of_sum_message(model.name))
             applied = self.structure.applied
             squares = (
                 Squares.of(gradients, part.variables, found.total, scale)
@@ -203,11 +201,11 @@ class RecordedStep:
             logs, of_step = backend.run_step(data)
         listener.put_back()
         if model.trainable_weights and not (recording.applied or mode.is_trial):
-            raise RuntimeError(_messages.not_recorded_message(model.name, []))
+            raise RuntimeError(messages.not_recorded_message(model.name))
         written = self._without_state(of_step, layers) if of_step else []
         if written and verdict is None and not mode.is_trial:  # else they were compared
             paths = [variable.path for variable in written]
-            model._warn_once(_messages.written_message(model.name, paths))
+            model._warn_once(messages.written_message(model.name, paths))
         if layers and backend.num_processes > 1:
             names = [layer.name for layer in layers]
             model._warn_once(messages.own_averages_message(names))
@@ -220,7 +218,9 @@ class RecordedStep:
                 if not is_in(layer, heard)
                 and any(id(variable) in known for variable in layer.non_trainable_variables)
             ]
-            for message in batch_normalization_messages([part.name for part in heard], others):
+            for message in messages.batch_normalization_messages(
+                [part.name for part in heard], others
+            ):
                 model._warn_once(message)
         return recording, listener, logs, written
 

@@ -23,13 +23,11 @@ from ga_model.core import messages
 from ga_model.core.backend import Backend
 from ga_model.core.backend_types import GradientSums
 from ga_model.core.losses import Kinds, Position, StepLosses, observer_of
+from ga_model.core.metric_calls import MetricCalls, Unnoted, noting_results, waiting
+from ga_model.core.models import recording_of_thread
+from ga_model.core.of_user import parts_of
+from ga_model.core.stand_ins import copy_with, stand_in
 from ga_model.core.window import Amount, Largest, shrinkage, with_values
-from ga_model.recording import _messages
-from ga_model.recording._compiled_copy import copy_with
-from ga_model.recording._metric_calls import MetricCalls, Unnoted, noting_results, waiting
-from ga_model.recording._metrics_of_user import parts_of
-from ga_model.recording._models import recording_of_thread
-from ga_model.recording._stand_ins import stand_in
 
 
 class CannotAccumulateError(RuntimeError):
@@ -226,7 +224,7 @@ class Recording:
             return
         is_again = any(optimizer is applied.optimizer for applied in self.applied)
         if is_again or (self.applied and not self.backend.has_several_optimizers):
-            message = _messages.applied_twice_message(self.model.name, optimizer.name)
+            message = messages.applied_twice_message(self.model.name, optimizer.name)
             raise CannotAccumulateError(message)
         _validate.check_single_accumulation([optimizer], self.model.accumulation_steps)
         if self.moves_by is not None:

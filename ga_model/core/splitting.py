@@ -23,13 +23,12 @@ from ga_model.base._internals import (
     layers_in,
     training_of_call,
 )
-from ga_model.base._messages import batch_normalization_messages
 from ga_model.base._method_patch import MethodPatch
+from ga_model.core import messages
 from ga_model.core.backend import Backend
 from ga_model.core.layer_calls import LayerCall
 from ga_model.core.proof.calls import NotByRowsError
-from ga_model.recording._messages import unheard_calls_message, whole_call_message
-from ga_model.recording._moments_heard import is_known, telling
+from ga_model.core.statistics import is_known, telling
 
 _splitting = ThreadValue()  # how calls are split in this thread, or None
 
@@ -65,7 +64,7 @@ class _Splitting:
     def end(self) -> None:
         """Warn, at the end of a step, if there was no call that could be split."""
         if not self._has_heard:
-            self._model._warn_once(unheard_calls_message(self._model.name))
+            self._model._warn_once(messages.unheard_calls_message(self._model.name))
 
     def run(self, layer: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Make a call by microbatches, or whole where it cannot be split."""
@@ -77,7 +76,7 @@ class _Splitting:
         with self._is_in_whole_call.set(True):
             outputs = call(*args, **kwargs)
         if reason and not self._is_in_whole_call.get():
-            self._model._warn_once(whole_call_message(layer.name, reason))
+            self._model._warn_once(messages.whole_call_message(layer.name, reason))
         return outputs
 
     def _by_microbatches(
@@ -98,7 +97,7 @@ class _Splitting:
         trained = [part for part in layers_in(layer) if is_in(part, trained)]
         normalizing = [part.name for part in trained if is_known(part)]
         others = [part.name for part in trained if not is_known(part)]
-        for message in batch_normalization_messages(normalizing, others):
+        for message in messages.batch_normalization_messages(normalizing, others):
             self._model._warn_once(message)
         return outputs
 

@@ -8,7 +8,7 @@ averages move once per update.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -16,8 +16,12 @@ import keras
 from keras import ops
 
 from ga_model.base import _numbers
-from ga_model.base._internals import copy_of, move_renormalization, reduction_axes
-from ga_model.recording._moments_heard import listener, telling
+from ga_model.base._context import ThreadValue
+from ga_model.base._internals import MOMENTS, copy_of, move_renormalization, reduction_axes
+from ga_model.base._method_patch import MethodPatch
+
+# What hears of the statistics of the microbatch that this thread runs, or None.
+listener: Any = ThreadValue()
 
 
 class Moments(NamedTuple):
@@ -145,6 +149,30 @@ def listening(layers: Sequence[Any], place: Callable[[], Any] = lambda: None) ->
     hears = Listener(layers, place)
     with listener.set(hears), telling(layers):
         yield hears
+
+
+def is_known(layer: Any) -> bool:
+    """Return whether a layer moves its averages as BatchNormalization does."""
+    normal = keras.layers.BatchNormalization
+    return isinstance(layer, normal) and type(layer).call is normal.call
+
+
+def telling(layers: Iterable[Any]) -> Any:
+    """Return the context in which those of the layers that are known tell the listener."""
+    return _moments.of(layer for layer in layers if is_known(layer))
+
+
+def _telling(layer: Any, moments: Callable[..., Any]) -> Callable[..., Any]:
+    def telling(inputs: Any, mask: Any) -> Any:
+        mean, variance = moments(inputs, mask)
+        if (hears := listener.get()) is not None:
+            hears.hear(layer, inputs, mask, mean, variance)
+        return mean, variance
+
+    return telling
+
+
+_moments = MethodPatch(MOMENTS, _telling)
 
 
 def _count(layer: Any, inputs: Any, mask: Any) -> Any:

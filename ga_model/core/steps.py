@@ -16,12 +16,12 @@ from ga_model.base import _numbers
 from ga_model.base._internals import forgetting_override
 from ga_model.core.backend import GROUPS, Backend, Group
 from ga_model.core.backend_types import GradientSums
+from ga_model.core.batch import Batch
+from ga_model.core.models import is_of_keras
 from ga_model.core.modes import Mode, Numbers, Structure
 from ga_model.core.recorded_step import RecordedStep
+from ga_model.core.stand_ins import watch_attributes
 from ga_model.core.window import Rows, Sums, is_list
-from ga_model.recording._attributes import watch_attributes
-from ga_model.recording._models import is_of_keras
-from ga_model.recording._split import Batch
 
 
 class Steps:

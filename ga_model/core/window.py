@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from keras import ops
 
 from ga_model.base import _numbers
+from ga_model.core.batch import num_rows, part_of
 from ga_model.core.noise import Squares
 from ga_model.core.statistics import Moments
-from ga_model.recording._split import num_rows, part_of
 
 
 class Amount(NamedTuple):

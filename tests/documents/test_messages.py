@@ -38,4 +38,4 @@ def test_a_message_that_no_test_quotes_is_found(tmp_path):
 def test_the_page_has_all_texts():
     page = messages["page"]()
     assert page.count("\n* ") == len(MESSAGES)
-    assert "\n## `ga_model/base/_messages.py`\n" in page
+    assert "\n## `ga_model/core/messages.py`\n" in page

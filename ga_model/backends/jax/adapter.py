@@ -25,7 +25,7 @@ from ga_model.core.call_types import Apart, Split, Traced
 from ga_model.core.proof.draws import Draws
 from ga_model.core.recorder import Applied
 from ga_model.core.splitting import splitting_calls
-from ga_model.recording._stand_ins import OptimizerStandIn
+from ga_model.core.stand_ins import OptimizerStandIn
 
 
 class StandIn(OptimizerStandIn):

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import keras
 
-from ga_model.base._messages import WITHOUT
+from ga_model.core.messages import WITHOUT
 
 _OTHERS = (
     "use the TensorFlow backend (`KERAS_BACKEND=tensorflow`) or PyTorch (`KERAS_BACKEND=torch`), "

@@ -7,9 +7,10 @@ from typing import Any
 import tensorflow as tf
 
 from ga_model.backends.tensorflow import optimizers, replicas
-from ga_model.base import _messages, _numbers
+from ga_model.base import _numbers
 from ga_model.base._internals import overwrites, raw
 from ga_model.base._names import answering
+from ga_model.core import messages
 from ga_model.core.accumulator import Accumulator, check_optimizer, nothing
 from ga_model.core.window import Largest, Positions, Rows, shrinkage
 
@@ -83,13 +84,13 @@ class GradientAccumulator(Accumulator):
         if self._is_sum is None:
             self._is_sum = is_sum
         if self._is_sum != is_sum:
-            raise ValueError(_messages.mixed_weights_message())
+            raise ValueError(messages.mixed_weights_message())
         if not self.variables:
             self._sums = [_begun(g, v) for g, v in zip(gradients, variables)]
             self.variables = variables
         pairs = zip(variables, gradients, self._sums)
         if late := [v for v, gradient, so_far in pairs if so_far is None is not gradient]:
-            raise RuntimeError(_messages.late_gradient_message(late))
+            raise RuntimeError(messages.late_gradient_message(late))
 
     def _add(self, gradients: list[Any], variables: list[Any], weight: Any) -> None:
         self._check_is_on_replica()
@@ -230,7 +231,7 @@ class GradientAccumulator(Accumulator):
         weight = tf.convert_to_tensor(weight)
         is_number = weight.dtype.is_floating or weight.dtype.is_integer or weight.dtype.is_bool
         if weight.shape.rank or not is_number:
-            raise ValueError(_messages.weight_message(weight))
+            raise ValueError(messages.weight_message(weight))
         return tf.stop_gradient(tf.cast(weight, tf.float64))
 
 

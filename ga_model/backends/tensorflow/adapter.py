@@ -38,15 +38,15 @@ from ga_model.base._internals_tf import is_branch, noting_writes
 from ga_model.base._method_patch import MethodPatch
 from ga_model.core.backend import GROUPS, Backend, Group
 from ga_model.core.backend_types import States
+from ga_model.core.batch import Batch
 from ga_model.core.call_types import Apart, Split, Traced
+from ga_model.core.messages import inner_graph_message
+from ga_model.core.models import optimizers_in, unrecorded
 from ga_model.core.proof.draws import Draws
 from ga_model.core.recorder import Applied, CannotAccumulateError
 from ga_model.core.splitting import splitting_calls
+from ga_model.core.stand_ins import OptimizerStandIn
 from ga_model.core.window import Amount, Largest, Positions, Rows, Sums, shrinkage, with_values
-from ga_model.recording._messages import inner_graph_message
-from ga_model.recording._models import optimizers_in, unrecorded
-from ga_model.recording._split import Batch
-from ga_model.recording._stand_ins import OptimizerStandIn
 
 
 class StandIn(OptimizerStandIn):

@@ -18,7 +18,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ga_model.base import _messages, _numbers
+from ga_model.base import _numbers
 from ga_model.base._internals import (
     metrics_exchange,
     raw,
@@ -26,11 +26,12 @@ from ga_model.base._internals import (
     strategy_of_model,
     strategy_of_optimizer,
 )
+from ga_model.core.batch import Batch, part_of
+from ga_model.core.messages import WITHOUT
+from ga_model.core.models import optimizers_in
 from ga_model.core.noise import Squares
 from ga_model.core.statistics import Moments
 from ga_model.core.window import Amount, Sums
-from ga_model.recording._models import optimizers_in
-from ga_model.recording._split import Batch, part_of
 
 _MIRRORED = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
 _TRIED = (tf.distribute.OneDeviceStrategy, *_MIRRORED)
@@ -348,7 +349,7 @@ def _strategy_message(name: str) -> str:
         "MultiWorkerMirroredStrategy of `tf.distribute`. "
         f"Received: {name}, which is not tested. "
         "Create the model under one of those strategies or without one, "
-        f"or {_messages.WITHOUT}."
+        f"or {WITHOUT}."
     )
 
 

@@ -15,7 +15,7 @@ from ga_model.base._internals import (
     set_global_seed,
 )
 from ga_model.base._internals_tf import value_of
-from ga_model.recording._models import optimizers_in
+from ga_model.core.models import optimizers_in
 
 
 def kept_variables(model: Any, with_weights: bool = False) -> list[Any]:

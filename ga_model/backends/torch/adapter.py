@@ -25,12 +25,12 @@ from ga_model.base._internals_torch import times_written
 from ga_model.core.backend import Backend, Group
 from ga_model.core.backend_types import States
 from ga_model.core.call_types import Apart, Split, Traced
+from ga_model.core.models import is_of_keras, optimizers_in
 from ga_model.core.proof.draws import Draws
 from ga_model.core.recorder import Applied
 from ga_model.core.splitting import splitting_calls
+from ga_model.core.stand_ins import OptimizerStandIn
 from ga_model.core.window import Sums
-from ga_model.recording._models import is_of_keras, optimizers_in
-from ga_model.recording._stand_ins import OptimizerStandIn
 
 
 class StandIn(OptimizerStandIn):

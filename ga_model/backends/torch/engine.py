@@ -9,7 +9,7 @@ from ga_model.backends.torch import refusals
 from ga_model.backends.torch.adapter import TorchBackend
 from ga_model.backends.torch.hooks import Hooks
 from ga_model.core.driver import Driver
-from ga_model.recording._models import optimizers_in
+from ga_model.core.models import optimizers_in
 
 __all__ = ["Accumulation", "Hooks", "check_same_epoch", "explain"]
 

@@ -8,7 +8,7 @@ import keras
 import torch
 
 from ga_model.backends.torch.agreement import num_processes
-from ga_model.base._messages import WITHOUT
+from ga_model.core.messages import WITHOUT
 
 _TENSORFLOW = "use the TensorFlow backend (`KERAS_BACKEND=tensorflow`), which supports it"
 

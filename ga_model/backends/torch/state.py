@@ -19,7 +19,7 @@ from ga_model.base._internals import (
     set_global_seed,
 )
 from ga_model.base._internals_torch import buffers_of, times_written
-from ga_model.recording._python_state import is_of_library
+from ga_model.core.of_user import is_of_library
 
 
 class State:

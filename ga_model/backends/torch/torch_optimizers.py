@@ -18,8 +18,8 @@ from ga_model.backends.torch import refusals
 from ga_model.base._internals import raw
 from ga_model.base._internals_torch import note_step
 from ga_model.base._method_patch import MethodPatch
+from ga_model.core.models import instances_in, recording_of_thread
 from ga_model.core.recorder import CannotAccumulateError
-from ga_model.recording._models import instances_in, recording_of_thread
 
 _SCHEDULERS = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
 

@@ -20,7 +20,9 @@ from ga_model.base._internals import (
     own_state,
 )
 from ga_model.core.backend import Backend
+from ga_model.core.batch import num_rows
 from ga_model.core.losses import Kinds
+from ga_model.core.of_user import counts_samples
 from ga_model.core.proof.calls import combines_samples
 from ga_model.core.proof.judge import Judge
 from ga_model.core.proof.runner import StepRunner, samples_for_trial
@@ -28,10 +30,8 @@ from ga_model.core.proof.trial import Sizes, windows
 from ga_model.core.proof.verdict import Difference, Verdict
 from ga_model.core.proof.weighing import Weighing
 from ga_model.core.recorder import CannotAccumulateError
-from ga_model.recording._attributes import watch_attributes
-from ga_model.recording._metrics_of_user import counts_samples
-from ga_model.recording._moments_heard import is_known
-from ga_model.recording._split import num_rows
+from ga_model.core.stand_ins import watch_attributes
+from ga_model.core.statistics import is_known
 
 SIZES = (3, 3, 1)  # of the parts of a window that is tried
 WHOLE = (sum(SIZES),)  # of one that is a single microbatch

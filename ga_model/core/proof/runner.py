@@ -17,15 +17,15 @@ from ga_model.base._identity import is_in, unique
 from ga_model.base._internals import copy_of, counter_of, layers_in, seeds
 from ga_model.base._method_patch import MethodPatch
 from ga_model.core.backend import GROUPS, Backend
+from ga_model.core.batch import num_rows, part_of
 from ga_model.core.losses import Kinds, Position
+from ga_model.core.of_user import parts_of
 from ga_model.core.proof.draws import Draws
 from ga_model.core.proof.trial import Outcome
 from ga_model.core.proof.weighing import Seen
 from ga_model.core.recorder import record
-from ga_model.recording._metrics_of_user import parts_of
-from ga_model.recording._moments_heard import is_known
-from ga_model.recording._split import num_rows, part_of
-from ga_model.recording._weights import FullBatch
+from ga_model.core.statistics import is_known
+from ga_model.core.weights import FullBatch
 
 _ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8}  # of one operation
 

@@ -67,12 +67,3 @@ def is_of_keras(model: Any, name: str) -> bool:
         if not module.startswith("ga_model"):
             return module.startswith("keras.")
     return False
-
-
-def unpack(data: Any) -> Any:
-    """Return x, y and sample weight of a batch. x is all of it where it is no tuple of up to 3."""
-    if isinstance(data, list) and len(data) <= 3:
-        data = tuple(data)  # as Keras takes it: a `torch.utils.data.DataLoader` gives lists
-    if not isinstance(data, tuple) or len(data) > 3:
-        data = (data,)
-    return keras.utils.unpack_x_y_sample_weight(data)

@@ -1,4 +1,4 @@
-"""Split a batch into microbatches along axis 0."""
+"""A batch, and its microbatches: rows along axis 0."""
 
 from __future__ import annotations
 
@@ -55,6 +55,15 @@ class Batch:
         self.check_rows()
         size = self._size or self.rows
         return part_of(self._data, index * size, (index + 1) * size)
+
+
+def unpack(data: Any) -> Any:
+    """Return x, y and sample weight of a batch. x is all of it where it is no tuple of up to 3."""
+    if isinstance(data, list) and len(data) <= 3:
+        data = tuple(data)  # as Keras takes it: a `torch.utils.data.DataLoader` gives lists
+    if not isinstance(data, tuple) or len(data) > 3:
+        data = (data,)
+    return keras.utils.unpack_x_y_sample_weight(data)
 
 
 def part_of(data: Any, start: int, stop: int) -> Any:

@@ -1,0 +1,100 @@
+"""What of a model is Keras's own and what the user's: losses, metrics, and Python state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from ga_model.base._call_again import PythonState, leaves_in
+from ga_model.base._identity import unique
+from ga_model.base._internals import arguments_of_loss, is_along_samples, layers_in
+from ga_model.core.models import instances_in
+from ga_model.core.stand_ins import original_of
+
+_COMPARING = {"dice", "tversky", "circle"}
+
+
+def _name_of(function: Any) -> str | None:
+    """Return the name of one of Keras's loss functions, or None: others may bear it, too."""
+    name = getattr(function, "__name__", "")
+    return name if getattr(keras.losses, name, None) is function else None
+
+
+def compares_samples(function: Any) -> bool:
+    """Return whether a function is one of Keras's losses that give one number for all samples."""
+    return _name_of(function) in _COMPARING
+
+
+def is_by_sample(loss: Any) -> bool:
+    """Return whether a loss is one of Keras's that treat samples one by one."""
+    found, function = type(loss), getattr(loss, "fn", None)
+    name = found.__name__ if function is None else _name_of(function)
+    is_of_keras = found.__module__.startswith("keras.") and name is not None
+    is_over_samples = arguments_of_loss(loss).get("axis", -1) not in (None, -1)
+    return is_of_keras and name not in _COMPARING and not is_over_samples
+
+
+def parts_of(metric: Any) -> list[Any]:
+    """Return the metrics that one of a model's `metrics` consists of, those held by it last."""
+    metric = original_of(metric)
+    if type(metric).__name__ == "CompileMetrics":
+        return [part for inner in metric.metrics for part in parts_of(inner)]
+    held = instances_in(vars(metric), keras.metrics.Metric)
+    return unique([metric, *(part for inner in held for part in parts_of(inner))])
+
+
+def is_of_user(value: Any) -> bool:
+    """Return whether a value is a function, or is called like one, that is not Keras's."""
+    module = getattr(value, "__module__", None) or type(value).__module__
+    return callable(value) and not module.startswith("keras.")
+
+
+def counts_samples(metric: Any) -> bool:
+    """Return whether a metric is one of Keras's own that counts what it gets of each sample."""
+    parts = [original_of(metric), *parts_of(metric)]
+    if any(map(is_along_samples, parts)):
+        return False
+    held = [value for part in parts for value in vars(part).values()]
+    # Losses reduce what they compute to one number.
+    is_of_others = any(
+        is_of_user(value) or isinstance(value, keras.losses.Loss) or compares_samples(value)
+        for value in held
+    )
+    return all(type(part).__module__.startswith("keras.") for part in parts) and not is_of_others
+
+
+def python_state(model: Any) -> PythonState:
+    """Return the `PythonState` of a model and its layers, and of objects of the user's in them."""
+    return PythonState(model, others_of_user(model), has_arrays=True)
+
+
+def others_of_user(model: Any) -> list[Any]:
+    """Return the objects of the user's that a model keeps, and that are no layers of it.
+
+    They are its metrics and losses, and what attributes of it, of its layers and of one another
+    have of classes from the same packages.
+    """
+    losses = instances_in(getattr(model, "loss", None), keras.losses.Loss)
+    compiled = [*losses, *(part for metric in model.metrics for part in parts_of(metric))]
+    layers, found = layers_in(model), [p for p in unique(compiled) if not is_of_library(p)]
+    known = {id(part) for part in (*layers, *found)}
+    packages = {_package(part) for part in (*layers, *found) if not is_of_library(part)}
+    waiting = [*layers, *found] if packages else []
+    while waiting:
+        for value in leaves_in(vars(waiting.pop()).values()):
+            is_new = id(value) not in known and not isinstance(value, type)
+            if is_new and hasattr(value, "__dict__") and _package(value) in packages:
+                known.add(id(value))
+                found.append(value)
+                waiting.append(value)
+    return found
+
+
+def _package(part: Any) -> str:
+    return type(part).__module__.split(".")[0]
+
+
+def is_of_library(module: Any) -> bool:
+    """Return whether the class of a module is not the user's."""
+    return f"{type(module).__module__}.".startswith(("keras.", "torch.", "ga_model."))
