@@ -12,7 +12,8 @@ import keras
 from ga_model import _engine
 from ga_model._settings import NAMES
 from ga_model.base import _validate
-from ga_model.base._internals import num_updates, put_values_back
+from ga_model.base._internals import num_updates
+from ga_model.base._internals_jax import put_values_back
 from ga_model.base._names import check_fit
 from ga_model.core.models import optimizers_in
 

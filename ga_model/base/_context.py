@@ -1,4 +1,4 @@
-"""The context of the running thread: a value for the duration of a block, and a graph."""
+"""Values that the running thread has for the duration of a block."""
 
 from __future__ import annotations
 
@@ -37,10 +37,3 @@ class ThreadValue:
 
 
 is_unnoted = ThreadValue(False)  # whether this package computes what no scalar is noted of
-
-
-def graph_being_made() -> Any:
-    """Return the graph that this thread adds operations to, or None where they run at once."""
-    import tensorflow as tf
-
-    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()

@@ -1,10 +1,9 @@
 """Private names of Keras, each behind a function that says what it is for.
 
-A release that renames one of them breaks this module, or one of those beside it: those of
-activity regularizers are in `_internals_activities`, those of the backends in `_internals_tf` and
-`_internals_torch`. Read in Keras 3.8.0 to 3.15.1, TensorFlow 2.18 to 2.21, PyTorch 2.13 and
-JAX 0.6 to 0.12.
-`tests/base/test_internals.py` finds private names elsewhere.
+A release that renames one of them breaks this module, or one of those beside it: those of the
+backends are in `_internals_tf`, `_internals_torch` and `_internals_jax`. Read in Keras 3.8.0 to
+3.15.1, TensorFlow 2.18 to 2.21, PyTorch 2.13 and JAX 0.6 to 0.12. `tests/base/test_internals.py`
+finds private names elsewhere.
 
 What releases do differently stands here, too: one function for each difference, which names the
 last release that has it.
@@ -168,71 +167,6 @@ def move_renormalization(layer: Any, mean: Any, variance: Any) -> None:
 # Models and optimizers.
 
 
-# The methods of a model that make its step on JAX, and what it logs.
-OF_STEP_ON_JAX = (
-    "train_step",
-    "compute_loss_and_updates",
-    "stateless_call",
-    "stateless_compute_loss",
-    "_update_metrics_variables",
-    "compute_metrics",
-    "get_metrics_result",
-)
-
-
-@contextlib.contextmanager
-def forgetting_override(model: Any) -> Iterator[None]:
-    """Forget the losses of layers that a step on JAX leaves with a model if it fails in a block."""
-    try:
-        yield
-    except BaseException:
-        if hasattr(model, "_losses_override"):
-            vars(model)["_losses_override"] = []
-        raise
-
-
-def put_values_back(model: Any) -> None:
-    """Let the variables of a model have their values, which are elsewhere in `fit` on JAX."""
-    if hasattr(model, "jax_state_sync"):
-        model.jax_state_sync()
-
-
-def leave_values(model: Any, values: Iterable[Any]) -> None:
-    """Let Keras put values back to the variables of a model, after a step on JAX that failed.
-
-    Args:
-        model: the model.
-        values: as `train_step` takes them, before the step.
-    """
-    groups = ["trainable", "non_trainable", "optimizer", "metrics"]
-    found = {f"{name}_variables": list(group) for name, group in zip(groups, values)}
-    if not any(value.is_deleted() for group in found.values() for value in group):
-        model._jax_state, model._jax_state_synced = found, False
-
-
-@contextlib.contextmanager
-def jax_state_of(model: Any) -> Iterator[tuple[list[list[Any]], Callable[[Any], None]]]:
-    """Get the values of a model's variables on JAX, as `train_step` takes them.
-
-    Yields:
-        The values, and a function that writes new ones to the variables.
-    """
-    put_values_back(model)
-    groups = [
-        model.trainable_variables,
-        model.non_trainable_variables,
-        model.optimizer.variables,
-        model.metrics_variables,
-    ]
-
-    def put(values: Any) -> None:
-        for variables, new in zip(groups, values):
-            for variable, value in zip(variables, new):
-                variable.assign(value)
-
-    yield [[variable.value for variable in group] for group in groups], put
-
-
 def build(model: Any, data: Any) -> None:
     """Create the variables of a model, its metrics and its optimizer for a batch."""
     model._symbolic_build(data_batch=data)
@@ -330,17 +264,14 @@ def set_metrics(compiled: Any, metrics: list[Any]) -> None:
     vars(compiled)["_metrics"] = metrics
 
 
-def scaled_for_replicas(loss: Any) -> Any:
-    """Return a loss divided by the number of replicas, as Keras does it."""
-    return scale_loss_for_distribution(loss)
-
-
-def unscaled_for_replicas(loss: Any) -> Any:
-    """Return a loss of all samples of one that Keras has divided by the number of replicas."""
-    return unscale_loss_for_distribution(loss)
-
+# These divide a loss by the number of replicas, as Keras does it, and take that back.
+scaled_for_replicas: Callable[[Any], Any] = scale_loss_for_distribution
+unscaled_for_replicas: Callable[[Any], Any] = unscale_loss_for_distribution
 
 # Variables, and scopes in which they have other values.
+
+# Returns the innermost `keras.StatelessScope` that the code here runs in, or None.
+stateless_scope: Callable[[], Any] = get_stateless_scope
 
 
 def raw(variable: Any) -> Any:
@@ -372,11 +303,6 @@ def adder_of(loss: Any, layer: Any) -> Any:
     Nobody has if it is that of a weight regularizer.
     """
     return next((part for part in layers_in(layer) if id(loss) in part._loss_ids), None)
-
-
-def stateless_scope() -> Any:
-    """Return the innermost `keras.StatelessScope` that the code here runs in, or None."""
-    return get_stateless_scope()
 
 
 def scope_of(variables: Iterable[Any], values: Iterable[Any]) -> Any:
@@ -412,17 +338,9 @@ def is_symbolic() -> bool:
     return bool(in_symbolic_scope())
 
 
-# Tensors. Keras keeps in attributes what its losses find at an output.
-
-
-def mask_of(tensor: Any) -> Any:
-    """Return the mask of a tensor, or None."""
-    return get_keras_mask(tensor)
-
-
-def set_mask(tensor: Any, mask: Any) -> None:
-    """Let a tensor have a mask."""
-    set_keras_mask(tensor, mask)
+# Tensors. Keras keeps in attributes what its losses find at an output: a mask, or None.
+mask_of: Callable[[Any], Any] = get_keras_mask
+set_mask: Callable[[Any, Any], None] = set_keras_mask
 
 
 def logits_of(tensor: Any) -> Any:

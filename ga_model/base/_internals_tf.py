@@ -24,6 +24,11 @@ NOT_INLINED = {"_noinline": True}
 # Tapes and graphs.
 
 
+def graph_being_made() -> Any:
+    """Return the graph that this thread adds operations to, or None where they run at once."""
+    return None if tf.executing_eagerly() else ops.get_default_graph()
+
+
 def call_flat(function: Any, tensors: list[Any]) -> Any:
     """Call a concrete function with the tensors of its arguments, in the order of `tf.nest`.
 
@@ -119,7 +124,7 @@ def seeing_operations(see: Callable[[str, Sequence[Any], Sequence[Any]], Any]) -
         see: takes the type of an operation, its inputs and its outputs, tensors; returns what takes
             the place of the outputs, or None.
     """
-    graph = None if tf.executing_eagerly() else ops.get_default_graph()
+    graph = graph_being_made()
 
     def in_graph(
         name: str,

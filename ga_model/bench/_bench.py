@@ -20,9 +20,8 @@ import keras
 from ga_model._wrap import accumulate
 from ga_model.bench._by_hand import loop_by_hand
 from ga_model.bench._cases import CASES
-from ga_model.tools._cpu import on_cpu
 from ga_model.tools._memory import give_back_freed_memory, peak_memory, reset_peak_memory
-from ga_model.tools._process import in_own_process, prepare
+from ga_model.tools._process import in_own_process, on_cpu, prepare
 
 _MOST_ROUNDS = 20
 _FEWEST = 4  # microbatches of a way in a round

@@ -12,8 +12,7 @@ import traceback
 from collections.abc import Sequence
 
 from ga_model.cli._parser import make_parser
-from ga_model.tools._errors import ToldError
-from ga_model.tools._quiet import start_tensorflow
+from ga_model.tools._process import ToldError, start_tensorflow
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -16,7 +16,7 @@ from ga_model.check import _check
 from ga_model.check._plan import make_plan
 from ga_model.cli import _script
 from ga_model.demo._options import Settings
-from ga_model.tools._errors import ToldError
+from ga_model.tools._process import ToldError
 
 _STATUS = {"equivalent": 0, "different": 1, "undecided": 3}
 

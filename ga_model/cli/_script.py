@@ -10,7 +10,7 @@ from typing import Any
 
 import keras
 
-from ga_model.tools._errors import ToldError
+from ga_model.tools._process import ToldError
 
 
 def load(target: str) -> tuple[Any, tuple[Any, Any, Any]]:

@@ -11,7 +11,8 @@ import keras
 
 from ga_model._settings import Settings
 from ga_model.base import _numbers
-from ga_model.base._internals import OF_STEP_ON_JAX, overwrites
+from ga_model.base._internals import overwrites
+from ga_model.base._internals_jax import OF_STEP_ON_JAX
 from ga_model.core import messages
 from ga_model.core.automatic import FoundSize, SizeTrials, torn_message
 from ga_model.core.backend import Backend
@@ -21,8 +22,7 @@ from ga_model.core.losses import NeedsTrialError
 from ga_model.core.model_state import ModelState
 from ga_model.core.models import is_of_keras, optimizers_in
 from ga_model.core.modes import Mode, NeedsTotalsError, Numbers, Structure
-from ga_model.core.noise import Estimate
-from ga_model.core.noise_scale import GradientNoise
+from ga_model.core.noise import GradientNoise
 from ga_model.core.proof import proof
 from ga_model.core.proof.verdict import Verdict
 from ga_model.core.recorder import Applied
@@ -49,7 +49,7 @@ class Driver(ModelState):
     def __init__(self, model: Any, settings: Settings, backend: Backend) -> None:
         super().__init__(model, settings)
         self.automatic_size = FoundSize()
-        self.noise = GradientNoise(Estimate)
+        self.noise = GradientNoise()
         self.updates = Updates(model, backend)
         self.steps = Steps(model, backend, self.updates.logs_of)
         self.backend = backend

@@ -12,7 +12,7 @@ from ga_model.base import _validate
 from ga_model.core import messages
 from ga_model.core.automatic import FoundSize
 from ga_model.core.models import optimizers_in
-from ga_model.core.noise_scale import GradientNoise
+from ga_model.core.noise import GradientNoise
 from ga_model.core.updates import Counters
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ga_model.base import _numbers
-from ga_model.base._internals import forgetting_override
+from ga_model.base._internals_jax import forgetting_override
 from ga_model.core.backend import GROUPS, Backend, Group
 from ga_model.core.backend_types import GradientSums
 from ga_model.core.batch import Batch

@@ -15,10 +15,8 @@ from ga_model._wrap import accumulate
 from ga_model.demo import _plot, _report
 from ga_model.demo._options import Settings
 from ga_model.demo._report import Result, Run
-from ga_model.tools._cpu import on_cpu
-from ga_model.tools._errors import ToldError
 from ga_model.tools._memory import peak_memory
-from ga_model.tools._process import ProcessError, in_own_process
+from ga_model.tools._process import ProcessError, ToldError, in_own_process, on_cpu
 
 
 def make_runs(settings: Settings) -> list[Run]:

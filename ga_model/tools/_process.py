@@ -1,24 +1,30 @@
-"""Run a function in a process of its own, whose peak memory is its own."""
+"""Run a function in a process of its own, whose peak memory is its own, without what TensorFlow
+writes when it starts, and on the CPU: memory of a GPU is not the process's, and its work is not
+awaited.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
-
-from ga_model.tools._errors import ToldError
-from ga_model.tools._quiet import errors_to
+from typing import IO, Any
 
 _starting = threading.Lock()
+
+
+class ToldError(Exception):
+    """There is no result. The message says why, and what to do."""
 
 
 class ProcessError(ToldError):
@@ -93,14 +99,10 @@ def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["ga_model._wrap"])
     with open(os.devnull, "ab") as nowhere, errors_to(nowhere):
-        process = context.Process(target=_do_nothing)
+        process = context.Process(target=os.getpid)
         process.start()
         process.join()
     return context
-
-
-def _do_nothing() -> None:
-    pass
 
 
 def _work(sender: Connection, messages: Path, function: Callable[..., Any], args: Any) -> None:
@@ -110,3 +112,47 @@ def _work(sender: Connection, messages: Path, function: Callable[..., Any], args
         except BaseException:
             traceback.print_exc()
             raise SystemExit(1) from None
+
+
+def start_tensorflow() -> None:
+    """Import TensorFlow and let it look for devices. What it says of that is shown if it fails."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # inherited by other processes
+    with tempfile.TemporaryFile() as said:
+        try:
+            with errors_to(said):
+                import tensorflow as tf
+
+                tf.config.list_physical_devices()
+        except BaseException:
+            said.seek(0)
+            shutil.copyfileobj(said, sys.stderr.buffer)
+            raise
+
+
+@contextlib.contextmanager
+def errors_to(stream: IO[bytes]) -> Iterator[None]:
+    """Write the standard error of this process, and of processes it starts, to a file."""
+    sys.stderr.flush()
+    before = os.dup(2)
+    os.dup2(stream.fileno(), 2)
+    try:
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(before, 2)
+        os.close(before)
+
+
+@contextlib.contextmanager
+def on_cpu() -> Iterator[None]:
+    """Let Keras make variables and compute on the CPU, in a process that has used no other."""
+    import keras
+
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        tf.config.set_visible_devices([], "GPU")
+        yield
+    else:
+        with keras.device("cpu"):
+            yield

@@ -14,7 +14,7 @@ import pytest
 
 from ga_model.cli._cli import main
 from ga_model.demo import _demo, _report
-from ga_model.tools._errors import ToldError
+from ga_model.tools._process import ToldError
 
 SETTINGS = _demo.Settings()
 RUNS = _demo.make_runs(SETTINGS)

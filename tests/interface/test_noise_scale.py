@@ -29,8 +29,8 @@ from ga_model import (
     accumulate,
     check_equivalence,
 )
-from ga_model._noise_scale_words import NoiseScale
-from ga_model.core.noise_scale import Averages
+from ga_model._noise_scale import NoiseScale
+from ga_model.core.noise import Averages
 
 
 @pytest.mark.gate

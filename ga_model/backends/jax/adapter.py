@@ -14,12 +14,11 @@ from ga_model.backends.jax import layer_calls, refusals
 from ga_model.backends.jax.noting import UNNOTED, Noting
 from ga_model.base._internals import (
     counter_of,
-    jax_state_of,
-    leave_values,
     scope_of,
     stateless_scope,
     value_in,
 )
+from ga_model.base._internals_jax import jax_state_of, leave_values
 from ga_model.core.backend import GROUPS, Backend, Group
 from ga_model.core.call_types import Apart, Split, Traced
 from ga_model.core.proof.draws import Draws

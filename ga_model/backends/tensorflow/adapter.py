@@ -25,7 +25,7 @@ from ga_model.backends.tensorflow.replicas import OnReplicas, Replicas
 from ga_model.backends.tensorflow.state import State, Variables, kept_variables
 from ga_model.base import _numbers
 from ga_model.base._call_again import PythonState
-from ga_model.base._context import ThreadValue, graph_being_made
+from ga_model.base._context import ThreadValue
 from ga_model.base._internals import (
     build,
     compiled_loss,
@@ -34,7 +34,7 @@ from ga_model.base._internals import (
     raw,
     unscaled_for_replicas,
 )
-from ga_model.base._internals_tf import is_branch, noting_writes
+from ga_model.base._internals_tf import graph_being_made, is_branch, noting_writes
 from ga_model.base._method_patch import MethodPatch
 from ga_model.core.backend import GROUPS, Backend, Group
 from ga_model.core.backend_types import States

@@ -13,12 +13,12 @@ import numpy as np
 from keras import ops
 
 from ga_model.base._internals import (
-    forgetting_override,
     layers_in,
     loss_tracker,
     operations_in,
     own_state,
 )
+from ga_model.base._internals_jax import forgetting_override
 from ga_model.core.backend import Backend
 from ga_model.core.batch import num_rows
 from ga_model.core.losses import Kinds
