@@ -216,9 +216,9 @@ class EquivalenceReport(NamedTuple):
             )
         return f"{self.verdict.capitalize()}: after {number} with {settings}, {found}."
 
-    def _rows(self, most: int = 8) -> list[list[str]]:
+    def _rows(self) -> list[list[str]]:
         rows = []
-        for variable in [v for v in self.worst if v.difference][:most] or self.worst[:1]:
+        for variable in [v for v in self.worst if v.difference][:_MOST_ROWS] or self.worst[:1]:
             tolerance = f"{variable.tolerance:.1e}" if variable.is_told else "-"
             numbers = [f"{variable.difference:.1e}", f"{variable.rounding:.1e}", tolerance]
             rows.append([variable.path, *numbers, "" if variable.is_equal else "differs"])
@@ -260,6 +260,7 @@ class EquivalenceReport(NamedTuple):
         return remarks
 
 
+_MOST_ROWS = 8
 _HEADER = ("variable", "difference", "rounding alone", "tolerance", "")
 _SCALE = "Relative differences: 1 = as large as the whole change of the variable in training."
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from ga_model import __version__
 from ga_model.bench._names import NAMES, USUAL_NAMES
-from ga_model.cli._arguments import integer_from, path, plot_path, positive_number
 from ga_model.demo._options import DATASETS, TOLERANCE, Settings
 
 # Of each command: a line for the list of all, what stands before its options, and behind them.
@@ -84,7 +87,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:
-    add, positive = parser.add_argument, integer_from(1)
+    add, positive = parser.add_argument, _integer_from(1)
     digits = (
         "handwritten digits: `digits` comes with scikit-learn; `mnist` is downloaded, and has 40 "
         "times as many samples, so it takes 40 times as long (default: %(default)s)"
@@ -93,23 +96,23 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
     rows = "samples of the full batch (default: %(default)s)"
     add("--batch-size", type=positive, metavar="B", help=rows)
     steps = "small batches per update; they have B/K samples (default: %(default)s)"
-    add("--accumulation-steps", type=integer_from(2), metavar="K", help=steps)
+    add("--accumulation-steps", type=_integer_from(2), metavar="K", help=steps)
     add("--epochs", type=positive, help="default: %(default)s")
     optimizer = "an optimizer of Keras, such as sgd, adamw, rmsprop (default: %(default)s)"
     add("--optimizer", type=str.lower, metavar="NAME", help=optimizer)
     rate = "default: that of the optimizer"
-    add("--learning-rate", type=positive_number, metavar="RATE", help=rate)
+    add("--learning-rate", type=_positive_number, metavar="RATE", help=rate)
     dtype = "of weights and activations (default: %(default)s)"
     add("--dtype", choices=list(TOLERANCE), help=dtype)
     seed = "of the split, the initial weights and the order of samples (default: %(default)s)"
-    add("--seed", type=integer_from(0, 2**32 - 1), help=seed)
+    add("--seed", type=_integer_from(0, 2**32 - 1), help=seed)
     plot = "save a plot of loss and memory, such as demo.png (needs matplotlib)"
-    add("--plot", type=plot_path, metavar="FILE", help=plot)
+    add("--plot", type=_plot_path, metavar="FILE", help=plot)
     parser.set_defaults(**dataclasses.asdict(Settings()))
 
 
 def _add_check(parser: argparse.ArgumentParser) -> None:
-    add, size = parser.add_argument, integer_from(1)
+    add, size = parser.add_argument, _integer_from(1)
     add("script", metavar="FILE.py:function", help="a function that returns the model and data")
     add("--batch-size", type=size, required=True, metavar="B", help="samples per batch of `fit`")
     add("--accumulation-steps", type=size, metavar="K", help="batches per update")
@@ -125,14 +128,14 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
     )
     add("--dtype", choices=["float32", "float64"], help=dtype)
     add("--table", action="store_true", help="always show the variables that differ most")
-    add("--json", type=path, metavar="FILE", help="also write the report to a file")
+    add("--json", type=_path, metavar="FILE", help="also write the report to a file")
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
     add, usual = parser.add_argument, list(USUAL_NAMES)
     models = f"of {', '.join(NAMES)} (default: {' '.join(usual)})"
     add("--models", nargs="+", choices=NAMES, default=usual, metavar="MODEL", help=models)
-    number, numbers = integer_from(1), "microbatches per update (default: 8)"
+    number, numbers = _integer_from(1), "microbatches per update (default: 8)"
     add("--microbatches", nargs="+", type=number, default=[8], metavar="K", help=numbers)
     jit = "XLA (default: %(default)s, as in Keras on a CPU)"
     add("--jit", choices=["off", "on", "both"], default="off", help=jit)
@@ -140,6 +143,70 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         "stop after about so long, and leave out what is not measured by then; it ends earlier "
         "after 20 rounds of each model (default: %(default)g)"
     )
-    add("--minutes", type=positive_number, default=10, metavar="M", help=minutes)
-    add("--json", type=path, metavar="FILE", help="also write every measurement to a file")
-    add("--plot", type=plot_path, metavar="FILE", help="save a plot of the ratios")
+    add("--minutes", type=_positive_number, default=10, metavar="M", help=minutes)
+    add("--json", type=_path, metavar="FILE", help="also write every measurement to a file")
+    add("--plot", type=_plot_path, metavar="FILE", help="save a plot of the ratios")
+
+
+# Types of arguments: each returns the value, or says what was expected.
+
+
+def _number(
+    kind: Callable[[str], Any], least: float, most: float, expected: str, way_out: str
+) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"must be {expected}. Received: {text!r}. {way_out}")
+        return value
+
+    return parse
+
+
+def _integer_from(least: int, most: float = math.inf) -> Callable[[str], int]:
+    """Return the type of integers from `least` up to `most`."""
+    expected = (
+        f"an integer >= {least}" if most == math.inf else f"an integer from {least} to {most}"
+    )
+    return _number(int, least, most, expected, f"Pass {least}, for example.")
+
+
+_LIMITS = math.ulp(0.0), math.nextafter(math.inf, 0.0)
+_DEFAULT = "Omit the option for the default."
+_positive_number = _number(float, *_LIMITS, "a positive number", _DEFAULT)
+
+
+def _path(text: str) -> Path:
+    """Take a file that can be written, as far as its folder tells."""
+    file = Path(text)
+    if file.is_dir():
+        raise argparse.ArgumentTypeError(
+            f"must be a file. Received: {text!r}, which is a folder. Pass a file name."
+        )
+    if not file.parent.is_dir():
+        raise argparse.ArgumentTypeError(
+            f"must be a file in a folder that exists. Received: {text!r}. "
+            f"Create the folder {str(file.parent)!r} first, or pass another path."
+        )
+    return file
+
+
+def _plot_path(text: str) -> Path:
+    """Take a file of a format that matplotlib writes."""
+    file = Path(text)
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+    except ImportError:
+        raise argparse.ArgumentTypeError(
+            "needs matplotlib, which is not installed. Run: pip install matplotlib"
+        ) from None
+    formats = FigureCanvasAgg.get_supported_filetypes()
+    if file.suffix[1:].lower() not in formats:
+        raise argparse.ArgumentTypeError(
+            f"must end in a format that matplotlib supports: {', '.join(sorted(formats))}. "
+            f"Received: {text!r}. Pass a name such as {file.stem or 'demo'}.png."
+        )
+    return _path(text)

@@ -29,28 +29,34 @@ class MetricCall(NamedTuple):
     term: Any
 
 
-Unnoted = Callable[[], contextlib.AbstractContextManager[None]]
-
-
 class MetricCalls:
     """What metrics got and gave while one microbatch was recorded.
 
+    Numbers may be computed inside of what is differentiated.
+
     Args:
+        waits: whether metrics get numbers later.
         unnoted: returns a context for results: what they are divided by is of no microbatch.
 
     Attributes:
-        updates: updates that wait for the full batch.
+        updates: of metrics by one number each, which wait for the full batch.
         results: tensors that metrics gave, with the metric, and the key if it gave a dict.
     """
 
-    def __init__(self, unnoted: Unnoted) -> None:
+    def __init__(
+        self, waits: bool, unnoted: Callable[[], contextlib.AbstractContextManager[None]]
+    ) -> None:
         self.unnoted = unnoted
+        self._waits = waits
         self.updates: list[MetricCall] = []
         self.results: list[tuple[Any, Any, str | None]] = []
 
     def update(self, metric: Any, value: Any, sample_weight: Any, term: Any = None) -> None:
-        """Let an update wait. `term` is the loss term that `value` is of, if it is one's."""
-        self.updates.append(MetricCall(metric, value, sample_weight, term))
+        """Note an update. `term` is the loss term that `value` is of, if it is one's."""
+        call = MetricCall(metric, keras.ops.stop_gradient(value), sample_weight, term)
+        self.updates.append(call)
+        if not self._waits:
+            give(call._replace(value=value))
 
     def updates_by_key(self) -> dict[tuple[int, int], MetricCall]:
         """Return the updates by the id of their metric, and their number among those of it."""
@@ -71,6 +77,13 @@ class MetricCalls:
         by_key = result if isinstance(result, dict) else {None: result}
         self.results += [(value, metric, key) for key, value in by_key.items()]
         return result
+
+
+def give(call: MetricCall) -> None:
+    """Let a metric have a number as if nothing waited."""
+    base = keras.metrics.Mean if isinstance(call.metric, keras.metrics.Mean) else keras.metrics.Sum
+    with waiting(None):
+        base.update_state(call.metric, call.value, call.sample_weight)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,6 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import keras
 import numpy as np
 from keras import ops
 
@@ -23,7 +22,7 @@ from ga_model.core import messages
 from ga_model.core.backend import Backend
 from ga_model.core.backend_types import GradientSums
 from ga_model.core.losses import Kinds, Position, StepLosses, observer_of
-from ga_model.core.metric_calls import MetricCalls, Unnoted, noting_results, waiting
+from ga_model.core.metric_calls import MetricCalls, give, noting_results, waiting
 from ga_model.core.models import recording_of_thread
 from ga_model.core.of_user import parts_of
 from ga_model.core.stand_ins import copy_with, stand_in
@@ -130,7 +129,7 @@ class Recording:
         self._is_own = is_own
         self._is_trial = is_trial
         self._position = position
-        self._metrics = _Calls(waits, backend.unnoted)
+        self._metrics = MetricCalls(waits, backend.unnoted)
         self._divided: list[Any] = []  # optimizers whose losses were
         self._copies: list[Any] = []  # of compiled losses
         self._loss: tuple[Any, Any] | None = None  # numerator and denominator
@@ -260,7 +259,7 @@ class Recording:
     def update_metrics(self) -> None:
         """Give metrics the numbers that wait."""
         for call in self._metrics.updates:
-            _update(call.metric, call.value, call.sample_weight)
+            give(call)
 
     def weight_of_loss(self) -> Any:
         """Return what the compiled losses weigh, or None: they are sums, or were not computed."""
@@ -332,31 +331,6 @@ def _norm(arrays: Sequence[Any]) -> Any:
     largest = functools.reduce(ops.maximum, [ops.max(ops.abs(n)) for n in numbers], zero)
     unit = ops.where(largest == 0, 1.0, largest)
     return largest * ops.sqrt(sum((ops.sum(ops.square(n / unit)) for n in numbers), zero))
-
-
-class _Calls(MetricCalls):
-    """Notes numbers that may be computed inside of what is differentiated.
-
-    Args:
-        waits: whether metrics get them later.
-        unnoted: as `MetricCalls` takes it.
-    """
-
-    def __init__(self, waits: bool, unnoted: Unnoted) -> None:
-        super().__init__(unnoted)
-        self._waits = waits
-
-    def update(self, metric: Any, value: Any, sample_weight: Any, term: Any = None) -> None:
-        super().update(metric, ops.stop_gradient(value), sample_weight, term)
-        if not self._waits:
-            _update(metric, value, sample_weight)
-
-
-def _update(metric: Any, value: Any, sample_weight: Any) -> None:
-    """Let a metric have a number as if nothing waited."""
-    base = keras.metrics.Mean if isinstance(metric, keras.metrics.Mean) else keras.metrics.Sum
-    with waiting(None):
-        base.update_state(metric, value, sample_weight)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 from ga_model._wrap import accumulate
-from ga_model.demo import _plot, _report
+from ga_model.demo import _report
 from ga_model.demo._options import Settings
 from ga_model.demo._report import Result, Run
 from ga_model.tools._memory import peak_memory
@@ -56,7 +56,7 @@ def run_demo(settings: Settings, *, plot: Path | None = None) -> int:
     print(f"\n{_report.table(results)}\n\n{textwrap.fill(verdict, 100)}", flush=True)
     if plot is not None:
         try:
-            _plot.draw(results).savefig(plot)
+            _report.draw(results).savefig(plot)
         except OSError as error:
             raise ToldError(f"The plot cannot be written to {str(plot)!r}: {error}.") from None
         print(f"\nPlot: {plot}")
