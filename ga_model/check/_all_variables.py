@@ -12,33 +12,20 @@ from typing import Any
 import tensorflow as tf
 
 from ga_model.backends.tensorflow.replicas import copies
+from ga_model.backends.tensorflow.state import Variables
 
 
-class AllVariables:
-    """The values of all variables of the process, as they are now, but for those of a `gc.freeze`.
+def other_variables(known: Iterable[Any]) -> Variables:
+    """Return the values of all variables of the process but known ones and those of a `gc.freeze`.
 
     TensorFlow copies nothing before it changes.
-
-    Args:
-        but: variables that are left out.
     """
-
-    def __init__(self, but: Iterable[Any]) -> None:
-        left_out = {id(copy) for variable in but for copy in copies(variable)}
-        living = [value for value in gc.get_objects() if issubclass(type(value), tf.Variable)]
-        found = {id(copy): copy for variable in living for copy in copies(variable)}
-        self._values = [
-            (copy, tf.identity(copy))
-            for key, copy in found.items()
-            if key not in left_out and _has_value(copy)
-        ]
-
-    def put_back(self) -> None:
-        """Let all be as they were."""
-        for variable, before in self._values:
-            now = tf.identity(variable)
-            if now.shape != before.shape or not bool(tf.reduce_all(tf.equal(now, before))):
-                variable.assign(before)
+    left_out = {id(copy) for variable in known for copy in copies(variable)}
+    living = [value for value in gc.get_objects() if issubclass(type(value), tf.Variable)]
+    found = {id(copy): copy for variable in living for copy in copies(variable)}
+    values = Variables()
+    values.note(v for key, v in found.items() if key not in left_out and _has_value(v))
+    return values
 
 
 def _has_value(variable: Any) -> bool:

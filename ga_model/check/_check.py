@@ -26,6 +26,7 @@ from ga_model.core.backend import Backend
 from ga_model.core.batch import part_of
 from ga_model.core.models import optimizers_in
 from ga_model.core.of_user import others_of_user
+from ga_model.tools._difference import change, relative_difference
 
 # What a model keeps of accumulation, and the function that was traced by its settings.
 _OF_TRAINING = ("_accumulation", "train_function")
@@ -154,11 +155,11 @@ def _compared(
     _add_rounding_errors(model)
     rounded = state.read()
     _fit(model, plan, plan.window_rows)
-    rounding = _relative_differences(state.read(), whole, start, rounded)
+    rounding = _relative_differences(state.read(), rounded, whole, start)
     state.restore()
     accumulate(model, **plan.settings.config())
     _fit(model, plan, plan.batch_size)
-    differences = _relative_differences(state.read(), whole, start, start)
+    differences = _relative_differences(state.read(), start, whole, start)
     said += sorted(model._accumulation.warnings)
     weights = {id(v) for v in model.weights}
     lowest = functools.reduce(_coarser, _compute_dtypes(model).values(), "float64")
@@ -182,7 +183,7 @@ def _compared(
                 state.compared, whole, start, differences, rounding
             )
         ],
-        is_finite=all(np.isfinite(_change(*pair)).all() for pair in zip(whole, start)),
+        is_finite=all(np.isfinite(change(*pair)).all() for pair in zip(whole, start)),
         random_layers=randomness,
         reasons=list(said),
     )
@@ -229,9 +230,9 @@ class _State:
         self._begin = [(v, value) for (_, v), value in zip(self.compared, self.values)]
         self._begin += [(v, _value_of(v)) for v in unique(others)]
         if keras.backend.backend() == "tensorflow":
-            from ga_model.check._all_variables import AllVariables
+            from ga_model.check._all_variables import other_variables
 
-            self._all_variables = AllVariables(but=[v for v, _ in self._begin])
+            self._other_variables = other_variables([v for v, _ in self._begin])
         self._python = Attributes([*layers_in(model), *others_of_user(model)], has_arrays=True)
 
     def read(self) -> list[Any]:
@@ -241,7 +242,7 @@ class _State:
         for variable, value in self._begin:
             variable.assign(value)
         if keras.backend.backend() == "tensorflow":
-            self._all_variables.put_back()
+            self._other_variables.put_back()
         attributes = vars(self._model)
         kept = {name: attributes[name] for name in _OF_TRAINING if name in attributes}
         self._python.put_back()
@@ -339,29 +340,9 @@ def _coarser(dtype: str, other: str) -> str:
     return other if rounds_more else dtype
 
 
-def _relative_differences(
-    values: Sequence[Any], reference: Sequence[Any], start: Sequence[Any], own_start: Sequence[Any]
-) -> list[float]:
-    """Return the relative difference of the change of each variable."""
-    return [
-        _relative(_change(w, w0), _change(r, r0))
-        for w, r, r0, w0 in zip(values, reference, start, own_start)
-    ]
-
-
-def _change(value: Any, start: Any) -> Any:
-    """Return what has been added to the start. That is zero also where both are infinite."""
-    with np.errstate(all="ignore"):
-        added = value.astype("float64") - start.astype("float64")
-        return np.where((value == start) | (np.isnan(value) & np.isnan(start)), 0.0, added)
-
-
-def _relative(change: Any, reference: Any) -> float:
-    with np.errstate(all="ignore"):
-        error, size = np.linalg.norm(change - reference), np.linalg.norm(reference)
-    if not error:
-        return 0.0
-    return float(error / size) if size else math.inf
+def _relative_differences(*values: Sequence[Any]) -> list[float]:
+    """Return the `relative_difference` of each variable: arguments are lists of its arguments."""
+    return [relative_difference(*of_variable) for of_variable in zip(*values)]
 
 
 def _unbuilt_message(optimizers: list[str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ga_model.demo._options import TOLERANCE
+from ga_model.tools._difference import relative_difference
 from ga_model.tools._table import megabytes, text_table
 
 
@@ -60,12 +60,9 @@ def difference(result: Result, reference: Result) -> float:
 
     Both started from the same weights. NaN stays NaN.
     """
-    relative = []
-    for w, w_reference, w_start in zip(result.weights, reference.weights, reference.start):
-        error = float(np.linalg.norm(w - w_reference))
-        change = float(np.linalg.norm(w_reference - w_start))
-        relative.append(error / change if change else (math.inf if error else 0.0))
-    return float(np.max(relative))
+    start = reference.start
+    weights = zip(result.weights, start, reference.weights, start)
+    return float(np.max([relative_difference(*of_variable) for of_variable in weights]))
 
 
 def judge(results: Sequence[Result], dtype: str) -> tuple[bool, str]:
