@@ -110,10 +110,12 @@ def trained_cases(sizes: Sizes) -> tuple[Case, ...]:
     pairs = random_data(2, max(length // 4, 1), below=most)
     adamw = functools.partial(keras.optimizers.AdamW, 1e-4)
     sentences = _as_tokens(random_data(length, below=most, classes=3), has_segments=True)
+    bert = functools.partial(_of_texts, "Bert", "TextClassifier", sizes, num_classes=3)
+    gpt2 = functools.partial(_of_texts, "GPT2", "CausalLM", sizes)
     return (
-        Case(lambda: _bert(sizes), adamw, sentences, 4, from_logits),
-        Case(lambda: _gpt2(sizes, False), adamw, _as_tokens(texts), 2, from_logits),
-        Case(lambda: _gpt2(sizes, True), adamw, _as_tokens(texts), 2, from_logits),
+        Case(bert, adamw, sentences, 4, from_logits),
+        Case(gpt2, adamw, _as_tokens(texts), 2, from_logits),
+        Case(functools.partial(gpt2, lora_rank=4), adamw, _as_tokens(texts), 2, from_logits),
         Case(lambda: _vit(sizes, side), adamw, random_data(side, side, 3), 4, from_logits),
         Case(lambda: _resnet(sizes), keras.optimizers.Adam, random_data(32, 32, 3), 4),
         Case(lambda: _two_towers(sizes), keras.optimizers.Adam, pairs, 32, _contrastive),
@@ -124,8 +126,9 @@ def _keras_hub() -> Any:
     return importlib.import_module("keras_hub").models
 
 
-def _backbone(name: str, sizes: Sizes) -> Any:
-    return getattr(_keras_hub(), name)(
+def _of_texts(kind: str, task: str, sizes: Sizes, lora_rank: int = 0, **arguments: Any) -> Any:
+    """Return a text model of KerasHub, such as "GPT2" for the task "CausalLM"."""
+    backbone = getattr(_keras_hub(), f"{kind}Backbone")(
         vocabulary_size=sizes.vocabulary,
         num_layers=sizes.num_layers,
         num_heads=max(sizes.width // 64, 1),
@@ -134,18 +137,9 @@ def _backbone(name: str, sizes: Sizes) -> Any:
         max_sequence_length=sizes.length,
         dropout=0.1,
     )
-
-
-def _bert(sizes: Sizes) -> Any:
-    backbone = _backbone("BertBackbone", sizes)
-    return _keras_hub().BertTextClassifier(backbone, num_classes=3, preprocessor=None)
-
-
-def _gpt2(sizes: Sizes, has_lora: bool) -> Any:
-    backbone = _backbone("GPT2Backbone", sizes)
-    if has_lora:
-        backbone.enable_lora(rank=4)
-    return _keras_hub().GPT2CausalLM(backbone, preprocessor=None)
+    if lora_rank:
+        backbone.enable_lora(rank=lora_rank)
+    return getattr(_keras_hub(), f"{kind}{task}")(backbone, preprocessor=None, **arguments)
 
 
 def _vit(sizes: Sizes, side: int) -> Any:

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Sequence
 
 from ga_model.cli._parser import make_parser
-from ga_model.tools._process import ToldError, start_tensorflow
+from ga_model.tools._process import CommandError, start_tensorflow
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,13 +30,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             start_tensorflow()  # before anything else imports it
         elif backend not in ("torch", "jax") or (backend, command) == ("jax", "bench"):
             others = "" if command == "bench" else ", or jax"
-            raise ToldError(
+            raise CommandError(
                 f"{command!r} runs on other backends of Keras. Received: "
                 f"KERAS_BACKEND={backend!r}. Set it to tensorflow or torch{others}, or leave it "
                 "unset."
             )
         if getattr(options, "dtype", None) == "float64" and backend != "tensorflow":
-            raise ToldError(
+            raise CommandError(
                 "--dtype float64 is for the TensorFlow backend: Keras has no float64 on others. "
                 f"Received: --dtype float64 with KERAS_BACKEND={backend}. "
                 "Set KERAS_BACKEND=tensorflow, or leave the option out."
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"\nga_model {command}: interrupted", file=sys.stderr)
         return 130
-    except ToldError as error:
+    except CommandError as error:
         print(f"ga_model {command}: error: {error}", file=sys.stderr)
         return 2
     except Exception:  # of the user's script, or a defect

@@ -16,7 +16,7 @@ from ga_model.check import _check
 from ga_model.check._plan import make_plan
 from ga_model.cli import _script
 from ga_model.demo._options import Settings
-from ga_model.tools._process import ToldError
+from ga_model.tools._process import CommandError
 
 _STATUS = {"equivalent": 0, "different": 1, "undecided": 3}
 
@@ -27,7 +27,7 @@ def demo(options: Namespace) -> int:
 
     samples, steps = options.batch_size, options.accumulation_steps
     if samples % steps:
-        raise ToldError(
+        raise CommandError(
             "--batch-size must be divisible by --accumulation-steps, so that small batches line up "
             f"with full ones. Received: --batch-size {samples} --accumulation-steps {steps}. "
             f"Pass --batch-size {samples + steps - samples % steps}."
@@ -35,7 +35,7 @@ def demo(options: Namespace) -> int:
     try:
         keras.optimizers.get(options.optimizer)
     except Exception:  # one that needs arguments, or none of Keras's
-        raise ToldError(
+        raise CommandError(
             "--optimizer must be one of Keras's that need no arguments, such as adam or sgd. "
             f"Received: {options.optimizer!r}. Pass --optimizer adam, for example."
         ) from None
@@ -51,7 +51,7 @@ def check(options: Namespace) -> int:
         keras.config.set_dtype_policy(options.dtype)
     model, data = _script.load(options.script)
     if options.dtype not in (None, model.variable_dtype):
-        raise ToldError(
+        raise CommandError(
             f"--dtype sets Keras's default, and the script must not set another one. Received: "
             f"--dtype {options.dtype}, and a model in {model.variable_dtype}. Let the script leave "
             "the dtype to Keras, or leave the option out."
@@ -60,7 +60,7 @@ def check(options: Namespace) -> int:
     try:
         plan = make_plan(model, data, options.batch_size, options.updates, **given)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ToldError(_in_options(str(error))) from None
+        raise CommandError(_in_options(str(error))) from None
     report = _check.compare(model, plan)
     print(report.text(has_table=options.table or not report.equivalent))
     if options.json is not None:
@@ -83,14 +83,14 @@ def _in_options(message: str) -> str:
 def bench(options: Namespace) -> int:
     """Run the benchmark."""
     if options.jit != "off" and keras.backend.backend() == "torch":
-        raise ToldError(
+        raise CommandError(
             "--jit is for the TensorFlow backend: on PyTorch no step is compiled. "
             f"Received: --jit {options.jit} with KERAS_BACKEND=torch. "
             "Pass --jit off, or leave it out."
         )
     hub_models = [model for model in options.models if model in KERAS_HUB_NAMES]
     if hub_models and importlib.util.find_spec("keras_hub") is None:
-        raise ToldError(
+        raise CommandError(
             f"keras-hub is not installed, which makes the models {' '.join(hub_models)}. "
             "Run: pip install keras-hub. Or choose other `--models`."
         )

@@ -10,20 +10,20 @@ from typing import Any
 
 import keras
 
-from ga_model.tools._process import ToldError
+from ga_model.tools._process import CommandError
 
 
 def load(target: str) -> tuple[Any, tuple[Any, Any, Any]]:
     """Call a function, "FILE.py:function", and return the model and x, y and sample weights.
 
     Raises:
-        ToldError: the file, the function or what it returns is not what it should be.
+        CommandError: the file, the function or what it returns is not what it should be.
     """
     arguments, sys.argv = sys.argv, [target.rpartition(":")[0]]
     try:
         return _model_and_data(_load_function(target)())
     except SystemExit:
-        raise ToldError(
+        raise CommandError(
             f"The script must not exit. Received: {target!r}, which did. "
             "Move code that only runs as a script under `if __name__ == '__main__':`."
         ) from None
@@ -36,18 +36,18 @@ def _load_function(target: str) -> Callable[[], Any]:
     name, separator, function = target.rpartition(":")
     path = Path(name)
     if not separator or path.suffix != ".py" or not function.isidentifier():
-        raise ToldError(
+        raise CommandError(
             "The script must be passed as FILE.py:function. "
             f"Received: {target!r}. Write train.py:make, for a function `make` in train.py."
         )
     if not path.is_file():
-        raise ToldError(
+        raise CommandError(
             f"The script must be a file that exists. Received: {name!r}. "
             "Pass the path of a Python script."
         )
     other = sys.modules.get(path.stem)
     if other is not None and getattr(other, "__file__", None) != str(path.resolve()):
-        raise ToldError(
+        raise CommandError(
             "The script is imported as a module, so its name must not be taken. "
             f"Received: {name!r}, but there is another module {path.stem!r}. Rename the file."
         )
@@ -58,7 +58,7 @@ def _load_function(target: str) -> Callable[[], Any]:
     spec.loader.exec_module(module)
     found = getattr(module, function, None)
     if not callable(found):
-        raise ToldError(
+        raise CommandError(
             "The script must define the function. "
             f"Received: {name!r} without a function {function!r}. "
             "Define it without arguments; it returns a compiled model and data."
@@ -71,7 +71,7 @@ def _model_and_data(returned: Any) -> tuple[Any, tuple[Any, Any, Any]]:
     parts = list(returned) if isinstance(returned, tuple) else [returned]
     if not 2 <= len(parts) <= 4 or not isinstance(parts[0], keras.Model):
         types = [type(part).__name__ for part in parts]
-        raise ToldError(
+        raise CommandError(
             "The function must return (model, x), (model, x, y) or (model, x, y, sample_weight), "
             f"with a compiled Keras model. Received: {types}. Return them as one tuple."
         )

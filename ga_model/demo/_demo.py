@@ -16,7 +16,7 @@ from ga_model.demo import _report
 from ga_model.demo._options import Settings
 from ga_model.demo._report import Result, Run
 from ga_model.tools._memory import peak_memory
-from ga_model.tools._process import ProcessError, ToldError, in_own_process, on_cpu
+from ga_model.tools._process import CommandError, ProcessError, in_own_process, on_cpu
 
 
 def make_runs(settings: Settings) -> list[Run]:
@@ -34,7 +34,7 @@ def run_demo(settings: Settings, *, plot: Path | None = None) -> int:
     """Train all runs, print the report and return the exit status, 0 or 1.
 
     Raises:
-        ToldError: the data cannot be loaded, a training failed, or the plot cannot be written.
+        CommandError: the data cannot be loaded, a training failed, or the plot cannot be written.
     """
     (x, _), (x_validation, _) = load_dataset(settings)  # before any training, or the job ends here
     runs = make_runs(settings)
@@ -58,7 +58,7 @@ def run_demo(settings: Settings, *, plot: Path | None = None) -> int:
         try:
             _report.draw(results).savefig(plot)
         except OSError as error:
-            raise ToldError(f"The plot cannot be written to {str(plot)!r}: {error}.") from None
+            raise CommandError(f"The plot cannot be written to {str(plot)!r}: {error}.") from None
         print(f"\nPlot: {plot}")
     return 0 if is_reproduced else 1
 
@@ -75,7 +75,7 @@ def load_digits(seed: int) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise ToldError(
+        raise CommandError(
             "The dataset `digits` comes with scikit-learn, which is not installed. "
             "Run: pip install scikit-learn"
         ) from None
@@ -91,7 +91,7 @@ def load_mnist(seed: int) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     try:
         (x, y), (x_validation, y_validation) = keras.datasets.mnist.load_data()
     except Exception as error:  # Keras raises bare `Exception` when a download fails
-        raise ToldError(
+        raise CommandError(
             f"The dataset `mnist` cannot be downloaded: {error}. "
             "Check the network, or pass --dataset digits, which needs no network."
         ) from None
@@ -159,9 +159,9 @@ def train(run: Run, settings: Settings) -> Result:
 
 
 def train_in_own_process(run: Run, settings: Settings) -> Result:
-    """Return `train(run, settings)`, computed in a new process, or raise ToldError."""
+    """Return `train(run, settings)`, computed in a new process, or raise CommandError."""
     try:
         return in_own_process(f"The run {run.name!r}", train, run, settings)  # type: ignore[no-any-return]
     except ProcessError as error:
         hint = "\nThat is what happens when memory runs out. Pass a smaller --batch-size."
-        raise ToldError(f"{error}{hint if error.exit_code == -9 else ''}") from None
+        raise CommandError(f"{error}{hint if error.exit_code == -9 else ''}") from None

@@ -23,11 +23,11 @@ from typing import IO, Any
 _starting = threading.Lock()
 
 
-class ToldError(Exception):
+class CommandError(Exception):
     """There is no result. The message says why, and what to do."""
 
 
-class ProcessError(ToldError):
+class ProcessError(CommandError):
     """The process ended without a result.
 
     Attributes:

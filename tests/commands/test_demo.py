@@ -14,7 +14,7 @@ import pytest
 
 from ga_model.cli._cli import main
 from ga_model.demo import _demo, _report
-from ga_model.tools._process import ToldError
+from ga_model.tools._process import CommandError
 
 SETTINGS = _demo.Settings()
 RUNS = _demo.make_runs(SETTINGS)
@@ -115,7 +115,9 @@ def test_plot_leaves_out_memory_that_is_not_known():
 @pytest.mark.gate
 def test_training_that_fails_shows_its_error():
     settings = replace(SETTINGS, optimizer="no_such_optimizer")
-    with pytest.raises(ToldError, match=r"(?s)'full batch' ended with exit status 1.*ValueError"):
+    with pytest.raises(
+        CommandError, match=r"(?s)'full batch' ended with exit status 1.*ValueError"
+    ):
         _demo.train_in_own_process(RUNS[0], settings)
 
 
@@ -153,7 +155,7 @@ def test_a_plot_that_cannot_be_written_is_exit_status_2(monkeypatch, capsys, tmp
 
 def test_failed_training_is_exit_status_2(monkeypatch, capsys):
     def fail(run, settings):
-        raise ToldError("The run failed.")
+        raise CommandError("The run failed.")
 
     monkeypatch.setattr(_demo, "train_in_own_process", fail)
     assert main(["demo"]) == 2
