@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +14,7 @@ from ga_model._callbacks import run_fit
 from ga_model._engine import Accumulation, Hooks
 from ga_model._model_settings import ModelSettings
 from ga_model._settings import NAMES, UNCHANGED, passed
-from ga_model._subclasses import Trainer, accumulated, no_keras_model_message, prepare
+from ga_model.base._context import ThreadValue
 from ga_model.base._names import check_names_for, showing, showing_only
 from ga_model.core.models import optimizers_in
 from ga_model.core.stand_ins import CompiledLossAttribute, RecordedAttribute
@@ -26,6 +28,27 @@ if TYPE_CHECKING:
 
 else:
     _Base = Hooks
+
+
+# What makes a layer a model: `keras.Model` has its `train_step` from there. Keras's own tests mix
+# it with layers.
+_Trainer = next(c for c in keras.Model.__mro__ if "train_step" in vars(c))
+
+_in_step = ThreadValue()  # the model whose outermost `train_step` runs
+
+
+def _accumulated(train_step: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a `train_step` run by microbatches. The outermost one of a model does the work."""
+    train_step = getattr(train_step, "python_function", train_step)  # of a `tf.function`
+
+    @functools.wraps(train_step)
+    def accumulated(self: Any, *args: Any) -> Any:
+        if _in_step.get() is self:  # in a step that calls that of its base
+            return train_step(self, *args)
+        with _in_step.set(self):
+            return self._accumulation.run_step(functools.partial(train_step, self), *args)
+
+    return accumulated
 
 
 class AccumulatingModel(ModelSettings, _Base):
@@ -90,12 +113,28 @@ class AccumulatingModel(ModelSettings, _Base):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        prepare(cls, AccumulatingModel)
+        mro, mixin = cls.__mro__, AccumulatingModel
+        others = [base for base in cls.__bases__ if base is not object]
+        if _Trainer not in mro and not all(issubclass(base, mixin) for base in others):
+            raise TypeError(_no_keras_model_message(cls.__name__))
+        if _Trainer in mro and mro.index(_Trainer) < mro.index(mixin):
+            raise TypeError(_wrong_side_message(cls.__name__))
+        for name in NAMES:
+            if not hasattr(value := inspect.getattr_static(cls, name), "__set__"):
+                raise TypeError(_class_attribute_message(cls.__name__, name, value))
+        owner = next(c for c in mro if "train_step" in vars(c))
+        if owner is cls or not issubclass(owner, mixin):
+            wrapped = _accumulated(vars(owner)["train_step"])
+            cls.train_step = wrapped  # type: ignore[method-assign]
+        # The user's own definition has priority, even behind the mixin.
+        for name in ("microbatch_weight", "on_update"):
+            if owners := [c for c in mro if c is not mixin and name in vars(c)]:
+                setattr(cls, name, vars(owners[0])[name])
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         # Keras calls `__new__` of every base when it makes a functional model of a subclass.
-        if not issubclass(cls, Trainer) and not cls.__subclasses__():
-            raise TypeError(no_keras_model_message(cls.__name__))
+        if not issubclass(cls, _Trainer) and not cls.__subclasses__():
+            raise TypeError(_no_keras_model_message(cls.__name__))
         made: Self = super().__new__(cls, *args, **kwargs)
         return made
 
@@ -235,7 +274,7 @@ class AccumulatingModel(ModelSettings, _Base):
         self._accumulation.warn_of_what_was_done()
         return logs
 
-    @accumulated
+    @_accumulated
     def train_step(self, *args: Any) -> Any:
         """Run the model class's own `train_step` on one batch, as a microbatch of the window.
 
@@ -291,4 +330,28 @@ def _no_optimizer_message(model: str) -> str:
         "Keras's `train_step` needs an optimizer. "
         f"Received: {model!r}, compiled with optimizer=None. "
         "Pass an optimizer to `compile()`, or override `train_step` and use optimizers of your own."
+    )
+
+
+def _wrong_side_message(name: str) -> str:
+    return (
+        "`AccumulatingModel` must come before the Keras model class in the list of bases. "
+        f"Received: class {name} with a Keras model class first. "
+        f"Write `class {name}(AccumulatingModel, keras.Model)`."
+    )
+
+
+def _class_attribute_message(name: str, setting: str, value: Any) -> str:
+    return (
+        f"`{setting}` is a setting of each model and cannot be a class attribute. "
+        f"Received: class {name} with {setting}={value!r}. "
+        f"Pass it to `compile()`, or set `self.{setting}` in `__init__`."
+    )
+
+
+def _no_keras_model_message(name: str) -> str:
+    return (
+        "`AccumulatingModel` is a mixin for Keras model classes. "
+        f"Received: class {name}, which is not a subclass of `keras.Model`. "
+        f"Write `class {name}(AccumulatingModel, keras.Model)`."
     )
