@@ -9,7 +9,6 @@ from typing import Any
 
 import keras
 
-from ga_model import _engine
 from ga_model._settings import NAMES
 from ga_model.base import _validate
 from ga_model.base._internals import num_updates
@@ -40,9 +39,8 @@ class CloseWindow(keras.callbacks.Callback):
         self._accumulating._accumulation.discard_window()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        if not self.has_begun:  # `BackupAndRestore` may have set the first epoch
-            _engine.check_same_epoch(self._accumulating, epoch)
-        self._accumulating._accumulation.begin_epoch(epoch)
+        # `BackupAndRestore` may have set the first epoch.
+        self._accumulating._accumulation.begin_epoch(epoch, is_first=not self.has_begun)
         self.has_begun = True
         self._num_updates = self._at_begin = count_updates(self._accumulating)
 
@@ -152,7 +150,7 @@ def closing_windows(model: Any, callbacks: Any, is_verbose: bool) -> Iterator[An
             model._warn_once(_open_window_message(model.name))
     except BaseException as error:  # KeyboardInterrupt, too, leaves nothing behind
         model._accumulation.discard_window()
-        _engine.explain(error, model)
+        model._accumulation.explain(error)
         raise
     finally:
         model._accumulation.end_fit()

@@ -1,10 +1,9 @@
 """Choose the engine for the backend of Keras, here and nowhere else.
 
-An engine is a module with four names:
+An engine is a module with two names:
 
 * `Accumulation` is what is kept for one compiled model: it runs a batch and has the window.
 * `Hooks` is what a model answers that Keras asks it on that backend; the mixin's base.
-* `check_same_epoch` and `explain` serve `fit` where several processes train.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from ga_model.base import _validate
 _validate.check_backend(keras.backend.backend())
 
 if TYPE_CHECKING or keras.backend.backend() == "tensorflow":
-    from ga_model.backends.tensorflow.engine import Accumulation, Hooks, check_same_epoch, explain
+    from ga_model.backends.tensorflow.engine import Accumulation, Hooks
 elif keras.backend.backend() == "jax":
-    from ga_model.backends.jax.engine import Accumulation, Hooks, check_same_epoch, explain
+    from ga_model.backends.jax.engine import Accumulation, Hooks
 else:
-    from ga_model.backends.torch.engine import Accumulation, Hooks, check_same_epoch, explain
+    from ga_model.backends.torch.engine import Accumulation, Hooks
 
-__all__ = ["Accumulation", "Hooks", "check_same_epoch", "explain"]
+__all__ = ["Accumulation", "Hooks"]

@@ -284,9 +284,9 @@ MUTATIONS = [
     ),
     Mutation(
         "positions count once per microbatch",
-        "backends/tensorflow/adapter.py",
-        "        if all(isinstance(part, Positions) for part in rows):",
-        "        if False:",
+        "backends/tensorflow/sparse.py",
+        "    if all(isinstance(part, Positions) for part in rows):",
+        "    if False:",
         "equivalence/test_positions.py",
     ),
     Mutation(

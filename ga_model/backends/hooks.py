@@ -1,4 +1,4 @@
-"""Attributes that a model offers Keras on every backend that the core runs on."""
+"""Attributes that a model offers Keras on every backend."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ class CoreHooks(_Base):
     """What a model answers that Keras asks it."""
 
     train_function: Any
+    steps_per_execution: int
     _accumulation: Any
 
     def _check_compile_arguments(self, arguments: Mapping[str, Any]) -> None:
@@ -37,4 +38,14 @@ class CoreHooks(_Base):
 
     def _switching(self, of_keras: Callable[..., Any]) -> Callable[..., Any]:
         """Return a train function that is Keras's where nothing is accumulated."""
+
+        def run(*arguments: Any) -> Any:
+            self._accumulation.check_step()
+            train = of_keras if self._accumulation.is_plain() else self._train
+            return train(*arguments)
+
+        return run
+
+    def _train(self, *arguments: Any) -> Any:
+        """Do what Keras's train function does, and accumulate."""
         raise NotImplementedError

@@ -6,12 +6,12 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 from ga_model.base._context import ThreadValue, is_unnoted
 from ga_model.base._identity import unique
 from ga_model.base._internals import mask_of, set_mask
-from ga_model.core.backend_types import GradientSums, State
+from ga_model.core.backend_types import GROUPS, Function, GradientSums, Group, State
 from ga_model.core.batch import Batch
 from ga_model.core.models import optimizers_in, recording_of_thread
 from ga_model.core.of_user import python_state
@@ -19,12 +19,11 @@ from ga_model.core.of_user import python_state
 if TYPE_CHECKING:
     from ga_model.core.call_types import Apart, Split, Traced
     from ga_model.core.proof.draws import Draws
+    from ga_model.core.proof.noted import Noted
     from ga_model.core.recorder import Applied
     from ga_model.core.window import Amount, Rows, Sums
 
-# The variables of a model: those that are trained, its others, of its optimizer, of its metrics.
-Group = Literal["trainable", "non_trainable", "optimizer", "metrics"]
-GROUPS: tuple[Group, ...] = get_args(Group)
+__all__ = ["GROUPS", "Backend", "Function", "Group"]
 
 
 class Backend(ABC):
@@ -38,6 +37,7 @@ class Backend(ABC):
 
     Attributes:
         optimizer_stand_in: the class of what stands in for optimizers while a step is recorded.
+        noted_by: the class of `Noted` that runs code and notes what it divides by.
         num_devices: devices that share the samples of each microbatch evenly.
         num_processes: processes that make updates together, each of windows of its own samples.
         num_replicas: replicas that do, by which Keras divides the loss of each.
@@ -46,9 +46,11 @@ class Backend(ABC):
         has_several_optimizers: whether a step may apply more than one.
         noted_dtypes: names of the dtypes that code computed in where it was noted, if known.
         noted_of_shapes: names of scalars that were noted and follow from shapes alone, if known.
+        known_calls: what was found of calls of layers, as `LayerCall.read` takes it.
     """
 
     optimizer_stand_in: type
+    noted_by: type[Noted]
     num_devices = 1
     num_processes = 1
     num_replicas = 1
@@ -61,6 +63,8 @@ class Backend(ABC):
         self._is_running_step = ThreadValue(False)
         self.noted_dtypes: set[str] = set()
         self.noted_of_shapes: set[str] = set()
+        self.known_calls: dict[Any, Any] = {}
+        self._made: dict[Any, Any] = {}  # what was compiled, by its name
 
     # What is compiled.
 
@@ -69,7 +73,6 @@ class Backend(ABC):
     def of_step(self) -> tuple[Group, ...]:
         """The groups of variables that a recorded step reads."""
 
-    @abstractmethod
     def compiled(
         self,
         name: Any,
@@ -86,27 +89,44 @@ class Backend(ABC):
         Args:
             name: what was made by the same name before is returned again.
             function: takes and returns nests of tensors.
-            reads: groups of variables that it reads, and may write to.
-            updates: groups that it reads, and writes to all variables of.
-            consumes: whether the tensors of its first argument are not used again.
-            discards: whether what it writes is not needed. Where nothing is compiled, it is
-                there nevertheless, and has to be put back.
+            reads, updates, consumes, discards: as `Function` has them.
         """
+        if self.traces and name in self._made:
+            return self._made[name]  # type: ignore[no-any-return]
+        of_core = Function(function, tuple(reads), tuple(updates), consumes, discards)
+        if not self.traces:
+            return self._compiled(name, of_core)
+        return self._made.setdefault(name, self._compiled(name, of_core))  # type: ignore[no-any-return]
 
     @abstractmethod
+    def _compiled(self, name: Any, function: Function) -> Callable[..., Any]:
+        """Return what `compiled` does, which was not made before."""
+
     def forget(self, kind: str) -> None:
         """Let go of what was compiled under names that are tuples with this first entry."""
+        self._made = {name: made for name, made in self._made.items() if name[0] != kind}
 
-    @abstractmethod
+    # The next three are for backends where functions are traced.
+
     def shapes(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         """Return what a function of `compiled` would for arguments, with shapes for tensors.
 
         Code of the model's and of the core runs, and nothing is computed, written to or kept.
         """
+        return function.shapes(arguments)  # type: ignore[attr-defined]
 
-    @abstractmethod
     def key_of(self, arguments: tuple[Any, ...]) -> Any:
         """Return a key for the shapes and dtypes of arguments, and for what is trained."""
+        raise NotImplementedError
+
+    def zeros(self, name: Any, shapes: Sums) -> Sums:
+        """Return zeros of the shapes, where they are numbers -0.0, to which x is added bit by bit.
+
+        Args:
+            name: of these shapes.
+            shapes: as `shapes` returns them.
+        """
+        raise NotImplementedError
 
     def number(self, value: float) -> Any:
         """Return a number as the arguments of compiled functions have it."""
@@ -124,15 +144,6 @@ class Backend(ABC):
         """Return a microbatch as it is traced, where it is to be computed."""
         return self.as_traced(data)
 
-    @abstractmethod
-    def zeros(self, name: Any, shapes: Sums) -> Sums:
-        """Return zeros of the shapes, where they are numbers -0.0, to which x is added bit by bit.
-
-        Args:
-            name: of these shapes.
-            shapes: as `shapes` returns them.
-        """
-
     # What is run.
 
     @abstractmethod
@@ -143,7 +154,6 @@ class Backend(ABC):
             Its logs, and the non-trainable variables that it has written to.
         """
 
-    @abstractmethod
     def noting(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], draws: Draws | None = None
     ) -> tuple[Any, dict[str, Any]]:
@@ -158,6 +168,11 @@ class Backend(ABC):
             What the function returns, and floating-point scalars by names, which are the same for
             other numbers of samples.
         """
+        noted = self.noted_by(draws)
+        found = noted.run(function, arguments)
+        self.noted_dtypes |= noted.dtypes
+        self.noted_of_shapes |= noted.of_shapes
+        return found, noted.scalars
 
     def is_running_step(self) -> bool:
         """Return whether a `train_step` that runs here is run by the core."""
@@ -167,7 +182,6 @@ class Backend(ABC):
         """Let the core run the `train_step` that runs in a block."""
         return self._is_running_step.set(True)
 
-    @abstractmethod
     def run_plain(
         self, train_step: Callable[..., Any], after_update: Callable[[], None], *arguments: Any
     ) -> Any:
@@ -181,6 +195,13 @@ class Backend(ABC):
         Returns:
             What `train_step` returns.
         """
+        logs = train_step(*arguments)
+        self.once(after_update)
+        return logs
+
+    def is_driven_by_python(self) -> bool:
+        """Return whether a `train_step` that code of the user's calls here may be accumulated."""
+        return False
 
     def exchanged(
         self, applied: Sequence[Applied], sums: Sums | None, is_measured: bool, is_end: bool
@@ -258,7 +279,7 @@ class Backend(ABC):
         else:
             applied.optimizer.apply(gradients, list(applied.variables))
 
-    def in_place_of(self, sums: list[Any], means: list[Any]) -> list[Any]:
+    def in_place_of(self, means: list[Any]) -> list[Any]:
         """Return means, for which the memory of the sums that they are made of may be used."""
         return means
 
@@ -290,25 +311,14 @@ class Backend(ABC):
         """Return a context in which functions run that no train function has called."""
         return contextlib.nullcontext()
 
-    @abstractmethod
-    def build(self, data: Any) -> None:
-        """Create the variables that the first step would create, if Keras has not."""
+    def build(self, data: Any) -> None:  # noqa: B027
+        """Create the variables that the first step would create, where Keras does not."""
 
     # What is refused, or found out.
 
     @abstractmethod
     def check(self) -> None:
         """Raise ValueError if the model cannot be accumulated here."""
-
-    @abstractmethod
-    def splitting_calls(self, size: int, most: int | None = None) -> AbstractContextManager[None]:
-        """Return a context in which calls of layers run on `size` samples at a time.
-
-        Args:
-            size: samples of a microbatch.
-            most: microbatches of each call that are run, or None for all. What comes out for the
-                other samples is then any number.
-        """
 
     # Calls of layers, where `core.layer_calls` splits them.
 
@@ -325,10 +335,10 @@ class Backend(ABC):
         return None
 
     def is_in_step(self) -> bool:
-        """Return whether the code here is that of the step whose calls are split, and not of a
-        function that it compiles, or a branch."""
-        raise NotImplementedError
+        """Return whether the values of weights are what they are in the step."""
+        return True
 
+    @abstractmethod
     def run_apart(self, call: Apart, derives: bool = False) -> Callable[..., Any]:
         """Return what runs a function of two lists of arrays while another one is traced.
 
@@ -341,15 +351,14 @@ class Backend(ABC):
             A function of both lists, with all samples of a trial in the second, and of two places
             in these. It returns arrays, of the samples in between.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def by_microbatches(self, split: Split) -> tuple[list[Any], Traced]:
         """Run a function by microbatches, whose activations are computed again for gradients.
 
         Returns:
             What is carried behind the last one, and what all of them give.
         """
-        raise NotImplementedError
 
     def attached_to(self, output: Any) -> dict[str, Any]:
         """Return what losses of Keras's find at an output, by names: its mask."""
@@ -377,9 +386,8 @@ class Backend(ABC):
     def num_bytes_of_weights(self) -> int:
         """Bytes of the weights that are trained."""
 
-    @abstractmethod
-    def wait_for(self, nest: Any) -> None:
-        """Wait until a nest of tensors is computed, where functions return before."""
+    def wait_for(self, nest: Any) -> None:  # noqa: B027
+        """Wait until a nest of tensors is computed, where an allocation may fail after a call."""
 
     @abstractmethod
     def out_of_memory(self, error: Exception) -> Exception | None:

@@ -1,8 +1,32 @@
-"""What a backend gives the core that has methods of its own."""
+"""What the core and a backend pass each other."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, Protocol, get_args
+
+# The variables of a model: those that are trained, its others, of its optimizer, of its metrics.
+Group = Literal["trainable", "non_trainable", "optimizer", "metrics"]
+GROUPS: tuple[Group, ...] = get_args(Group)
+
+
+class Function(NamedTuple):
+    """A function of the core that is to be compiled.
+
+    Attributes:
+        run: takes and returns nests of tensors.
+        reads: groups of variables that it reads, and may write to.
+        updates: groups that it reads, and writes to all variables of.
+        consumes: whether the tensors of its first argument are not used again.
+        discards: whether what it writes is not needed. Where nothing is compiled, it is there
+            nevertheless, and has to be put back.
+    """
+
+    run: Callable[..., Any]
+    reads: tuple[Group, ...]
+    updates: tuple[Group, ...]
+    consumes: bool
+    discards: bool
 
 
 class GradientSums(Protocol):

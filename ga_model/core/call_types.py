@@ -53,7 +53,7 @@ class Split(NamedTuple):
         samples: tensors that have the samples on axis 0.
         size: samples of a microbatch.
         are_sums: of each loss in a `Traced`, whether it is a sum, and no mean.
-        most: as `Backend.splitting_calls` takes it.
+        most: as `splitting_calls` takes it.
     """
 
     layer: Any

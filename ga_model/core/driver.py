@@ -36,23 +36,24 @@ class Driver(ModelState):
 
     Args:
         model, settings: as `ModelState` takes them.
-        backend: what the model runs on.
 
     Attributes:
-        backend: as it is passed.
+        backend_type: the class of that.
+        backend: what the model runs on.
         steps: what is compiled for microbatches.
         updates: what is for logs and updates.
     """
 
+    backend_type: type[Backend]
     window: Window | None
 
-    def __init__(self, model: Any, settings: Settings, backend: Backend) -> None:
+    def __init__(self, model: Any, settings: Settings) -> None:
         super().__init__(model, settings)
+        backend = self.backend = self.backend_type(model)
         self.automatic_size = FoundSize()
         self.noise = GradientNoise()
         self.updates = Updates(model, backend)
         self.steps = Steps(model, backend, self.updates.logs_of)
-        self.backend = backend
         self._structure: Structure | None = None
         self._is_checked = self._has_trained = False
         self._has_own_code: bool | None = None
@@ -355,13 +356,15 @@ class Driver(ModelState):
         """Run `train_step` where Keras, the core or code of the user's calls it.
 
         Raises:
-            RuntimeError: code of the user's does, and it is to accumulate.
+            RuntimeError: code of the user's does, from where it cannot be accumulated.
         """
         if self.backend.is_running_step():
             return train_step(*args)
-        if not self.is_plain():
-            raise RuntimeError(messages.own_loop_message(self._model.name))
-        return self.backend.run_plain(train_step, self.updates.after_update, *args)
+        if self.is_plain():
+            return self.backend.run_plain(train_step, self.updates.after_update, *args)
+        if self.backend.is_driven_by_python():
+            return self.train(iter(args), 1)
+        raise RuntimeError(messages.own_loop_message(self._model.name))
 
 
 def _power_of_two(number: int) -> float:

@@ -268,7 +268,7 @@ class LayerCall:
         """Run the call by microbatches, and return its outputs.
 
         Args:
-            most: as `Backend.splitting_calls` takes it.
+            most: as `splitting_calls` takes it.
         """
         written = list(self._written)
 

@@ -172,8 +172,15 @@ class ModelState:
         """Return whether several replicas train the model in this process."""
         return False
 
-    def begin_epoch(self, epoch: int) -> None:
-        """Note that an epoch of `fit` begins."""
+    def begin_epoch(self, epoch: int, is_first: bool) -> None:
+        """Note that an epoch of `fit` begins, perhaps its first.
+
+        Raises:
+            RuntimeError: others that train the model together with this process begin another one.
+        """
+
+    def explain(self, error: BaseException) -> None:
+        """Add to an error of `fit` what is known of its cause."""
 
     def finish_fit(self) -> None:
         """Note that `fit` has trained its last epoch."""

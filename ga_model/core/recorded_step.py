@@ -22,6 +22,7 @@ from ga_model.core.noise import Squares
 from ga_model.core.proof.verdict import OF_KERAS, Verdict
 from ga_model.core.proof.weighing import Seen, Weighing
 from ga_model.core.recorder import Recording, by_optimizer, record
+from ga_model.core.splitting import splitting_calls
 from ga_model.core.statistics import Listener, listening
 from ga_model.core.weights import FullBatch
 from ga_model.core.window import Amount, Positions, Rows, Sums, values_of, with_values
@@ -189,7 +190,7 @@ class RecordedStep:
         layers = model._batch_normalization_layers()
         splitting: Any = contextlib.nullcontext()
         if mode.size is not None:
-            splitting = backend.splitting_calls(mode.size, 2 if mode.is_trial else None)
+            splitting = splitting_calls(model, backend, mode.size, 2 if mode.is_trial else None)
         kinds = None if verdict is None else verdict.kinds
         is_own = verdict is not None and not verdict.is_folded
         options = {"is_own": is_own, "kinds": kinds, "is_trial": mode.is_trial}

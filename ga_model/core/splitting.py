@@ -39,22 +39,21 @@ class _Splitting:
     Args:
         model: the model whose step runs.
         backend: what it runs on.
-        size: samples per microbatch.
-        known: as `LayerCall.read` takes it.
-        most: as `Backend.splitting_calls` takes it.
+        size, most: as `splitting_calls` takes them.
     """
 
-    def __init__(
-        self, model: Any, backend: Backend, size: int, known: dict[Any, Any], most: int | None
-    ) -> None:
-        self._model, self._backend = model, backend
-        self._size, self._known, self._most = size, known, most
+    def __init__(self, model: Any, backend: Backend, size: int, most: int | None) -> None:
+        self._model, self._backend, self._place = model, backend, backend.place()
+        self._size, self._most = size, most
         self._is_in_whole_call = ThreadValue(False)
         self._has_heard = False  # a call that could be split
 
     def applies(self, layer: Any) -> bool:
         """Return whether a call of a layer that runs here is to be split."""
-        if inside_of_call.get() or is_symbolic() or not self._backend.is_in_step():
+        if inside_of_call.get() or is_symbolic():
+            return False
+        # Not one of a function that the step compiles, or of a branch.
+        if self._backend.place() is not self._place or not self._backend.is_in_step():
             return False
         # A layer without weights draws random numbers, or computes little.
         has_weights = bool(layer.weights or not is_built(layer))
@@ -83,7 +82,7 @@ class _Splitting:
         self, layer: Any, call: Callable[..., Any], args: Any, kwargs: Any, training: Any
     ) -> Any:
         found = LayerCall(self._backend, layer, call, args, kwargs, self._size)
-        why = found.read(self._known, training)
+        why = found.read(self._backend.known_calls, training)
         if why is None and None in found.kinds:
             why = "it adds a loss that is neither a mean nor a sum over samples"
         if why is None and "zero" in found.kinds:
@@ -117,18 +116,18 @@ _calls_of_layers = MethodPatch("call", _heard)
 
 @contextlib.contextmanager
 def splitting_calls(
-    model: Any, backend: Backend, size: int, known: dict[Any, Any], most: int | None
+    model: Any, backend: Backend, size: int, most: int | None = None
 ) -> Iterator[None]:
     """Return a context in which the outermost calls of layers go by microbatches.
 
     Args:
         model: the model whose step runs.
         backend: what it runs on.
-        size: samples per microbatch.
-        known: what was found so far, by layers and shapes.
-        most: as `Backend.splitting_calls` takes it.
+        size: samples of a microbatch.
+        most: microbatches of each call that are run, or None for all. What comes out for the other
+            samples is then any number.
     """
-    splitting = _Splitting(model, backend, size, known, most)
+    splitting = _Splitting(model, backend, size, most)
     heard = telling(model._batch_normalization_layers())
     with _calls_of_layers.of(layers_in(model)), heard, _splitting.set(splitting):
         yield

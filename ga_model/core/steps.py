@@ -14,8 +14,8 @@ from typing import Any
 
 from ga_model.base import _numbers
 from ga_model.base._internals_jax import forgetting_override
-from ga_model.core.backend import GROUPS, Backend, Group
-from ga_model.core.backend_types import GradientSums
+from ga_model.core.backend import Backend
+from ga_model.core.backend_types import GROUPS, GradientSums, Group
 from ga_model.core.batch import Batch
 from ga_model.core.models import is_of_keras
 from ga_model.core.modes import Mode, Numbers, Structure

@@ -10,10 +10,12 @@ from keras import ops
 
 from ga_model.base import _numbers
 from ga_model.base._internals import copy_of
-from ga_model.core.backend import GROUPS, Backend
+from ga_model.core.backend import Backend
+from ga_model.core.backend_types import GROUPS
 from ga_model.core.modes import Structure
 from ga_model.core.noise import Estimate, averaged, squared_norm
 from ga_model.core.recorder import by_optimizer
+from ga_model.core.splitting import splitting_calls
 from ga_model.core.window import Amount, Sums, is_list
 
 
@@ -148,7 +150,7 @@ class Updates:
     ) -> Counters:
         variables = [v for a in structure.applied for v in a.variables]
         means = others._replace(gradients=sums).mean(variables)
-        gradients = iter(self._backend.in_place_of(sums, means))
+        gradients = iter(self._backend.in_place_of(means))
         for applied in structure.applied:
             self._backend.apply(applied, [next(gradients) for _ in applied.variables])
         for call, moments in zip(structure.calls, others.moments):
@@ -173,7 +175,7 @@ class Updates:
         return run(self._backend.as_traced(data))
 
     def _whole(self, size: int, data: Any) -> Any:
-        with self._backend.splitting_calls(size):
+        with splitting_calls(self._model, self._backend, size):
             logs, _ = self._backend.run_step(data)
         self._backend.once(self.after_update)
         return logs

@@ -23,9 +23,9 @@ OVERRIDING = [
     "_model.py",
     "_tensorflow_engine.py",
     "backends/hooks.py",
-    "backends/jax/hooks.py",
-    "backends/tensorflow/hooks.py",
-    "backends/torch/hooks.py",
+    "backends/jax/engine.py",
+    "backends/tensorflow/engine.py",
+    "backends/torch/engine.py",
 ]
 # What single files may name, and no other.
 IN_FILE = {

@@ -16,7 +16,7 @@ from helpers import dense_data, dense_model, seeded
 from noise import DECAY, FEATURES, averages_by_formula, linear_model, normal_rows
 
 from ga_model import GradientAccumulator, GradientNoiseScale, accumulate
-from ga_model.backends.torch import agreement
+from ga_model.backends.torch import process_group
 
 # Rows of the batches of each process; processes have different numbers of batches.
 BATCHES = {2: [[4, 4, 4, 4, 4], [6, 6, 2]], 3: [[3, 3, 3], [5, 5], [2, 2, 2, 1]]}
@@ -312,7 +312,7 @@ def told_reference(size, make):
 
 def in_small_buckets(rank, size):
     """Train with gradients that are summed one by one."""
-    with mock.patch.object(agreement, "_BUCKET", 1):
+    with mock.patch.object(process_group, "_BUCKET", 1):
         return fitted("both", rank, size)
 
 

@@ -19,11 +19,10 @@ from ga_model.base._internals import (
     value_in,
 )
 from ga_model.base._internals_jax import jax_state_of, leave_values
-from ga_model.core.backend import GROUPS, Backend, Group
-from ga_model.core.call_types import Apart, Split, Traced
+from ga_model.core.backend import Backend
+from ga_model.core.backend_types import GROUPS, Function, Group
 from ga_model.core.proof.draws import Draws
 from ga_model.core.recorder import Applied
-from ga_model.core.splitting import splitting_calls
 from ga_model.core.stand_ins import OptimizerStandIn
 
 
@@ -60,13 +59,12 @@ class JaxBackend(Backend):
     """
 
     optimizer_stand_in = StandIn
+    noted_by = Noting
     has_several_optimizers = False
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
         self._values: dict[Group, list[Any]] = {}
-        self._made: dict[Any, Compiled] = {}
-        self._known_calls: dict[Any, Any] = {}  # what was found of calls of layers
 
     def variables(self, group: Group) -> list[Any]:
         """Return the variables of a group, in the order in which Keras passes their values."""
@@ -84,33 +82,13 @@ class JaxBackend(Backend):
 
     # What is compiled.
 
-    def compiled(
-        self,
-        name: Any,
-        function: Callable[..., Any],
-        reads: Iterable[Group],
-        updates: Iterable[Group] = (),
-        consumes: bool = False,
-        discards: bool = False,
-    ) -> Compiled:
-        if name not in self._made:
-            # The memory of what is updated takes all results: JAX warns of other that is given.
-            consumes = consumes and not updates
-            is_brief = name[0] == "trial"
-            made = Compiled(self, function, reads, updates, consumes, discards, is_brief)
-            self._made[name] = made
-        return self._made[name]
-
-    def forget(self, kind: str) -> None:
-        self._made = {name: made for name, made in self._made.items() if name[0] != kind}
+    def _compiled(self, name: Any, function: Function) -> Compiled:
+        return Compiled(self, function, is_brief=name[0] == "trial")
 
     @property
     def is_compiled(self) -> bool:
         """Whether the model is."""
         return bool(self._model.jit_compile and not self._model.run_eagerly)
-
-    def shapes(self, function: Any, arguments: tuple[Any, ...]) -> Any:
-        return function.shapes(arguments)
 
     def key_of(self, arguments: tuple[Any, ...]) -> Any:
         leaves, structure = jax.tree.flatten(arguments)
@@ -254,11 +232,10 @@ class JaxBackend(Backend):
             }
             return result, after
 
-        noted = Noting(draws)
-        result, after = noted.run(pure, (values, arguments))
+        (result, after), scalars = super().noting(pure, (values, arguments), draws)
         for group, found in after.items():
             self.put(group, found)
-        return result, noted.scalars
+        return result, scalars
 
     def run_plain(
         self, train_step: Callable[..., Any], after: Callable[[], None], state: Any, data: Any
@@ -279,25 +256,13 @@ class JaxBackend(Backend):
         self.put("trainable", dict(enumerate(after[0])))
         self.put("optimizer", dict(enumerate(after[1])))
 
-    def build(self, data: Any) -> None:
-        """Do nothing: Keras does."""
-
     # What is refused, or found out.
 
     def check(self) -> None:
         refusals.check(self._model)
 
-    def splitting_calls(self, size: int, most: int | None = None) -> Any:
-        return splitting_calls(self._model, self, size, self._known_calls, most)
-
-    def is_in_step(self) -> bool:
-        return stateless_scope() is not None
-
-    def run_apart(self, call: Apart, derives: bool = False) -> Callable[..., Any]:
-        return layer_calls.run_apart(call.function, derives)
-
-    def by_microbatches(self, split: Split) -> tuple[list[Any], Traced]:
-        return layer_calls.by_microbatches(split)
+    run_apart = staticmethod(layer_calls.run_apart)
+    by_microbatches = staticmethod(layer_calls.by_microbatches)
 
     # Memory.
 
@@ -330,26 +295,15 @@ class Compiled:
 
     Args:
         backend: has the values of variables.
-        function, reads, updates, consumes, discards: as `JaxBackend.compiled` takes them.
+        function: the function.
         is_brief: whether it runs few times, so that compiling takes longer than running.
     """
 
-    def __init__(
-        self,
-        backend: JaxBackend,
-        function: Callable[..., Any],
-        reads: Iterable[Group],
-        updates: Iterable[Group],
-        consumes: bool,
-        discards: bool,
-        is_brief: bool,
-    ) -> None:
-        self._backend = backend
-        self._function = function
-        self._updates = list(updates)
-        self._reads = [group for group in reads if group not in self._updates]
-        self._consumes = consumes
-        self._discards = discards
+    def __init__(self, backend: JaxBackend, function: Function, is_brief: bool) -> None:
+        self._backend, self._function = backend, function
+        self._reads = [group for group in function.reads if group not in function.updates]
+        # The memory of what is updated takes all results: JAX warns of other that is given.
+        self._num_consumed = int(function.consumes and not function.updates)
         self._pure: Any = self._run
         if backend.is_compiled:
             options = layer_calls.OF_BRIEF if is_brief else None
@@ -370,8 +324,8 @@ class Compiled:
         return self._pure.lower(*self._inputs(arguments))
 
     def _inputs(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        number = int(self._consumes)
-        updated = {group: self._backend.values(group) for group in self._updates}
+        number = self._num_consumed
+        updated = {group: self._backend.values(group) for group in self._function.updates}
         read = {group: self._backend.values(group) for group in self._reads}
         return (updated, arguments[:number]), read, arguments[number:]
 
@@ -384,9 +338,9 @@ class Compiled:
         variables = {group: self._backend.variables(group) for group in values}
         flat = [variable for group in values for variable in variables[group]]
         with scope_of(flat, (value for group in values.values() for value in group)) as scope:
-            result = self._function(*consumed, *arguments)
+            result = self._function.run(*consumed, *arguments)
         _check_known(self._backend._model, scope, flat)
-        if self._discards:
+        if self._function.discards:
             return result, {}, {}
         after = {group: list(map(scope.get_current_value, variables[group])) for group in values}
         changed = {group: _changed(after[group], read[group]) for group in read}

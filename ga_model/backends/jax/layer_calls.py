@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ga_model.backends.jax.noting import Noting
-from ga_model.core.call_types import Split, Traced
+from ga_model.core.call_types import Apart, Split, Traced
 from ga_model.core.proof import calls
 from ga_model.core.proof.draws import Draws
 from ga_model.core.statistics import Moments
@@ -73,9 +73,9 @@ def _joined(found: list[Traced], shares: list[float], are_sums: list[bool]) -> T
     return Traced(outputs, attached, losses, moments)
 
 
-def run_apart(function: Callable[..., Any], derives: bool) -> Callable[..., Any]:
+def run_apart(call: Apart, derives: bool = False) -> Callable[..., Any]:
     """Return what runs a function while another one is traced, as `Backend.run_apart` has it."""
-    function = functools.partial(_gradients, function) if derives else function
+    function = functools.partial(_gradients, call.function) if derives else call.function
     compiled: dict[int, Any] = {}
 
     def run(fixed: list[Any], arrays: list[Any], begin: int, end: int) -> list[Any]:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from ga_model.core.proof.draws import Draws
+from ga_model.core.proof.noted import Noted
 
 # Equations that call one jaxpr with their inputs, and the parameters that it may be under.
 # What JAX is to compute again (`remat`) is left as it is.
@@ -28,20 +29,10 @@ UNNOTED = "ga_model.unnoted"  # a named scope of what this package computes
 _JAXPRS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
-class Noting:
-    """Evaluates jaxprs, and notes.
+class Noting(Noted):
+    """Evaluates jaxprs, and notes."""
 
-    Args:
-        draws: what gives random bits, or None: those of JAX.
-
-    Attributes:
-        scalars: those that were divided by, bounded or decided by, by names.
-    """
-
-    def __init__(self, draws: Draws | None) -> None:
-        self.scalars: dict[str, Any] = {}
-        self._draws = draws
-        self._is_unnoted = False
+    _is_unnoted = False
 
     def run(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         """Return what a function returns for its arguments: nests of arrays."""
@@ -78,24 +69,23 @@ class Noting:
             dtype = jnp.dtype(f"uint{parameters['bit_width']}")
             return [_bits(self._draws, tuple(parameters["shape"]), dtype)]
         if name in _DECIDING and not jnp.shape(inputs[0]):
-            self._note(name, inputs[0].astype("float32"))
+            self._look_at(name, inputs[0].astype("float32"))
         if name in _DIVIDING:
             for variable, value in zip(equation.invars, inputs):
                 if not isinstance(variable, Literal):
-                    self._note(name, value)
+                    self._look_at(name, value)
         bound = equation.primitive.get_bind_params(parameters)
         functions, bound = bound if isinstance(bound, tuple) else ((), bound)  # before JAX 0.10
         outputs = equation.primitive.bind(*functions, *inputs, **bound)
         outputs = outputs if equation.primitive.multiple_results else [outputs]
         if name in _BOUNDING:
-            self._note(name, outputs[0])
+            self._look_at(name, outputs[0])
         return outputs
 
-    def _note(self, name: str, value: Any) -> None:
-        if self._is_unnoted:
-            return
-        if not jnp.shape(value) and jnp.issubdtype(jnp.result_type(value), jnp.floating):
-            self.scalars[f"{len(self.scalars):05} {name}"] = value
+    def _look_at(self, name: str, value: Any) -> None:
+        is_scalar = not self._is_unnoted and not jnp.shape(value)
+        if is_scalar and jnp.issubdtype(jnp.result_type(value), jnp.floating):
+            self.note(name, value)
 
 
 def _is_of_package(equation: Any) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import keras
 
+from ga_model.base._internals import overwrites
 from ga_model.core.messages import WITHOUT
 
 _OTHERS = (
@@ -17,9 +18,7 @@ _OTHERS = (
 
 def check(model: Any) -> None:
     """Raise ValueError if a model cannot be accumulated here."""
-    overwritten = [
-        v.path for v in model.trainable_variables if getattr(v, "overwrite_with_gradient", False)
-    ]
+    overwritten = [v.path for v in model.trainable_variables if overwrites(v)]
     if overwritten:
         raise ValueError(_overwritten_message(model.name, overwritten))
     distribution = keras.distribution.distribution()

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
 import tensorflow as tf
 
-from ga_model.backends.tensorflow import layer_calls, optimizers, replicas
+from ga_model.backends.tensorflow import layer_calls, optimizers, replicas, sparse
 from ga_model.backends.tensorflow.compiled import (
     AnySamples,
     Compiled,
     each_tensors,
     key_of_nest,
-    nothing,
     specs_of,
     tensors_in,
 )
+from ga_model.backends.tensorflow.held_sums import HeldSums, nothing
 from ga_model.backends.tensorflow.noting import Noting
-from ga_model.backends.tensorflow.replicas import OnReplicas, Replicas
-from ga_model.backends.tensorflow.state import State, Variables, kept_variables
+from ga_model.backends.tensorflow.replicas import OnReplicas, Replicas, SharedBatch
+from ga_model.backends.tensorflow.sparse import Tables
+from ga_model.backends.tensorflow.state import State, Variables
 from ga_model.base import _numbers
 from ga_model.base._call_again import PythonState
-from ga_model.base._context import ThreadValue
 from ga_model.base._internals import (
     build,
     compiled_loss,
@@ -36,17 +36,16 @@ from ga_model.base._internals import (
 )
 from ga_model.base._internals_tf import graph_being_made, is_branch, noting_writes
 from ga_model.base._method_patch import MethodPatch
-from ga_model.core.backend import GROUPS, Backend, Group
-from ga_model.core.backend_types import States
+from ga_model.core.backend import Backend
+from ga_model.core.backend_types import GROUPS, Function, Group, States
 from ga_model.core.batch import Batch
-from ga_model.core.call_types import Apart, Split, Traced
+from ga_model.core.call_types import Split, Traced
+from ga_model.core.kept_state import kept_variables
 from ga_model.core.messages import inner_graph_message
 from ga_model.core.models import optimizers_in, unrecorded
-from ga_model.core.proof.draws import Draws
 from ga_model.core.recorder import Applied, CannotAccumulateError
-from ga_model.core.splitting import splitting_calls
 from ga_model.core.stand_ins import OptimizerStandIn
-from ga_model.core.window import Amount, Largest, Positions, Rows, Sums, shrinkage, with_values
+from ga_model.core.window import Amount, Largest, Rows, Sums, with_values
 
 
 class StandIn(OptimizerStandIn):
@@ -89,25 +88,21 @@ class TensorFlowBackend(Backend):
         model: the model.
 
     Attributes:
+        held: what holds the sums of an open window.
+        tables: what is known of tables, of which some rows are looked up.
         knows_samples: whether the source of data tells how many samples each batch has.
         is_for_any_samples: whether a graph is being made for any number of samples.
     """
 
     optimizer_stand_in = StandIn
+    noted_by = Noting
     of_step: tuple[Group, ...] = GROUPS
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
-        self._made: dict[Any, Any] = {}
-        self._sums: dict[Any, tf.Variable] = {}  # which hold those of an open window
-        self.holding = ThreadValue(())  # the sums that a function runs on, with their variables
+        self.held, self.tables = HeldSums(), Tables()
         self.knows_samples = True
         self.is_for_any_samples = False
-        self._by_position: set[int] = set()  # variables
-        self._has_indices: set[int] = set()  # those whose indices were looked at
-        self._is_to_find_positions = self._has_found_positions = False
-        self._known_calls: dict[Any, Any] = {}  # what was found of calls of layers
-        self._graph_of_step = ThreadValue()
         self._replicas = replicas.of_model(model)
         self._is_on_one = self._has_updated = False
         self._others: Variables | None = None  # those that a trial reaches
@@ -143,24 +138,14 @@ class TensorFlowBackend(Backend):
 
     # What is compiled.
 
-    def compiled(
-        self,
-        name: Any,
-        function: Callable[..., Any],
-        reads: Iterable[Group],
-        updates: Iterable[Group] = (),
-        consumes: bool = False,
-        discards: bool = False,
-    ) -> Callable[..., Any]:
-        if updates := tuple(updates):
-            return functools.partial(self._update, self.compiled(name, function, reads))
+    def _compiled(self, name: Any, function: Function) -> Callable[..., Any]:
         if not self.traces:
-            return functools.partial(self._run_eagerly, function)
-        if name not in self._made:
+            run: Callable[..., Any] = functools.partial(self._run_eagerly, function.run)
+        else:
             jit_compile = bool(self._model.jit_compile) and not _is_made_of_parts(name)
             jit_compile = jit_compile and self._replicas is None  # which exchange
-            self._made[name] = Compiled(self, function, jit_compile, consumes)
-        return self._made[name]  # type: ignore[no-any-return]
+            run = Compiled(self, function.run, jit_compile, function.consumes)
+        return functools.partial(self._update, run) if function.updates else run
 
     def _update(self, run: Callable[..., Any], *arguments: Any) -> Any:
         """Run a function that may have updated weights where it fails."""
@@ -176,12 +161,6 @@ class TensorFlowBackend(Backend):
             return function(*tensors)
         return shared.together(shared.run(function, shared.each(tensors)))
 
-    def forget(self, kind: str) -> None:
-        self._made = {n: m for n, m in self._made.items() if not _is_of_kind(n, kind)}
-
-    def shapes(self, function: Any, arguments: tuple[Any, ...]) -> Any:
-        return function.shapes(arguments)
-
     def number(self, value: float) -> Any:
         return tf.constant(value, tf.float64)
 
@@ -195,7 +174,7 @@ class TensorFlowBackend(Backend):
     def batch(self, data: Any, size: int | None) -> Batch:
         if self.replicas is None:
             return Batch(data, size)
-        return self.replicas.batch(tensors_in(data), size)
+        return SharedBatch(self.replicas, tensors_in(data), size)
 
     def as_traced(self, data: Any) -> Any:
         if not self.traces or (self.knows_samples and self.replicas is None):
@@ -205,48 +184,18 @@ class TensorFlowBackend(Backend):
     def copied(self, nest: Any) -> Any:
         return tf.nest.map_structure(_copied, nest)
 
-    def held(self, sums: Iterable[Any]) -> list[Any]:
-        """Return sums of gradients, in variables that hold the dense ones."""
-        found = []
-        for place, value in enumerate(sums):
-            if isinstance(value, tf.Tensor):
-                variable = self._holder(place, value)
-                variable.assign(value)
-                value = variable
-            found.append(value)
-        return found
-
-    def _holder(self, place: int, spec: Any) -> tf.Variable:
-        """Return the variable that holds sums of a shape."""
-        key = place, tuple(spec.shape), spec.dtype
-        if key not in self._sums:
-            self._sums[key] = tf.Variable(nothing(spec), trainable=False)
-        return self._sums[key]
-
     def zeros(self, name: Any, shapes: Sums) -> Sums:
         if self.replicas is not None:
             zeros = self.compiled(name, lambda: tf.nest.map_structure(nothing, shapes), [])
             return cast(Sums, zeros())
-        held = [
-            self._holder(place, spec)
-            if isinstance(spec, (tf.Tensor, tf.TensorSpec))
-            else tf.nest.map_structure(nothing, spec)
-            for place, spec in enumerate(shapes.gradients)
-        ]
+        others, gradients = shapes._replace(gradients=[]), self.held.variables_of(shapes.gradients)
 
         def begin(zero: Any) -> Sums:
-            before: list[Any] = []
-            for variable in held:
-                if isinstance(variable, tf.Variable):  # one after the other, to hold each once
-                    with tf.control_dependencies(before):
-                        # No constant, which the function would keep.
-                        filled = tf.fill(variable.shape, tf.cast(zero, variable.dtype))
-                        before = [variable.assign(filled)]
-            others = shapes._replace(gradients=[])
+            self.held.fill(gradients, zero)
             return cast(Sums, tf.nest.map_structure(nothing, others))
 
         made: Sums = self.compiled(name, begin, [])(-0.0)
-        return made._replace(gradients=held)
+        return made._replace(gradients=gradients)
 
     # What is run.
 
@@ -301,20 +250,8 @@ class TensorFlowBackend(Backend):
     def unscaled(self, loss: Any) -> Any:
         return unscaled_for_replicas(loss)
 
-    def noting(
-        self, function: Callable[..., Any], arguments: tuple[Any, ...], draws: Draws | None = None
-    ) -> tuple[Any, dict[str, Any]]:
-        noted = Noting(draws)
-        found = noted.run(function, arguments)
-        self.noted_of_shapes |= noted.of_shapes
-        return found, noted.scalars
-
-    def run_plain(
-        self, train_step: Callable[..., Any], after_update: Callable[[], None], *arguments: Any
-    ) -> Any:
-        logs = train_step(*arguments)
-        self.once(after_update)
-        return logs
+    def is_driven_by_python(self) -> bool:
+        return tf.executing_eagerly()  # type: ignore[no-any-return]
 
     def given(self, gradient: Any, variable: Any, is_dense: bool) -> Any:
         """Return the gradient of a variable as the core takes it, dense or as it is."""
@@ -322,78 +259,29 @@ class TensorFlowBackend(Backend):
             gradient = tf.convert_to_tensor(gradient)
             gradient.set_shape(variable.shape)
             return gradient
-        is_fixed, name = gradient.indices.shape[0] is not None, id(variable)
-        if not self.traces:
-            self._look_at_indices(name, gradient.indices)
-        elif is_fixed and self.is_for_any_samples:  # so they are not looked up by samples
-            self._by_position.add(name)
-        if name in self._by_position:
-            return Positions(gradient.values, gradient.indices, tf.zeros((), tf.float64))
-        self._is_to_find_positions |= is_fixed and self.traces
-        return Rows(gradient.values, gradient.indices, tf.zeros((), tf.float64))
-
-    def _look_at_indices(self, name: int, indices: Any) -> None:
-        """Find out of a table of an eager model whether indices are those of positions: 0, 1, ...
-
-        Whose first ones are others has none, as those of samples are.
-        """
-        if name in self._has_indices and name not in self._by_position:
-            return
-        self._has_indices.add(name)
-        number = indices.shape[0]
-        if number > 1 and bool(tf.reduce_all(indices == tf.range(number, dtype=indices.dtype))):
-            self._by_position.add(name)
-        else:
-            self._by_position.discard(name)
-
-    def is_to_find_positions(self) -> bool:
-        """Return whether it is not known of a sparse gradient if indices are of samples, once."""
-        is_unknown = self._is_to_find_positions and not self._has_found_positions
-        self._has_found_positions = self._has_found_positions or is_unknown
-        return is_unknown
+        return self.tables.rows_of(gradient, id(variable), self.traces, self.is_for_any_samples)
 
     def apply(self, applied: Applied, gradients: list[Any]) -> None:
         variables = list(applied.variables)
-        gradients = [self._applied(gradient, v) for gradient, v in zip(gradients, variables)]
+        gradients = list(map(optimizers.as_applied, gradients, variables))
         optimizers.apply(applied.optimizer, gradients, variables, applied.via_apply_gradients)
 
-    def _applied(self, gradient: Any, variable: Any) -> Any:
-        """Return the gradient of a variable as optimizers take it."""
-        if isinstance(gradient, Largest):
-            return replicas.largest(gradient.values)
-        if not isinstance(gradient, (Rows, Positions)):
-            return gradient
-        shape = tf.constant(list(variable.shape), tf.int64)
-        return tf.IndexedSlices(gradient.values, gradient.indices, shape)
-
-    def in_place_of(self, sums: list[Any], means: list[Any]) -> list[Any]:
-        for held, mean in zip(self.holding.get(), means):
-            if isinstance(held, tf.Variable) and mean.dtype == held.dtype:
-                held.assign(mean)
-        return means
+    def in_place_of(self, means: list[Any]) -> list[Any]:
+        return self.held.in_place_of(means)
 
     def joined(self, rows: Sequence[Rows], unit: Any) -> Rows:
         if (shared := self.replicas) is None or shared.is_inside():
-            return self._joined(rows, unit)
+            return sparse.joined(rows, unit)
         joined: list[Rows] = []
         for place, (own, own_unit) in enumerate(shared.each((rows, unit))):
             with shared.on_device(place):
-                joined.append(self._joined(own, own_unit))
+                joined.append(sparse.joined(own, own_unit))
         return shared.together(joined)  # type: ignore[no-any-return]
-
-    def _joined(self, rows: Sequence[Rows], unit: Any) -> Rows:
-        values = [
-            part.values * _numbers.like(part.values, shrinkage(part.unit, unit)) for part in rows
-        ]
-        indices = [part.indices for part in rows]
-        if all(isinstance(part, Positions) for part in rows):
-            values, indices = _once(values, indices)
-        return Rows(tf.concat(values, 0), tf.concat(indices, 0), unit)
 
     @contextlib.contextmanager
     def keeping_state(self) -> Iterator[None]:
         if self._kept is None or not self.traces:
-            self._kept = kept_variables(self._model)
+            self._kept = kept_variables(self._model, self.optimizers())
         state, self._has_updated = State(self._model, self._kept), False
         try:
             yield
@@ -403,8 +291,11 @@ class TensorFlowBackend(Backend):
 
     def state(self) -> States:
         self._others = Variables()
-        state = State(self._model, kept_variables(self._model, True))
-        return States(state, self._others, super().state())
+        return States(self._all_kept(True), self._others, super().state())
+
+    def _all_kept(self, with_weights: bool) -> State:
+        variables = kept_variables(self._model, self.optimizers(), with_weights)
+        return State(self._model, variables)
 
     def note_variables(self, graph: Any) -> None:
         """Note the variables of what was traced and is about to run for the first time."""
@@ -433,39 +324,24 @@ class TensorFlowBackend(Backend):
             step_of_keras = tf.function(step, autograph=False)
             step_of_keras.get_concrete_function(specs_of(data))
         else:
-            Compiled(self, step, jit_compile=False, consumes=False).shapes((data,))
+            Compiled(self, step).shapes((data,))
 
     # What is refused, or found out.
 
     def check(self) -> None:
         replicas.check(self._model, self._model._accumulation.settings.microbatch_size)
 
-    @contextlib.contextmanager
-    def splitting_calls(self, size: int, most: int | None = None) -> Iterator[None]:
-        calls = splitting_calls(self._model, self, size, self._known_calls, most)
-        with self._graph_of_step.set(graph_being_made()), calls:
-            yield
-
     def is_at_hand(self, tensor: Any) -> bool:
         return not tf.is_symbolic_tensor(tensor) or tensor.graph is graph_being_made()
 
-    def place(self) -> Any:
-        return graph_being_made()
-
-    def is_in_step(self) -> bool:
-        return graph_being_made() is self._graph_of_step.get()
-
-    def run_apart(self, call: Apart, derives: bool = False) -> Callable[..., Any]:
-        return layer_calls.run_apart(call.function, derives)
+    place = staticmethod(graph_being_made)
+    run_apart = staticmethod(layer_calls.run_apart)
 
     def by_microbatches(self, split: Split) -> tuple[list[Any], Traced]:
         return layer_calls.Microbatches(split, bool(self._model.jit_compile)).run()
 
-    def attached_to(self, output: Any) -> dict[str, Any]:
-        return layer_calls.attached_to(output)
-
-    def with_attached(self, output: Any, name: str, tensor: Any) -> Any:
-        return layer_calls.with_attached(output, name, tensor)
+    attached_to = staticmethod(layer_calls.attached_to)
+    with_attached = staticmethod(layer_calls.with_attached)
 
     # Memory.
 
@@ -479,22 +355,17 @@ class TensorFlowBackend(Backend):
         weights = map(raw, self._model.trainable_variables)
         return sum(int(np.prod(weight.shape)) * weight.dtype.size for weight in weights)
 
-    def wait_for(self, nest: Any) -> None:
-        """Do nothing: an allocation fails where a function is called."""
-
     def out_of_memory(self, error: Exception) -> Exception | None:
         is_exhausted = isinstance(error, (tf.errors.ResourceExhaustedError, MemoryError))
         return error.with_traceback(None) if is_exhausted else None
 
     @contextlib.contextmanager
     def trying(self, is_own: bool) -> Iterator[None]:
-        state = State(self._model, kept_variables(self._model, is_own))
-        python = PythonState(self._model)
+        state = States(self._all_kept(is_own), PythonState(self._model))
         try:
             yield
         finally:
             state.put_back()
-            python.put_back()
 
 
 def _building_outside(optimizer: Any, build: Callable[..., Any]) -> Callable[..., Any]:
@@ -504,34 +375,12 @@ def _building_outside(optimizer: Any, build: Callable[..., Any]) -> Callable[...
 _built_outside = MethodPatch("build", _building_outside)
 
 
-def _once(values: list[Any], indices: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Return rows by position with each position once: those of the longest microbatch.
-
-    Where microbatches have other indices at a position, they do not follow from it, and stay.
-    """
-    place = max(range(len(indices)), key=lambda place: int(indices[place].shape[0]))
-    longest, total = indices[place], values[place]
-    for other, (part, rows) in enumerate(zip(indices, values)):
-        number = int(part.shape[0])
-        is_same = tf.cast(part, longest.dtype) == longest[:number]
-        if not bool(tf.reduce_all(is_same)):
-            return values, indices
-        if other != place:
-            rest = tf.zeros_like(total[number:])
-            total = total + tf.concat([rows, rest], 0)
-    return [total], [longest]
-
-
 def _is_made_of_parts(name: Any) -> bool:
     """Return whether XLA is to compile parts of a function at most: it runs a few times, or would
     share what microbatches of a call compute again."""
     if not isinstance(name, tuple):
         return False
     return name[0] in ("trial", "whole") or getattr(name[-1], "size", None) is not None
-
-
-def _is_of_kind(name: Any, kind: str) -> bool:
-    return isinstance(name, tuple) and name[0] == kind
 
 
 def _copied(value: Any) -> Any:

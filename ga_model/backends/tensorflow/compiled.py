@@ -34,8 +34,8 @@ class Compiled:
         self,
         backend: TensorFlowBackend,
         function: Callable[..., Any],
-        jit_compile: bool,
-        consumes: bool,
+        jit_compile: bool = False,
+        consumes: bool = False,
     ) -> None:
         self._backend, self._function, self._jit_compile = backend, function, jit_compile
         self._holds = consumes and backend.replicas is None
@@ -56,10 +56,10 @@ class Compiled:
         return shared.together(self._traced_for(each)(*each))
 
     def _run_on_held(self, sums: list[Any], *others: Any) -> Any:
-        held = self._backend.held(sums)
+        held = self._backend.held.hold(sums)
         unheld = [value for value in held if not isinstance(value, tf.Variable)]
         arguments = each_tensors((unheld, *others))
-        with self._backend.holding.set(held):
+        with self._backend.held.present.set(held):
             found = self._run_on(arguments)
         if not _has_sums(found):
             return found
@@ -79,7 +79,7 @@ class Compiled:
         tensors, shared = each_tensors(arguments), self._backend.replicas
         tensors = tensors if shared is None else shared.each(tensors)
         found = self._traced_for(tensors)
-        if self._backend.is_to_find_positions():
+        if self._backend.tables.is_to_find_positions():
             any_samples = [
                 AnySamples(a) if isinstance(a, (tuple, tf.Tensor)) else a for a in tensors
             ]
@@ -110,7 +110,7 @@ class Compiled:
 
     def _call_on_held(self, unheld: list[Any], *others: Any) -> Any:
         """Call the function on what variables hold, and let them hold its sums."""
-        held, rest = self._backend.holding.get(), iter(unheld)
+        held, rest = self._backend.held.present.get(), iter(unheld)
         sums = [v.read_value() if isinstance(v, tf.Variable) else next(rest) for v in held]
         found = self._call(sums, *others)
         if not _has_sums(found):
@@ -207,11 +207,3 @@ def _tensor(leaf: Any) -> Any:
     if isinstance(leaf, float):
         return tf.constant(leaf, tf.float64)
     return tf.constant(leaf) if isinstance(leaf, (int, np.generic, np.ndarray)) else leaf
-
-
-def nothing(spec: Any) -> Any:
-    if spec is None:
-        return None
-    if spec.dtype.is_floating:
-        return tf.fill(spec.shape, tf.constant(-0.0, spec.dtype))
-    return tf.zeros(spec.shape, spec.dtype)

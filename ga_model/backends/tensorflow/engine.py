@@ -2,43 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import keras
 import tensorflow as tf
 
-from ga_model._settings import Settings
+from ga_model.backends.hooks import CoreHooks
 from ga_model.backends.tensorflow import workers
 from ga_model.backends.tensorflow.adapter import TensorFlowBackend
-from ga_model.backends.tensorflow.hooks import Hooks
 from ga_model.core.driver import Driver
-
-__all__ = ["Accumulation", "Hooks", "check_same_epoch", "explain"]
 
 
 class Accumulation(Driver):
-    """All that is kept for a model where Keras runs on TensorFlow.
+    """All that is kept for a model where Keras runs on TensorFlow."""
 
-    Args:
-        model, settings: as `ModelState` takes them.
-    """
-
+    backend_type = TensorFlowBackend
     backend: TensorFlowBackend
 
-    def __init__(self, model: Any, settings: Settings) -> None:
-        super().__init__(model, settings, TensorFlowBackend(model))
+    def begin_epoch(self, epoch: int, is_first: bool) -> None:
+        if is_first:
+            workers.check_same_epoch(self._model.distribute_strategy, epoch)
 
-    def run_step(self, train_step: Any, *args: Any) -> Any:
-        is_driven = self.backend.is_running_step() or self.is_plain()
-        if is_driven or not tf.executing_eagerly():
-            return super().run_step(train_step, *args)
-        return self.train(iter(args), 1)
+    def explain(self, error: BaseException) -> None:
+        workers.explain(error, self._model.distribute_strategy)
 
 
-def check_same_epoch(model: Any, epoch: int) -> None:
-    """Raise if several workers begin with different epochs."""
-    workers.check_same_epoch(model.distribute_strategy, epoch)
+class Hooks(CoreHooks):
+    """What a model answers that Keras asks it on TensorFlow."""
+
+    def _train(self, iterator: Any) -> Any:
+        accumulation = self._accumulation
+        accumulation.backend.knows_samples = _knows_samples(iterator)
+        logs = accumulation.train(_without_optionals(iterator), self.steps_per_execution)
+        return accumulation.backend.logs_of(logs)
+
+    def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
+        if not self._accumulation.is_plain():
+            self._accumulation.backend.check()
+        keras_builds = super()._maybe_symbolic_build
+        workers.build(keras_builds, self.distribute_strategy, iterator, data_batch)
+
+    def _make_function(self, step_function: Any) -> Any:
+        step = workers.with_logs_that_reduce(step_function, self.distribute_strategy)
+        return super()._make_function(step)
 
 
-def explain(error: BaseException, model: Any) -> None:
-    """Add to an error of `fit` what is known of its cause."""
-    workers.explain(error, model.distribute_strategy)
+def _knows_samples(iterator: Any) -> bool:
+    """Return whether a source of data tells how many samples each of its batches has."""
+    if not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
+        return True
+    shapes = [getattr(spec, "shape", None) for spec in keras.tree.flatten(iterator.element_spec)]
+    return all(shape.rank is not None and None not in shape[:1] for shape in shapes if shape)
+
+
+def _without_optionals(batches: Iterator[Any]) -> Iterator[Any]:
+    """Yield batches with None where a dataset has nothing."""
+    for data in batches:
+        yield keras.tree.map_structure(
+            lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, data
+        )

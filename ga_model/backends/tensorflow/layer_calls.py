@@ -24,7 +24,7 @@ from ga_model.base._internals_tf import (
     stateful_draws,
     unseen_by_tapes,
 )
-from ga_model.core.call_types import Split, Traced
+from ga_model.core.call_types import Apart, Split, Traced
 from ga_model.core.proof.calls import TOTAL, NotByRowsError
 from ga_model.core.proof.draws import Draws
 from ga_model.core.statistics import Moments
@@ -58,8 +58,7 @@ class Microbatches:
         self._places = [i for i, source in enumerate(self._sources) if _has_gradient(source)]
         self._in_call = call_scopes()
         self._form: Any = None  # of what is given, without its tensors
-        self._has: list[bool] = []  # of each source, whether it has a gradient
-        self._is_by_position: list[bool] = []  # of these gradients
+        self._ways: list[tuple[str, ...]] = []  # of the gradients of sources, as `_ways_of` has it
 
     def run(self) -> tuple[list[Any], Traced]:
         """Run all of them, and let tapes know of it."""
@@ -135,7 +134,7 @@ class Microbatches:
         of_outputs: list[Any],
         of_losses: list[Any],
     ) -> list[Any]:
-        """Return the gradients of sources that have one, for those of outputs and losses."""
+        """Return the tensors of the gradients of sources, for those of outputs and losses."""
         form = self._form
         sources = [*fixed, *samples]
         sources = [sources[place] for place in self._places]
@@ -148,14 +147,17 @@ class Microbatches:
         found = tape.gradient(
             [a for a, _ in pairs], sources, output_gradients=[b for _, b in pairs]
         )
-        self._has = [gradient is not None for gradient in found]
-        given = [gradient for gradient in found if gradient is not None]
-        self._is_by_position = list(map(_is_by_position, given))
-        return given
+        are_shared = (place < len(self._fixed) for place in self._places)
+        self._ways = list(map(_ways_of, found, are_shared))
+        sparse = [(g.values, g.indices) if isinstance(g, tf.IndexedSlices) else (g,) for g in found]
+        return [tensor for of_one in sparse for tensor in of_one if tensor is not None]
+
+    def _rows_at(self, index: Any) -> slice:
+        return slice(index * self._size, tf.minimum((index + 1) * self._size, self._rows))
 
     def _part(self, index: Any) -> list[Any]:
-        begin, end = index * self._size, tf.minimum((index + 1) * self._size, self._rows)
-        return [tensor[begin:end] for tensor in self._samples]
+        rows = self._rows_at(index)
+        return [tensor[rows] for tensor in self._samples]
 
     def _share_of(self, part: list[Any]) -> Any:
         return tf.cast(_rows_of(part[0]), tf.float64) / tf.cast(self._rows, tf.float64)
@@ -210,56 +212,36 @@ class Microbatches:
         """Return the gradients of the sources that can have one, or None."""
 
         def gradients(index: Any) -> list[Any]:
-            part = self._part(index)
+            part, rows = self._part(index), self._rows_at(index)
             carried = [array.read(index) for array in begun]
-            begin, end = index * self._size, tf.minimum((index + 1) * self._size, self._rows)
-            upstream = [gradient[begin:end] for gradient in of_outputs]
+            upstream = [gradient[rows] for gradient in of_outputs]
             share = self._share_of(part)
             found: list[Any] = backward(carried, self._fixed, part, share, upstream, of_losses)
             return found
 
-        first = gradients(tf.constant(0))
-        places = [place for place, has in zip(self._places, self._has) if has]
-        are_sums = [place < len(self._fixed) for place in places]
-
-        def begin_with(value: Any, is_sum: bool, is_by_position: bool) -> Any:
-            if is_by_position:
-                return value.values
-            if isinstance(value, tf.IndexedSlices):
-                rows = self._array(value.values.dtype, [None, *value.values.shape[1:]])
-                ids = self._array(value.indices.dtype, [None])
-                return [rows.write(0, value.values), ids.write(0, value.indices)]
-            if is_sum:
-                return value
-            return self._array(value.dtype, [None, *value.shape[1:]]).write(0, value)
-
         def step(index: Any, so_far: list[Any]) -> Any:
-            after = []
-            for before, value, is_fixed in zip(so_far, gradients(index), self._is_by_position):
-                if is_fixed:
-                    after.append(before + value.values)
-                elif isinstance(value, tf.IndexedSlices):
-                    rows, ids = before
-                    after.append([rows.write(index, value.values), ids.write(index, value.indices)])
-                elif isinstance(before, tf.TensorArray):
-                    after.append(before.write(index, value))
-                else:
-                    after.append(before + value)
-            return index + 1, after
+            every = zip(ways, so_far, gradients(index))
+            return index + 1, [_added(way, before, index, value) for way, before, value in every]
 
-        so_far = list(map(begin_with, first, are_sums, self._is_by_position))
+        first = gradients(tf.constant(0))
+        ways = [way for of_one in self._ways for way in of_one]
+        so_far = [
+            self._array(t.dtype, [None, *t.shape[1:]]).write(0, t) if way == "joined" else t
+            for way, t in zip(ways, first)
+        ]
         _, so_far = self._loop(step, [tf.constant(1), so_far])
-        found = iter(zip(so_far, first, places))
-        return [self._gradient(*next(found)) if has else None for has in self._has]
+        found = iter(zip(so_far, first))
+        pairs = zip(self._places, self._ways)
+        return [self._gradient(place, [next(found) for _ in of_one]) for place, of_one in pairs]
 
-    def _gradient(self, total: Any, first: Any, place: int) -> Any:
-        if isinstance(first, tf.IndexedSlices):
-            shape = tf.constant(list(self._sources[place].shape), tf.int64)
-            rows, ids = total, first.indices
-            if isinstance(total, list):
-                rows, ids = (array.concat() for array in total)
-            return tf.IndexedSlices(rows, ids, shape)
-        return self._joined(total, first) if isinstance(total, tf.TensorArray) else total
+    def _gradient(self, place: int, found: list[tuple[Any, Any]]) -> Any:
+        """Return the gradient of a source from what its tensors came to, and the first of each."""
+        if len(found) == 1:
+            total, first = found[0]
+            return self._joined(total, first) if isinstance(total, tf.TensorArray) else total
+        tensors = [t.concat() if isinstance(t, tf.TensorArray) else t for t, _ in found]
+        shape = tf.constant(list(self._sources[place].shape), tf.int64)
+        return tf.IndexedSlices(*tensors, shape) if found else None
 
     def _loop(self, step: Callable[..., Any], begin: list[Any]) -> Any:
         return tf.while_loop(
@@ -307,17 +289,29 @@ def _has_gradient(tensor: Any) -> bool:
     return bool(tensor.dtype.is_floating or tensor.dtype.is_complex)
 
 
-def _is_by_position(gradient: Any) -> bool:
-    """Return whether a gradient is sparse, with the same rows for any number of samples."""
-    is_sparse = isinstance(gradient, tf.IndexedSlices) and not tf.executing_eagerly()
-    return is_sparse and gradient.indices.shape[0] is not None
+def _ways_of(gradient: Any, is_shared: bool) -> tuple[str, ...]:
+    """Return how each tensor of a gradient of microbatches is put together: values and indices of a
+    sparse one. One with the same rows for any number of samples is that of positions.
+    """
+    if gradient is None:
+        return ()
+    if not isinstance(gradient, tf.IndexedSlices):
+        return ("summed" if is_shared else "joined",)
+    is_by_position = not tf.executing_eagerly() and gradient.indices.shape[0] is not None
+    return ("summed", "alike") if is_by_position else ("joined", "joined")
+
+
+def _added(way: str, so_far: Any, index: Any, value: Any) -> Any:
+    if way == "joined":
+        return so_far.write(index, value)
+    return so_far + value if way == "summed" else so_far
 
 
 def _or_zeros(gradient: Any, tensor: Any) -> Any:
     return tf.zeros_like(tensor) if gradient is None else tf.convert_to_tensor(gradient)
 
 
-def run_apart(function: Callable[..., Any], derives: bool) -> Callable[..., Any]:
+def run_apart(call: Apart, derives: bool = False) -> Callable[..., Any]:
     """Return what runs a function while another one is traced, as `Backend.run_apart` has it."""
 
     def run(fixed: list[Any], arrays: list[Any], begin: int, end: int) -> list[Any]:
@@ -325,11 +319,11 @@ def run_apart(function: Callable[..., Any], derives: bool) -> Callable[..., Any]
             draws = Draws(end - begin, TOTAL, begin, begin)
             given = list(map(tf.constant, fixed)), [tf.constant(a[begin:end]) for a in arrays]
             if not derives:
-                return list(map(np.asarray, Noting(draws).run(function, given)))
+                return list(map(np.asarray, Noting(draws).run(call.function, given)))
             sources = [tensor for tensor in (*given[1], *given[0]) if _has_gradient(tensor)]
             with seen_by_tapes(), tf.GradientTape(watch_accessed_variables=False) as tape:
                 tape.watch(sources)
-                outputs = Noting(draws).run(function, given)
+                outputs = Noting(draws).run(call.function, given)
             followed = [output for output in outputs if _has_gradient(output)]
             gradients = tape.gradient(followed, sources, followed)
             return list(map(np.asarray, map(_or_zeros, gradients, sources)))

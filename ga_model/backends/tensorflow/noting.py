@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from ga_model.base._context import is_unnoted
 from ga_model.base._internals_tf import seeing_operations
-from ga_model.core.proof.draws import Draws
+from ga_model.core.proof.noted import Noted
 
 # Operations, and the places of the inputs that they divide by, or that bound what is divided by:
 # `x / maximum(n, 1)`.
@@ -25,43 +25,20 @@ _DIVIDING: dict[str, Sequence[int]] = {
 }
 _BOUNDING = {"Maximum", "Minimum", "ClipByValue", "SelectV2", "Select", "Relu"}
 _DECIDING = {"SelectV2", "Select", "If", "StatelessIf"}
-# Operations that draw for each entry of what they return.
-_DRAWING = {
-    "RandomStandardNormal": "normal",
-    "RandomUniform": "uniform",
-    "RandomUniformInt": "integers",
-    "TruncatedNormal": "truncated",
-    "StatelessRandomNormal": "normal",
-    "StatelessRandomNormalV2": "normal",
-    "StatelessRandomUniform": "uniform",
-    "StatelessRandomUniformV2": "uniform",
-    "StatelessRandomUniformInt": "integers",
-    "StatelessRandomUniformIntV2": "integers",
-    "StatelessTruncatedNormal": "truncated",
-    "StatelessTruncatedNormalV2": "truncated",
+# Operations that draw for each entry of what they return, with or without a seed of their own.
+_DRAWING: dict[str, Any] = {
+    "RandomStandardNormal": tf.random.stateless_normal,
+    "RandomNormal": tf.random.stateless_normal,
+    "RandomUniform": tf.random.stateless_uniform,
+    "RandomUniformInt": tf.random.stateless_uniform,
+    "TruncatedNormal": tf.random.stateless_truncated_normal,
 }
-_SHUFFLING = {"RandomShuffle", "StatelessShuffle"}
-_CHOOSING = {"Multinomial", "StatelessMultinomial"}
 
 
-class Noting:
-    """Notes what the operations of a function do.
-
-    Args:
-        draws: what random numbers are drawn by, or None: as always.
-
-    Attributes:
-        scalars: those that were divided by, bounded or decided by, by names.
-        of_shapes: names of those that are constants of a graph for samples of these shapes.
-    """
-
-    def __init__(self, draws: Draws | None) -> None:
-        self.scalars: dict[str, Any] = {}
-        self.of_shapes: set[str] = set()
-        self._draws = draws
+class Noting(Noted):
+    """Notes what the operations of a function do. Constants of a graph follow from shapes."""
 
     def run(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        """Return what a function returns."""
         with seeing_operations(self._see):
             return function(*arguments)
 
@@ -71,17 +48,17 @@ class Noting:
             return [drawn]
         for value in () if is_unnoted.get() else _scalars_of(name, inputs, outputs):
             if value.shape.rank == 0 and (value.dtype.is_floating or value.dtype.is_bool):
-                key = f"{len(self.scalars):05} {name}"
-                self.scalars[key] = tf.cast(value, tf.float64)
-                if tf.is_symbolic_tensor(value) and tf.get_static_value(value) is not None:
-                    self.of_shapes.add(key)
+                is_symbolic = tf.is_symbolic_tensor(value)
+                is_constant = is_symbolic and tf.get_static_value(value) is not None
+                self.note(name, tf.cast(value, tf.float64), is_constant)
         return None
 
     def _drawn(self, name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
         """Return what is drawn in a trial: of each sample the same, wherever it stands."""
-        if name in _SHUFFLING:
+        name = name.removeprefix("Stateless").removesuffix("V2")
+        if name in ("RandomShuffle", "Shuffle"):
             return tf.roll(inputs[0], 1, 0)
-        if name in _CHOOSING:
+        if name == "Multinomial":
             likeliest = tf.argmax(inputs[0], -1, outputs[0].dtype)
             return tf.broadcast_to(likeliest[:, None], tf.shape(outputs[0]))
         if name not in _DRAWING:
@@ -100,16 +77,8 @@ class Noting:
 
 
 def _draw(name: str, shape: Any, dtype: Any, seed: Any, inputs: Sequence[Any]) -> Any:
-    kind = _DRAWING[name]
-    if kind == "integers":
-        low, high = [value for value in inputs if value.dtype == dtype][-2:]
-        return tf.random.stateless_uniform(shape, seed, low, high, dtype)
-    draw = {
-        "normal": tf.random.stateless_normal,
-        "uniform": tf.random.stateless_uniform,
-        "truncated": tf.random.stateless_truncated_normal,
-    }[kind]
-    return draw(shape, seed, dtype=dtype)
+    limits = [value for value in inputs if value.dtype == dtype][-2:] if "Int" in name else []
+    return _DRAWING[name](shape, seed, *limits, dtype=dtype)
 
 
 def _scalars_of(name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> Iterator[Any]:

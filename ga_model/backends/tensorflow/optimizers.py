@@ -8,7 +8,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ga_model.backends.tensorflow.replicas import copies
+from ga_model.backends.tensorflow.replicas import copies, largest
+from ga_model.core.window import Largest, Positions, Rows
 
 
 def build_outside(
@@ -50,6 +51,16 @@ def overrides_pairs(optimizer: Any) -> bool:
     method = getattr(optimizer, "apply_gradients", None)
     base = keras.optimizers.Optimizer.apply_gradients
     return method is not None and getattr(method, "__func__", None) is not base
+
+
+def as_applied(gradient: Any, variable: Any) -> Any:
+    """Return the gradient of a variable as optimizers take it."""
+    if isinstance(gradient, Largest):
+        return tf.cast(largest(gradient.values), variable.dtype)
+    if not isinstance(gradient, (Rows, Positions)):
+        return gradient
+    shape = tf.constant(list(variable.shape), tf.int64)
+    return tf.IndexedSlices(gradient.values, gradient.indices, shape)
 
 
 def apply(

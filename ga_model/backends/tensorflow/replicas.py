@@ -115,10 +115,6 @@ class Replicas:
         else:
             function()
 
-    def batch(self, data: Any, size: int | None) -> SharedBatch:
-        """Return a batch that replicas have parts of."""
-        return SharedBatch(self, self.each(data), size)
-
     def on_device(self, place: int) -> Any:
         """Return the context in which tensors are made where a replica is."""
         return tf.device(self._devices[place])
@@ -208,15 +204,13 @@ class SharedBatch(Batch):
 
     Args:
         replicas: the replicas.
-        each: what those of this process have.
+        data: what they have.
         size: samples per microbatch of a replica, or None.
     """
 
-    def __init__(self, replicas: Replicas, each: Sequence[Any], size: int | None) -> None:
-        parts = [Batch(part, size) for part in each]
-        self._replicas = replicas
-        self._each = each
-        self._size = size
+    def __init__(self, replicas: Replicas, data: Any, size: int | None) -> None:
+        self._replicas, self._each, self._size = replicas, replicas.each(data), size
+        parts = [Batch(part, size) for part in self._each]
         self.rows = max(part.rows for part in parts)
         self.num_microbatches = max(part.num_microbatches for part in parts)
 

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from ga_model.backends.torch import refusals
-from ga_model.backends.torch.agreement import num_processes
-from ga_model.backends.torch.process_group import Processes
+from ga_model.backends.torch.process_group import Processes, num_processes
 from ga_model.base._names import answering
 from ga_model.core.accumulator import Accumulator, check_optimizer
 from ga_model.core.recorder import Applied

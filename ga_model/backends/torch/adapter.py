@@ -3,34 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import torch
 
-from ga_model.backends.torch import layer_calls, refusals
-from ga_model.backends.torch.agreement import num_processes
-from ga_model.backends.torch.call_hooks import has_hooks, why_whole
+from ga_model.backends.torch import call_hooks, calls_apart, layer_calls, refusals
 from ga_model.backends.torch.gradient_sums import GradientSums
-from ga_model.backends.torch.memory import is_exhausted, released
 from ga_model.backends.torch.noting import Noting
-from ga_model.backends.torch.process_group import Processes
+from ga_model.backends.torch.process_group import Processes, num_processes
 from ga_model.backends.torch.state import LeftGradients, State
 from ga_model.backends.torch.torch_optimizers import TorchOptimizers
 from ga_model.base._call_again import Attributes, PythonState
 from ga_model.base._internals import counter_of, raw, stateless_scope
 from ga_model.base._internals_torch import times_written
-from ga_model.core.backend import Backend, Group
-from ga_model.core.backend_types import States
-from ga_model.core.call_types import Apart, Split, Traced
+from ga_model.core.backend import Backend
+from ga_model.core.backend_types import Function, Group, States
+from ga_model.core.call_types import Split, Traced
+from ga_model.core.kept_state import kept_variables
 from ga_model.core.models import is_of_keras, optimizers_in
-from ga_model.core.proof.draws import Draws
 from ga_model.core.recorder import Applied
-from ga_model.core.splitting import splitting_calls
 from ga_model.core.stand_ins import OptimizerStandIn
 from ga_model.core.window import Sums
+
+# What an allocation that fails says, where its error has no class of its own.
+_EXHAUSTED = ("can't allocate memory", "not enough memory", "out of memory")
 
 
 class StandIn(OptimizerStandIn):
@@ -85,6 +85,7 @@ class TorchBackend(Backend):
     """
 
     optimizer_stand_in = StandIn
+    noted_by = Noting
     traces = False
     of_step: tuple[Group, ...] = ("non_trainable", "metrics")
 
@@ -93,7 +94,6 @@ class TorchBackend(Backend):
         self.process_group: Any = None
         self._processes: Processes | None = None
         self._optimizers_of_torch = TorchOptimizers(model, _take)
-        self._known_calls: dict[Any, Any] = {}  # what was found of calls of layers
         self._updated: list[tuple[Any, int]] = []
 
     # Processes.
@@ -123,34 +123,14 @@ class TorchBackend(Backend):
 
     # What is run.
 
-    def compiled(
-        self,
-        name: Any,
-        function: Callable[..., Any],
-        reads: Iterable[Group],
-        updates: Iterable[Group] = (),
-        consumes: bool = False,
-        discards: bool = False,
-    ) -> Callable[..., Any]:
+    def _compiled(self, name: Any, function: Function) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
             with torch.no_grad():
-                if discards:
+                if function.discards:
                     arguments = keras.tree.map_structure(_copied, arguments)
-                return function(*arguments)
+                return function.run(*arguments)
 
         return run
-
-    def forget(self, kind: str) -> None:
-        """Do nothing: nothing is kept."""
-
-    def shapes(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        raise NotImplementedError
-
-    def key_of(self, arguments: tuple[Any, ...]) -> Any:
-        raise NotImplementedError
-
-    def zeros(self, name: Any, shapes: Any) -> Any:
-        raise NotImplementedError
 
     def copied(self, nest: Any) -> Any:
         return keras.tree.map_structure(_copied, nest)
@@ -164,29 +144,19 @@ class TorchBackend(Backend):
         pairs = zip(others, versions)
         return logs, [v for v, version in pairs if times_written(raw(v)) != version]
 
-    def noting(
-        self, function: Callable[..., Any], arguments: tuple[Any, ...], draws: Draws | None = None
-    ) -> tuple[Any, dict[str, Any]]:
-        with Noting(draws) as noted:
-            found = function(*arguments)
-        self.noted_dtypes |= noted.dtypes
-        self.noted_of_shapes |= noted.of_shapes
-        return found, noted.scalars
-
-    def run_plain(
-        self, train_step: Callable[..., Any], after_update: Callable[[], None], *arguments: Any
-    ) -> Any:
-        logs = train_step(*arguments)
+    def once(self, function: Callable[[], Any]) -> None:
         with torch.no_grad():
-            after_update()
-        return logs
+            function()
+
+    def is_driven_by_python(self) -> bool:
+        return True
 
     def gradient_sums(self, totals: Sequence[Any] | None) -> GradientSums:
         return GradientSums(totals, self._model.trainable_weights)
 
     @contextlib.contextmanager
     def keeping_state(self) -> Iterator[None]:
-        state = State(self._model, self.optimizers())
+        state = self._kept()
         self._updated = self._versions_of_updated()
         try:
             yield
@@ -196,37 +166,33 @@ class TorchBackend(Backend):
 
     def state(self) -> States:
         others = Attributes(self._optimizers_of_torch.parts())
-        variables = State(self._model, self.optimizers(), with_weights=True)
-        return States(variables, super().state(), others, LeftGradients(self._model))
+        left = LeftGradients(self._model)
+        return States(self._kept(with_weights=True), super().state(), others, left)
+
+    def _kept(self, with_weights: bool = False) -> State:
+        variables = kept_variables(self._model, self.optimizers(), with_weights)
+        return State(self._model, variables)
 
     def optimizers(self) -> list[Any]:
         return [*super().optimizers(), *self._optimizers_of_torch.all()]
-
-    def build(self, data: Any) -> None:
-        """Do nothing: Keras does."""
 
     # What is refused, or found out.
 
     def check(self) -> None:
         refusals.check(self._model)
 
-    def splitting_calls(self, size: int, most: int | None = None) -> Any:
-        return splitting_calls(self._model, self, size, self._known_calls, most)
-
-    def why_whole(self, layer: Any) -> str | None:
-        return why_whole(layer)
+    why_whole = staticmethod(call_hooks.why_whole)
 
     def is_in_step(self) -> bool:
         return stateless_scope() is None  # in one, weights are what the step says
 
-    def run_apart(self, call: Apart, derives: bool = False) -> Callable[..., Any]:
-        return layer_calls.run_apart(call, derives)
+    run_apart = staticmethod(calls_apart.run_apart)
 
     def by_microbatches(self, split: Split) -> tuple[list[Any], Traced]:
         return layer_calls.Microbatches(split).run()
 
     def has_hooks(self) -> bool:
-        return has_hooks(self._model)
+        return call_hooks.has_hooks(self._model)
 
     # Memory.
 
@@ -239,16 +205,22 @@ class TorchBackend(Backend):
         weights = map(raw, self._model.trainable_variables)
         return sum(weight.nelement() * weight.element_size() for weight in weights)
 
-    def wait_for(self, nest: Any) -> None:
-        """Do nothing: an allocation fails where it is asked for."""
-
     def out_of_memory(self, error: Exception) -> Exception | None:
-        return released(error) if is_exhausted(error) else None
+        is_known = isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError))
+        is_plain = type(error) is RuntimeError
+        if not (is_known or (is_plain and any(text in str(error) for text in _EXHAUSTED))):
+            return None
+        error.__context__ = error.__cause__ = None
+        error = error.with_traceback(None)
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        return error
 
     @contextlib.contextmanager
     def trying(self, is_own: bool) -> Iterator[None]:
         model = self._model
-        state, python = State(model, self.optimizers(), with_weights=is_own), PythonState(model)
+        state, python = self._kept(with_weights=is_own), PythonState(model)
         try:
             yield
         finally:
@@ -259,7 +231,7 @@ class TorchBackend(Backend):
             raise ValueError(refusals.unknown_update_message(model.name))
 
     def has_updated(self) -> bool:
-        return _are_written(self._updated)
+        return any(times_written(tensor) != version for tensor, version in self._updated)
 
     def _versions_of_updated(self) -> list[tuple[Any, int]]:
         """Return what updates change, and how often each was written to."""
@@ -268,10 +240,6 @@ class TorchBackend(Backend):
         states = [tensor for tensor in states if tensor.numel() > 1]  # others may be set before
         tensors = [*map(raw, self._model.trainable_variables), *states]
         return [(tensor, times_written(tensor)) for tensor in tensors]
-
-
-def _are_written(versions: list[tuple[Any, int]]) -> bool:
-    return any(times_written(tensor) != version for tensor, version in versions)
 
 
 def _copied(value: Any) -> Any:

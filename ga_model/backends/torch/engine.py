@@ -2,36 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ga_model._settings import Settings
+from ga_model.backends.hooks import CoreHooks
 from ga_model.backends.torch import refusals
 from ga_model.backends.torch.adapter import TorchBackend
-from ga_model.backends.torch.hooks import Hooks
 from ga_model.core.driver import Driver
 from ga_model.core.models import optimizers_in
 
-__all__ = ["Accumulation", "Hooks", "check_same_epoch", "explain"]
-
 
 class Accumulation(Driver):
-    """All that is kept for a model where Keras runs on PyTorch.
+    """All that is kept for a model where Keras runs on PyTorch."""
 
-    Args:
-        model, settings: as `ModelState` takes them.
-    """
-
+    backend_type = TorchBackend
     backend: TorchBackend
 
     def __init__(self, model: Any, settings: Settings) -> None:
-        super().__init__(model, settings, TorchBackend(model))
+        super().__init__(model, settings)
         before = vars(model).get("_accumulation")  # `compile` leaves the group as it is
-        self.backend.set_process_group(getattr(before, "process_group", None))
-
-    @property
-    def process_group(self) -> Any:
-        """The processes that train the model together, as users set it, or None."""
-        return self.backend.process_group
+        if before is not None:
+            self.backend.set_process_group(before.backend.process_group)
 
     def set_process_group(self, group: Any) -> None:
         """Train together with the processes of a group from the next window on, or alone."""
@@ -42,12 +34,7 @@ class Accumulation(Driver):
     def accumulates(self) -> bool:
         return super().accumulates() or self.backend.num_processes > 1
 
-    def run_step(self, train_step: Any, *args: Any) -> Any:
-        if self.backend.is_running_step() or self.is_plain():
-            return super().run_step(train_step, *args)
-        return self.train(iter(args), 1)
-
-    def begin_epoch(self, epoch: int) -> None:
+    def begin_epoch(self, epoch: int, is_first: bool) -> None:
         if self.backend.processes is not None:
             self.backend.processes.begin_epoch(epoch, self._updated())
 
@@ -67,9 +54,44 @@ class Accumulation(Driver):
         return [*self._model.trainable_variables, *state]
 
 
-def check_same_epoch(model: Any, epoch: int) -> None:
-    """Do nothing: there is one process."""
+class Hooks(CoreHooks):
+    """What a model answers that Keras asks it on PyTorch."""
 
+    jit_compile: Any
+    name: str
 
-def explain(error: BaseException, model: Any) -> None:
-    """Do nothing: there is one process."""
+    @property
+    def process_group(self) -> Any:
+        """The processes that train the model together, a `torch.distributed.ProcessGroup`, or None.
+
+        None by default: each process trains alone. With `torch.distributed.group.WORLD` all do it
+        together: each calls `fit` on its share of the data, and a window is the batches of all
+        processes. Set it before `fit`, in all processes. No file has it.
+
+        Raises:
+            TypeError: it is set to something else.
+            ValueError: the process is not in the group.
+        """
+        return self._accumulation.backend.process_group
+
+    @process_group.setter
+    def process_group(self, value: Any) -> None:
+        self._accumulation.set_process_group(value)
+
+    def _check_compile_arguments(self, arguments: Mapping[str, Any]) -> None:
+        """Raise ValueError if the model cannot be compiled with keyword arguments."""
+        if arguments.get("jit_compile") is True:
+            raise ValueError(refusals.compiled_message(self.name))
+
+    def make_train_function(self, force: bool = False) -> Any:
+        """Make the function that `fit` calls with each batch."""
+        if self.jit_compile and (self.train_function is None or force):
+            raise ValueError(refusals.compiled_message(self.name))
+        return super().make_train_function(force)
+
+    def _switching(self, of_keras: Callable[..., Any]) -> Callable[..., Any]:
+        def run(data: Any) -> Any:
+            self._accumulation.check_step()
+            return of_keras(data)  # which calls `train_step`
+
+        return run

@@ -36,12 +36,7 @@ class GradientSums:
         self.is_in_grad = False
 
     def begin(self, shrink: Any, counts: Any) -> None:
-        """Add the gradients that are taken from now on, instead of leaving them in `.grad`.
-
-        Args:
-            shrink: scalar, what the sums so far are to be multiplied by.
-            counts: bool scalar, whether gradients are added, which may be NaN.
-        """
+        """Add the gradients that are taken from now on, instead of leaving them in `.grad`."""
         self._shrink, self._counts = shrink, counts
         if self._can_stay(shrink, counts):
             for tensor, total in zip(self._tensors, self._totals):

@@ -7,7 +7,7 @@ of an operation does not matter: it runs as it stands.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from ga_model.backends.torch.random_numbers import random_kept, seed_random
 from ga_model.base._context import is_unnoted
 from ga_model.base._internals_torch import PRIVATE_DRAWS, READS_NUMBER, is_in_derivative, name_of
 from ga_model.core.proof.draws import Draws
+from ga_model.core.proof.noted import Noted
 
 # Operations, and the places of the arguments that they divide by, or that bound what is divided by:
 # `x / maximum(n, 1)`.
@@ -34,29 +35,20 @@ _BY_ENTRY |= {"rand_like", "randn_like", "randint_like", "native_dropout", "rrel
 _BY_ENTRY |= {"binomial", *PRIVATE_DRAWS}
 
 
-class Noting(TorchDispatchMode):
-    """Notes while it is entered.
+class Noting(TorchDispatchMode, Noted):
+    """Notes while it is entered, also numbers of entries that masks have selected.
 
     Args:
-        draws: what random numbers are drawn by, or None: as always.
-
-    Attributes:
-        scalars: those that were divided by, bounded or decided by, and numbers of entries that
-            masks have selected, by names.
-        of_shapes: names of the scalars that follow from shapes alone.
+        draws: as `Noted` takes them.
     """
 
     def __init__(self, draws: Draws | None) -> None:
-        super().__init__()
-        self.scalars: dict[str, Any] = {}
-        self.of_shapes: set[str] = set()
-        self._dtypes: set[torch.dtype] = set()
-        self._draws = draws
+        TorchDispatchMode.__init__(self)
+        Noted.__init__(self, draws)
 
-    @property
-    def dtypes(self) -> set[str]:
-        """The names of the dtypes of what operations gave."""
-        return {str(dtype).removeprefix("torch.") for dtype in self._dtypes}
+    def run(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        with self:
+            return function(*arguments)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -67,14 +59,13 @@ class Noting(TorchDispatchMode):
             return _drawn(self._draws, name, func, args, kwargs)
         outputs = func(*args, **kwargs)
         if isinstance(outputs, torch.Tensor):
-            self._dtypes.add(outputs.dtype)
+            self.dtypes.add(_name_of_dtype(outputs.dtype))
         if not may_divide or is_unnoted.get():
             return outputs
         for value in _divisors_of(name, args, outputs):
-            key = f"{len(self.scalars):05} {name}"
-            self.scalars[key] = value
-            if isinstance(args[-1], (int, float)) and is_in_derivative():
-                self.of_shapes.add(key)  # or it was noted before, where it was passed
+            # Or it was noted before, where it was passed.
+            is_of_shapes = isinstance(args[-1], (int, float)) and is_in_derivative()
+            self.note(name, value, is_of_shapes)
         return outputs
 
 
@@ -85,6 +76,11 @@ def _about(func: Any) -> tuple[str, bool, bool]:
     may_divide = name in _DIVIDING or name in _BOUNDING or name.startswith("nll_loss")
     draws = torch.Tag.nondeterministic_seeded in func.tags
     return name, draws, may_divide or name in (READS_NUMBER, "masked_select", "index")
+
+
+@functools.cache
+def _name_of_dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _divisors_of(name: str, args: Any, outputs: Any) -> Iterator[Any]:

@@ -1,6 +1,9 @@
-"""Several processes that train one model: their sums of gradients.
+"""Several processes that train one model: what they agree on, and their sums of gradients.
 
-They are summed after the processes have agreed (`agreement`), and only if there are any.
+They talk at the end of a window, and where an epoch begins and where `fit` ends, and always in one
+way: each first tells all others in a few numbers what it is about to do. So what does not go
+together is an error in all of them, and nobody waits for a process that is elsewhere in its
+training. Gradients are summed after that, and only if there are any.
 
 With u_r the unit in which process r counts its weights, and U the largest of them, sums and weights
 of all processes are
@@ -12,26 +15,99 @@ and what is divided in the end is that of one process that had all microbatches.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
-from typing import Any
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from ga_model.backends.torch import agreement
+from ga_model.base import _numbers
 from ga_model.base._internals import raw
 from ga_model.core.noise import Squares
 from ga_model.core.recorder import Applied
 from ga_model.core.window import Sums
 
+_BUCKET = 25 * 2**20  # bytes that are summed at a time, as `DistributedDataParallel` does
+_WINDOW, _END, _EPOCH, _FINISH = range(4)
+_NAMES = {
+    _WINDOW: "the update of a full window",
+    _END: "the last update of an epoch",
+    _EPOCH: "the begin of an epoch",
+    _FINISH: "the end of `fit`",
+}
 
-class Processes(agreement.Group):
-    """The processes of a group, for one model."""
+
+class _Message(NamedTuple):
+    """What a process tells the others, as numbers.
+
+    Attributes:
+        kind: what it is about to do.
+        epoch: which it begins.
+        prints: two numbers of its variables, as `_fingerprint` returns them.
+        number, total, unit, is_sum: of its window, as `Sums` has them.
+        shape: tells the variables of one model from those of another.
+        is_measured: whether the noise of gradients is.
+    """
+
+    kind: float
+    epoch: float = 0.0
+    print_of_sum: float = 0.0
+    print_of_squares: float = 0.0
+    number: float = 0.0
+    total: float = 0.0
+    unit: float = 0.0
+    is_sum: float = 0.0
+    shape: float = 0.0
+    is_measured: float = 0.0
+
+
+class Processes:
+    """The processes of a group, for one model.
+
+    Args:
+        group: the `torch.distributed.ProcessGroup`.
+
+    Attributes:
+        size: how many there are.
+    """
 
     def __init__(self, group: Any) -> None:
-        super().__init__(group)
+        self._group = group
+        self.size = num_processes(group)
         self._has_compared = False
         self._is_in_fit = self._has_ended = False  # `fit`, and the updates of its present epoch
+
+    def begin_epoch(self, epoch: int, variables: Sequence[Any]) -> None:
+        """Raise RuntimeError in all processes unless all begin this epoch, with equal variables."""
+        self._is_in_fit, self._has_ended = True, False
+        self._agree(_EPOCH, epoch, variables)
+
+    def finish(self, variables: Sequence[Any]) -> None:
+        """Raise RuntimeError in all processes unless all are at the end of `fit`."""
+        self._agree(_FINISH, 0, variables)
+
+    def end_fit(self) -> None:
+        """Note that there are no epochs now."""
+        self._is_in_fit = self._has_ended = False
+
+    def _agree(self, kind: int, epoch: int, variables: Sequence[Any]) -> None:
+        told = self._tell(_Message(kind, epoch, *_fingerprint(variables)), _device_of(variables))
+        if len({message.epoch for message in told}) > 1:
+            raise RuntimeError(_elsewhere_message([f"epoch {int(m.epoch)}" for m in told]))
+        _check_alike(told)
+
+    def _tell(self, message: _Message, device: Any) -> list[_Message]:
+        """Tell the other processes what this one is about to do, and return what each tells."""
+        here = torch.tensor(list(map(float, message)), dtype=torch.float64, device=device)
+        told = [torch.empty_like(here) for _ in range(self.size)]
+        torch.distributed.all_gather(told, here, group=self._group)
+        messages = list(map(_Message._make, torch.stack(told).tolist()))
+        kinds = {int(message.kind) for message in messages}
+        if len(kinds) > 1 and kinds != {_WINDOW, _END}:
+            raise RuntimeError(_elsewhere_message([_NAMES[int(m.kind)] for m in messages]))
+        return messages
 
     def sum(
         self,
@@ -45,9 +121,7 @@ class Processes(agreement.Group):
         Args:
             applied: the optimizers and their variables, as of the last window of this process that
                 had a microbatch, or nothing.
-            sums: of this process's own window, which are not to be used again, or None.
-            is_measured: whether the noise of the gradients is.
-            is_end: whether this process has no batches left.
+            sums, is_measured, is_end: as `Backend.exchanged` takes them.
 
         Returns:
             The sums, of which no process has more than its own moments, amounts and numbers of what
@@ -59,43 +133,34 @@ class Processes(agreement.Group):
         if is_end and sums is None and self._has_ended:  # one process may validate alone
             return None, True
         variables = [v for group in applied for v in group.variables]
-        device = raw(variables[0]).device if variables else None
+        device = _device_of(variables)
         number = 0 if sums is None else int(sums.num_counted)
         is_sum = sums is not None and sums.total is None
         total = unit = 0.0
         if sums is not None and number and not is_sum:
             total, unit = float(sums.total), float(sums.unit)
-        prints = [0.0, 0.0] if self._has_compared else agreement.fingerprint(variables)
-        told = self.tell(
-            agreement.END if is_end else agreement.WINDOW,
-            [
-                number,
-                total,
-                unit,
-                is_sum,
-                agreement.shape_of([a.variables for a in applied]),
-                *prints,
-                is_measured,
-            ],
-            device,
+        prints = (0.0, 0.0) if self._has_compared else _fingerprint(variables)
+        kind, shape = _END if is_end else _WINDOW, _shape_of([a.variables for a in applied])
+        told = self._tell(
+            _Message(kind, 0.0, *prints, number, total, unit, is_sum, shape, is_measured), device
         )
-        is_end = all(row[0] == agreement.END for row in told)
+        is_end = all(message.kind == _END for message in told)
         self._has_ended = is_end and self._is_in_fit
-        counting = [row for row in told if row[1]]
+        counting = [message for message in told if message.number]
         if not counting:
             return sums, is_end
         self._check(told, counting)
-        largest = max(abs(row[3]) for row in counting)
-        is_sum = bool(counting[0][4])
+        largest = max(abs(message.unit) for message in counting)
+        is_sum = bool(counting[0].is_sum)
         if sums is None:
             sums = Sums([None] * len(variables), 0.0, 0.0, 0, 0, False, 0, [], [])
         shrink = unit / largest if unit and largest else 1.0
         gradients = [g if g is None or shrink == 1.0 else g.mul_(shrink) for g in sums.gradients]
         sums = sums._replace(
             gradients=self._summed(variables, gradients),
-            total=math.fsum(row[2] * (row[3] / largest) for row in counting if largest),
+            total=math.fsum(m.total * (m.unit / largest) for m in counting if largest),
             unit=largest,
-            num_counted=int(sum(row[1] for row in counting)),
+            num_counted=int(sum(message.number for message in counting)),
         )
         if is_sum:
             sums = sums._replace(total=None, unit=1.0)
@@ -104,25 +169,17 @@ class Processes(agreement.Group):
             sums = sums._replace(squares=squares)
         return sums, is_end
 
-    def _check(self, told: list[list[float]], counting: list[list[float]]) -> None:
+    def _check(self, told: list[_Message], counting: list[_Message]) -> None:
         """Raise RuntimeError in all processes if these windows do not go together."""
-        if len({row[5] for row in told}) > 1:
-            raise RuntimeError(agreement.other_model_message())
-        if len({row[8] for row in told}) > 1:
-            raise RuntimeError(agreement.not_measured_message())
+        if len({message.shape for message in told}) > 1:
+            raise RuntimeError(_other_model_message())
+        if len({message.is_measured for message in told}) > 1:
+            raise RuntimeError(_not_measured_message())
         if not self._has_compared:
-            agreement.check_alike([row[6:8] for row in told])
+            _check_alike(told)
         self._has_compared = True
-        if len({row[4] for row in counting}) > 1:
-            raise RuntimeError(agreement.mixed_message())
-
-    def begin_epoch(self, epoch: int, variables: Sequence[Any]) -> None:
-        self._is_in_fit, self._has_ended = True, False
-        super().begin_epoch(epoch, variables)
-
-    def end_fit(self) -> None:
-        """Note that there are no epochs now."""
-        self._is_in_fit = self._has_ended = False
+        if len({message.is_sum for message in counting}) > 1:
+            raise RuntimeError(_mixed_message())
 
     def _summed_squares(
         self, squares: tuple[Squares, ...], number: int, shrink: float, device: Any
@@ -131,14 +188,14 @@ class Processes(agreement.Group):
         squares = squares or (Squares(0.0, 0.0),) * number
         rows = [[float(s.total) * shrink, float(s.number)] for s in squares]
         sums = torch.tensor(rows, dtype=torch.float64, device=device)
-        torch.distributed.all_reduce(sums, group=self.group)
+        torch.distributed.all_reduce(sums, group=self._group)
         return tuple(Squares(*row) for row in sums.tolist())
 
     def _summed(self, variables: list[Any], gradients: list[Any]) -> list[Any]:
         """Return the sums over processes. A gradient that one of them has is a gradient."""
         found: list[Any] = []
-        for bucket in agreement.buckets(variables):
-            dtype, device = agreement.sum_dtype(bucket[0]), raw(bucket[0]).device
+        for bucket in _buckets(variables):
+            dtype, device = _sum_dtype(bucket[0]), raw(bucket[0]).device
             pieces = gradients[len(found) : len(found) + len(bucket)]
             flags = [float(piece is not None) for piece in pieces]
             values = [
@@ -148,7 +205,7 @@ class Processes(agreement.Group):
                 for v, piece in zip(bucket, pieces)
             ]
             flat = torch.cat([torch.tensor(flags, dtype=dtype, device=device), *values])
-            torch.distributed.all_reduce(flat, group=self.group)
+            torch.distributed.all_reduce(flat, group=self._group)
             numbers = flat[: len(bucket)].tolist()
             sums = flat[len(bucket) :].split([raw(v).numel() for v in bucket])
             found += [
@@ -156,3 +213,100 @@ class Processes(agreement.Group):
                 for v, number, piece in zip(bucket, numbers, sums)
             ]
         return found
+
+
+def num_processes(group: Any = None) -> int:
+    """Return the processes of a group, of the default one where none is given; 1 without any."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return 1
+    return int(distributed.get_world_size(group))
+
+
+def _device_of(variables: Sequence[Any]) -> Any:
+    return raw(variables[0]).device if variables else None
+
+
+def _sum_dtype(variable: Any) -> torch.dtype:
+    """Return the dtype in which gradients of a variable are summed."""
+    dtype: torch.dtype = getattr(torch, _numbers.sum_dtype(variable.dtype))
+    return dtype
+
+
+def _buckets(variables: Sequence[Any]) -> Iterator[list[Any]]:
+    """Yield variables in lists of one dtype whose gradients have about so many bytes."""
+    sizes = (raw(variable).numel() * _sum_dtype(variable).itemsize for variable in variables)
+    pairs = zip(variables, itertools.accumulate(sizes))
+    for _, bucket in itertools.groupby(pairs, lambda p: (_sum_dtype(p[0]), p[1] // _BUCKET)):
+        yield [variable for variable, _ in bucket]
+
+
+def _shape_of(groups: Iterable[Sequence[Any]]) -> float:
+    """Return a number that tells the variables of one model from those of another."""
+    shapes = [[tuple(v.shape) for v in variables] for variables in groups]
+    return float(zlib.crc32(repr(shapes).encode()))
+
+
+def _fingerprint(variables: Sequence[Any]) -> tuple[float, float]:
+    """Return two numbers that are the same where the variables are."""
+    total: Any = 0.0
+    squares: Any = 0.0
+    with torch.no_grad():
+        for number, variable in enumerate(variables):
+            value = raw(variable).detach().double()
+            total = total + (1.0 + number % 7) * value.sum()
+            squares = squares + value.square().sum()
+    return float(total), float(squares)
+
+
+def _check_alike(told: list[_Message]) -> None:
+    """Raise RuntimeError if variables differ between processes."""
+    prints = [(message.print_of_sum, message.print_of_squares) for message in told]
+    # Kinds of hardware may sum in another order.
+    scale = 1e-9 * (1.0 + max(squares for _, squares in prints))
+    for row in prints:
+        for a, b in zip(row, prints[0]):
+            if not (abs(a - b) <= scale or a == b or (math.isnan(a) and math.isnan(b))):
+                raise RuntimeError(_unlike_weights_message())
+
+
+def _other_model_message() -> str:
+    return (
+        "All processes of a `process_group` must train the same model, and each needs a batch in "
+        "the first window. Received: variables of different shapes in another process, or none. "
+        "Create and compile the same model in all processes, and give each a share of the data."
+    )
+
+
+def _not_measured_message() -> str:
+    return (
+        "`GradientNoiseScale` must run in all processes of a `process_group`. "
+        "Received: the callback in only some of them. Pass one to `fit` in each process."
+    )
+
+
+def _mixed_message() -> str:
+    return (
+        "`weight` must be a number in every call of a window, or None in every one, in all "
+        "processes. Received: both. Pass a number in all of them, or None in all of them."
+    )
+
+
+def _unlike_weights_message() -> str:
+    return (
+        "All processes of a `process_group` must start with the same weights and optimizer state, "
+        "and keep them equal. Received: different ones in another process. Call "
+        "`keras.utils.set_random_seed` with the same number before the model is created, or load "
+        "the same file. A callback that changes weights or the learning rate must do so in all "
+        "processes; `ReduceLROnPlateau`, for example, reads logs of the process's own samples."
+    )
+
+
+def _elsewhere_message(places: list[str]) -> str:
+    return (
+        "All processes of a `process_group` must train the same epochs. Received: "
+        f"{', '.join(places)} (by process). Pass the same `epochs` in all of them. A callback that "
+        "stops training, such as `EarlyStopping`, must stop all of them, but logs are those of a "
+        "process's own samples: let it monitor a value that is equal in all processes, such as "
+        "validation on the same data."
+    )

@@ -7,7 +7,8 @@ from typing import Any
 import keras
 import torch
 
-from ga_model.backends.torch.agreement import num_processes
+from ga_model.backends.torch.process_group import num_processes
+from ga_model.base._internals import overwrites
 from ga_model.core.messages import WITHOUT
 
 _TENSORFLOW = "use the TensorFlow backend (`KERAS_BACKEND=tensorflow`), which supports it"
@@ -15,17 +16,13 @@ _TENSORFLOW = "use the TensorFlow backend (`KERAS_BACKEND=tensorflow`), which su
 
 def check(model: Any) -> None:
     """Raise ValueError if gradients overwrite variables, or it is unclear which processes train."""
-    overwritten = [v.path for v in model.trainable_variables if _overwrites(v)]
+    overwritten = [v.path for v in model.trainable_variables if overwrites(v)]
     if overwritten:
         raise ValueError(_overwritten_message(model.name, overwritten))
     if keras.distribution.distribution() is not None:
         raise ValueError(_distribution_message(model.name))
     if num_processes() > 1 and model.process_group is None:
         raise ValueError(alone_message(repr(model.name), "model.process_group"))
-
-
-def _overwrites(variable: Any) -> bool:
-    return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
 def check_group(group: Any) -> None:

@@ -10,73 +10,83 @@ import torch
 
 from ga_model.backends.torch.random_numbers import random_state, set_random_state
 from ga_model.base._identity import unique
-from ga_model.base._internals import (
-    global_seed,
-    layers_in,
-    own_state,
-    raw,
-    seeds,
-    set_global_seed,
-)
+from ga_model.base._internals import layers_in, own_state, raw
 from ga_model.base._internals_torch import buffers_of, times_written
+from ga_model.core.kept_state import KeptState
 from ga_model.core.of_user import is_of_library
 
 
-class State:
-    """The values of variables that steps write to, of other tensors of a model, of the numbers that
-    its optimizers keep, and of PyTorch's random numbers.
-
-    Args:
-        model: the model.
-        optimizers: of the model.
-        with_weights: whether all of its weights are among them. Else they are what layers and
-            metrics keep.
+class State(KeptState):
+    """The values of variables, of other tensors that layers of a model keep, and of PyTorch's
+    random numbers.
     """
 
-    def __init__(self, model: Any, optimizers: Iterable[Any], with_weights: bool = False) -> None:
-        self._model = model
-        layers = layers_in(model)
-        variables = [v for layer in layers for v in (*own_state(layer), *seeds(layer))]
-        if with_weights:
-            variables = [*model.variables, *variables]
-        of_optimizers = [v for o in optimizers for v in o.variables]
-        numbers = [v for v in of_optimizers if raw(v).numel() == 1]  # such as the rate
-        self._variables = unique([*variables, *numbers, *model.metrics_variables])
-        tensors = [raw(variable) for variable in self._variables]
-        self._stores = [store for layer in layers for store in _stores_in(layer)]
+    def _keep(self, variables: list[Any]) -> None:
+        tensors = list(map(raw, variables))
+        self._stores = [store for layer in layers_in(self._model) for store in _stores_in(layer)]
         self._held = [dict(store) for store in self._stores]
         tensors += [t for store in self._held for t in store.values() if _is_kept(t)]
-        self._tensors = unique(tensors)
-        self._versions = list(map(times_written, self._tensors))
-        self._values = [tensor.detach().clone() for tensor in self._tensors]
+        self._values = [(t, times_written(t), t.detach().clone()) for t in unique(tensors)]
         self._random = random_state()
-        self._seed = global_seed()
-        self._seed_value = None if self._seed is None else raw(self._seed.state).detach().clone()
 
     def differs_in(self, tensors: Iterable[Any]) -> bool:
         """Return whether one of these tensors has another value now."""
-        known = {id(tensor): value for tensor, value in zip(self._tensors, self._values)}
+        known = {id(tensor): value for tensor, _, value in self._values}
         return any(not torch.equal(tensor, known[id(tensor)]) for tensor in tensors)
 
-    def put_back(self) -> None:
-        """Let all be as it was. Metrics that were created since start again."""
+    def _put_values_back(self) -> None:
         for store, held in zip(self._stores, self._held):
             for name in [n for n, value in store.items() if torch.is_tensor(value)]:
                 if name not in held:
                     del store[name]
             store.update({n: value for n, value in held.items() if torch.is_tensor(value)})
         with torch.no_grad():
-            for tensor, value, version in zip(self._tensors, self._values, self._versions):
+            for tensor, version, value in self._values:
                 if times_written(tensor) != version or not torch.equal(tensor, value):
                     tensor.detach().copy_(value)
-        known = set(map(id, self._variables))
-        for metric in self._model.metrics:
-            if not {id(variable) for variable in metric.variables} <= known:
-                metric.reset_state()
         set_random_state(self._random)
-        set_global_seed(self._seed)
-        if self._seed is not None:
-            self._seed.state.assign(self._seed_value)
+
+
+class KeptTensors:
+    """What a call may write to past Keras: the state of layers, and tensors in attributes.
+
+    Args:
+        layer: the layer that is called.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        parts = layers_in(layer)
+        modules = {id(m): m for part in parts for m in part.modules()}
+        found = [(v.path, raw(v)) for part in parts for v in own_state(part)]
+        found += [
+            (f"the tensor `{name}` of {getattr(module, 'name', type(module).__name__)!r}", value)
+            for module in modules.values()
+            for name, value in vars(module).items()
+            if torch.is_tensor(value) and not value.is_meta
+        ]
+        self._found = [(n, t, times_written(t), t.detach().clone()) for n, t in found]
+
+    def written(self, by_value: bool = False) -> list[str]:
+        """Return the names of those that were written to.
+
+        Args:
+            by_value: whether values are compared, which shows what is written through `.data`.
+        """
+        return [
+            name
+            for name, tensor, version, value in self._found
+            if times_written(tensor) != version or (by_value and not _is_same(tensor, value))
+        ]
+
+    def put_back(self) -> None:
+        """Let them be as they were."""
+        for _, tensor, _, value in self._found:
+            if not _is_same(tensor, value):
+                tensor.detach().copy_(value)
+
+
+def _is_same(tensor: Any, value: Any) -> bool:
+    return bool(torch.equal(tensor.detach().nan_to_num(), value.nan_to_num()))
 
 
 class LeftGradients:

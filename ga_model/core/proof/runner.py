@@ -16,7 +16,8 @@ from ga_model.base import _numbers
 from ga_model.base._identity import is_in, unique
 from ga_model.base._internals import copy_of, counter_of, layers_in, seeds
 from ga_model.base._method_patch import MethodPatch
-from ga_model.core.backend import GROUPS, Backend
+from ga_model.core.backend import Backend
+from ga_model.core.backend_types import GROUPS
 from ga_model.core.batch import num_rows, part_of
 from ga_model.core.losses import Kinds, Position
 from ga_model.core.of_user import parts_of

@@ -1,0 +1,73 @@
+"""Variables that hold the sums of gradients of an open window, dense ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from ga_model.base._context import ThreadValue
+
+
+class HeldSums:
+    """The variables, each of which is written as soon as there is what is added to it.
+
+    Attributes:
+        present: the sums that a function runs on, with their variables.
+    """
+
+    def __init__(self) -> None:
+        self._variables: dict[Any, tf.Variable] = {}
+        self.present = ThreadValue(())
+
+    def hold(self, sums: Iterable[Any]) -> list[Any]:
+        """Return sums of gradients, in variables that hold the dense ones."""
+        found = list(sums)
+        for place, value in enumerate(found):
+            if isinstance(value, tf.Tensor):
+                found[place] = self._variable(place, value)
+                found[place].assign(value)
+        return found
+
+    def _variable(self, place: int, spec: Any) -> tf.Variable:
+        """Return the variable that holds sums of a shape."""
+        key = place, tuple(spec.shape), spec.dtype
+        if key not in self._variables:
+            self._variables[key] = tf.Variable(nothing(spec), trainable=False)
+        return self._variables[key]
+
+    def variables_of(self, specs: Iterable[Any]) -> list[Any]:
+        """Return variables for dense sums of these shapes, and nothing for others."""
+        return [
+            self._variable(place, spec)
+            if isinstance(spec, (tf.Tensor, tf.TensorSpec))
+            else tf.nest.map_structure(nothing, spec)
+            for place, spec in enumerate(specs)
+        ]
+
+    def fill(self, sums: Iterable[Any], zero: Any) -> None:
+        """Fill variables among sums with a scalar, one after the other, to hold each once."""
+        before: list[Any] = []
+        for variable in sums:
+            if isinstance(variable, tf.Variable):
+                with tf.control_dependencies(before):
+                    # No constant, which the function would keep.
+                    filled = tf.fill(variable.shape, tf.cast(zero, variable.dtype))
+                    before = [variable.assign(filled)]
+
+    def in_place_of(self, means: list[Any]) -> list[Any]:
+        """Return means, which those variables hold that the present function runs on."""
+        for held, mean in zip(self.present.get(), means):
+            if isinstance(held, tf.Variable) and mean.dtype == held.dtype:
+                held.assign(mean)
+        return means
+
+
+def nothing(spec: Any) -> Any:
+    """Return what a sum of a shape begins with: -0.0, which changes the sign of no zero."""
+    if spec is None:
+        return None
+    if spec.dtype.is_floating:
+        return tf.fill(spec.shape, tf.constant(-0.0, spec.dtype))
+    return tf.zeros(spec.shape, spec.dtype)

@@ -1,0 +1,150 @@
+"""Calls of layers that are tried: on other numbers, by themselves, and leaving nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+
+from ga_model.backends.torch.call_hooks import noting_hooks
+from ga_model.backends.torch.layer_calls import Autocast, gradients_of, parameters_beside
+from ga_model.backends.torch.noting import Noting
+from ga_model.backends.torch.random_numbers import random_kept
+from ga_model.backends.torch.state import KeptTensors
+from ga_model.base._internals import raw
+from ga_model.base._internals_torch import function_of
+from ga_model.core.call_types import Apart
+from ga_model.core.proof import calls
+from ga_model.core.proof.calls import NotByRowsError
+from ga_model.core.proof.draws import Draws
+
+_LIBRARIES = ("torch.", "ga_model.")
+
+
+def run_apart(call: Apart, derives: bool = False) -> Callable[..., Any]:
+    """Return what runs a function on other numbers, as `Backend.run_apart` has it.
+
+    Samples are in the range of those that they replace, as tables may be looked up by them. The
+    gradients, of the samples and of what is trained, are empty unless a custom gradient is found.
+    """
+    function, layer, fixed, samples = call
+    limits = [_limits_of(tensor) for tensor in samples]
+    state = {id(t): t for t in (*layer.parameters(), *map(raw, layer.variables))}
+    given = [t if id(t) in state else t.detach().requires_grad_(t.requires_grad) for t in fixed]
+
+    def run(values: list[Any], arrays: list[Any], begin: int, end: int) -> list[Any]:
+        parts = [
+            _within(torch.as_tensor(array[begin:end]), own).to(tensor.device)
+            for array, own, tensor in zip(arrays, limits, samples)
+        ]
+        with (
+            random_kept(),
+            Autocast().again(),
+            _saving_as_always(),
+            _exchanged(state, zip(given, values)),
+            noting_hooks() as hooks,
+            torch.set_grad_enabled(derives),
+        ):
+            kept = KeptTensors(layer)
+            try:
+                if derives:
+                    parts = [part.requires_grad_(part.is_floating_point()) for part in parts]
+                with Noting(Draws(end - begin, calls.TOTAL, begin, begin)):
+                    outputs = function(given, parts)
+                if changed := kept.written(by_value=True):
+                    raise NotByRowsError(f"it writes to {changed} in each call")
+                if derives:
+                    if hooks:
+                        text = "its tensors have hooks, which would see each microbatch"
+                        raise NotByRowsError(text)
+                    others = parameters_beside(layer, given)
+                    sources = [t for t in (*parts, *given, *others) if t.requires_grad]
+                    outputs = _gradients_apart(outputs, sources)
+            finally:
+                kept.put_back()
+            return [keras.ops.convert_to_numpy(output) for output in outputs]
+
+    return run
+
+
+def _gradients_apart(outputs: list[Any], sources: list[Any]) -> list[Any]:
+    """Return the gradients of half the sum of squares, if a custom gradient is part of them."""
+    if not has_custom_gradients(outputs, sources):
+        return []
+    pairs = [(output, output.detach()) for output in outputs if output.requires_grad]
+    gradients = zip(gradients_of(pairs, sources, create_graph=False), sources)
+    dtype = pairs[0][0].dtype
+    return [(torch.zeros_like(t) if g is None else g).to(dtype) for g, t in gradients]
+
+
+def has_custom_gradients(results: list[Any], sources: list[Any]) -> bool:
+    """Return whether a `torch.autograd.Function` of the user's is in what a call gave.
+
+    Raises:
+        NotByRowsError: it follows from something other than the sources.
+    """
+    results = [result for result in results if result.requires_grad]
+    leaves = [result for result in results if result.grad_fn is None]
+    nodes, has_custom = [t.grad_fn for t in results if t.grad_fn is not None], False
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        leaves += [node.variable] if hasattr(node, "variable") else []
+        module = getattr(function_of(node), "__module__", "torch")
+        has_custom |= not f"{module}.".startswith(_LIBRARIES)
+        new = {following for following, _ in node.next_functions if following is not None} - seen
+        seen |= new
+        nodes += new
+    known = set(map(id, sources))
+    if any(id(leaf) not in known for leaf in leaves):
+        text = "it uses a tensor or variable that is neither its input nor its weight"
+        raise NotByRowsError(text)
+    return has_custom
+
+
+def _limits_of(tensor: Any) -> tuple[float, float] | None:
+    """Return the least and the greatest of the numbers in a tensor, if these are a range."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return None
+    low, high = (float(limit) for limit in tensor.detach().aminmax())
+    return (low, high) if 0.0 < high - low < np.inf else None
+
+
+def _within(tensor: Any, limits: tuple[float, float] | None) -> Any:
+    if limits is None:
+        return tensor
+    low, high = limits
+    return low + torch.remainder(tensor - low, high - low)
+
+
+@contextmanager
+def _exchanged(state: dict[int, Any], pairs: Any) -> Iterator[None]:
+    """Give variables other values in a block, in other memory: what was computed stays valid.
+
+    Args:
+        state: tensors by ids. Those without a value get random numbers.
+        pairs: tensors, some of them of the state, and values.
+    """
+    values = {id(tensor): value for tensor, value in pairs}
+    generator = np.random.default_rng(0)
+    before = [(tensor, tensor.data) for tensor in state.values()]
+    try:
+        for tensor, data in before:
+            shape = tuple(tensor.shape)
+            value = values.get(id(tensor))
+            if value is None:
+                value = calls.drawn(tensor.dtype, shape, generator, 0.3)
+            tensor.data = torch.as_tensor(value).to(data.device, data.dtype)
+        yield
+    finally:
+        for tensor, data in before:
+            tensor.data = data
+
+
+def _saving_as_always() -> Any:
+    """Return a context in which no hook sees what is saved, as `torch.utils.checkpoint` counts."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)

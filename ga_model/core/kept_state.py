@@ -1,0 +1,56 @@
+"""What steps write to besides gradients, as it is at one time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ga_model.base._identity import unique
+from ga_model.base._internals import global_seed, layers_in, own_state, seeds, set_global_seed
+
+
+def kept_variables(model: Any, optimizers: Iterable[Any], with_weights: bool = False) -> list[Any]:
+    """Return the variables of a model that steps write to.
+
+    Args:
+        model: the model.
+        optimizers: of the model.
+        with_weights: whether all of its weights are among them. Else they are what layers and
+            metrics keep.
+    """
+    variables = [v for layer in layers_in(model) for v in (*own_state(layer), *seeds(layer))]
+    if with_weights:
+        variables = [*model.variables, *variables]
+    of_optimizers = [v for optimizer in optimizers for v in optimizer.variables]
+    numbers = [v for v in of_optimizers if len(v.shape) == 0]  # such as the rate
+    return unique([*variables, *numbers, *model.metrics_variables])
+
+
+class KeptState:
+    """The values of variables, and the generator of Keras's random numbers, as they are now.
+
+    Args:
+        model: the model.
+        variables: what `kept_variables` has found.
+    """
+
+    def __init__(self, model: Any, variables: Sequence[Any]) -> None:
+        self._model, self._seed = model, global_seed()
+        self._known = set(map(id, variables))
+        self._keep([*variables, *([] if self._seed is None else [self._seed.state])])
+
+    def _keep(self, variables: list[Any]) -> None:
+        """Keep the values of variables."""
+        raise NotImplementedError
+
+    def put_back(self) -> None:
+        """Let all be as it was. Metrics that were created since start again."""
+        self._put_values_back()
+        for metric in self._model.metrics:
+            if not {id(variable) for variable in metric.variables} <= self._known:
+                metric.reset_state()
+        set_global_seed(self._seed)
+
+    def _put_values_back(self) -> None:
+        """Let variables have the values that were kept."""
+        raise NotImplementedError
