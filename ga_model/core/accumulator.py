@@ -126,8 +126,9 @@ class Accumulator:
     def apply(self, optimizer: Any) -> None:
         """Update the variables with the window's gradient, and start the next window.
 
-        One call is one `optimizer.apply`. An empty window, and one whose weights sum to zero,
-        changes nothing.
+        One call is one `optimizer.apply`, so iterations, schedules, weight decay, clipping,
+        constraints and moving averages advance once. An empty window, and one whose weights sum to
+        zero, changes nothing.
 
         Args:
             optimizer: a `keras.optimizers.Optimizer`.
@@ -135,6 +136,7 @@ class Accumulator:
         Raises:
             TypeError: `optimizer` is not an optimizer.
             ValueError: the optimizer has `gradient_accumulation_steps`.
+            RuntimeError: a `tf.function` traces it before any gradient was added.
         """
         check_optimizer(optimizer)
         self._update(optimizer, self._sums, self.variables)
@@ -146,7 +148,7 @@ class Accumulator:
             optimizer.apply(sums.mean(variables), variables)
 
     def __repr__(self) -> str:
-        number, variables = self.num_microbatches, len(self.variables)
+        number, variables = int(self.num_microbatches), len(self.variables)
         return f"<GradientAccumulator: {number} microbatches, {variables} variables>"
 
     def reset(self) -> None:

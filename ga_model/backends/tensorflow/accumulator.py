@@ -11,8 +11,8 @@ from ga_model.base import _numbers
 from ga_model.base._internals import overwrites, raw
 from ga_model.base._names import answering
 from ga_model.core import messages
-from ga_model.core.accumulator import Accumulator, check_optimizer, nothing
-from ga_model.core.window import Largest, Positions, Rows, shrinkage
+from ga_model.core.accumulator import Accumulator, nothing
+from ga_model.core.window import Largest, Positions, Rows, shrinkage, values_of, with_values
 
 
 class GradientAccumulator(Accumulator):
@@ -80,32 +80,29 @@ class GradientAccumulator(Accumulator):
                 [tf.constant(0, tf.int64), zero, zero]
             )
 
-    def _begin(self, gradients: list[Any], variables: list[Any], is_sum: bool) -> None:
-        if self._is_sum is None:
-            self._is_sum = is_sum
-        if self._is_sum != is_sum:
+    def _add(self, gradients: list[Any], variables: list[Any], weight: Any) -> None:
+        self._check_is_on_replica()
+        is_sum = weight is None
+        if self._is_sum not in (None, is_sum):
             raise ValueError(messages.mixed_weights_message())
         if not self.variables:
-            self._sums = [_begun(g, v) for g, v in zip(gradients, variables)]
-            self.variables = variables
+            self._sums = list(map(_begun, gradients, variables))
+        self._is_sum, self.variables = is_sum, self.variables or variables
         pairs = zip(variables, gradients, self._sums)
         if late := [v for v, gradient, so_far in pairs if so_far is None is not gradient]:
             raise RuntimeError(messages.late_gradient_message(late))
-
-    def _add(self, gradients: list[Any], variables: list[Any], weight: Any) -> None:
-        self._check_is_on_replica()
-        self._begin(gradients, variables, weight is None)
-        weight = _numbers.float64(1.0 if weight is None else weight)
+        weight = _numbers.float64(1.0 if is_sum else weight)
         unit, counts = self._unit.read_value(), weight != 0
         later = tf.maximum(unit, abs(weight))
         relative, shrink = _numbers.share(weight, later), shrinkage(unit, later)
         is_first = tf.equal(self.num_microbatches, 0)
         for variable, so_far, gradient in zip(self.variables, self._sums, gradients):
+            before = _read(so_far, is_first)
             if gradient is not None:
                 found = _weighed(gradient, so_far, variable, relative)
-                _assign(so_far, _plus(_read(so_far, is_first), found, shrink, counts, is_first))
+                _assign(so_far, _plus(before, found, shrink, counts, is_first))
             elif so_far is not None:
-                _assign(so_far, _shrunk(_read(so_far, is_first), shrink))
+                _assign(so_far, _shrunk(before, shrink))
         self._total.assign(self._total * shrink + relative)
         self._unit.assign(later)
         self.num_microbatches.assign_add(1)
@@ -133,39 +130,29 @@ class GradientAccumulator(Accumulator):
 
     def _mean(self, divisor: Any) -> list[Any]:
         is_empty = tf.equal(self.num_microbatches, 0)
-        pairs = zip(self._sums, self.variables)
-        return [None if s is None else _divided(_read(s, is_empty), divisor, v) for s, v in pairs]
 
-    def apply(self, optimizer: Any) -> None:
-        """Update the variables with the window's gradient, and start the next window.
+        def mean(so_far: Any, variable: Any) -> Any:
+            found, dtype = _read(so_far, is_empty), tf.as_dtype(variable.dtype)
+            found = with_values(found, lambda v: tf.cast(_numbers.divided(v, divisor), dtype))
+            return optimizers.as_applied(found, variable)
 
-        One call is one `optimizer.apply`, so iterations, schedules, weight decay, clipping,
-        constraints and moving averages advance once. An empty window, and one whose weights sum to
-        zero, changes nothing.
+        return list(map(mean, self._sums, self.variables))
 
-        Args:
-            optimizer: a `keras.optimizers.Optimizer`.
-
-        Raises:
-            TypeError: `optimizer` is not an optimizer.
-            ValueError: the optimizer has `gradient_accumulation_steps`.
-            RuntimeError: traced in a `tf.function` before any gradient was added.
-        """
-        check_optimizer(optimizer)
-        if not self.variables:
+    def _update(self, optimizer: Any, sums: Any, variables: list[Any]) -> None:
+        if not variables:
             if not tf.executing_eagerly():
                 raise RuntimeError(_empty_apply_message())
             return
 
         def on_replica() -> None:
-            self._apply(optimizer)
+            self._update_on_replica(optimizer)
 
         if replicas.is_on_replica_of(self._strategy):
             on_replica()
         else:
             self._strategy.run(on_replica)
 
-    def _apply(self, optimizer: Any) -> None:
+    def _update_on_replica(self, optimizer: Any) -> None:
         """Make the update, on every replica.
 
         An optimizer synchronizes replicas, also a single one, with `merge_call`, which a branch of
@@ -193,11 +180,6 @@ class GradientAccumulator(Accumulator):
 
         condition = tf.logical_and(has_weight, number > 0)
         tf.distribute.get_replica_context().merge_call(branch, args=(condition, divisor))
-        self.reset()
-
-    def __repr__(self) -> str:
-        number, variables = int(self.num_microbatches), len(self.variables)
-        return f"<GradientAccumulator: {number} microbatches, {variables} variables>"
 
     def reset(self) -> None:
         """Forget the open window. Buffers stay allocated."""
@@ -205,8 +187,7 @@ class GradientAccumulator(Accumulator):
             state.assign(tf.zeros((), state.dtype))
         for so_far in self._sums:
             if isinstance(so_far, Rows):
-                so_far.values.assign(tf.zeros_like(so_far.values[:0]))
-                so_far.indices.assign(tf.zeros_like(so_far.indices[:0]))
+                _assign(so_far, tf.nest.map_structure(lambda v: tf.zeros_like(v[:0]), so_far))
 
     def _check_is_on_replica(self) -> None:
         if not replicas.is_on_replica_of(self._strategy):
@@ -267,13 +248,11 @@ def _begun(gradient: Any, variable: Any) -> Any:
     with tf.init_scope():
         if overwrites(variable):
             return _variables(Largest(tf.fill(variable.shape, dtype.min)))
-        if not isinstance(gradient, tf.IndexedSlices):
+        if not is_sparse:
             return _variables(nothing(variable.shape, dtype))
-        values = nothing([number, *variable.shape[1:]], dtype)
-        indices = tf.zeros([number], gradient.indices.dtype)
+        rows = nothing([number, *variable.shape[1:]], dtype)
         kind = Positions if number else Rows
-        rows, ids = _variables([values, indices])
-        return kind(rows, ids, None)
+        return _variables(kind(rows, tf.zeros([number], gradient.indices.dtype), ()))
 
 
 def _is_by_position(gradient: Any) -> bool:
@@ -286,15 +265,19 @@ def _is_by_position(gradient: Any) -> bool:
 
 def _read(so_far: Any, is_first: Any) -> Any:
     """Return what a window has come to so far; buffers keep what the window before had."""
-    if isinstance(so_far, Rows):
-        return Rows(so_far.values.read_value(), so_far.indices.read_value(), None)
-    if isinstance(so_far, Largest):
-        value = so_far.values.read_value()
-        return Largest(tf.where(is_first, value.dtype.min, value))
-    if isinstance(so_far, Positions):
-        return Positions(_read(so_far.values, is_first), so_far.indices.read_value(), None)
-    value = so_far.read_value()
-    return tf.where(is_first, nothing((), value.dtype), value)
+    if so_far is None:
+        return None
+    found = tf.nest.map_structure(lambda variable: variable.read_value(), so_far)
+    if isinstance(found, Rows):
+        return found
+    values = values_of(found)
+    begin = values.dtype.min if isinstance(found, Largest) else nothing((), values.dtype)
+    values = tf.where(is_first, begin, values)
+    return found._replace(values=values) if isinstance(found, (Largest, Positions)) else values
+
+
+def _assign(so_far: Any, value: Any) -> None:
+    tf.nest.map_structure(lambda variable, new: variable.assign(new), so_far, value)
 
 
 def _weighed(gradient: Any, so_far: Any, variable: Any, relative: Any) -> Any:
@@ -306,13 +289,10 @@ def _weighed(gradient: Any, so_far: Any, variable: Any, relative: Any) -> Any:
         if not isinstance(gradient, tf.IndexedSlices):
             ids = tf.range(tf.shape(gradient)[0], dtype=so_far.indices.dtype)
             gradient = tf.IndexedSlices(gradient, ids)
-        values = tf.cast(gradient.values, dtype)
-        values = tf.reshape(values, [-1, *variable.shape[1:]])
-        values = values * tf.cast(relative, dtype)
+        values = tf.reshape(tf.cast(gradient.values, dtype), [-1, *variable.shape[1:]])
         ids = tf.cast(tf.reshape(gradient.indices, [-1]), so_far.indices.dtype)
-        return type(so_far)(values, ids, None)
-    gradient = tf.cast(tf.convert_to_tensor(gradient), dtype)
-    return gradient * tf.cast(relative, dtype)
+        return type(so_far)(values * tf.cast(relative, dtype), ids, ())
+    return tf.cast(tf.convert_to_tensor(gradient), dtype) * tf.cast(relative, dtype)
 
 
 def _plus(so_far: Any, found: Any, shrink: Any, counts: Any, is_first: Any) -> Any:
@@ -322,44 +302,16 @@ def _plus(so_far: Any, found: Any, shrink: Any, counts: Any, is_first: Any) -> A
     if isinstance(so_far, Positions):
         is_same = tf.reduce_all(tf.equal(so_far.indices, found.indices))
         tf.debugging.Assert(tf.logical_or(is_first, is_same), [_moved_message()])
-        values = _numbers.added(so_far.values, found.values, shrink, counts)
-        return Positions(values, found.indices, None)
+        return found._replace(values=_numbers.added(so_far.values, found.values, shrink, counts))
     if not isinstance(so_far, Rows):
         return _numbers.added(so_far, found, shrink, counts)
     number = tf.where(counts, tf.shape(found.indices)[0], 0)
-    before = _shrunk(so_far, shrink)
-    values = tf.concat([before.values, found.values[:number]], 0)
-    return Rows(values, tf.concat([before.indices, found.indices[:number]], 0), None)
+    values = tf.concat([_shrunk(so_far.values, shrink), found.values[:number]], 0)
+    return Rows(values, tf.concat([so_far.indices, found.indices[:number]], 0), ())
 
 
 def _shrunk(so_far: Any, shrink: Any) -> Any:
-    if isinstance(so_far, Largest):
-        return so_far
-    if isinstance(so_far, (Rows, Positions)):
-        return so_far._replace(values=_shrunk(so_far.values, shrink))
-    return so_far * tf.cast(shrink, so_far.dtype)
-
-
-def _assign(so_far: Any, value: Any) -> None:
-    if isinstance(so_far, Largest):
-        so_far.values.assign(value.values)
-    elif isinstance(so_far, (Rows, Positions)):
-        so_far.values.assign(value.values)
-        so_far.indices.assign(value.indices)
-    else:
-        so_far.assign(value)
-
-
-def _divided(so_far: Any, divisor: Any, variable: Any) -> Any:
-    """Return the gradient of a variable, as an optimizer takes it."""
-    dtype = tf.as_dtype(variable.dtype)
-    if isinstance(so_far, Largest):
-        return tf.cast(replicas.largest(so_far.values), dtype)
-    if isinstance(so_far, (Rows, Positions)):
-        values = _divided(so_far.values, divisor, variable)
-        shape = tf.constant(list(variable.shape), so_far.indices.dtype)
-        return tf.IndexedSlices(values, so_far.indices, shape)
-    return tf.cast(_numbers.divided(so_far, divisor), dtype)
+    return with_values(so_far, lambda v: v * tf.cast(shrink, v.dtype))
 
 
 def _moved_message() -> str:
