@@ -1,6 +1,5 @@
 """`GradientNoiseScale` on TensorFlow: what its callbacks and words do, and ways to run."""
 
-import csv
 import math
 import warnings
 
@@ -60,14 +59,14 @@ def test_the_estimates_are_those_of_the_formula(way, float64):
 @pytest.mark.gate
 @pytest.mark.parametrize("name", ["steps", "size"])
 def test_updates_that_overflow_are_left_out(name):
-    x, trace, _ = normal_rows(2400)
+    x, trace, _ = normal_rows(800)
     x *= 16.0
     optimizer = keras.optimizers.LossScaleOptimizer(
         keras.optimizers.SGD(0.01), initial_scale=2.0**126, dynamic_growth_steps=5
     )
     noise = GradientNoiseScale(0.99999)
     fit(linear_model(optimizer, settings=SETTINGS[name]), x, noise)
-    num_windows = math.ceil(300 / SETTINGS[name].get("accumulation_steps", 1))
+    num_windows = math.ceil(100 / SETTINGS[name].get("accumulation_steps", 1))
     assert 0 < noise.noise_scales["optimizer"].averages.num_windows < num_windows
     assert noise.trace_of_covariance == pytest.approx(256 * trace, rel=0.1)
 
@@ -87,12 +86,11 @@ def counting():
 def test_switching_it_off_and_on_traces_nothing_again():
     model, data = counting()
     traces = []
-    for decay in (0.99, None, 0.5, None, 0.9):
-        callbacks = [] if decay is None else [GradientNoiseScale(decay)]
+    for callbacks in ([GradientNoiseScale()], [], [GradientNoiseScale(0.5)], []):
         model.fit(data, epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
         traces.append(model.traces)
     assert traces[0] < traces[1]
-    assert traces[1:] == 4 * [traces[1]]
+    assert traces[1:] == 3 * [traces[1]]
 
 
 def test_a_schedule_traces_nothing_again():
@@ -123,19 +121,6 @@ def test_a_fit_that_fails_leaves_it_off():
 
 
 # What it shows.
-
-
-def test_logs_have_the_noise_scale(tmp_path):
-    model = accumulate(seeded(dense_model), **SETTINGS["size"])
-    model.compile("adam", "mse")
-    noise = GradientNoiseScale()
-    callbacks = [noise, keras.callbacks.CSVLogger(tmp_path / "log.csv")]
-    history = model.fit(*dense_data(64), 8, epochs=3, verbose=0, callbacks=callbacks).history
-    history = history["gradient_noise_scale"]
-    assert len(set(history)) == 3
-    assert history[-1] == noise.noise_scale
-    rows = csv.DictReader((tmp_path / "log.csv").read_text().splitlines())
-    assert [float(row["gradient_noise_scale"]) for row in rows] == history
 
 
 def test_a_schedule_may_begin_without_a_second_microbatch():
@@ -208,32 +193,20 @@ def test_the_words_follow_from_the_paper():
     assert "fewest tokens" in words(9.0, 8.0, unit="tokens")
 
 
-def test_the_words_tell_of_a_gradient_that_can_not_be_seen():
-    for norm in (-1.25e-5, 0.0):
-        averages = Averages(3.0, norm, 128.0, 1000)
-        scale = NoiseScale(averages, 0.99, "rows")
-        assert scale.noise_scale == math.inf
-        assert "The noise hides the gradient" in str(scale)
-        assert "larger windows" in str(scale)
-    assert "has no measurable noise" in words(-1.0, 128.0)
-    assert NoiseScale(Averages(-1.0, 2.0, 128.0, 3), 0.99, "rows").noise_scale == 0.0
+def scale_of(*averages):
+    return NoiseScale(Averages(*averages), 0.99, "rows")
 
 
 def test_the_words_hold_at_extremes():
+    for norm in (-1.25e-5, 0.0):
+        scale = scale_of(3.0, norm, 128.0, 1000)
+        assert scale.noise_scale == math.inf
+        assert "The noise hides the gradient" in str(scale)
+        assert "larger windows" in str(scale)
+    assert scale_of(-1.0, 2.0, 128.0, 3).noise_scale == 0.0
     assert "A window has 1,024:" in words(100.0, 1024.0)
     assert "more than 1,000,000,000 rows" in words(1e25, 128.0)
-    assert "has no measurable noise" in words(1e-6, 128.0)
-    tiny = Averages(1e-300, 1e300, 128.0, 3)
-    assert "has no measurable noise" in str(NoiseScale(tiny, 0.99, "rows"))
+    for scale in (words(-1.0, 128.0), words(1e-6, 128.0), scale_of(1e-300, 1e300, 128.0, 3)):
+        assert "has no measurable noise" in str(scale)
     for number, is_said in {1: True, 9: True, 100: False}.items():
-        text = str(NoiseScale(Averages(3.0, -1.0, 128.0, number), 0.99, "rows"))
-        assert ("may be chance" in text) == is_said
-
-
-@pytest.mark.gate
-def test_a_gradient_of_zero_is_hidden_by_noise_in_training_too():
-    x, _, _ = normal_rows(512)
-    noise = GradientNoiseScale(0.0)
-    fit(linear_model(settings=SETTINGS["size"]), x - x.mean(0), noise, batch_size=512)
-    assert noise.squared_gradient_norm < 0
-    assert noise.noise_scale == math.inf
+        assert ("may be chance" in str(scale_of(3.0, -1.0, 128.0, number))) == is_said

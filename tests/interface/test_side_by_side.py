@@ -113,44 +113,33 @@ def test_a_model_inside_another_trains_by_the_outer_ones_settings(inner, outer, 
     assert difference([model, part], [reference, other], starts) <= TOLERANCE[float64]
 
 
-def make_in_float64(settings):
+def train_alone(settings, pickled=None):
+    """Train in a process of its own, and return how far from plain Keras it ends.
+
+    Args:
+        pickled: a model, which is the plain one.
+    """
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
-    return compiled(accumulate(seeded(dense_model), **settings))
-
-
-def train_in_a_process(pipe, settings, pickled):
-    model = make_in_float64(settings)
-    if pickled is not None:  # which is the plain model
-        model = accumulate(pickle.loads(pickled), **settings)
+    model, reference = (compiled(seeded(dense_model)) for _ in range(2))
+    model = accumulate(model if pickled is None else pickle.loads(pickled), **settings)
     start = model.get_weights()
     fit(model, dense_data(ROWS), settings)
-    reference = compiled(seeded(dense_model))
     fit(reference, dense_data(ROWS))
-    pipe.send(relative_difference(model.get_weights(), reference.get_weights(), start))
+    return difference([model], [reference], [start])
 
 
-def difference_in_a_process(method, settings, pickled=None):
-    """Train in a process of its own, and return what it has measured."""
-    context = multiprocessing.get_context(method)
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=train_in_a_process, args=(sender, settings, pickled))
-    process.start()
-    sender.close()
-    try:
-        assert receiver.poll(SECONDS)
-        return receiver.recv()
-    finally:
-        process.kill()
-        process.join()
+def difference_in_a_process(method, *args):
+    with multiprocessing.get_context(method).Pool(1) as pool:
+        return pool.apply_async(train_alone, args).get(SECONDS)
 
 
 @pytest.mark.sweep
 def test_a_model_trains_in_a_spawned_process(float64):
     """One that was made here goes there as a pickle, and is wrapped again."""
-    pickled = pickle.dumps(make_in_float64({"microbatch_size": 2}))
-    difference = difference_in_a_process("spawn", {"microbatch_size": 2}, pickled)
-    assert difference <= TOLERANCE[float64]
+    settings = {"microbatch_size": 2}
+    pickled = pickle.dumps(compiled(accumulate(seeded(dense_model), **settings)))
+    assert difference_in_a_process("spawn", settings, pickled) <= TOLERANCE[float64]
 
 
 FORK = """
