@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import TOLERANCE, dense_data, dense_model, seeded
+from losses import mean
+from own_train_steps import OfObjective
 from training import difference_of_fits
 
 from ga_model import GradientAccumulator, accumulate
@@ -23,21 +25,8 @@ def patched():
     return optimizer
 
 
-class AppliesWithoutPairs(keras.Model):
-    def __init__(self):
-        super().__init__()
-        self.dense = keras.layers.Dense(2)
-
-    def call(self, x):
-        return self.dense(x)
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(tf.square(y - self(x, training=True)))
-        variables = self.trainable_variables
-        self.optimizer.apply(tape.gradient(loss, variables), variables)
-        return {"loss": loss}
+def applying_without_pairs():
+    return OfObjective(mean, [dense_model()])
 
 
 @pytest.mark.parametrize("way", [{"rows": 4, "steps": 3}, {"rows": 12, "steps": 1, "size": 5}])
@@ -45,7 +34,7 @@ class AppliesWithoutPairs(keras.Model):
     ("make", "optimizer"),
     [
         (dense_model, lambda: NormalizesInPairs(0.1)),
-        (AppliesWithoutPairs, lambda: NormalizesInPairs(0.1)),
+        (applying_without_pairs, lambda: NormalizesInPairs(0.1)),
         (dense_model, patched),
     ],
     ids=["class", "past it", "instance"],
@@ -104,19 +93,16 @@ class Lazy(keras.Model):
 @pytest.mark.parametrize("is_built", [True, False])
 def test_an_optimizer_begins_once_with_the_values_of_the_weights(is_built, settings, float64):
     """As eagerly. In a graph, plain Keras begins anew at every batch (seen in Keras 3.15.1)."""
-    x, y = dense_data(24)
-    built = [keras.Input((4,))] if is_built else []
-    models = []
+    inputs = [keras.Input((4,))] if is_built else []
+    trained = []
     for given, eager in (({}, True), (settings, False)):
-        model = seeded(
-            lambda: keras.Sequential([*built, keras.layers.Dense(3, "tanh"), keras.layers.Dense(2)])
-        )
+        model = seeded(lambda: keras.Sequential([*inputs, *dense_model().layers]))
         model = accumulate(model, **given) if given else model
         model.compile(keras.optimizers.ScheduleFreeAdamW(0.01), "mse", run_eagerly=eager)
         size = 24 // given.get("accumulation_steps", 1)
-        model.fit(x, y, batch_size=size, epochs=3, shuffle=False, verbose=0)
-        models.append(model.get_weights())
-    for weights, expected in zip(*models, strict=True):
+        model.fit(*dense_data(24), batch_size=size, epochs=3, shuffle=False, verbose=0)
+        trained.append(model.get_weights())
+    for weights, expected in zip(*trained, strict=True):
         np.testing.assert_allclose(weights, expected, rtol=1e-12, atol=1e-14)
 
 

@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from gradients import gradients_of
 from helpers import TOLERANCE, dense_data, relative_difference, scope, seeded
 from keras import layers, ops
 from training import difference_of_fits
@@ -20,12 +21,11 @@ one_device = pytest.mark.one_device(
 
 
 class LooksUp(layers.Layer):
-    """Looks up, in a table of its own or in another layer's, what a function makes of its input."""
+    """Looks up what a function makes of its input."""
 
-    def __init__(self, ids_of, table=None):
+    def __init__(self, ids_of):
         super().__init__()
-        self.ids_of = ids_of
-        self.table = table or layers.Embedding(300, 3)
+        self.ids_of, self.table = ids_of, layers.Embedding(300, 3)
 
     def call(self, tokens):
         return self.table(self.ids_of(tokens))
@@ -57,22 +57,27 @@ def segments(tokens):
     return ops.zeros_like(tokens)
 
 
-def tokens_and(ids_of):
-    """Sum the embeddings of tokens and of what `ids_of` makes of them."""
-    tokens = keras.Input((None,), dtype="int32")
-    x = layers.Embedding(300, 3)(tokens) + LooksUp(ids_of)(tokens)
+def tokens_and(*kinds, length=LENGTH, pools=True):
+    """Sum the embeddings of tokens and of what each of `kinds` makes of them."""
+    tokens = keras.Input((length,), dtype="int32")
+    x = layers.Embedding(300, 3)(tokens)
+    for ids_of in kinds:
+        others = LooksUp(ids_of)(tokens)
+        x = x + (ops.sum(others, 1) if ids_of is buckets else others)
     x = layers.Dense(3, activation="tanh")(x)
-    return keras.Model(tokens, layers.Dense(2)(layers.GlobalAveragePooling1D()(x)))
+    return keras.Model(tokens, layers.Dense(2)(ops.mean(x, 1) if pools else x))
 
 
-def transformer():
-    tokens = keras.Input((LENGTH,), dtype="int32")
-    positions = LooksUp(with_static_length, layers.Embedding(40, 4))
-    x = layers.Embedding(300, 4)(tokens) + positions(tokens)
-    # Biases of keys have no gradient but rounding.
-    x = x + layers.MultiHeadAttention(2, 2, use_bias=False)(x, x)
-    x = layers.LayerNormalization()(x)
-    return keras.Model(tokens, layers.Dense(2)(layers.Flatten()(x)))
+KINDS = [
+    with_static_length,
+    with_dynamic_length,
+    with_an_axis_for_the_samples,
+    buckets,
+    for_each_sample,
+    segments,
+]
+of_all_kinds = functools.partial(tokens_and, *KINDS)
+of_positions = functools.partial(tokens_and, with_static_length)
 
 
 def token_data(rows, length=LENGTH):
@@ -91,26 +96,6 @@ def compiled_with(optimizer="adam", **kwargs):
     return lambda: {"optimizer": OPTIMIZERS[optimizer](), "loss": "mse", **kwargs}
 
 
-KINDS = [
-    with_static_length,
-    with_dynamic_length,
-    with_an_axis_for_the_samples,
-    buckets,
-    for_each_sample,
-    segments,
-]
-
-
-def all_kinds(length):
-    tokens = keras.Input((length,), dtype="int32")
-    x = layers.Embedding(300, 3)(tokens)
-    for ids_of in KINDS:
-        others = LooksUp(ids_of)(tokens)
-        x = x + (ops.sum(others, 1) if ids_of is buckets else others)
-    x = layers.Dense(3, activation="tanh")(x)
-    return keras.Model(tokens, layers.Dense(2)(layers.GlobalAveragePooling1D()(x)))
-
-
 WINDOWS, BOTH = {"rows": 4, "steps": 3}, {"rows": 6, "steps": 2, "size": 5}
 
 
@@ -118,13 +103,11 @@ WINDOWS, BOTH = {"rows": 4, "steps": 3}, {"rows": 6, "steps": 2, "size": 5}
 @pytest.mark.parametrize(
     ("make", "arguments", "settings"),
     [
-        (transformer, {}, WINDOWS),
-        (functools.partial(all_kinds, length=None), {}, BOTH),
-        (transformer, {"optimizer": "clipped"}, {"rows": 12, "steps": 1, "size": 5}),
-        (transformer, {"optimizer": "rmsprop"}, BOTH),
-        (transformer, {}, {**BOTH, "loss_over": "batch"}),
-        (transformer, {"jit_compile": True}, WINDOWS),
-        (transformer, {"jit_compile": True}, BOTH),
+        (functools.partial(of_all_kinds, length=None), {}, BOTH),
+        (of_positions, {"optimizer": "clipped"}, {"rows": 12, "steps": 1, "size": 5}),
+        (of_positions, {"optimizer": "rmsprop"}, WINDOWS),
+        (of_positions, {}, {**BOTH, "loss_over": "batch"}),
+        (of_positions, {"jit_compile": True}, BOTH),
     ],
 )
 def test_what_no_sample_looks_up_matches_the_full_batch(make, arguments, settings, float64):
@@ -151,11 +134,10 @@ def difference_of_one(make, settings, arguments, data, rows=None, replicas=1):
 
 
 @pytest.mark.gate
-@pytest.mark.parametrize("size", [1, LENGTH])
+@pytest.mark.parametrize("size", [LENGTH, 1])
 def test_a_number_of_samples_that_the_graph_knows_is_told_from_a_length(size, float64):
-    make = functools.partial(all_kinds, length=LENGTH)
-    data = token_data(2 * LENGTH)
-    assert difference_of_one(make, {"microbatch_size": size}, {}, data) <= TOLERANCE[float64]
+    settings, data = {"microbatch_size": size}, token_data(2 * LENGTH)
+    assert difference_of_one(of_all_kinds, settings, {}, data) <= TOLERANCE[float64]
 
 
 def test_batches_of_a_window_may_have_different_lengths(float64):
@@ -165,9 +147,7 @@ def test_batches_of_a_window_may_have_different_lengths(float64):
     targets = [generator.normal(size=(4, n, 2)) for n in (3, 6, 4)]
 
     def make():
-        tokens = keras.Input((None,), dtype="int32")
-        x = layers.Embedding(300, 3)(tokens) + LooksUp(with_dynamic_length)(tokens)
-        return keras.Model(tokens, layers.Dense(2)(layers.Dense(3, activation="tanh")(x)))
+        return tokens_and(with_dynamic_length, length=None, pools=False)
 
     loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
     model, reference = accumulate(seeded(make), accumulation_steps=3), seeded(make)
@@ -190,7 +170,7 @@ def test_batches_of_a_window_may_have_different_lengths(float64):
 @pytest.mark.gate
 def test_replicas_have_the_rows_of_plain_keras(float64):
     settings = {"microbatch_size": 2}
-    difference = difference_of_one(transformer, settings, {}, token_data(12), replicas=2)
+    difference = difference_of_one(of_positions, settings, {}, token_data(12), replicas=2)
     assert difference <= TOLERANCE[float64]
 
 
@@ -201,21 +181,18 @@ def sorted_rows(slices):
 
 def test_an_accumulator_for_any_number_of_samples_adds_positions_and_lists_tokens(float64):
     x, y = (tf.constant(array) for array in token_data(12))
-    model = seeded(transformer)
+    model = seeded(of_positions)
     accumulator = GradientAccumulator()
     specs = [tf.TensorSpec([None, *array.shape[1:]], array.dtype) for array in (x, y)]
 
-    def gradients_of(x, y):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(tf.square(model(x) - y))
-        return tape.gradient(loss, model.trainable_variables)
+    def gradients(x, y):
+        return gradients_of(model, lambda: tf.reduce_mean(tf.square(model(x) - y)))
 
     @tf.function(input_signature=specs)
     def add(x, y):
-        variables = model.trainable_variables
-        accumulator.add(gradients_of(x, y), variables, weight=tf.shape(x)[0])
+        accumulator.add(gradients(x, y), model.trainable_variables, weight=tf.shape(x)[0])
 
-    expected = [sorted_rows(gradient) for gradient in gradients_of(x, y)[:2]]
+    expected = [sorted_rows(gradient) for gradient in gradients(x, y)[:2]]
     for parts in ([slice(0, 12)], [slice(0, 5), slice(5, 10), slice(10, 12)]):
         for part in parts:
             add(x[part], y[part])
