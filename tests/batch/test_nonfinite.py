@@ -3,8 +3,6 @@
 The reference is trained on the rows of the microbatches that are finite, and on nothing else.
 """
 
-import warnings
-
 import keras
 import numpy as np
 import pytest
@@ -17,7 +15,6 @@ WAYS = {  # settings, rows per batch, rows per microbatch
     "windows of batches": ({"accumulation_steps": 3}, 4, 4),
     "split batches": ({"microbatch_size": 4}, 12, 4),
     "windows of split batches": ({"accumulation_steps": 3, "microbatch_size": 2}, 4, 2),
-    "batches": ({}, 12, 12),
 }
 RUNS = {"graph": {}, "eager": {"run_eagerly": True}, "jit": {"jit_compile": True}}
 
@@ -32,15 +29,8 @@ def regularized():
 
 
 def make_with_state():
-    return keras.Sequential(
-        [
-            keras.Input((4,)),
-            keras.layers.Dense(6, activation="tanh"),
-            keras.layers.BatchNormalization(),
-            keras.layers.Dropout(0.5),
-            keras.layers.Dense(2),
-        ]
-    )
+    layers = keras.layers
+    return keras.Sequential([make(), layers.BatchNormalization(), layers.Dropout(0.5)])
 
 
 def compiled(model, loss="mse", **arguments):
@@ -57,29 +47,25 @@ def bad_data(rows, microbatch, bad, value=np.nan):
     return x, y, [row for row in range(rows) if row // microbatch not in bad]
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_by_default_one_bad_microbatch_spoils_the_weights_as_in_the_big_batch(value):
-    x, y, _ = bad_data(24, 4, bad=[1], value=value)
+def test_by_default_one_bad_microbatch_spoils_the_weights_as_in_the_big_batch():
+    x, y, _ = bad_data(24, 4, bad=[1], value=np.inf)
     for settings, rows in ({}, 12), ({"accumulation_steps": 3}, 4), ({"microbatch_size": 4}, 12):
-        model = compiled(accumulate(seeded(make), **settings), loss="mse")
+        model = compiled(accumulate(seeded(make), **settings))
         model.fit(x, y, batch_size=rows, shuffle=False, verbose=0)
         assert np.isnan(model.get_weights()[0]).any()
         assert model.num_skipped_microbatches == 0
 
 
-CASES_OF_ALL_WAYS = [("windows of split batches", [0]), ("windows of split batches", [4])]
-CASES_OF_ALL_WAYS += [("batches", [0])]
+# The first microbatches of a window, all of one window, one of the last.
 CASES = [
-    (way, bad, "sum_over_batch_size", "graph")
-    for way in WAYS
-    for bad in ([0], [1, 2], [0, 1, 2], [4])
-    if (way, bad) in CASES_OF_ALL_WAYS or way in ("windows of batches", "split batches")
-] + [
+    ("windows of split batches", [0, 1], "sum_over_batch_size", "graph"),
+    ("windows of batches", [0, 1, 2], "sum_over_batch_size", "graph"),
+    ("split batches", [0, 1, 2], "sum_over_batch_size", "graph"),
     ("windows of batches", [0], "sum", "graph"),
-    ("split batches", [0], "sum", "graph"),
     ("split batches", [0], "sum", "jit"),
     ("split batches", [0], "sum", "eager"),
     ("windows of batches", [1], "sum_over_batch_size", "jit"),
+    ("windows of split batches", [4], "sum_over_batch_size", "graph"),
 ]
 
 
@@ -159,17 +145,3 @@ def test_what_was_left_out_is_reported_once_and_counted_from_compile_on():
     assert model.num_skipped_microbatches == 6
     compiled(model)
     assert model.num_skipped_microbatches == 0
-
-
-def test_finite_training_is_the_same_with_the_setting_and_without(float64):
-    x, y = dense_data(34)
-    trained = []
-    for skip in (False, True):
-        model = accumulate(seeded(make), accumulation_steps=3, skip_nonfinite=skip)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            logs = compiled(model).fit(x, y, batch_size=4, shuffle=False, verbose=0).history
-        trained.append(model.get_weights())
-    for a, b in zip(*trained, strict=True):
-        np.testing.assert_array_equal(a, b)
-    assert np.isfinite(logs["loss"]).all()
