@@ -50,36 +50,6 @@ def train(strategy, start, x, y, directory, *names):
         save(directory / f"{name}{INDEX}", model, predictions=model.predict(x), **history)
 
 
-def shuffle(strategy, start, x, y, directory):
-    """Tell the loss over an epoch in which the weights stay, with equal and with other seeds."""
-    for name, seed in (("equal", 7), ("other", 7 + INDEX)):
-        keras.utils.set_random_seed(seed)
-        model = compiled(start, strategy, 0.0, accumulation_steps=3)
-        history = model.fit(x, y, batch_size=ROWS, verbose=0)
-        np.save(directory / f"{name}{INDEX}", history.history["loss"])
-
-
-def with_overflow(strategy, start, x, y, row):
-    """Train with a loss scale that is too large for the gradient of one row."""
-    y = y.copy()
-    y[row] = 1e306
-    with strategy.scope():
-        model = accumulate(dense_model(), accumulation_steps=1 if INDEX is None else 3)
-        inner = keras.optimizers.Adam(0.01)
-        model.compile(keras.optimizers.LossScaleOptimizer(inner), "mse")
-    model.set_weights(start)
-    rows = 3 * ROWS if INDEX is None else ROWS
-    model.fit(x, y, batch_size=rows, shuffle=False, verbose=0)
-    return model
-
-
-def overflow(strategy, start, x, y, directory):
-    """Let gradients overflow on the first worker, and then on the second."""
-    for row in (1, 5):
-        model = with_overflow(strategy, start, x, y, row)
-        save(directory / f"overflow{row}-{INDEX}", model, scale=model.optimizer.dynamic_scale)
-
-
 class Dies(keras.callbacks.Callback):
     """Kills the second worker in the middle of the third epoch."""
 

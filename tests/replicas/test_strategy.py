@@ -1,8 +1,8 @@
 """Several devices: the updates of one device on the whole window, under `MirroredStrategy`.
 
 The references are trained by plain Keras on one device. Batches are shared out so that replicas
-have unlike numbers of rows, some of them none. With `--replicas 2` or 3 the tests of the other
-files that compare with the full batch train on so many devices, too.
+have unlike numbers of rows, some of them none. With `--replicas 2` or 3 the conformance suite
+trains on so many devices, too: here is what only several devices have.
 """
 
 import contextlib
@@ -65,39 +65,26 @@ def masks_that_differ(rows):
     return x, y, np.random.default_rng(1).uniform(0.1, 3.0, size=(rows, 1))
 
 
-def frozen_normalization(trainable=False):
-    model = keras.Sequential([dense_model(), keras.layers.BatchNormalization()])
-    model.layers[-1].trainable = trainable
-    return model
-
-
-class TwoNetworks(keras.Model):
+class TwoNetworks(keras.Sequential):
     """Two networks, each with an optimizer of its own, and a loss that looks at both."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = keras.layers.Dense(3, activation="tanh")
-        self.second = keras.layers.Dense(2)
 
     def compile(self, first, second, **kwargs):
         super().compile(**kwargs)
-        self.first_optimizer = first
-        self.second_optimizer = second
-
-    def call(self, inputs):
-        return self.second(self.first(inputs))
+        self.first_optimizer, self.second_optimizer = first, second
 
     def train_step(self, data):
         x, y = data
-        networks = [self.first.trainable_variables, self.second.trainable_variables]
+        networks = [layer.trainable_variables for layer in self.layers]
         with tf.GradientTape() as tape:
             loss = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
-        optimizers = (self.first_optimizer, self.second_optimizer)
-        for optimizer, variables, gradients in zip(
-            optimizers, networks, tape.gradient(loss, networks), strict=True
-        ):
-            optimizer.apply(gradients, variables)
+        first, second = tape.gradient(loss, networks)
+        self.first_optimizer.apply(first, networks[0])
+        self.second_optimizer.apply(second, networks[1])
         return {"loss": loss}
+
+
+def two_networks():
+    return TwoNetworks(dense_model().layers)
 
 
 def of_two():
@@ -109,9 +96,7 @@ def of_two():
 # is one row, and other replicas have none.
 CASES = {
     "clipped by the norm": (ZOO["regularized"][0], adam(["mae"], clipnorm=0.05), dense_data, 29),
-    "eager": (dense_model, lambda: {**adam()(), "run_eagerly": True}, dense_data, 25),
     "compiled by XLA": (dense_model, lambda: {**adam()(), "jit_compile": True}, dense_data, 25),
-    "two outputs": (*ZOO["two_outputs"][:1], adam(), ZOO["two_outputs"][1], 29),
     **{
         f"masks, {reduction}": (
             masked_recurrent,
@@ -122,8 +107,7 @@ CASES = {
         for reduction in ("mean_with_sample_weight", "sum", "sum_over_batch_size")
     },
     "a mean of one's own": (dense_model, sgd(mean), dense_data, 25),
-    "several optimizers": (TwoNetworks, of_two, dense_data, 29),
-    "frozen normalization": (frozen_normalization, adam(), dense_data, 29),
+    "several optimizers": (two_networks, of_two, dense_data, 29),
     # Which plain Keras cannot do.
     "several batches per execution": (
         dense_model,
@@ -200,39 +184,29 @@ def test_a_loss_scale_optimizer_sees_an_overflow_on_any_replica(way):
 
 
 @pytest.mark.gate
-@pytest.mark.parametrize(
-    ("settings", "rows"),
-    [(BOTH, 48), *(pytest.param(*p, marks=pytest.mark.sweep) for p in [(STEPS, 48), (SIZE, 25)])],
-)
-def test_float8_layers_match_the_whole_batch(settings, rows):
-    difference = difference_of_fits(float8, sgd(), dense_data(rows), rows=8, replicas=2, **settings)
+def test_float8_layers_match_the_whole_batch():
+    difference = difference_of_fits(float8, sgd(), dense_data(48), rows=8, replicas=2, **BOTH)
     assert difference <= TOLERANCE["float32"]
 
 
-@pytest.mark.gate
-@pytest.mark.parametrize("way", WAYS)
-def test_normalization_layers_have_statistics_of_each_replica_as_in_keras(way, float64):
-    settings, replicas = WAYS[way]
-    names = {"steps": "accumulation_steps", "size": "microbatch_size"}
-    settings = {names[name]: value for name, value in settings.items()}
-    model = compiled(lambda: frozen_normalization(True), replicas, **settings)
-    with pytest.warns(UserWarning, match="BatchNormalization layers in training mode"):
-        model.fit(*dense_data(29), batch_size=8, verbose=0)
-    assert all(np.isfinite(weight).all() for weight in model.get_weights())
-    assert np.any(model.layers[-1].moving_mean.numpy())
+def normalized(synchronized):
+    return lambda: keras.Sequential(
+        [dense_model(), keras.layers.BatchNormalization(synchronized=synchronized)]
+    )
 
 
 @pytest.mark.gate
-def test_synchronized_normalization_runs_where_replicas_can_communicate(float64):
-    def make():
-        synchronized = keras.layers.BatchNormalization(synchronized=True)
-        return keras.Sequential([dense_model(), synchronized])
-
+def test_normalization_layers_have_statistics_of_each_replica_as_in_keras(float64):
+    """Those that are synchronized have common ones where replicas can communicate."""
     data = dense_data(29)
-    with pytest.warns(UserWarning, match="BatchNormalization"):
-        compiled(make, 2, accumulation_steps=3).fit(*data, batch_size=8, verbose=0)
+    for synchronized in (False, True):
+        model = compiled(normalized(synchronized), 2, accumulation_steps=3)
+        with pytest.warns(UserWarning, match="BatchNormalization layers in training mode"):
+            model.fit(*data, batch_size=8, verbose=0)
+        assert all(np.isfinite(weight).all() for weight in model.get_weights())
+        assert np.any(model.layers[-1].moving_mean.numpy())
     with pytest.raises(ValueError, match="cannot exchange the statistics of microbatches"):
-        compiled(make, 2, microbatch_size=3).fit(*data, batch_size=8, verbose=0)
+        compiled(normalized(True), 2, microbatch_size=3).fit(*data, batch_size=8, verbose=0)
 
 
 # When replicas communicate.
@@ -252,26 +226,25 @@ class Counts(tf.distribute.ReductionToOneDevice):
     def gradients(self):
         return sum(int(size > 1) for size in self.sizes)
 
+    def compiled(self, optimizer, **settings):
+        """Return a model whose replicas communicate by this."""
+        with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"], cross_device_ops=self).scope():
+            model = accumulate(dense_model(), **settings)
+            model.compile(optimizer(), "mse")
+        return model
+
 
 @pytest.mark.parametrize(("clipnorm", "times"), [(None, 1), (1.0, 2)])
 def test_gradients_are_reduced_at_the_update_and_not_before(clipnorm, times):
     counts = Counts()
-    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"], cross_device_ops=counts).scope():
-        model = accumulate(dense_model(), accumulation_steps=3)
-        model.compile(keras.optimizers.Adam(clipnorm=clipnorm), "mse")
+    model = counts.compiled(lambda: keras.optimizers.Adam(clipnorm=clipnorm), accumulation_steps=3)
     reduced = []
-
-    class Watch(keras.callbacks.Callback):
-        def on_epoch_begin(self, epoch, logs=None):
-            counts.sizes.clear()
-
-        def on_train_batch_end(self, batch, logs=None):
-            reduced.append(counts.gradients())
-
-        def on_epoch_end(self, epoch, logs=None):
-            reduced.append(counts.gradients())
-
-    model.fit(*dense_data(31), batch_size=4, epochs=2, verbose=0, callbacks=[Watch()])
+    watch = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: counts.sizes.clear(),
+        on_train_batch_end=lambda batch, logs: reduced.append(counts.gradients()),
+        on_epoch_end=lambda epoch, logs: reduced.append(counts.gradients()),
+    )
+    model.fit(*dense_data(31), batch_size=4, epochs=2, verbose=0, callbacks=[watch])
     n = len(model.trainable_variables) * times
     # 8 batches: two full windows, and a partial one of two that the end of the epoch closes.
     assert reduced == 2 * [0, 0, n, n, n, 2 * n, 2 * n, 2 * n, 3 * n]
@@ -279,9 +252,7 @@ def test_gradients_are_reduced_at_the_update_and_not_before(clipnorm, times):
 
 def test_microbatches_of_a_batch_are_summed_before_replicas_are(float64):
     counts = Counts()
-    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"], cross_device_ops=counts).scope():
-        model = accumulate(dense_model(), microbatch_size=2)
-        model.compile("sgd", "mse")
+    model = counts.compiled(keras.optimizers.SGD, microbatch_size=2)
     model.fit(*dense_data(24), batch_size=12, verbose=0)
     assert counts.gradients() == 2 * len(model.trainable_variables)
 
@@ -421,16 +392,18 @@ def test_a_strategy_that_was_not_tried_is_refused_by_name():
 
 def test_what_was_made_outside_of_the_scope_is_named():
     strategy, data = mirrored(2), dense_data(8)
-    model = accumulate(dense_model(), accumulation_steps=2)
+
+    def model_of(layers):
+        return accumulate(keras.Sequential([keras.Input((4,)), *layers]), accumulation_steps=2)
+
+    model = model_of(dense_model().layers)
     model.compile("sgd", "mse")
-    with (
-        strategy.scope(),
-        pytest.raises(ValueError, match=r"the model .* and the optimizer '(?i:sgd)'"),
-    ):
+    outside = pytest.raises(ValueError, match=r"the model .* and the optimizer '(?i:sgd)'")
+    with strategy.scope(), outside:
         model.fit(*data, verbose=0)
     model.fit(*data, verbose=0)  # nothing is lost
     with strategy.scope():
-        model = accumulate(dense_model(), accumulation_steps=2)
+        model = model_of(dense_model().layers)
     model.compile("sgd", "mse")
     with pytest.raises(ValueError, match=r"Received: the optimizer '(?i:sgd).*, created outside"):
         model.fit(*data, verbose=0)
@@ -439,7 +412,7 @@ def test_what_was_made_outside_of_the_scope_is_named():
     model.fit(*data, verbose=0)
     layers = dense_model().layers
     with strategy.scope():
-        model = accumulate(keras.Sequential([keras.Input((4,)), *layers]), accumulation_steps=2)
+        model = model_of(layers)
         model.compile("sgd", "mse")
     with pytest.raises(ValueError, match=r"the variable '.*/kernel' and"):
         model.fit(*data, verbose=0)

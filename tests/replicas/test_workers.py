@@ -129,32 +129,6 @@ def test_fit_evaluate_and_predict_match_one_process_on_the_whole_batch(
 
 
 @pytest.mark.sweep
-def test_workers_agree_on_an_overflow_on_any_of_them(data, tmp_path):
-    start, x, y = data
-    run_to_the_end(2, tmp_path, "overflow")
-    for row in (1, 5):
-        reference = worker.with_overflow(tf.distribute.get_strategy(), start, x, y, row)
-        scale = reference.optimizer.dynamic_scale.numpy()
-        assert scale < reference.optimizer.initial_scale
-        for index in range(2):
-            weights, result = worker.load(tmp_path / f"overflow{row}-{index}.npz")
-            assert result["scale"] == scale
-            assert relative_difference(weights, reference.get_weights(), start) <= 1e-12
-
-
-@pytest.mark.sweep
-def test_workers_that_are_seeded_alike_share_out_the_rows_of_a_shuffled_epoch(data, tmp_path):
-    start, x, y = data
-    run_to_the_end(2, tmp_path, "shuffle")
-    reference = whole_batch(start, x, y, len(x), 1)
-    loss = reference.history.history["loss"]
-    for index in range(2):
-        np.testing.assert_allclose(np.load(tmp_path / f"equal{index}.npy"), loss, rtol=1e-6)
-    # With other seeds, rows are seen twice or never.
-    assert abs(np.load(tmp_path / "other0.npy") - loss) > 1e-3
-
-
-@pytest.mark.sweep
 @pytest.mark.parametrize("number", [2, 3])
 def test_a_worker_that_dies_is_reported_and_a_restart_goes_on(number, data, tmp_path):
     start, x, y = data
