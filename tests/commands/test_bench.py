@@ -65,12 +65,9 @@ def test_the_table_shows_the_ratios_of_what_was_measured(run):
     assert printed.startswith(title)
     own = [STEPS, SIZE, RECOMPUTING]
     assert list(found) == [(SMALL, 1), *((w, 1) for w in own), *((w, 2) for w in WAYS[1:])]
+    lines = printed.splitlines()
     for (way, number), taken in seconds.items():
-        (line,) = [
-            line.removeprefix(way).split()
-            for line in printed.splitlines()
-            if line.startswith(f"{way}  ") and line.removeprefix(way).split()[0] == str(number)
-        ]
+        cells = [line.removeprefix(way).split() for line in lines if line.startswith(f"{way}  ")]
         expected = [str(number), *percent([a / b for a, b in zip(taken, small)])]
         if way != SMALL:
             reference = full if number == 2 else small
@@ -81,7 +78,7 @@ def test_the_table_shows_the_ratios_of_what_was_measured(run):
             expected += [f"{size / 1e6:,.0f}", "MB", f"{size / sizes[FULL, 2]:.0%}"]
         else:
             expected += ["-", "-"]
-        assert line == expected
+        assert [line for line in cells if line[0] == str(number)] == [expected]
 
 
 @pytest.mark.gate
@@ -91,10 +88,6 @@ def test_memory_is_that_of_the_training_alone(run):
     sizes = {m["way"]: m["bytes_of_peak_memory"] for m in run[1] if m["bytes_of_peak_memory"]}
     assert size <= sizes[SMALL] < 4 * size
     assert 0.5 * size < sizes[KERAS] - sizes[SMALL] < 3 * size
-
-
-@pytest.mark.gate
-def test_the_plot_is_written(run):
     assert run[2].read_bytes().startswith(b"\x89PNG")
 
 
@@ -145,7 +138,7 @@ SMALL_MODELS = dict(zip(TRAINED_NAMES, trained_cases(Sizes(1, 32, 8, 50)), stric
 
 
 @pytest.mark.gate
-@pytest.mark.parametrize("way", [STEPS, SIZE, RECOMPUTING])
+@pytest.mark.parametrize("way", [STEPS, RECOMPUTING])
 @pytest.mark.parametrize("name", TRAINED_NAMES[::-1])
 @pytest.mark.filterwarnings("ignore:A window of microbatches does not train:UserWarning")
 def test_the_models_that_people_train_are_trained(name, way, monkeypatch):
@@ -244,11 +237,7 @@ def test_ratios_are_medians_over_rounds_of_the_same_round():
     assert "150%" in table  # of the memory
     results[steps].seconds_per_sample = []
     assert _bench_report.time_ratio(results, steps) is None
-
-
-def test_a_platform_that_tells_no_memory_gets_no_ratio():
-    results = made_up()
-    for result in results.values():
+    for result in results.values():  # as on a platform that tells no memory
         result.bytes_of_peak_memory = None
     assert "MB" not in _bench_report.tables(results)
     _bench_report.draw(results)

@@ -1,9 +1,10 @@
 """The command line's main job: `python -m ga_model`.
 
-`full_run` is the whole job, shortened to one epoch, in a process as users start it. The other tests
-call its parts, with made-up results where a training would take long.
+The first test runs the whole job, shortened to one epoch, in a process as users start it. The
+others call its parts, with made-up results where a training would take long.
 """
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -21,21 +22,18 @@ RUNS = _demo.make_runs(SETTINGS)
 SPLIT = _report.Run("full batch, split", 128, {"microbatch_size": 32})
 
 
-def made_up(run, difference, **attributes):
+def made_up(run, difference):
     """Return a result whose relative difference from one with `difference=0` is `difference`."""
-    start = [np.zeros((2, 2)), np.ones(2)]
-    weights = [np.full((2, 2), 3.0 * (1 + difference)), np.full(2, 5.0)]
-    result = _report.Result(
+    return _report.Result(
         run=run,
-        start=start,
-        weights=weights,
+        start=[np.zeros((2, 2)), np.ones(2)],
+        weights=[np.full((2, 2), 3.0 * (1 + difference)), np.full(2, 5.0)],
         updates=12,
         history={"loss": [2.0, 1.0], "val_accuracy": [0.5, 0.75]},
         seconds=1.25,
         base_memory=600 * 10**6,
         peak_memory=850 * 10**6,
     )
-    return replace(result, **attributes)
 
 
 def made_up_results(accumulation=1e-6, control=0.5):
@@ -45,24 +43,18 @@ def made_up_results(accumulation=1e-6, control=0.5):
 
 def rows_of(report):
     """Return the cells of the table's lines by the name of the run."""
-    names = [run.name for run in RUNS]
-    lines = {
-        name: [line for line in report.splitlines() if line.startswith(f"{name}  ")]
-        for name in names
-    }
-    return {name: line.removeprefix(name).split() for name, (line,) in lines.items()}
-
-
-@pytest.fixture(scope="module")
-def full_run(tmp_path_factory):
-    plot = tmp_path_factory.mktemp("demo") / "demo.png"
-    command = [sys.executable, "-m", "ga_model", "demo", "--epochs", "1", "--plot", str(plot)]
-    return subprocess.run(command, capture_output=True, text=True, check=False), plot
+    cells = {}
+    for run in RUNS:
+        (line,) = (line for line in report.splitlines() if line.startswith(f"{run.name}  "))
+        cells[run.name] = line.removeprefix(run.name).split()
+    return cells
 
 
 @pytest.mark.sweep
-def test_accumulation_makes_the_updates_of_the_big_batch_and_small_batches_do_not(full_run):
-    process, _ = full_run
+def test_the_whole_job_reproduces_the_big_batch_in_less_memory(tmp_path):
+    plot = tmp_path / "demo.png"
+    command = [sys.executable, "-m", "ga_model", "demo", "--epochs", "1", "--plot", str(plot)]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr
     table = rows_of(process.stdout)
     sizes = [["128", "12"], ["128", "12"], ["32", "12"], ["32", "47"]]
@@ -71,36 +63,22 @@ def test_accumulation_makes_the_updates_of_the_big_batch_and_small_batches_do_no
     assert big[2] == split[2] == accumulation[2] != control[2]  # validation accuracy
     for cells in (split, accumulation):
         assert float(cells[3]) <= _report.TOLERANCE["float32"] < 0.1 < float(control[3])
+        assert 0 < int(cells[6]) < 0.75 * int(big[6])  # memory of the training
     assert "\nReproduced: " in process.stdout
+    assert plot.read_bytes().startswith(b"\x89PNG")
 
-
-@pytest.mark.sweep
-def test_memory_is_that_of_each_run(full_run):
-    training = {name: int(cells[6]) for name, cells in rows_of(full_run[0].stdout).items()}
-    for name in ("accumulation", "full batch, split"):
-        assert 0 < training[name] < 0.75 * training["full batch"]
-
-
-@pytest.mark.sweep
-def test_progress_names_the_run_and_takes_few_lines(full_run):
-    lines = full_run[0].stdout.splitlines()
+    lines = process.stdout.splitlines()
     assert [line for line in lines if line.startswith("[")] == [
         "[1/4] full batch: batches of 128",
         "[2/4] full batch, split: batches of 128, microbatch_size=32",
         "[3/4] accumulation: batches of 32, accumulation_steps=4",
         "[4/4] no accumulation: batches of 32",
     ]
-    assert [line.split()[0] for line in lines if "val_loss" in line] == [
-        *("12/12", "12/12", "47/47", "47/47")
-    ]
+    progress = [line.split()[0] for line in lines if "val_loss" in line]
+    assert progress == ["12/12", "12/12", "47/47", "47/47"]
     assert len(lines) < 34
     assert not any("\r" in line or "\b" in line for line in lines)
     assert max(map(len, lines)) <= 120
-
-
-@pytest.mark.sweep
-def test_plot_is_a_png(full_run):
-    assert full_run[1].read_bytes().startswith(b"\x89PNG")
 
 
 def test_plot_leaves_out_memory_that_is_not_known():
@@ -172,18 +150,14 @@ def test_difference_is_that_of_the_worst_variable():
 def test_every_run_but_the_control_must_match():
     results = made_up_results()
     assert _report.judge([*results, made_up(SPLIT, 1e-6)], "float32")[0]
-    assert not _report.judge([*results, made_up(SPLIT, 0.1)], "float32")[0]
-
-
-def test_nan_is_not_reproduced():
-    is_reproduced, text = _report.judge(made_up_results(accumulation=np.nan), "float32")
-    assert not is_reproduced
-    assert text.startswith("Not reproduced: ")
-    results = made_up_results()
-    results[0].weights[0][:] = np.nan
-    is_reproduced, text = _report.judge(results, "float32")
-    assert not is_reproduced
-    assert "not finite" in text
+    for others, said in (
+        ([*results, made_up(SPLIT, 0.1)], "Not reproduced: "),
+        (made_up_results(accumulation=np.nan), "Not reproduced: "),
+        ([made_up(RUNS[0], np.nan), *results[1:]], ".* not finite"),
+    ):
+        is_reproduced, text = _report.judge(others, "float32")
+        assert not is_reproduced
+        assert re.match(said, text, re.DOTALL), text
 
 
 def test_settings_that_can_not_tell_the_runs_apart_prove_nothing():
