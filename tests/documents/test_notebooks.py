@@ -20,8 +20,8 @@ NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 assert NOTEBOOKS
 
 pytestmark = [pytest.mark.gate, pytest.mark.every_case]
-# The others take minutes each.
-IN_THE_GATE = {"quick_start", "memory_and_time", "why_not_divide_by_the_number_of_microbatches"}
+# The others take minutes each; what memory and time are, `test_bench.py` measures in the gate.
+IN_THE_GATE = {"quick_start", "why_not_divide_by_the_number_of_microbatches"}
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # kernels inherit it
 
 
