@@ -64,7 +64,7 @@ class Backend(ABC):
         self.noted_dtypes: set[str] = set()
         self.noted_of_shapes: set[str] = set()
         self.known_calls: dict[Any, Any] = {}
-        self._made: dict[Any, Any] = {}  # what was compiled, by its name
+        self._made: dict[Any, Callable[..., Any]] = {}  # what was compiled, by its name
 
     # What is compiled.
 
@@ -92,11 +92,12 @@ class Backend(ABC):
             reads, updates, consumes, discards: as `Function` has them.
         """
         if self.traces and name in self._made:
-            return self._made[name]  # type: ignore[no-any-return]
+            return self._made[name]
         of_core = Function(function, tuple(reads), tuple(updates), consumes, discards)
-        if not self.traces:
-            return self._compiled(name, of_core)
-        return self._made.setdefault(name, self._compiled(name, of_core))  # type: ignore[no-any-return]
+        made = self._compiled(name, of_core)
+        if self.traces:
+            self._made[name] = made
+        return made
 
     @abstractmethod
     def _compiled(self, name: Any, function: Function) -> Callable[..., Any]:
