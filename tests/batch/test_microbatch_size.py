@@ -80,7 +80,7 @@ def test_two_ragged_samples_show_too_little_to_be_tried():
         model.train_on_batch(ragged(4)[1:3], rows_of(2, 2))
 
 
-@pytest.mark.gate
+@pytest.mark.sweep
 @pytest.mark.xfail(
     reason="a sum is added in a new buffer, and variables keep the sums: 1.2 sizes of the weights"
 )
