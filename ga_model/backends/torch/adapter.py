@@ -14,64 +14,22 @@ import torch
 from ga_model.backends.torch import call_hooks, calls_apart, layer_calls, refusals
 from ga_model.backends.torch.gradient_sums import GradientSums
 from ga_model.backends.torch.noting import Noting
+from ga_model.backends.torch.optimizers import StandIn, TorchOptimizers
 from ga_model.backends.torch.process_group import Processes, num_processes
 from ga_model.backends.torch.state import LeftGradients, State
-from ga_model.backends.torch.torch_optimizers import TorchOptimizers
 from ga_model.base._call_again import Attributes, PythonState
-from ga_model.base._internals import counter_of, raw, stateless_scope
+from ga_model.base._internals import raw, stateless_scope
 from ga_model.base._internals_torch import times_written
 from ga_model.core.backend import Backend
 from ga_model.core.backend_types import Function, Group, States
 from ga_model.core.call_types import Split, Traced
 from ga_model.core.kept_state import kept_variables
-from ga_model.core.models import is_of_keras, optimizers_in
+from ga_model.core.models import optimizers_in
 from ga_model.core.recorder import Applied
-from ga_model.core.stand_ins import OptimizerStandIn
 from ga_model.core.window import Sums
 
 # What an allocation that fails says, where its error has no class of its own.
 _EXHAUSTED = ("can't allocate memory", "not enough memory", "out of memory")
-
-
-class StandIn(OptimizerStandIn):
-    """Stands in for an optimizer while a step is recorded."""
-
-    def _take(
-        self, gradients: list[Any], variables: list[Any], via_apply_gradients: bool = False
-    ) -> None:
-        optimizer = self._original
-        if not optimizer.built:
-            with keras.name_scope(optimizer.name):
-                optimizer.build(variables)
-        _take(self._listener, optimizer, gradients, variables, via_apply_gradients)
-
-
-def _take(
-    recording: Any,
-    optimizer: Any,
-    gradients: list[Any],
-    variables: list[Any],
-    via_apply_gradients: bool = False,
-) -> None:
-    """Give a recording the gradients that a step applies, and make the update of a trial."""
-    is_own = not is_of_keras(recording.model, "train_step")
-    sums = recording.sums
-    for variable, gradient in () if sums and sums.is_in_grad else zip(variables, gradients):
-        if raw(variable).grad is gradient:  # which is the window's now, and the step has a copy
-            raw(variable).grad = gradient.clone() if is_own and gradient is not None else None
-    gradients = [None if gradient is None else gradient.detach() for gradient in gradients]
-    recording.apply(optimizer, gradients, variables, via_apply_gradients=via_apply_gradients)
-    if recording.moves_by and (rate := float(recording.rate_of(gradients, variables))):
-        _move(optimizer, gradients, variables, rate)
-
-
-def _move(optimizer: Any, gradients: list[Any], variables: list[Any], rate: float) -> None:
-    """Make the surrogate update of a trial."""
-    with torch.no_grad():
-        for variable, gradient in zip(variables, gradients):
-            if gradient is not None:
-                raw(variable).sub_((rate * gradient).to(raw(variable).dtype))
-        counter_of(optimizer).assign_add(1)
 
 
 class TorchBackend(Backend):
@@ -93,7 +51,7 @@ class TorchBackend(Backend):
         super().__init__(model)
         self.process_group: Any = None
         self._processes: Processes | None = None
-        self._optimizers_of_torch = TorchOptimizers(model, _take)
+        self._optimizers_of_torch = TorchOptimizers(model)
         self._updated: list[tuple[Any, int]] = []
 
     # Processes.

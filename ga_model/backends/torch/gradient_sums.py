@@ -77,22 +77,15 @@ class GradientSums:
     def _hook(self, place: int) -> Any:
         def add(tensor: Any) -> None:
             gradient, tensor.grad = tensor.grad, None
-            gradient = _widened(gradient)
             with torch.no_grad():
-                self._totals[place] = self._sum(place, gradient)
+                wide = gradient.to(getattr(torch, _numbers.sum_dtype(gradient.dtype)))
+                self._totals[place] = self._sum(place, wide)
             self._left.discard(place)
 
         return add
 
     def _sum(self, place: int, gradient: Any) -> Any:
-        total = self._totals[place]
-        if total is None:
-            is_known = self._counts is True
-            return gradient if is_known else _numbers.if_so(self._counts, gradient)
+        if (total := self._totals[place]) is None:
+            return gradient if self._counts is True else _numbers.if_so(self._counts, gradient)
         shrink = self._shrink if place in self._left else 1.0
         return _numbers.added(total, gradient, shrink, self._counts)
-
-
-def _widened(gradient: Any) -> Any:
-    """Return a gradient in the dtype that it is summed in."""
-    return gradient.to(getattr(torch, _numbers.sum_dtype(gradient.dtype)))

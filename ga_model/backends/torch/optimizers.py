@@ -1,8 +1,8 @@
-"""Optimizers of `torch.optim` that a step applies, which pass for optimizers of Keras's.
+"""Optimizers that a step applies: what stands in for them, and those of `torch.optim`.
 
-While a step is recorded, a function shadows the `step` of those that the model keeps, and gives the
-gradients of their parameters to the recording. The update sets the gradients of the window, and
-calls the optimizer itself.
+The latter pass for optimizers of Keras's. While a step is recorded, a function shadows the `step`
+of those that the model keeps, and gives the gradients of their parameters to the recording. The
+update sets the gradients of the window, and calls the optimizer itself.
 """
 
 from __future__ import annotations
@@ -15,13 +15,43 @@ import keras
 import torch
 
 from ga_model.backends.torch import refusals
-from ga_model.base._internals import raw
+from ga_model.base._internals import counter_of, raw
 from ga_model.base._internals_torch import note_step
 from ga_model.base._method_patch import MethodPatch
-from ga_model.core.models import instances_in, recording_of_thread
+from ga_model.core.models import instances_in, is_of_keras, recording_of_thread
 from ga_model.core.recorder import CannotAccumulateError
+from ga_model.core.stand_ins import OptimizerStandIn
 
 _SCHEDULERS = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+
+
+class StandIn(OptimizerStandIn):
+    """Gives a recording the gradients that a step applies, and makes the update of a trial."""
+
+    def _take(
+        self, gradients: list[Any], variables: list[Any], via_apply_gradients: bool = False
+    ) -> None:
+        optimizer, recording = self._original, self._listener
+        if not optimizer.built:
+            with keras.name_scope(optimizer.name):
+                optimizer.build(variables)
+        is_own = not is_of_keras(recording.model, "train_step")
+        for variable, gradient in zip(variables, gradients):
+            if raw(variable).grad is gradient:  # which is the window's now, and the step has a copy
+                raw(variable).grad = gradient.clone() if is_own and gradient is not None else None
+        gradients = [None if gradient is None else gradient.detach() for gradient in gradients]
+        super()._take(gradients, variables, via_apply_gradients)
+        if recording.moves_by and (rate := float(recording.rate_of(gradients, variables))):
+            _move(optimizer, gradients, variables, rate)
+
+
+def _move(optimizer: Any, gradients: list[Any], variables: list[Any], rate: float) -> None:
+    """Make the surrogate update of a trial."""
+    with torch.no_grad():
+        for variable, gradient in zip(variables, gradients):
+            if gradient is not None:
+                raw(variable).sub_((rate * gradient).to(raw(variable).dtype))
+        counter_of(optimizer).assign_add(1)
 
 
 class TorchOptimizer:
@@ -88,11 +118,10 @@ class TorchOptimizers:
 
     Args:
         model: the model.
-        take: takes a `Recording`, a `TorchOptimizer`, and gradients and variables to be applied.
     """
 
-    def __init__(self, model: Any, take: Callable[..., None]) -> None:
-        self._model, self._take = model, take
+    def __init__(self, model: Any) -> None:
+        self._model = model
         self._known: dict[int, tuple[Any, TorchOptimizer]] = {}
         self._steps = MethodPatch("step", self._recorded)
 
@@ -134,7 +163,8 @@ class TorchOptimizers:
             if recording.moves_by is not None:  # in a trial, which compares them
                 found.note_numbers()
             note_step(optimizer)
-            self._take(recording, found, [p.grad for p in updated], [known[id(p)] for p in updated])
+            variables = [known[id(parameter)] for parameter in updated]
+            StandIn(found, recording).apply([p.grad for p in updated], variables)
             return None
 
         return recorded
