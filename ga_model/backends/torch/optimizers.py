@@ -35,8 +35,8 @@ class StandIn(OptimizerStandIn):
         if not optimizer.built:
             with keras.name_scope(optimizer.name):
                 optimizer.build(variables)
-        is_own = not is_of_keras(recording.model, "train_step")
-        for variable, gradient in zip(variables, gradients):
+        is_own, sums = not is_of_keras(recording.model, "train_step"), recording.sums
+        for variable, gradient in () if sums and sums.is_in_grad else zip(variables, gradients):
             if raw(variable).grad is gradient:  # which is the window's now, and the step has a copy
                 raw(variable).grad = gradient.clone() if is_own and gradient is not None else None
         gradients = [None if gradient is None else gradient.detach() for gradient in gradients]
