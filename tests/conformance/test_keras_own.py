@@ -1,13 +1,83 @@
-"""Keras's own tests of its trainer, on any backend, with the mixin in every model they make."""
+"""Keras's own tests of its trainer, on any backend, with the mixin in every model they make.
+
+They are loaded from where Keras is installed; older releases are installed without them.
+"""
 
 import functools
+import importlib.util
 import re
+import sys
+import types
+import unittest
+from unittest import mock
 
+import keras
 import pytest
 from case import BACKEND
-from keras_own import errors_of, names, needs_tests_of_keras
 
 from ga_model import AccumulatingModel
+
+SPEC = importlib.util.find_spec("keras.src.trainers.trainer_test")
+_TRAINERS = {"tensorflow": "TensorFlowTrainer", "torch": "TorchTrainer", "jax": "JAXTrainer"}
+_TRAINER = _TRAINERS[BACKEND]
+_OTHERS = {} if BACKEND == "jax" else {"jax": types.ModuleType("jax")}  # imported, and not used
+
+pytestmark = pytest.mark.skipif(SPEC is None, reason="Keras is installed without its tests")
+
+
+class _With:
+    """A module with some of its names replaced."""
+
+    def __init__(self, module, **names):
+        self.__dict__.update(names)
+        self._module = module
+
+    def __getattr__(self, name):
+        return getattr(self._module, name)
+
+
+def _load(mix):
+    """Load Keras's tests afresh.
+
+    Args:
+        mix: function of a model class that returns the one to be used in its place.
+    """
+    module = importlib.util.module_from_spec(SPEC)
+    trainers = importlib.import_module(f"keras.src.backend.{BACKEND}.trainer")
+    with (
+        mock.patch.dict(sys.modules, _OTHERS),
+        mock.patch.object(trainers, _TRAINER, mix(getattr(trainers, _TRAINER))),
+    ):
+        SPEC.loader.exec_module(module)
+    classes = {"Model": mix(keras.Model), "Sequential": mix(keras.Sequential)}
+    module.keras = _With(keras, **classes)
+    module.models = _With(keras.models, **classes)
+    return module
+
+
+def errors_of(name, mix):
+    """Run one of the tests, and return the tracebacks of its failures."""
+    result = unittest.TestResult()
+    _load(mix).TestTrainer(name).run(result)
+    keras.config.enable_traceback_filtering()
+    assert result.testsRun == 1
+    return [trace for _, trace in (*result.errors, *result.failures)]
+
+
+def names(left_out):
+    """Return the names of the tests but for those that a regular expression finds."""
+    if SPEC is None:
+        return []
+    case = _load(lambda base: base).TestTrainer
+    found = unittest.TestLoader().getTestCaseNames(case)
+    return [n for n in found if not (left_out.search(n) or _is_skipped(getattr(case, n)))]
+
+
+def _is_skipped(test):
+    """Return whether Keras leaves the test out with this backend."""
+    marks = getattr(test, "pytestmark", [])
+    return any(mark.name == "skipif" and mark.args[0] for mark in marks)
+
 
 # What is not installed or left out by Keras, what makes a `tf.data.Dataset`, and on PyTorch
 # `jit_compile=True`, which is refused.
@@ -19,8 +89,6 @@ LEFT_OUT = {
 }
 NAMES = names(re.compile(LEFT_OUT[BACKEND]))
 TRAINS = re.compile("^(?!test_(evaluate|predict))")
-
-pytestmark = needs_tests_of_keras
 
 
 def mixed(size, loss_over, base):
