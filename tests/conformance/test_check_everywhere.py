@@ -7,86 +7,15 @@ import sys
 
 import keras
 import losses
+import models
 import numpy as np
+import own_train_steps
 import pytest
 import zoo
 from helpers import dense_data, dense_model, seeded
 from keras import layers, ops
-from models import Centers
-from own_train_steps import OfObjective
 
 from ga_model import AccumulatingModel, EquivalenceReport, accumulate, check_equivalence
-
-SPLIT, WINDOWS = {"microbatch_size": 4}, {"accumulation_steps": 3}
-
-BY_MICROBATCH = {"microbatch_size": 4, "loss_over": "microbatch"}
-
-
-def with_layer(*parts, kind=keras.Sequential):
-    def make(loss="mse", optimizer="adam"):
-        first = layers.Dense(6, activation="tanh")
-        model = seeded(lambda: kind([keras.Input((4,)), first, *parts, layers.Dense(2)]))
-        model.compile(optimizer, loss, metrics=["mae"] if loss else None)
-        return model
-
-    return make
-
-
-def check(make, settings, **arguments):
-    x, y = dense_data(48)
-    return check_equivalence(make(**arguments), x, y, batch_size=12, **settings)
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize("settings", [SPLIT, WINDOWS, {**SPLIT, **WINDOWS}, BY_MICROBATCH], ids=str)
-def test_what_adds_up_is_equivalent(settings):
-    report = check(with_layer(), settings)
-    assert isinstance(report, EquivalenceReport)
-    assert (report.verdict, report.reasons) == ("equivalent", [])
-
-
-def of_root(parts):
-    return OfObjective(losses.root, parts)
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize("kind", ["own", "loss", "centers"])
-def test_what_needs_the_full_batch_is_equivalent_where_it_has_it(kind):
-    parts = [Centers()] if kind == "centers" else []
-    make = with_layer(*parts, kind=of_root if kind == "own" else keras.Sequential)
-    loss = {"loss": losses.contrastive, "own": None}.get(kind, "mse")
-    report = check(make, SPLIT, loss=loss, optimizer=keras.optimizers.SGD(0.05))
-    assert report.verdict == "equivalent"
-
-
-REASONS = {
-    "normalization": (
-        lambda: with_layer(layers.BatchNormalization())(),
-        SPLIT,
-        "BatchNormalization layers in training mode",
-    ),
-    "samples": (
-        lambda: with_layer(Centers())(),
-        BY_MICROBATCH,
-        "only if the model treats samples|depend on the others|combines|as the full batch",
-    ),
-    "loss": (
-        lambda: with_layer()(losses.contrastive, keras.optimizers.SGD(0.05)),
-        WINDOWS,
-        "only if the loss is a mean or|not those of its halves together|only if the loss is a sum|"
-        "does not train as the full batch",
-    ),
-}
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize("name", REASONS)
-def test_what_differs_is_named(name):
-    make, settings, words = REASONS[name]
-    report = check(make, settings)
-    assert report.verdict == "different"
-    assert re.search(words, " ".join(report.reasons))
-    assert re.search(words, " ".join(str(report).split()))
 
 
 class Ruled(AccumulatingModel, keras.Sequential):
@@ -94,11 +23,56 @@ class Ruled(AccumulatingModel, keras.Sequential):
         return ops.where(x[0, 0] > 0, 1.0, 3.0)
 
 
-def test_a_weight_that_is_wrong_is_found():
-    report = check(with_layer(kind=Ruled), SPLIT)
-    assert report.verdict == "different"
-    words = "must return what the loss is divided by"
-    assert re.search(words, " ".join(report.reasons))
+SUITE = models.CASES | losses.CASES | own_train_steps.CASES
+SUITE["a weight that is wrong"] = losses.own("mse", make=losses.of_class(Ruled))
+SPLIT, WINDOWS = {"microbatch_size": 4}, {"accumulation_steps": 3}
+BY_MICROBATCH = {"microbatch_size": 4, "loss_over": "microbatch"}
+CONTRASTIVE, COMBINES = "own loss: contrastive", "a layer that combines samples"
+# The case, how it is accumulated, the verdict, and what is told if anything is.
+REPORTS = [
+    *(
+        ("adam", way, "equivalent", None)
+        for way in (SPLIT, WINDOWS, {**SPLIT, **WINDOWS}, BY_MICROBATCH)
+    ),
+    *((name, SPLIT, "equivalent", None) for name in ("own train_step: root", CONTRASTIVE)),
+    (COMBINES, SPLIT, "equivalent", "cannot be split into microbatches"),
+    ("batch normalization", SPLIT, "different", "BatchNormalization layers in training mode"),
+    (
+        COMBINES,
+        BY_MICROBATCH,
+        "different",
+        "only if the model treats samples|depend on the others|combines|as the full batch",
+    ),
+    (
+        CONTRASTIVE,
+        WINDOWS,
+        "different",
+        "only if the loss is a mean or|not those of its halves together|only if the loss is a sum|"
+        "does not train as the full batch",
+    ),
+    ("a weight that is wrong", SPLIT, "different", "must return what the loss is divided by"),
+]
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(("name", "settings", "verdict", "words"), REPORTS)
+def test_what_differs_is_named_and_what_adds_up_is_equivalent(name, settings, verdict, words):
+    case = SUITE[name]
+    model = seeded(case.make)
+    model.compile(**case.compile())
+    report = check_equivalence(model, *case.data(48), batch_size=12, **settings)
+    assert isinstance(report, EquivalenceReport)
+    assert report.verdict == verdict
+    assert bool(report.reasons) == (words is not None)
+    for text in (" ".join(report.reasons), str(report)):
+        assert re.search(words or "", " ".join(text.split()))
+
+
+def with_layers(*parts):
+    first = layers.Dense(6, activation="tanh")
+    model = keras.Sequential([keras.Input((4,)), first, *parts, layers.Dense(2)])
+    model.compile("adam", "mse", metrics=["mae"])
+    return model
 
 
 def state_of(model):
@@ -116,7 +90,7 @@ def test_dropout_is_shared_and_everything_is_left_as_it_was():
     """Training goes on to the bit."""
 
     def make():
-        return with_layer(layers.BatchNormalization(), layers.Dropout(0.4, seed=1))()
+        return with_layers(layers.BatchNormalization(), layers.Dropout(0.4, seed=1))
 
     model, undisturbed = seeded(make), seeded(make)
     for each in (model, undisturbed):
@@ -156,7 +130,8 @@ def test_an_open_window_and_the_settings_are_kept():
     x, y = dense_data(48)
     trained = []
     for is_checked in (True, False):
-        model = accumulate(seeded(with_layer(layers.Dropout(0.5, seed=1))), accumulation_steps=3)
+        model = seeded(lambda: with_layers(layers.Dropout(0.5, seed=1)))
+        accumulate(model, **WINDOWS)
         for begin in (0, 16, 32):
             model.train_on_batch(x[begin : begin + 16], y[begin : begin + 16])
             assert int(model.optimizer.iterations) == (begin == 32)
