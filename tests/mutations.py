@@ -243,14 +243,14 @@ MUTATIONS = [
         "core/statistics.py",
         "        return Moments(count, self.mean + step * share, variance)",
         "        return Moments(count, other.mean, other.variance)",
-        "conformance/test_normalization.py",
+        "conformance/test_conformance.py",
     ),
     Mutation(
         "metrics get the numbers of microbatches twice",
         "core/updates.py",
         "ops.cast((total - known) * share, metric.total.dtype)",
         "ops.cast(total * share, metric.total.dtype)",
-        "conformance/test_window_logs_everywhere.py",
+        "conformance/test_conformance.py",
     ),
     Mutation(
         "replicas divide by what they weigh themselves",

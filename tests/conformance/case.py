@@ -12,18 +12,13 @@ import keras
 import numpy as np
 import pytest
 from conftest import set_dtype
-from helpers import (
-    TOLERANCE,
-    assert_changed,
-    num_updates,
-    relative_difference,
-    seeded,
-    told,
-)
+from helpers import TOLERANCE, assert_changed, num_updates, relative_difference, seeded, told
 from keras import ops
 from training import reordered, rounded, train
 
 BACKEND = keras.backend.backend()
+PRECISION = "float64" if BACKEND == "tensorflow" else "float32"  # of tests with one
+WINDOW = 12  # samples of an update
 # Of an epoch: windows of 12, 12 and 7, or 8 where devices have to share each batch evenly.
 SAMPLES = 32 if helpers.num_replicas > 1 and BACKEND == "jax" else 31
 
@@ -50,12 +45,15 @@ SETTINGS = {
     "batches of one": Setting(1, {"accumulation_steps": 12}, False),
     "microbatches of one": Setting(12, {"microbatch_size": 1}, True),
     "added up": Setting(12, {"microbatch_size": 5, "loss_over": "microbatch"}, True),
+    "recomputed windows": Setting(
+        4, {"accumulation_steps": 3, "microbatch_size": 3, "loss_over": "batch"}, False
+    ),
     "left out": Setting(12, {"microbatch_size": 5, "skip_nonfinite": True}, True),
     "windows that may be left out": Setting(
         4, {"accumulation_steps": 3, "skip_nonfinite": True}, False
     ),
 }
-USUAL = tuple(name for name in SETTINGS if name != "added up" and "left out" not in name)
+USUAL = (*("windows", "split", "both", "recomputed"), *("batches of one", "microbatches of one"))
 
 
 ALL = ("weights", "variables", "seeds", "optimizer", "updates", "logs")
@@ -101,6 +99,7 @@ class FallsShort:
 
 
 EXACT = Warns("")
+LEAST = 1e-4  # of what differs, as a warning says
 ROUNDOFF = {"mixed_float16": 2.0**-11, "mixed_bfloat16": 2.0**-8}  # of any number
 
 
@@ -176,6 +175,7 @@ class Trained(NamedTuple):
         optimizer: the variables of optimizers.
         updates: the number of them.
         logs: of epochs.
+        of_updates: the logs of the batches that make updates, by epoch and samples until then.
         warnings: texts for users.
     """
 
@@ -185,6 +185,7 @@ class Trained(NamedTuple):
     optimizer: list[np.ndarray]
     updates: int = 0
     logs: dict[str, list[float]] | None = None
+    of_updates: dict[tuple[int, int], dict[str, np.ndarray]] | None = None
     warnings: tuple[str, ...] = ()
 
 
@@ -207,14 +208,36 @@ def state_of(model):
     )
 
 
+class OfUpdates(keras.callbacks.Callback):
+    """Keeps the logs of batches that fill a window of 12 samples, or end an epoch."""
+
+    def __init__(self, samples, rows):
+        super().__init__()
+        self.samples, self.rows, self.seen, self.epoch = samples, rows, {}, 0
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        seen = min((batch + 1) * self.rows, self.samples)
+        if seen % WINDOW == 0 or seen == self.samples:
+            self.seen[self.epoch, seen] = {
+                name: keras.ops.convert_to_numpy(value) for name, value in logs.items()
+            }
+
+
 def trained(case, data, rows, **settings):
     """Return what a training through `fit` leaves behind, plain without settings."""
+    of_updates = OfUpdates(len(keras.tree.flatten(data)[0]), rows)
+    fit = {**case.fit, "callbacks": [*case.fit.get("callbacks", ()), of_updates]}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         model, _ = train(
-            case.make, case.compile, data, rows=rows, fit_args=case.fit, builds=False, **settings
+            case.make, case.compile, data, rows=rows, fit_args=fit, builds=False, **settings
         )
-    return state_of(model)._replace(logs=model.history.history, warnings=tuple(told(caught)))
+    return state_of(model)._replace(
+        logs=model.history.history, of_updates=of_updates.seen, warnings=tuple(told(caught))
+    )
 
 
 def largest(found, expected, start):
@@ -234,20 +257,24 @@ def largest(found, expected, start):
     return max(differences)
 
 
+def difference_of_logs(found, expected):
+    """Return the largest relative difference of two dicts of numbers, or of lists of them."""
+    assert found.keys() == expected.keys()
+    pairs = [np.asarray((found[name], values), "float64") for name, values in expected.items()]
+    return max((np.max(np.abs(a - b) / np.maximum(np.abs(b), 1e-3)) for a, b in pairs), default=0.0)
+
+
 def differences(found, expected, start):
     """Return in what two trainings differ: relative numbers, by what they are of."""
-    assert found.logs.keys() == expected.logs.keys()
-    logs = [
-        np.max(np.abs(np.subtract(found.logs[name], values)) / np.maximum(np.abs(values), 1e-3))
-        for name, values in expected.logs.items()
-    ]
+    logs = [difference_of_logs(found.logs, expected.logs)]
+    logs += [difference_of_logs(found.of_updates[at], of) for at, of in expected.of_updates.items()]
     return {
         "weights": largest(found.weights, expected.weights, start.weights),
         "variables": largest(found.variables, expected.variables, start.variables),
         "seeds": largest(found.seeds, expected.seeds, start.seeds),
         "optimizer": largest(found.optimizer, expected.optimizer, []),
         "updates": abs(found.updates - expected.updates),
-        "logs": max(logs, default=0.0),
+        "logs": max(logs),
     }
 
 
@@ -353,6 +380,8 @@ def assert_refused(case, setting, refused):
 def check(case, setting, dtype):
     """Train a case plainly and with a setting, and compare it with what is expected.
 
+    What is told without being exact has to differ: else it is a false alarm.
+
     Returns:
         All differences.
     """
@@ -372,5 +401,6 @@ def check(case, setting, dtype):
         assert warned
         assert [text for text in warned if not re.search(expects.text, text)] == []
         assert len(set(warned)) == len(warned)
+        assert "weights" in compares or not all(value <= LEAST for value in seen.values())
     assert too_much == {}
     return seen

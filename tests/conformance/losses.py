@@ -5,45 +5,84 @@ import itertools
 
 import keras
 import numpy as np
-import reductions
 import zoo
-from case import TRIED, Case, FallsShort, Warns, sgd
+from case import TRIED, USUAL, Case, FallsShort, Warns, sgd
 from helpers import dense_data, dense_model
 from keras import layers, ops
 
 FULL = 24  # of ragged batches, Keras on TensorFlow does not know the samples, and counts one each
 
+
+# Reductions, masks and weights.
+
+REDUCTIONS = ["mean_with_sample_weight", "sum_over_batch_size", "mean", "sum"]
+
+DIFFERENT_REDUCTIONS = [name for name in REDUCTIONS if name != "mean"]  # which is the second one
+
+
+def sequence_model():
+    return keras.Sequential(
+        [keras.Input((5, 3)), layers.Dense(4, activation="tanh"), layers.Dense(2)]
+    )
+
+
+def masked_sequence_model():
+    return keras.Sequential([keras.Input((5, 3)), layers.Masking(), *sequence_model().layers])
+
+
+def sample_weights(kind, rows):
+    generator = np.random.default_rng(5)
+    if kind == "none":
+        return ()
+    shape = {"rows": (rows, 1), "positions": (rows, 5), "zeros": (rows, 1)}[kind]
+    weights = generator.uniform(0.1, 3.0, size=shape).astype(keras.config.floatx())
+    if kind == "zeros":
+        weights[: rows // 3] = 0.0  # a whole microbatch that counts nothing, and more
+    return (weights,)
+
+
+def compile_with(reduction, **kwargs):
+    def arguments():
+        return {
+            "optimizer": keras.optimizers.SGD(0.001 if reduction == "sum" else 0.05, momentum=0.9),
+            "loss": keras.losses.MeanSquaredError(reduction=reduction),
+            **kwargs,
+        }
+
+    return arguments
+
+
 MODELS = {
-    "masked": (reductions.masked_sequence_model, zoo.masked_data),
-    "unmasked": (reductions.sequence_model, zoo.masked_data),
+    "masked": (masked_sequence_model, zoo.masked_data),
+    "unmasked": (sequence_model, zoo.masked_data),
 }
 
 
 def weighted(make_data, kind):
-    return lambda rows: (*make_data(rows), *reductions.sample_weights(kind, rows))
+    return lambda rows: (*make_data(rows), *sample_weights(kind, rows))
 
 
 CASES = {
     f"{reduction}, {name}, weights: {kind}": Case(
         make,
         weighted(data, kind),
-        reductions.compile_with(reduction),
+        compile_with(reduction),
         # Keras's own step on PyTorch takes no weights of samples for sequences.
         backends=("tensorflow", "jax")
         if kind in ("rows", "zeros")
         else ("tensorflow", "torch", "jax"),
     )
     for (name, (make, data)), reduction, kind in itertools.product(
-        MODELS.items(), reductions.DIFFERENT_REDUCTIONS, ("none", "rows", "positions", "zeros")
+        MODELS.items(), DIFFERENT_REDUCTIONS, ("none", "rows", "positions", "zeros")
     )
 }
 CASES |= {
     f"{reduction}, weights of samples": Case(
         dense_model,
         lambda rows: (*dense_data(rows), np.linspace(0.1, 3.0, rows)),
-        reductions.compile_with(reduction),
+        compile_with(reduction, weighted_metrics=["mae"]),
     )
-    for reduction in reductions.DIFFERENT_REDUCTIONS
+    for reduction in DIFFERENT_REDUCTIONS
 }
 CASES["no reduction"] = Case(
     dense_model,
@@ -89,7 +128,7 @@ def decaying():
     return {"optimizer": keras.optimizers.AdamW(rate, weight_decay=0.1), "loss": "mse"}
 
 
-for reduction in reductions.REDUCTIONS:
+for reduction in REDUCTIONS:
     loss = functools.partial(keras.losses.SparseCategoricalCrossentropy, True, reduction=reduction)
     CASES[f"class weights, {reduction}"] = Case(
         functools.partial(dense_model, outputs=3),
@@ -100,14 +139,12 @@ for reduction in reductions.REDUCTIONS:
 
 CASES |= {
     "ignored class": Case(
-        reductions.sequence_model,
+        sequence_model,
         ignoring,
         sgd((lambda: keras.losses.SparseCategoricalCrossentropy(True, ignore_class=-1),)),
     ),
     "a microbatch without weight": Case(
-        dense_model,
-        without_weight,
-        reductions.compile_with("mean_with_sample_weight"),
+        dense_model, without_weight, compile_with("mean_with_sample_weight")
     ),
     "a window without weight": Case(
         functools.partial(zoo.masked_recurrent, kernel_regularizer="l2"), masked_window, decaying
@@ -118,18 +155,74 @@ CASES |= {
 # Several outputs, with denominators of their own.
 
 
-def terms(make, compile_args, data):
-    """Return a case whose terms weigh differently, which is exact within a batch."""
-    return Case(
-        make,
-        data,
-        compile_args,
-        expects={"across": Warns("The terms of|average over different things|add_loss")},
+def two_masked_outputs():
+    """Each output has the mask of its own input."""
+    a, b = keras.Input((5, 3)), keras.Input((5, 3))
+    masking = layers.Masking()
+    hidden = layers.Dense(4, activation="tanh")
+    outputs = [layers.Dense(2, name=n)(hidden(masking(i))) for n, i in (("a", a), ("b", b))]
+    return keras.Model([a, b], outputs)
+
+
+def two_masked_data(rows):
+    (a, y), (b, _) = zoo.masked_data(rows), zoo.masked_data(rows)
+    return [a, b[::-1].copy()], [y, y[::-1].copy()]
+
+
+def masked_with_activity_regularizer():
+    return keras.Sequential(
+        [
+            keras.Input((5, 3)),
+            layers.Masking(),
+            layers.Dense(4, activation="tanh", activity_regularizer=keras.regularizers.L2(0.3)),
+            layers.Dense(2, kernel_regularizer=keras.regularizers.L2(0.1)),
+        ]
     )
 
 
-CASES |= {name: terms(*parts) for name, parts in reductions.UNLIKE.items()}
+def two_sequences():
+    inputs = keras.Input((5, 3))
+    hidden = layers.Dense(4, activation="tanh")(inputs)
+    return keras.Model(inputs, [layers.Dense(2, name=name)(hidden) for name in "ab"])
 
+
+def mixed(*reductions):
+    return lambda: {
+        "optimizer": keras.optimizers.SGD(0.005, momentum=0.9),
+        "loss": [keras.losses.MeanSquaredError(reduction=reduction) for reduction in reductions],
+        "loss_weights": [0.7, 1.9],
+    }
+
+
+def weighted_data(rows, kinds):
+    x, y = zoo.masked_data(rows)
+    generator = np.random.default_rng(9)
+    weights = [generator.uniform(0.1, 3.0, size=(rows, kind)) for kind in kinds]
+    return x, [y, -y], weights
+
+
+def nothing_in_the_first_part(rows):
+    x, y, weights = weighted_data(rows, (1, 5))
+    weights[0][::12], weights[0][1::12] = 0.0, 0.0
+    for start in range(0, rows, 12):
+        weights[0][start : start + 5] = 0.0
+    return x, y, weights
+
+
+OF_WEIGHTS = mixed("mean_with_sample_weight", "mean_with_sample_weight")
+UNLIKE = {
+    "two masks": (two_masked_outputs, mixed("mean", "mean"), two_masked_data),
+    "two masks, sum": (two_masked_outputs, mixed("mean", "sum"), two_masked_data),
+    "mask and activity": (masked_with_activity_regularizer, compile_with("mean"), zoo.masked_data),
+    "mean and sum": (two_sequences, mixed("mean", "sum"), lambda n: weighted_data(n, (1, 1))),
+    "two sample weights": (two_sequences, OF_WEIGHTS, lambda n: weighted_data(n, (1, 5))),
+    "a part that one leaves out": (two_sequences, OF_WEIGHTS, nothing_in_the_first_part),
+}
+TERMS = {"across": Warns("The terms of|average over different things|add_loss")}
+CASES |= {
+    name: Case(make, data, compile_args, expects=TERMS)
+    for name, (make, compile_args, data) in UNLIKE.items()
+}
 CASES |= {
     "two reductions that agree": Case(
         zoo.two_outputs,
@@ -159,9 +252,9 @@ def regularized_sequences():
 
 CASES |= {
     f"regularizers, {reduction}": Case(
-        regularized_sequences, zoo.masked_data, reductions.compile_with(reduction)
+        regularized_sequences, zoo.masked_data, compile_with(reduction)
     )
-    for reduction in reductions.REDUCTIONS
+    for reduction in REDUCTIONS
 }
 
 
@@ -183,10 +276,6 @@ def by_four(y_true, y_pred):
 
 def total(y_true, y_pred):
     return ops.sum(ops.square(y_true - y_pred))
-
-
-def two_means(y_true, y_pred):
-    return ops.mean(ops.abs(y_true - y_pred)) + 0.5 * ops.mean(ops.square(y_true - y_pred))
 
 
 def by_output(y_true, y_pred):
@@ -380,7 +469,6 @@ CASES |= {
     "own loss: per sample": own(per_sample),
     "own loss: mean": own(mean),
     "own loss: sum": own(total, 0.005),
-    "own loss: two means": own(two_means),
     "own loss: a number per output": own(by_output),
     "own loss: a number per entry": own(by_entry, 0.01),
     "own loss: masked mean with epsilon": own(masked_mean(lambda count: count + 0.5), 0.02),
@@ -396,7 +484,7 @@ CASES |= {
                 0.0003 if reduction == "sum" else 0.01,
             ),
         )
-        for reduction in reductions.DIFFERENT_REDUCTIONS
+        for reduction in DIFFERENT_REDUCTIONS
     },
     "own loss: weighs by itself": calls(weighs_by_itself),
     "own loss: adds up by itself": calls(lambda k, y, z, w: total(y, z), 0.005),
@@ -455,9 +543,7 @@ CASES |= {
     "own loss: wrapped": compares(wrapped),
     **{
         f"own loss: {loss.__name__}": own(
-            loss,
-            data=positive_at_first,
-            settings=("split", "recomputed"),
+            loss, data=positive_at_first, settings=("split", "recomputed")
         )
         for loss in (comparing_later, alike_at_first)
     },
@@ -536,9 +622,7 @@ def some_zeros(rows):
 
 CASES |= {
     "own compute_loss: with a rule": Case(
-        of_class(computing(mean_of_some, number_of_positive)),
-        some_positive,
-        sgd(None, 0.02),
+        of_class(computing(mean_of_some, number_of_positive)), some_positive, sgd(None, 0.02)
     ),
     "own compute_loss: a sum by rule": Case(
         lambda: computing(lambda of_keras, y, z: of_keras() + total(y, z), lambda y: "sum")(
@@ -548,9 +632,9 @@ CASES |= {
         sgd(None, 0.001),
     ),
     "own compute_loss: sample weights of its own": Case(
-        lambda: computing(weighs_by_target)(reductions.sequence_model().layers),
+        lambda: computing(weighs_by_target)(sequence_model().layers),
         some_zeros,
-        reductions.compile_with("mean_with_sample_weight"),
+        compile_with("mean_with_sample_weight"),
     ),
     "own compute_loss: compares samples": Case(
         of_class(computing(compares_predictions)),
@@ -577,8 +661,132 @@ CASES |= {
 }
 
 
-# Logs: metrics of masks, weights and several outputs.
+# It divides by zero where no target is positive, so that such a microbatch has gradients of NaN.
+OF_POSITIVE = of_class(computing(mean_of_some, number_of_positive))
 
+
+def unmarked(first, last):
+    """Return data of which so many of each 12 samples are not marked."""
+
+    def data(rows):
+        x, y = dense_data(rows)
+        is_marked = (np.arange(rows) % 12 < first) | (np.arange(rows) % 12 >= last)
+        return x, np.where(is_marked[:, None], np.abs(y), -np.abs(y))
+
+    return data
+
+
+CASES |= {
+    f"microbatches of NaN: samples {first} to {last}": Case(
+        OF_POSITIVE,
+        unmarked(first, last),
+        lambda: {"optimizer": keras.optimizers.Adam(0.01)},
+        samples=FULL,
+        settings=("windows", "added up"),
+    )
+    for first, last in ((0, 10), (0, 5), (4, 10), (4, 12))
+}
+
+
+# Losses that are zero where nothing counts, but not in the full batch: a later batch shows it.
+
+
+def counts(y):
+    return ops.cast(y[:, 0] > -0.3, "float32")
+
+
+def of_all_over_some(y, z):
+    return ops.divide_no_nan(ops.sum(per_sample(y, z)), ops.sum(counts(y)))
+
+
+def of_all_over_some_unsafe(y, z):
+    return ops.sum(per_sample(y, z)) / ops.sum(counts(y))
+
+
+def each_of_all_over_some(y, z):
+    return ops.sum(ops.divide_no_nan(per_sample(y, z), ops.sum(counts(y))))
+
+
+def of_all_in_one_branch(y, z):
+    number = ops.sum(counts(y))
+    return ops.where(number > 0, ops.sum(per_sample(y, z)) / ops.maximum(number, 1e-9), 0.0)
+
+
+def without_infinity(y, z):
+    return ops.nan_to_num(ops.sum(per_sample(y, z)) / ops.sum(counts(y)), posinf=0.0)
+
+
+def signed(y, z):
+    """The first column weighs, by numbers of both signs where it is -0.3 or less."""
+    weights = ops.where(y[:, 0] > -0.3, 1.0, y[:, 1])
+    return ops.divide_no_nan(ops.sum(weights * per_sample(y, z)), ops.sum(weights))
+
+
+def at_least_two(y, z):
+    """The bound is never reached in the trial."""
+    return ops.sum(per_sample(y, z)) / ops.maximum(ops.sum(counts(y)), 2.0)
+
+
+# And losses of which nothing is lost.
+
+
+def of_some_over_some(y, z):
+    return ops.divide_no_nan(ops.sum(counts(y) * per_sample(y, z)), ops.sum(counts(y)))
+
+
+def each_over_some(y, z):
+    return ops.sum(counts(y) * ops.divide_no_nan(per_sample(y, z), ops.sum(counts(y))))
+
+
+def bounded(y, z):
+    return ops.sum(counts(y) * per_sample(y, z)) / ops.maximum(ops.sum(counts(y)), 1.0)
+
+
+def some_empty_later(rows, begin=28, end=34):
+    """Samples, of which some of a window do not count: in each setting, those of a microbatch.
+
+    And weights of both signs come to zero there.
+    """
+    x, y = dense_data(rows)
+    y[:, 0] = np.abs(y[:, 0])
+    y[begin:end, 0] = -1.0
+    y[begin:end, 1] = np.resize([1.0, 1.0, -2.0, 0.0, 3.0, -2.0], len(y[begin:end]))
+    return x, y
+
+
+def empty_later(loss, is_own=False, expects=None, **kwargs):
+    make = of_class(computing(lambda of_keras, y, z: loss(y, z))) if is_own else dense_model
+    given = {"data": some_empty_later, "samples": 48, "settings": ("split", "windows", "both")}
+    given |= {"expects": expects or {}, "precision": "float32", **kwargs}
+    return Case(make, compile=sgd(None if is_own else loss), **given)
+
+
+COMPILED_OR_OWN = {"compiled": False, "own": True}
+LOST = (
+    *(each_of_all_over_some, of_all_over_some, of_all_over_some_unsafe, of_all_in_one_branch),
+    *(without_infinity, signed, at_least_two),
+)
+CASES |= {
+    f"empty later, {how}: {loss.__name__}": empty_later(
+        loss, is_own, {"across": Warns(TRIED)} if loss in LOST else {}
+    )
+    for loss in (*LOST, of_some_over_some, each_over_some, bounded)
+    for how, is_own in COMPILED_OR_OWN.items()
+}
+CASES |= {  # it makes an update with gradients of zero, as plain Keras does
+    f"an empty window: {loss.__name__}": empty_later(
+        loss,
+        data=functools.partial(some_empty_later, begin=24, end=36),
+        samples=36,
+        settings=("windows",),
+    )
+    for loss in (of_all_over_some, of_some_over_some)
+}
+
+
+# Logs, after each update: metrics of masks, weights and several outputs.
+
+OF_WINDOWS = {"settings": ("windows", "both", "windows that may be left out")}
 CASES |= {
     "logs: metrics of two outputs": Case(
         zoo.two_outputs,
@@ -586,12 +794,21 @@ CASES |= {
         sgd("mse", metrics=[["mae", "mse"], ["mae"]]),
         samples=FULL,
     ),
+    "logs: sums of two outputs": Case(
+        zoo.two_outputs,
+        zoo.two_outputs_data,
+        sgd((lambda: [keras.losses.MeanSquaredError("sum")] * 2,), 0.005, loss_weights=[0.5, 1.0]),
+        samples=FULL,
+        **OF_WINDOWS,
+    ),
+    "logs: a mask": Case(zoo.masked_recurrent, zoo.masked_data, sgd(metrics=["mae"]), **OF_WINDOWS),
     "logs: weighted metrics of a mask": Case(
         zoo.masked_recurrent,
         weighted(zoo.masked_data, "positions"),
         sgd(
             (lambda: keras.losses.MeanSquaredError("sum"),), 0.0001, weighted_metrics=["mse", "mae"]
         ),
+        settings=(*USUAL, "windows that may be left out"),
     ),
     "logs: accuracy and area": Case(
         lambda: keras.Sequential([keras.Input((4,)), layers.Dense(1, activation="sigmoid")]),
@@ -599,9 +816,6 @@ CASES |= {
         sgd("binary_crossentropy", metrics=["accuracy", "auc"]),
     ),
     "logs: validation": Case(
-        dense_model,
-        dense_data,
-        sgd(metrics=["mae"]),
-        {"validation_data": dense_data(8, seed=9)},
+        dense_model, dense_data, sgd(metrics=["mae"]), {"validation_data": dense_data(8, seed=9)}
     ),
 }

@@ -58,6 +58,9 @@ def token_loss():
 WHOLE = Warns("cannot be split into", ALL)
 COMBINES = {"across": Warns(TRIED), "within": WHOLE}
 CLIPS = {"across": Warns(TRIED), "within": Warns("custom gradient that combines samples", ALL)}
+AVERAGES = Warns("Their running averages are updated once per update", ("variables",))
+MORE = ("windows", "recomputed", "batches of one", "microbatches of one")
+MORE += ("recomputed windows", "left out")
 IN_ONE_BATCH = {"settings": ("split", "recomputed"), "expects": {"within": WHOLE}}
 
 
@@ -77,11 +80,28 @@ def normalized_in_a_branch():
     return keras.Sequential([keras.Input((4,)), Branches(), layers.Dense(2)])
 
 
+# Of what is normalized nothing depends on weights that are trained, so averages can be compared.
+
+
 def normalized(**kwargs):
-    """Normalizes its inputs, so that what it averages does not depend on weights."""
+    """Normalizes its inputs, and what frozen layers make of them."""
+    frozen = layers.Dense(3, activation="tanh", trainable=False)
     inputs = keras.Input((4,))
-    both = [inputs, layers.BatchNormalization(**kwargs)(inputs)]
-    return keras.Model(inputs, layers.Dense(2)(layers.Concatenate()(both)))
+    parts = [inputs, layers.BatchNormalization(**kwargs)(inputs)]
+    parts += [layers.BatchNormalization(momentum=0.7, **kwargs)(frozen(inputs))]
+    return keras.Model(inputs, layers.Dense(2)(layers.Concatenate()(parts)))
+
+
+def normalized_under_a_mask():
+    inputs = keras.Input((5, 3))
+    normal = layers.BatchNormalization(momentum=0.8)(layers.Masking()(inputs))
+    return keras.Model(inputs, layers.Dense(2)(layers.GlobalAveragePooling1D()(normal)))
+
+
+def normalized_images():
+    inputs = keras.Input((6, 6, 2))
+    parts = [layers.BatchNormalization(axis=a, momentum=0.8)(inputs) for a in (1, -1, 2)]
+    return keras.Model(inputs, layers.Dense(2)(layers.Flatten()(layers.Concatenate()(parts))))
 
 
 CASES |= {
@@ -97,10 +117,7 @@ CASES |= {
         functools.partial(stateful, 12), sequences, samples=36, **IN_ONE_BATCH
     ),
     "stateful masked recurrent": Case(
-        functools.partial(stateful, 12, layers.Masking),
-        zoo.masked_data,
-        samples=36,
-        **IN_ONE_BATCH,
+        functools.partial(stateful, 12, layers.Masking), zoo.masked_data, samples=36, **IN_ONE_BATCH
     ),
     "language model": Case(language_model, tokens, sgd((token_loss,))),
     "frozen batch normalization": Case(functools.partial(normalized, trainable=False), dense_data),
@@ -111,15 +128,48 @@ CASES |= {
         backends=("tensorflow",),  # the others have Python's, or keep no state in one
         settings=("recomputed",),
     ),
-    "batch normalization": Case(
-        normalized,
-        dense_data,
-        expects={
-            name: Warns("BatchNormalization", compares=("variables",))
-            for name in ("within", "across")
-        },
-    ),
+    **{
+        name: Case(
+            make,
+            data,
+            expects=dict.fromkeys(("within", "across"), AVERAGES),
+            settings=("both", "split", *more),
+        )
+        for name, make, data, more in (
+            ("batch normalization", normalized, dense_data, MORE),
+            (
+                "batch normalization under a mask",
+                normalized_under_a_mask,
+                lambda rows: (zoo.masked_data(rows)[0], dense_data(rows)[1]),
+                ("recomputed",),
+            ),
+            (
+                "batch normalization of images",
+                normalized_images,
+                zoo.convolution_data,
+                ("recomputed",),
+            ),
+        )
+    },
 }
+
+
+class MovesItself(layers.BatchNormalization):
+    """Has a call of its own, so that its averages are not pooled."""
+
+    def call(self, inputs, training=None, mask=None):
+        return super().call(inputs, training=training, mask=mask)
+
+
+CASES["batch normalization that moves itself"] = Case(
+    lambda: keras.Sequential([keras.Input((4,)), MovesItself(name="bn"), layers.Dense(2)]),
+    dense_data,
+    expects={
+        "within": WHOLE,
+        "across": Warns(rf"{TRIED}|cannot be split into|\['bn'\].*once per microbatch"),
+    },
+    settings=("split", "windows"),
+)
 
 
 # Structures of data, in any order of keys.
@@ -142,12 +192,6 @@ class TwoTowers(keras.Model):
     def call(self, inputs):
         left, right = self.left(inputs["right"]), self.right(inputs["left"])
         return {"z": self.z(left * right), "a": self.a(left - right)}
-
-
-class OwnLossOfTwoTowers(TwoTowers):
-    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        losses = [ops.mean(ops.square(y[name] - y_pred[name])) for name in ("z", "a")]
-        return losses[0] + 3.0 * losses[1]
 
 
 def towers_data(rows):
@@ -229,7 +273,6 @@ CASES |= {
         sgd({"z": "mse", "a": "mae"}, loss_weights={"a": 0.3, "z": 2.0}),
         samples=24,  # of ragged batches, Keras on TensorFlow counts one sample each
     ),
-    "dicts in a loss": Case(OwnLossOfTwoTowers, towers_data, sgd(None, 0.02)),
     "nested": Case(Nested, nested_data, sgd(None)),
     "a list with an output without a loss": Case(
         zoo.two_outputs,
@@ -493,6 +536,35 @@ def annealed(function, base=keras.Sequential, **kwargs):
     return Case(make, dense_data, fit={"callbacks": [Anneals()], "epochs": 3}, **kwargs)
 
 
+class CountsInside(Centers):
+    """Is not split, so calls in it are, of which one writes to a variable."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = layers.SpectralNormalization(layers.Dense(4))
+
+    def call(self, x):
+        return super().call(self.counts(x, training=True))
+
+
+class NamedDense(layers.Dense):
+    def call(self, x):
+        return super().call(x), "first"
+
+
+class Named(keras.Model):
+    """Compares samples, so calls in it are split, of which one gives what is no array."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = NamedDense(3), layers.Dense(2)
+
+    def call(self, x):
+        outputs, name = self.first(x)
+        assert name == "first"
+        return self.last(outputs - ops.mean(outputs, axis=0))
+
+
 class Draws(layers.Layer):
     """Draws random numbers that change nothing."""
 
@@ -618,6 +690,14 @@ CASES |= {
             "keeps an average": lambda: KeepsAverage(5, "tanh"),
         }.items()
     },
+    "a layer that combines samples, and one in it that writes": Case(
+        lambda: keras.Sequential([keras.Input((4,)), CountsInside(), dense_model()]),
+        dense_data,
+        **IN_ONE_BATCH,
+    ),
+    "a layer of a model that combines samples, which gives a name": Case(
+        Named, dense_data, **IN_ONE_BATCH
+    ),
     "a layer that draws": Case(
         followed_by(Draws), dense_data, compares=tuple(name for name in ALL if name != "seeds")
     ),
@@ -779,10 +859,7 @@ HALF = {
     "embedding": Case(*zoo.ZOO["embedding"]),
     "deep": Case(deep, dense_data, settings=("split",), compares=("updates",)),
     "calls inside of a language model": Case(
-        tokens_with_calls_inside,
-        tokens,
-        sgd((token_loss,)),
-        **IN_ONE_BATCH,
+        tokens_with_calls_inside, tokens, sgd((token_loss,)), **IN_ONE_BATCH
     ),
     "calls inside of a model": Case(
         with_calls_inside,

@@ -213,18 +213,6 @@ class Tracks(OfObjective):
         return {metric.name: metric.result() for metric in self.metrics}
 
 
-class ByComputeLoss(OfObjective):
-    def loss_of(self, x, y):
-        return self.compute_loss(x=x, y=y, y_pred=self.net(x, training=True))
-
-
-class Penalized(OfObjective):
-    """Adds a penalty on a weight."""
-
-    def loss_of(self, x, y):
-        return super().loss_of(x, y) + 0.05 * ops.sum(ops.square(self.trainable_variables[0]))
-
-
 class AddsLosses(OfObjective):
     """Adds what layers have added."""
 
@@ -245,31 +233,15 @@ class RunsAnother:
         return {"largest": ops.mean(ops.max(x, axis=-1)), "rate": ops.convert_to_tensor(0.5)}
 
 
-class CallsKeras(RunsAnother, keras.Sequential):
-    pass
-
-
-class CallsTheMixin(RunsAnother, AccumulatingModel, keras.Sequential):
-    pass
-
-
-class LogsTwice(CallsKeras):
+class LogsTwice(RunsAnother, keras.Sequential):
     """Computes with the result of a metric, which waits for the window."""
 
     def more(self, logs, x, y):
         return {"twice": 2 * logs["loss"]}
 
 
-class OfMixin(AccumulatingModel, OfObjective):
-    pass
-
-
 class BringsAStep:
     train_step = Differentiates.train_step
-
-
-class OnTheLeft(BringsAStep, OfMixin):
-    pass
 
 
 class FewArguments(OfObjective):
@@ -313,6 +285,11 @@ class AppliesAnInner(OfObjective):
         return gradients
 
 
+def derived(*bases, **methods):
+    """Return a class with some methods of its own."""
+    return type(bases[0].__name__, bases, methods)
+
+
 # Objectives.
 
 
@@ -333,10 +310,6 @@ def masked_by_predictions(y, z):
     return ops.sum(mask * errors) / ops.maximum(ops.sum(mask), 1.0)
 
 
-def of_one_dimension(y, z):
-    return ops.sum(ops.abs(y - z)) / ops.cast(ops.size(y), z.dtype)
-
-
 def focal(y, z):
     """A focal loss that is divided by the number of positives (1708.02002)."""
     label, probability = ops.cast(y > 0.7, y.dtype), ops.sigmoid(z)
@@ -355,39 +328,7 @@ def some_positives(rows):
     return x, np.where(np.arange(rows)[:, None] // 4 % 3 == 1, 0.0, y).astype(y.dtype)
 
 
-def adaptive(y, z):
-    """Divides by the largest loss of the batch."""
-    values = losses.per_sample(y, z)
-    return ops.mean(values**2) / ops.stop_gradient(ops.max(values))
-
-
-def hardest_triplet(y, z):
-    """Of all pairs, those that are hardest for each sample (1703.07737)."""
-    label = y[:, :1] > 0
-    distances = ops.sum(ops.square(z[:, None] - z[None]), -1)
-    is_same = ops.equal(label, ops.transpose(label))
-    farthest = ops.max(ops.where(is_same, distances, 0.0), 1)
-    nearest = ops.min(ops.where(is_same, 1e3, distances), 1)
-    return ops.mean(ops.softplus(farthest - nearest))
-
-
 # Losses of several networks or views, which compare samples.
-
-
-def contrast(a, b, temperature=0.3):
-    """Of all samples of the batch, each is to find the one in its own place."""
-    scores = ops.matmul(normalized(a), ops.transpose(normalized(b))) / temperature
-    return -ops.mean(ops.diagonal(ops.log_softmax(scores)))
-
-
-class SimCLR(OwnStep):
-    """Two views through an encoder and a head (2002.05709)."""
-
-    def make(self):
-        self.encoder, self.head = mlp(4, 5), mlp(5, 4)
-
-    def loss_of(self, x, y):
-        return contrast(*(self.head(self.encoder(view)) for view in (x, ops.flip(x, 1))))
 
 
 class BarlowTwins(OwnStep):
@@ -401,46 +342,6 @@ class BarlowTwins(OwnStep):
         a, b = ((z - ops.mean(z, 0)) / (ops.std(z, 0) + 0.1) for z in embeddings)
         correlation = ops.matmul(ops.transpose(a), b) / ops.cast(ops.shape(a)[0], a.dtype)
         return ops.mean(ops.square(correlation - ops.eye(5, dtype=a.dtype)))
-
-
-class DualEncoder(OwnStep):
-    """Two towers, called with a dict and with a list of tensors."""
-
-    @staticmethod
-    def data(rows):
-        image = {"pixels": normal(rows, 4), "size": normal(rows, 2, seed=4)}
-        return image, (normal(rows, 3, seed=5), normal(rows, 3, seed=6))
-
-    def make(self):
-        inputs = {name: keras.Input((n,), name=name) for name, n in (("pixels", 4), ("size", 2))}
-        hidden = layers.Concatenate()([inputs["pixels"], inputs["size"]])
-        self.image = keras.Model(inputs, mlp(6, 4)(hidden))
-        inputs = [keras.Input((3,)), keras.Input((3,))]
-        self.text = keras.Model(inputs, mlp(3, 4)(layers.Multiply()(inputs)))
-
-    def loss_of(self, x, y):
-        return contrast(self.image(x), self.text(list(y)))
-
-
-class Distillation(OwnStep):
-    """A student learns from a frozen teacher, at its own temperature in each batch."""
-
-    def make(self):
-        self.student, self.teacher = mlp(4, 2), mlp(4, 2, trainable=False)
-
-    def loss_of(self, x, y):
-        expected = self.teacher(x)
-        temperature, found = 2.0 * ops.std(expected), self.student(x)
-        soft = ops.softmax(expected / temperature) * ops.log_softmax(found / temperature)
-        return 0.3 * ops.mean(ops.square(found - y)) - ops.mean(ops.sum(soft, -1))
-
-
-class Mixup(OwnStep):
-    """Mixes the samples of its batch (1710.09412)."""
-
-    def loss_of(self, x, y):
-        x, y = (0.7 * part + 0.3 * ops.flip(part, 0) for part in (x, y))
-        return ops.mean(ops.square(self.net(x) - y))
 
 
 # Losses that add up.
@@ -534,47 +435,65 @@ class RandomField(OwnStep):
         return ops.mean(ops.logsumexp(partition, axis=1) - path)
 
 
-class VAE(OwnStep):
-    """Sums its error and its divergence over samples."""
-
-    @staticmethod
-    def data(rows):
-        return normal(rows, 4), normal(rows, 3, seed=4)
-
-    def make(self):
-        inputs = keras.Input((4,))
-        hidden = layers.Dense(8, activation="tanh")(inputs)
-        self.encoder = keras.Model(inputs, [layers.Dense(3)(hidden), layers.Dense(3)(hidden)])
-        self.decoder = mlp(3, 4)
-
-    def loss_of(self, x, y):
-        mean, log_variance = self.encoder(x)
-        code = mean + ops.exp(0.5 * log_variance) * y
-        divergence = -0.5 * (1.0 + log_variance - ops.square(mean) - ops.exp(log_variance))
-        return 0.1 * (ops.sum(ops.square(x - self.decoder(code))) + ops.sum(divergence))
+def distilled(model, x, y):
+    """A student learns from a frozen teacher, at its own temperature in each batch."""
+    expected = model.teacher(x)
+    temperature, found = 2.0 * ops.std(expected), model.net(x)
+    soft = ops.softmax(expected / temperature) * ops.log_softmax(found / temperature)
+    return 0.3 * ops.mean(ops.square(found - y)) - ops.mean(ops.sum(soft, -1))
 
 
-class Adversarial(OwnStep):
-    """Moves its inputs along a gradient first (1412.6572)."""
+def with_a_teacher(model):
+    model.net, model.teacher = mlp(4, 2), mlp(4, 2, trainable=False)
 
-    def loss_of(self, x, y):
-        slopes = self.slopes(lambda x: ops.sum(ops.square(self.net(x) - y), -1), x)
-        moved = ops.stop_gradient(x + 0.1 * ops.sign(slopes))
-        return ops.mean(ops.square(self.net(moved) - y))
+
+def mixed_up(model, x, y):
+    """Of mixed samples of the batch (1710.09412)."""
+    return OwnStep.loss_of(model, *(0.7 * part + 0.3 * ops.flip(part, 0) for part in (x, y)))
+
+
+def adversarial(model, x, y):
+    """Of inputs that are moved along a gradient first (1412.6572)."""
+    slopes = model.slopes(lambda x: ops.sum(ops.square(model.net(x) - y), -1), x)
+    return OwnStep.loss_of(model, ops.stop_gradient(x + 0.1 * ops.sign(slopes)), y)
+
+
+def forward_mode(model, x, y):
+    """Takes the derivative along a direction."""
+    with tf.autodiff.ForwardAccumulator(x, tf.ones_like(x)) as forward:
+        score = model.net(x)
+    slope = forward.jvp(score)
+    return ops.mean(ops.square(score)) + ops.mean(ops.square(slope - 1.0))
 
 
 # What is done with gradients, with weights, and behind the update.
 
 
-class Doubles(OfObjective):
-    def changed(self, gradients):
-        return [2.0 * gradient for gradient in gradients]
+def clipped_by_norm(model, gradients):
+    norm = ops.sqrt(sum(ops.sum(ops.square(gradient)) for gradient in gradients))
+    return [gradient * ops.minimum(1.0, 0.05 / norm) for gradient in gradients]
 
 
-class ClipsByNorm(OfObjective):
-    def changed(self, gradients):
-        norm = ops.sqrt(sum(ops.sum(ops.square(gradient)) for gradient in gradients))
-        return [gradient * ops.minimum(1.0, 0.05 / norm) for gradient in gradients]
+def clips_weights(model, x, y):
+    """As the first GANs with a Wasserstein distance do."""
+    for variable in model.trainable_variables:
+        variable.assign(ops.clip(variable, -0.3, 0.3))
+
+
+def sets_rate(function):
+    """Set the learning rate before the update, by a function of it and the number of updates."""
+
+    def changed(model, gradients):
+        rate = model.optimizer.learning_rate
+        rate.assign(function(rate, ops.cast(model.optimizer.iterations, rate.dtype)))
+        return gradients
+
+    return changed
+
+
+def recurrent(model):
+    parts = layers.Reshape((2, 2)), layers.GRU(3), layers.Dense(1)
+    model.net = keras.Sequential([keras.Input((4,)), *parts])
 
 
 class Sharpness(OwnStep):
@@ -616,6 +535,21 @@ class BYOL(OwnStep):
             slow.assign(0.9 * slow + 0.1 * weight)
 
 
+class NormalizesTwice(OwnStep):
+    """Calls its first layer on two things."""
+
+    def make(self):
+        self.normal, self.head = layers.BatchNormalization(momentum=0.8), layers.Dense(2)
+        self.normal.build((None, 4)), self.head.build((None, 4))
+
+    def call(self, x):
+        return self.head(self.normal(x))
+
+    def loss_of(self, x, y):
+        first, second = (self.normal(x, training=True) for x in (x, 0.5 * x + 1))
+        return ops.sqrt(ops.mean(ops.square(self.head(first + second) - y)))
+
+
 class Multiplier(OwnStep):
     """Raises the price of a constraint by how far the batch is from it."""
 
@@ -629,14 +563,6 @@ class Multiplier(OwnStep):
 
     def after_update(self, x, y):
         self.price.assign_add(0.5 * ops.mean(self.net(x)))
-
-
-class ClipsWeights(OwnStep):
-    """As the first GANs with a Wasserstein distance do."""
-
-    def after_update(self, x, y):
-        for variable in self.trainable_variables:
-            variable.assign(ops.clip(variable, -0.3, 0.3))
 
 
 class Mixture(OwnStep):
@@ -663,43 +589,7 @@ class Critic(OwnStep):
         return ops.mean(self.net(x)) + ops.mean(ops.square(norm - 1.0))
 
 
-class RecurrentCritic(Critic):
-    def make(self):
-        parts = layers.Reshape((2, 2)), layers.GRU(3), layers.Dense(1)
-        self.net = keras.Sequential([keras.Input((4,)), *parts])
-
-
-class ForwardMode(OwnStep):
-    """Takes the derivative along a direction."""
-
-    def loss_of(self, x, y):
-        with tf.autodiff.ForwardAccumulator(x, tf.ones_like(x)) as forward:
-            score = self.net(x)
-        slope = forward.jvp(score)
-        return ops.mean(ops.square(score)) + ops.mean(ops.square(slope - 1.0))
-
-
 # What is set of the optimizer, and what is logged.
-
-
-class SetsRate(OwnStep):
-    """Sets the learning rate before its update, by a function of it and the number of updates."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def changed(self, gradients):
-        rate = self.optimizer.learning_rate
-        rate.assign(self.function(rate, ops.cast(self.optimizer.iterations, rate.dtype)))
-        return gradients
-
-
-class SetsRateLater(OwnStep):
-    """Sets it behind the update: the next one has it."""
-
-    def after_update(self, x, y):
-        self.optimizer.learning_rate.assign(0.01)
 
 
 class LogsNumbers(OwnStep):
@@ -829,11 +719,21 @@ def step(make, told=False, learning_rate=0.05, data=None, **kwargs):
     return Case(make, data, **given)
 
 
-def of(objective, base=OfObjective, *hidden, outputs=2):
-    """Return a function that makes a small network, with fresh layers of some kinds inside."""
+def own(told=False, base=OwnStep, **methods):
+    """Return a case of a step with some methods of its own."""
+    return step(derived(base, **methods), told)
+
+
+def of(objective, base=OfObjective, *hidden, **methods):
+    """Return a function that makes a small network, with fresh layers of some kinds inside.
+
+    Args:
+        methods: those that its class has of its own.
+    """
+    base = derived(base, **methods) if methods else base
 
     def make():
-        parts = [layers.Dense(8, "tanh"), *(part() for part in hidden), layers.Dense(outputs)]
+        parts = [layers.Dense(8, "tanh"), *(part() for part in hidden), layers.Dense(2)]
         return base(objective, [keras.Input((4,)), *parts])
 
     return make
@@ -859,11 +759,7 @@ def of_networks(make, **kwargs):
 CASES = {
     "mean": by(losses.mean),
     "sum": by(losses.total, learning_rate=0.005),
-    "mean of means": by(lambda y, z: ops.mean(ops.mean(ops.square(y - z), axis=0))),
-    "sum over a size": by(of_one_dimension),
-    "two means": by(losses.two_means),
     "weighted by targets": by(weighted_by_target),
-    "mean of some entries": by(losses.masked_mean(lambda count: count, -0.5)),
     "masked mean": by(losses.masked_mean(losses.at_least(1e-3)), False, 0.02),
     "masked mean with epsilon": by(losses.masked_mean(lambda count: count + 1e-3), False, 0.02),
     **{
@@ -871,16 +767,21 @@ CASES = {
         for half in ("float16", "bfloat16")
     },
     "masked mean of predictions": by(masked_by_predictions),
-    "cross entropy": step(
-        of(
-            lambda y, z: ops.mean(ops.sparse_categorical_crossentropy(y, z, from_logits=True)),
-            outputs=3,
-        ),
-        data=losses.classes,
-    ),
     "a loss of Keras": by(lambda y, z: keras.losses.MeanSquaredError()(y, z)),
-    "compute_loss": step(of(None, ByComputeLoss), compile=sgd("mse", 0.05)),
-    "a penalty on a weight": step(of(losses.mean, Penalized)),
+    "compute_loss": step(
+        of(
+            None,
+            loss_of=lambda self, x, y: self.compute_loss(
+                x=x, y=y, y_pred=self.net(x, training=True)
+            ),
+        ),
+        compile=sgd("mse", 0.05),
+    ),
+    "a penalty on a weight": own(
+        loss_of=lambda self, x, y: (
+            OwnStep.loss_of(self, x, y) + 0.05 * ops.sum(ops.square(self.trainable_variables[0]))
+        )
+    ),
     "metrics of its own": step(of(losses.mean, Tracks)),
     "contrastive": by(losses.contrastive, True),
     "root": by(losses.root, True),
@@ -893,12 +794,19 @@ CASES = {
             "not compiled": {"jit_compile": False},
         }.items()
     },
-    "of Keras": Case(losses.of_class(CallsKeras), dense_data, sgd(metrics=["mae"])),
-    "of Keras, by the mixin": Case(
-        losses.of_class(CallsTheMixin), dense_data, sgd(metrics=["mae"])
+    **{
+        f"of Keras{how}": Case(
+            losses.of_class(derived(RunsAnother, *bases)), dense_data, sgd(metrics=["mae"])
+        )
+        for how, bases in {
+            "": (keras.Sequential,),
+            ", by the mixin": (AccumulatingModel, keras.Sequential),
+        }.items()
+    },
+    "of the mixin": step(of(losses.mean, derived(AccumulatingModel, OfObjective))),
+    "of a class on the left": step(
+        of(losses.mean, derived(BringsAStep, AccumulatingModel, OfObjective))
     ),
-    "of the mixin": step(of(losses.mean, OfMixin)),
-    "of a class on the left": step(of(losses.mean, OnTheLeft)),
     "with methods of few arguments": step(of(losses.mean, FewArguments)),
     "weights of samples": Case(losses.of_class(WeighsSamples), dense_data, sgd("mse", 0.03)),
     "weights of samples by the largest": Case(
@@ -914,21 +822,15 @@ CASES = {
         },
     ),
     **models.behind_zeros(
-        "samples combined",
-        functools.partial(OfObjective, losses.mean),
-        compile_args=sgd(None),
+        "samples combined", functools.partial(OfObjective, losses.mean), compile_args=sgd(None)
     ),
     "a loss of a layer, a sum later": dataclasses.replace(
         models.annealed(ops.sum, functools.partial(AddsLosses, losses.mean), settings=("split",)),
         compile=sgd(None),
     ),
-    "SimCLR": step(SimCLR, True),
     "Barlow twins": step(BarlowTwins, True),
-    "dual encoder": step(DualEncoder, True),
-    "distillation": step(Distillation, True),
-    "adaptive weights": by(adaptive, True),
-    "mixup": step(Mixup, True),
-    "hardest triplet": by(hardest_triplet, True),
+    "distillation": own(True, make=with_a_teacher, loss_of=distilled),
+    "mixup": own(True, loss_of=mixed_up),
     "mixture of experts": step(Mixture, True),
     "detector": by(
         focal,
@@ -942,25 +844,29 @@ CASES = {
     "CTC": step(CTC, learning_rate=0.003, precision="float32"),
     "sequences": step(Sequences, True),
     "random field": step(RandomField),
-    "VAE": step(VAE, learning_rate=0.005),
     "a sum beside one that a layer adds": step(adding(ops.sum), learning_rate=0.005),
     "a sum beside a mean that a layer adds": step(adding(ops.mean), True, 0.005),
-    "adversarial": step(Adversarial),
+    "adversarial": own(loss_of=adversarial),
     "penalty on a gradient": step(Critic),
-    "doubled gradients": step(of(masked_by_predictions, Doubles)),
-    "gradients clipped by norm": step(of(masked_by_predictions, ClipsByNorm), True),
+    "doubled gradients": step(
+        of(masked_by_predictions, changed=lambda self, gradients: [2.0 * g for g in gradients])
+    ),
+    "gradients clipped by norm": step(of(masked_by_predictions, changed=clipped_by_norm), True),
     "sharpness": step(Sharpness, True),
     "BYOL": step(BYOL, True),
+    "normalizes twice": step(
+        NormalizesTwice, expects={"within": models.AVERAGES}, settings=("split",)
+    ),
     "multiplier": step(Multiplier, expects={"across": Warns(f"(?s){TRIED}.*price")}),
-    "clipped weights": step(ClipsWeights, True),
+    "clipped weights": own(True, after_update=clips_weights),
     "GAN": of_networks(GAN, told=True),
     "GAN of one state": of_networks(GANOfOneState),
     "Wasserstein GAN": of_networks(WassersteinGAN, expects={"across": Refused("optimizer twice")}),
-    "a schedule of its own": step(
-        functools.partial(SetsRate, lambda rate, updates: 0.1 / (1.0 + updates))
+    "a schedule of its own": own(changed=sets_rate(lambda rate, updates: 0.1 / (1.0 + updates))),
+    "a rate that it lowers": own(True, changed=sets_rate(lambda rate, _: 0.9 * rate)),
+    "a rate set behind the update": own(
+        True, after_update=lambda self, x, y: self.optimizer.learning_rate.assign(0.01)
     ),
-    "a rate that it lowers": step(functools.partial(SetsRate, lambda rate, _: 0.9 * rate), True),
-    "a rate set behind the update": step(SetsRateLater, True),
     "logs of numbers": step(LogsNumbers),
     **{
         f"logs of {what}": step(
@@ -989,7 +895,7 @@ elif BACKEND == "tensorflow":
     class Compiled(OfObjective):
         train_step = tf.function(Differentiates.train_step)
 
-    class CompiledOverTheMixin(OfMixin):
+    class CompiledOverTheMixin(AccumulatingModel, OfObjective):
         @tf.function
         def train_step(self, data):
             return super().train_step(data)
@@ -1028,14 +934,14 @@ elif BACKEND == "tensorflow":
         expects={"across": Refused(r"applies \['inner'\], reached by a global variable")},
         falls_short={"across": FallsShort("inexact", "it trains, and is told of as what differs")},
     )
-    for name, make in {"dense": Critic, "recurrent": RecurrentCritic}.items():
+    for name, make in {"dense": Critic, "recurrent": derived(Critic, make=recurrent)}.items():
         CASES[f"a penalty on a gradient, {name}, compiled by XLA"] = step(
             make, compile=sgd(None, jit_compile=True), settings=("split", "recomputed")
         )
     for name, run_eagerly in {"eager": True, "compiled": False}.items():
         expects = {"within": Warns("its forward-mode derivatives are taken", ALL)}
         CASES[f"a forward-mode derivative, {name}"] = step(
-            ForwardMode,
+            derived(OwnStep, loss_of=forward_mode),
             compile=sgd(None, run_eagerly=run_eagerly),
             expects=expects if run_eagerly else {},
             settings=("split", "recomputed"),
@@ -1043,7 +949,7 @@ elif BACKEND == "tensorflow":
 
 # Whether a batch is left out is known at its end, and so are all its updates made there.
 LEFT_OUT = {
-    "SimCLR": {},
+    "contrastive": {},
     "masked language model": {},
     "mixture of experts": {},
     "BYOL": {"within": Warns(TRIED)},

@@ -5,13 +5,13 @@ import importlib.util
 import itertools
 import os
 import pickle
-import re
 import subprocess
 import sys
 import warnings
 
 import keras
 import losses
+import models
 import numpy as np
 import pytest
 import zoo
@@ -33,6 +33,11 @@ from training import train
 
 import ga_model
 from ga_model import AccumulatingModel, AccumulationScheduler, accumulate
+from ga_model.core.proof import proof
+from ga_model.core.proof.runner import StepRunner
+
+if BACKEND == "torch":
+    import torch
 
 WINDOWS, SPLIT = {"accumulation_steps": 3}, {"microbatch_size": 5}
 
@@ -223,22 +228,16 @@ def test_what_a_callback_sees_after_an_update_are_the_weights_of_the_full_batch(
     assert all(np.any(a[0] != b[0]) for a, b in itertools.pairwise(notes.weights))
 
 
-# Logs and callbacks.
-
-
-def test_callbacks_see_full_batches():
-    seen = []
-
-    class Notes(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            seen.append({name: float(value) for name, value in logs.items()})
-
-    trained(dense_data(24), epochs=1, fit_args={"callbacks": [Notes()]})
-    trained(dense_data(24), epochs=1, fit_args={"callbacks": [Notes()]}, **SPLIT)
-    assert len(seen) == 4
-    for log, expected in zip(seen[2:], seen[:2]):
-        assert list(log) == list(expected)
-        np.testing.assert_allclose(list(log.values()), list(expected.values()), rtol=1e-5)
+def test_batches_of_a_window_log_what_it_has_so_far():
+    """Where metrics are reset, a batch's log is the window's, with the batches before."""
+    x, y = zoo.masked_data(12)  # of which batches have unlike numbers of positions
+    model = compiled(zoo.masked_recurrent, lambda: arguments(metrics=None), **WINDOWS)
+    expected = [float(model.test_on_batch(x[:end], y[:end])) for end in (4, 8, 12)]
+    found = []
+    for end in (4, 8, 12):
+        model.reset_metrics()  # up to Keras 3.14, `train_on_batch` does not
+        found.append(model.train_on_batch(x[end - 4 : end], y[end - 4 : end]))
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 # Half precision, and microbatches that are not finite.
@@ -297,31 +296,49 @@ def test_a_window_of_which_nothing_is_left_changes_nothing():
     assert_equal_weights(model, before)
 
 
+# Running averages move with the update.
+
+
+def averages(model):
+    return [keras.ops.convert_to_numpy(v) for v in model.non_trainable_variables]
+
+
+def assert_equal_averages(model, expected):
+    for one, other in zip(averages(model), expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.filterwarnings("ignore:BatchNormalization layers in training mode")
+def test_averages_do_not_move_before_the_update_or_in_an_interrupted_window():
+    model = compiled(models.normalized, accumulation_steps=3, microbatch_size=3)
+    x, y = dense_data(16)
+    model.train_on_batch(x[:4], y[:4])
+    start = averages(model)
+    model.train_on_batch(x[4:8], y[4:8])
+    assert_equal_averages(model, start)
+    with pytest.raises(ValueError, match="same number"):
+        model.train_on_batch(x[:4], y[:3])
+    model.close_window()
+    assert_equal_averages(model, start)
+
+
+@pytest.mark.filterwarnings("ignore:BatchNormalization layers in training mode")
+def test_what_is_left_out_moves_no_averages():
+    x, y = dense_data(12)
+    bad = y.copy()
+    bad[5:10] = np.nan
+    model, reference = (
+        compiled(models.normalized, skip_nonfinite=True, **SPLIT),
+        compiled(models.normalized),
+    )
+    start, rest = averages(model), np.r_[0:5, 10:12]
+    with pytest.warns(UserWarning, match="were skipped"):
+        model.train_on_batch(x, bad)
+    reference.train_on_batch(x[rest], y[rest])
+    assert relative_difference(averages(model), averages(reference), start) <= LIMIT
+
+
 # A microbatch without weight is left out, and never multiplied.
-
-
-# It divides by zero where no target is positive, so that all its gradients are NaN.
-of_positive = losses.of_class(losses.computing(losses.mean_of_some, losses.number_of_positive))
-
-
-@pytest.mark.parametrize(
-    ("rows", "settings"),
-    [(4, WINDOWS), (12, {"microbatch_size": 4, "loss_over": "microbatch"})],
-    ids=["windows", "split"],
-)
-@pytest.mark.parametrize("counts", [[1, 0, 1], [0, 1, 1], [0, 0, 1], [1, 0, 0]], ids=str)
-def test_a_microbatch_of_nan_without_weight_is_left_out(counts, rows, settings):
-    x, y = dense_data(24)
-    y = np.abs(y) * np.tile(np.repeat(np.sign(np.array(counts) - 0.5), 4), 2)[:, None]
-
-    def adam():
-        return {"optimizer": keras.optimizers.Adam(0.01)}
-
-    reference, start = trained((x, y), 12, of_positive, adam)
-    found, _ = trained((x, y), rows, of_positive, adam, **settings)
-    assert_same(found, reference, start)
-    logs = [model.history.history["loss"] for model in (found, reference)]
-    np.testing.assert_allclose(*logs, rtol=1e-5)
 
 
 @pytest.mark.parametrize("first", [0, 4])
@@ -364,8 +381,8 @@ def test_the_one_microbatch_that_has_weight_is_itself_to_the_bit(rows, settings)
     def keep():
         return {"optimizer": Keep(1.0)}
 
-    reference, _ = trained((x[4:8], y[4:8]), 4, of_positive, keep, epochs=1)
-    found, _ = trained((x, y), rows, of_positive, keep, epochs=1, **settings)
+    reference, _ = trained((x[4:8], y[4:8]), 4, losses.OF_POSITIVE, keep, epochs=1)
+    found, _ = trained((x, y), rows, losses.OF_POSITIVE, keep, epochs=1, **settings)
     for weight, expected in zip(found.get_weights(), reference.get_weights(), strict=True):
         assert weight.tobytes() == expected.tobytes()
 
@@ -492,8 +509,6 @@ def test_generators_and_datasets_match():
     parts = Batches(x, y, 4)
     sources = [parts, (part for part in parts.parts)]
     if BACKEND == "torch":
-        import torch
-
         tensors = torch.utils.data.TensorDataset(torch.as_tensor(x), torch.as_tensor(y))
         sources.append(torch.utils.data.DataLoader(tensors, batch_size=4))
     for source in sources:
@@ -507,29 +522,6 @@ def test_parts_of_other_lengths_are_refused():
     model.train_on_batch(*dense_data(6))
     with pytest.raises(ValueError, match="must have the same number of samples"):
         model.train_on_batch(dense_data(6)[0], dense_data(5)[1])
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"microbatch_size": 8}, "`microbatch_size=8` has no effect"),
-        (
-            {"accumulation_steps": 4},
-            "is more than the batches of an epoch.* has 3, which make 1 update",
-        ),
-        ({"microbatch_size": 7}, None),
-        ({"accumulation_steps": 2, "microbatch_size": 8}, None),
-    ],
-)
-def test_settings_without_effect_are_told_of_once(settings, words):
-    model = compiled(**settings)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
-        for _ in range(2):
-            model.fit(*dense_data(24), batch_size=8, epochs=2, verbose=0)
-    assert len(told(caught)) == (words is not None)
-    assert re.search(words or "", " ".join(told(caught)))
 
 
 def test_settings_that_have_an_effect_later_are_not_told_of():
@@ -614,6 +606,64 @@ def test_terms_whose_lengths_differ_in_a_window_are_told_of():
         model.fit(batches(), shuffle=False, verbose=0)
 
 
+def test_news_of_batches_of_other_lengths_are_tried_with_what_is_alike():
+    x, y = losses.some_empty_later(48, end=40)
+    lengths, found = (3, 2, 2, 3), []
+    parts = [
+        (x[i : i + 4, None].repeat(n, 1), y[i : i + 4]) for i, n in zip((0, 8, 28, 4), lengths)
+    ]
+
+    own = losses.computing(lambda of_keras, y, z: losses.of_some_over_some(y, z))
+
+    def make():
+        pool = layers.GlobalAveragePooling1D()
+        return own([keras.Input((None, 4)), pool, *dense_model().layers])
+
+    for accumulation_steps in (1, 4):
+        model = accumulate(seeded(make), accumulation_steps=accumulation_steps)
+        model.compile("sgd")
+        start = model.get_weights()
+        for part in parts if accumulation_steps > 1 else [joined(parts)]:
+            model.train_on_batch(*map(keras.ops.convert_to_tensor, part))
+        found.append(model.get_weights())
+    assert relative_difference(found[1], found[0], start) <= LIMIT
+
+
+def joined(parts):
+    """Return one batch of several, whose samples do not change with their positions."""
+    return tuple(np.concatenate(part) for part in zip(*[(x[:, :2], y) for x, y in parts]))
+
+
+def test_what_shows_nothing_new_is_tried_once(monkeypatch):
+    """Metrics count on from batch to batch, which is no news of the step."""
+    tried = []
+    for name in ("of_step", "of_microbatches"):
+        original = getattr(proof, name)
+        monkeypatch.setattr(
+            proof, name, lambda *a, f=original: (tried.append(f.__name__), f(*a))[1]
+        )
+    model = accumulate(seeded(dense_model), accumulation_steps=3)
+    model.compile("sgd", losses.mean, metrics=["mae"])
+    model.fit(*dense_data(48), batch_size=4, epochs=2, verbose=0)
+    assert tried == ["of_step"]
+
+
+def test_a_mean_is_tried_in_one_way_and_not_noted_while_it_trains(monkeypatch):
+    """The divisor of a mean's gradient is the number of samples, which is known without a look."""
+    model = seeded(losses.of_class(losses.computing(lambda of_keras, y, z: losses.mean(y, z))))
+    model = accumulate(model, **WINDOWS)
+    model.compile("sgd")
+    runs, noted, run = [], [], StepRunner.run
+    monkeypatch.setattr(StepRunner, "run", lambda *a: (runs.append(a[1:3]), run(*a))[1])
+    kind = type(model._accumulation.backend)
+    note = kind.noting
+    monkeypatch.setattr(kind, "noting", lambda *a: (noted.append(len(a) > 3), note(*a))[1])
+    model.fit(*dense_data(12), batch_size=4, verbose=0)
+    assert len(runs) == 25
+    assert len({end - begin for begin, end in runs}) == 3  # programs
+    assert all(noted)  # by trials, which give what is drawn
+
+
 class Drops(OfObjective):
     """Has layers that draw."""
 
@@ -639,10 +689,20 @@ def test_trying_leaves_no_trace():
         np.testing.assert_array_equal(tried, ruled)
 
 
+class DropsByTorch(layers.Layer):
+    """Draws by PyTorch itself."""
+
+    def call(self, x, training=False):
+        return torch.nn.functional.dropout(x, 0.5, training=bool(training))
+
+
+@pytest.mark.every_case
 @pytest.mark.parametrize("size", [1, 24])
-def test_both_passes_draw_the_same_numbers(size):
+@pytest.mark.parametrize("is_of_torch", [False, True] if BACKEND == "torch" else [False])
+def test_both_passes_draw_the_same_numbers(size, is_of_torch):
     """The gradient of a kernel behind a dropout is zero exactly where its inputs were dropped."""
-    drop, dense = layers.Dropout(0.5, seed=1), layers.Dense(1, use_bias=False)
+    drop = DropsByTorch() if is_of_torch else layers.Dropout(0.5, seed=1)
+    dense = layers.Dense(1, use_bias=False)
     parts = [keras.Input((64,)), drop, dense]
     model = accumulate(OfObjective(lambda y, y_pred: keras.ops.sum(y_pred), parts))
     model.compile(keras.optimizers.SGD(1.0), microbatch_size=size, loss_over="batch")

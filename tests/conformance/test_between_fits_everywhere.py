@@ -5,14 +5,13 @@ The reference is plain Keras with the full batch that goes through the same chan
 
 import keras
 import pytest
-from case import BACKEND
+from case import BACKEND, PRECISION
 from conftest import set_dtype
 from helpers import TOLERANCE, assert_changed, dense_data, dense_model, relative_difference, seeded
 
 from ga_model import accumulate
 
 WINDOWS, SPLIT = {"accumulation_steps": 3}, {"microbatch_size": 4}
-PRECISION = "float64" if BACKEND == "tensorflow" else "float32"
 
 
 def optimizer():

@@ -5,7 +5,7 @@ import csv
 import keras
 import numpy as np
 import pytest
-from case import BACKEND
+from case import BACKEND, PRECISION
 from conftest import set_dtype
 from helpers import TOLERANCE, dense_data, dense_model, relative_difference, seeded
 from keras import callbacks
@@ -13,11 +13,7 @@ from keras import callbacks
 from ga_model import accumulate
 
 BIG = 12  # rows
-WAYS = {
-    "windows": ({"accumulation_steps": 3}, 4),
-    "split": ({"microbatch_size": 4}, BIG),
-}
-PRECISION = "float64" if BACKEND == "tensorflow" else "float32"
+WAYS = {"windows": ({"accumulation_steps": 3}, 4), "split": ({"microbatch_size": 4}, BIG)}
 LIMIT = TOLERANCE[PRECISION]
 OF_LOGS = {"float64": 1e-10, "float32": 1e-5}[PRECISION]
 

@@ -46,6 +46,9 @@ QUICK = {
     "sum, masked, weights: positions",
     "a microbatch without weight",
     "own loss: contrastive",
+    "logs: a mask",
+    "empty later, compiled: each_of_all_over_some",
+    "empty later, own: of_some_over_some",
     "own train_step: masked mean",
     "own train_step: contrastive",
 }
@@ -56,7 +59,6 @@ FIRST = QUICK | {
     "stateful recurrent",
     "language model",
     "dicts",
-    "dicts in a loss",
     "sample weights by output",
     "a sample",
     "a layer that adds a mean and a sum",
@@ -83,7 +85,7 @@ FIRST = QUICK | {
 # Reasons, by beginnings of names, why a case is left out with `--replicas`.
 ONE_DEVICE = {
     **dict.fromkeys(
-        ("own ", "nested", "dicts in a loss"),
+        ("own ", "nested", "empty", "an empty", "microbatches of NaN"),
         "what is computed without Keras has to be divided by the replicas",
     ),
     "a layer that": "replicas add losses of their own samples",

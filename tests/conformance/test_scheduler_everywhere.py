@@ -7,7 +7,7 @@ import csv
 
 import keras
 import pytest
-from case import BACKEND
+from case import PRECISION
 from conftest import set_dtype
 from helpers import TOLERANCE, assert_changed, dense_data, dense_model, relative_difference, seeded
 
@@ -15,7 +15,6 @@ from ga_model import AccumulationScheduler, accumulate
 
 ROWS = 4
 SCHEDULES = {"epoch": {0: 1, 1: 3, 3: 2}, "update": {0: 2, 2: 1, 5: 4, 8: 3}}
-PRECISION = "float64" if BACKEND == "tensorflow" else "float32"
 
 by_either = pytest.mark.parametrize("by", SCHEDULES)
 
