@@ -4,13 +4,15 @@ Each case trains twice through `fit`: plainly on the full batch, and with a sett
 variables, seeds, the optimizer's state, the number of updates and logs must be equal to the
 tolerance of the precision, or to what rounding makes of plain Keras, where that is more; nothing
 may be warned of, unless the case expects it. Its cases are in `models`, `losses`, `metrics`,
-`own_train_steps`; on TensorFlow they train in float64 and in float32.
+`own_train_steps`, those of PyTorch alone in `of_torch`; on TensorFlow they train in float64 and in
+float32.
 
 Every run takes one setting of the cases in `QUICK`, on PyTorch of those in `FIRST`; the gate one
-of `FIRST` and of others, in turn: of every fourth on PyTorch, of every ninth on JAX, and of every
-eleventh on TensorFlow. The sweep takes the rest.
+of `FIRST` and of others, in turn: of every fourth on PyTorch, of every ninth on JAX, and of
+every eleventh on TensorFlow. The sweep takes the rest.
 """
 
+import importlib
 import itertools
 
 import helpers
@@ -24,7 +26,9 @@ import zoo
 from case import BACKEND, Case, check, kind_of, sgd
 from conftest import set_dtype
 
-MODULES = (models, losses, metrics, own_train_steps)
+MODULES = [models, losses, metrics, own_train_steps]
+if BACKEND == "torch":
+    MODULES.append(importlib.import_module("of_torch"))
 TABLE = {name: case for module in MODULES for name, case in module.CASES.items()}
 GATE_TAKES_ONE_IN = {"torch": 4, "jax": 9, "tensorflow": 11}
 PRECISIONS = ("float64", "float32") if BACKEND == "tensorflow" else ("float32",)
@@ -113,7 +117,7 @@ def trainings():
             is_taken = setting == order[0] and precision == precisions[0]
             marks = []
             if not (is_taken and name in first):
-                in_turn = turn % GATE_TAKES_ONE_IN[BACKEND] == 0
+                in_turn = turn % GATE_TAKES_ONE_IN[BACKEND] == 0 or name.startswith("PyTorch")
                 is_for_gate = is_taken and (in_turn or name in FIRST)
                 marks.append(pytest.mark.gate if is_for_gate else pytest.mark.sweep)
             reason = next((r for n, r in ONE_DEVICE.items() if name.startswith(n)), None)

@@ -8,17 +8,11 @@ import random
 import keras
 import numpy as np
 import pytest
-from helpers import (
-    LIMIT,
-    assert_changed,
-    dense_data,
-    relative_difference,
-    seeded,
-)
+import torch
+from helpers import LIMIT, assert_changed, dense_data, relative_difference, seeded
 from keras import layers, ops
 from keras.optimizers import SGD
 from limited_memory import Memory
-from torch_step import torch
 
 from ga_model import accumulate
 

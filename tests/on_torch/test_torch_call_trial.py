@@ -3,10 +3,10 @@
 import pytest
 from calls_alone import ROWS, SPLIT, own, sequential, tried
 from keras import layers
-from torch_step import Centered, Tanh, torch
+from of_torch import Centered, Tanh, torch
 
 from ga_model.backends.torch.noting import Noting
-from ga_model.core.proof.calls import TOTAL, kinds_of
+from ga_model.core.proof.calls import TOTAL, NotByRowsError, kinds_of
 from ga_model.core.proof.draws import Draws
 
 
@@ -67,6 +67,22 @@ def test_what_is_not_split(name):
     function, reason = REFUSED[name]
     found, _ = tried(own(function), torch.randn(ROWS, 4))
     assert reason in found
+
+
+class Late(layers.Layer):
+    """Makes its variables when it is called, and looks at values."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = layers.Dense(3)
+
+    def call(self, x):
+        return self.inner(x) if float(x.sum()) < 1e9 else x
+
+
+def test_a_layer_that_cannot_be_built_without_a_call_is_not_split():
+    with pytest.raises(NotByRowsError, match="it is not built, and cannot be built without a call"):
+        tried(Late(), torch.ones(ROWS, 4))
 
 
 def test_a_custom_gradient_of_each_sample_alone_is_no_reason():

@@ -28,3 +28,4 @@ def test_activations_are_those_of_a_microbatch():
     plain, full = (measured("convolution", f"plain Keras, batches of {n}") for n in (32, 256))
     assert full > 3 * plain
     assert measured("convolution", "microbatch_size") < 1.2 * plain
+    assert measured("convolution", "the same, loss_over") < 1.2 * plain

@@ -3,12 +3,8 @@
 import keras
 import numpy as np
 import pytest
-from helpers import (
-    dense_data,
-    dense_model,
-    seeded,
-)
-from torch_step import torch
+import torch
+from helpers import dense_data, dense_model, seeded
 
 from ga_model import GradientAccumulator, accumulate
 from ga_model.bench import _bench

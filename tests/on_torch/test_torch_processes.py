@@ -11,21 +11,15 @@ import sys
 import numpy as np
 import pytest
 import trainings_of_processes as trainings
-from helpers import (
-    LIMIT,
-    ROOT,
-    python_blocks,
-    relative_difference,
-)
-from processes import run_in_processes
+from helpers import LIMIT, ROOT, python_blocks, relative_difference
 
 
 @functools.cache
 def found(size):
     """Return what the processes returned, or why they did not: nothing is tried twice."""
-    name = "everything" if size == 2 else "a_few"
+    function = trainings.everything if size == 2 else trainings.a_few
     try:
-        return run_in_processes("trainings_of_processes", name, size), None
+        return trainings.run_in_processes(function, size), None
     except Exception as error:
         return [], error
 
@@ -136,9 +130,9 @@ def test_gradients_are_summed_in_buckets():
 @pytest.mark.every_case
 @pytest.mark.parametrize("way", trainings.WAYS)
 def test_sums_beside_means_are_exact_for_equal_batches_and_told(way):
-    reference, start = trainings.told_reference(2, trainings.with_a_sum)
+    reference, start = trainings.told_reference(2, trainings.TOLD["with a sum"])
     for result in results(2):
-        weights, messages = result["told"][f"with_a_sum {way}"]
+        weights, messages = result["told"][f"with a sum {way}"]
         assert relative_difference(weights, reference, start) <= LIMIT
         assert any("The terms of" in message for message in messages)
 
@@ -147,5 +141,5 @@ def test_sums_beside_means_are_exact_for_equal_batches_and_told(way):
 @pytest.mark.parametrize("way", trainings.WAYS)
 def test_averages_of_batch_normalization_are_told_to_be_of_a_process(way):
     for result in results(2):
-        _, messages = result["told"][f"with_batch_normalization {way}"]
+        _, messages = result["told"][f"with batch normalization {way}"]
         assert any("cover only the process's own samples" in message for message in messages)

@@ -1,33 +1,37 @@
-"""On PyTorch, all that is around an update is that of plain Keras on the full batch."""
+"""On PyTorch, what is around an update, a trial and a call: gradients, Python, random numbers."""
 
 import gc
 import itertools
+import random
+import types
+import warnings
 import weakref
+from collections import deque
 
 import keras
 import numpy as np
-from helpers import (
-    LIMIT,
-    dense_data,
-    dense_model,
-    relative_difference,
-    seeded,
-)
+import pytest
+from case import TRIED
+from helpers import LIMIT, dense_data, dense_model, relative_difference, seeded, told
 from keras import layers, ops
-from torch_step import torch
-from training import train
+from of_torch import ByData, Own, Step, model_of, torch
+from training import difference_and_said, train, train_and_hear
 
-from ga_model import AccumulatingModel, accumulate
+from ga_model import AccumulatingModel, AccumulationScheduler, accumulate
+from ga_model.backends.torch import layer_calls
+from ga_model.base._call_again import PythonState
 from ga_model.core import recorder
 
 
-def arguments(**kwargs):
-    defaults = {"optimizer": keras.optimizers.SGD(0.1), "loss": "mse", "metrics": ["mae"]}
-    return {**defaults, **kwargs}
+def compiled(make=dense_model, loss="mse", **settings):
+    model = accumulate(seeded(make), **settings)
+    model.compile(keras.optimizers.SGD(0.1), loss, metrics=["mae"] if loss else None)
+    return model
 
 
-def plain(data, rows=12, make=dense_model, compile_args=arguments, **kwargs):
-    return train(make, compile_args, data, rows=rows, **kwargs)
+def fit(model, rows=4, samples=24, **kwargs):
+    model.fit(*dense_data(samples), batch_size=rows, shuffle=False, verbose=0, **kwargs)
+    return model
 
 
 def test_user_code_between_batches_does_not_touch_the_window():
@@ -40,45 +44,11 @@ def test_user_code_between_batches_does_not_touch_the_window():
             if batch % 2:
                 self.model.zero_grad()
 
-    data = dense_data(31)
-    reference, start = plain(data)
-    fit_args = {"callbacks": [Meddling()]}
-    model, _ = plain(data, rows=4, accumulation_steps=3, fit_args=fit_args)
+    start = seeded(dense_model).get_weights()
+    reference = fit(compiled(), 12, 31)
+    model = fit(compiled(accumulation_steps=3), 4, 31, callbacks=[Meddling()])
     difference = relative_difference(model.get_weights(), reference.get_weights(), start)
     assert difference <= LIMIT
-
-
-def test_nothing_of_a_step_is_kept(monkeypatch):
-    """No recording and no output outlives its microbatch, to wait for the garbage collector."""
-    kept = []
-
-    class Noting(layers.Layer):
-        def call(self, inputs):
-            result = inputs * 1.0
-            if torch.is_grad_enabled() and result.requires_grad:
-                kept.append(weakref.ref(result))
-            return result
-
-    class Noted(recorder.Recording):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            kept.append(weakref.ref(self))
-
-    monkeypatch.setattr(recorder, "Recording", Noted)
-    model = accumulate(seeded(lambda: keras.Sequential([dense_model(), Noting()])))
-    model.compile(**arguments(), accumulation_steps=2, microbatch_size=3)
-    x, y = dense_data(12)
-    model.train_on_batch(x, y)
-    gc.collect()
-    gc.disable()
-    try:
-        kept.clear()
-        model.train_on_batch(x, y)
-        model.train_on_batch(x, y)
-        assert len(kept) == 16
-        assert not [thing() for thing in kept if thing() is not None]
-    finally:
-        gc.enable()
 
 
 def test_gradients_are_the_sum_and_cost_no_buffer():
@@ -88,8 +58,7 @@ def test_gradients_are_the_sum_and_cost_no_buffer():
             sums.append([v.value.grad for v in self.trainable_weights])
 
     sums = []
-    model = seeded(lambda: Noting([keras.Input((4,)), *dense_model().layers]))
-    model.compile(**arguments(), microbatch_size=3)
+    model = compiled(lambda: Noting([keras.Input((4,)), *dense_model().layers]), microbatch_size=3)
     model.train_on_batch(*dense_data(12))  # the first one is tried before
     sums.clear()
     model.train_on_batch(*dense_data(12))
@@ -97,6 +66,221 @@ def test_gradients_are_the_sum_and_cost_no_buffer():
     assert all(gradient is None for gradient in sums[0])
     for ones, others in itertools.pairwise(sums[1:]):
         assert all(a is b for a, b in zip(ones, others))
+
+
+# What is kept, and for how long.
+
+
+class TwoViews(Step):
+    def forward_loss(self, x, y):
+        a, b = (self(view, training=True) for view in (x, x.flip(1)))
+        return -torch.log_softmax(a @ b.T, 1).diagonal().mean()
+
+
+KEPT = []  # weak references
+
+
+class NotesOutputs(layers.Layer):
+    def call(self, inputs):
+        result = inputs * 1.0
+        if torch.is_grad_enabled() and result.requires_grad:
+            KEPT.append(weakref.ref(result))
+        return result
+
+
+@pytest.mark.parametrize(
+    ("kind", "base", "settings", "number"),
+    [
+        (recorder.Recording, keras.Sequential, {"microbatch_size": 3}, 8),
+        (layer_calls.Microbatches, TwoViews, {"microbatch_size": 5}, 4),
+    ],
+)
+def test_nothing_of_a_step_is_kept(monkeypatch, kind, base, settings, number):
+    """No recording, call or output outlives its microbatch, to wait for the garbage collector."""
+    original, objects = kind.__init__, []
+
+    def noting(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        objects.append(weakref.ref(self))
+
+    monkeypatch.setattr(kind, "__init__", noting)
+    loss = "mse" if base is keras.Sequential else None
+    model = compiled(model_of(base, NotesOutputs), loss, accumulation_steps=1, **settings)
+    model.train_on_batch(*dense_data(12))
+    gc.collect()
+    gc.disable()
+    try:
+        KEPT.clear(), objects.clear()
+        for _ in range(2):
+            model.train_on_batch(*dense_data(12))
+        assert len(objects) == number
+        assert KEPT
+        assert not [thing for thing in (*KEPT, *objects) if thing() is not None]
+    finally:
+        gc.enable()
+
+
+def test_what_is_put_back_costs_little_where_keras_keeps_nothing():
+    """A layer of Keras has more than 20 lists and dicts, most of which are empty."""
+    model = keras.Sequential([keras.Input((4,)), *[layers.Dense(4) for _ in range(9)]])
+    model.seen, model.by_name = [], {"all": [1]}
+    state = PythonState(model)
+    assert len(state._contents) < 12 * len(model.layers)
+    assert not list(state.changed())
+    model.seen.append(1)
+    model.by_name["all"].append(2)
+    model.layers[0]._losses.append(3)
+    assert [name for _, name, _ in state.changed()] == ["seen", "_losses"]
+    model.by_name["other"] = []
+    model.last = 4
+    assert [name for _, name, _ in state.changed()] == ["seen", "by_name", "last", "_losses"]
+    state.put_back()
+    assert (model.seen, model.by_name, hasattr(model, "last")) == ([], {"all": [1]}, False)
+    assert model.layers[0]._losses == []
+    model.by_name = {}
+    assert [name for _, name, _ in state.changed()] == ["by_name"]
+
+
+# Trying: what Python keeps is put back, and what changes later is told of.
+
+
+class KeepsList(keras.metrics.Metric):
+    def __init__(self):
+        super().__init__(name="kept")
+        self.values = []
+
+    def update_state(self, y, z, sample_weight=None):
+        self.values.append(float(ops.mean(ops.abs(y - z))))
+
+    def result(self):
+        return float(np.median(self.values))
+
+    def reset_state(self):
+        self.values = []
+
+
+class KeepsAll(Step):
+    """Keeps what it has seen in Python, and draws random numbers."""
+
+    def begin(self):
+        self.seen, self.by_name, self.last = set(), {"all": []}, deque(maxlen=3)
+        self.kept, self.drawn = KeepsList(), []
+
+    def forward_loss(self, x, y):
+        self.seen.add(len(self.seen))
+        self.by_name["all"].append(len(self.seen))
+        self.last.append(len(self.seen))
+        draws = [random.random(), np.random.rand(), torch.rand(()), keras.random.uniform(())]
+        self.drawn.append([float(number) for number in draws])
+        z = self(x, training=True)
+        self.kept.update_state(y, z.detach())
+        return torch.square(z - y).mean()
+
+
+class Ruled(AccumulatingModel, KeepsAll):
+    def microbatch_weight(self, x, y=None, sample_weight=None):
+        return len(x)
+
+
+@pytest.mark.filterwarnings("ignore:The metric:UserWarning")
+def test_trying_leaves_no_trace_in_python():
+    tried, ruled = (
+        fit(compiled(model_of(base), None, accumulation_steps=2), samples=16)
+        for base in (KeepsAll, Ruled)
+    )
+    assert (tried.seen, len(tried.kept.values)) == ({0, 1, 2, 3}, 4)
+    assert (tried.by_name["all"], list(tried.last)) == ([1, 2, 3, 4], [2, 3, 4])
+    assert tried.drawn == ruled.drawn
+
+
+class ByDataLater(ByData):
+    """Writes in training once it `is_due`."""
+
+    is_due = False
+
+    def call(self, x, training=None):
+        return super().call(x) if training and self.is_due else x - self.average
+
+
+class WritesOnce(layers.Layer):
+    """Writes to a frozen weight once it `is_due`."""
+
+    is_due = False
+
+    def __init__(self, frozen):
+        super().__init__()
+        self.weight = frozen
+
+    def call(self, x, training=None):
+        if self.is_due:
+            self.is_due = False
+            self.weight.assign(self.weight * 0.5)
+        return x
+
+
+@pytest.mark.parametrize("is_once", [False, True])
+def test_what_is_written_later_is_told(is_once):
+    """When the step is tried again, in batch 16, or where it is seen."""
+    first = layers.Dense(5, trainable=not is_once)
+    first.build((None, 4))
+    late = WritesOnce(first.kernel) if is_once else ByDataLater()
+    parts = [keras.Input((4,)), first, late, layers.Dense(2)]
+    model = compiled(lambda: keras.Sequential(parts), accumulation_steps=3)
+    changing = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs: setattr(late, "is_due", batch == 9 or late.is_due)
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(model, samples=72, callbacks=[changing])
+    (said,) = told(caught)
+    words = [first.kernel.path, "once per microbatch"] if is_once else [TRIED, "differs"]
+    assert all(word in said for word in words)
+
+
+# Calls of layers.
+
+
+SIZES = []
+
+
+class NotesSizes(layers.Dense):
+    def call(self, x):
+        if x.device.type != "meta":
+            SIZES.append(len(x))
+        return super().call(x)
+
+
+def test_no_layer_sees_more_samples_than_a_microbatch():
+    model = compiled(model_of(TwoViews, first=NotesSizes), None, microbatch_size=5)
+    SIZES.clear()
+    fit(model, 12, 12, epochs=2)
+    # It is tried on up to five. Then two views go forward, and back.
+    assert max(SIZES) == 5
+    assert SIZES[-24:] == [5, 5, 2] * 8
+
+
+class NetInAnObject(keras.Model):
+    """Keeps its network where the model does not look for layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.holder = types.SimpleNamespace(net=dense_model())
+
+    def call(self, x):
+        return self.holder.net(x)
+
+    def train_step(self, data):
+        self.holder.net.zero_grad()
+        x, y = data
+        torch.sqrt(torch.square(self.holder.net(x) - y).mean()).backward()
+        for weight in self.holder.net.trainable_weights:  # which the model's optimizer has not
+            weight.assign(weight - 0.1 * weight.value.grad)
+        return {}
+
+
+def test_a_step_in_which_no_call_is_split_is_told_of():
+    with pytest.warns(UserWarning, match="No call of a layer goes by microbatches in"):
+        fit(compiled(NetInAnObject, None, microbatch_size=5), 12)
 
 
 def test_random_layers_draw_for_each_microbatch():
@@ -108,16 +292,130 @@ def test_random_layers_draw_for_each_microbatch():
             return inputs
 
     def make():
-        return keras.Sequential(
-            [keras.Input((40,)), layers.Dropout(0.5), Noting(), layers.Dense(2)]
-        )
+        parts = layers.Dropout(0.5), Noting(), layers.Dense(2)
+        return keras.Sequential([keras.Input((40,)), *parts])
 
-    model = accumulate(seeded(make), microbatch_size=4)
-    model.compile("sgd", "mse")
-    x, y = np.ones((12, 40), "float32"), dense_data(12)[1]
-    model.train_on_batch(x, y)
-    drawn.clear()
-    model.train_on_batch(x, y)
+    model = compiled(make, microbatch_size=4)
+    for _ in range(2):  # the first one is tried before
+        drawn.clear()
+        model.train_on_batch(np.ones((12, 40), "float32"), dense_data(12)[1])
     assert len(drawn) == 3
-    assert np.any(drawn[0] != drawn[1])
-    assert np.any(drawn[1] != drawn[2])
+    assert all(np.any(a != b) for a, b in itertools.pairwise(drawn))
+
+
+# Autocast.
+
+
+def under_autocast(self, x, y):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        outputs = self(x, training=True)
+    return torch.square(outputs.float() - y).mean()
+
+
+def all_under_autocast(self, data):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return Step.train_step(self, data)
+
+
+NOTED = set()
+
+
+class Notes(layers.Dense):
+    def call(self, x):
+        if x.device.type != "meta":  # to be built
+            NOTED.add((torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
+        return super().call(x)
+
+
+@pytest.mark.parametrize(
+    "methods", [{"forward_loss": under_autocast}, {"train_step": all_under_autocast}]
+)
+def test_autocast_is_that_of_the_call(methods):
+    base = type("UnderAutocast", (Step,), methods)
+
+    def make(first):
+        return lambda: base([keras.Input((4,)), first(5, activation="tanh"), layers.Dense(2)])
+
+    NOTED.clear()
+    start, weights, said = train_and_hear(make(Notes), {"microbatch_size": 5})
+    _, expected, _ = train_and_hear(make(layers.Dense), {})
+    # Gradients of microbatches are rounded to bfloat16, each of them.
+    assert relative_difference(weights, expected, start) <= 2**-8
+    assert (said, NOTED) == ([], {(True, torch.bfloat16)})
+    difference, said = difference_and_said(make(layers.Dense), {"accumulation_steps": 3}, rows=4)
+    assert difference <= 2e-2  # what bfloat16 rounds
+    assert said == []
+
+
+# Optimizers of `torch.optim`.
+
+
+def of_torch(base=Own, rows=12, **settings):
+    """Return a model that was trained, and the weights that it began with."""
+    return train(model_of(base), dict, dense_data(31), rows=rows, epochs=3, **settings)
+
+
+WINDOWS = {"rows": 4, "accumulation_steps": 3}
+SPLIT = {"microbatch_size": 5}
+
+
+def test_the_state_of_torch_optim_and_the_last_gradients_are_those_of_plain_training():
+    (model, _), (expected, _) = of_torch(**WINDOWS), of_torch()
+    for mine, other in zip(model.parameters(), expected.parameters(), strict=True):
+        states = [m.of_torch.state[p] for m, p in ((model, mine), (expected, other))]
+        assert states[0].keys() == states[1].keys()
+        for name, value in states[1].items():
+            torch.testing.assert_close(states[0][name], value, rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-6)
+    assert "step" not in vars(model.of_torch)
+
+
+class Schedules(Own):
+    """Lowers the rate in each step."""
+
+    def compile(self):
+        super().compile()
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.of_torch, 0.5)
+
+    def update(self):
+        super().update()
+        self.schedule.step()
+
+
+def test_a_schedule_that_goes_on_with_each_batch_is_told_of():
+    with pytest.warns(UserWarning, match=f"{TRIED}.*lr"):
+        model, _ = of_torch(Schedules, **WINDOWS)
+    assert model.schedule.last_epoch == 24
+    for settings in ({"rows": 12}, SPLIT):  # as in plain training
+        assert of_torch(Schedules, **settings)[0].schedule.last_epoch == 9
+
+
+def test_a_schedule_goes_on_with_each_update_by_on_update():
+    class OnUpdate(Schedules):
+        def update(self):
+            Own.update(self)
+
+        def on_update(self):
+            self.schedule.step()
+
+    expected, start = of_torch(Schedules)
+    model, _ = of_torch(OnUpdate, **WINDOWS)
+    assert model.schedule.last_epoch == expected.schedule.last_epoch == 9
+    found = relative_difference(model.get_weights(), expected.get_weights(), start)
+    assert found <= LIMIT
+
+
+def test_a_size_is_found_for_torch_optim():
+    assert of_torch(microbatch_size="auto")[0].microbatch_size == 12
+
+
+def test_updates_of_torch_optim_are_counted():
+    """By callbacks, which would see none, and not in trials."""
+    seen = []
+    own = keras.callbacks.Callback()
+    own.on_update_end = lambda number, logs=None: seen.append(number)
+    scheduler = AccumulationScheduler(lambda number: 2 if number < 2 else 4, by="update")
+    model = accumulate(seeded(model_of(Own)), accumulation_steps=2)
+    model.compile()
+    fit(model, samples=48, callbacks=[scheduler, own])
+    assert seen == [1, 2, 3, 4]
