@@ -8,7 +8,7 @@ may be warned of, unless the case expects it. Its cases are in `models`, `losses
 float32.
 
 Every run takes one setting of the cases in `QUICK`, on PyTorch of those in `FIRST`; the gate one
-of `FIRST` and of others, in turn: of every fourth on PyTorch, of every ninth on JAX, and of
+of `FIRST` and of others, in turn: of every fourth on PyTorch, of every thirteenth on JAX, and of
 every eleventh on TensorFlow. The sweep takes the rest.
 """
 
@@ -30,7 +30,7 @@ MODULES = [models, losses, metrics, own_train_steps]
 if BACKEND == "torch":
     MODULES.append(importlib.import_module("of_torch"))
 TABLE = {name: case for module in MODULES for name, case in module.CASES.items()}
-GATE_TAKES_ONE_IN = {"torch": 4, "jax": 9, "tensorflow": 11}
+GATE_TAKES_ONE_IN = {"torch": 4, "jax": 13, "tensorflow": 11}
 PRECISIONS = ("float64", "float32") if BACKEND == "tensorflow" else ("float32",)
 
 # What trains in every run, and what else does on PyTorch, which traces nothing.

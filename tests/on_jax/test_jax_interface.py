@@ -3,11 +3,7 @@
 import jax
 import keras
 import pytest
-from helpers import (
-    dense_data,
-    dense_model,
-    seeded,
-)
+from helpers import dense_data, dense_model, seeded
 from jax import numpy as jnp
 from keras import ops
 
