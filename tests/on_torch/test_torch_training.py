@@ -106,13 +106,14 @@ def test_nothing_of_a_step_is_kept(monkeypatch, kind, base, settings, number):
     monkeypatch.setattr(kind, "__init__", noting)
     loss = "mse" if base is keras.Sequential else None
     model = compiled(model_of(base, NotesOutputs), loss, accumulation_steps=1, **settings)
-    model.train_on_batch(*dense_data(12))
+    data = [torch.as_tensor(part) for part in dense_data(12)]  # which a step gets as they are
+    model.train_on_batch(*data)
     gc.collect()
     gc.disable()
     try:
         KEPT.clear(), objects.clear()
         for _ in range(2):
-            model.train_on_batch(*dense_data(12))
+            model.train_on_batch(*data)
         assert len(objects) == number
         assert KEPT
         assert not [thing for thing in (*KEPT, *objects) if thing() is not None]
