@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ga_model.base._context import ThreadValue, is_unnoted
 from ga_model.base._identity import unique
 from ga_model.base._internals import mask_of, set_mask
-from ga_model.core.backend_types import GROUPS, Function, GradientSums, Group, State
+from ga_model.core.backend_types import Function, GradientSums, Group, State
 from ga_model.core.batch import Batch
 from ga_model.core.models import optimizers_in, recording_of_thread
 from ga_model.core.of_user import python_state
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from ga_model.core.proof.noted import Noted
     from ga_model.core.recorder import Applied
     from ga_model.core.window import Amount, Rows, Sums
-
-__all__ = ["GROUPS", "Backend", "Function", "Group"]
 
 
 class Backend(ABC):

@@ -17,7 +17,8 @@ class Function(NamedTuple):
         run: takes and returns nests of tensors.
         reads: groups of variables that it reads, and may write to.
         updates: groups that it reads, and writes to all variables of.
-        consumes: whether the tensors of its first argument are not used again.
+        consumes: whether the tensors of its first argument are not used again. Not if it updates:
+            the memory of what it updates takes all results, and JAX warns of other that is given.
         discards: whether what it writes is not needed. Where nothing is compiled, it is there
             nevertheless, and has to be put back.
     """

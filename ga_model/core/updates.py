@@ -134,7 +134,6 @@ class Updates:
             functools.partial(self._update, structure),
             ["trainable", "non_trainable", "optimizer"],
             updates=["trainable", "optimizer"],
-            consumes=True,
         )
         gradients = [self._joined(g, sums.unit) for g in sums.gradients]
         others = sums._replace(gradients=[], amounts=[], squares=())

@@ -302,8 +302,6 @@ class Compiled:
     def __init__(self, backend: JaxBackend, function: Function, is_brief: bool) -> None:
         self._backend, self._function = backend, function
         self._reads = [group for group in function.reads if group not in function.updates]
-        # The memory of what is updated takes all results: JAX warns of other that is given.
-        self._num_consumed = int(function.consumes and not function.updates)
         self._pure: Any = self._run
         if backend.is_compiled:
             options = layer_calls.OF_BRIEF if is_brief else None
@@ -324,7 +322,7 @@ class Compiled:
         return self._pure.lower(*self._inputs(arguments))
 
     def _inputs(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        number = self._num_consumed
+        number = int(self._function.consumes)
         updated = {group: self._backend.values(group) for group in self._function.updates}
         read = {group: self._backend.values(group) for group in self._reads}
         return (updated, arguments[:number]), read, arguments[number:]

@@ -144,8 +144,7 @@ class TensorFlowBackend(Backend):
         else:
             jit_compile = bool(self._model.jit_compile) and not _is_made_of_parts(name)
             jit_compile = jit_compile and self._replicas is None  # which exchange
-            consumes = function.consumes and not function.updates
-            run = Compiled(self, function.run, jit_compile, consumes)
+            run = Compiled(self, function.run, jit_compile, function.consumes)
         return functools.partial(self._update, run) if function.updates else run
 
     def _update(self, run: Callable[..., Any], *arguments: Any) -> Any:

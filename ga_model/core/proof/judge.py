@@ -45,6 +45,12 @@ class Judge:
         if assumed is not None and (has_weight or assumed.source != "loss"):
             self._candidates.insert(0, assumed)
 
+    @functools.cached_property
+    def _norms(self) -> list[float]:
+        """The norms of all gradients, by window."""
+        of_windows = ([g for g in w.whole.gradients if g is not None] for w in self._windows)
+        return list(map(norm_of, of_windows))
+
     @property
     def is_moved(self) -> bool:
         """Whether there are gradients other than zero."""
@@ -156,9 +162,8 @@ class Judge:
     def _gradients_off(self, weighing: Weighing) -> dict[str, float]:
         """Return how much gradients differ that are put together by a weighing, by variable."""
         found: dict[str, float] = {}
-        for window in self._windows:
+        for window, everything in zip(self._windows, self._norms):
             shares = window.shares(weighing)
-            everything = _norm_of_gradients(window)
             if any(part.places != window.whole.places for part in window.parts):
                 return {"the order of updates": inf}
             for number, place in enumerate(window.whole.places):
@@ -195,12 +200,12 @@ class Judge:
                 name = runner.names[place]
                 found[name] = max(off, found.get(name, 0.0))
 
-        for window in self._windows:
+        for window, everything in zip(self._windows, self._norms):
             if any(part.places != window.whole.places for part in window.parts):
                 return {"the order of updates": inf}
             left = [np.asarray(value).astype("float64") for value in window.parts[-1].values]
             shares = window.shares(weighing)
-            rounding = 100 * runner.epsilon * _norm_of_gradients(window)
+            rounding = 100 * runner.epsilon * everything
             rates = list(zip(window.whole.places, window.whole.rates))
             floors = {place: rate * rounding for place, rate in rates}
             for number, (place, rate) in enumerate(rates):
@@ -343,10 +348,6 @@ def _badness(off: dict[str, float]) -> tuple[int, float]:
 
 def _largest(off: dict[str, float]) -> list[tuple[str, float]]:
     return sorted(off.items(), key=lambda pair: -pair[1])
-
-
-def _norm_of_gradients(window: Window) -> float:
-    return norm_of([g for g in window.whole.gradients if g is not None])
 
 
 def _gradient(place: int, outcome: Outcome) -> Any:
