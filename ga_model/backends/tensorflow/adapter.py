@@ -48,6 +48,10 @@ from ga_model.core.stand_ins import OptimizerStandIn
 from ga_model.core.window import Amount, Largest, Rows, Sums, with_values
 
 
+def _constant(value: float) -> Any:
+    return tf.constant(value, tf.float64)
+
+
 class StandIn(OptimizerStandIn):
     """Stands in for an optimizer while a step is recorded."""
 
@@ -161,8 +165,7 @@ class TensorFlowBackend(Backend):
             return function(*tensors)
         return shared.together(shared.run(function, shared.each(tensors)))
 
-    def number(self, value: float) -> Any:
-        return tf.constant(value, tf.float64)
+    number = staticmethod(functools.lru_cache(64)(_constant))
 
     def key_of(self, arguments: tuple[Any, ...]) -> Any:
         keys = tuple(map(key_of_nest, self.each(each_tensors(arguments))))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from ga_model.base._internals_tf import call_flat
+from ga_model.base._internals_tf import call_flat, shape_of
 from ga_model.core.window import Sums
 
 if TYPE_CHECKING:
@@ -178,8 +178,8 @@ def key_of_nest(nest: Any, is_any: bool = False) -> Any:
         is_any: whether it serves any number of samples.
     """
     if isinstance(nest, tf.Tensor):
-        shape = tuple(nest.shape)
-        return shape[1:] if is_any else shape, nest.dtype
+        shape = shape_of(nest)
+        return shape[1:] if is_any and shape else shape, nest.dtype
     if isinstance(nest, AnySamples):
         return AnySamples, key_of_nest(nest.data, True)
     if isinstance(nest, Mapping):

@@ -57,8 +57,12 @@ def _knows_samples(iterator: Any) -> bool:
 
 
 def _without_optionals(batches: Iterator[Any]) -> Iterator[Any]:
-    """Yield batches with None where a dataset has nothing."""
-    for data in batches:
-        yield keras.tree.map_structure(
-            lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, data
-        )
+    """Return batches with None where a dataset has nothing."""
+
+    def tensor_or_none(leaf: Any) -> Any:
+        return None if isinstance(leaf, tf.experimental.Optional) else leaf
+
+    specs = keras.tree.flatten(getattr(batches, "element_spec", tf.OptionalSpec(None)))
+    if not any(isinstance(spec, tf.OptionalSpec) for spec in specs):
+        return batches
+    return (keras.tree.map_structure(tensor_or_none, data) for data in batches)
