@@ -49,15 +49,15 @@ class CloseWindow(keras.callbacks.Callback):
 
     def on_test_begin(self, logs: Any = None) -> None:
         self._accumulating.close_window()
-        self.tell_of_updates(logs)
+        self.notify_listeners(logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         has_updated = count_updates(self._accumulating) != self._at_begin
         self._accumulating._accumulation.warn_of_no_effect(has_updated)
         self._accumulating.close_window()
-        self.tell_of_updates(logs)
+        self.notify_listeners(logs)
 
-    def tell_of_updates(self, logs: Any) -> None:
+    def notify_listeners(self, logs: Any) -> None:
         """Call the `on_update_end` of listeners, if there was an update since the last time."""
         if self._listeners and (number := count_updates(self._accumulating)) != self._num_updates:
             self._num_updates = number
@@ -65,11 +65,11 @@ class CloseWindow(keras.callbacks.Callback):
                 listener.on_update_end(number, logs)
 
 
-class _TellUpdates(CloseWindow):
+class _NotifyListeners(CloseWindow):
     """With listeners. Separate, since Keras waits for each batch if a callback needs its result."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.tell_of_updates(logs)
+        self.notify_listeners(logs)
 
 
 def count_updates(model: Any) -> int:
@@ -135,7 +135,7 @@ def closing_windows(model: Any, callbacks: Any, is_verbose: bool) -> Iterator[An
     is_list = isinstance(callbacks, keras.callbacks.CallbackList)
     listed = callbacks.callbacks if is_list else keras.tree.flatten(callbacks)
     listeners = [c for c in listed if callable(getattr(c, "on_update_end", None))]
-    close_window = _TellUpdates(model, listeners) if listeners else CloseWindow(model)
+    close_window = _NotifyListeners(model, listeners) if listeners else CloseWindow(model)
     if is_list:
         callbacks.callbacks.insert(0, close_window)
     elif isinstance(callbacks, (list, tuple)):

@@ -37,7 +37,7 @@ from ga_model.core.call_types import Apart, Split, Traced
 from ga_model.core.metric_calls import waiting
 from ga_model.core.models import unrecorded
 from ga_model.core.proof.calls import HALF, NotByRowsError, kinds_of_call
-from ga_model.core.statistics import Listener, is_known, listener
+from ga_model.core.statistics import MomentsRecorder, is_known, present_recorder
 
 _NOT_ROWS = "it combines samples, or gives something other than one value per sample"
 _NOT_ROWS_BACK = "it has a custom gradient that combines samples"
@@ -58,7 +58,7 @@ class LayerCall:
     Attributes:
         samples: the arrays that have them, and their masks.
         kinds: what each loss that layers add is over samples, "mean", "sum" or None.
-        heard: calls of BatchNormalization layers in it.
+        normalizations: calls of BatchNormalization layers in it.
 
     Raises:
         NotByRowsError: it has no more samples than a microbatch, or the layer cannot be built.
@@ -101,7 +101,7 @@ class LayerCall:
         self.kinds: list[Any] = []
         self._adders: list[Any] = []
         self._written: list[int] = []  # places of the variables that it writes to
-        self.heard: list[Any] = []
+        self.normalizations: list[Any] = []
         self._outputs: Any = None  # without its tensors
         self._tensors: list[int] = []  # places of these among its leaves
 
@@ -150,13 +150,14 @@ class LayerCall:
         rest = iter(leaves)
         args, kwargs = keras.tree.map_structure(lambda _: next(rest), self._arguments)
         known = dict(self._scope.state_mapping) if self._scope and knows_others else {}
-        hears = Listener(place=self._backend.place)
+        recorder = MomentsRecorder(place=self._backend.place)
         self._python.put_back()
         with scope_of(self._variables, state) as scope:
             for key, value in known.items():  # of other variables, for layers that share them
                 scope.state_mapping.setdefault(key, value)
             before = dict(scope.state_mapping)
-            with unrecorded(), waiting(None), inside_of_call.set(True), listener.set(hears):
+            recorded = present_recorder.set(recorder)
+            with unrecorded(), waiting(None), inside_of_call.set(True), recorded:
                 outputs = self._call(*args, **kwargs)
             losses = losses_of_scope(scope)
             now = scope.state_mapping
@@ -169,7 +170,7 @@ class LayerCall:
                 "it writes to a variable in a branch, a loop or a function of its own"
             )
         self._adders = [adder_of(loss, self._layer) for loss in losses]
-        self.heard = hears.calls
+        self.normalizations = recorder.calls
         given: list[Any] = []
         keras.tree.map_structure(given.append, outputs)
         if any(_holds_tensors(leaf) for leaf in given if not _is_array(leaf)):
@@ -185,14 +186,14 @@ class LayerCall:
             for place, output in enumerate(tensors)
             for name, tensor in self._backend.attached_to(output).items()
         }
-        kept = hears.written()
+        kept = recorder.written()
         after = [
             old if id(variable) in kept else now[id(variable)]
             for variable, old in zip(self._variables, state)
         ]
         pairs = enumerate(zip(after, state))
         self._written = [place for place, (new, old) in pairs if new is not old]
-        return after, Traced(tensors, attached, losses, hears.moments)
+        return after, Traced(tensors, attached, losses, recorder.moments)
 
     def read(self, known: dict[Any, Any], training: Any) -> str | None:
         """Return why samples are not known to be treated one by one, or None, and note losses.
@@ -297,10 +298,10 @@ class LayerCall:
             self._variables[place].assign(value)
         for adder, loss in zip(self._adders, traced.losses):
             adder.add_loss(loss)
-        for call, moments in zip(self.heard, traced.moments):
-            if (hears := listener.get()) is not None:
-                hears.calls.append(call)
-                hears.moments.append(moments)
+        for call, moments in zip(self.normalizations, traced.moments):
+            if (recorder := present_recorder.get()) is not None:
+                recorder.calls.append(call)
+                recorder.moments.append(moments)
             else:
                 call.move(moments)
         outputs = list(traced.outputs)

@@ -134,8 +134,8 @@ class ModelState:
         if has_ended or self.is_scheduled:
             return
         model, size, steps = self._model, self.size, self.settings.accumulation_steps
-        is_told = size is not None and not self.is_automatic and steps == 1
-        if is_told and self._most_samples() <= size:
+        is_only_setting = size is not None and not self.is_automatic and steps == 1
+        if is_only_setting and self._most_samples() <= size:
             model._warn_once(_nothing_split_message(model.name, size))
         number = 0 if self.window is None else self.window.num_batches()
         if number and not has_updated:

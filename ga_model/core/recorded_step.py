@@ -23,7 +23,7 @@ from ga_model.core.proof.verdict import OF_KERAS, Verdict
 from ga_model.core.proof.weighing import Seen, Weighing
 from ga_model.core.recorder import Recording, by_optimizer, record
 from ga_model.core.splitting import splitting_calls
-from ga_model.core.statistics import Listener, listening
+from ga_model.core.statistics import MomentsRecorder, recording_moments
 from ga_model.core.weights import FullBatch
 from ga_model.core.window import Amount, Positions, Rows, Sums, values_of, with_values
 
@@ -110,13 +110,13 @@ class RecordedStep:
 
         def run(data: Any) -> tuple[Any, ...]:
             nonlocal written
-            recording, listener, logs, written = self._run(mode, position, data)
+            recording, recorder, logs, written = self._run(mode, position, data)
             own, of_metrics = ({}, ()) if verdict.is_folded else recording.split_logs(logs)
             updates, losses = recording.updates(), recording.losses
             self.found = Structure(
                 recording.applied,
                 [update for update, _ in updates],
-                listener.calls,
+                recorder.calls,
                 tuple(own),
                 of_metrics,
             )
@@ -125,7 +125,7 @@ class RecordedStep:
             said = losses.terms().weight if verdict.is_folded else recording.weight_of_loss()
             said = None if said is None else _numbers.float64(said)
             weight = recording.relative_weight, recording.unit
-            found = recording.gradients, listener.moments, numbers, own
+            found = recording.gradients, recorder.moments, numbers, own
             has_lost = functools.reduce(_numbers.either, losses.lost, _numbers.int32(0) > 0)
             entries = losses.entries() if verdict.is_folded else ()
             recording.release()
@@ -180,11 +180,11 @@ class RecordedStep:
 
     def _run(
         self, mode: Mode, position: Position, data: Any
-    ) -> tuple[Recording, Listener, Any, list[Any]]:
+    ) -> tuple[Recording, MomentsRecorder, Any, list[Any]]:
         """Run a step, recorded.
 
         Returns:
-            What was recorded, what was heard, the logs, and variables that it has written to.
+            What was recorded, the moments, the logs, and variables that it has written to.
         """
         model, backend, verdict = self._model, self._backend, mode.verdict
         layers = model._batch_normalization_layers()
@@ -196,11 +196,11 @@ class RecordedStep:
         options = {"is_own": is_own, "kinds": kinds, "is_trial": mode.is_trial}
         with (
             record(model, data, position, backend, **options) as recording,
-            listening(layers, backend.place) as listener,
+            recording_moments(layers, backend.place) as recorder,
             splitting,
         ):
             logs, of_step = backend.run_step(data)
-        listener.put_back()
+        recorder.put_back()
         if model.trainable_weights and not (recording.applied or mode.is_trial):
             raise RuntimeError(messages.not_recorded_message(model.name))
         written = self._without_state(of_step, layers) if of_step else []
@@ -211,19 +211,19 @@ class RecordedStep:
             names = [layer.name for layer in layers]
             model._warn_once(messages.own_averages_message(names))
         if mode.size is None:
-            heard = [call.layer for call in listener.calls]
+            normalized = [call.layer for call in recorder.calls]
             known = {id(variable) for variable in of_step}
             others = [
                 layer.name
                 for layer in layers
-                if not is_in(layer, heard)
+                if not is_in(layer, normalized)
                 and any(id(variable) in known for variable in layer.non_trainable_variables)
             ]
             for message in messages.batch_normalization_messages(
-                [part.name for part in heard], others
+                [part.name for part in normalized], others
             ):
                 model._warn_once(message)
-        return recording, listener, logs, written
+        return recording, recorder, logs, written
 
     def _without_state(self, written: list[Any], normalizing: list[Any]) -> list[Any]:
         """Return what a step writes to, but what random numbers are drawn with, and averages."""

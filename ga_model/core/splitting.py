@@ -28,7 +28,7 @@ from ga_model.core import messages
 from ga_model.core.backend import Backend
 from ga_model.core.layer_calls import LayerCall
 from ga_model.core.proof.calls import NotByRowsError
-from ga_model.core.statistics import is_known, telling
+from ga_model.core.statistics import is_known, passing_moments
 
 _splitting = ThreadValue()  # how calls are split in this thread, or None
 
@@ -101,17 +101,17 @@ class _Splitting:
         return outputs
 
 
-def _heard(layer: Any, call: Callable[..., Any]) -> Callable[..., Any]:
-    def heard(*args: Any, **kwargs: Any) -> Any:
+def _split_call(layer: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
         splitting = _splitting.get()
         if splitting is None or not splitting.applies(layer):
             return call(*args, **kwargs)
         return splitting.run(layer, call, args, kwargs)
 
-    return heard
+    return run
 
 
-_calls_of_layers = MethodPatch("call", _heard)
+_calls_of_layers = MethodPatch("call", _split_call)
 
 
 @contextlib.contextmanager
@@ -128,7 +128,7 @@ def splitting_calls(
             samples is then any number.
     """
     splitting = _Splitting(model, backend, size, most)
-    heard = telling(model._batch_normalization_layers())
-    with _calls_of_layers.of(layers_in(model)), heard, _splitting.set(splitting):
+    moments = passing_moments(model._batch_normalization_layers())
+    with _calls_of_layers.of(layers_in(model)), moments, _splitting.set(splitting):
         yield
         splitting.end()

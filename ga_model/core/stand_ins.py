@@ -76,15 +76,15 @@ class StandIn:
 
     Args:
         original: the object.
-        listener: the object that a subclass notifies.
+        recorder: the object that a subclass passes calls to.
     """
 
     _original: Any
-    _listener: Any
+    _recorder: Any
 
-    def __init__(self, original: Any, listener: Any) -> None:
+    def __init__(self, original: Any, recorder: Any) -> None:
         object.__setattr__(self, "_original", original)
-        object.__setattr__(self, "_listener", listener)
+        object.__setattr__(self, "_recorder", recorder)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:  # isinstance(model.optimizer, keras.optimizers.Adam) holds
@@ -98,10 +98,10 @@ class StandIn:
 
 
 class OptimizerStandIn(StandIn):
-    """Stands in for one optimizer during one recorded step. It tells the recording."""
+    """Stands in for one optimizer during one recorded step, and passes calls to the recording."""
 
     def scale_loss(self, loss: Any) -> Any:
-        return self._listener.scale_loss(self._original, loss)
+        return self._recorder.scale_loss(self._original, loss)
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         if trainable_variables is None:
@@ -116,19 +116,18 @@ class OptimizerStandIn(StandIn):
     def _take(
         self, gradients: list[Any], variables: list[Any], via_apply_gradients: bool = False
     ) -> None:
-        self._listener.apply(
+        self._recorder.apply(
             self._original, gradients, variables, via_apply_gradients=via_apply_gradients
         )
 
 
 class MetricStandIn(StandIn):
-    """Stands in for a metric in an attribute of the model during one recorded step.
-
-    It tells the `MetricCalls`.
+    """Stands in for a metric in an attribute of the model during one recorded step, and
+    passes its updates to the `MetricCalls`.
     """
 
     def result(self) -> Any:
-        return self._listener.result(self._original)
+        return self._recorder.result(self._original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.update_state(*args, **kwargs)
@@ -142,8 +141,8 @@ def stand_in(
 
     Args:
         value: the value.
-        recording: what the stand-ins of optimizers tell.
-        metrics: what those of metrics tell.
+        recording: what the stand-ins of optimizers pass calls to.
+        metrics: what those of metrics do.
         of_optimizer: the class of stand-ins of optimizers.
     """
 
@@ -219,13 +218,13 @@ def copy_with(
 class _Tracked(StandIn):
     """Stands in for the metric that tracks one of several losses.
 
-    It tells the copy of the compiled loss that the metric belongs to.
+    Its updates go to the copy of the compiled loss that the metric belongs to.
     """
 
     def update_state(self, value: Any, sample_weight: Any = None) -> None:
         # Keras updates it right after the loss.
-        compiled = self._listener
+        compiled = self._recorder
         compiled._calls.update(self._original, value, sample_weight, compiled._terms[-1])
 
     def result(self) -> Any:
-        return self._listener._calls.result(self._original)
+        return self._recorder._calls.result(self._original)

@@ -20,8 +20,8 @@ from ga_model.base._context import ThreadValue
 from ga_model.base._internals import MOMENTS, copy_of, move_renormalization, reduction_axes
 from ga_model.base._method_patch import MethodPatch
 
-# What hears of the statistics of the microbatch that this thread runs, or None.
-listener: Any = ThreadValue()
+# The recorder of the microbatch that this thread runs, or None.
+present_recorder: Any = ThreadValue()
 
 
 class Moments(NamedTuple):
@@ -92,16 +92,16 @@ class Call(NamedTuple):
                 variable.assign(_numbers.where(is_any, copy_of(variable), value))
 
 
-class Listener:
-    """Notes what layers compute in a microbatch.
+class MomentsRecorder:
+    """Records the moments that layers compute in a microbatch.
 
     Args:
-        layers: those whose averages may be put back.
-        place: gives what code that runs belongs to: the step, or a function or branch in it.
+        layers: BatchNormalization layers whose averages `put_back` restores.
+        place: returns what the running code belongs to: the step, or a function or branch in it.
 
     Attributes:
-        calls: the calls.
-        moments: what they have computed.
+        calls: the calls, in their order.
+        moments: those of each call.
     """
 
     def __init__(self, layers: Sequence[Any] = (), place: Callable[[], Any] = lambda: None) -> None:
@@ -111,8 +111,8 @@ class Listener:
         state = [v for layer in layers for v in layer.non_trainable_variables]
         self._before = [(variable, copy_of(variable)) for variable in state]
 
-    def hear(self, layer: Any, inputs: Any, mask: Any, mean: Any, variance: Any) -> None:
-        """Note what a layer has computed of its inputs, if that can be used outside of its code."""
+    def record(self, layer: Any, inputs: Any, mask: Any, mean: Any, variance: Any) -> None:
+        """Record the moments of a layer's inputs, if the step can use them outside of that code."""
         if self._place() is not self._is_in:
             return
         epsilon = 0.0 if mask is None else keras.config.epsilon()
@@ -127,28 +127,29 @@ class Listener:
         self.moments.append(Moments(count, mean, variance))
 
     def put_back(self) -> None:
-        """Let the running averages of layers that were heard be as they were."""
+        """Restore the running averages of the layers that were called."""
         written = self.written()
         for variable, value in self._before:
             if id(variable) in written:
                 variable.assign(value)
 
     def written(self) -> set[int]:
-        """Return the ids of the variables of the layers that were heard."""
+        """Return the ids of the variables of the layers that were called."""
         return {id(v) for call in self.calls for v in call.layer.non_trainable_variables}
 
 
 @contextmanager
-def listening(layers: Sequence[Any], place: Callable[[], Any] = lambda: None) -> Iterator[Listener]:
-    """Listen to a microbatch.
+def recording_moments(
+    layers: Sequence[Any], place: Callable[[], Any] = lambda: None
+) -> Iterator[MomentsRecorder]:
+    """Record the moments of a microbatch.
 
     Args:
-        layers: BatchNormalization layers.
-        place: as `Listener` takes it.
+        layers, place: as `MomentsRecorder` takes them.
     """
-    hears = Listener(layers, place)
-    with listener.set(hears), telling(layers):
-        yield hears
+    recorder = MomentsRecorder(layers, place)
+    with present_recorder.set(recorder), passing_moments(layers):
+        yield recorder
 
 
 def is_known(layer: Any) -> bool:
@@ -157,22 +158,22 @@ def is_known(layer: Any) -> bool:
     return isinstance(layer, normal) and type(layer).call is normal.call
 
 
-def telling(layers: Iterable[Any]) -> Any:
-    """Return the context in which those of the layers that are known tell the listener."""
+def passing_moments(layers: Iterable[Any]) -> Any:
+    """Return the context in which those of the layers that are known pass their moments on."""
     return _moments.of(layer for layer in layers if is_known(layer))
 
 
-def _telling(layer: Any, moments: Callable[..., Any]) -> Callable[..., Any]:
-    def telling(inputs: Any, mask: Any) -> Any:
+def _passing_on(layer: Any, moments: Callable[..., Any]) -> Callable[..., Any]:
+    def run(inputs: Any, mask: Any) -> Any:
         mean, variance = moments(inputs, mask)
-        if (hears := listener.get()) is not None:
-            hears.hear(layer, inputs, mask, mean, variance)
+        if (recorder := present_recorder.get()) is not None:
+            recorder.record(layer, inputs, mask, mean, variance)
         return mean, variance
 
-    return telling
+    return run
 
 
-_moments = MethodPatch(MOMENTS, _telling)
+_moments = MethodPatch(MOMENTS, _passing_on)
 
 
 def _count(layer: Any, inputs: Any, mask: Any) -> Any:

@@ -167,7 +167,7 @@ class Steps:
         numbers: Numbers,
         totals: list[Any] | None,
     ) -> Sums:
-        """Do so where nothing is compiled."""
+        """Add a microbatch to the sums of its window where nothing is compiled."""
         unit = 0.0 if sums is None else sums.unit
         num_counted = 0 if sums is None else sums.num_counted
         gradients = self._gradient_sums(mode, None if sums is None else sums.gradients)

@@ -32,7 +32,7 @@ class StandIn(OptimizerStandIn):
     def stateless_apply(
         self, optimizer_variables: Any, grads: Any, trainable_variables: Any
     ) -> tuple[Any, Any]:
-        optimizer, recording = self._original, self._listener
+        optimizer, recording = self._original, self._recorder
         variables = recording.model.trainable_variables
         recording.apply(optimizer, grads, variables, values=optimizer_variables)
         if recording.moves_by is None:

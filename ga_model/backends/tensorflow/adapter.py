@@ -58,7 +58,7 @@ class StandIn(OptimizerStandIn):
     def _take(
         self, gradients: list[Any], variables: list[Any], via_apply_gradients: bool = False
     ) -> None:
-        optimizer, recording = self._original, self._listener
+        optimizer, recording = self._original, self._recorder
         if is_branch(graph_being_made()):
             raise CannotAccumulateError(inner_graph_message(recording.model.name))
         if not optimizer.built:

@@ -31,7 +31,7 @@ class StandIn(OptimizerStandIn):
     def _take(
         self, gradients: list[Any], variables: list[Any], via_apply_gradients: bool = False
     ) -> None:
-        optimizer, recording = self._original, self._listener
+        optimizer, recording = self._original, self._recorder
         if not optimizer.built:
             with keras.name_scope(optimizer.name):
                 optimizer.build(variables)
