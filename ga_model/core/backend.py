@@ -184,15 +184,11 @@ class Backend(ABC):
     def run_plain(
         self, train_step: Callable[..., Any], after_update: Callable[[], None], *arguments: Any
     ) -> Any:
-        """Run a `train_step` as it is, and then what the model does after an update.
+        """Run the model's `train_step` as it is, and then what the model does after an update.
 
         Args:
-            train_step: the model's.
+            train_step, *arguments: the step, and what Keras passes to it.
             after_update: takes no arguments, and writes to variables.
-            *arguments: as Keras passes them to `train_step`.
-
-        Returns:
-            What `train_step` returns.
         """
         logs = train_step(*arguments)
         self.once(after_update)
@@ -251,12 +247,7 @@ class Backend(ABC):
         return amounts
 
     def sum_of_all(self, gradients: list[Any], total: Any) -> tuple[list[Any], Any]:
-        """Return the sums of gradients over replicas, and what these are to be divided by.
-
-        Args:
-            gradients: of this replica.
-            total: what they are to be divided by.
-        """
+        """Return the sums over replicas of gradients, and of what these are to be divided by."""
         return gradients, total
 
     def once(self, function: Callable[[], Any]) -> None:
@@ -312,8 +303,6 @@ class Backend(ABC):
 
     def build(self, data: Any) -> None:  # noqa: B027
         """Create the variables that the first step would create, where Keras does not."""
-
-    # What is refused, or found out.
 
     @abstractmethod
     def check(self) -> None:
