@@ -112,8 +112,13 @@ def is_built(layer: Any, others: Iterable[Any] = ()) -> bool:
 
 
 def own_state(layer: Any) -> list[Any]:
-    """Return the variables of a layer itself that are not to be trained."""
-    return list(layer._non_trainable_variables)
+    """Return the variables of a layer itself that are not to be trained.
+
+    Keras tracks no states of a recurrent layer that is stateful.
+    """
+    states = keras.tree.flatten(getattr(layer, "states", None))
+    untracked = [state for state in states if isinstance(state, keras.Variable)]
+    return [*layer._non_trainable_variables, *untracked]
 
 
 def seeds(layer: Any) -> list[Any]:

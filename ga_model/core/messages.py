@@ -6,6 +6,7 @@ at its end.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -52,9 +53,16 @@ def untried_message(model: str, error: Exception) -> str:
     return (
         "It is not known whether a window of microbatches trains as the full batch. Received: the "
         f"training step of {model!r}, which cannot be run on some samples of the first batch: "
-        f"{type(error).__name__}: {error} It is taken for a mean over samples. To train exactly, "
-        f"{ALONE}, or override `microbatch_weight`."
+        f"{_text_of(error)}. It is taken for a mean over samples. To train exactly, {ALONE}, or "
+        "override `microbatch_weight`."
     )
+
+
+def _text_of(error: Exception) -> str:
+    """Return the type and text of an error, without the arguments of calls that Keras adds."""
+    in_bold = re.search(r"\x1b\[1m(.*?)\x1b\[0m", str(error), re.DOTALL)
+    text = in_bold[1] if in_bold else str(error)
+    return f"{type(error).__name__}: {text}".rstrip(".")
 
 
 def unverified_message(model: str) -> str:
