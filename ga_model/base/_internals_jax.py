@@ -6,28 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-# The methods of a model that make its step on JAX, and what it logs.
-OF_STEP_ON_JAX = (
-    "train_step",
-    "compute_loss_and_updates",
-    "stateless_call",
-    "stateless_compute_loss",
-    "_update_metrics_variables",
-    "compute_metrics",
-    "get_metrics_result",
-)
-
-
-@contextlib.contextmanager
-def forgetting_override(model: Any) -> Iterator[None]:
-    """Forget the losses of layers that a step on JAX leaves with a model if it fails in a block."""
-    try:
-        yield
-    except BaseException:
-        if hasattr(model, "_losses_override"):
-            vars(model)["_losses_override"] = []
-        raise
-
 
 def put_values_back(model: Any) -> None:
     """Let the variables of a model have their values, which are elsewhere in `fit` on JAX."""

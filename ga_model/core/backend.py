@@ -35,6 +35,7 @@ class Backend(ABC):
 
     Attributes:
         optimizer_stand_in: the class of what stands in for optimizers while a step is recorded.
+        methods_of_step: names of the model's methods that make its step, and what it logs.
         noted_by: the class of `Noted` that runs code and notes what it divides by.
         num_devices: devices that share the samples of each microbatch evenly.
         num_processes: processes that make updates together, each of windows of its own samples.
@@ -48,6 +49,7 @@ class Backend(ABC):
     """
 
     optimizer_stand_in: type
+    methods_of_step: tuple[str, ...] = ("train_step", "compute_metrics", "get_metrics_result")
     noted_by: type[Noted]
     num_devices = 1
     num_processes = 1

@@ -12,7 +12,6 @@ import keras
 from ga_model._settings import Settings
 from ga_model.base import _numbers
 from ga_model.base._internals import overwrites
-from ga_model.base._internals_jax import OF_STEP_ON_JAX
 from ga_model.core import messages
 from ga_model.core.automatic import FoundSize, SizeTrials, torn_message
 from ga_model.core.backend import Backend
@@ -67,7 +66,8 @@ class Driver(ModelState):
     @functools.cached_property
     def has_own_step(self) -> bool:
         """Return whether a step, or what it logs, is the user's own."""
-        names = (name for name in OF_STEP_ON_JAX if hasattr(keras.Model, name))
+        # Some releases of Keras have not all of them.
+        names = (n for n in self.backend.methods_of_step if hasattr(keras.Model, n))
         return not all(is_of_keras(self._model, name) for name in names)
 
     def takes_full_batch(self) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ga_model.base import _numbers
-from ga_model.base._internals_jax import forgetting_override
+from ga_model.base._internals import forgetting_losses
 from ga_model.core.backend import Backend
 from ga_model.core.backend_types import GROUPS, GradientSums, Group
 from ga_model.core.batch import Batch
@@ -79,7 +79,7 @@ class Steps:
                 arguments = (unit, num_counted, data, numbers, totals)
                 watch_attributes(self._model)
                 self.step.found = None
-                with forgetting_override(self._model):
+                with forgetting_losses(self._model):
                     self._shapes[key] = self._backend.shapes(self._recording(mode), arguments)
                 # A trace for any number of samples serves others, too.
                 self._seen[key] = self._traced[mode] = self.step.found or self._traced[mode]

@@ -59,6 +59,13 @@ class JaxBackend(Backend):
     """
 
     optimizer_stand_in = StandIn
+    methods_of_step = (
+        *Backend.methods_of_step,
+        "compute_loss_and_updates",
+        "stateless_call",
+        "stateless_compute_loss",
+        "_update_metrics_variables",
+    )
     noted_by = Noting
     has_several_optimizers = False
 

@@ -13,12 +13,12 @@ import numpy as np
 from keras import ops
 
 from ga_model.base._internals import (
+    forgetting_losses,
     layers_in,
     loss_tracker,
     operations_in,
     own_state,
 )
-from ga_model.base._internals_jax import forgetting_override
 from ga_model.core.backend import Backend
 from ga_model.core.batch import num_rows
 from ga_model.core.losses import Kinds
@@ -106,7 +106,7 @@ def still_holds(
             runner = StepRunner(
                 model, backend, samples, not is_own, is_split, known.kinds, put_back
             )
-            with forgetting_override(model):
+            with forgetting_losses(model):
                 tried = list(windows(runner, sizes, is_brief=True))
         except Exception:  # what cannot be tried with so many samples, as before
             return True
@@ -175,7 +175,7 @@ def _of_samples(
             samples = samples_for_trial(data, sum(sizes))
             for _ in range(4):
                 runner = StepRunner(model, backend, samples, is_folded, is_split, kinds, put_back)
-                with forgetting_override(model):
+                with forgetting_losses(model):
                     coming = windows(runner, sizes)
                     judge = Judge(runner, first := list(itertools.islice(coming, 2)), assumed)
                     instead = _instead(judge, kinds)
