@@ -395,5 +395,6 @@ class Backend(ABC):
         """
 
     def has_updated(self) -> bool:
-        """Return whether weights were written to since `keeping_state` was entered last."""
+        """Return whether weights were written to since `keeping_state` was entered last, where a
+        batch that runs out of memory is to be repeated."""
         return False

@@ -65,9 +65,9 @@ class CompiledLossAttribute(RecordedAttribute):
 
 def watch_attributes(model: Any) -> None:
     """Make every attribute that has a stand-in a `RecordedAttribute` of the model's class."""
-    for name, value in vars(model).items():
+    for name in [name for name, value in vars(model).items() if is_recorded(value)]:
         present = inspect.getattr_static(type(model), name, _MISSING)
-        if not hasattr(present, "__get__") and is_recorded(value):
+        if not hasattr(present, "__get__"):
             setattr(type(model), name, RecordedAttribute(name, present))
 
 

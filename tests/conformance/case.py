@@ -42,6 +42,7 @@ SETTINGS = {
     "split": Setting(12, {"microbatch_size": 5}, True),
     "both": Setting(4, {"accumulation_steps": 3, "microbatch_size": 3}, False),
     "recomputed": Setting(12, {"microbatch_size": 5, "loss_over": "batch"}, True),
+    "batches of three": Setting(3, {"accumulation_steps": 4}, False),
     "batches of one": Setting(1, {"accumulation_steps": 12}, False),
     "microbatches of one": Setting(12, {"microbatch_size": 1}, True),
     "added up": Setting(12, {"microbatch_size": 5, "loss_over": "microbatch"}, True),

@@ -542,6 +542,13 @@ def annealed(function, base=keras.Sequential, **kwargs):
     return Case(make, dense_data, fit={"callbacks": [Anneals()], "epochs": 3}, **kwargs)
 
 
+class Rolls(layers.Layer):
+    """Gives each sample a number of the one before."""
+
+    def call(self, x):
+        return ops.roll(x, 1)
+
+
 class CountsInside(Centers):
     """Is not split, so calls in it are, of which one writes to a variable."""
 
@@ -624,6 +631,12 @@ CASES |= {
     ),
     "a layer that adds all the loss per sample": dataclasses.replace(
         adding(of_each_sample, compile=sgd(None)), data=lambda rows: dense_data(rows)[:1]
+    ),
+    "a layer that takes from the sample before": Case(
+        followed_by(Rolls),
+        dense_data,
+        settings=("windows", "batches of three"),
+        expects={"across": Warns(TRIED)},
     ),
     "a layer that adds a penalty": Case(followed_by(AddsPenalty), dense_data),
     "a layer that adds a sum later": annealed(ops.sum, settings=("split",)),

@@ -115,7 +115,8 @@ class TorchBackend(Backend):
     @contextlib.contextmanager
     def keeping_state(self) -> Iterator[None]:
         state = self._kept()
-        self._updated = self._versions_of_updated()
+        is_repeated = self._model._accumulation.is_automatic
+        self._updated = self._versions_of_updated() if is_repeated else []
         try:
             yield
         except BaseException:

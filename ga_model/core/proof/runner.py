@@ -296,16 +296,28 @@ def _finite_rows(data: Any, rows: int) -> Any:
 
 
 def _altered(array: Any, number: int, generator: Any) -> Any:
-    """Return samples of which the first are those of an array, and the others new mixtures."""
-    rows = len(array)
-    chosen = np.concatenate([np.arange(rows), generator.integers(0, rows, number - rows)])
-    found = np.array(array[chosen])
-    if found.dtype.kind == "f" and rows < 3:
-        noise = generator.normal(size=(2, *found[rows:].shape))
+    """Return samples of which the first are those of an array, and the others new ones.
+
+    Copies would be alike where it matters what stands beside a sample.
+    """
+    rows, more = len(array), number - len(array)
+    chosen = generator.integers(0, rows, more)
+    new = np.array(array[chosen])
+    is_number = new.dtype.kind == "f" and np.any(new != np.round(new))
+    if new.dtype.kind == "f" and rows < 3:
+        noise = generator.normal(size=(2, *new.shape))
         size = float(np.sqrt(np.mean(np.square(array)))) or 1.0
-        found[rows:] = found[rows:] * (1 + 0.3 * noise[0]) + size * noise[1]
-    elif found.dtype.kind in "iub" and rows < 3 and found.ndim > 1:  # ids, or masks
-        new = generator.permuted(found[rows:], axis=-1)
-        share = generator.uniform(0.0, 0.6, (len(new), *[1] * (new.ndim - 1)))
-        found[rows:] = np.where(generator.random(new.shape) < share, np.zeros_like(new), new)
-    return found
+        new = new * (1 + 0.3 * noise[0]) + size * noise[1]
+    elif new.dtype.kind in "iub" and rows < 3 and new.ndim > 1:  # ids, or masks
+        new = generator.permuted(new, axis=-1)
+        share = generator.uniform(0.0, 0.6, (more, *[1] * (new.ndim - 1)))
+        new = np.where(generator.random(new.shape) < share, np.zeros_like(new), new)
+    elif rows >= 3 and new.dtype.kind in "iubf" and (is_number or new.ndim > 1):
+        other = array[(chosen + generator.integers(1, rows, more)) % rows]
+        ones = [1] * (new.ndim - 1)
+        if is_number:  # probabilities stay such
+            new = new + generator.uniform(0.2, 0.8, (more, *ones)) * (other - new)
+        else:  # the end of another row, as of ids, masks or one-hot vectors
+            begin = generator.integers(1, max(new.shape[-1], 2), (more, *ones))
+            new = np.where(np.arange(new.shape[-1]) < begin, new, other)
+    return np.concatenate([array, new.astype(array.dtype)])
