@@ -116,8 +116,9 @@ def own_state(layer: Any) -> list[Any]:
 
     Keras tracks no states of a recurrent layer that is stateful.
     """
-    states = keras.tree.flatten(getattr(layer, "states", None))
-    untracked = [state for state in states if isinstance(state, keras.Variable)]
+    if (states := vars(layer).get("states")) is None:
+        return list(layer._non_trainable_variables)
+    untracked = [state for state in keras.tree.flatten(states) if hasattr(state, "assign")]
     return [*layer._non_trainable_variables, *untracked]
 
 
