@@ -62,7 +62,11 @@ def token_loss():
 # What is said of a layer that combines samples: nothing is inexact within a batch.
 WHOLE = Warns("cannot be split into", ALL)
 COMBINES = {"across": Warns(TRIED), "within": WHOLE}
-CLIPS = {"across": Warns(TRIED), "within": Warns("custom gradient that combines samples", ALL)}
+CLIPS = {
+    "across": Warns(TRIED),
+    "both": Warns(f"{TRIED}|cannot be split into"),
+    "within": Warns("custom gradient that combines samples", ALL),
+}
 AVERAGES = Warns("Their running averages are updated once per update", ("variables",))
 MORE = ("windows", "recomputed", "batches of one", "microbatches of one")
 MORE += ("recomputed windows", "left out")
