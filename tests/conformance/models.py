@@ -7,15 +7,11 @@ import itertools
 import keras
 import numpy as np
 import zoo
-from case import ALL, MSE, TRIED, Case, FallsShort, Refused, Warns, sgd
+from case import ALL, COUNTED_ONCE, MSE, TRIED, Case, Refused, Warns, sgd
 from helpers import dense_data, dense_model
 from keras import layers, ops
 
 CASES = {name: Case(*pair) for name, pair in zoo.ZOO.items()}
-OUTPUTS_OF_ONE = FallsShort(
-    "silent", "Keras counts batches of any size once for an output's logged loss, and others not"
-)
-COUNTED_ONCE = {"batches of one": OUTPUTS_OF_ONE} if keras.backend.backend() == "tensorflow" else {}
 CASES["two_outputs"] = dataclasses.replace(CASES["two_outputs"], falls_short=COUNTED_ONCE)
 
 
@@ -275,7 +271,12 @@ def two_inputs():
 
 CASES |= {
     "an order of keys": Case(CallsOrdered, dense_data),
-    "dicts": Case(TwoTowers, towers_data, sgd({"z": "mse", "a": "mae"}, metrics={"a": ["mse"]})),
+    "dicts": Case(
+        TwoTowers,
+        towers_data,
+        sgd({"z": "mse", "a": "mae"}, metrics={"a": ["mse"]}),
+        falls_short=COUNTED_ONCE,
+    ),
     "dicts of a functional model": Case(
         functional_towers,
         towers_data,
