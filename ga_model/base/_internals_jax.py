@@ -6,6 +6,14 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+# The methods of a model that only on JAX make its step, and what it logs.
+MORE_METHODS_OF_STEP = (
+    "compute_loss_and_updates",
+    "stateless_call",
+    "stateless_compute_loss",
+    "_update_metrics_variables",
+)
+
 
 def put_values_back(model: Any) -> None:
     """Let the variables of a model have their values, which are elsewhere in `fit` on JAX."""

@@ -18,7 +18,7 @@ from ga_model.base._internals import (
     stateless_scope,
     value_in,
 )
-from ga_model.base._internals_jax import jax_state_of, leave_values
+from ga_model.base._internals_jax import MORE_METHODS_OF_STEP, jax_state_of, leave_values
 from ga_model.core.backend import Backend
 from ga_model.core.backend_types import GROUPS, Function, Group
 from ga_model.core.proof.draws import Draws
@@ -59,13 +59,7 @@ class JaxBackend(Backend):
     """
 
     optimizer_stand_in = StandIn
-    methods_of_step = (
-        *Backend.methods_of_step,
-        "compute_loss_and_updates",
-        "stateless_call",
-        "stateless_compute_loss",
-        "_update_metrics_variables",
-    )
+    methods_of_step = (*Backend.methods_of_step, *MORE_METHODS_OF_STEP)
     noted_by = Noting
     has_several_optimizers = False
 
