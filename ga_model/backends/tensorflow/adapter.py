@@ -48,10 +48,6 @@ from ga_model.core.stand_ins import OptimizerStandIn
 from ga_model.core.window import Amount, Largest, Rows, Sums, with_values
 
 
-def _constant(value: float) -> Any:
-    return tf.constant(value, tf.float64)
-
-
 class StandIn(OptimizerStandIn):
     """Stands in for an optimizer while a step is recorded."""
 
@@ -165,7 +161,10 @@ class TensorFlowBackend(Backend):
             return function(*tensors)
         return shared.together(shared.run(function, shared.each(tensors)))
 
-    number = staticmethod(functools.lru_cache(64)(_constant))
+    @staticmethod
+    @functools.lru_cache(64)  # batches have the same few numbers
+    def number(value: float) -> Any:
+        return tf.constant(value, tf.float64)
 
     def key_of(self, arguments: tuple[Any, ...]) -> Any:
         keys = tuple(map(key_of_nest, self.each(each_tensors(arguments))))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from ga_model.base import _numbers
@@ -64,18 +63,13 @@ class Tables:
 
 def joined(rows: Sequence[Rows | Positions], unit: Any) -> Rows:
     """Return all rows of a window as one sparse gradient in a unit."""
-    shrink = shrinkage(tf.stack([part.unit for part in rows]), unit)
-    values, indices = [part.values for part in rows], [part.indices for part in rows]
+    factors = shrinkage(tf.stack([part.unit for part in rows]), unit)
+    factors = tf.unstack(_numbers.like(rows[0].values, factors))
+    values = [part.values * factor for part, factor in zip(rows, factors)]
+    indices = [part.indices for part in rows]
     if all(isinstance(part, Positions) for part in rows):
-        shrink = [_numbers.like(values[0], factor) for factor in tf.unstack(shrink)]
-        values = [part * factor for part, factor in zip(values, shrink)]
         values, indices = _once(values, indices)
-        return Rows(tf.concat(values, 0), tf.concat(indices, 0), unit)
-    numbers = [int(part.shape[0]) for part in values]
-    of_rows = tf.gather(_numbers.like(values[0], shrink), np.repeat(np.arange(len(rows)), numbers))
-    all_values = tf.concat(values, 0)
-    of_rows = tf.reshape(of_rows, [-1, *[1] * (len(all_values.shape) - 1)])
-    return Rows(all_values * of_rows, tf.concat(indices, 0), unit)
+    return Rows(tf.concat(values, 0), tf.concat(indices, 0), unit)
 
 
 def _once(values: list[Any], indices: list[Any]) -> tuple[list[Any], list[Any]]:
