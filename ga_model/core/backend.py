@@ -141,6 +141,10 @@ class Backend(ABC):
         """Return a microbatch as functions are traced for it."""
         return data
 
+    def traces_otherwise(self, error: Exception) -> bool:
+        """Return whether functions that raised an error will be traced in another way now."""
+        return False
+
     def placed(self, data: Any) -> Any:
         """Return a microbatch as it is traced, where it is to be computed."""
         return self.as_traced(data)

@@ -127,6 +127,9 @@ class Driver(ModelState):
                 self.steps.needs_totals = True
             except FoundOtherwiseError:  # so train it by what was found now
                 pass
+            except Exception as error:
+                if not self.backend.traces_otherwise(error):
+                    raise
 
     def _train_automatic(self, data: Any) -> Any:
         """Train a batch in microbatches as large as there is memory for."""

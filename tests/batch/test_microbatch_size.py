@@ -72,6 +72,46 @@ def test_whatever_a_batch_holds_is_split_and_accumulated(weighted, static, float
         assert difference <= TOLERANCE[float64]
 
 
+def wide_and_deep():
+    """A sum that Keras takes for that of a bias if it knows of 8 samples."""
+    inputs = keras.Input((4,))
+    both = keras.layers.Dense(8)(inputs), keras.layers.Dense(1)(inputs)
+    return keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Add()(both)))
+
+
+class NeedsNumber(keras.Model):
+    """A model that cannot be traced for any number of samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = keras.layers.Dense(5), keras.layers.Dense(1)
+
+    def build(self, shape):
+        self.first.build((None, 4))
+        self.last.build((None, 5))
+
+    def call(self, inputs):
+        return self.last(tf.reshape(self.first(inputs), (int(inputs.shape[0]), 5)))
+
+
+@pytest.mark.parametrize("make", [wide_and_deep, NeedsNumber])
+def test_batches_of_a_known_size_are_traced_for_any_if_they_can_be(make, float64):
+    dataset = tf.data.Dataset.from_tensor_slices((rows_of(64), rows_of(64, 1)))
+    trained = []
+    for size, steps in ((None, 1), (8, 1), (5, 1), (None, 4)):
+        model = seeded(make)
+        model.build((None, 4))
+        accumulate(model, microbatch_size=size, accumulation_steps=steps)
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+        start = model.get_weights()
+        model.fit(
+            dataset.batch(32 // steps, drop_remainder=True), epochs=2, shuffle=False, verbose=0
+        )
+        trained.append(model.get_weights())
+    for weights in trained[1:]:
+        assert relative_difference(weights, trained[0], start) <= TOLERANCE[float64]
+
+
 def test_two_ragged_samples_show_too_little_to_be_tried():
     model = accumulate(seeded(TakesAnything), accumulation_steps=2)
     model.build()

@@ -90,7 +90,7 @@ class TensorFlowBackend(Backend):
     Attributes:
         held: what holds the sums of an open window.
         tables: what is known of tables, of which some rows are looked up.
-        knows_samples: whether the source of data tells how many samples each batch has.
+        needs_number: whether a step is traced for the number of samples that a microbatch has.
         is_for_any_samples: whether a graph is being made for any number of samples.
     """
 
@@ -101,8 +101,8 @@ class TensorFlowBackend(Backend):
     def __init__(self, model: Any) -> None:
         super().__init__(model)
         self.held, self.tables = HeldSums(), Tables()
-        self.knows_samples = True
         self.is_for_any_samples = False
+        self.needs_number = False
         self._replicas = replicas.of_model(model)
         self._is_on_one = self._has_updated = False
         self._others: Variables | None = None  # those that a trial reaches
@@ -179,9 +179,13 @@ class TensorFlowBackend(Backend):
         return SharedBatch(self.replicas, tensors_in(data), size)
 
     def as_traced(self, data: Any) -> Any:
-        if not self.traces or (self.knows_samples and self.replicas is None):
-            return data
-        return AnySamples(data)
+        return AnySamples(data) if self.traces and not self.needs_number else data
+
+    def traces_otherwise(self, error: Exception) -> bool:
+        if not self.traces or isinstance(error, (tf.errors.OpError, MemoryError)):
+            return False
+        self.needs_number = not self.needs_number  # not where that raises an error, too
+        return self.needs_number
 
     def copied(self, nest: Any) -> Any:
         return tf.nest.map_structure(_copied, nest)
@@ -321,12 +325,20 @@ class TensorFlowBackend(Backend):
             with unrecorded(), _built_outside.of(left):
                 self.run_step(data.data if isinstance(data, AnySamples) else data)
 
-        data = self.as_traced(tensors_in(data))
-        if self.replicas is None:
-            step_of_keras = tf.function(step, autograph=False)
-            step_of_keras.get_concrete_function(specs_of(data))
-        else:
-            Compiled(self, step).shapes((data,))
+        def trace() -> None:
+            traced = self.as_traced(tensors_in(data))
+            if self.replicas is None:
+                step_of_keras = tf.function(step, autograph=False)
+                step_of_keras.get_concrete_function(specs_of(traced))
+            else:
+                Compiled(self, step).shapes((traced,))
+
+        try:
+            trace()
+        except Exception as error:
+            if not self.traces_otherwise(error):
+                raise
+            trace()
 
     # What is refused, or found out.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,11 +37,23 @@ class Compiled:
         jit_compile: bool = False,
         consumes: bool = False,
     ) -> None:
-        self._backend, self._function, self._jit_compile = backend, function, jit_compile
+        self._backend, self._function = backend, function
         self._holds = consumes and backend.replicas is None
         self._num_fixed = int(consumes and not self._holds)
-        self._run = self._made()
+        run: Callable[..., Any] = self._call
+        if backend.replicas is not None:
+            run = self._call_on_replicas
+        elif self._holds:
+            run = self._call_on_held
+        make = functools.partial(tf.function, run, autograph=False, jit_compile=jit_compile)
+        self._for_some_shapes, self._for_one_shape = make(reduce_retracing=True), make()
         self._traced: dict[Any, Any] = {}  # by the shapes of arguments
+
+    @property
+    def _run(self) -> Any:
+        # Shapes that differ are relaxed to unknown ones, which a step may be unable to run with.
+        needs_number = self._backend.needs_number
+        return self._for_one_shape if needs_number else self._for_some_shapes
 
     def __call__(self, *arguments: Any) -> Any:
         if self._holds and tf.executing_eagerly():
@@ -78,27 +90,8 @@ class Compiled:
         """Return the shapes of what the function returns, on one replica, and run nothing."""
         tensors, shared = each_tensors(arguments), self._backend.replicas
         tensors = tensors if shared is None else shared.each(tensors)
-        found = self._traced_for(tensors)
-        if self._backend.tables.is_to_find_positions():
-            any_samples = [
-                AnySamples(a) if isinstance(a, (tuple, tf.Tensor)) else a for a in tensors
-            ]
-            with contextlib.suppress(Exception):  # a step may need to know the number
-                self._made().get_concrete_function(*map(specs_of, any_samples))
-            self._run, self._traced = self._made(), {}
-            found = self._traced_for(tensors)
-        outputs = found.structured_outputs
+        outputs = self._traced_for(tensors).structured_outputs
         return outputs if shared is None else outputs[0]
-
-    def _made(self) -> Any:
-        run: Callable[..., Any] = self._call
-        if self._backend.replicas is not None:
-            run = self._call_on_replicas
-        elif self._holds:
-            run = self._call_on_held
-        return tf.function(
-            run, autograph=False, reduce_retracing=True, jit_compile=self._jit_compile
-        )
 
     def _call(self, *arguments: Any) -> Any:
         backend, outer = self._backend, self._backend.is_for_any_samples
@@ -144,10 +137,7 @@ def _has_sums(found: Any) -> bool:
 
 
 class AnySamples(NamedTuple):
-    """A microbatch of a source of data that does not tell how many samples a batch has.
-
-    Plain Keras draws one graph for any number of them.
-    """
+    """A microbatch that is traced for any number of samples."""
 
     data: Any
 

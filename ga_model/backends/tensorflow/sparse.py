@@ -17,7 +17,6 @@ class Tables:
     def __init__(self) -> None:
         self._by_position: set[int] = set()  # ids of variables
         self._has_indices: set[int] = set()  # those whose indices were looked at
-        self._is_to_find = self._has_found = False
 
     def rows_of(
         self, gradient: tf.IndexedSlices, name: int, traces: bool, is_for_any_samples: bool
@@ -30,14 +29,13 @@ class Tables:
             traces: whether code is traced.
             is_for_any_samples: whether it is for any number of samples.
         """
-        is_fixed = gradient.indices.shape[0] is not None
         if not traces:
             self._look_at(name, gradient.indices)
-        elif is_fixed and is_for_any_samples:  # so they are not looked up by samples
+        elif (
+            is_for_any_samples and gradient.indices.shape[0] is not None
+        ):  # so they are not looked up by samples
             self._by_position.add(name)
-        is_by_position = name in self._by_position
-        self._is_to_find |= is_fixed and traces and not is_by_position
-        kind = Positions if is_by_position else Rows
+        kind = Positions if name in self._by_position else Rows
         return kind(gradient.values, gradient.indices, tf.zeros((), tf.float64))
 
     def _look_at(self, name: int, indices: Any) -> None:
@@ -53,12 +51,6 @@ class Tables:
             self._by_position.add(name)
         else:
             self._by_position.discard(name)
-
-    def is_to_find_positions(self) -> bool:
-        """Return whether it is not known of a sparse gradient if indices are of samples, once."""
-        is_unknown = self._is_to_find and not self._has_found
-        self._has_found = self._has_found or is_unknown
-        return is_unknown
 
 
 def joined(rows: Sequence[Rows | Positions], unit: Any) -> Rows:
