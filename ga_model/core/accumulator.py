@@ -71,7 +71,7 @@ class Accumulator:
         self._add(gradients, variables, None if weight is None else self._number(weight))
 
     def _add(self, gradients: list[Any], variables: list[Any], weight: Any) -> None:
-        """Add what was checked. The weight is as `_number` gives it, or None."""
+        """Add checked gradients. The weight is from `_number`, or None."""
         is_sum, sums = weight is None, self._sums
         if sums is None:
             nothing = [None] * len(variables)
@@ -205,7 +205,7 @@ def _in_unit(unit: float, weight: float) -> float:
 
 
 def nothing(shape: Any, dtype: Any) -> Any:
-    """Return what a sum begins with: -0.0, which changes the sign of no zero.
+    """Return the initial sum, -0.0, to which adding a zero keeps its sign.
 
     TensorFlow may return the constant 0.0 for -0.0, from its cache.
     """

@@ -65,7 +65,7 @@ class FoundSize:
         show(_found_message(size, failed, trials.error is not None), is_last=True)
 
     def halve(self, model: Any, rows: int, error: Exception) -> None:
-        """Let a batch that did not fit be repeated in smaller microbatches.
+        """Halve the size, after a batch that did not fit in memory.
 
         Args:
             model: the model.
@@ -230,7 +230,7 @@ def _trying_message(size: int) -> str:
 
 
 def _found_message(size: int, failed: int | None, was_tried: bool) -> str:
-    """Return what `microbatch_size="auto"` has found.
+    """Return the message about the size that "auto" has found.
 
     Args:
         size: samples of the largest microbatch that fits.

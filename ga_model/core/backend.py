@@ -101,16 +101,16 @@ class Backend(ABC):
 
     @abstractmethod
     def _compiled(self, name: Any, function: Function) -> Callable[..., Any]:
-        """Return what `compiled` does, which was not made before."""
+        """Return a new function for `compiled`."""
 
     def forget(self, kind: str) -> None:
-        """Let go of what was compiled under names that are tuples with this first entry."""
+        """Drop compiled functions whose name is a tuple with this first entry."""
         self._made = {name: made for name, made in self._made.items() if name[0] != kind}
 
     # The next three are for backends where functions are traced.
 
     def shapes(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        """Return what a function of `compiled` would for arguments, with shapes for tensors.
+        """Return the shapes of the result of a function of `compiled`.
 
         Code of the model's and of the core runs, and nothing is computed, written to or kept.
         """
@@ -184,7 +184,7 @@ class Backend(ABC):
         return self._is_running_step.get() or recording_of_thread.get() is not None
 
     def _running_step(self) -> AbstractContextManager[None]:
-        """Let the core run the `train_step` that runs in a block."""
+        """Return a context in which the core runs `train_step`."""
         return self._is_running_step.set(True)
 
     def run_plain(
@@ -201,7 +201,7 @@ class Backend(ABC):
         return logs
 
     def is_driven_by_python(self) -> bool:
-        """Return whether a `train_step` that code of the user's calls here may be accumulated."""
+        """Return whether a `train_step` that the user's code calls here may be accumulated."""
         return False
 
     def exchanged(
@@ -223,11 +223,11 @@ class Backend(ABC):
     # Replicas, which each run the functions of the core.
 
     def batch(self, data: Any, size: int | None) -> Batch:
-        """Return a batch that is split into microbatches of so many samples, of each replica."""
+        """Return a batch, split into microbatches of so many samples per replica."""
         return Batch(data, size)
 
     def each(self, nest: Any) -> list[Any]:
-        """Return what each replica of this process has of a nest."""
+        """Return a nest as each replica of this process has it."""
         return [nest]
 
     def on_one_replica(self) -> AbstractContextManager[None]:
@@ -235,7 +235,7 @@ class Backend(ABC):
         return contextlib.nullcontext()
 
     def samples_of(self, data: Any, of_all: bool = False) -> Any:
-        """Return what one replica has of a batch or a microbatch.
+        """Return the samples of one replica.
 
         Args:
             data: the batch or microbatch.
@@ -249,7 +249,7 @@ class Backend(ABC):
         return self.num_processes * self.num_replicas == 1
 
     def amounts_of_all(self, amounts: list[Amount]) -> list[Amount]:
-        """Return what logged numbers have come to on all replicas, in a function of the core."""
+        """Return the sums of logged numbers over all replicas, in a function of the core."""
         return amounts
 
     def sum_of_all(self, gradients: list[Any], total: Any) -> tuple[list[Any], Any]:
@@ -261,7 +261,7 @@ class Backend(ABC):
         function()
 
     def unnoted(self) -> AbstractContextManager[None]:
-        """Return a context of what this package computes in a step, which is not noted."""
+        """Return a context for computations of this package within a step, which are not noted."""
         return is_unnoted.set(True)
 
     def unscaled(self, loss: Any) -> Any:
@@ -296,7 +296,7 @@ class Backend(ABC):
         """Return a context in which a failure leaves all variables as they were before."""
 
     def state(self) -> State:
-        """Return what a step may write to and that is in Python, as it is now."""
+        """Return a snapshot of the Python state that a step may write to."""
         return python_state(self._model)
 
     def optimizers(self) -> list[Any]:
@@ -321,7 +321,7 @@ class Backend(ABC):
         return True
 
     def place(self) -> Any:
-        """Return what the code that runs belongs to: a graph, of a function or branch perhaps."""
+        """Return where the present code runs: a graph, perhaps that of a function or branch."""
         return None
 
     def why_whole(self, layer: Any) -> str | None:
@@ -334,7 +334,7 @@ class Backend(ABC):
 
     @abstractmethod
     def run_apart(self, call: Apart, derives: bool = False) -> Callable[..., Any]:
-        """Return what runs a function of two lists of arrays while another one is traced.
+        """Return a function that runs a call on numbers while another function is traced.
 
         Args:
             call: the function.
@@ -355,12 +355,12 @@ class Backend(ABC):
         """
 
     def attached_to(self, output: Any) -> dict[str, Any]:
-        """Return what losses of Keras's find at an output, by names: its mask."""
+        """Return the tensors that Keras's losses read from an output, by name: its mask."""
         mask = mask_of(output)
         return {} if mask is None else {"mask": mask}
 
     def with_attached(self, output: Any, name: str, tensor: Any) -> Any:
-        """Return an output with what `attached_to` has found at it."""
+        """Return an output with a tensor that `attached_to` has found."""
         set_mask(output, tensor)
         return output
 

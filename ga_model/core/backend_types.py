@@ -49,7 +49,7 @@ class State(Protocol):
     """What a step may write to, as it was at one time."""
 
     def put_back(self) -> None:
-        """Let all be as it was."""
+        """Restore everything."""
 
 
 class States:

@@ -1,4 +1,4 @@
-"""What the core and a backend pass each other of a call of a layer that is tried or split."""
+"""Types for a layer call that is tried or split, between the core and a backend."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Traced(NamedTuple):
 
 
 class Apart(NamedTuple):
-    """A function that is to run by itself, on other numbers.
+    """A function to be run on other numbers, apart from the step.
 
     Attributes:
         function: takes lists in place of `fixed` and of some samples, and returns one of tensors.
@@ -42,7 +42,7 @@ class Apart(NamedTuple):
 
 
 class Split(NamedTuple):
-    """A function that is to run by microbatches.
+    """A function to be run by microbatches.
 
     Attributes:
         layer: the layer that it calls.

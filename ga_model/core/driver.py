@@ -31,7 +31,7 @@ from ga_model.core.window import Sums, Window
 
 
 class Driver(ModelState):
-    """Trains a compiled model, batch by batch, and keeps what there is between batches.
+    """Trains a compiled model batch by batch, and keeps the state between batches.
 
     Args:
         model, settings: as `ModelState` takes them.
@@ -65,13 +65,13 @@ class Driver(ModelState):
 
     @functools.cached_property
     def has_own_step(self) -> bool:
-        """Return whether a step, or what it logs, is the user's own."""
+        """Whether the step, or its logs, are the user's own."""
         # Some releases of Keras have not all of them.
         names = (n for n in self.backend.methods_of_step if hasattr(keras.Model, n))
         return not all(is_of_keras(self._model, name) for name in names)
 
     def takes_full_batch(self) -> bool:
-        """Return whether the step of a batch that is split is to see all of it."""
+        """Return whether the step sees the full batch, and calls of layers are split."""
         if self.settings.loss_over != "auto":
             return self.settings.loss_over == "batch"
         model = self._model
@@ -112,6 +112,7 @@ class Driver(ModelState):
 
     def _attempt(self, data: Any, **options: Any) -> Any:
         """Train a batch, again where it was not known at first how."""
+        first: Exception | None = None
         while True:
             # Losses may write to their inputs, and be tried again.
             is_known = self._has_trained or self.backend.traces
@@ -129,7 +130,8 @@ class Driver(ModelState):
                 pass
             except Exception as error:
                 if not self.backend.traces_otherwise(error):
-                    raise
+                    raise first or error
+                first = error
 
     def _train_automatic(self, data: Any) -> Any:
         """Train a batch in microbatches as large as there is memory for."""

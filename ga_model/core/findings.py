@@ -1,4 +1,4 @@
-"""What was found of the step of one model so far, and when it is tried again."""
+"""Verdicts on the step of one model, and when it is tried again."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Findings:
         window: Window | None,
         is_one: bool = False,
     ) -> Verdict:
-        """Return what is found of the step.
+        """Return the verdict on the step.
 
         Args:
             data: a batch.
@@ -154,7 +154,7 @@ class Findings:
         return not self._backend.traces and is_power and self._found[kind].is_watched
 
     def _note(self, kind: Any, found: Verdict, error: Exception | None) -> None:
-        """Note what was found of a step, and what is to be told of it."""
+        """Keep a verdict, and its warning if it is not exact."""
         if error is not None:
             self._told[found] = messages.untried_message(self._model.name, error)
         elif not found.is_exact:

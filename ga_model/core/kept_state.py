@@ -1,4 +1,4 @@
-"""What steps write to besides gradients, as it is at one time."""
+"""Snapshots of the variables that steps write to."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class KeptState:
         raise NotImplementedError
 
     def put_back(self) -> None:
-        """Let all be as it was. Metrics that were created since start again."""
+        """Restore everything. Metrics that were created since start again."""
         self._put_values_back()
         for metric in self._model.metrics:
             if not {id(variable) for variable in metric.variables} <= self._known:
@@ -52,5 +52,5 @@ class KeptState:
         set_global_seed(self._seed)
 
     def _put_values_back(self) -> None:
-        """Let variables have the values that were kept."""
+        """Restore the values of variables."""
         raise NotImplementedError

@@ -213,7 +213,7 @@ class LayerCall:
         return why
 
     def _read(self) -> tuple[str | None, list[Any], list[int]]:
-        """Return that, the kinds of losses, and what the call writes to."""
+        """Try the call. Return the reason, the kinds of losses, and places of written variables."""
         number = 1  # of outputs and what is attached to them
 
         def outputs(fixed: list[Any], samples: list[Any]) -> list[Any]:
@@ -257,7 +257,7 @@ class LayerCall:
         return why, found[number:], self._written
 
     def written(self) -> list[str]:
-        """Return what it writes to but seeds and the statistics of BatchNormalization."""
+        """Return the paths of variables that it writes to, without seeds and BatchNormalization."""
         parts = layers_in(self._layer)
         normal = [part for part in parts if isinstance(part, keras.layers.BatchNormalization)]
         known = {id(seed) for part in parts for seed in seeds(part)}

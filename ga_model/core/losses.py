@@ -22,7 +22,7 @@ _MEANS = ("mean", "sum_over_batch_size", "mean_with_sample_weight")
 
 
 class NeedsTrialError(Exception):
-    """It is not known of a loss of the user's own what it is to the samples. Nothing has run."""
+    """A loss of the user's own must be tried first. Nothing has run."""
 
 
 class Kinds(NamedTuple):
@@ -110,7 +110,7 @@ class StepLosses:
         return tuple(map(_numbers.float64, found)) if len(found) > 1 else ()
 
     def release(self) -> None:
-        """Let go of all tensors."""
+        """Drop all tensors."""
         self._terms, self._additional, self._known_terms = [], [], None
         self.added, self.lost, self.values, self._data = [], [], {}, None
 
@@ -136,7 +136,7 @@ class StepLosses:
         self.added.append(ops.stop_gradient(total))
 
     def terms(self) -> LossTerms:
-        """Return what the terms of the loss so far ask for."""
+        """Return the weight that serves the terms of the loss so far."""
         so_far = (len(self._terms), len(self._additional))
         if self._known_terms is None or self._known_terms[0] != so_far:
             self._known_terms = (so_far, self._combine())
@@ -174,7 +174,7 @@ class StepLosses:
         return self._kinds.added[index : index + 1] == ("sum",)
 
     def kind_of(self, name: str, loss: Any, y_true: Any, y_pred: Any, values: Any) -> str:
-        """Return what a compiled loss is to the samples: "rows", "mean" or "sum".
+        """Return whether a compiled loss has values by "rows", or is a "mean" or "sum".
 
         Args:
             name: of the loss.

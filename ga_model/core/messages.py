@@ -280,5 +280,5 @@ def mixed_weights_message() -> str:
 
 
 def path_of(variable: Any) -> str:
-    """Return what messages call a variable of Keras, or of TensorFlow, which has a name alone."""
+    """Return the path of a Keras variable, or the name of a TensorFlow variable."""
     return str(getattr(variable, "path", None) or variable.name)

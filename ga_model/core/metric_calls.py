@@ -80,7 +80,7 @@ class MetricCalls:
 
 
 def give(call: MetricCall) -> None:
-    """Let a metric have a number as if nothing waited."""
+    """Update a metric with a number now."""
     base = keras.metrics.Mean if isinstance(call.metric, keras.metrics.Mean) else keras.metrics.Sum
     with waiting(None):
         base.update_state(call.metric, call.value, call.sample_weight)
@@ -88,10 +88,10 @@ def give(call: MetricCall) -> None:
 
 @contextlib.contextmanager
 def waiting(calls: MetricCalls | None) -> Iterator[None]:
-    """Let numbers that this thread gives to metrics wait in a block.
+    """Return a context in which this thread's updates of metrics by numbers wait.
 
     Args:
-        calls: what is told of them, or None: they do not wait.
+        calls: what collects them, or None: they do not wait.
     """
     if calls is None:
         with _calls.set(None):

@@ -1,4 +1,4 @@
-"""What a model holds and overrides, and whether a step of it is recorded."""
+"""A model's attributes and overridden methods, and whether its step is being recorded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ recording_of_thread = ThreadValue()  # the `Recording` that runs in this thread
 
 
 def unrecorded() -> contextlib.AbstractContextManager[None]:
-    """Let everything of a model answer as it does while no step of it is recorded."""
+    """Return a context in which attributes of models have no stand-ins."""
     return recording_of_thread.set(None)
 
 

@@ -1,4 +1,4 @@
-"""What the function of a microbatch is made for, what it gets, and what is found while it runs."""
+"""The mode, the numbers and the structure of a compiled microbatch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Numbers(NamedTuple):
 
 
 class Mode(NamedTuple):
-    """What the function of a microbatch is made for.
+    """The settings that a microbatch is compiled for.
 
     Attributes:
         is_split: whether the microbatch is one of several of its batch, which is known whole.
@@ -54,7 +54,7 @@ class Mode(NamedTuple):
 
 
 class Structure(NamedTuple):
-    """What is found out while a microbatch is traced.
+    """Facts about a step that tracing a microbatch reveals.
 
     Attributes:
         applied: the optimizers that the step applies, in their order.

@@ -1,4 +1,4 @@
-"""What of a model is Keras's own and what the user's: losses, metrics, and Python state."""
+"""Tell the user's losses, metrics and Python state from Keras's."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class RecordedStep:
         totals: list[Any] | None,
         gradients: GradientSums | None = None,
     ) -> Sums:
-        """Run the step on a microbatch, and return what it gives.
+        """Run the step on a microbatch, and return its sums.
 
         Args:
             mode, data, numbers, totals: as `Steps.microbatch` takes them.
@@ -226,13 +226,13 @@ class RecordedStep:
         return recording, recorder, logs, written
 
     def _without_state(self, written: list[Any], normalizing: list[Any]) -> list[Any]:
-        """Return what a step writes to, but what random numbers are drawn with, and averages."""
+        """Return written variables without seeds and running averages."""
         known = {id(s) for layer in layers_in(self._model) for s in seeds(layer)}
         known |= {id(v) for layer in normalizing for v in layer.non_trainable_variables}
         return [variable for variable in written if id(variable) not in known]
 
     def weigh(self, data: Any) -> list[Any]:
-        """Run a forward pass, and return what the terms of the compiled loss weigh."""
+        """Run a forward pass, and return the weights of the terms of the compiled loss."""
         model = self._model
         position = Position(1.0, 1.0, 1.0, True, _numbers.float64(0.0), None)
         with (
@@ -248,7 +248,7 @@ class RecordedStep:
 def _weighed(
     value: Any, weighing: Weighing, seen: Seen, position: Position, count: Any = 1.0
 ) -> Amount:
-    """Return what a number of one microbatch counts in that of the window."""
+    """Return the weighted number of one microbatch, for the sum of its window."""
     if weighing.is_sum:
         numbers = value, position.is_first, count, 1.0
         return Amount._make(map(_numbers.float64, numbers))

@@ -30,7 +30,7 @@ from ga_model.core.window import Amount, Largest, shrinkage, with_values
 
 
 class CannotAccumulateError(RuntimeError):
-    """A step does what no window can be made of, whatever its samples are."""
+    """A step that cannot be accumulated, whatever its samples are."""
 
 
 class Update(NamedTuple):
@@ -46,7 +46,7 @@ class Update(NamedTuple):
     is_sum: bool
 
     def added(self, amount: Amount) -> tuple[Any, Any]:
-        """Return what an amount adds to the metric: to its total, and to its count."""
+        """Return the increments of the metric's total and count."""
         count = amount.count
         if not self.is_sum:
             count = _numbers.like(amount.value(), amount.num_added > 0)
@@ -140,7 +140,7 @@ class Recording:
         return self._position.sums
 
     def stand_in(self, value: Any) -> Any:
-        """Return what stands in for an attribute's value: optimizers and metrics."""
+        """Return an attribute's value with stand-ins for optimizers and metrics."""
         return stand_in(value, self, self._metrics, self.backend.optimizer_stand_in)
 
     def observed_loss(self, compiled: Any) -> Any:
@@ -262,7 +262,7 @@ class Recording:
             give(call)
 
     def weight_of_loss(self) -> Any:
-        """Return what the compiled losses weigh, or None: they are sums, or were not computed."""
+        """Return the weight of the compiled losses, or None: sums, or not computed."""
         if not (self.losses.compiled_terms() or self.model._has_rule()):
             return None
         weight = self.losses.terms().weight
@@ -307,7 +307,7 @@ class Recording:
         return found
 
     def means(self) -> list[tuple[Any, Any] | None]:
-        """Return what each number that waits counts in its mean: numerator and denominator.
+        """Return numerator and denominator of the mean of each number that waits.
 
         None of those that are of no loss.
         """

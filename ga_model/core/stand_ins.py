@@ -1,4 +1,4 @@
-"""What stands in for attributes of a model while a step of it is recorded.
+"""Stand-ins for attributes of a model while its step is recorded.
 
 Optimizers return gradients instead of updating, metrics keep what they get, and the compiled loss
 notes what its terms average over. Keras matches targets, outputs and sample weights with the user's
@@ -162,7 +162,7 @@ def stand_in(
 
 
 def original_of(value: Any) -> Any:
-    """Return what a stand-in stands for, or the value itself if it is none."""
+    """Return the original of a stand-in, or the value itself if it is none."""
     return vars(value)["_original"] if isinstance(value, StandIn) else value
 
 

@@ -148,7 +148,7 @@ class Steps:
         return self._behind(sums, after), logs
 
     def _behind(self, before: Sums, after: Sums) -> Sums:
-        """Return sums with the rows of those before, of which no sum is made."""
+        """Return sums with the rows of earlier microbatches, which are kept and not summed."""
         gradients = after.gradients
         for place, (rows, gradient) in enumerate(zip(before.gradients, gradients)):
             if is_list(rows) and is_list(gradient):
@@ -202,7 +202,7 @@ class Steps:
         return self._backend.of_step if mode.verdict is None else GROUPS
 
     def totals(self, batch: Batch) -> list[Any]:
-        """Return what the terms of the compiled loss weigh in a batch: a forward pass over it."""
+        """Return the weights of the compiled loss's terms in a batch, by a forward pass."""
         backend = self._backend
         weigh = backend.compiled("weigh", self.step.weigh, backend.of_step, discards=True)
         each = map(batch.microbatch, range(batch.num_microbatches))

@@ -1,4 +1,4 @@
-"""What is compiled for one model beside microbatches: their logs, and the update of a window."""
+"""The logs of a batch and the update of a window, compiled."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Updates:
     # Logs.
 
     def report(self, structure: Structure, before: list[Amount] | None, now: list[Amount]) -> Any:
-        """Return what `logs_of` does, compiled by itself."""
+        """Return the logs by `logs_of`, compiled on its own."""
         function = functools.partial(self.logs_of, structure)
         report = self._backend.compiled(("report", id(structure)), function, ["metrics"])
         return report(before, now)

@@ -204,7 +204,7 @@ def combine(
 
 
 def rule(weight: Any, regularization: list[Any]) -> LossTerms:
-    """Return what a rule of the user's own asks for: a weight, or "sum"."""
+    """Return the terms for a rule of the user's own: a weight, or "sum"."""
     if isinstance(weight, str):
         if weight != "sum":
             raise ValueError(_bad_rule_message(weight))

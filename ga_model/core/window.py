@@ -1,4 +1,4 @@
-"""The open window of a model: its count, and what its microbatches have come to."""
+"""The open window of a model: the count of its batches, and the sums of its microbatches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ga_model.core.statistics import Moments
 
 
 class Amount(NamedTuple):
-    """What a logged number has come to over microbatches, scalars.
+    """The sum of a logged number over microbatches: scalars.
 
     Attributes:
         numerator, denominator: of their mean, or sum.
@@ -80,14 +80,14 @@ class Largest(NamedTuple):
     values: Any
 
     def plus(self, other: Largest, _: Any = None, counts: Any = True) -> Largest:
-        """Return the larger one. What is not finite of a microbatch without weight is left out."""
+        """Return the larger value, without a microbatch of no weight, which may not be finite."""
         larger, known = ops.maximum(self.values, other.values), ops.isfinite(other.values)
         finite = ops.where(known, larger, self.values)
         return Largest(_numbers.where(counts, larger, finite))
 
 
 class Sums(NamedTuple):
-    """What microbatches have come to: one of them, or those of a window.
+    """The sums of one microbatch, or of those of a window.
 
     Attributes:
         gradients: one for each trainable variable, float32 or its wider dtype, each times the
@@ -122,7 +122,7 @@ class Sums(NamedTuple):
     has_unlike: Any = False
 
     def plus(self, other: Sums) -> Sums:
-        """Return what both come to. The unit of `other`, which came later, is not the smaller."""
+        """Return the sum of both. The unit of `other`, which came later, is not the smaller."""
         shrink = shrinkage(self.unit, other.unit)
         if self.total is None:
             gradients = [_sum(a, b, 1.0) for a, b in zip(self.gradients, other.gradients)]
@@ -187,14 +187,14 @@ class Sums(NamedTuple):
         return [mean(g, v.dtype) for g, v in zip(self.gradients, variables)]
 
     def without_rows(self) -> Sums:
-        """Return the sums without what no sum is made of."""
+        """Return the sums without rows, which are not summed."""
         is_sparse = [isinstance(g, (Rows, Positions)) or is_list(g) for g in self.gradients]
         pairs = zip(self.gradients, is_sparse)
         return self._replace(gradients=[() if sparse else g for g, sparse in pairs])
 
 
 def shrinkage(unit: Any, later: Any) -> Any:
-    """Return what sums in one unit are multiplied by for a later one, which is no smaller."""
+    """Return the factor that takes sums from one unit to a later one, which is no smaller."""
     return _numbers.where(unit == 0, 1.0, _numbers.share(unit, later))
 
 
@@ -248,7 +248,7 @@ class Held(NamedTuple):
 
 
 class Window:
-    """Counts batches, and has what they have come to.
+    """Counts batches, and holds their sums.
 
     Args:
         steps: batches that fill it.
@@ -264,13 +264,13 @@ class Window:
         self.discard()
 
     def set_steps(self, accumulation_steps: int) -> None:
-        """Let the next window have `accumulation_steps` batches."""
+        """Set the number of batches of the next window."""
         self._next_steps = accumulation_steps
         if not self.is_open():
             self.steps = accumulation_steps
 
     def discard(self) -> None:
-        """Begin the next one, and forget what there is."""
+        """Begin the next window, and drop this one."""
         self.steps = self._next_steps
         self.sums: Sums | None = None
         self._num_batches = 0

@@ -123,7 +123,7 @@ class GradientAccumulator(Accumulator):
         return self._mean(self._divisor())
 
     def _divisor(self) -> Any:
-        """Return what this replica's sums are divided by. Every replica has to call it."""
+        """Return the divisor of this replica's sums. Every replica has to call it."""
         if self._is_sum:
             return tf.constant(1.0, tf.float64)
         return replicas.shared_total(self._unit.read_value(), self._total.read_value())
@@ -264,7 +264,7 @@ def _is_by_position(gradient: Any) -> bool:
 
 
 def _read(so_far: Any, is_first: Any) -> Any:
-    """Return what a window has come to so far; buffers keep what the window before had."""
+    """Return the sum of the open window. In an empty one, buffers still have the sum before."""
     if so_far is None:
         return None
     found = tf.nest.map_structure(lambda variable: variable.read_value(), so_far)

@@ -90,6 +90,7 @@ class TensorFlowBackend(Backend):
     Attributes:
         held: what holds the sums of an open window.
         tables: what is known of tables, of which some rows are looked up.
+        knows_number: whether the source of data tells how many samples a batch has.
         needs_number: whether a step is traced for the number of samples that a microbatch has.
         is_for_any_samples: whether a graph is being made for any number of samples.
     """
@@ -102,6 +103,7 @@ class TensorFlowBackend(Backend):
         super().__init__(model)
         self.held, self.tables = HeldSums(), Tables()
         self.is_for_any_samples = False
+        self.knows_number = True
         self.needs_number = False
         self._replicas = replicas.of_model(model)
         self._is_on_one = self._has_updated = False
@@ -304,7 +306,7 @@ class TensorFlowBackend(Backend):
         return State(self._model, variables)
 
     def note_variables(self, graph: Any) -> None:
-        """Note the variables of what was traced and is about to run for the first time."""
+        """Note the variables of a new trace, before its first run."""
         self._kept = None  # it may have made variables
         if self._others is not None:
             self._others.note(graph.variables)
@@ -325,20 +327,12 @@ class TensorFlowBackend(Backend):
             with unrecorded(), _built_outside.of(left):
                 self.run_step(data.data if isinstance(data, AnySamples) else data)
 
-        def trace() -> None:
-            traced = self.as_traced(tensors_in(data))
-            if self.replicas is None:
-                step_of_keras = tf.function(step, autograph=False)
-                step_of_keras.get_concrete_function(specs_of(traced))
-            else:
-                Compiled(self, step).shapes((traced,))
-
-        try:
-            trace()
-        except Exception as error:
-            if not self.traces_otherwise(error):
-                raise
-            trace()
+        data = tensors_in(data)
+        if self.replicas is not None:
+            Compiled(self, step).shapes((AnySamples(data),))
+            return
+        traced = data if self.knows_number else AnySamples(data)  # shapes of layers show it
+        tf.function(step, autograph=False).get_concrete_function(specs_of(traced))
 
     # What is refused, or found out.
 

@@ -102,7 +102,7 @@ class Compiled:
             backend.is_for_any_samples = outer
 
     def _call_on_held(self, unheld: list[Any], *others: Any) -> Any:
-        """Call the function on what variables hold, and let them hold its sums."""
+        """Call the function on the sums that variables hold, and write its sums to them."""
         held, rest = self._backend.held.present.get(), iter(unheld)
         sums = [v.read_value() if isinstance(v, tf.Variable) else next(rest) for v in held]
         found = self._call(sums, *others)
@@ -180,12 +180,12 @@ def key_of_nest(nest: Any, is_any: bool = False) -> Any:
 
 
 def each_tensors(arguments: Iterable[Any]) -> Any:
-    """Return arguments as `tensors_in` has each, of which most are left as they are."""
+    """Return each argument as `tensors_in` does."""
     return tuple(map(tensors_in, arguments))
 
 
 def tensors_in(nest: Any) -> Any:
-    """Return a nest with tensors for numbers, of which each other one would be another trace."""
+    """Return a nest with numbers as tensors: every new number would be a new trace."""
     if all(leaf is None or isinstance(leaf, tf.Tensor) for leaf in tf.nest.flatten(nest)):
         return nest
     return tf.nest.map_structure(_tensor, nest)

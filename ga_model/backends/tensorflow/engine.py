@@ -15,7 +15,7 @@ from ga_model.core.driver import Driver
 
 
 class Accumulation(Driver):
-    """All that is kept for a model where Keras runs on TensorFlow."""
+    """The driver on TensorFlow."""
 
     backend_type = TensorFlowBackend
     backend: TensorFlowBackend
@@ -33,6 +33,7 @@ class Hooks(CoreHooks):
 
     def _train(self, iterator: Any) -> Any:
         accumulation = self._accumulation
+        accumulation.backend.knows_number = _knows_number(iterator)
         logs = accumulation.train(_without_optionals(iterator), self.steps_per_execution)
         return accumulation.backend.logs_of(logs)
 
@@ -45,6 +46,14 @@ class Hooks(CoreHooks):
     def _make_function(self, step_function: Any) -> Any:
         step = workers.with_logs_that_reduce(step_function, self.distribute_strategy)
         return super()._make_function(step)
+
+
+def _knows_number(iterator: Any) -> bool:
+    """Return whether a source of data tells how many samples each of its batches has."""
+    if not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
+        return True
+    shapes = [getattr(spec, "shape", None) for spec in keras.tree.flatten(iterator.element_spec)]
+    return all(shape.rank is not None and None not in shape[:1] for shape in shapes if shape)
 
 
 def _without_optionals(batches: Iterator[Any]) -> Iterator[Any]:

@@ -11,7 +11,7 @@ from ga_model.base._context import ThreadValue
 
 
 class HeldSums:
-    """The variables, each of which is written as soon as there is what is added to it.
+    """The variables. Each is written as soon as its gradient is computed.
 
     Attributes:
         present: the sums that a function runs on, with their variables.
@@ -65,7 +65,7 @@ class HeldSums:
 
 
 def nothing(spec: Any) -> Any:
-    """Return what a sum of a shape begins with: -0.0, which changes the sign of no zero."""
+    """Return the initial sum, -0.0, to which adding a zero keeps its sign."""
     if spec is None:
         return None
     if spec.dtype.is_floating:

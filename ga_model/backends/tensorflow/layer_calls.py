@@ -61,7 +61,7 @@ class Microbatches:
         self._ways: list[tuple[str, ...]] = []  # of the gradients of sources, as `_ways_of` has it
 
     def run(self) -> tuple[list[Any], Traced]:
-        """Run all of them, and let tapes know of it."""
+        """Run all microbatches, and record them on tapes."""
         specs = [_specs(self._carried), _specs(self._fixed), _specs(self._samples, True), _SHARE]
         run_one = self._in_graph(self._run_one, specs)
         if self._form is None:  # where nothing is traced
@@ -163,7 +163,7 @@ class Microbatches:
         return tf.cast(_rows_of(part[0]), tf.float64) / tf.cast(self._rows, tf.float64)
 
     def _forward(self, run_one: Callable[..., Any]) -> Any:
-        """Return what is carried at the end and in the beginnings, outputs, losses and moments."""
+        """Return the state after all and before each microbatch, outputs, losses and moments."""
         after, form = self._form
         outputs = tf.nest.flatten(form[:2])
         moments = tf.nest.flatten(form.moments)
@@ -258,7 +258,7 @@ class Microbatches:
         )
 
     def _joined(self, array: Any, part: Any) -> Any:
-        """Return what microbatches gave, with zeros for samples that are left out."""
+        """Return outputs joined, with zeros for samples that did not run."""
         joined = array.concat()
         if self._is_limited:
             missing = self._rows - _rows_of(joined)
@@ -312,7 +312,7 @@ def _or_zeros(gradient: Any, tensor: Any) -> Any:
 
 
 def run_apart(call: Apart, derives: bool = False) -> Callable[..., Any]:
-    """Return what runs a function while another one is traced, as `Backend.run_apart` has it."""
+    """Return a function that runs while another is traced, as `Backend.run_apart` does."""
 
     def run(fixed: list[Any], arrays: list[Any], begin: int, end: int) -> list[Any]:
         with tf.init_scope():
@@ -332,7 +332,7 @@ def run_apart(call: Apart, derives: bool = False) -> Callable[..., Any]:
 
 
 def attached_to(output: Any) -> dict[str, Any]:
-    """Return what losses of Keras's find at an output: mask, logits, input of an activation."""
+    """Return the tensors that Keras's losses read from an output, such as mask and logits."""
     found = {"mask": mask_of(output), "logits": logits_of(output)}
     is_in_graph = tf.is_symbolic_tensor(output)
     if found["logits"] is None and is_in_graph and output.op.type in _ACTIVATIONS:

@@ -54,7 +54,7 @@ class Noting(Noted):
         return None
 
     def _drawn(self, name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
-        """Return what is drawn in a trial: of each sample the same, wherever it stands."""
+        """Return the random numbers of a trial: a sample's are the same in all parts."""
         name = name.removeprefix("Stateless").removesuffix("V2")
         if name in ("RandomShuffle", "Shuffle"):
             return tf.roll(inputs[0], 1, 0)

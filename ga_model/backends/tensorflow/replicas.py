@@ -74,7 +74,7 @@ class Replicas:
         return is_on_replica_of(self.strategy)
 
     def each(self, nest: Any) -> list[Any]:
-        """Return what each replica of this process has of a nest."""
+        """Return a nest as each replica of this process has it."""
 
         def of(leaf: Any, place: int) -> Any:
             if isinstance(leaf, OnReplicas):
@@ -192,7 +192,7 @@ class Replicas:
         return Moments.of_stacked(Moments._make(map(_stacked, moments)))
 
     def amounts(self, amounts: Sequence[Amount]) -> list[Amount]:
-        """Return what logged numbers have come to on all replicas."""
+        """Return the sums of logged numbers over all replicas."""
         if not amounts:
             return []
         found = [tf.reduce_sum(v) for v in _vectors([n for a in amounts for n in a])]
@@ -226,7 +226,7 @@ class SharedBatch(Batch):
 
 
 def shared_total(unit: Any, total: Any) -> Any:
-    """Return what the sums of this replica are divided by, as t_r above.
+    """Return the divisor of this replica's sums, t_r above.
 
     Args:
         unit, total: of this replica, float64 scalars.
@@ -280,7 +280,7 @@ def of_model(model: Any) -> Replicas | None:
 
 
 def check(model: Any, microbatch_size: Any) -> None:
-    """Check what a model is about to be trained under.
+    """Raise an error if a model cannot be accumulated under its strategy.
 
     Raises:
         NotImplementedError: a strategy that accumulation was not tried with; or workers would have

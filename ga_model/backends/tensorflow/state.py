@@ -1,4 +1,4 @@
-"""What a step writes to, as it is at one time."""
+"""Snapshots of the variables that a step writes to."""
 
 from __future__ import annotations
 
@@ -37,6 +37,6 @@ class Variables:
                 self._values[id(variable)] = variable, variable.read_value()
 
     def put_back(self) -> None:
-        """Let all be as they were."""
+        """Restore all values."""
         for variable, value in self._values.values():
             variable.assign(value)

@@ -34,7 +34,7 @@ def agreed(found: Sequence[Sequence[str | None]]) -> list[str | None]:
 def kinds_of(
     run: Callable[[int, int], Sequence[Any]], tolerance: float | None = None
 ) -> list[str | None]:
-    """Return what each output of a function is to the samples.
+    """Return how each output of a function depends on the samples.
 
     Args:
         run: runs it on samples from one place up to another, and returns arrays.
@@ -65,9 +65,9 @@ def kinds_of_call(
     is_trained: Sequence[bool],
     is_half: bool = False,
 ) -> tuple[list[str | None], bool]:
-    """Return what the outputs of a function are to the samples, as several trials have it.
+    """Return how outputs depend on the samples, by several trials.
 
-    And whether gradients of samples follow from each alone, and those of what they share add up.
+    Also return whether gradients by samples follow from each alone, and shared ones add up.
 
     Args:
         run: runs it: takes `fixed` and all samples of a trial, and where those begin and end that

@@ -30,7 +30,7 @@ class Draws:
         return self._num_draws
 
     def kind_of(self, shape: tuple[int, ...]) -> Literal["by sample", "alike", "by batch"]:
-        """Return what is drawn in a shape: for each sample, for several of each, or once."""
+        """Return whether draws of a shape are one or several per sample, or per batch."""
         if shape and shape[0] == self.rows:
             return "by sample"
         return "alike" if shape and shape[0] and shape[0] % self.rows == 0 else "by batch"

@@ -58,12 +58,12 @@ class Judge:
 
     @functools.cached_property
     def verdict(self) -> Verdict:
-        """What is found: that microbatches weigh what was assumed, if that is exact, too."""
+        """The verdict. An assumed weighing is kept if it is exact."""
         found: Verdict = self._judged(self._verdict, lambda found: found.is_exact)
         return found
 
     def _judged(self, judge: Callable[[], Any], is_good: Callable[[Any], bool]) -> Any:
-        """Return what is found, with rounding measured where that is not good without."""
+        """Return a judgement, with rounding measured only if it is not good otherwise."""
         self._has_noise = self.runner.rounding > self.runner.epsilon
         if not is_good(found := judge()) and not self._has_noise:
             self._has_noise = True
@@ -143,7 +143,7 @@ class Judge:
                     break
 
     def kinds(self) -> Kinds:
-        """Return what losses of the user's own are over samples, as far as they are either."""
+        """Return which losses of the user's own are means or sums over samples."""
         first = self._windows[0].whole
         compiled = (
             (n, self._kind(functools.partial(_compiled, n))) for n in sorted(first.compiled)
@@ -228,7 +228,7 @@ class Judge:
         return found
 
     def _reduction(self, get: Callable[[Outcome], Any]) -> Weighing | None:
-        """Return what a number is put together by, or None."""
+        """Return the weighing that makes a number of all from those of the parts, or None."""
         for weighing in (LAST, *self._candidates):
             if all(self._fits(window, weighing, get) for window in self._windows):
                 return weighing
@@ -250,7 +250,7 @@ class Judge:
         return not self._off(total, whole, floor, norm_of([whole]))
 
     def _noise(self, window: Window, get: Callable[[Outcome], Any]) -> float:
-        """Return what rounding may do to what all samples at once give, if it was measured."""
+        """Return how much rounding may change a number of all samples, if it was measured."""
         if not self._has_noise:
             return 0.0
         whole, rounded = (np.asarray(get(o), "float64") for o in (window.whole, window.rounded()))
@@ -336,7 +336,7 @@ def _weight(weighing: Weighing, outcome: Outcome) -> float:
 
 
 def _total(shares: Sequence[float], parts: Sequence[Any]) -> Any:
-    """Return a weighted sum. What weighs nothing is left out, as it may be NaN."""
+    """Return a weighted sum. Parts without weight are left out, as they may be NaN."""
     pairs = [(share, np.asarray(part, "float64")) for share, part in zip(shares, parts)]
     zero = np.zeros_like(pairs[0][1])
     return sum((share * part for share, part in pairs if share), zero)

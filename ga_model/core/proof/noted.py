@@ -1,4 +1,4 @@
-"""What is noted of code while it runs: the scalars that it divides by."""
+"""Notes the scalars that code divides by while it runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Noted:
         self._draws = draws
 
     def run(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        """Return what a function returns, and note what it does."""
+        """Run a function, and note its operations."""
         raise NotImplementedError
 
     def note(self, operation: str, value: Any, is_of_shapes: bool = False) -> None:

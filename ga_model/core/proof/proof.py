@@ -1,4 +1,4 @@
-"""Find out of a step whether its training by microbatches is that of the full batch."""
+"""Find out whether training a step by microbatches equals training on the full batch."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def still_holds(
 def of_microbatches(
     model: Any, backend: Backend, held: Sequence[Any], is_own: bool, is_split: bool
 ) -> tuple[Verdict, Exception | None]:
-    """Try a step on samples of microbatches of which the first showed something new.
+    """Try a step on samples of several microbatches. The first has shown something new.
 
     Args:
         model, backend, is_own, is_split: as `of_step` takes them.
@@ -218,7 +218,7 @@ def _instead(judge: Judge, kinds: Kinds) -> tuple[Kinds, bool] | None:
 
 
 def assumed_of(is_own: bool, kinds: Kinds | None = None) -> Verdict:
-    """Return what is assumed of a step that is not tried, or cannot be."""
+    """Return the verdict on a step that is not tried, or cannot be."""
     differences = (Difference("everything", float("inf")),)
     weighing = Weighing("samples" if is_own else "loss")
     return Verdict(weighing, (), (), differences, is_folded=not is_own, kinds=kinds or Kinds())

@@ -42,7 +42,7 @@ class StepRunner:
             loss.
         is_split: whether the window is one batch, of which the weights of all terms are known.
         kinds: what losses of the user's own are.
-        put_back: lets all be as it was that is kept in no variable.
+        put_back: restores the state that is in no variable.
 
     Attributes:
         has_mismatch: whether terms of the loss have weights that are not proportional.
@@ -296,7 +296,7 @@ def _finite_rows(data: Any, rows: int) -> Any:
 
 
 def _altered(array: Any, number: int, generator: Any) -> Any:
-    """Return samples of which the first are those of an array, and the others new ones.
+    """Return the samples of an array, followed by new ones.
 
     Copies would be alike where it matters what stands beside a sample.
     """

@@ -98,7 +98,7 @@ class Runner(Protocol):
         """The names of scalars that follow from shapes alone, and say no more than these."""
 
     def put_back(self) -> None:
-        """Let all be as it was that is kept in no variable, and that runs go on from."""
+        """Restore the state that is in no variable."""
 
     def run(self, begin: int, end: int, values: list[Any], moves_by: float) -> Outcome:
         """Run the step on samples from `begin` up to `end`, from values of all variables.
@@ -130,7 +130,7 @@ class Window(NamedTuple):
         return any(self.whole.rates)
 
     def shares(self, weighing: Weighing) -> list[float]:
-        """Return what each part counts in the window, or NaN."""
+        """Return the share of each part in the window, or NaN."""
         if weighing.is_sum:
             return [1.0] * len(self.parts)
         weights = [_number(weighing.weight(part.seen)) for part in self.parts]

@@ -1,4 +1,4 @@
-"""What trying a step has found: what its microbatches weigh, and what differs nevertheless."""
+"""The result of a trial: the weights of microbatches, and the remaining differences."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Difference(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What was found of a step.
+    """The verdict on a step.
 
     Attributes:
         weighing: of its gradients.
@@ -68,7 +68,7 @@ class Verdict(NamedTuple):
 
     @property
     def is_watched(self) -> bool:
-        """Whether what was found is to be found again if training shows something new."""
+        """Whether the step is tried again if training shows something new."""
         return self.is_tried and self.is_exact
 
     @property
@@ -106,7 +106,7 @@ class Verdict(NamedTuple):
         return news
 
     def after_news(self, found: Verdict) -> Verdict:
-        """Return what was found later. It watches what was not news.
+        """Return the verdict with that of a later trial, without watching what has changed since.
 
         Microbatches weigh what is exact in all samples that were tried. Where nothing is, what
         served until then still does.
