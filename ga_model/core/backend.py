@@ -141,9 +141,12 @@ class Backend(ABC):
         """Return a microbatch as functions are traced for it."""
         return data
 
-    def traces_otherwise(self, error: Exception) -> bool:
-        """Return whether functions that raised an error will be traced in another way now."""
-        return False
+    def traces_otherwise(self, error: Exception) -> bool | None:
+        """Return whether functions that raised an error will now be traced in another way.
+
+        None if the error is not of tracing.
+        """
+        return None
 
     def placed(self, data: Any) -> Any:
         """Return a microbatch as it is traced, where it is to be computed."""
@@ -190,12 +193,7 @@ class Backend(ABC):
     def run_plain(
         self, train_step: Callable[..., Any], after_update: Callable[[], None], *arguments: Any
     ) -> Any:
-        """Run the model's `train_step` as it is, and then what the model does after an update.
-
-        Args:
-            train_step, *arguments: the step, and what Keras passes to it.
-            after_update: takes no arguments, and writes to variables.
-        """
+        """Run the model's `train_step` on Keras's arguments, and then `after_update`."""
         logs = train_step(*arguments)
         self.once(after_update)
         return logs
@@ -284,10 +282,9 @@ class Backend(ABC):
         raise NotImplementedError
 
     def gradient_sums(self, totals: Sequence[Any] | None) -> GradientSums | None:
-        """Return sums that the backward pass of Keras's own step adds to, or None: it cannot.
+        """Return sums, begun with totals, that the backward pass of Keras's own step adds to.
 
-        Args:
-            totals: of the trainable variables so far, tensors or None; or None.
+        None if it cannot.
         """
         return None
 
@@ -337,13 +334,13 @@ class Backend(ABC):
         """Return a function that runs a call on numbers while another function is traced.
 
         Args:
-            call: the function.
-            derives: whether the gradients are asked for of half the sum of their squares, with
-                respect to the floats of the second list, and of the first.
+            call: what is run.
+            derives: whether it is to return gradients of half the sum of the outputs' squares, with
+                respect to the floats among the samples, and then among the fixed arrays.
 
         Returns:
-            A function of both lists, with all samples of a trial in the second, and of two places
-            in these. It returns arrays, of the samples in between.
+            A function of the fixed arrays, all samples of a trial, and two places among these. It
+            runs the call on the samples in between, and returns arrays.
         """
 
     @abstractmethod

@@ -129,9 +129,13 @@ class Driver(ModelState):
             except FoundOtherwiseError:  # so train it by what was found now
                 pass
             except Exception as error:
-                if not self.backend.traces_otherwise(error):
-                    raise first or error
-                first = error
+                is_to_repeat = self.backend.traces_otherwise(error)
+                if is_to_repeat:
+                    first = error
+                elif is_to_repeat is None or first is None:
+                    raise
+                else:  # the second may follow from what the first left half done
+                    raise first from None
 
     def _train_automatic(self, data: Any) -> Any:
         """Train a batch in microbatches as large as there is memory for."""

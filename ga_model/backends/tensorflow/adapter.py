@@ -183,9 +183,9 @@ class TensorFlowBackend(Backend):
     def as_traced(self, data: Any) -> Any:
         return AnySamples(data) if self.traces and not self.needs_number else data
 
-    def traces_otherwise(self, error: Exception) -> bool:
+    def traces_otherwise(self, error: Exception) -> bool | None:
         if not self.traces or isinstance(error, (tf.errors.OpError, MemoryError)):
-            return False
+            return None
         self.needs_number = not self.needs_number  # not where that raises an error, too
         return self.needs_number
 
