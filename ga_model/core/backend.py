@@ -142,10 +142,8 @@ class Backend(ABC):
         return data
 
     def traces_otherwise(self, error: Exception) -> bool | None:
-        """Return whether functions that raised an error will now be traced in another way.
-
-        None if the error is not of tracing.
-        """
+        """Return whether functions will be traced otherwise after an error, None if it has not to
+        do with tracing."""
         return None
 
     def placed(self, data: Any) -> Any:
