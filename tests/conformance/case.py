@@ -99,10 +99,6 @@ class FallsShort:
     reason: str
 
 
-OUTPUTS_OF_ONE = FallsShort(
-    "silent", "Keras counts batches of any size once for an output's logged loss, and others not"
-)
-COUNTED_ONCE = {"batches of one": OUTPUTS_OF_ONE} if BACKEND == "tensorflow" else {}
 EXACT = Warns("")
 LEAST = 1e-4  # of what differs, as a warning says
 ROUNDOFF = {"mixed_float16": 2.0**-11, "mixed_bfloat16": 2.0**-8}  # of any number

@@ -7,12 +7,11 @@ import itertools
 import keras
 import numpy as np
 import zoo
-from case import ALL, COUNTED_ONCE, MSE, TRIED, Case, Refused, Warns, sgd
+from case import ALL, MSE, TRIED, Case, Refused, Warns, sgd
 from helpers import dense_data, dense_model
 from keras import layers, ops
 
 CASES = {name: Case(*pair) for name, pair in zoo.ZOO.items()}
-CASES["two_outputs"] = dataclasses.replace(CASES["two_outputs"], falls_short=COUNTED_ONCE)
 
 
 # Recurrent models, attention and other layers.
@@ -275,7 +274,6 @@ CASES |= {
         TwoTowers,
         towers_data,
         sgd({"z": "mse", "a": "mae"}, metrics={"a": ["mse"]}),
-        falls_short=COUNTED_ONCE,
     ),
     "dicts of a functional model": Case(
         functional_towers,
@@ -300,7 +298,6 @@ CASES |= {
             {"z": np.linspace(0.1, 3, rows), "a": np.linspace(2, 1, rows)},
         ),
         sgd({"z": "mse", "a": "mae"}),
-        falls_short=COUNTED_ONCE,
     ),
     "normalized outputs of unlike weights": Case(
         normalized_outputs,
