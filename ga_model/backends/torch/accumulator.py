@@ -85,7 +85,7 @@ class GradientAccumulator(Accumulator):
                 different numbers of windows.
 
         Raises:
-            TypeError: `optimizer` is none.
+            TypeError: `optimizer` is not an optimizer.
             ValueError: it accumulates gradients itself; or there are several processes, and no
                 `process_group` was passed.
             RuntimeError: the processes differ in their variables.

@@ -35,9 +35,6 @@ _EXHAUSTED = ("can't allocate memory", "not enough memory", "out of memory")
 class TorchBackend(Backend):
     """Runs functions at once.
 
-    Args:
-        model: the model.
-
     Attributes:
         process_group: the processes that train the model together, as users set it, or None.
     """
@@ -165,9 +162,8 @@ class TorchBackend(Backend):
         return sum(weight.nelement() * weight.element_size() for weight in weights)
 
     def out_of_memory(self, error: Exception) -> Exception | None:
-        is_known = isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError))
-        is_plain = type(error) is RuntimeError
-        if not (is_known or (is_plain and any(text in str(error) for text in _EXHAUSTED))):
+        is_plain = type(error) is RuntimeError and any(text in str(error) for text in _EXHAUSTED)
+        if not (is_plain or isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError))):
             return None
         error.__context__ = error.__cause__ = None
         error = error.with_traceback(None)
@@ -193,7 +189,7 @@ class TorchBackend(Backend):
         return any(times_written(tensor) != version for tensor, version in self._updated)
 
     def _versions_of_updated(self) -> list[tuple[Any, int]]:
-        """Return what updates change, and how often each was written to."""
+        """Return tensors that updates change, and how often each was written to."""
         optimizers = optimizers_in(vars(self._model))
         states = [raw(v) for optimizer in optimizers for v in optimizer.variables]
         states = [tensor for tensor in states if tensor.numel() > 1]  # others may be set before

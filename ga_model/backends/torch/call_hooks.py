@@ -1,7 +1,7 @@
-"""PyTorch hooks of users, which see tensors of calls or gradients, and may change them.
+"""PyTorch hooks of users, which see or change tensors of calls or gradients.
 
-They run as often as in plain Keras: those of weights when the gradient of all samples comes, and
-calls with others run whole.
+They run as often as in plain Keras: those of weights once, on the gradient of all samples; calls
+of layers with other hooks are not split.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _noted = ThreadValue()
 
 
 def why_whole(layer: Any) -> str | None:
-    """Return why calls of a layer must not be split, for its buffers or hooks, or None."""
+    """Return why buffers or hooks of a layer forbid splitting its calls, or None."""
     if any(True for part in layers_in(layer) for _ in part.buffers()):
         return "it has PyTorch buffers, which a call may write to"
     for module in (module for part in layers_in(layer) for module in part.modules()):
@@ -48,7 +48,7 @@ def has_hooks(model: Any) -> bool:
 
 @contextlib.contextmanager
 def without_hooks(weights: Iterable[Any]) -> Iterator[None]:
-    """Let gradients of weights go through no hooks in a block."""
+    """Remove the hooks on gradients of weights in a block."""
     hooks = [found for found in map(hooks_on_gradient, weights) if found]
     contents = [dict(found) for found in hooks]
     for found in hooks:

@@ -1,4 +1,4 @@
-"""Calls of layers that are tried: on other numbers, by themselves, and leaving nothing behind."""
+"""Try calls of layers by themselves: on other numbers, and without side effects."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _LIBRARIES = ("torch.", "ga_model.")
 
 
 def run_apart(call: Apart, derives: bool = False) -> Callable[..., Any]:
-    """Return what runs a function on other numbers, as `Backend.run_apart` has it.
+    """Return what runs a function on other numbers: see `Backend.run_apart`.
 
-    Samples are in the range of those that they replace, as tables may be looked up by them. The
-    gradients, of the samples and of what is trained, are empty unless a custom gradient is found.
+    New samples are in the range of those they replace, as they may be indices of tables. Gradients,
+    of the samples and of what is trained, are empty unless a custom gradient is found.
     """
     function, layer, fixed, samples = call
     limits = [_limits_of(tensor) for tensor in samples]
@@ -72,7 +72,7 @@ def run_apart(call: Apart, derives: bool = False) -> Callable[..., Any]:
 
 
 def _gradients_apart(outputs: list[Any], sources: list[Any]) -> list[Any]:
-    """Return the gradients of half the sum of squares, if a custom gradient is part of them."""
+    """Return the gradients of half the sum of squares, if a custom gradient takes part in them."""
     if not has_custom_gradients(outputs, sources):
         return []
     pairs = [(output, output.detach()) for output in outputs if output.requires_grad]
@@ -82,10 +82,10 @@ def _gradients_apart(outputs: list[Any], sources: list[Any]) -> list[Any]:
 
 
 def has_custom_gradients(results: list[Any], sources: list[Any]) -> bool:
-    """Return whether a `torch.autograd.Function` of the user's is in what a call gave.
+    """Return whether a `torch.autograd.Function` of the user's was used to compute results.
 
     Raises:
-        NotByRowsError: it follows from something other than the sources.
+        NotByRowsError: the results depend on something other than the sources.
     """
     results = [result for result in results if result.requires_grad]
     leaves = [result for result in results if result.grad_fn is None]
@@ -107,7 +107,7 @@ def has_custom_gradients(results: list[Any], sources: list[Any]) -> bool:
 
 
 def _limits_of(tensor: Any) -> tuple[float, float] | None:
-    """Return the least and the greatest of the numbers in a tensor, if these are a range."""
+    """Return the minimum and maximum of a floating-point tensor, if they differ and are finite."""
     if not tensor.is_floating_point() or not tensor.numel():
         return None
     low, high = (float(limit) for limit in tensor.detach().aminmax())
@@ -123,21 +123,18 @@ def _within(tensor: Any, limits: tuple[float, float] | None) -> Any:
 
 @contextmanager
 def _exchanged(state: dict[int, Any], pairs: Any) -> Iterator[None]:
-    """Give variables other values in a block, in other memory: what was computed stays valid.
+    """Give the tensors of a state other values in a block, in other memory.
 
-    Args:
-        state: tensors by ids. Those without a value get random numbers.
-        pairs: tensors, some of them of the state, and values.
+    What was computed from them stays valid. Those without a pair get random numbers.
     """
     values = {id(tensor): value for tensor, value in pairs}
     generator = np.random.default_rng(0)
     before = [(tensor, tensor.data) for tensor in state.values()]
     try:
         for tensor, data in before:
-            shape = tuple(tensor.shape)
             value = values.get(id(tensor))
             if value is None:
-                value = calls.drawn(tensor.dtype, shape, generator, 0.3)
+                value = calls.drawn(tensor.dtype, tuple(tensor.shape), generator, 0.3)
             tensor.data = torch.as_tensor(value).to(data.device, data.dtype)
         yield
     finally:
@@ -146,5 +143,5 @@ def _exchanged(state: dict[int, Any], pairs: Any) -> Iterator[None]:
 
 
 def _saving_as_always() -> Any:
-    """Return a context in which no hook sees what is saved, as `torch.utils.checkpoint` counts."""
+    """Return a context without hooks on saved tensors, which `torch.utils.checkpoint` counts."""
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)

@@ -64,9 +64,9 @@ class Hooks(CoreHooks):
     def process_group(self) -> Any:
         """The processes that train the model together, a `torch.distributed.ProcessGroup`, or None.
 
-        None by default: each process trains alone. With `torch.distributed.group.WORLD` all do it
-        together: each calls `fit` on its share of the data, and a window is the batches of all
-        processes. Set it before `fit`, in all processes. No file has it.
+        By default None: each process trains alone. With `torch.distributed.group.WORLD`, all train
+        together: each calls `fit` on its share of the data, and a window has the batches of all
+        processes. Set it before `fit`, in all processes. It is not saved in files.
 
         Raises:
             TypeError: it is set to something else.
@@ -84,7 +84,7 @@ class Hooks(CoreHooks):
             raise ValueError(refusals.compiled_message(self.name))
 
     def make_train_function(self, force: bool = False) -> Any:
-        """Make the function that `fit` calls with each batch."""
+        """Return the function that `fit` calls with each batch."""
         if self.jit_compile and (self.train_function is None or force):
             raise ValueError(refusals.compiled_message(self.name))
         return super().make_train_function(force)

@@ -1,6 +1,6 @@
-"""Sums of gradients that grow while the backward pass runs, one variable after the other.
+"""Add gradients to their sums while the backward pass runs, one variable after the other.
 
-So the gradients of a microbatch are never there all at once beside the sums.
+So the gradients of a microbatch are never all in memory beside the sums.
 """
 
 from __future__ import annotations
@@ -16,11 +16,7 @@ from ga_model.base._internals_torch import has_hooks_on_sum
 
 
 class GradientSums:
-    """The sums of a window, which a backward pass adds to.
-
-    Args:
-        totals: so far, one for each variable, or None.
-        variables: those that are trained.
+    """The sums of a window for each trained variable, which a backward pass adds to.
 
     Attributes:
         is_in_grad: whether the sums are in `.grad` until the end.
@@ -63,9 +59,9 @@ class GradientSums:
         return totals
 
     def _can_stay(self, shrink: Any, counts: Any) -> bool:
-        """Return whether PyTorch may add gradients to the sums itself, as a loop by hand does.
+        """Return whether PyTorch may add gradients to the sums itself, as in a loop by hand.
 
-        It may not where hooks of the user's would see a sum in place of a gradient.
+        It may not if hooks of the user's would see a sum in place of a gradient.
         """
         if torch.is_tensor(shrink) or shrink != 1.0 or counts is not True:
             return False

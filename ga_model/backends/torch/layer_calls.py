@@ -1,9 +1,8 @@
-"""Microbatches of a call of a layer: one operation of autograd, forward and again backward.
+"""Run a call of a layer by microbatches, as one operation of autograd.
 
-Forward, each microbatch goes through the layer without its activations being kept. When the
-gradient of the outputs is asked for, each goes through it again, from the state that the first pass
-found there, with its rows of the gradient; the gradients of weights are summed. This is what
-`torch.utils.checkpoint` does, for parts of a batch.
+Forward, each microbatch goes through the layer, and its activations are not kept. Backward, each
+goes through it again, from the state that the first pass found, with its rows of the gradient; the
+gradients of weights are summed. This is `torch.utils.checkpoint` for parts of a batch.
 """
 
 from __future__ import annotations
@@ -29,10 +28,7 @@ from ga_model.core.statistics import Moments
 
 
 class Microbatches:
-    """Runs a function by microbatches.
-
-    Args:
-        split: what is to run.
+    """Runs the function of a `Split` by microbatches.
 
     Attributes:
         sources: the tensors that gradients can be asked of.
@@ -61,7 +57,7 @@ class Microbatches:
         """Run all of them, as one operation of autograd.
 
         Raises:
-            NotByRowsError: what the function gives, or writes to, is not of samples one by one.
+            NotByRowsError: the outputs or writes of the function are not per sample.
         """
         random = random_state()
         try:
@@ -76,7 +72,7 @@ class Microbatches:
         return self._carried, Traced(outputs, attached, losses, self._moments)
 
     def first_pass(self) -> list[Any]:
-        """Return outputs, what is attached to them, and losses of all samples."""
+        """Return the outputs, what is attached to them, and the losses, of all samples."""
         split, joined, losses = self._split, list[Any](), list[Any]()
         for share in self._shares:
             self._begun.append((self._carried, random_state()))
@@ -105,7 +101,7 @@ class Microbatches:
         return [*joined, *losses]
 
     def check_unchanged(self) -> None:
-        """Raise RuntimeError if what the function was run on has been written to since."""
+        """Raise RuntimeError if inputs or variables were written to after the first pass."""
         changed = {name for name, t, version in self._versions if times_written(t) != version}
         if changed:
             raise RuntimeError(refusals.changed_message(self._split.layer.name, sorted(changed)))
@@ -115,7 +111,7 @@ class Microbatches:
 
         Args:
             sources: the tensors, as autograd has saved them.
-            upstream: the gradients of what `first_pass` gave, of which some are None.
+            upstream: the gradients of what `first_pass` returned; some may be None.
         """
         split, is_differentiable = self._split, torch.is_grad_enabled()  # once more
         saved, given = iter(sources), [*split.fixed, *split.samples]
@@ -156,7 +152,7 @@ class Microbatches:
         return [*sums[:number], *joined, *sums[number:]]
 
     def _pairs(self, traced: Traced, share: slice, upstream: tuple[Any, ...]) -> Any:
-        """Return pairs of what a microbatch gave and its gradient, where it has one."""
+        """Return pairs of an output or loss of a microbatch and its gradient, if it has one."""
         found = [*traced.outputs, *traced.attached.values()]
         rows, of_losses = upstream[: len(found)], upstream[len(found) :]
         gradients = [*(None if g is None else g[share] for g in rows), *of_losses]
@@ -165,13 +161,13 @@ class Microbatches:
         return [(t, g) for t, g in pairs if g is not None and t.requires_grad]
 
     def _weighted(self, losses: list[Any], share: slice) -> list[Any]:
-        """Return what losses that layers added for a microbatch count in those of all samples."""
+        """Return the shares of a microbatch in the layers' losses of all samples."""
         part = (share.stop - share.start) / self._rows
         pairs = zip(losses, self._split.are_sums)
         return [loss.sum() * (1.0 if is_sum else part) for loss, is_sum in pairs]
 
     def _check(self, tensors: list[Any], rows: int) -> None:
-        """Check that outputs are of the samples, and that nothing is written past Keras."""
+        """Check that outputs have a row per sample, and that nothing is written past Keras."""
         for tensor in tensors:
             if tensor.ndim == 0 or tensor.shape[0] != rows:
                 shape = tuple(tensor.shape)
@@ -199,16 +195,13 @@ class _Operation(torch.autograd.Function):
 
 
 def gradients_of(pairs: Any, sources: list[Any], create_graph: bool) -> list[Any]:
-    """Return the gradients of what a microbatch gave, None where there is none."""
+    """Return the gradients with respect to sources, or None for each without one."""
     followed = [source for source in sources if source.requires_grad]
     if not pairs or not followed:
         return [None for _ in sources]
     outputs, gradients = zip(*pairs)
-    found = iter(
-        torch.autograd.grad(
-            outputs, followed, gradients, create_graph=create_graph, allow_unused=True
-        )
-    )
+    options = {"create_graph": create_graph, "allow_unused": True}
+    found = iter(torch.autograd.grad(outputs, followed, gradients, **options))
     return [next(found) if source.requires_grad else None for source in sources]
 
 
@@ -223,7 +216,7 @@ def _added(total: Any, gradient: Any) -> Any:
 
 
 def _expected_unchanged(split: Split) -> list[tuple[str, Any]]:
-    """Return what must not be written to before the second pass, with names."""
+    """Return names and tensors that must not be written to before the second pass."""
     parts = layers_in(split.layer)
     normal = [part for part in parts if isinstance(part, keras.layers.BatchNormalization)]
     changing = {id(v) for part in normal for v in part.non_trainable_variables}
@@ -234,14 +227,14 @@ def _expected_unchanged(split: Split) -> list[tuple[str, Any]]:
 
 
 def parameters_beside(layer: Any, tensors: list[Any]) -> list[Any]:
-    """Return the parameters of a layer that are to be trained and are none of some tensors."""
+    """Return the trainable parameters of a layer that are not among some tensors."""
     known = set(map(id, tensors))
     found = {id(p): p for p in layer.parameters() if p.requires_grad}
     return [parameter for key, parameter in found.items() if key not in known]
 
 
 class Autocast:
-    """The `torch.autocast` of a call, which it is made again in."""
+    """The `torch.autocast` of a call, to run it again."""
 
     def __init__(self) -> None:
         devices = ["cpu", "cuda"] if torch.cuda.is_initialized() else ["cpu"]
@@ -253,7 +246,7 @@ class Autocast:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Run a block in it. Weights are cast again: a cast without its gradient is not kept."""
+        """Run a block in it. Without its cache: a cached cast may have no gradient."""
         with ExitStack() as stack:
             for device, dtype in self._dtypes.items():
                 stack.enter_context(torch.autocast(device, dtype=dtype, cache_enabled=False))

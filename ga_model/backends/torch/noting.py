@@ -1,7 +1,7 @@
 """Note the scalars that code divides by while it runs, and choose the random numbers it draws.
 
-The code runs as it is, and a dispatch mode sees its operations, below autograd. What is not known
-of an operation does not matter: it runs as it stands.
+The code runs unchanged; a dispatch mode sees its operations, below autograd. Unknown operations
+run as they are.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ga_model.base._internals_torch import PRIVATE_DRAWS, READS_NUMBER, is_in_de
 from ga_model.core.proof.draws import Draws
 from ga_model.core.proof.noted import Noted
 
-# Operations, and the places of the arguments that they divide by, or that bound what is divided by:
+# Operations, and the places of arguments that they divide by, or that bound a divisor, as in
 # `x / maximum(n, 1)`.
 _DIVIDING: dict[str, Sequence[int]] = {
     **dict.fromkeys(("div", "div_"), (1,)),
@@ -29,18 +29,14 @@ _DIVIDING: dict[str, Sequence[int]] = {
     "where": (1, 2),
 }
 _BOUNDING = {"clamp", "clamp_min", "clamp_max", "maximum", "minimum", "fmax", "fmin", "where"}
-# Operations that draw for each entry of what they return, of the parameters in it.
+# Operations that draw for each entry of their result, with parameters for that entry.
 _BY_ENTRY = {"rand", "randn", "normal", "randint", "bernoulli", "poisson", "multinomial"}
 _BY_ENTRY |= {"rand_like", "randn_like", "randint_like", "native_dropout", "rrelu_with_noise"}
 _BY_ENTRY |= {"binomial", *PRIVATE_DRAWS}
 
 
 class Noting(TorchDispatchMode, Noted):
-    """Notes while it is entered, also numbers of entries that masks have selected.
-
-    Args:
-        draws: as `Noted` takes them.
-    """
+    """Notes while it is entered, also how many entries masks select."""
 
     def __init__(self, draws: Draws | None) -> None:
         TorchDispatchMode.__init__(self)
@@ -105,7 +101,7 @@ def _is_mask(index: Any) -> bool:
 
 
 def _drawn(draws: Draws, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run an operation that draws: of each sample the same numbers, wherever it stands."""
+    """Run an operation that draws the same numbers for each sample, wherever it is in a batch."""
     kwargs = {key: None if key == "generator" else value for key, value in kwargs.items()}
     number, shape = draws.next_seed(), _shape_of(args, kwargs)
     kind = draws.kind_of(shape) if name in _BY_ENTRY or name.endswith("_") else "by batch"
@@ -136,7 +132,7 @@ def _drawn(draws: Draws, name: str, func: Any, args: Any, kwargs: dict[str, Any]
 
 
 def _shape_of(args: Any, kwargs: dict[str, Any]) -> tuple[int, ...]:
-    """Return the shape that an operation draws in: that of a tensor, or a list of sizes."""
+    """Return the shape of what an operation draws: that of a tensor, or a list of sizes."""
     for value in (*args, kwargs.get("size")):
         if torch.is_tensor(value):
             return tuple(value.shape)

@@ -1,8 +1,8 @@
-"""Optimizers that a step applies: what stands in for them, and those of `torch.optim`.
+"""Stand-ins for the optimizers that a step applies, also for those of `torch.optim`.
 
-The latter pass for optimizers of Keras's. While a step is recorded, a function shadows the `step`
-of those that the model keeps, and gives the gradients of their parameters to the recording. The
-update sets the gradients of the window, and calls the optimizer itself.
+The latter pass for optimizers of Keras's. While a step is recorded, the `step` of those in the
+model's attributes gives the gradients of their parameters to the recording. The update sets the
+gradients of the window, and calls the optimizer itself.
 """
 
 from __future__ import annotations
@@ -42,28 +42,20 @@ class StandIn(OptimizerStandIn):
         gradients = [None if gradient is None else gradient.detach() for gradient in gradients]
         super()._take(gradients, variables, via_apply_gradients)
         if recording.moves_by and (rate := float(recording.rate_of(gradients, variables))):
-            _move(optimizer, gradients, variables, rate)
-
-
-def _move(optimizer: Any, gradients: list[Any], variables: list[Any], rate: float) -> None:
-    """Make the surrogate update of a trial."""
-    with torch.no_grad():
-        for variable, gradient in zip(variables, gradients):
-            if gradient is not None:
-                raw(variable).sub_((rate * gradient).to(raw(variable).dtype))
-        counter_of(optimizer).assign_add(1)
+            with torch.no_grad():
+                for variable, gradient in zip(variables, gradients):
+                    if gradient is not None:
+                        raw(variable).sub_((rate * gradient).to(raw(variable).dtype))
+                counter_of(optimizer).assign_add(1)
 
 
 class TorchOptimizer:
-    """Passes for an optimizer of Keras's.
-
-    Args:
-        optimizer: a `torch.optim.Optimizer`.
+    """A `torch.optim.Optimizer` that passes for one of Keras's.
 
     Attributes:
         name: of its class.
         iterations: a variable, the number of updates so far.
-        variables: that, and its rates and other numbers as they were when they were noted last.
+        variables: `iterations`, and rates and other numbers, as `note_numbers` last read them.
     """
 
     built = True
@@ -84,7 +76,7 @@ class TorchOptimizer:
         self.note_numbers()
 
     def note_numbers(self) -> None:
-        """Let the variables have the optimizer's numbers."""
+        """Write the optimizer's numbers to the variables."""
         groups = self._optimizer.param_groups
         for variable, (place, key) in zip(self.variables[1:], self._places):
             variable.assign(float(groups[place][key]))
@@ -114,11 +106,7 @@ def _is_number(value: Any) -> bool:
 
 
 class TorchOptimizers:
-    """The optimizers of `torch.optim` that a model keeps in attributes.
-
-    Args:
-        model: the model.
-    """
+    """The optimizers of `torch.optim` that a model keeps in attributes."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -130,16 +118,16 @@ class TorchOptimizers:
         return instances_in(list(vars(self._model).values()), torch.optim.Optimizer)
 
     def all(self) -> list[TorchOptimizer]:
-        """Return what passes for them, the same objects in every call."""
+        """Return a `TorchOptimizer` for each, the same objects in every call."""
         return list(map(self._of, self.of_torch()))
 
     def parts(self) -> list[Any]:
-        """Return them, and the schedulers that the model keeps: what a step changes in Python."""
+        """Return them and the model's schedulers: the Python objects that a step changes."""
         kept = list(vars(self._model).values())
         return [*self.of_torch(), *instances_in(kept, _SCHEDULERS)]
 
     def recorded(self) -> Any:
-        """Return a context in which a step that is recorded gives its gradients away."""
+        """Return a context in which their `step` gives gradients to a recording."""
         return self._steps.of(self.of_torch())
 
     def _of(self, optimizer: Any) -> TorchOptimizer:

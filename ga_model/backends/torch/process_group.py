@@ -1,16 +1,16 @@
 """Several processes that train one model: what they agree on, and their sums of gradients.
 
-They talk at the end of a window, and where an epoch begins and where `fit` ends, and always in one
-way: each first tells all others in a few numbers what it is about to do. So what does not go
-together is an error in all of them, and nobody waits for a process that is elsewhere in its
-training. Gradients are summed after that, and only if there are any.
+They communicate at the end of each window, at the start of each epoch and at the end of `fit`, and
+always in the same way: each first tells all others in a few numbers what it is about to do. So a
+mismatch is an error in all of them, and none waits for a process that is elsewhere in its training.
+Then gradients are summed, if there are any.
 
 With u_r the unit in which process r counts its weights, and U the largest of them, sums and weights
 of all processes are
 
     sum_r(u_r / U * sum_i(w_ri / u_r * g_ri)),   sum_r(u_r / U * sum_i(w_ri / u_r))
 
-and what is divided in the end is that of one process that had all microbatches.
+and their quotient is that of one process that had all microbatches.
 """
 
 from __future__ import annotations
@@ -40,38 +40,22 @@ _NAMES = {
 
 
 class _Message(NamedTuple):
-    """What a process tells the others, as numbers.
+    """What a process tells the others, as numbers."""
 
-    Attributes:
-        kind: what it is about to do.
-        epoch: which it begins.
-        prints: two numbers of its variables, as `_fingerprint` returns them.
-        number, total, unit, is_sum: of its window, as `Sums` has them.
-        shape: tells the variables of one model from those of another.
-        is_measured: whether the noise of gradients is.
-    """
-
-    kind: float
-    epoch: float = 0.0
-    print_of_sum: float = 0.0
+    kind: float  # what it is about to do, of `_NAMES`
+    epoch: float = 0.0  # that it begins
+    print_of_sum: float = 0.0  # this and the next: the `_fingerprint` of its variables
     print_of_squares: float = 0.0
-    number: float = 0.0
+    number: float = 0.0  # this and the next three: of its window, as `Sums` has them
     total: float = 0.0
     unit: float = 0.0
     is_sum: float = 0.0
-    shape: float = 0.0
-    is_measured: float = 0.0
+    shape: float = 0.0  # the `_shape_of` its variables
+    is_measured: float = 0.0  # whether the noise of gradients is
 
 
 class Processes:
-    """The processes of a group, for one model.
-
-    Args:
-        group: the `torch.distributed.ProcessGroup`.
-
-    Attributes:
-        size: how many there are.
-    """
+    """The processes of a `torch.distributed.ProcessGroup`, `size` of them, for one model."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -116,7 +100,7 @@ class Processes:
         is_measured: bool = False,
         is_end: bool = False,
     ) -> tuple[Sums | None, bool]:
-        """Sum the window of this process and those of the others. All call it equally often.
+        """Sum the windows of all processes, which all call this equally often.
 
         Args:
             applied: the optimizers and their variables, as of the last window of this process that
@@ -124,8 +108,8 @@ class Processes:
             sums, is_measured, is_end: as `Backend.exchanged` takes them.
 
         Returns:
-            The sums, of which no process has more than its own moments, amounts and numbers of what
-            was skipped or lost; and whether no process has batches left.
+            The sums, and whether no process has batches left. Moments, amounts and the numbers of
+            skipped and lost microbatches are not exchanged.
 
         Raises:
             RuntimeError: the processes do not train the same model, or some measure the noise.
@@ -134,11 +118,9 @@ class Processes:
             return None, True
         variables = [v for group in applied for v in group.variables]
         device = _device_of(variables)
-        number = 0 if sums is None else int(sums.num_counted)
-        is_sum = sums is not None and sums.total is None
-        total = unit = 0.0
-        if sums is not None and number and not is_sum:
-            total, unit = float(sums.total), float(sums.unit)
+        own = sums or Sums([None] * len(variables), 0.0, 0.0, 0, 0, False, 0, [], [])
+        number, is_sum = int(own.num_counted), own.total is None
+        total, unit = (float(own.total), float(own.unit)) if number and not is_sum else (0.0, 0.0)
         prints = (0.0, 0.0) if self._has_compared else _fingerprint(variables)
         kind, shape = _END if is_end else _WINDOW, _shape_of([a.variables for a in applied])
         told = self._tell(
@@ -152,11 +134,9 @@ class Processes:
         self._check(told, counting)
         largest = max(abs(message.unit) for message in counting)
         is_sum = bool(counting[0].is_sum)
-        if sums is None:
-            sums = Sums([None] * len(variables), 0.0, 0.0, 0, 0, False, 0, [], [])
         shrink = unit / largest if unit and largest else 1.0
-        gradients = [g if g is None or shrink == 1.0 else g.mul_(shrink) for g in sums.gradients]
-        sums = sums._replace(
+        gradients = [g if g is None or shrink == 1.0 else g.mul_(shrink) for g in own.gradients]
+        sums = own._replace(
             gradients=self._summed(variables, gradients),
             total=math.fsum(m.total * (m.unit / largest) for m in counting if largest),
             unit=largest,
@@ -172,14 +152,25 @@ class Processes:
     def _check(self, told: list[_Message], counting: list[_Message]) -> None:
         """Raise RuntimeError in all processes if these windows do not go together."""
         if len({message.shape for message in told}) > 1:
-            raise RuntimeError(_other_model_message())
+            raise RuntimeError(
+                "All processes of a `process_group` must train the same model, and each needs a "
+                "batch in the first window. Received: variables of different shapes in another "
+                "process, or none. Create and compile the same model in all processes, and give "
+                "each a share of the data."
+            )
         if len({message.is_measured for message in told}) > 1:
-            raise RuntimeError(_not_measured_message())
+            raise RuntimeError(
+                "`GradientNoiseScale` must run in all processes of a `process_group`. "
+                "Received: the callback in only some of them. Pass one to `fit` in each process."
+            )
         if not self._has_compared:
             _check_alike(told)
         self._has_compared = True
         if len({message.is_sum for message in counting}) > 1:
-            raise RuntimeError(_mixed_message())
+            raise RuntimeError(
+                "`weight` must be a number in every call of a window, or None in every one, in all "
+                "processes. Received: both. Pass a number in all of them, or None in all of them."
+            )
 
     def _summed_squares(
         self, squares: tuple[Squares, ...], number: int, shrink: float, device: Any
@@ -234,7 +225,7 @@ def _sum_dtype(variable: Any) -> torch.dtype:
 
 
 def _buckets(variables: Sequence[Any]) -> Iterator[list[Any]]:
-    """Yield variables in lists of one dtype whose gradients have about so many bytes."""
+    """Yield lists of variables of one dtype whose gradients have about `_BUCKET` bytes."""
     sizes = (raw(variable).numel() * _sum_dtype(variable).itemsize for variable in variables)
     pairs = zip(variables, itertools.accumulate(sizes))
     for _, bucket in itertools.groupby(pairs, lambda p: (_sum_dtype(p[0]), p[1] // _BUCKET)):
@@ -248,7 +239,7 @@ def _shape_of(groups: Iterable[Sequence[Any]]) -> float:
 
 
 def _fingerprint(variables: Sequence[Any]) -> tuple[float, float]:
-    """Return two numbers that are the same where the variables are."""
+    """Return two numbers that are equal if the variables are."""
     total: Any = 0.0
     squares: Any = 0.0
     with torch.no_grad():
@@ -262,44 +253,19 @@ def _fingerprint(variables: Sequence[Any]) -> tuple[float, float]:
 def _check_alike(told: list[_Message]) -> None:
     """Raise RuntimeError if variables differ between processes."""
     prints = [(message.print_of_sum, message.print_of_squares) for message in told]
-    # Kinds of hardware may sum in another order.
+    # Different hardware may sum in another order.
     scale = 1e-9 * (1.0 + max(squares for _, squares in prints))
     for row in prints:
         for a, b in zip(row, prints[0]):
             if not (abs(a - b) <= scale or a == b or (math.isnan(a) and math.isnan(b))):
-                raise RuntimeError(_unlike_weights_message())
-
-
-def _other_model_message() -> str:
-    return (
-        "All processes of a `process_group` must train the same model, and each needs a batch in "
-        "the first window. Received: variables of different shapes in another process, or none. "
-        "Create and compile the same model in all processes, and give each a share of the data."
-    )
-
-
-def _not_measured_message() -> str:
-    return (
-        "`GradientNoiseScale` must run in all processes of a `process_group`. "
-        "Received: the callback in only some of them. Pass one to `fit` in each process."
-    )
-
-
-def _mixed_message() -> str:
-    return (
-        "`weight` must be a number in every call of a window, or None in every one, in all "
-        "processes. Received: both. Pass a number in all of them, or None in all of them."
-    )
-
-
-def _unlike_weights_message() -> str:
-    return (
-        "All processes of a `process_group` must start with the same weights and optimizer state, "
-        "and keep them equal. Received: different ones in another process. Call "
-        "`keras.utils.set_random_seed` with the same number before the model is created, or load "
-        "the same file. A callback that changes weights or the learning rate must do so in all "
-        "processes; `ReduceLROnPlateau`, for example, reads logs of the process's own samples."
-    )
+                raise RuntimeError(
+                    "All processes of a `process_group` must start with the same weights and "
+                    "optimizer state, and keep them equal. Received: different ones in another "
+                    "process. Call `keras.utils.set_random_seed` with the same number before the "
+                    "model is created, or load the same file. A callback that changes weights or "
+                    "the learning rate must do so in all processes; `ReduceLROnPlateau`, for "
+                    "example, reads logs of the process's own samples."
+                )
 
 
 def _elsewhere_message(places: list[str]) -> str:

@@ -10,13 +10,13 @@ import torch
 
 
 def random_state() -> tuple[Any, list[Any]]:
-    """Return the state."""
+    """Return the states of the CPU and of each GPU."""
     on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return torch.get_rng_state(), on_gpus
 
 
 def set_random_state(state: tuple[Any, list[Any]]) -> None:
-    """Let the state be as it was."""
+    """Restore what `random_state` returned."""
     torch.set_rng_state(state[0])
     if state[1]:
         torch.cuda.set_rng_state_all(state[1])
@@ -24,7 +24,7 @@ def set_random_state(state: tuple[Any, list[Any]]) -> None:
 
 @contextmanager
 def random_kept() -> Iterator[None]:
-    """Let random numbers go on behind a block as if it had drawn none."""
+    """Restore the state after a block."""
     state = random_state()
     try:
         yield
@@ -33,7 +33,7 @@ def random_kept() -> Iterator[None]:
 
 
 def seed_random(seed: int) -> None:
-    """Begin random numbers anew. `torch.manual_seed` is slow before GPUs are used."""
+    """Seed all generators. `torch.manual_seed` is slow before GPUs are used."""
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(seed)

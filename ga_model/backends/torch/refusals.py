@@ -16,11 +16,19 @@ _TENSORFLOW = "use the TensorFlow backend (`KERAS_BACKEND=tensorflow`), which su
 
 def check(model: Any) -> None:
     """Raise ValueError if gradients overwrite variables, or it is unclear which processes train."""
-    overwritten = [v.path for v in model.trainable_variables if overwrites(v)]
-    if overwritten:
-        raise ValueError(_overwritten_message(model.name, overwritten))
+    if overwritten := [v.path for v in model.trainable_variables if overwrites(v)]:
+        raise ValueError(
+            "On PyTorch, gradients that overwrite their variables, such as those of float8 layers, "
+            f"cannot be accumulated. Received: {model.name!r} with {overwritten}. Train in another "
+            f"precision, {_TENSORFLOW}, or {WITHOUT}."
+        )
     if keras.distribution.distribution() is not None:
-        raise ValueError(_distribution_message(model.name))
+        raise ValueError(
+            "On PyTorch, gradients are accumulated across the processes of a "
+            f"`torch.distributed` group. Received: {model.name!r} with a `keras.distribution`. "
+            "Remove it and set `model.process_group = torch.distributed.group.WORLD`, "
+            f"{_TENSORFLOW} (`tf.distribute`), or {WITHOUT}."
+        )
     if num_processes() > 1 and model.process_group is None:
         raise ValueError(alone_message(repr(model.name), "model.process_group"))
 
@@ -28,14 +36,17 @@ def check(model: Any) -> None:
 def check_group(group: Any) -> None:
     """Raise TypeError or ValueError unless this process is in the group, or `group` is None."""
     distributed = torch.distributed
-    if group is None:
+    is_available = distributed.is_available()
+    if group is None or (is_available and isinstance(group, distributed.ProcessGroup)):
         return
-    if distributed.is_available():
-        if isinstance(group, distributed.ProcessGroup):
-            return
-        if group == distributed.GroupMember.NON_GROUP_MEMBER:  # what `new_group` gives the others
-            raise ValueError(_group_message("a group without this process"))
-    raise TypeError(_group_message(repr(group)))
+    # What `new_group` returns in the other processes.
+    is_outside = is_available and group == distributed.GroupMember.NON_GROUP_MEMBER
+    received = "a group without this process" if is_outside else repr(group)
+    raise (ValueError if is_outside else TypeError)(
+        "`process_group` must be a `torch.distributed.ProcessGroup` that includes this process. "
+        f"Received: {received}. Call `torch.distributed.init_process_group` and pass "
+        "`torch.distributed.group.WORLD`, or None to train alone."
+    )
 
 
 def compiled_message(model: str) -> str:
@@ -74,23 +85,6 @@ def unknown_update_message(model: str) -> str:
     )
 
 
-def _overwritten_message(model: str, variables: list[str]) -> str:
-    return (
-        "On PyTorch, gradients that overwrite their variables, such as those of float8 layers, "
-        f"cannot be accumulated. Received: {model!r} with {variables}. Train in another precision, "
-        f"{_TENSORFLOW}, or {WITHOUT}."
-    )
-
-
-def _distribution_message(model: str) -> str:
-    return (
-        "On PyTorch, gradients are accumulated across the processes of a "
-        f"`torch.distributed` group. Received: {model!r} with a `keras.distribution`. "
-        "Remove it and set `model.process_group = torch.distributed.group.WORLD`, "
-        f"{_TENSORFLOW} (`tf.distribute`), or {WITHOUT}."
-    )
-
-
 def alone_message(subject: str, name: str) -> str:
     return (
         "With several processes, you must say whether they train together. "
@@ -98,14 +92,6 @@ def alone_message(subject: str, name: str) -> str:
         "`torch.distributed.group.WORLD` if all processes share each update. For a process that "
         "trains alone, pass a group of its own: "
         "`torch.distributed.new_group([rank], use_local_synchronization=True)`."
-    )
-
-
-def _group_message(group: str) -> str:
-    return (
-        "`process_group` must be a `torch.distributed.ProcessGroup` that includes this process. "
-        f"Received: {group}. Call `torch.distributed.init_process_group` and pass "
-        "`torch.distributed.group.WORLD`, or None to train alone."
     )
 
 

@@ -17,9 +17,7 @@ from ga_model.core.of_user import is_of_library
 
 
 class State(KeptState):
-    """The values of variables, of other tensors that layers of a model keep, and of PyTorch's
-    random numbers.
-    """
+    """The values of variables and other tensors in layers, and the state of random numbers."""
 
     def _keep(self, variables: list[Any]) -> None:
         tensors = list(map(raw, variables))
@@ -30,7 +28,7 @@ class State(KeptState):
         self._random = random_state()
 
     def differs_in(self, tensors: Iterable[Any]) -> bool:
-        """Return whether one of these tensors has another value now."""
+        """Return whether the value of one of these tensors has changed."""
         known = {id(tensor): value for tensor, _, value in self._values}
         return any(not torch.equal(tensor, known[id(tensor)]) for tensor in tensors)
 
@@ -48,11 +46,7 @@ class State(KeptState):
 
 
 class KeptTensors:
-    """What a call may write to past Keras: the state of layers, and tensors in attributes.
-
-    Args:
-        layer: the layer that is called.
-    """
+    """What a call of a layer may write to past Keras: its state, and tensors in attributes."""
 
     def __init__(self, layer: Any) -> None:
         parts = layers_in(layer)
@@ -62,16 +56,12 @@ class KeptTensors:
             (f"the tensor `{name}` of {getattr(module, 'name', type(module).__name__)!r}", value)
             for module in modules.values()
             for name, value in vars(module).items()
-            if torch.is_tensor(value) and not value.is_meta
+            if _is_kept(value)
         ]
         self._found = [(n, t, times_written(t), t.detach().clone()) for n, t in found]
 
     def written(self, by_value: bool = False) -> list[str]:
-        """Return the names of those that were written to.
-
-        Args:
-            by_value: whether values are compared, which shows what is written through `.data`.
-        """
+        """Return the names of those written to; `by_value` also finds writes through `.data`."""
         return [
             name
             for name, tensor, version, value in self._found
@@ -79,7 +69,7 @@ class KeptTensors:
         ]
 
     def put_back(self) -> None:
-        """Let them be as they were."""
+        """Restore their values."""
         for _, tensor, _, value in self._found:
             if not _is_same(tensor, value):
                 tensor.detach().copy_(value)
@@ -90,11 +80,7 @@ def _is_same(tensor: Any, value: Any) -> bool:
 
 
 class LeftGradients:
-    """What steps have left in `.grad`, where those of the next batch are added to it.
-
-    Args:
-        model: the model.
-    """
+    """What steps have left in `.grad`, to which gradients of the next batch are added."""
 
     def __init__(self, model: Any) -> None:
         self._left = [(p, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
@@ -105,16 +91,12 @@ class LeftGradients:
 
 
 def _stores_in(layer: Any) -> list[dict[str, Any]]:
-    """Return the dicts where a layer keeps tensors that are no variables."""
-    modules = [module for module in layer.modules() if module is layer or not _is_layer(module)]
+    """Return the dicts in which a layer keeps tensors that are not variables."""
+    modules = [m for m in layer.modules() if m is layer or not isinstance(m, keras.layers.Layer)]
     buffers = [buffers for module in modules if (buffers := buffers_of(module))]
     return buffers + [vars(module) for module in modules if not is_of_library(module)]
 
 
 def _is_kept(value: Any) -> bool:
-    """Return whether a value is a tensor with values, as those of symbolic calls are not."""
+    """Return whether a value is a tensor with values, unlike those of symbolic calls."""
     return torch.is_tensor(value) and not value.is_meta
-
-
-def _is_layer(module: Any) -> bool:
-    return isinstance(module, keras.layers.Layer)
