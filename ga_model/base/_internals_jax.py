@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-# The methods of a model that only on JAX make its step, and what it logs.
+# The methods that make a model's step and logs on JAX only.
 MORE_METHODS_OF_STEP = (
     "compute_loss_and_updates",
     "stateless_call",
@@ -16,42 +15,18 @@ MORE_METHODS_OF_STEP = (
 
 
 def put_values_back(model: Any) -> None:
-    """Let the variables of a model have their values, which are elsewhere in `fit` on JAX."""
+    """Write the values that Keras holds during `fit` on JAX to the variables of a model."""
     if hasattr(model, "jax_state_sync"):
         model.jax_state_sync()
 
 
-def leave_values(model: Any, values: Iterable[Any]) -> None:
-    """Let Keras put values back to the variables of a model, after a step on JAX that failed.
+def leave_values(model: Any, values: Mapping[Any, Iterable[Any]]) -> None:
+    """Make Keras write values to the variables of a model after a step on JAX that failed.
 
     Args:
         model: the model.
-        values: as `train_step` takes them, before the step.
+        values: those before the step, by `core.backend_types.Group`.
     """
-    groups = ["trainable", "non_trainable", "optimizer", "metrics"]
-    found = {f"{name}_variables": list(group) for name, group in zip(groups, values)}
+    found = {f"{group}_variables": list(of_group) for group, of_group in values.items()}
     if not any(value.is_deleted() for group in found.values() for value in group):
         model._jax_state, model._jax_state_synced = found, False
-
-
-@contextlib.contextmanager
-def jax_state_of(model: Any) -> Iterator[tuple[list[list[Any]], Callable[[Any], None]]]:
-    """Get the values of a model's variables on JAX, as `train_step` takes them.
-
-    Yields:
-        The values, and a function that writes new ones to the variables.
-    """
-    put_values_back(model)
-    groups = [
-        model.trainable_variables,
-        model.non_trainable_variables,
-        model.optimizer.variables,
-        model.metrics_variables,
-    ]
-
-    def put(values: Any) -> None:
-        for variables, new in zip(groups, values):
-            for variable, value in zip(variables, new):
-                variable.assign(value)
-
-    yield [[variable.value for variable in group] for group in groups], put

@@ -24,7 +24,7 @@ def test_activations_are_not_kept():
         backend = model._accumulation.backend
         with backend.outside_of_training():
             step = backend.compiled(("whole", settings["microbatch_size"]), None, [])
-            compiled = step.lowered(((x, y),)).compile()
+            compiled = step._pure.lower(*step._inputs(((x, y),))).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     split = bytes_of(microbatch_size=16, loss_over="batch")

@@ -80,12 +80,8 @@ def _added(sums: list[Any], gradients: list[Any], weight: Any, shrink: Any) -> l
 def _check_not_compiled(value: Any) -> None:
     """Raise TypeError if a value is one of a function that `jax.jit` compiles."""
     if isinstance(value, jax.core.Tracer):
-        raise TypeError(_compiled_message())
-
-
-def _compiled_message() -> str:
-    return (
-        "On JAX, a `GradientAccumulator` has state, which a function that `jax.jit` compiles "
-        "cannot change. Received: `add` in such a function. Return the gradients from it, and add "
-        "them outside; or carry their weighted sum through your function as an argument."
-    )
+        raise TypeError(
+            "On JAX, a `GradientAccumulator` has state, which a function that `jax.jit` compiles "
+            "cannot change. Received: `add` in such a function. Return the gradients from it, and "
+            "add them outside; or carry their weighted sum through your function as an argument."
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import jax
@@ -12,13 +13,8 @@ import keras
 
 from ga_model.backends.jax import layer_calls, refusals
 from ga_model.backends.jax.noting import UNNOTED, Noting
-from ga_model.base._internals import (
-    counter_of,
-    scope_of,
-    stateless_scope,
-    value_in,
-)
-from ga_model.base._internals_jax import MORE_METHODS_OF_STEP, jax_state_of, leave_values
+from ga_model.base._internals import counter_of, scope_of, stateless_scope, value_in
+from ga_model.base._internals_jax import MORE_METHODS_OF_STEP, leave_values, put_values_back
 from ga_model.core.backend import Backend
 from ga_model.core.backend_types import GROUPS, Function, Group
 from ga_model.core.proof.draws import Draws
@@ -53,9 +49,9 @@ def _moved(weight: Any, gradient: Any, rate: Any) -> Any:
 
 
 class JaxBackend(Backend):
-    """Keeps the values of a model's variables while Keras has handed them over.
+    """Holds the values of a model's variables while the train function runs.
 
-    Keras takes them out of the variables for `fit`, and passes them to the train function.
+    During `fit`, Keras takes them out of the variables and passes them to the train function.
     """
 
     optimizer_stand_in = StandIn
@@ -69,17 +65,17 @@ class JaxBackend(Backend):
 
     def variables(self, group: Group) -> list[Any]:
         """Return the variables of a group, in the order in which Keras passes their values."""
-        owner = self._model.optimizer if group == "optimizer" else self._model
-        name = "variables" if group == "optimizer" else f"{group}_variables"
-        return list(getattr(owner, name))
+        if group == "optimizer":
+            return list(self._model.optimizer.variables)
+        return list(getattr(self._model, f"{group}_variables"))
 
     @property
     def of_step(self) -> tuple[Group, ...]:
-        # Hundreds of arrays that an optimizer has would cost time in each call.
-        scales = (
-            self._model.optimizer.__class__.scale_loss is not keras.optimizers.Optimizer.scale_loss
-        )
-        return GROUPS if scales else ("trainable", "non_trainable", "metrics")
+        # Passing an optimizer's hundreds of arrays would cost time in each call.
+        scale_loss = self._model.optimizer.__class__.scale_loss
+        if scale_loss is keras.optimizers.Optimizer.scale_loss:
+            return ("trainable", "non_trainable", "metrics")
+        return GROUPS
 
     # What is compiled.
 
@@ -104,17 +100,15 @@ class JaxBackend(Backend):
     def placed(self, data: Any) -> Any:
         if (distribution := keras.distribution.distribution()) is None:
             return data
+
         # A part of a batch lies on some of its devices, or is copied to all: share it evenly.
-        return keras.tree.map_structure(
-            lambda leaf: (
-                leaf
-                if not jnp.ndim(leaf)
-                else keras.distribution.distribute_tensor(
-                    leaf, distribution.get_data_layout(leaf.shape)
-                )
-            ),
-            data,
-        )
+        def place(leaf: Any) -> Any:
+            if not jnp.ndim(leaf):
+                return leaf
+            layout = distribution.get_data_layout(leaf.shape)
+            return keras.distribution.distribute_tensor(leaf, layout)
+
+        return keras.tree.map_structure(place, data)
 
     def copied(self, nest: Any) -> Any:
         return jax.tree.map(jnp.copy, nest)
@@ -124,21 +118,17 @@ class JaxBackend(Backend):
             zeros = jnp.zeros(shape.shape, shape.dtype)
             return zeros if shape.dtype == bool else -zeros
 
-        def zeros() -> Any:
-            return jax.tree.map(nothing, shapes)
-
-        made = self.compiled(name, zeros, [])()
+        made = self.compiled(name, lambda: jax.tree.map(nothing, shapes), [])()
         if keras.distribution.distribution() is None:
             return made
         mesh = self._values["trainable"][0].sharding.mesh
-        return jax.device_put(
-            made, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-        )  # on all devices, as weights
+        on_all_devices = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        return jax.device_put(made, on_all_devices)
 
     # The values of variables.
 
     def values(self, group: Group) -> list[Any]:
-        """Return the values of a group where the code here runs."""
+        """Return the present values of a group, in a scope or outside."""
         if (scope := stateless_scope()) is None:
             return self._values[group]
         return [value_in(scope, variable) for variable in self.variables(group)]
@@ -146,21 +136,15 @@ class JaxBackend(Backend):
     def put(self, group: Group, values: dict[int, Any]) -> None:
         """Give variables of a group new values, by their place."""
         if stateless_scope() is None:
-            now = list(self._values[group])
-            for place, value in values.items():
-                now[place] = value
-            self._values[group] = now
+            before = self._values[group]
+            self._values[group] = [values.get(place, value) for place, value in enumerate(before)]
             return
         variables = self.variables(group)
         for place, value in values.items():
             variables[place].assign(value)
 
     def train(self, state: Any, run: Callable[[], Any]) -> tuple[Any, tuple[Any, ...]]:
-        """Run a function with the values that Keras passes to a train function.
-
-        Args:
-            state: the values.
-            run: returns logs.
+        """Run a function that returns logs with the values that Keras passes to a train function.
 
         Returns:
             The logs, and the values after it.
@@ -171,7 +155,7 @@ class JaxBackend(Backend):
             return logs, tuple(self._values[group] for group in GROUPS)
         except BaseException:  # KeyboardInterrupt, too
             # Keras would lose them, if it is the first step of `fit`.
-            leave_values(self._model, [self._values[group] for group in GROUPS])
+            leave_values(self._model, self._values)
             raise
         finally:
             self._values = {}
@@ -187,13 +171,16 @@ class JaxBackend(Backend):
 
     @contextlib.contextmanager
     def outside_of_training(self) -> Iterator[None]:
-        with jax_state_of(self._model) as (before, put):
-            self._values = dict(zip(GROUPS, before))
-            try:
-                yield
-                put([self._values[group] for group in GROUPS])
-            finally:
-                self._values = {}
+        put_values_back(self._model)
+        variables = {group: self.variables(group) for group in GROUPS}
+        self._values = {group: [v.value for v in variables[group]] for group in GROUPS}
+        try:
+            yield
+            for group in GROUPS:
+                for variable, value in zip(variables[group], self._values[group]):
+                    variable.assign(value)
+        finally:
+            self._values = {}
 
     # What is run.
 
@@ -202,8 +189,7 @@ class JaxBackend(Backend):
         state = tuple(list(before[group]) for group in GROUPS)
         with self._running_step():
             logs, state = self._model.train_step(state, data)
-        after = dict(zip(GROUPS, state))
-        changed = {group: _changed(after[group], values) for group, values in before.items()}
+        changed = {group: _changed(values, before[group]) for group, values in zip(GROUPS, state)}
         for group, found in changed.items():
             self.put(group, found)
         others = self.variables("non_trainable")
@@ -222,10 +208,9 @@ class JaxBackend(Backend):
     ) -> tuple[Any, dict[str, Any]]:
         variables = {g: self.variables(g) for g in GROUPS if self._is_read(g)}
         values = {group: self.values(group) for group in variables}
-        flat = [variable for group in variables for variable in variables[group]]
 
         def pure(values: dict[Group, list[Any]], arguments: tuple[Any, ...]) -> Any:
-            with scope_of(flat, (v for group in variables for v in values[group])) as scope:
+            with _scope(variables, values) as scope:
                 result = function(*arguments)
             after = {
                 group: _changed(map(scope.get_current_value, variables[group]), values[group])
@@ -243,13 +228,12 @@ class JaxBackend(Backend):
     ) -> Any:
         logs, state = train_step(state, data)
         values = dict(zip(GROUPS, state))
-        variables = [v for group in GROUPS for v in self.variables(group)]
-        flat = [value for group in GROUPS for value in values[group]]
-        with scope_of(variables, flat) as scope:
+        variables = {group: self.variables(group) for group in GROUPS}
+        with _scope(variables, values) as scope:
             after()
-        _check_known(self._model, scope, variables)
-        found = iter([scope.get_current_value(variable) for variable in variables])
-        return logs, tuple([next(found) for _ in values[group]] for group in GROUPS)
+        refusals.check_known(self._model, scope, variables.values())
+        pairs = [zip(variables[group], values[group]) for group in GROUPS]
+        return logs, tuple([scope.get_current_value(v) for v, _ in of_group] for of_group in pairs)
 
     def apply(self, applied: Applied, gradients: list[Any]) -> None:
         values = self.values("optimizer"), self.values("trainable")
@@ -294,10 +278,7 @@ class JaxBackend(Backend):
 class Compiled:
     """A function of the core, as a pure function that is compiled if the model is.
 
-    Args:
-        backend: has the values of variables.
-        function: the function.
-        is_brief: whether it runs few times, so that compiling takes longer than running.
+    A brief one runs few times, so that compiling takes longer than running.
     """
 
     def __init__(self, backend: JaxBackend, function: Function, is_brief: bool) -> None:
@@ -315,12 +296,8 @@ class Compiled:
         return result
 
     def shapes(self, arguments: tuple[Any, ...]) -> Any:
-        """Return the shapes of what the function returns, and run nothing."""
+        """Return the shapes of the function's results, without running it."""
         return jax.eval_shape(self._pure, *self._inputs(arguments))[0]
-
-    def lowered(self, arguments: tuple[Any, ...]) -> Any:
-        """Return what JAX makes of it before it compiles it."""
-        return self._pure.lower(*self._inputs(arguments))
 
     def _inputs(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         number = int(self._function.consumes)
@@ -329,16 +306,15 @@ class Compiled:
         return (updated, arguments[:number]), read, arguments[number:]
 
     def _run(self, donated: Any, read: dict[Group, list[Any]], arguments: Any) -> Any:
-        """Return what the function returns, and new values: all of those of the groups that it
-        updates, and of others only what it changes, as what a program returns is copied.
+        """Return the function's result, and new values: all of the groups that it updates, and of
+        other groups only the changed ones, because the results of a program are copied.
         """
         updated, consumed = donated
         values = {**updated, **read}
         variables = {group: self._backend.variables(group) for group in values}
-        flat = [variable for group in values for variable in variables[group]]
-        with scope_of(flat, (value for group in values.values() for value in group)) as scope:
+        with _scope(variables, values) as scope:
             result = self._function.run(*consumed, *arguments)
-        _check_known(self._backend._model, scope, flat)
+        refusals.check_known(self._backend._model, scope, variables.values())
         if self._function.discards:
             return result, {}, {}
         after = {group: list(map(scope.get_current_value, variables[group])) for group in values}
@@ -347,11 +323,10 @@ class Compiled:
 
 
 def _changed(after: Iterable[Any], before: Iterable[Any]) -> dict[int, Any]:
-    """Return the values that are not those of before, by their place."""
+    """Return the values that have changed, by their place."""
     return {i: new for i, (new, old) in enumerate(zip(after, before)) if new is not old}
 
 
-def _check_known(model: Any, scope: Any, variables: list[Any]) -> None:
-    """Raise RuntimeError if a variable was written to in a scope that is none of the model's."""
-    if set(scope.state_mapping) - set(map(id, variables)):
-        raise RuntimeError(refusals.unknown_variable_message(model.name))
+def _scope(variables: dict[Group, list[Any]], values: dict[Group, list[Any]]) -> Any:
+    """Return a `keras.StatelessScope` in which the variables of each group have values."""
+    return scope_of(chain(*variables.values()), chain(*(values[group] for group in variables)))

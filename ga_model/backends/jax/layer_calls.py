@@ -1,6 +1,6 @@
-"""Microbatches of a call of a layer: a scan over them, of a function that keeps only its inputs.
+"""Run a call of a layer by microbatches: a scan of a function that keeps only its inputs.
 
-JAX runs it again where it takes gradients, and adds up those of the weights in its loop.
+JAX runs it again where it takes gradients, and sums those of the weights in its loop.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ga_model.core.proof import calls
 from ga_model.core.proof.draws import Draws
 from ga_model.core.statistics import Moments
 
-# Options of XLA for a program that runs few times, so that compiling takes longer than running.
+# Options of XLA for a program that runs few times and takes longer to compile than to run.
 OF_BRIEF = {"xla_backend_optimization_level": 0}
 
 
 def by_microbatches(split: Split) -> tuple[list[Any], Traced]:
-    """Run a function by microbatches, as `Backend.by_microbatches` has it."""
+    """Run a function by microbatches: see `Backend.by_microbatches`."""
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def run(carried: list[Any], samples: list[Any]) -> tuple[list[Any], Traced]:
@@ -56,7 +56,7 @@ def by_microbatches(split: Split) -> tuple[list[Any], Traced]:
 
 
 def _joined(found: list[Traced], shares: list[float], are_sums: list[bool]) -> Traced:
-    """Put together what parts of the samples gave."""
+    """Join the results of parts of the samples."""
     outputs, attached = jax.tree.map(
         lambda *parts: jnp.concatenate(parts), *(part[:2] for part in found)
     )
@@ -74,7 +74,7 @@ def _joined(found: list[Traced], shares: list[float], are_sums: list[bool]) -> T
 
 
 def run_apart(call: Apart, derives: bool = False) -> Callable[..., Any]:
-    """Return what runs a function while another one is traced, as `Backend.run_apart` has it."""
+    """Return what runs a function while another one is traced: see `Backend.run_apart`."""
     function = functools.partial(_gradients, call.function) if derives else call.function
     compiled: dict[int, Any] = {}
 

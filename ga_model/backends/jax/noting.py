@@ -1,7 +1,7 @@
 """Run a function, and note the scalars that it may divide by.
 
-The function is traced to a jaxpr, which is evaluated equation by equation. What is not known of an
-equation does not matter: it is bound as it stands. Only calls of jaxprs are looked into.
+The function is traced to a jaxpr, which is evaluated equation by equation. Only calls of jaxprs
+are looked into; unknown equations are bound as they are.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ga_model.core.proof.draws import Draws
 from ga_model.core.proof.noted import Noted
 
 # Equations that call one jaxpr with their inputs, and the parameters that it may be under.
-# What JAX is to compute again (`remat`) is left as it is.
+# What JAX is to recompute (`remat`) is left as it is.
 _CALLS = {"pjit", "jit", "closed_call", "core_call", "custom_jvp_call"}
 _CALLS |= {"custom_vjp_call", "custom_vjp_call_jaxpr"}
 # Equations that divide, or give what is divided by: `x / maximum(n, 1)`.
@@ -95,7 +95,7 @@ def _is_of_package(equation: Any) -> bool:
 
 
 def _bits(draws: Draws, shape: tuple[int, ...], dtype: Any) -> Any:
-    """Return random bits: of each sample its own ones, wherever it stands."""
+    """Return random bits: each sample has its own, wherever it is in a batch."""
     key, kind = jax.random.key(draws.next_seed()), draws.kind_of(shape)
     if kind == "by sample":
         every = jax.random.bits(key, (draws.total, *shape[1:]), dtype)

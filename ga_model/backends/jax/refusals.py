@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -18,34 +19,29 @@ _OTHERS = (
 
 def check(model: Any) -> None:
     """Raise ValueError if a model cannot be accumulated here."""
-    overwritten = [v.path for v in model.trainable_variables if overwrites(v)]
-    if overwritten:
-        raise ValueError(_overwritten_message(model.name, overwritten))
+    if overwritten := [v.path for v in model.trainable_variables if overwrites(v)]:
+        raise ValueError(
+            "On JAX, gradients that overwrite their variables, such as those of float8 layers, "
+            f"cannot be accumulated. Received: {model.name!r} with {overwritten}. Train in another "
+            "precision, use the TensorFlow backend (`KERAS_BACKEND=tensorflow`), or "
+            f"{WITHOUT}."
+        )
     distribution = keras.distribution.distribution()
     is_known = distribution is None or type(distribution) is keras.distribution.DataParallel
     if not is_known or jax.process_count() > 1:
-        raise ValueError(_distribution_message(model.name))
+        raise ValueError(
+            "On JAX, gradients are accumulated on one device, or on those of one process with "
+            f"`keras.distribution.DataParallel`. Received: {model.name!r} with another "
+            f"distribution, or several processes. Set `DataParallel`, {_OTHERS} in their own ways, "
+            f"or {WITHOUT}."
+        )
 
 
-def _overwritten_message(model: str, variables: list[str]) -> str:
-    return (
-        "On JAX, gradients that overwrite their variables, such as those of float8 layers, cannot "
-        f"be accumulated. Received: {model!r} with {variables}. Train in another precision, use "
-        f"the TensorFlow backend (`KERAS_BACKEND=tensorflow`), or {WITHOUT}."
-    )
-
-
-def _distribution_message(model: str) -> str:
-    return (
-        "On JAX, gradients are accumulated on one device, or on those of one process with "
-        f"`keras.distribution.DataParallel`. Received: {model!r} with another distribution, or "
-        f"several processes. Set `DataParallel`, {_OTHERS} in their own ways, or {WITHOUT}."
-    )
-
-
-def unknown_variable_message(model: str) -> str:
-    return (
-        "On JAX, `on_update` can write to the variables of the model and its optimizer only. "
-        f"Received: {model!r}, whose `on_update` writes to another variable. Store it in an "
-        "attribute of the model, with `trainable=False`."
-    )
+def check_known(model: Any, scope: Any, groups: Iterable[list[Any]]) -> None:
+    """Raise RuntimeError if a variable that is in none of the groups was written to in a scope."""
+    if set(scope.state_mapping) - {id(variable) for group in groups for variable in group}:
+        raise RuntimeError(
+            "On JAX, `on_update` can write to the variables of the model and its optimizer only. "
+            f"Received: {model.name!r}, whose `on_update` writes to another variable. Store it in "
+            "an attribute of the model, with `trainable=False`."
+        )
