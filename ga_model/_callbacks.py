@@ -22,10 +22,7 @@ class CloseWindow(keras.callbacks.Callback):
 
     `AccumulatingModel.fit` puts it before all other callbacks, so that validation, checkpoints and
     everything else that reads the weights at the end of an epoch sees the epoch's last update.
-
-    Args:
-        model: the model.
-        listeners: callbacks whose `on_update_end` is called after updates.
+    Callbacks among `listeners` have their `on_update_end` called after updates.
     """
 
     def __init__(self, model: Any, listeners: Sequence[Any] = ()) -> None:
@@ -83,13 +80,8 @@ def count_updates(model: Any) -> int:
 def run_fit(model: Any, fit: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Run the `fit` of a model's own class, and close windows at the end of epochs.
 
-    Args:
-        model: an `AccumulatingModel`.
-        fit: the method, bound to the model.
-        args, kwargs: its arguments.
-
     Raises:
-        TypeError: it does not accept callbacks, which close windows, or a setting was passed to it.
+        TypeError: `fit` takes no callbacks, which close windows, or a setting was passed to it.
     """
     parameters = inspect.signature(fit).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -119,15 +111,10 @@ def run_fit(model: Any, fit: Callable[..., Any], args: Any, kwargs: dict[str, An
 
 @contextlib.contextmanager
 def closing_windows(model: Any, callbacks: Any, is_verbose: bool) -> Iterator[Any]:
-    """Give the `callbacks` argument of `fit` with a `CloseWindow` in front.
+    """Yield the `callbacks` argument of `fit`, of any kind, with a `CloseWindow` in front.
 
-    Where `fit` fails or is interrupted, the open window is forgotten.
-
-    Args:
-        model: an `AccumulatingModel`.
-        callbacks: None, a callback, a list or tuple of them, or a `keras.callbacks.CallbackList`,
-            which is left as it was in the end.
-        is_verbose: whether `fit` shows its progress.
+    In the end, it is removed from a `CallbackList`. If `fit` fails or is interrupted, the open
+    window is forgotten.
 
     Warns:
         UserWarning: nothing has called the callbacks, and a window is open in the end.
@@ -212,8 +199,7 @@ class AccumulationScheduler(keras.callbacks.Callback):
         return f"AccumulationScheduler({self._schedule!r}, by={by!r}, log={self._log})"
 
     def set_model(self, model: Any) -> None:
-        if not hasattr(model, "close_window"):
-            raise TypeError(_not_accumulating_message(model.name))
+        _validate.check_accumulates("AccumulationScheduler", model)
         _validate.check_single_accumulation(optimizers_in(vars(model)), self._most)
         super().set_model(model)
 
@@ -231,13 +217,6 @@ class AccumulationScheduler(keras.callbacks.Callback):
         if self._log and logs is not None:
             logs["accumulation_steps"] = self.model.accumulation_steps
             logs["num_updates"] = count_updates(self.model)
-
-
-def _not_accumulating_message(model: str) -> str:
-    return (
-        "`AccumulationScheduler` needs a model that accumulates gradients. "
-        f"Received: {model!r}, which does not. Call `accumulate(model)` before `fit`."
-    )
 
 
 def _own_fit_message(model: str) -> str:

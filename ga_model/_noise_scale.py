@@ -55,11 +55,7 @@ class NoiseScale(NamedTuple):
                 f"The gradient has no measurable noise ({of}): a smaller batch than "
                 f"{_count(batch_size)} {unit} makes the same updates."
             )
-        larger, smaller = (
-            [_needed(batch_size * times, noise_scale) for times in (factor, 1.0)]
-            for factor in (2.0, 0.5)
-        )
-        (twice, now), (half, _) = larger, smaller
+        half, now, twice = (_needed(batch_size * times, noise_scale) for times in (0.5, 1.0, 2.0))
         return (
             f"The gradient noise scale is about {_number(noise_scale, 2)} {unit} ({of}). "
             f"A window has {_count(batch_size)}: it needs {_number(now[0])} times the fewest "
@@ -157,8 +153,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
         self._noise_scales: dict[str, NoiseScale] = {}
 
     def set_model(self, model: Any) -> None:
-        if not hasattr(model, "close_window"):
-            raise TypeError(_no_microbatches_message(model.name))
+        _validate.check_accumulates("GradientNoiseScale", model)
         super().set_model(model)
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -279,13 +274,6 @@ def _number(value: float, digits: int = 3) -> str:
 def _change(new: float, old: float) -> str:
     percent = round(100 * (new / old - 1))
     return f"{abs(percent)} % {'fewer' if percent < 0 else 'more'}"
-
-
-def _no_microbatches_message(model: str) -> str:
-    return (
-        "`GradientNoiseScale` needs a model that accumulates gradients. "
-        f"Received: {model!r}, which does not. Call `accumulate(model)` before `fit`."
-    )
 
 
 def _no_second_microbatch_message(model: str, microbatch_size: Any, loss_over: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from ga_model.base import _validate
@@ -21,29 +21,28 @@ UNCHANGED: Any = _Unchanged()
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How a model accumulates gradients. See `AccumulatingModel` for what each setting does.
-
-    Attributes:
-        accumulation_steps: batches per window, an integer >= 1.
-        microbatch_size: samples per microbatch, an integer >= 1; None for the full batch; or
-        "auto".
-        skip_nonfinite: whether microbatches with NaN or Inf in a gradient are skipped.
-        loss_over: "auto", "microbatch" or "batch".
-        verify: whether code of the user's own is tried both ways before it trains.
+    """How a model accumulates gradients: the properties of `ModelSettings` explain each setting.
 
     Raises:
         TypeError, ValueError: a value is invalid.
     """
 
     accumulation_steps: int = 1
-    microbatch_size: Any = None
+    microbatch_size: Any = None  # an integer >= 1, None for the full batch, or "auto"
     skip_nonfinite: bool = False
-    loss_over: str = "auto"
+    loss_over: str = "auto"  # "auto", "microbatch" or "batch"
     verify: bool = True
 
     def __post_init__(self) -> None:
-        for name, check in _CHECKS.items():
-            object.__setattr__(self, name, check(getattr(self, name)))
+        way_out = "Pass 1 to train without accumulation."
+        steps = _validate.check_integer("accumulation_steps", self.accumulation_steps, way_out)
+        size = _validate.check_microbatch_size(self.microbatch_size)
+        way_out = "Pass True to skip microbatches with NaN or Inf in their gradients."
+        _validate.check_bool("skip_nonfinite", self.skip_nonfinite, way_out)
+        choices = ["auto", "microbatch", "batch"]
+        loss_over = _validate.check_choice("loss_over", self.loss_over, choices)
+        _validate.check_bool("verify", self.verify)
+        vars(self).update(accumulation_steps=steps, microbatch_size=size, loss_over=loss_over)
 
     @classmethod
     def of(cls, model: Any) -> Settings:
@@ -53,9 +52,7 @@ class Settings:
     def check_with(self, optimizers: Iterable[Any], adds_scaling: bool = False) -> None:
         """Raise ValueError if they cannot be used with the optimizers.
 
-        Args:
-            optimizers: the optimizers.
-            adds_scaling: whether Keras will wrap the optimizer in a LossScaleOptimizer.
+        With `adds_scaling`, Keras will wrap the optimizer in a LossScaleOptimizer.
         """
         optimizers = list(optimizers)
         _validate.check_single_accumulation(optimizers, self.accumulation_steps)
@@ -90,29 +87,11 @@ class Settings:
         return dataclasses.asdict(self)
 
 
-_CHECKS: dict[str, Callable[[Any], Any]] = {
-    "accumulation_steps": lambda value: _validate.check_integer(
-        "accumulation_steps", value, "Pass 1 to train without accumulation."
-    ),
-    "microbatch_size": _validate.check_microbatch_size,
-    "skip_nonfinite": lambda value: _validate.check_bool(
-        "skip_nonfinite",
-        value,
-        "Pass True to skip microbatches with NaN or Inf in their gradients.",
-    ),
-    "loss_over": lambda value: _validate.check_choice(
-        "loss_over", value, ["auto", "microbatch", "batch"]
-    ),
-    "verify": lambda value: _validate.check_bool("verify", value),
-}
 _DEFAULTS = dataclasses.asdict(Settings())
 NAMES = tuple(_DEFAULTS)
 
 
 def passed(**arguments: Any) -> dict[str, Any]:
-    """Return the settings among the arguments of a function.
-
-    `UNCHANGED` ones are omitted; None stands for the default.
-    """
+    """Return the settings among arguments without `UNCHANGED` ones; None stands for the default."""
     given = {name: value for name, value in arguments.items() if value is not UNCHANGED}
     return {name: _DEFAULTS[name] if value is None else value for name, value in given.items()}

@@ -13,18 +13,15 @@ import numpy as np
 from ga_model.base._context import ThreadValue
 from ga_model.base._internals import layers_in, note_content, unwrapped
 
-# Whether calls of layers are parts of one that is split already, and so are left as they are.
+# Whether the code runs in a call that is split already, whose inner calls are left as they are.
 inside_of_call = ThreadValue(False)
 
 
 class Attributes:
-    """The attributes of objects, and lists, dicts, sets and deques in them, as they are now.
+    """A snapshot of attributes of objects, and of lists, dicts, sets and deques in them.
 
-    What other objects hold is not part of it.
-
-    Args:
-        parts: the objects.
-        has_arrays: whether the values of NumPy arrays in attributes and containers are part of it.
+    What other objects hold is not part of it. With `has_arrays`, the values of NumPy arrays in
+    attributes and containers are.
     """
 
     def __init__(self, parts: Iterable[Any], has_arrays: bool = False) -> None:
@@ -40,7 +37,7 @@ class Attributes:
         self._contents = list(found.values())
 
     def put_back(self) -> None:
-        """Let everything be as it was."""
+        """Restore the attributes and contents."""
         for array, value in self._arrays:
             array[...] = value
         for part, attributes in self._attributes:
@@ -59,18 +56,17 @@ class Attributes:
 
 @functools.lru_cache(maxsize=256)
 def _is_container(kind: Any) -> bool:
-    """Return whether a class is one of containers: a value's `__class__`, which proxies have."""
+    """Return whether the `__class__` of a value, which proxies have too, is that of a container."""
     return issubclass(kind, (list, dict, set, deque))
 
 
 def _note_contents(
     values: Iterable[Any], found: dict[int, tuple[Any, Any, Any]], empty: list[tuple[Any, Any]]
 ) -> None:
-    """Note containers among values, and in these: with a copy of what each has, or as empty.
+    """Note the containers among values, and those inside them, with copies of their contents.
 
-    The last of each entry is the container, or what TensorFlow tracks it with.
-
-    A layer has dozens of attributes, so little is done with each.
+    The last part of each entry is the container, or the wrapper that TensorFlow tracks it with.
+    A layer has dozens of attributes, so each must be cheap.
     """
     for wrapper in values:
         if not _is_container(wrapper.__class__):
@@ -85,7 +81,7 @@ def _note_contents(
 
 
 def leaves_in(values: Iterable[Any]) -> list[Any]:
-    """Return what is no container among values, and in these."""
+    """Return the values that are no containers, including those inside containers."""
     leaves, known, waiting = [], set(), list(values)
     while waiting:
         wrapper = waiting.pop()
@@ -98,7 +94,7 @@ def leaves_in(values: Iterable[Any]) -> list[Any]:
 
 
 def _fill(value: Any, content: Any) -> None:
-    """Let a container have what it had, whatever a class of Keras's does when it gets that."""
+    """Set the content of a container, past what classes of Keras's override."""
     if isinstance(value, list):
         list.__setitem__(value, slice(None), content)
     elif isinstance(value, dict):
@@ -113,15 +109,8 @@ def _fill(value: Any, content: Any) -> None:
 
 
 class PythonState(Attributes):
-    """The `Attributes` of a layer and of those in it, and the state of `random` and
-    `numpy.random`, as they are now.
-
-    Variables are not part of it.
-
-    Args:
-        layer: the layer.
-        others: other objects.
-        has_arrays: as `Attributes` takes it.
+    """The `Attributes` of a layer, of those in it and of other objects, without variables, and the
+    state of `random` and `numpy.random`.
     """
 
     def __init__(self, layer: Any, others: Iterable[Any] = (), has_arrays: bool = False) -> None:
@@ -134,7 +123,7 @@ class PythonState(Attributes):
         np.random.set_state(self._random[1])
 
     def changed(self) -> Iterator[tuple[Any, str, Any]]:
-        """Yield what is another now: a layer, the name of its attribute, and that one's value."""
+        """Yield the object, the name and the value of each attribute that has changed since."""
         contents = {id(value): content for value, content, _ in self._contents}
         for part, attributes in self._attributes:
             for name, value in vars(part).items():

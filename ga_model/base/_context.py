@@ -11,10 +11,8 @@ from typing import Any
 class ThreadValue:
     """A value that a thread sets for the duration of a block, and that other threads do not see.
 
-    Replicas of a strategy are traced in threads of their own.
-
-    Args:
-        default: what `get` returns outside all blocks.
+    Replicas of a strategy are traced in threads of their own. Outside all blocks, `get` returns the
+    default.
     """
 
     def __init__(self, default: Any = None) -> None:
@@ -27,7 +25,7 @@ class ThreadValue:
 
     @contextlib.contextmanager
     def set(self, value: Any) -> Iterator[None]:
-        """Let `get` return `value` in a block."""
+        """Make `get` return `value` in a block."""
         outer = self.get()
         self._local.value = value
         try:
@@ -36,4 +34,4 @@ class ThreadValue:
             self._local.value = outer
 
 
-is_unnoted = ThreadValue(False)  # whether this package computes what no scalar is noted of
+is_unnoted = ThreadValue(False)  # whether this package computes, whose scalars are not noted

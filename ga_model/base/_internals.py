@@ -5,10 +5,10 @@ backends are in `_internals_tf`, `_internals_torch` and `_internals_jax`. Read i
 3.15.1, TensorFlow 2.18 to 2.21, PyTorch 2.13 and JAX 0.6 to 0.12. `tests/base/test_internals.py`
 finds private names elsewhere.
 
-What releases do differently stands here, too: one function for each difference, which names the
-last release that has it.
+Differences between releases are here, too: one function for each, which names the last release
+that has it.
 
-These stand where they are overridden, in `_model`:
+These names are used where they are overridden, in `_model`:
 
 * `Trainer._compile_loss` and `Trainer._loss_tracker` are descriptors of the model class, which
   answer with stand-ins while a step is recorded. `tests/equivalence/test_weights.py`.
@@ -45,10 +45,7 @@ def layers_in(layer: Any, include_self: bool = True) -> list[Any]:
 
 
 def operations_in(layer: Any) -> list[tuple[Any, Any, Any]]:
-    """Return the operations of a functional model that are no layers, with symbolic arguments.
-
-    Each comes with its positional and its keyword arguments.
-    """
+    """Return the operations of a functional model that are no layers, with symbolic arguments."""
     found = [o for o in getattr(layer, "operations", []) if not isinstance(o, keras.layers.Layer)]
     nodes = [(operation, operation._inbound_nodes[0].arguments) for operation in found]
     return [(operation, node.args, node.kwargs) for operation, node in nodes]
@@ -60,18 +57,15 @@ def takes_training(layer: Any) -> bool:
 
 
 def training_of_call(layer: Any) -> Any:
-    """Return whether the call that runs here is in training, or None where nothing says so.
-
-    Up to Keras 3.9 it is an attribute of the call's context.
-    """
+    """Return the `training` argument of the call that runs, or None if it is unknown."""
     context = layer._get_call_context()
     if hasattr(context, "get_value"):
         return context.get_value("training")
-    return context.training
+    return context.training  # up to Keras 3.9
 
 
 def call_scopes() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Return what enters the scopes again that the call of a layer has here."""
+    """Return a function whose contexts have the scopes of the layer call that runs here."""
     names = ("current_call_ctx", "autocast_scope")
     inside = [(name, global_state.get_global_attribute(name)) for name in names]
 
@@ -90,41 +84,31 @@ def call_scopes() -> Callable[[], contextlib.AbstractContextManager[None]]:
 
 
 def is_rematerialized(layer: Any) -> bool:
-    """Return whether a layer keeps no activations, by `keras.RematScope`.
-
-    Up to Keras 3.8 there is none.
-    """
-    scope = getattr(layer, "_remat_mode", None)
+    """Return whether a layer keeps no activations, by `keras.RematScope`."""
+    scope = getattr(layer, "_remat_mode", None)  # which there is not up to Keras 3.8
     if scope is None or scope.mode is None:
         return False
     return scope.mode != "list_of_layers" or layer.name in (scope.layer_names or ())
 
 
 def is_built(layer: Any, others: Iterable[Any] = ()) -> bool:
-    """Return whether a layer, those in it, and others have their variables.
-
-    Args:
-        layer: the layer.
-        others: metrics and optimizers. Some metrics say so in `_built`.
-    """
-    states = [*layers_in(layer), *others]
+    """Return whether a layer, those in it, and metrics or optimizers have their variables."""
+    states = [*layers_in(layer), *others]  # some metrics say so in `_built`
     return all(getattr(s, "built", True) and getattr(s, "_built", True) for s in states)
 
 
 def own_state(layer: Any) -> list[Any]:
-    """Return the variables of a layer itself that are not to be trained.
-
-    Keras tracks no states of a recurrent layer that is stateful.
-    """
+    """Return the non-trainable variables of a layer itself."""
     if (states := vars(layer).get("states")) is None:
         return list(layer._non_trainable_variables)
+    # Keras does not track the states of a stateful recurrent layer.
     untracked = [state for state in keras.tree.flatten(states) if hasattr(state, "assign")]
     return [*layer._non_trainable_variables, *untracked]
 
 
 @contextlib.contextmanager
 def forgetting_losses(model: Any) -> Iterator[None]:
-    """Forget the losses of layers that Keras keeps with a model whose step fails in a block."""
+    """If a step fails in a block, remove the layers' losses that Keras has stored in the model."""
     try:
         yield
     except BaseException:
@@ -139,7 +123,7 @@ def seeds(layer: Any) -> list[Any]:
 
 
 def unwrapped(value: Any) -> Any:
-    """Return the dict or list that one of TensorFlow's, which tracks it, keeps."""
+    """Return the dict or list inside a wrapper of TensorFlow's that tracks it."""
     if not type(value).__module__.startswith("tensorflow."):
         return value
     for name in ("__wrapped__", "_storage"):
@@ -149,21 +133,19 @@ def unwrapped(value: Any) -> Any:
 
 
 def note_content(value: Any) -> None:
-    """Let a dict or list of TensorFlow's know that what it keeps has been filled.
-
-    It compares that with a copy of its own before it changes, and symbolic tensors in it fail then.
-    """
+    """Tell a wrapper of TensorFlow's that the dict or list inside it was changed."""
+    # It compares that with its own copy before the next change, which fails for symbolic tensors.
     if hasattr(value, "_update_snapshot"):
         value._update_snapshot()
 
 
 def global_seed() -> Any:
-    """Return the `SeedGenerator` that draws for calls without a seed, or None: there was none."""
+    """Return the `SeedGenerator` of random operations without a seed, or None if none was made."""
     return global_state.get_global_attribute(_GLOBAL_SEED)
 
 
 def set_global_seed(generator: Any) -> None:
-    """Let this be the `SeedGenerator` that draws for calls without a seed."""
+    """Set the `SeedGenerator` of random operations without a seed."""
     global_state.set_global_attribute(_GLOBAL_SEED, generator)
 
 
@@ -177,7 +159,7 @@ def reduction_axes(layer: Any) -> list[int]:
 
 
 def move_renormalization(layer: Any, mean: Any, variance: Any) -> None:
-    """Let a BatchNormalization layer with `renorm=True` move all its averages."""
+    """Update all averages of a BatchNormalization layer with `renorm=True`."""
     layer._update_renorm_statistics(mean, variance)
 
 
@@ -200,7 +182,7 @@ def loss_tracker(model: Any) -> Any:
 
 
 def unpickling(model_class: Any) -> Callable[..., Any]:
-    """Return the function with which pickled models of a class are read."""
+    """Return the function that reads pickled models of a class."""
     return model_class._unpickle_model  # type: ignore[no-any-return]
 
 
@@ -215,40 +197,31 @@ def strategy_of_optimizer(optimizer: Any) -> Any:
 
 
 def variables_to_train(optimizer: Any) -> Any:
-    """Return the variables that an optimizer was built for.
-
-    Up to Keras 3.11 a LossScaleOptimizer does not know them, and the one inside it does.
-    """
+    """Return the variables that an optimizer was built for."""
+    # Up to Keras 3.11 a LossScaleOptimizer does not know them, but the one inside it does.
     return getattr(optimizer, "inner_optimizer", optimizer)._trainable_variables
 
 
 def num_updates(optimizer: Any) -> Any:
-    """Return the number of updates that an optimizer has made.
-
-    Up to Keras 3.8 that of a LossScaleOptimizer stands still, and the one inside it counts.
-    """
+    """Return the number of updates that an optimizer has made."""
+    # Up to Keras 3.8 a LossScaleOptimizer does not count, but the one inside it does.
     return getattr(optimizer, "inner_optimizer", optimizer).iterations
 
 
 def counter_of(optimizer: Any) -> Any:
-    """Return the variable that counts how often an optimizer was applied.
-
-    One that accumulates by itself makes fewer updates.
-    """
+    """Return the variable that counts how often an optimizer was applied, also without update."""
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     return optimizer._iterations if hasattr(optimizer, "_iterations") else optimizer.iterations
 
 
 def overwrites(variable: Any) -> bool:
-    """Return whether what optimizers get as the gradient of a variable takes its place."""
+    """Return whether an optimizer replaces a variable by its gradient."""
     return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
 def metrics_exchange() -> bool:
-    """Return whether replicas exchange the update of a metric, which a loop cannot contain.
-
-    Up to Keras 3.9 they do. Since then it is the reading of a metric that is an exchange.
-    """
+    """Return whether replicas communicate when a metric is updated, which a loop cannot contain."""
+    # They do up to Keras 3.9. Since then they communicate when it is read.
     return "synchronization" not in inspect.signature(keras.Variable.__init__).parameters
 
 
@@ -272,16 +245,16 @@ def losses_in(compiled: Any) -> list[Any]:
 
 
 def set_losses(compiled: Any, losses: list[Any]) -> None:
-    """Let a compiled loss have other losses."""
+    """Replace the losses of a compiled loss."""
     vars(compiled)["_flat_losses"] = losses
 
 
 def set_metrics(compiled: Any, metrics: list[Any]) -> None:
-    """Let a compiled loss have other metrics, that track the losses in it."""
+    """Replace the metrics that track the losses of a compiled loss."""
     vars(compiled)["_metrics"] = metrics
 
 
-# These divide a loss by the number of replicas, as Keras does it, and take that back.
+# Divide a loss by the number of replicas as Keras does, and undo it.
 scaled_for_replicas: Callable[[Any], Any] = scale_loss_for_distribution
 unscaled_for_replicas: Callable[[Any], Any] = unscale_loss_for_distribution
 
@@ -292,21 +265,18 @@ stateless_scope: Callable[[], Any] = get_stateless_scope
 
 
 def raw(variable: Any) -> Any:
-    """Return the variable of TensorFlow that a variable of Keras keeps its value in."""
+    """Return the backend's variable inside a variable of Keras; others are returned as they are."""
     return variable._value if isinstance(variable, keras.Variable) else variable
 
 
 def assign(variable: Any, value: Any) -> None:
-    """Write to a variable of Keras, whatever a scope says."""
+    """Write to a variable of Keras, also in a stateless scope."""
     variable._direct_assign(value)
 
 
 def losses_of_scope(scope: Any) -> list[Any]:
-    """Return the losses that layers added in a `keras.StatelessScope`, in their order.
-
-    Up to Keras 3.9 a list of losses that is added stands there as often as it has entries.
-    """
-    added, found = list(scope.losses), []
+    """Return the losses that layers added in a `keras.StatelessScope`, in their order."""
+    added, found = list(scope.losses), []  # an added list of n losses n times, up to Keras 3.9
     while added:
         losses = added[0] if isinstance(added[0], list) else added[:1]
         found += losses
@@ -315,28 +285,22 @@ def losses_of_scope(scope: Any) -> list[Any]:
 
 
 def adder_of(loss: Any, layer: Any) -> Any:
-    """Return the layer, this one or one in it, that has added a loss in a stateless scope, or None.
+    """Return the layer, this one or one in it, that added a loss in a stateless scope.
 
-    Nobody has if it is that of a weight regularizer.
+    None for the loss of a weight regularizer.
     """
     return next((part for part in layers_in(layer) if id(loss) in part._loss_ids), None)
 
 
 def scope_of(variables: Iterable[Any], values: Iterable[Any]) -> Any:
-    """Return a `keras.StatelessScope` in which variables have values, in their own dtype.
-
-    In an autocast scope Keras would cast them.
-    """
+    """Return a `keras.StatelessScope` in which variables have values, which are not autocast."""
     scope = keras.StatelessScope(collect_losses=True)
     scope.state_mapping.update((id(variable), v) for variable, v in zip(variables, values))
     return scope
 
 
 def value_in(scope: Any, variable: Any) -> Any:
-    """Return the value of a variable in a scope, or its own where there is none.
-
-    It has the variable's own dtype, also in an autocast scope.
-    """
+    """Return the value of a variable in a scope, if any, or else its own; it is not autocast."""
     value = None if scope is None else scope.get_current_value(variable)
     if value is not None:
         return value
@@ -346,27 +310,27 @@ def value_in(scope: Any, variable: Any) -> Any:
 
 
 def copy_of(variable: Any) -> Any:
-    """Return a copy of the value of a variable where the code here runs, in its own dtype."""
+    """Return a copy of the value of a variable in the present scope; it is not autocast."""
     return keras.ops.copy(value_in(stateless_scope(), variable))
 
 
 def is_symbolic() -> bool:
-    """Return whether calls here are those in which Keras infers shapes."""
+    """Return whether Keras is inferring shapes."""
     return bool(in_symbolic_scope())
 
 
-# Tensors. Keras keeps in attributes what its losses find at an output: a mask, or None.
+# Tensors. Keras keeps an output's mask, or None, in an attribute, where its losses find it.
 mask_of: Callable[[Any], Any] = get_keras_mask
 set_mask: Callable[[Any, Any], None] = set_keras_mask
 
 
 def logits_of(tensor: Any) -> Any:
-    """Return what went into the softmax or the sigmoid that gave a tensor, or None."""
+    """Return the logits of a tensor that a softmax or sigmoid returned, or None."""
     return getattr(tensor, "_keras_logits", None)
 
 
 def set_logits(tensor: Any, logits: Any) -> None:
-    """Let a tensor have logits."""
+    """Set the logits of a tensor."""
     tensor._keras_logits = logits
 
 
@@ -374,10 +338,7 @@ def set_logits(tensor: Any, logits: Any) -> None:
 
 
 def add_note(error: BaseException, text: str) -> None:
-    """Add a line to what is shown of an error.
-
-    Up to Python 3.10 errors have no notes, and it becomes a part of the message.
-    """
+    """Add a note to an error, or a line to its message up to Python 3.10, which has no notes."""
     if hasattr(error, "add_note"):
         error.add_note(text)
     elif hasattr(error, "_message"):  # of TensorFlow's

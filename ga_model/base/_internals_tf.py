@@ -30,10 +30,8 @@ def graph_being_made() -> Any:
 
 
 def call_flat(function: Any, tensors: list[Any]) -> Any:
-    """Call a concrete function with the tensors of its arguments, in the order of `tf.nest`.
-
-    A usual call reads the structure of the arguments again, which takes as long as a small step.
-    """
+    """Call a concrete function with the tensors of its arguments, in the order of `tf.nest`."""
+    # A usual call reads the structure of the arguments, which takes as long as a small step.
     return function._call_flat(tensors, function.captured_inputs)
 
 
@@ -58,7 +56,7 @@ def has_forward_derivatives(tensors: Sequence[Any]) -> bool:
 
 
 def has_second_derivatives(tensors: Sequence[Any]) -> bool:
-    """Return whether more than one tape follows tensors, or one that may be asked twice."""
+    """Return whether several tapes, or a persistent one, follow tensors."""
     found = gradients_util.PossibleTapeGradientTypes(tensors)
     return bool(found == gradients_util.POSSIBLE_GRADIENT_TYPES_HIGHER_ORDER)
 
@@ -70,9 +68,7 @@ def unseen_by_tapes() -> Any:
 
 @contextlib.contextmanager
 def seen_by_tapes() -> Iterator[None]:
-    """Return the context in which tapes see what is computed, though it is in one where none does,
-    such as `tf.init_scope`.
-    """
+    """Return a context that tapes see, also inside one that hides from them: `tf.init_scope`."""
     is_stopped = pywrap_tfe.TFE_Py_TapeSetIsStopped()
     if is_stopped:
         pywrap_tfe.TFE_Py_TapeSetRestartOnThread()
@@ -86,17 +82,11 @@ def seen_by_tapes() -> Iterator[None]:
 def record_on_tapes(
     name: str, outputs: list[Any], sources: list[Any], gradient: Callable[..., Any]
 ) -> None:
-    """Let tapes take the gradient of outputs with respect to sources by a function.
-
-    Args:
-        name: of the operation.
-        outputs, sources: tensors.
-        gradient: takes gradients with respect to the outputs, and returns those of the sources.
-    """
+    """Let tapes compute the gradients of sources by a function of those of the outputs."""
     record.record_operation(name, outputs, sources, gradient)
 
 
-# Operations that draw other numbers each time that they run.
+# Operations that draw different numbers each time they run.
 _DRAWS = re.compile(
     "Random(?!.*Dataset)|Stateful(Uniform|Standard|Truncated|Random)|TruncatedNormal|Multinomial"
     "|ParameterizedTruncatedNormal|RngReadAndSkip|SampleDistorted"
@@ -121,13 +111,13 @@ def is_branch(graph: Any) -> bool:
 
 @contextlib.contextmanager
 def seeing_operations(see: Callable[[str, Sequence[Any], Sequence[Any]], Any]) -> Iterator[None]:
-    """Look at the operations that are made in the present graph in a block, or run eagerly.
+    """Call `see` with each operation that a block makes in the present graph, or runs eagerly.
 
-    Those of branches, loops and functions in the graph are not seen.
+    Operations in branches, loops and functions of the graph are not seen.
 
     Args:
-        see: takes the type of an operation, its inputs and its outputs, tensors; returns what takes
-            the place of the outputs, or None.
+        see: takes the type of an operation, and its inputs and outputs, lists of tensors; returns
+            tensors to replace the outputs, or None.
     """
     graph = graph_being_made()
 
@@ -183,7 +173,7 @@ def _seen_by(see: Callable[[str, Sequence[Any], Sequence[Any]], Any]) -> Callabl
 
 @contextlib.contextmanager
 def noting_writes(variables: Sequence[Any]) -> Iterator[list[Any]]:
-    """Note those of several variables that are written to in a block."""
+    """Yield a list that has, after the block, the variables that it has written to."""
     handles = {id(variable.handle): variable for variable in variables}
     found: dict[int, Any] = {}
 
@@ -215,5 +205,5 @@ def noting_writes(variables: Sequence[Any]) -> Iterator[list[Any]]:
 
 
 def logs_over_replicas(logs: Any, strategy: Any) -> Any:
-    """Return logs as Keras makes one of those of all replicas."""
+    """Return the logs of all replicas as one, as Keras does."""
     return reduce_per_replica(logs, strategy, "auto")

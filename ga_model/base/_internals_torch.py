@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-# Operations that draw for each entry of their parameters.
+# Operations that draw a number for each entry of their parameters.
 PRIVATE_DRAWS = {"_standard_gamma", "_sample_dirichlet"}
-# The operation that Python gets the number of a tensor by.
+# The operation that returns the value of a tensor as a Python number.
 READS_NUMBER = "_local_scalar_dense"
 
 
 def name_of(operation: Any) -> str:
-    """Return the name of an operation that a dispatch mode sees, as `aten::div` has it: "div"."""
+    """Return the name of an operation in a dispatch mode, such as "div" for `aten::div`."""
     return str(operation._schema.name).removeprefix("aten::")
 
 
@@ -24,28 +24,25 @@ def function_of(node: Any) -> Any:
 
 
 def is_in_derivative() -> bool:
-    """Return whether the operation that runs is one of a derivative that PyTorch has itself."""
+    """Return whether the operation that runs belongs to a derivative of PyTorch's own."""
     node = torch._C._current_autograd_node()
     return node is not None and function_of(node) is None
 
 
 def times_written(tensor: Any) -> int:
-    """Return a number that grows whenever a tensor of PyTorch is written to in place.
-
-    Tensors of `torch.inference_mode` have none, and raise an error.
-    """
-    with contextlib.suppress(AttributeError, RuntimeError):
+    """Return a number that grows with each in-place write to a tensor of PyTorch."""
+    with contextlib.suppress(AttributeError, RuntimeError):  # tensors of `torch.inference_mode`
         return int(tensor._version)
     return 0
 
 
 def hooks_on_gradient(tensor: Any) -> Any:
-    """Return the hooks that a gradient of a tensor of PyTorch goes through: a dict, or None."""
+    """Return the dict of hooks on the gradient of a tensor of PyTorch, or None."""
     return tensor._backward_hooks
 
 
 def has_hooks_on_sum(tensor: Any) -> bool:
-    """Return whether hooks run when a leaf of PyTorch has got its gradient."""
+    """Return whether hooks run after the gradient of a leaf of PyTorch is accumulated."""
     return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
@@ -55,16 +52,16 @@ def has_hooks_on_calls(module: Any) -> bool:
 
 
 def has_hooks_on_gradients(module: Any) -> bool:
-    """Return whether gradients of what a module of PyTorch gets or gives go through hooks."""
+    """Return whether a module of PyTorch has backward hooks."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def note_step(optimizer: Any) -> None:
-    """Let schedulers of PyTorch know that an optimizer's `step` was called. They warn if not."""
+    """Tell schedulers of PyTorch, which warn otherwise, that an optimizer's `step` was called."""
     optimizer._opt_called = True
 
 
 def buffers_of(module: Any) -> dict[str, Any]:
-    """Return the tensors that a module of PyTorch keeps and does not train, by names."""
+    """Return the buffers of a module of PyTorch by their names."""
     buffers: dict[str, Any] = module._buffers
     return buffers

@@ -1,6 +1,4 @@
-"""Functions that shadow others while steps run: methods of objects, whose classes
-are left as they are, and of functions of modules and classes.
-"""
+"""Replace methods of objects, and functions of modules and classes, while steps run."""
 
 from __future__ import annotations
 
@@ -16,28 +14,27 @@ _lock = threading.Lock()
 def _put(owner: Any, name: str, value: Any) -> None:
     if isinstance(owner, type):
         setattr(owner, name, value)
-    else:  # what Keras tracks by `setattr` has nothing to do with it
+    else:  # past the `setattr` of Keras, which tracks values
         vars(owner)[name] = value
 
 
 class MethodPatch:
-    """Lets functions shadow a method of objects, or what modules and classes define.
+    """Replaces a method of objects, or a function of modules and classes, for the time of a block.
 
     Args:
         name: of the method.
-        make: takes an object, a module or a class, and what it has by the name, and returns the
-            function.
+        make: takes the object, module or class and its present method; returns the replacement.
     """
 
     def __init__(self, name: str, make: Callable[[Any, Any], Any]) -> None:
         self._name = name
         self._make = make
-        # By the id of each object: how many blocks it is in, and what it had by the name itself.
+        # By the id of each object: how many blocks it is in, and its own attribute of the name.
         self._shadowed: dict[int, tuple[int, Any]] = {}
 
     @contextlib.contextmanager
     def of(self, owners: Iterable[Any]) -> Iterator[None]:
-        """Let the function shadow the method of each object in a block."""
+        """Replace the method of each object in a block."""
         owners = list(owners)
         for owner in owners:
             self._shadow(owner)

@@ -14,8 +14,7 @@ _OTHER_NAMES = {
         "accum_freq accum_steps accumulate_grad_batches accumulate_steps accumulation_step "
         "every_k_schedule grad_accum grad_accum_steps grad_accumulation_steps "
         "gradient_accumulation gradient_accumulation_step gradient_accumulation_steps "
-        "n_accumulate n_gradients "
-        "num_accumulation_steps steps update_freq"
+        "n_accumulate n_gradients num_accumulation_steps steps update_freq"
     ),
     "microbatch_size": (
         "device_train_microbatch_size micro_batch micro_batch_size microbatch "
@@ -33,10 +32,7 @@ _Arguments = ParamSpec("_Arguments")
 
 
 def answering(function: _Function) -> _Function:
-    """Make a function answer wrong arguments with the right ones.
-
-    It has at most one positional argument; the others are keywords.
-    """
+    """Make a function of at most one positional argument answer wrong arguments with right ones."""
     parameters = inspect.signature(function).parameters
     keywords = [name for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY]
     most = len(parameters) - len(keywords)
@@ -55,10 +51,7 @@ def answering(function: _Function) -> _Function:
 
 
 def showing(shown: Callable[..., Any]) -> Callable[[_Function], _Function]:
-    """Give a method that forwards `*args` the signature of what it forwards to.
-
-    Keyword arguments of its own follow.
-    """
+    """Give a method that forwards `*args` the signature of its target, and its own keywords."""
 
     def decorated(function: _Function) -> _Function:
         own = inspect.signature(function).parameters.values()
@@ -74,18 +67,12 @@ def showing(shown: Callable[..., Any]) -> Callable[[_Function], _Function]:
 def showing_only(
     shown: Callable[_Arguments, Any],
 ) -> Callable[[Callable[..., Any]], Callable[_Arguments, Any]]:
-    """Do the same for a method without arguments of its own, in a way type checkers understand."""
+    """Do the same for a method without keywords of its own, in a way type checkers understand."""
     return showing(shown)
 
 
 def check_names(function: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Raise TypeError if there is no argument of that name.
-
-    Args:
-        function: what was called.
-        given: the keyword arguments that it was called with.
-        known: the names of those that it takes.
-    """
+    """Raise TypeError if a keyword argument that a function was given is not a known one."""
     known = list(known)
     for name, value in given.items():
         if name not in known:
@@ -107,9 +94,8 @@ def _unknown_message(function: str, name: str, value: Any, known: list[str]) -> 
     if not known or (is_count and "accumulation_steps" not in known):
         return _no_count_message(function, value, known, name)
     if name in _OF_FIT:
-        other = ""
-        if name == "batch_size":
-            other = " `microbatch_size` is how many of its samples are in the model at a time."
+        other = " `microbatch_size` is how many of its samples are in the model at a time."
+        other = other if name == "batch_size" else ""
         return f"`{name}` belongs to `fit`. Received: {function}({name}={value!r}).{other}"
     right = _RIGHT_NAMES.get(name)
     if right not in known:
@@ -139,13 +125,7 @@ def _no_count_message(function: str, value: Any, known: list[str], name: str = "
 
 
 def check_fit(given: Mapping[str, Any], parameters: Iterable[str], settings: Iterable[str]) -> None:
-    """Raise TypeError if settings of the model are passed to `fit`, which has none of that name.
-
-    Args:
-        given: the keyword arguments.
-        parameters: the names of those that it takes.
-        settings: the names of the settings.
-    """
+    """Raise TypeError if settings of the model are given to `fit`, which has no such parameters."""
     for name in settings:
         if name in given and name not in parameters:
             raise TypeError(

@@ -43,7 +43,7 @@ def either(first: Any, second: Any) -> Any:
 
 
 def constant(value: Any) -> Any:
-    """Return a scalar that is nothing to differentiate."""
+    """Return a scalar without its gradient."""
     return keras.ops.stop_gradient(value) if keras.ops.is_tensor(value) else value
 
 
@@ -58,6 +58,15 @@ def if_so(flag: Any, value: Any) -> Any:
         return both(flag, value)
     is_tensor = keras.ops.is_tensor(value)
     return where(flag, value, keras.ops.zeros_like(value) if is_tensor else 0.0)
+
+
+if keras.backend.backend() != "tensorflow":
+
+    def shape_of(tensor: Any) -> tuple[Any, ...]:
+        return tuple(tensor.shape)
+
+    def rows_between(tensor: Any, start: int, stop: int) -> Any:
+        return tensor[start:stop]
 
 
 if keras.backend.backend() == "tensorflow":
@@ -80,26 +89,25 @@ if keras.backend.backend() == "tensorflow":
         return tf.cast(value, tensor.dtype)
 
     def shape_of(tensor: Any) -> tuple[Any, ...]:
-        """Return the shape of a dense, ragged or sparse tensor: integers, and scalars of float64
-        where a graph is for any number.
+        """Return the shape of a dense, ragged or sparse tensor. Sizes that a graph does not know
+        are scalars of float64.
         """
         if isinstance(tensor, tf.SparseTensor):
-            known, found = tuple(tensor.shape), tensor.dense_shape
+            found = tensor.dense_shape
         elif isinstance(tensor, tf.RaggedTensor):
-            known, found = tuple(tensor.shape), [tensor.nrows(), *tensor.shape[1:]]
+            found = [tensor.nrows(), *tensor.shape[1:]]
         elif not tf.is_tensor(tensor) or tensor.shape.is_fully_defined():
             return tuple(tensor.shape)
         else:
-            known, found = tuple(tensor.shape), tf.shape(tensor)
-        is_eager = tf.executing_eagerly()
-        number: Any = int if is_eager else float64
+            found = tf.shape(tensor)
+        number: Any = int if tf.executing_eagerly() else float64
         return tuple(
             number(found[axis]) if size is None and found[axis] is not None else size
-            for axis, size in enumerate(known)
+            for axis, size in enumerate(tensor.shape)
         )
 
     def dense(values: Any, indices: Any, shape: Any) -> Any:
-        """Return a table of a shape with the sums of its rows."""
+        """Return a table of a shape, whose rows are sums of the values with their index."""
         return tf.math.unsorted_segment_sum(values, indices, shape[0])
 
     def rows_between(tensor: Any, start: int, stop: int) -> Any:
@@ -116,7 +124,7 @@ if keras.backend.backend() == "tensorflow":
 
     @functools.lru_cache(maxsize=1024)
     def _filled(first: int, others: int, rank: int) -> Any:
-        """Return a vector of a length, with a first entry and others that are alike."""
+        """Return a vector of `rank` entries: the first, then the others, which are equal."""
         with tf.device("CPU"):
             return tf.constant([first, *[others] * (rank - 1)])
 
@@ -134,10 +142,9 @@ if keras.backend.backend() == "tensorflow":
         return tf.constant(number, tf.int32)
 
     def added(total: Any, tensor: Any, shrink: Any, counts: Any = None) -> Any:
-        """Return `total * shrink + tensor`. The total is not to be used again.
+        """Return `total * shrink + tensor`, or `total` if `counts` is False, as for a NaN.
 
-        Args:
-            counts: bool scalar, whether the tensor is added, which may be NaN; None for True.
+        The total is not to be used again.
         """
         result = total * like(total, shrink) + tensor
         # Of a scalar condition this operation copies nothing, as that of `tf.where` does.
@@ -154,7 +161,7 @@ elif keras.backend.backend() == "jax":
     def float64(value: Any) -> Any:
         return jnp.asarray(value, jax.dtypes.canonicalize_dtype(jnp.float64))
 
-    # Of rank one at least: what is a scalar in a step may be what its loss is divided by.
+    # Computed in rank one: `noting` takes scalars of a step for what its loss may be divided by.
 
     def share(part: Any, whole: Any) -> Any:
         part, whole = (jnp.asarray(value)[None] for value in (part, whole))
@@ -162,12 +169,6 @@ elif keras.backend.backend() == "jax":
 
     def like(tensor: Any, value: Any) -> Any:
         return jnp.asarray(value, jnp.result_type(tensor))
-
-    def shape_of(tensor: Any) -> tuple[Any, ...]:
-        return tuple(tensor.shape)
-
-    def rows_between(tensor: Any, start: int, stop: int) -> Any:
-        return tensor[start:stop]
 
     def where(condition: Any, first: Any, second: Any) -> Any:
         condition, first, second = (jnp.asarray(v)[None] for v in (condition, first, second))
@@ -186,8 +187,7 @@ elif keras.backend.backend() == "jax":
 else:
     import torch
 
-    # Python's own numbers stay what they are, as most weights are known without a look at tensors,
-    # and no number of a tensor is waited for.
+    # Python's own numbers stay so: most weights are known without waiting for a tensor's value.
 
     def float64(value: Any) -> Any:
         if not torch.is_tensor(value):
@@ -201,12 +201,6 @@ else:
 
     def like(tensor: Any, value: Any) -> Any:
         return value.to(tensor.dtype) if torch.is_tensor(value) else float(value)
-
-    def shape_of(tensor: Any) -> tuple[Any, ...]:
-        return tuple(tensor.shape)
-
-    def rows_between(tensor: Any, start: int, stop: int) -> Any:
-        return tensor[start:stop]
 
     def where(condition: Any, first: Any, second: Any) -> Any:
         if not torch.is_tensor(condition):

@@ -16,7 +16,7 @@ _NOT_THE_USERS = {"contextlib", "ga_model", "jax", "jaxlib", "keras", "tensorflo
 
 
 def warn(message: str) -> None:
-    """Warn at the user's line that led here, past all frames of Keras."""
+    """Warn at the user's line that led here, above all frames of Keras and this package."""
     level = 1
     while sys._getframe(level).f_globals.get("__name__", "").split(".")[0] in _NOT_THE_USERS:
         level += 1
@@ -29,7 +29,7 @@ _OLDEST_KERAS_ON_JAX = (3, 14)
 
 
 def check_releases() -> None:
-    """Raise ImportError if Keras or TensorFlow is too old. What has another name is let through."""
+    """Raise ImportError if Keras or TensorFlow is installed under its name and too old."""
     for name, oldest in _OLDEST.items():
         _check_release(name, oldest)
 
@@ -70,12 +70,7 @@ def check_microbatch_size(value: Any) -> Any:
 def check_integer(
     name: str, value: Any, way_out: str = "Pass a positive number.", least: int = 1
 ) -> int:
-    """Return the value of the argument `name` as an int, or raise.
-
-    Raises:
-        TypeError: `value` is no integer (a bool is none either).
-        ValueError: `value` is less than `least`.
-    """
+    """Return an argument as an int, or raise TypeError (a bool is no integer) or ValueError."""
     message = (
         f"`{name}` must be an integer >= {least}. "
         f"Received: {name}={value!r} (of type {type(value).__name__}). {way_out}"
@@ -103,10 +98,8 @@ def check_single_accumulation(
         return
     received, way_out = f"accumulation_steps={accumulation_steps}", "set `accumulation_steps=1`"
     if accumulation_steps is None:
-        received, way_out = (
-            "a `GradientAccumulator`",
-            "use the optimizer without a `GradientAccumulator`",
-        )
+        received = "a `GradientAccumulator`"
+        way_out = f"use the optimizer without {received}"
     for name, steps in accumulating_optimizers(optimizers):
         raise ValueError(
             "Gradients would be accumulated twice. "
@@ -119,7 +112,7 @@ def check_single_accumulation(
 def accumulating_optimizers(optimizers: Iterable[Any]) -> list[tuple[str, int]]:
     """Return the name and the `gradient_accumulation_steps` of optimizers that have some.
 
-    Those inside a LossScaleOptimizer and of a MultiOptimizer, too.
+    Looks into a LossScaleOptimizer and a MultiOptimizer, too.
     """
     inner = [getattr(optimizer, "inner_optimizer", None) or optimizer for optimizer in optimizers]
     parts = [part for o in inner for part in (o, *(getattr(o, "optimizers", None) or ()))]
@@ -156,11 +149,9 @@ def check_choice(name: str, value: Any, choices: list[str]) -> str:
 
 
 def check_schedule(schedule: Any) -> Callable[[int], int]:
-    """Return an `AccumulationScheduler`'s schedule as a function that gives integers >= 1.
+    """Return a schedule, a dict or a function, as a function that returns integers >= 1, or raise.
 
-    Raises:
-        TypeError: `schedule` is neither a mapping of integers nor callable.
-        ValueError: one of its integers is out of range, or 0 is no key.
+    0 must be a key of the dict.
     """
     if not isinstance(schedule, Mapping):
         if not callable(schedule):
@@ -171,10 +162,8 @@ def check_schedule(schedule: Any) -> Callable[[int], int]:
             )
         way_out = "Return the number of batches per update."
         return lambda index: check_integer(f"schedule({index})", schedule(index), way_out)
-    keys = [
-        check_integer("key of schedule", key, "Count epochs and updates from 0.", least=0)
-        for key in schedule
-    ]
+    way_out = "Count epochs and updates from 0."
+    keys = [check_integer("key of schedule", key, way_out, least=0) for key in schedule]
     way_out = "Pass the number of batches per update."
     values = [check_integer(f"schedule[{k}]", v, way_out) for k, v in schedule.items()]
     if 0 not in keys:
@@ -186,13 +175,17 @@ def check_schedule(schedule: Any) -> Callable[[int], int]:
     return lambda index: steps[max(key for key in steps if key <= index)]
 
 
-def check_decay(decay: Any) -> float:
-    """Return the `decay` of an average as a float, or raise.
+def check_accumulates(callback: str, model: Any) -> None:
+    """Raise TypeError if the model of a callback is no `AccumulatingModel`."""
+    if not hasattr(model, "close_window"):
+        raise TypeError(
+            f"`{callback}` needs a model that accumulates gradients. "
+            f"Received: {model.name!r}, which does not. Call `accumulate(model)` before `fit`."
+        )
 
-    Raises:
-        TypeError: `decay` is no number (a bool is none either).
-        ValueError: `decay` is not in [0, 1).
-    """
+
+def check_decay(decay: Any) -> float:
+    """Return a `decay` in [0, 1) as a float, or raise TypeError (a bool is none) or ValueError."""
     message = (
         "`decay` must be a number >= 0 and < 1. "
         f"Received: decay={decay!r} (of type {type(decay).__name__}). "
@@ -214,12 +207,8 @@ def check_single_finite_check(
 ) -> None:
     """Raise ValueError if skipping would hide microbatches that an optimizer has to see.
 
-    A LossScaleOptimizer lowers its scale when gradients overflow.
-
-    Args:
-        optimizers: the optimizers.
-        skip_nonfinite: the setting.
-        adds_scaling: whether Keras will wrap the optimizer in a LossScaleOptimizer.
+    A LossScaleOptimizer lowers its scale when gradients overflow. With `adds_scaling`, Keras will
+    wrap the optimizer in one.
     """
     scales = adds_scaling or any(getattr(o, "inner_optimizer", None) for o in optimizers)
     if skip_nonfinite and scales:
@@ -233,16 +222,7 @@ def check_single_finite_check(
 
 
 def check_rows(data: Any, leaves: Iterable[Any]) -> int:
-    """Return the number of rows of x, y and sample weights.
-
-    Args:
-        data: what was passed, for the message.
-        leaves: the arrays in it, or None.
-
-    Raises:
-        TypeError: one of them is no array of rows.
-        ValueError: they have other numbers of rows.
-    """
+    """Return the number of rows of arrays (or None) in x, y and sample weights, or raise."""
     shapes: list[Any] = [getattr(leaf, "shape", ()) for leaf in leaves if leaf is not None]
     if not shapes or any(len(shape) == 0 for shape in shapes):
         types = [type(part).__name__ for part in data]
