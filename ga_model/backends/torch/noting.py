@@ -101,7 +101,7 @@ def _is_mask(index: Any) -> bool:
 
 
 def _drawn(draws: Draws, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run an operation that draws the same numbers for each sample, wherever it is in a batch."""
+    """Run an operation that draws: a sample gets the same numbers wherever it is in a batch."""
     kwargs = {key: None if key == "generator" else value for key, value in kwargs.items()}
     number, shape = draws.next_seed(), _shape_of(args, kwargs)
     kind = draws.kind_of(shape) if name in _BY_ENTRY or name.endswith("_") else "by batch"
