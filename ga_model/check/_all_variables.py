@@ -1,7 +1,4 @@
-"""All variables of the process, whoever has them.
-
-Eagerly, nothing tells which variables a step uses: it may reach them by a global name.
-"""
+"""All variables of the process: eagerly, a step may use any, for example by a global name."""
 
 from __future__ import annotations
 
@@ -16,9 +13,9 @@ from ga_model.backends.tensorflow.state import Variables
 
 
 def other_variables(known: Iterable[Any]) -> Variables:
-    """Return the values of all variables of the process but known ones and those of a `gc.freeze`.
+    """Return the values of all variables of the process, except known and frozen (`gc`) ones.
 
-    TensorFlow copies nothing before it changes.
+    TensorFlow copies a value only when its variable changes.
     """
     left_out = {id(copy) for variable in known for copy in copies(variable)}
     living = [value for value in gc.get_objects() if issubclass(type(value), tf.Variable)]
@@ -29,5 +26,5 @@ def other_variables(known: Iterable[Any]) -> Variables:
 
 
 def _has_value(variable: Any) -> bool:
-    handle = getattr(variable, "handle", None)  # of one that is made in a graph there is none
+    handle = getattr(variable, "handle", None)  # a variable of a graph may have none
     return handle is not None and not tf.is_symbolic_tensor(handle) and variable.is_initialized()

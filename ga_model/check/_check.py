@@ -28,7 +28,7 @@ from ga_model.core.models import optimizers_in
 from ga_model.core.of_user import others_of_user
 from ga_model.tools._difference import change, relative_difference
 
-# What a model keeps of accumulation, and the function that was traced by its settings.
+# The attributes of a model that accumulation sets, or that were traced with its settings.
 _OF_TRAINING = ("_accumulation", "train_function")
 
 # The distance of 1 from the next larger number.
@@ -97,23 +97,16 @@ def check_equivalence(
     assert report.equivalent
     ```
     """
-    data = (x, y, sample_weight)
-    plan = make_plan(
-        model,
-        data,
-        batch_size,
-        updates,
-        **passed(
-            accumulation_steps=accumulation_steps,
-            microbatch_size=microbatch_size,
-            loss_over=loss_over,
-        ),
+    settings = passed(
+        accumulation_steps=accumulation_steps,
+        microbatch_size=microbatch_size,
+        loss_over=loss_over,
     )
-    return compare(model, plan)
+    return compare(model, make_plan(model, (x, y, sample_weight), batch_size, updates, **settings))
 
 
 def compare(model: Any, plan: Plan) -> EquivalenceReport:
-    """Do what `check_equivalence` promises."""
+    """Train a model by a plan, compare, and restore it: see `check_equivalence`."""
     said: list[str] = []  # warnings of accumulation go into the report
     with (
         _other_warnings_than(said),
@@ -129,7 +122,7 @@ def compare(model: Any, plan: Plan) -> EquivalenceReport:
 
 @contextlib.contextmanager
 def _other_warnings_than(said: list[str]) -> Iterator[None]:
-    """Let warnings through, once each, but those that are listed in the end."""
+    """Pass warnings on after a block, once each, except those listed by then."""
     caught: list[warnings.WarningMessage] = []
     try:
         with warnings.catch_warnings(record=True) as caught:
@@ -193,7 +186,7 @@ def _compared(
 
 
 def _num_drawn() -> Any:
-    """Return what changes when numbers are drawn by `keras.random` without a seed."""
+    """Return a value that changes when `keras.random` draws without a seed."""
     seed = global_seed()
     return None if seed is None else _value_of(seed.state).tolist()
 
@@ -205,17 +198,14 @@ def _fit(model: Any, plan: Plan, batch_size: int) -> None:
 
 
 class _State:
-    """What each of the trainings begins with: variables, and the Python state of a model.
+    """What each training starts from: variables, and the Python state of a model.
 
-    On TensorFlow also all other variables of the process, which the step may use. Random numbers
-    that no variable has go on.
-
-    Args:
-        model: the model.
+    On TensorFlow also all other variables of the process, which the step may use. The state of
+    random numbers outside variables is not restored.
 
     Attributes:
         compared: paths and variables, of weights and of optimizers.
-        values: of these, as they are at first.
+        values: their values at the start.
     """
 
     def __init__(self, model: Any) -> None:
@@ -256,7 +246,7 @@ def _path(optimizer: Any, variable: Any) -> str:
 
 @contextlib.contextmanager
 def _left_as_it_was(model: Any, plan: Plan) -> Iterator[None]:
-    """Make a plain Keras model of `model`, with everything built. In the end undo all but that."""
+    """Build a model and make it a plain Keras model in a block; then undo all but the building."""
     attributes, model_class = vars(model), type(model)
     kept = {name: attributes.pop(name) for name in _OF_TRAINING if name in attributes}
     attributes["train_function"] = None
@@ -282,22 +272,26 @@ def _left_as_it_was(model: Any, plan: Plan) -> Iterator[None]:
 
 
 def _build(model: Any, backend: Backend, data: Any) -> None:
-    """Make all variables, without a step of training."""
+    """Create all variables, without a training step."""
     data = keras.tree.map_structure(_as_tensor, data)
     backend.build(keras.utils.pack_x_y_sample_weight(*data))
     if keras.backend.backend() == "tensorflow" and backend.traces:
         return  # a trace has built what it uses
     if not model.built:
-        with contextlib.suppress(NotImplementedError):  # of a model that has no `call`
+        with contextlib.suppress(NotImplementedError):  # a model without `call`
             model(data[0])
     if model.optimizer is not None and model.built and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
     if unbuilt := [o.name for o in optimizers_in(vars(model)) if not o.built]:
-        raise RuntimeError(_unbuilt_message(unbuilt))
+        raise RuntimeError(
+            "`check_equivalence` restores the optimizer state afterwards, so optimizers must be "
+            f"built. Received: optimizers that are not: {unbuilt}. "
+            "Call `optimizer.build(variables)` first, or compile without `run_eagerly=True`."
+        )
 
 
 def _as_tensor(array: Any) -> Any:
-    """Return what Keras makes of an array: floating-point numbers have its `floatx`."""
+    """Return an array as Keras converts it: floating-point numbers to its `floatx`."""
     if array is None or keras.ops.is_tensor(array):
         return array
     array = np.asarray(array)
@@ -306,14 +300,14 @@ def _as_tensor(array: Any) -> Any:
 
 
 def _value_of(variable: Any) -> Any:
-    """Return the value of a variable, which does not change with it."""
+    """Return a copy of the value of a variable."""
     return np.array(keras.ops.convert_to_numpy(variable))
 
 
 def _add_rounding_errors(model: Any) -> None:
-    """Add a rounding error to every weight, up or down.
+    """Add a rounding error to every weight, also to frozen ones, up or down.
 
-    It is one of the dtype that the weight's layer computes in. Frozen weights have one, too.
+    It is that of the dtype that the weight's layer computes in.
     """
     computed_in = _compute_dtypes(model)
     generator = np.random.default_rng(0)
@@ -327,7 +321,7 @@ def _add_rounding_errors(model: Any) -> None:
 
 
 def _compute_dtypes(model: Any) -> dict[int, str]:
-    """Return what each weight's layer computes in, by the identity of the weight."""
+    """Return the compute dtype of each weight's layer, by the id of the weight."""
     computed_in = {}
     for layer in layers_in(model):  # the layers of a layer follow it
         computed_in.update({id(v): layer.compute_dtype for v in layer.weights})
@@ -335,19 +329,11 @@ def _compute_dtypes(model: Any) -> dict[int, str]:
 
 
 def _coarser(dtype: str, other: str) -> str:
-    """Return the dtype that rounds more. One that does not round, such as int64, stays."""
+    """Return the dtype that rounds more, or `dtype` if that does not round, such as int64."""
     rounds_more = dtype in _ROUNDING and _ROUNDING.get(other, 0.0) > _ROUNDING[dtype]
     return other if rounds_more else dtype
 
 
 def _relative_differences(*values: Sequence[Any]) -> list[float]:
-    """Return the `relative_difference` of each variable: arguments are lists of its arguments."""
+    """Return the `relative_difference` of each variable, from lists of each argument."""
     return [relative_difference(*of_variable) for of_variable in zip(*values)]
-
-
-def _unbuilt_message(optimizers: list[str]) -> str:
-    return (
-        "`check_equivalence` restores the optimizer state afterwards, so optimizers must be built. "
-        f"Received: optimizers that are not: {optimizers}. "
-        "Call `optimizer.build(variables)` first, or compile without `run_eagerly=True`."
-    )

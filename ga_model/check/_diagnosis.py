@@ -1,4 +1,4 @@
-"""Say why accumulation differs from the full batch, where nothing else has."""
+"""Say why accumulation differs from the full batch, if no warning has."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from ga_model.check._equivalence_report import EquivalenceReport
 
 
 def reasons(model: Any, report: EquivalenceReport) -> list[str]:
-    """Return sentences that say why the trainings of `report` differ.
-
-    What accumulation has warned of comes first.
-    """
+    """Return sentences that say why the trainings of a report differ, its warnings first."""
     found = [*report.reasons, *_of_structure(model, report)]
     if found or not report.is_finite:
         return found

@@ -10,17 +10,17 @@ from typing import Any, NamedTuple
 from ga_model.check._randomness import Randomness
 from ga_model.tools._table import text_table
 
-# The relative difference that counts as equal where rounding does not make a larger one. Of the
-# models in tests/check/test_check.py those that decompose come to 2.9e-5 at most in float32.
+# The relative difference that counts as equal unless rounding makes a larger one. The models of
+# tests/check/test_check.py that decompose have at most 2.9e-5 in float32.
 _TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "float16": 1e-2, "bfloat16": 1e-2}
 
-# How many times the difference that a rounding error in each start weight makes.
+# How many times the difference from a rounding error in each start weight counts as equal.
 _MARGIN = 10.0
 
-# Of a variable with a larger tolerance nothing can be said: it moves by rounding alone.
+# A variable with a larger tolerance cannot be compared: rounding alone moves it.
 _MOST = {"float64": 1e-2, "float32": 1e-2, "float16": 0.1, "bfloat16": 0.1}
 
-# The share of the weights that training moves, by entries, of which something must be said.
+# The share of the entries of weights that training moves that must be compared.
 _SHARE_TOLD = 0.9
 
 

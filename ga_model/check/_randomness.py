@@ -14,7 +14,7 @@ from ga_model.base._internals import layers_in, takes_training
 from ga_model.base._method_patch import MethodPatch
 from ga_model.core.models import instances_in
 
-# What Keras calls the probability or the width of what a layer draws. All zero: it draws nothing.
+# Keras's names for the rate or width of a layer's noise. If all are zero, it draws nothing.
 _RATES = ("rate", "stddev", "dropout", "recurrent_dropout")
 
 
@@ -34,7 +34,7 @@ class Randomness(NamedTuple):
 
 @contextlib.contextmanager
 def shared_randomness(model: Any) -> Iterator[Randomness]:
-    """Take from a model what is random in the rows of a batch, as far as that is possible.
+    """Make random layers of a model independent of how rows are split into batches, if possible.
 
     Which random numbers a row gets depends on its place in its batch, and a microbatch is another
     batch. So `Dropout` layers get one mask for all rows, the same in every batch. Keras's other
