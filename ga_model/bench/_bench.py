@@ -1,7 +1,7 @@
 """Measure time and memory of every way to train, side by side, and stop when the time is up.
 
-Times of one model are taken in one process, in turns, so that what else the machine does hits all
-ways alike; the memory of each way in a process of its own.
+Times of one model are measured in one process, in turns, so that other load on the machine affects
+all ways equally; memory is measured in one process per way.
 """
 
 from __future__ import annotations
@@ -52,22 +52,18 @@ class Setup(NamedTuple):
 
 @dataclasses.dataclass
 class Result:
-    """What was measured of a setup in the time there was.
+    """What was measured of a setup in the time there was."""
 
-    Attributes:
-        seconds_per_sample: in each round. The last round may have ended before its turn.
-        seconds_of_first_call: with tracing and compiling, but for what another number of
-            microbatches has traced.
-        bytes_of_peak_memory: what making the model and training it added.
-    """
-
+    # In each round. The last round may have ended before its turn.
     seconds_per_sample: list[float] = dataclasses.field(default_factory=list)
+    # With tracing and compiling, except for what another number of microbatches has traced.
     seconds_of_first_call: float | None = None
+    # What making the model and training it added.
     bytes_of_peak_memory: int | None = None
 
 
 def setups(model: str, jit_compile: bool, num_microbatches: Sequence[int]) -> list[Setup]:
-    """Return all ways to train a model that differ, with what others are compared with first."""
+    """Return all different ways to train a model, those that others are compared with first."""
     ways = {number: WAYS[4:] if number == 1 else WAYS[1:] for number in num_microbatches}
     pairs = [(SMALL, 1), *((way, number) for number in ways for way in ways[number])]
     return [Setup(model, jit_compile, *pair) for pair in pairs]
@@ -82,11 +78,7 @@ def measure(
     """Measure all combinations, or as many of them as there is time for.
 
     Memory gets up to half of the time, with the most microbatches and the first of `jit_compile`;
-    the models get equal shares of the rest. When the time is up, what runs may end its step, and
-    nothing else is measured.
-
-    Raises:
-        ProcessError: one of the processes failed.
+    the models get equal shares of the rest. When the time is up, the step that runs is finished.
     """
     end = time.monotonic() + seconds
     pairs = list(itertools.product(models, jit_compile))
@@ -119,10 +111,10 @@ def _run(name: str, function: Callable[..., Any], *args: Any) -> Any:
 
 @on_cpu()
 def measure_memory(setup: Setup) -> int | None:
-    """Return the bytes that two windows add to the peak of this process, if the platform tells.
+    """Return the bytes that two windows add to the peak of this process, or None if unknown.
 
-    The second window has all state from its beginning on. Nothing else must have run here before;
-    something small is trained first, so that what the backend itself takes is not counted.
+    The second window has all state from its beginning on. Nothing else may have run in the process;
+    a small model is trained first, so that the backend's own memory is not counted.
     """
     give_back_freed_memory()
     Training(Setup("tiny", setup.jit_compile, SMALL, 1)).run(1)
@@ -149,7 +141,7 @@ def measure_times(
     for setup in setups:
         if time.monotonic() >= end:
             break
-        # One model and its functions serve all numbers, but where the number is in them.
+        # One model serves all numbers of microbatches, unless its functions contain the number.
         same = [t for s, t in trainings.items() if s.way == setup.way not in (KERAS, HAND)]
         training = Training(setup, *same[:1])
         in_one_call = setup.microbatches if setup.is_window else 1
@@ -169,9 +161,9 @@ def measure_times(
 
 
 class Training:
-    """A model that is trained as a setup says, on the same samples again and again.
+    """Trains a model by a setup, on the same samples again and again.
 
-    `like` is a training of the same model and way, whose model and function are used.
+    It uses the model and function of `like`, a training of the same model and way.
     """
 
     def __init__(self, setup: Setup, like: Training | None = None) -> None:
@@ -190,7 +182,7 @@ class Training:
             self._function = self.model.train_function
 
     def run(self, microbatches: int) -> float:
-        """Train on so many microbatches, whole windows of them, and return the seconds it took."""
+        """Train on a number of microbatches that makes whole windows; return the seconds taken."""
         way, number = self._setup[2:]
         if way == STEPS:
             self.model.accumulation_steps = number
@@ -201,7 +193,7 @@ class Training:
 
 
 def _repeated(samples: tuple[Any, Any]) -> Any:
-    """Return what a model's train function takes, to train on the same batch again and again."""
+    """Return data for a model's train function that repeats the same batch."""
     if keras.backend.backend() == "torch":
         return [keras.tree.map_structure(keras.ops.convert_to_tensor, samples)]
     import tensorflow as tf

@@ -1,4 +1,4 @@
-"""What the measurements of `_bench` say, in percent: tables and a figure."""
+"""Report the measurements of `_bench` in percent: tables and a figure."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _on(jit_compile: bool) -> str:
 def draw(results: Mapping[Setup, Result]) -> Any:
     """Return a `matplotlib.figure.Figure`: a column for each model; times, and below them memory.
 
-    Of the measurements, those with the most microbatches are shown.
+    It shows the measurements with the most microbatches.
     """
     from matplotlib.figure import Figure
 
@@ -113,5 +113,5 @@ def draw(results: Mapping[Setup, Result]) -> Any:
         axes[row, column].set(title=title, xlabel="time, in % of small batches")
         axes[-1, column].set(title=setup.model, xlabel="memory, in % of the full batch")
     axes[0, 0].set_yticks(range(len(WAYS)), WAYS)
-    axes[0, 0].invert_yaxis()  # of all, which share it
+    axes[0, 0].invert_yaxis()  # shared by all
     return figure

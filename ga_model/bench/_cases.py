@@ -1,7 +1,7 @@
-"""The models of the benchmark: small ones, and small ones of the kinds that people train.
+"""The models of the benchmark: simple ones, and small versions of models that people train.
 
-Plain Keras's step of the latter takes about 50 to 500 ms on two cores. Those of KerasHub are
-imported when they are asked for, as nothing else needs it.
+A step of the latter takes plain Keras about 50 to 500 ms on two cores. KerasHub is imported only
+when a model needs it.
 """
 
 from __future__ import annotations
@@ -19,27 +19,19 @@ from ga_model.bench._names import NAMES
 
 
 class Case(NamedTuple):
-    """A model and its data.
+    """A model and its data."""
 
-    Attributes:
-        make_model: returns the model, not compiled.
-        make_optimizer: takes the arguments of an optimizer and returns one.
-        make_data: takes a number of samples and returns x and y.
-        rows: samples of a microbatch.
-        loss: what the model is compiled with.
-    """
-
-    make_model: Callable[[], Any]
-    make_optimizer: Callable[..., Any]
-    make_data: Callable[[int], tuple[Any, Any]]
-    rows: int
+    make_model: Callable[[], Any]  # it is not compiled
+    make_optimizer: Callable[..., Any]  # takes the arguments of an optimizer
+    make_data: Callable[[int], tuple[Any, Any]]  # takes a number of samples, returns x and y
+    rows: int  # samples of a microbatch
     loss: Any = "sparse_categorical_crossentropy"
 
 
 def random_data(
     *shape: int, below: int | None = None, targets: tuple[int, ...] = (), classes: int = 10
 ) -> Callable[[int], tuple[Any, Any]]:
-    """Return a function that makes samples of a shape, numbers or ids below one, and classes."""
+    """Return a function that makes samples of a shape, floats or ids below a limit, and classes."""
 
     def make(rows: int) -> tuple[Any, Any]:
         generator = np.random.default_rng(0)
@@ -69,7 +61,7 @@ def _convolutional() -> Any:
 
 
 def _transformer() -> Any:
-    """A block of attention over 64 tokens, of which each predicts a token."""
+    """A block of attention over 64 tokens, each of which predicts a token."""
     tokens = keras.Input((64,), dtype="int32")
     h = layers.Embedding(1000, 128)(tokens)
     normal = layers.LayerNormalization()(h)
@@ -80,20 +72,20 @@ def _transformer() -> Any:
 
 
 def _embedding(most: int, width: int) -> Any:
-    """A table of which a batch uses few rows, so that its gradient is sparse."""
+    """A table with a sparse gradient, as a batch uses few of its rows."""
     ids = keras.Input((32,), dtype="int32")
     mean = layers.GlobalAveragePooling1D()(layers.Embedding(most, width)(ids))
     return keras.Model(ids, layers.Dense(10, "softmax")(layers.Dense(64, "relu")(mean)))
 
 
 def _tiny() -> Any:
-    """So small that what is measured is the work around the model."""
+    """So small that the work around the model is measured."""
     hidden = layers.Dense(16, "relu")
     return keras.Sequential([keras.Input((8,)), hidden, layers.Dense(10, "softmax")])
 
 
 class Sizes(NamedTuple):
-    """Of the models that people train: layers, width of hidden states, and of texts."""
+    """Sizes of the models that people train: layers, hidden states, and texts."""
 
     num_layers: int = 4
     width: int = 256
@@ -102,7 +94,7 @@ class Sizes(NamedTuple):
 
 
 def trained_cases(sizes: Sizes) -> tuple[Case, ...]:
-    """Return the models of the kinds that people train, in the order of their names."""
+    """Return the models that people train, in the order of their names."""
     from_logits = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     side = 4 * max(sizes.width // 16, 2)
     length, most = sizes.length, sizes.vocabulary
@@ -191,7 +183,7 @@ def _two_towers(sizes: Sizes) -> Any:
 
 
 def _contrastive(y_true: Any, pair: Any) -> Any:
-    """Return how badly each query tells its document from the others of the batch."""
+    """Return the cross-entropy of each query's document among those of the batch."""
     scores = ops.matmul(pair[:, 0], ops.transpose(pair[:, 1])) / 0.07
     own = ops.arange(ops.shape(scores)[0])
     return keras.losses.sparse_categorical_crossentropy(own, scores, from_logits=True)

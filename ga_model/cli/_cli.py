@@ -16,11 +16,7 @@ from ga_model.tools._process import CommandError, start_tensorflow
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit status.
-
-    Args:
-        arguments: the words after the program's name. None takes those of `sys.argv`.
-    """
+    """Run the command line, with these arguments or those of `sys.argv`; return the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = make_parser().parse_args(words or ["--help"])
     command = options.command

@@ -1,4 +1,4 @@
-"""What the commands do, once their arguments are read. Importing it takes long."""
+"""Run the commands, once their arguments are read. Importing it takes long."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def demo(options: Namespace) -> int:
 
 
 def check(options: Namespace) -> int:
-    """Check a model of the user's."""
+    """Check a user's model."""
     if options.dtype is not None:
         keras.config.set_floatx(options.dtype)
         keras.config.set_dtype_policy(options.dtype)
@@ -69,7 +69,7 @@ def check(options: Namespace) -> int:
 
 
 def _in_options(message: str) -> str:
-    """Return a message with the command line's options in place of Python's arguments."""
+    """Replace Python's arguments in a message by the options of the command line."""
 
     def option(found: re.Match[str]) -> str:
         name, value = f"--{found[1].replace('_', '-')}", found[2]

@@ -13,7 +13,7 @@ from ga_model import __version__
 from ga_model.bench._names import NAMES, USUAL_NAMES
 from ga_model.demo._options import DATASETS, TOLERANCE, Settings
 
-# Of each command: a line for the list of all, what stands before its options, and behind them.
+# For each command: a line for the list of all, and the text before and after its options.
 COMMANDS = {
     "demo": (
         "train one network with and without accumulation, and compare",

@@ -1,4 +1,4 @@
-"""Get a compiled model and its data from a script of the user's."""
+"""Get a compiled model and its data from a user's script."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ from ga_model.tools._process import CommandError
 
 
 def load(target: str) -> tuple[Any, tuple[Any, Any, Any]]:
-    """Call a function, "FILE.py:function", and return the model and x, y and sample weights.
-
-    Raises:
-        CommandError: the file, the function or what it returns is not what it should be.
-    """
+    """Call "FILE.py:function"; return the model and x, y, sample weight, or raise CommandError."""
     arguments, sys.argv = sys.argv, [target.rpartition(":")[0]]
     try:
         return _model_and_data(_load_function(target)())
@@ -67,7 +63,7 @@ def _load_function(target: str) -> Callable[[], Any]:
 
 
 def _model_and_data(returned: Any) -> tuple[Any, tuple[Any, Any, Any]]:
-    """Take apart what the user's function returned. What is not there is None."""
+    """Return the parts of what the user's function returned; missing ones are None."""
     parts = list(returned) if isinstance(returned, tuple) else [returned]
     if not 2 <= len(parts) <= 4 or not isinstance(parts[0], keras.Model):
         types = [type(part).__name__ for part in parts]

@@ -31,11 +31,7 @@ def make_runs(settings: Settings) -> list[Run]:
 
 
 def run_demo(settings: Settings, *, plot: Path | None = None) -> int:
-    """Train all runs, print the report and return the exit status, 0 or 1.
-
-    Raises:
-        CommandError: the data cannot be loaded, a training failed, or the plot cannot be written.
-    """
+    """Train all runs, print the report and return the exit status, or raise CommandError."""
     (x, _), (x_validation, _) = load_dataset(settings)  # before any training, or the job ends here
     runs = make_runs(settings)
     rate = "" if settings.learning_rate is None else f" (learning rate {settings.learning_rate:g})"
@@ -125,7 +121,7 @@ def train(run: Run, settings: Settings) -> Result:
     keras.config.set_dtype_policy(settings.dtype)
     keras.utils.set_random_seed(settings.seed)
     data = keras.tree.map_structure(keras.ops.convert_to_tensor, load_dataset(settings))
-    samples, validation = data  # now, so that this is no memory of `fit`
+    samples, validation = data  # loaded now, so that `fit` does not add this memory
     model = make_model(samples[0].shape[1])
     if run.accumulate:
         model = accumulate(model, **run.accumulate)

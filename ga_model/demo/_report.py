@@ -1,4 +1,4 @@
-"""What came out of trainings: how far from each other, whether that is equal, a table, a figure."""
+"""Compare the results of trainings: differences, a verdict, a table, a figure."""
 
 from __future__ import annotations
 
@@ -28,24 +28,16 @@ class Run:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run gave.
-
-    Attributes:
-        start, weights: the model's weights before and after, in the model's order.
-        updates: updates that the optimizer made.
-        history: Keras's logs, a list with a value per epoch under each name.
-        seconds: time in `fit`, with the tracing of its functions.
-        base_memory, peak_memory: peak of the process in bytes before and after `fit`, if known.
-    """
+    """What a run gave."""
 
     run: Run
-    start: list[Any]
+    start: list[Any]  # the weights before training, in the model's order
     weights: list[Any]
-    updates: int
-    history: dict[str, list[float]]
-    seconds: float
-    base_memory: int | None
-    peak_memory: int | None
+    updates: int  # that the optimizer made
+    history: dict[str, list[float]]  # Keras's logs, a value per epoch
+    seconds: float  # in `fit`, with the tracing of its functions
+    base_memory: int | None  # the peak of the process before `fit`, in bytes, if known
+    peak_memory: int | None  # and after it
 
     @property
     def training_memory(self) -> int | None:
@@ -66,12 +58,7 @@ def difference(result: Result, reference: Result) -> float:
 
 
 def judge(results: Sequence[Result], dtype: str) -> tuple[bool, str]:
-    """Return whether every run but the controls equals the first, and a sentence about it.
-
-    Args:
-        results: the reference, then the others.
-        dtype: what was computed in, a key of `TOLERANCE`.
-    """
+    """Return whether every run but the controls equals the first, and a sentence about it."""
     reference, *others = results
     if not all(np.isfinite(w).all() for w in reference.weights):
         return False, (
@@ -111,7 +98,7 @@ Time is that of `fit`, with the tracing of its functions."""
 
 
 def table(results: Sequence[Result]) -> str:
-    """Return a line per run, the reference first, and what the columns mean."""
+    """Return a table with a line per run, the reference first, and its explanation."""
     reference = results[0]
     rows = [
         [
@@ -134,11 +121,7 @@ _COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")
 
 
 def draw(results: Sequence[Result]) -> Any:
-    """Return a `matplotlib.figure.Figure` of the losses and, where it is known, the memory.
-
-    Args:
-        results: the runs, the reference first.
-    """
+    """Return a `matplotlib.figure.Figure` of the losses and, where it is known, the memory."""
     from matplotlib.figure import Figure
 
     has_memory = all(r.training_memory is not None for r in results)

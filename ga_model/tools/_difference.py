@@ -1,4 +1,4 @@
-"""How far trained weights are from others: 1 is as far as training has moved those."""
+"""The distance of trained weights from others: 1 is how far training has moved those."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 
 
 def change(value: Any, start: Any) -> Any:
-    """Return what has been added to the start. That is zero also where both are infinite."""
+    """Return the difference from the start, which is zero also where both are infinite or NaN."""
     with np.errstate(all="ignore"):
         added = value.astype("float64") - start.astype("float64")
         return np.where((value == start) | (np.isnan(value) & np.isnan(start)), 0.0, added)
 
 
 def relative_difference(value: Any, start: Any, reference: Any, reference_start: Any) -> float:
-    """Return the difference of two changes against the norm of that of the reference."""
+    """Return the norm of the difference of two changes, over that of the reference's change."""
     of_reference = change(reference, reference_start)
     with np.errstate(all="ignore"):
         error = np.linalg.norm(change(value, start) - of_reference)

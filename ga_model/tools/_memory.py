@@ -1,4 +1,4 @@
-"""What memory this process has taken, and what it may still take."""
+"""The memory that this process has taken, and that it may still take."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-# Where Linux tells of a group of processes: its limit, what it has, and what of that are files.
+# Where Linux has the limit of a group of processes, what it uses, and how much of it are files.
 _GROUPS = {
     "0": ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
     "memory": (
@@ -24,13 +24,13 @@ _M_MMAP_THRESHOLD = -3  # of `malloc.h`
 
 
 def reset_peak_memory() -> None:
-    """Let the peak of this process's memory be what it has now, where the platform can."""
+    """Reset the peak of this process's memory to its present use, if the platform can."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_memory() -> int | None:
-    """Return the peak of this process's resident memory, in bytes. None if nothing tells."""
+    """Return the peak of this process's resident memory in bytes, or None if unknown."""
     try:
         # On Linux `ru_maxrss` of a process starts at its parent's: exec keeps it. `VmHWM` does not.
         for line in Path("/proc/self/status").read_text().splitlines():
@@ -47,25 +47,22 @@ def peak_memory() -> int | None:
 
 
 def give_back_freed_memory() -> None:
-    """Let large blocks go back to the system as soon as they are freed, where the platform can.
+    """Return large blocks to the system as soon as they are freed, if the platform can.
 
-    The peak is then what was held at one time. Otherwise the C library keeps some of what was freed
-    for later, which differs from run to run.
+    Otherwise the C library keeps some freed memory, which differs from run to run, and the peak
+    includes it.
     """
     with contextlib.suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1024 * 1024)
 
 
 def resident_memory() -> int:
-    """Return the memory that this process has now, in bytes."""
+    """Return the resident memory of this process, in bytes."""
     return int(psutil.Process().memory_info().rss)
 
 
 def held_memory() -> int:
-    """Return the memory that was freed and that this process still has, in bytes.
-
-    Zero where the C library does not tell.
-    """
+    """Return the bytes of freed memory that this process still has, or 0 if unknown."""
     try:
         mallinfo = ctypes.CDLL(None).mallinfo2  # of glibc
     except (AttributeError, OSError, TypeError):
@@ -98,7 +95,7 @@ def available_memory() -> int:
 
 
 def _left_of_groups(root: Path, parts: list[str], limit: str, used: str, files: str) -> list[int]:
-    """Return what each group on the way to one has left. Files that were read can be dropped."""
+    """Return the memory left in each group on a path. Cached files count as free."""
     left = []
     for depth in range(len(parts) + 1):
         folder = root.joinpath(*parts[:depth])

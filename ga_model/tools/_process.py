@@ -1,6 +1,5 @@
-"""Run a function in a process of its own, whose peak memory is its own, without what TensorFlow
-writes when it starts, and on the CPU: memory of a GPU is not the process's, and its work is not
-awaited.
+"""Run a function in a process of its own, to measure its peak memory, without TensorFlow's start-up
+messages, and on the CPU: memory of a GPU is not the process's, and its work is not awaited.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _starting = threading.Lock()
 
 
 class CommandError(Exception):
-    """There is no result. The message says why, and what to do."""
+    """A command has no result. The message says why, and what to do."""
 
 
 class ProcessError(CommandError):
@@ -81,10 +80,9 @@ def in_own_process(name: str, function: Callable[..., Any], *args: Any) -> Any:
 
 
 def prepare() -> Any:
-    """Start what processes are made by, unless it was, and return it.
+    """Return the `multiprocessing` context, with its server started.
 
-    Standard error of this process goes nowhere meanwhile: before other threads write to it, call
-    this.
+    Call this before other threads write to standard error, which is discarded meanwhile.
     """
     with _starting:
         return _context()
@@ -92,7 +90,7 @@ def prepare() -> Any:
 
 @functools.cache
 def _context() -> Any:
-    """Return what makes processes. The one that forks them is started, without its messages."""
+    """Return the `multiprocessing` context, and start the server that forks, without messages."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # inherited
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
@@ -115,7 +113,7 @@ def _work(sender: Connection, messages: Path, function: Callable[..., Any], args
 
 
 def start_tensorflow() -> None:
-    """Import TensorFlow and let it look for devices. What it says of that is shown if it fails."""
+    """Import TensorFlow and list devices. Its messages are shown only if it fails."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # inherited by other processes
     with tempfile.TemporaryFile() as said:
         try:
@@ -145,7 +143,7 @@ def errors_to(stream: IO[bytes]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_cpu() -> Iterator[None]:
-    """Let Keras make variables and compute on the CPU, in a process that has used no other."""
+    """Make Keras use the CPU, in a process that has used no other device."""
     import keras
 
     if keras.backend.backend() == "tensorflow":
