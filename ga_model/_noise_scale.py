@@ -160,11 +160,19 @@ class GradientNoiseScale(keras.callbacks.Callback):
         model = self.model
         is_split = model.microbatch_size is not None and not model._accumulation.takes_full_batch()
         if not (model.accumulation_steps > 1 or is_split or model._accumulation.is_scheduled):
-            settings = model.microbatch_size, model.loss_over
-            raise ValueError(_no_second_microbatch_message(model.name, *settings))
+            raise ValueError(
+                "`GradientNoiseScale` compares the gradients of at least two microbatches per "
+                f"window. Received: {model.name!r} with accumulation_steps=1, "
+                f"microbatch_size={model.microbatch_size}, loss_over={model.loss_over!r}. Set "
+                "`accumulation_steps` above 1, or `loss_over='microbatch'` and a `microbatch_size` "
+                "of at most half the batch."
+            )
         noise = model._accumulation.noise
         if noise.asked_by not in (None, self):
-            raise RuntimeError(_measured_twice_message(model.name))
+            raise RuntimeError(
+                "Only one `GradientNoiseScale` can measure a model at a time. "
+                f"Received: a second one for {model.name!r}. Keep one of them in `callbacks`."
+            )
         noise.start(self, self._decay)
         self._noise = noise
 
@@ -227,7 +235,11 @@ class GradientNoiseScale(keras.callbacks.Callback):
         """Return what was measured for the only optimizer, also if that is nothing yet."""
         scales = self.noise_scales
         if len(scales) > 1:
-            raise ValueError(_several_noise_scales_message(list(scales)))
+            raise ValueError(
+                "This attribute needs a single optimizer, because each optimizer has its own noise "
+                f"scale. Received: {len(scales)} optimizers. "
+                f"Use `noise_scales[name]`, with one of {list(scales)}."
+            )
         nothing = NoiseScale(Averages.of_nothing(), self._decay, self._unit)
         return next(iter(scales.values()), nothing)
 
@@ -276,33 +288,9 @@ def _change(new: float, old: float) -> str:
     return f"{abs(percent)} % {'fewer' if percent < 0 else 'more'}"
 
 
-def _no_second_microbatch_message(model: str, microbatch_size: Any, loss_over: str) -> str:
-    return (
-        "`GradientNoiseScale` compares the gradients of at least two microbatches per window. "
-        f"Received: {model!r} with accumulation_steps=1, microbatch_size={microbatch_size}, "
-        f"loss_over={loss_over!r}. Set `accumulation_steps` above 1, or "
-        "`loss_over='microbatch'` and a `microbatch_size` of at most half the batch."
-    )
-
-
-def _measured_twice_message(model: str) -> str:
-    return (
-        "Only one `GradientNoiseScale` can measure a model at a time. "
-        f"Received: a second one for {model!r}. Keep one of them in `callbacks`."
-    )
-
-
 def _nothing_measured_message(model: str) -> str:
     return (
         "No gradient noise scale was measured: it needs windows of at least two microbatches. "
         f"Received: {model!r}, where no window had two with a weight and finite gradients. "
         "Set `microbatch_size` to at most half the batch, or `accumulation_steps` above 1."
-    )
-
-
-def _several_noise_scales_message(names: list[str]) -> str:
-    return (
-        "This attribute needs a single optimizer, because each optimizer has its own noise scale. "
-        f"Received: {len(names)} optimizers. "
-        f"Use `noise_scales[name]`, with one of {names}."
     )
