@@ -135,6 +135,23 @@ def assert_changed(weights, start):
     assert any(np.any(w != s) for w, s in zip(weights, start, strict=True))
 
 
+def values_of(variables):
+    """Return copies of the values of variables, as NumPy arrays."""
+    return [np.array(keras.ops.convert_to_numpy(variable)) for variable in variables]
+
+
+def assert_equal(found, expected):
+    """Compare lists of arrays, which have to be equal to the bit, up to the sign of zeros."""
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def assert_close(model, reference, start, limit=None):
+    """Compare the weights of two models, within the tolerance of `floatx` if no limit is given."""
+    difference = relative_difference(model.get_weights(), reference.get_weights(), start)
+    assert difference <= (limit or TOLERANCE[keras.config.floatx()])
+
+
 def set_random_seed(seed):
     """Set all seeds, also that of `keras.random`, which Keras leaves as it is up to 3.12."""
     keras.utils.set_random_seed(seed)

@@ -13,6 +13,7 @@ import keras
 import numpy as np
 from helpers import (
     assert_changed,
+    assert_equal,
     dense_data,
     num_updates,
     relative_difference,
@@ -96,8 +97,7 @@ def train_pair(
     model, begun = train(
         make, compile_args, data, rows=rows, replicas=replicas, **settings, **kwargs
     )
-    for a, b in zip(start, begun, strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_equal(start, begun)
     return model, reference, start
 
 

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import TOLERANCE, relative_difference, seeded
+from helpers import assert_close, seeded
 from training import assert_equal_logs
 
 from ga_model import accumulate
@@ -68,8 +68,7 @@ def test_whatever_a_batch_holds_is_split_and_accumulated(weighted, static, float
         trained.append(model)
     for model in trained[1:]:
         assert_equal_logs(model, trained[0])
-        difference = relative_difference(model.get_weights(), trained[0].get_weights(), start)
-        assert difference <= TOLERANCE[float64]
+        assert_close(model, trained[0], start)
 
 
 def wide_and_deep():

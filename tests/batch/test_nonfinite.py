@@ -6,7 +6,7 @@ The reference is trained on the rows of the microbatches that are finite, and on
 import keras
 import numpy as np
 import pytest
-from helpers import TOLERANCE, dense_data, files_told, relative_difference, seeded
+from helpers import assert_close, assert_equal, dense_data, files_told, seeded
 
 from ga_model import accumulate
 
@@ -85,8 +85,7 @@ def test_the_windows_mean_is_that_of_the_rest(way, bad, reduction, run, float64)
     batches = ((x[window], y[window]) for window in windows if window)
     num_windows = sum(map(bool, windows))
     expected = reference.fit(batches, steps_per_epoch=num_windows, shuffle=False, verbose=0).history
-    difference = relative_difference(model.get_weights(), reference.get_weights(), start)
-    assert difference <= TOLERANCE[float64]
+    assert_close(model, reference, start)
     assert model.optimizer.iterations == reference.optimizer.iterations
     assert model.num_skipped_microbatches == len(bad)
     names = ["mae", "r2_score"]
@@ -111,8 +110,7 @@ def test_running_statistics_and_random_state_are_as_if_the_microbatch_had_not_be
                 part = list(window[first : first + 4])
                 model.train_on_batch(x[part], y[part])
         trained.append([*model.get_weights(), *(v.numpy() for v in model.metrics_variables)])
-    for a, b in zip(*trained, strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_equal(*trained)
 
 
 def test_terms_that_average_over_different_things_are_named():

@@ -3,15 +3,7 @@
 import keras
 import pytest
 import tensorflow as tf
-from helpers import (
-    TOLERANCE,
-    Batches,
-    assert_changed,
-    dense_data,
-    dense_model,
-    relative_difference,
-    seeded,
-)
+from helpers import Batches, assert_changed, assert_close, dense_data, dense_model, seeded
 
 from ga_model import accumulate
 
@@ -34,8 +26,7 @@ def make_pair(**compile_args):
 def assert_same_training(model, reference, start):
     assert model.optimizer.iterations == reference.optimizer.iterations
     assert_changed(reference.get_weights(), start)
-    difference = relative_difference(model.get_weights(), reference.get_weights(), start)
-    assert difference <= TOLERANCE[keras.config.floatx()]
+    assert_close(model, reference, start)
 
 
 def dataset(x, y, rows):

@@ -17,7 +17,7 @@ import numpy as np
 import own_train_steps
 import pytest
 import tensorflow as tf
-from helpers import dense_data, scope, seeded, told
+from helpers import assert_equal, dense_data, scope, seeded, told, values_of
 from keras import layers, ops
 from keras.src.backend.common import global_state
 
@@ -300,13 +300,7 @@ def test_the_verdict_is_the_known_truth(name, settings, verdict, reason, record_
 
 
 def state_of(model):
-    variables = [*model.variables, *model.metrics_variables, *model.optimizer.variables]
-    return [v.numpy() for v in variables]
-
-
-def assert_equal(values, expected):
-    for value, other in zip(values, expected, strict=True):
-        np.testing.assert_array_equal(value, other)
+    return values_of([*model.variables, *model.metrics_variables, *model.optimizer.variables])
 
 
 def data():
@@ -536,11 +530,11 @@ def test_state_that_keras_does_not_track_is_as_before(eager, float64):
     model.steps_run, model.seen = 0, []
     model.fit(*data(), batch_size=8, verbose=0)
     variables = [*optimizer.variables, model.scale, outside]
-    before, python = [v.numpy() for v in variables], (model.steps_run, list(model.seen))
+    before, python = values_of(variables), (model.steps_run, list(model.seen))
     report = check_equivalence(model, *data(), batch_size=16, microbatch_size=4)
     assert report.equivalent
     assert (model.steps_run, list(model.seen)) == python
-    assert_equal([v.numpy() for v in variables], before)
+    assert_equal(values_of(variables), before)
 
 
 class DrawingWithoutSeed(layers.Layer):

@@ -21,11 +21,14 @@ from helpers import (
     TOLERANCE,
     Batches,
     assert_changed,
+    assert_close,
+    assert_equal,
     dense_data,
     dense_model,
     relative_difference,
     seeded,
     told,
+    values_of,
 )
 from keras import layers
 from own_train_steps import OfObjective
@@ -60,15 +63,6 @@ def compiled(make=dense_model, compile_args=arguments, **settings):
     return model
 
 
-def assert_same(model, reference, start, limit=LIMIT):
-    assert relative_difference(model.get_weights(), reference.get_weights(), start) <= limit
-
-
-def assert_equal_weights(model, weights):
-    for found, expected in zip(model.get_weights(), weights, strict=True):
-        np.testing.assert_array_equal(found, expected)
-
-
 # Windows: of one microbatch, closed by hand, interrupted, and changed by a schedule.
 
 
@@ -97,9 +91,8 @@ def test_a_window_of_one_microbatch_is_plain_keras_to_the_bit(rows, settings, na
 
     reference, _ = trained(data, rows, make, adam)
     found, _ = trained(data, rows, make, adam, **settings)
-    assert_equal_weights(found, reference.get_weights())
-    for value, expected in zip(found.optimizer.variables, reference.optimizer.variables):
-        np.testing.assert_array_equal(*map(keras.ops.convert_to_numpy, (value, expected)))
+    assert_equal(found.get_weights(), reference.get_weights())
+    assert_equal(values_of(found.optimizer.variables), values_of(reference.optimizer.variables))
 
 
 @pytest.mark.parametrize("run_eagerly", [False, True])
@@ -119,7 +112,7 @@ def test_train_on_batch_and_close_window_match(run_eagerly):
     for part in (slice(0, 12), slice(12, 20)):
         reference.train_on_batch(x[part], y[part])
     assert int(model.optimizer.iterations) == 2
-    assert_same(model, reference, start)
+    assert_close(model, reference, start)
 
 
 def test_a_fit_begins_with_an_empty_window():
@@ -128,7 +121,7 @@ def test_a_fit_begins_with_an_empty_window():
     model.train_on_batch(100.0 * x[:4], y[:4])
     assert not model.has_updated
     model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
-    assert_same(model, *trained((x, y), epochs=1))
+    assert_close(model, *trained((x, y), epochs=1))
 
 
 class Fails(layers.Layer):
@@ -160,12 +153,12 @@ def test_an_interrupted_window_is_forgotten(settings):
     with pytest.raises(KeyboardInterrupt):
         model.fit(10.0 * x, y, batch_size=rows, shuffle=False, verbose=0)
     assert model.has_updated
-    assert_equal_weights(model, start)
+    assert_equal(model.get_weights(), start)
     if BACKEND == "torch":
         assert all(v.value.grad is None for v in model.trainable_weights)
     Fails.fails_at = None
     model.fit(x, y, batch_size=rows, shuffle=False, verbose=0)
-    assert_same(model, *trained((x, y), make=make, epochs=1))
+    assert_close(model, *trained((x, y), make=make, epochs=1))
 
 
 class CountsUpdates(AccumulatingModel, keras.Sequential):
@@ -224,7 +217,7 @@ def test_what_a_callback_sees_after_an_update_are_the_weights_of_the_full_batch(
     model.compile(**arguments())
     model.fit(*dense_data(36), rows, verbose=0, callbacks=notes)
     assert [event[1] for event in notes.events if event[0] == "update"] == [1, 2, 3]
-    assert_equal_weights(model, notes.weights[-1])
+    assert_equal(model.get_weights(), notes.weights[-1])
     assert all(np.any(a[0] != b[0]) for a, b in itertools.pairwise(notes.weights))
 
 
@@ -262,7 +255,7 @@ def test_an_overflow_lowers_the_scale_once():
     before = model.get_weights()
     model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
     assert float(model.optimizer.dynamic_scale) == 2.0**14
-    assert_equal_weights(model, before)
+    assert_equal(model.get_weights(), before)
 
 
 @pytest.mark.parametrize("settings", [{"microbatch_size": 3}, {"accumulation_steps": 4}])
@@ -278,7 +271,7 @@ def test_microbatches_that_are_not_finite_are_left_out(settings):
     assert model.num_skipped_microbatches == 1
     rest = np.r_[0:3, 6:12]
     reference, _ = trained((x[rest], y[rest]), 9, epochs=1)
-    assert_same(model, reference, start)
+    assert_close(model, reference, start)
     for name, values in reference.history.history.items():
         np.testing.assert_allclose(logs[name], values, rtol=1e-5)
 
@@ -293,19 +286,14 @@ def test_a_window_of_which_nothing_is_left_changes_nothing():
     with pytest.warns(UserWarning, match="were skipped"):
         model.train_on_batch(np.full_like(x, np.nan), y)
     assert int(model.optimizer.iterations) == 0
-    assert_equal_weights(model, before)
+    assert_equal(model.get_weights(), before)
 
 
 # Running averages move with the update.
 
 
 def averages(model):
-    return [keras.ops.convert_to_numpy(v) for v in model.non_trainable_variables]
-
-
-def assert_equal_averages(model, expected):
-    for one, other in zip(averages(model), expected, strict=True):
-        np.testing.assert_array_equal(one, other)
+    return values_of(model.non_trainable_variables)
 
 
 @pytest.mark.filterwarnings("ignore:BatchNormalization layers in training mode")
@@ -315,11 +303,11 @@ def test_averages_do_not_move_before_the_update_or_in_an_interrupted_window():
     model.train_on_batch(x[:4], y[:4])
     start = averages(model)
     model.train_on_batch(x[4:8], y[4:8])
-    assert_equal_averages(model, start)
+    assert_equal(averages(model), start)
     with pytest.raises(ValueError, match="same number"):
         model.train_on_batch(x[:4], y[:3])
     model.close_window()
-    assert_equal_averages(model, start)
+    assert_equal(averages(model), start)
 
 
 @pytest.mark.filterwarnings("ignore:BatchNormalization layers in training mode")
@@ -355,7 +343,7 @@ def test_nan_behind_sample_weights_of_zero_is_left_out(rows, settings, first):
 
     reference, start = trained((x[rest], y[rest]), 8, compile_args=mean, epochs=1)
     found, _ = trained((bad, y, weights), rows, compile_args=mean, epochs=1, **settings)
-    assert_same(found, reference, start)
+    assert_close(found, reference, start)
     np.testing.assert_allclose(
         found.history.history["loss"], reference.history.history["loss"], rtol=1e-5
     )
@@ -477,7 +465,7 @@ def test_copies_and_clones_train_alike(how, is_wrapped):
     assert (made.accumulation_steps, made.skip_nonfinite) == (3, True)
     for each in (model, made):
         each.fit(*data, batch_size=4, shuffle=False, verbose=0)
-    assert_equal_weights(made, model.get_weights())
+    assert_equal(made.get_weights(), model.get_weights())
 
 
 # Data, and what is told of it.
@@ -500,7 +488,7 @@ def test_batches_of_different_lengths_are_weighted_by_positions():
         model.train_on_batch(x, y)
     flat = (np.concatenate([a.reshape(-1, 1, a.shape[-1]) for a in s]) for s in zip(*parts))
     reference.train_on_batch(*flat)
-    assert_same(model, reference, start)
+    assert_close(model, reference, start)
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
@@ -514,7 +502,7 @@ def test_generators_and_datasets_match():
     for source in sources:
         model = compiled(accumulation_steps=3, microbatch_size=3)
         model.fit(source, shuffle=False, verbose=0)
-        assert_same(model, *trained((x, y), epochs=1))
+        assert_close(model, *trained((x, y), epochs=1))
 
 
 def test_parts_of_other_lengths_are_refused():
@@ -562,7 +550,7 @@ def test_nothing_is_tried_that_is_not_to_be_verified(rows, settings):
     assert len([t for t in told(caught) if "With `verify=False` it is not known" in t]) == (
         0 if is_within else 1
     )
-    assert_same(model, reference, start)
+    assert_close(model, reference, start)
     assert set(model.loss.sizes) <= {4, rows}  # and not the samples of a trial
     with pytest.raises(TypeError, match="verify"):
         accumulate(dense_model(), verify="no")
@@ -684,9 +672,8 @@ def test_trying_leaves_no_trace():
         model = compiled(base, lambda: arguments(loss=None, metrics=None), accumulation_steps=2)
         model.fit(*dense_data(16), batch_size=4, shuffle=False, verbose=0)
         variables = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
-        states.append([keras.ops.convert_to_numpy(v) for v in variables])
-    for tried, ruled in zip(*states, strict=True):
-        np.testing.assert_array_equal(tried, ruled)
+        states.append(values_of(variables))
+    assert_equal(*states)
 
 
 class DropsByTorch(layers.Layer):
@@ -741,7 +728,7 @@ def test_stateful_recurrent_models_train_in_windows_of_their_batch_size():
     reference, start = trained(data, 8, make, lambda: arguments(optimizer=optimizer))
     with pytest.warns(UserWarning, match="(?s)cannot be run on some samples.*batch size: 7. It is"):
         model, _ = trained(data, 8, make, accumulation_steps=2)
-    assert_same(model, reference, start)
+    assert_close(model, reference, start)
 
 
 # The package.

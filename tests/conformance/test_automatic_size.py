@@ -7,9 +7,8 @@ import re
 import warnings
 
 import keras
-import numpy as np
 import pytest
-from helpers import LIMIT, dense_data, relative_difference, seeded, told
+from helpers import assert_close, assert_equal, dense_data, seeded, told, values_of
 from keras import layers, ops
 from limited_memory import Memory, limited, out_of_memory
 
@@ -68,8 +67,7 @@ def test_training_is_that_with_the_size_as_a_number(settings):
     models = [compiled(Memory(5), size, **settings) for size in ("auto", 5)]
     logs = [fit(model, dense_data(42), epochs=2) for model in models]
     assert models[0].microbatch_size == 5
-    for one, other in zip(models[0].variables, models[1].variables, strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_equal(*(values_of(model.variables) for model in models))
     assert logs[0] == logs[1]
 
 
@@ -96,7 +94,7 @@ def test_a_batch_that_does_not_fit_is_repeated_in_smaller_microbatches():
     with pytest.warns(UserWarning, match="retried with 3"):
         fit(model, tuple(part[12:] for part in data))
     assert model.microbatch_size == 3
-    assert relative_difference(model.get_weights(), expected.get_weights(), start) <= LIMIT
+    assert_close(model, expected, start)
 
 
 def test_not_even_one_sample_fits():
@@ -104,8 +102,7 @@ def test_not_even_one_sample_fits():
     before = model.get_weights()
     with pytest.raises(RuntimeError, match=r"at least one sample must fit.* Received: "):
         fit(model, dense_data(24))
-    for one, other in zip(model.get_weights(), before, strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_equal(model.get_weights(), before)
     memory.limit = 2
     fit(model, dense_data(24))
     assert model.microbatch_size == 2

@@ -1,9 +1,9 @@
 """What a trial tells of a call: whether it treats samples one by one, or sums over them."""
 
-import numpy as np
 import pytest
 from calls_alone import ALONE, FUNCTIONS, LOSSES, ROWS, SPLIT, adding, own, tried
 from case import BACKEND
+from helpers import assert_equal, values_of
 from keras import layers, ops
 
 pytestmark = pytest.mark.every_case
@@ -25,10 +25,9 @@ LAYERS = [
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_that_treat_samples_one_by_one_are_known_and_left_as_they_were(name):
     layer = ALONE[name]()
-    before = [ops.convert_to_numpy(v) for v in layer.variables]
+    before = values_of(layer.variables)
     assert tried(layer, ones(*layer.input_shape[1:])) == SPLIT
-    for variable, value in zip(layer.variables, before, strict=True):
-        np.testing.assert_array_equal(ops.convert_to_numpy(variable), value)
+    assert_equal(values_of(layer.variables), before)
 
 
 def test_ids_are_looked_up_one_by_one():

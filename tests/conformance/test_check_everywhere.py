@@ -12,7 +12,7 @@ import numpy as np
 import own_train_steps
 import pytest
 import zoo
-from helpers import dense_data, dense_model, seeded
+from helpers import assert_equal, dense_data, dense_model, seeded, values_of
 from keras import layers, ops
 
 from ga_model import AccumulatingModel, EquivalenceReport, accumulate, check_equivalence
@@ -76,13 +76,7 @@ def with_layers(*parts):
 
 
 def state_of(model):
-    variables = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
-    return [np.array(ops.convert_to_numpy(v)) for v in variables]
-
-
-def assert_equal(found, expected):
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(one, other)
+    return values_of([*model.variables, *model.optimizer.variables, *model.metrics_variables])
 
 
 @pytest.mark.filterwarnings("ignore:BatchNormalization layers in training mode")

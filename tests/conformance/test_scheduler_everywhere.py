@@ -9,7 +9,7 @@ import keras
 import pytest
 from case import PRECISION
 from conftest import set_dtype
-from helpers import TOLERANCE, assert_changed, dense_data, dense_model, relative_difference, seeded
+from helpers import assert_changed, assert_close, dense_data, dense_model, seeded
 
 from ga_model import AccumulationScheduler, accumulate
 
@@ -90,8 +90,7 @@ def test_updates_are_those_of_the_scheduled_windows(by, is_function, size):
     assert watch.windows == expected
     assert_changed(reference.get_weights(), start)
     assert int(model.optimizer.iterations) == int(reference.optimizer.iterations)
-    difference = relative_difference(model.get_weights(), reference.get_weights(), start)
-    assert difference <= TOLERANCE[PRECISION]
+    assert_close(model, reference, start)
     if is_function:
         assert sorted(set(asked)) == list(range(5 if by == "epoch" else len(expected)))
 

@@ -7,7 +7,7 @@ import numpy as np
 import psutil
 import pytest
 import tensorflow as tf
-from helpers import TOLERANCE, in_the_sweep, relative_difference, seeded
+from helpers import assert_close, in_the_sweep, seeded
 
 from ga_model import AccumulationScheduler, GradientAccumulator, accumulate
 
@@ -106,8 +106,7 @@ def test_windows_of_changing_sizes_and_shapes(number, float64):
     quarter = len(probe.memory) // 4
     growth = max(probe.memory[quarter:]) - probe.memory[quarter]
     assert growth < 100 * number  # 0.07 MB was measured; a scalar tensor per window is more
-    difference = relative_difference(model.get_weights(), reference.get_weights(), start)
-    assert difference <= TOLERANCE[float64]
+    assert_close(model, reference, start)
 
 
 @pytest.mark.parametrize("number", [1_000, in_the_sweep(10_000)])

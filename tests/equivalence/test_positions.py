@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from gradients import gradients_of
-from helpers import TOLERANCE, dense_data, relative_difference, scope, seeded
+from helpers import TOLERANCE, assert_close, dense_data, relative_difference, scope, seeded
 from keras import layers, ops
 from training import difference_of_fits
 
@@ -163,8 +163,7 @@ def test_batches_of_a_window_may_have_different_lengths(float64):
         return np.concatenate(parts)
 
     reference.train_on_batch(*map(padded, (parts, targets, [np.ones(x.shape) for x in parts])))
-    difference = relative_difference(model.get_weights(), reference.get_weights(), start)
-    assert difference <= TOLERANCE[float64]
+    assert_close(model, reference, start)
 
 
 @pytest.mark.gate

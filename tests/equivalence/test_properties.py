@@ -12,11 +12,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import (
-    TOLERANCE,
-    MeanOfSquares,
-    examples,
-)
+from helpers import TOLERANCE, MeanOfSquares, examples
 from hypothesis import event, given
 from hypothesis import strategies as st
 from keras import layers, losses, optimizers

@@ -5,7 +5,7 @@ import contextlib
 import keras
 import numpy as np
 import pytest
-from helpers import TOLERANCE, dense_data, relative_difference, seeded
+from helpers import assert_close, dense_data, seeded
 from training import train_pair
 from zoo import float8
 
@@ -38,8 +38,7 @@ def test_float8_layers_take_the_windows_largest_values(way, optimizer):
     )
     overwritten = [v for v in model.trainable_variables if v.overwrite_with_gradient]
     assert len(overwritten) == 12
-    difference = relative_difference(model.get_weights(), reference.get_weights(), start)
-    assert difference <= TOLERANCE["float32"]
+    assert_close(model, reference, start)
 
 
 @pytest.mark.parametrize("rows", [40, 36])

@@ -22,7 +22,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import dense_data, dense_model, seeded, told
+from helpers import assert_equal, dense_data, dense_model, seeded, told, values_of
 
 from ga_model import (
     AccumulatingModel,
@@ -121,11 +121,6 @@ def fit(model, x=X, y=Y, **kwargs):
     model.fit(x, y, batch_size=4, shuffle=False, verbose=0, **kwargs)
 
 
-def assert_equal(weights, expected):
-    for w, e in zip(weights, expected, strict=True):
-        np.testing.assert_array_equal(w, e)
-
-
 class Misused:
     """A model that wrong calls are made on, and what its weights are after a right `fit`."""
 
@@ -135,7 +130,7 @@ class Misused:
         if optimizer := getattr(model, "optimizer", None):
             optimizer.build(model.trainable_variables)
             self.variables += optimizer.variables
-        self.start = [v.numpy() for v in self.variables]
+        self.start = values_of(self.variables)
 
     def restart(self):
         for variable, value in zip(self.variables, self.start, strict=True):

@@ -20,11 +20,14 @@ from helpers import (
     TOLERANCE,
     Batches,
     assert_changed,
+    assert_close,
+    assert_equal,
     dense_data,
     dense_model,
     in_the_sweep,
     relative_difference,
     seeded,
+    values_of,
 )
 
 from ga_model import accumulate
@@ -187,8 +190,7 @@ def set_state(reference, model):
 def assert_same_training(model, reference, start, history, expected):
     assert model.optimizer.iterations == reference.optimizer.iterations
     assert_changed(reference.get_weights(), start)
-    difference = relative_difference(model.get_weights(), reference.get_weights(), start)
-    assert difference <= TOLERANCE["float64"]
+    assert_close(model, reference, start)
     np.testing.assert_allclose(history["loss"], expected["loss"], rtol=1e-10)
 
 
@@ -349,8 +351,7 @@ def test_a_run_that_is_killed_and_started_again_ends_as_one_that_was_not(
     assert epoch == epochs - last_run.count("batch") // -(-40 // rows)
     # What plain Keras makes of whole windows, and of the last backup.
     if save_freq == "epoch":
-        for weight, expected in zip(weights, killed_run.fit(settings, rows, epochs).get_weights()):
-            np.testing.assert_array_equal(weight, expected)
+        assert_equal(weights, killed_run.fit(settings, rows, epochs).get_weights())
         reference = killed_run.fit({}, BIG, epochs)
     else:
         again = keras.callbacks.BackupAndRestore(
@@ -398,14 +399,13 @@ def test_a_kill_at_any_line_leaves_a_backup_that_can_be_mended(double, way, mode
     model, rows = models[way], WAYS[way][1]
     variables = [*model.variables, *model.optimizer.variables]
 
-    def values():
-        return [np.array(v) for v in variables]
-
     x, y = dense_data(40, seed=5)
     backup = FilesOnTheWay(tmp_path / "backup", double)
     model.optimizer.iterations.assign(0)
-    begins = [values()]  # of the epochs
-    watch = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: begins.append(values()))
+    begins = [values_of(variables)]  # of the epochs
+    watch = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: begins.append(values_of(variables))
+    )
     fit(model, x=x, y=y, batch_size=rows, epochs=3, callbacks=[backup, watch])
 
     assert len(backup.seen) > 5
@@ -421,8 +421,7 @@ def test_a_kill_at_any_line_leaves_a_backup_that_can_be_mended(double, way, mode
         again = keras.callbacks.BackupAndRestore(folder, double_checkpoint=double)
         again.set_model(model)
         again.on_train_begin()  # restores it, as `fit` does
-        for value, expected in zip(values(), begins[model._initial_epoch or 0], strict=True):
-            np.testing.assert_array_equal(value, expected)
+        assert_equal(values_of(variables), begins[model._initial_epoch or 0])
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "microbatch_size"])

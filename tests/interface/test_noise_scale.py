@@ -22,12 +22,7 @@ from noise import (
     windows_of,
 )
 
-from ga_model import (
-    AccumulationScheduler,
-    GradientNoiseScale,
-    accumulate,
-    check_equivalence,
-)
+from ga_model import AccumulationScheduler, GradientNoiseScale, accumulate, check_equivalence
 from ga_model._noise_scale import NoiseScale
 from ga_model.core.noise import Averages
 

@@ -8,7 +8,7 @@ import zipfile
 import keras
 import numpy as np
 import pytest
-from helpers import TOLERANCE, dense_data, dense_model, relative_difference, seeded
+from helpers import TOLERANCE, assert_close, dense_data, dense_model, seeded
 
 from ga_model import AccumulatingModel, accumulate
 
@@ -105,8 +105,7 @@ def test_optimizer_state_survives_between_plain_and_accumulating(how, then, floa
     train(accumulate(other, accumulation_steps=second), x, y, 12 // second)
     for _ in range(2):
         train(reference, x, y, 12)
-    difference = relative_difference(other.get_weights(), reference.get_weights(), start)
-    assert difference <= TOLERANCE[float64]
+    assert_close(other, reference, start)
     states = (m.optimizer.variables for m in (other, reference))
     for variable, expected in zip(*states, strict=True):
         np.testing.assert_allclose(variable, expected, rtol=1e-9, atol=1e-12)

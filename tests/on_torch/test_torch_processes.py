@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 import trainings_of_processes as trainings
-from helpers import LIMIT, ROOT, python_blocks, relative_difference
+from helpers import LIMIT, ROOT, assert_equal, python_blocks, relative_difference
 
 
 @functools.cache
@@ -57,8 +57,7 @@ def assert_match(name, size):
     reference, start, num_updates = expected(name, size)
     trained = [result["trained"][name] for result in results(size)]
     for weights, num_exchanges in trained:
-        for a, b in zip(weights, trained[0][0], strict=True):
-            np.testing.assert_array_equal(a, b)
+        assert_equal(weights, trained[0][0])
         assert relative_difference(weights, reference, start) <= LIMIT
         assert num_exchanges == num_updates
 
@@ -122,8 +121,7 @@ def test_gradients_are_summed_in_buckets():
         results(2)[0]["trained"]["both"],
         results(2)[0]["small buckets"],
     )
-    for a, b in zip(together, alone, strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_equal(together, alone)
     assert num_exchanges == num_updates * len(alone)
 
 

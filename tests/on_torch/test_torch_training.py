@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import pytest
 from case import TRIED
-from helpers import LIMIT, dense_data, dense_model, relative_difference, seeded, told
+from helpers import assert_close, dense_data, dense_model, relative_difference, seeded, told
 from keras import layers, ops
 from of_torch import ByData, Own, Step, model_of, torch
 from training import difference_and_said, train, train_and_hear
@@ -47,8 +47,7 @@ def test_user_code_between_batches_does_not_touch_the_window():
     start = seeded(dense_model).get_weights()
     reference = fit(compiled(), 12, 31)
     model = fit(compiled(accumulation_steps=3), 4, 31, callbacks=[Meddling()])
-    difference = relative_difference(model.get_weights(), reference.get_weights(), start)
-    assert difference <= LIMIT
+    assert_close(model, reference, start)
 
 
 def test_gradients_are_the_sum_and_cost_no_buffer():
@@ -402,8 +401,7 @@ def test_a_schedule_goes_on_with_each_update_by_on_update():
     expected, start = of_torch(Schedules)
     model, _ = of_torch(OnUpdate, **WINDOWS)
     assert model.schedule.last_epoch == expected.schedule.last_epoch == 9
-    found = relative_difference(model.get_weights(), expected.get_weights(), start)
-    assert found <= LIMIT
+    assert_close(model, expected, start)
 
 
 def test_a_size_is_found_for_torch_optim():
