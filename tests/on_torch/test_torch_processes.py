@@ -1,34 +1,47 @@
 """On PyTorch, several processes train as one with all their samples, or it is said otherwise.
 
-Starting processes takes seconds, so they train all cases and tests look at what came out.
+Starting processes takes seconds, so they train all cases, once in a run of pytest, and tests look
+at what came out.
 """
 
 import functools
 import os
+import pickle
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 import trainings_of_processes as trainings
+from filelock import FileLock
 from helpers import LIMIT, ROOT, assert_equal, python_blocks, relative_difference
 
 
-@functools.cache
-def found(size):
-    """Return what the processes returned, or why they did not: nothing is tried twice."""
-    function = trainings.everything if size == 2 else trainings.a_few
-    try:
-        return trainings.run_in_processes(function, size), None
-    except Exception as error:
-        return [], error
+@pytest.fixture(scope="session")
+def results(tmp_path_factory):
+    """Return a function of the number of processes, which returns what each has returned."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # that of all workers
 
+    @functools.cache
+    def found(size):
+        file = folder / f"{size}_processes.pickle"
+        with FileLock(f"{file}.lock"):
+            if not file.exists():
+                function = trainings.everything if size == 2 else trainings.a_few
+                try:
+                    found = trainings.run_in_processes(function, size)
+                except Exception as error:  # nothing is tried twice
+                    found = str(error)
+                file.write_bytes(pickle.dumps(found))
+            return pickle.loads(file.read_bytes())
 
-def results(size):
-    returned, error = found(size)
-    if error is not None:
-        raise error
-    return returned
+    def results(size):
+        assert isinstance(found(size), list), found(size)
+        return found(size)
+
+    return results
 
 
 def expected(name, size):
@@ -43,19 +56,19 @@ NAMES = [*trainings.CASES, "loop, mean", "loop, sum", "train_on_batch"]
 @pytest.mark.every_case
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")  # of "unused"
 @pytest.mark.parametrize("name", NAMES)
-def test_two_processes_match_one_on_the_full_batch(name):
-    assert_match(name, 2)
+def test_two_processes_match_one_on_the_full_batch(name, results):
+    assert_match(name, results(2))
 
 
 @pytest.mark.gate
 @pytest.mark.parametrize("name", ["both", "masked", "loop, mean"])
-def test_three_processes_match_one_on_the_full_batch(name):
-    assert_match(name, 3)
+def test_three_processes_match_one_on_the_full_batch(name, results):
+    assert_match(name, results(3))
 
 
-def assert_match(name, size):
-    reference, start, num_updates = expected(name, size)
-    trained = [result["trained"][name] for result in results(size)]
+def assert_match(name, results):
+    reference, start, num_updates = expected(name, len(results))
+    trained = [result["trained"][name] for result in results]
     for weights, num_exchanges in trained:
         assert_equal(weights, trained[0][0])
         assert relative_difference(weights, reference, start) <= LIMIT
@@ -98,25 +111,25 @@ ERRORS = {
 
 @pytest.mark.every_case
 @pytest.mark.parametrize("name", ERRORS)
-def test_what_does_not_go_together_is_an_error_in_all_processes(name):
+def test_what_does_not_go_together_is_an_error_in_all_processes(name, results):
     for result in results(2):
         assert result["errors"][name].startswith(ERRORS[name]), result["errors"][name]
 
 
-def test_a_group_without_a_process_is_refused_in_that_one():
+def test_a_group_without_a_process_is_refused_in_that_one(results):
     said = [result["errors"]["choice without it"] for result in results(2)]
     assert said[0] == "nothing"
     assert said[1].startswith("ValueError: `process_group` must be")
     assert "Received: a group without this process. " in said[1]
 
 
-def test_the_noise_of_gradients_is_that_of_all_processes():
+def test_the_noise_of_gradients_is_that_of_all_processes(results):
     expected = trainings.measured_reference(2)
     for result in results(2):
         np.testing.assert_allclose(result["noise"], expected, rtol=1e-4)
 
 
-def test_gradients_are_summed_in_buckets():
+def test_gradients_are_summed_in_buckets(results):
     (together, num_updates), (alone, num_exchanges) = (
         results(2)[0]["trained"]["both"],
         results(2)[0]["small buckets"],
@@ -127,7 +140,7 @@ def test_gradients_are_summed_in_buckets():
 
 @pytest.mark.every_case
 @pytest.mark.parametrize("way", trainings.WAYS)
-def test_sums_beside_means_are_exact_for_equal_batches_and_told(way):
+def test_sums_beside_means_are_exact_for_equal_batches_and_told(way, results):
     reference, start = trainings.told_reference(2, trainings.TOLD["with a sum"])
     for result in results(2):
         weights, messages = result["told"][f"with a sum {way}"]
@@ -137,7 +150,7 @@ def test_sums_beside_means_are_exact_for_equal_batches_and_told(way):
 
 @pytest.mark.every_case
 @pytest.mark.parametrize("way", trainings.WAYS)
-def test_averages_of_batch_normalization_are_told_to_be_of_a_process(way):
+def test_averages_of_batch_normalization_are_told_to_be_of_a_process(way, results):
     for result in results(2):
         _, messages = result["told"][f"with batch normalization {way}"]
         assert any("cover only the process's own samples" in message for message in messages)
