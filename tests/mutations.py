@@ -86,14 +86,14 @@ MUTATIONS = [
         "on_train_begin(self, logs: Any = None) -> None:\n"
         "        self._accumulating._accumulation.discard_window()",
         "on_train_begin(self, logs: Any = None) -> None:\n        pass",
-        "interface/test_faults.py::test_fit_knows_nothing_of_a_loop_that_broke_off",
+        "conformance/test_around_updates.py::test_a_fit_begins_with_an_empty_window",
     ),
     Mutation(
         "an open window is forgotten where accumulation_steps becomes 1",
         "core/model_state.py",
         "return self.settings.accumulation_steps > 1 or self.has_open_window()",
         "return self.settings.accumulation_steps > 1",
-        "batch/test_window.py::test_a_window_begun_before_a_change_to_1_is_finished",
+        "conformance/test_around_updates.py::test_a_window_begun_before_a_change_to_1_is_finished",
     ),
     Mutation(
         "a schedule is one epoch late",

@@ -147,7 +147,10 @@ CASES |= {
         dense_model, without_weight, compile_with("mean_with_sample_weight")
     ),
     "a window without weight": Case(
-        functools.partial(zoo.masked_recurrent, kernel_regularizer="l2"), masked_window, decaying
+        functools.partial(zoo.masked_recurrent, kernel_regularizer="l2"),
+        masked_window,
+        decaying,
+        settings=(*USUAL, "left out"),
     ),
 }
 
@@ -218,9 +221,15 @@ UNLIKE = {
     "two sample weights": (two_sequences, OF_WEIGHTS, lambda n: weighted_data(n, (1, 5))),
     "a part that one leaves out": (two_sequences, OF_WEIGHTS, nothing_in_the_first_part),
 }
-TERMS = {"across": Warns("The terms of|average over different things|add_loss")}
+TERMS = Warns("The terms of|average over different things|add_loss")
 CASES |= {
-    name: Case(make, data, compile_args, expects=TERMS)
+    name: Case(
+        make,
+        data,
+        compile_args,
+        expects={"across": TERMS, "left out": TERMS},
+        settings=(*USUAL, "left out"),
+    )
     for name, (make, compile_args, data) in UNLIKE.items()
 }
 CASES |= {

@@ -15,7 +15,8 @@ import models
 import numpy as np
 import pytest
 import zoo
-from case import BACKEND
+from case import BACKEND, PRECISION
+from conftest import set_dtype
 from helpers import (
     LIMIT,
     TOLERANCE,
@@ -25,6 +26,7 @@ from helpers import (
     assert_equal,
     dense_data,
     dense_model,
+    files_told,
     relative_difference,
     seeded,
     told,
@@ -34,12 +36,13 @@ from keras import layers
 from own_train_steps import OfObjective
 from training import train
 
-import ga_model
 from ga_model import AccumulatingModel, AccumulationScheduler, accumulate
 from ga_model.core.proof import proof
 from ga_model.core.proof.runner import StepRunner
 
-if BACKEND == "torch":
+if BACKEND == "tensorflow":
+    import tensorflow as tf
+elif BACKEND == "torch":
     import torch
 
 WINDOWS, SPLIT = {"accumulation_steps": 3}, {"microbatch_size": 5}
@@ -113,6 +116,57 @@ def test_train_on_batch_and_close_window_match(run_eagerly):
         reference.train_on_batch(x[part], y[part])
     assert int(model.optimizer.iterations) == 2
     assert_close(model, reference, start)
+
+
+def test_a_changed_setting_takes_effect_at_the_next_window():
+    x, y = dense_data(24)
+    model, counts = compiled(**WINDOWS), []
+    for i in range(6):
+        if i == 2:
+            model.accumulation_steps = 2
+        model.train_on_batch(x[4 * i : 4 * i + 4], y[4 * i : 4 * i + 4])
+        counts.append(int(model.optimizer.iterations))
+    assert counts == [0, 0, 1, 1, 2, 2]  # a window of 3, one of 2, and one begun
+
+
+def test_a_window_begun_before_a_change_to_1_is_finished():
+    x, y = dense_data(20)
+    model, reference = compiled(**WINDOWS), compiled()
+    start = model.get_weights()
+    for i in range(5):
+        if i == 1:
+            model.accumulation_steps = 1
+        model.train_on_batch(x[4 * i : 4 * i + 4], y[4 * i : 4 * i + 4])
+    for rows in (slice(12), slice(12, 16), slice(16, 20)):
+        reference.train_on_batch(x[rows], y[rows])
+    assert_close(model, reference, start)
+    assert int(model.optimizer.iterations) == 3
+
+
+def test_evaluate_in_a_callback_leaves_the_window_open():
+    x, y = data = dense_data(36)
+    evaluates = keras.callbacks.Callback()
+    evaluates.on_train_batch_end = lambda batch, logs: evaluates.model.evaluate(x, y, verbose=0)
+    model, start = trained(data, 4, epochs=1, fit_args={"callbacks": [evaluates]}, **WINDOWS)
+    reference, _ = trained(data, epochs=1)
+    assert_close(model, reference, start)
+
+
+@pytest.mark.parametrize("how", ["CallbackList", "callback", "tuple", "positional"])
+def test_callbacks_are_taken_in_every_form_and_left_as_they_were(how):
+    x, y = dense_data(28)
+    model, epochs = compiled(**WINDOWS), []
+    watch = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: epochs.append(epoch))
+    made = keras.callbacks.CallbackList([watch], model=model, add_history=True)
+    given = {"callback": watch, "tuple": (watch,), "CallbackList": made}.get(how, [watch])
+    before = list(made.callbacks)
+    for _ in range(2):
+        if how == "positional":
+            model.fit(x, y, 4, 1, 0, given)
+        else:
+            model.fit(x, y, batch_size=4, verbose=0, callbacks=given)
+    assert made.callbacks == before
+    assert int(model.optimizer.iterations) == 3 * len(epochs) == 6
 
 
 def test_a_fit_begins_with_an_empty_window():
@@ -258,22 +312,75 @@ def test_an_overflow_lowers_the_scale_once():
     assert_equal(model.get_weights(), before)
 
 
-@pytest.mark.parametrize("settings", [{"microbatch_size": 3}, {"accumulation_steps": 4}])
-def test_microbatches_that_are_not_finite_are_left_out(settings):
-    x, y = dense_data(12)
-    bad = x.copy()
-    bad[3:6] = np.nan
-    model = compiled(skip_nonfinite=True, **settings)
-    start = model.get_weights()
-    rows = 12 if "microbatch_size" in settings else 3
+# Settings, rows of a batch and of a microbatch, microbatches with NaN, reduction, and how it runs:
+# the first microbatches of a window, all of one window, one of the last.
+IN_BOTH, EAGERLY = {**WINDOWS, "microbatch_size": 2}, {"run_eagerly": BACKEND != "jax"}
+BY_XLA = {"jit_compile": BACKEND != "torch"}
+LEFT_OUT = [
+    (IN_BOTH, 4, 2, [0, 1], "sum_over_batch_size", {}),
+    ({"microbatch_size": 4}, 12, 4, [0], "sum", BY_XLA),
+    (WINDOWS, 4, 4, [0, 1, 2], "sum_over_batch_size", {}),
+    ({"microbatch_size": 4}, 12, 4, [0, 1, 2], "sum_over_batch_size", {}),
+    (WINDOWS, 4, 4, [0], "sum", {}),
+    ({"microbatch_size": 4}, 12, 4, [0], "sum", EAGERLY),
+    (WINDOWS, 4, 4, [1], "sum_over_batch_size", BY_XLA),
+    (IN_BOTH, 4, 2, [4], "sum_over_batch_size", {}),
+]
+
+
+@pytest.mark.parametrize(("settings", "rows", "size", "bad", "reduction", "run"), LEFT_OUT, ids=str)
+def test_microbatches_that_are_not_finite_are_left_out(settings, rows, size, bad, reduction, run):
+    """The reference is trained on the rows of the others, and on nothing else."""
+    set_dtype(PRECISION)
+    x, y = dense_data(34)
+    is_bad = np.isin(np.arange(34) // size, bad)
+    wrong = np.where(is_bad[:, None], np.nan, x)
+
+    def make():  # with a regularizer, which counts once
+        head = layers.Dense(2, kernel_regularizer="l2" if reduction == "sum" else None)
+        return keras.Sequential([keras.Input((4,)), layers.Dense(6, "tanh"), head])
+
+    def compile_args():
+        metrics = ["mae", keras.metrics.R2Score()]
+        loss = keras.losses.MeanSquaredError(reduction)
+        return arguments(optimizer=keras.optimizers.SGD(0.01), loss=loss, metrics=metrics)
+
+    model = compiled(make, lambda: {**compile_args(), **run}, skip_nonfinite=True, **settings)
+    start, reference = model.get_weights(), compiled(make, compile_args)
     with pytest.warns(UserWarning, match="were skipped"):
-        logs = model.fit(bad, y, batch_size=rows, shuffle=False, verbose=0).history
-    assert model.num_skipped_microbatches == 1
-    rest = np.r_[0:3, 6:12]
-    reference, _ = trained((x[rest], y[rest]), 9, epochs=1)
+        logs = model.fit(wrong, y, batch_size=rows, shuffle=False, verbose=0).history
+    windows = [part[~is_bad[part]] for part in np.split(np.arange(34), [12, 24])]
+    windows = [window for window in windows if len(window)]
+    batches = ((x[window], y[window]) for window in windows)
+    expected = reference.fit(batches, steps_per_epoch=len(windows), shuffle=False, verbose=0)
     assert_close(model, reference, start)
-    for name, values in reference.history.history.items():
-        np.testing.assert_allclose(logs[name], values, rtol=1e-5)
+    assert int(model.optimizer.iterations) == len(windows)
+    assert model.num_skipped_microbatches == len(bad)
+    names = ["mae", "r2_score"]
+    if reduction != "sum" or "accumulation_steps" not in settings:
+        names.append("loss")
+    for name in names:
+        values = expected.history[name]
+        np.testing.assert_allclose(logs[name], values, rtol=TOLERANCE[PRECISION])
+
+
+@pytest.mark.parametrize("rows", [4, 12])
+def test_what_was_left_out_is_reported_once_and_counted_from_compile_on(rows):
+    """And nothing is by default, as in plain Keras."""
+    x, y = dense_data(24)
+    x[4:12, 0] = np.inf
+    settings = {"accumulation_steps": 12 // rows, "microbatch_size": 4}
+    model = compiled(skip_nonfinite=True, **settings)
+    with pytest.warns(UserWarning, match="NaN or Inf in their gradients") as caught:
+        model.fit(x, y, batch_size=rows, epochs=3, shuffle=False, verbose=0)
+    assert files_told(caught) == [__file__]
+    assert model.num_skipped_microbatches == 6
+    model.compile(**arguments())
+    assert model.num_skipped_microbatches == 0
+    model.skip_nonfinite = False
+    model.fit(x, y, batch_size=rows, shuffle=False, verbose=0)
+    assert np.isnan(model.get_weights()[0]).any()
+    assert model.num_skipped_microbatches == 0
 
 
 def test_a_window_of_which_nothing_is_left_changes_nothing():
@@ -324,6 +431,26 @@ def test_what_is_left_out_moves_no_averages():
         model.train_on_batch(x, bad)
     reference.train_on_batch(x[rest], y[rest])
     assert relative_difference(averages(model), averages(reference), start) <= LIMIT
+
+
+@pytest.mark.filterwarnings("ignore:BatchNormalization layers in training mode")
+@pytest.mark.filterwarnings("ignore:Microbatches of:UserWarning")
+def test_what_is_left_out_leaves_no_trace_in_averages_seeds_and_metrics():
+    x, y = dense_data(24)
+    x[4:8] = np.nan
+    trained = []
+
+    def make():
+        return keras.Sequential([models.normalized(), layers.Dropout(0.5, seed=1)])
+
+    for skip, window in ((True, range(12)), (False, [*range(4), *range(8, 12)])):
+        model = compiled(make, skip_nonfinite=skip, **WINDOWS)
+        for rows in (window, range(12, 24)):
+            model.accumulation_steps = len(rows) // 4
+            for part in np.split(np.array(rows), len(rows) // 4):
+                model.train_on_batch(x[part], y[part])
+        trained.append(values_of([*model.variables, *model.metrics_variables]))
+    assert_equal(*trained)
 
 
 # A microbatch without weight is left out, and never multiplied.
@@ -415,13 +542,6 @@ def test_files_open_without_this_package_and_on_each_backend(tmp_path):
         subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 
 
-def test_a_refused_setting_leaves_the_model_as_it_was():
-    model = compiled(**SPLIT)
-    with pytest.raises(ValueError, match="must be an integer"):
-        model.microbatch_size = 0
-    assert model.microbatch_size == 5
-
-
 def clone(model):
     """Return a clone, which has neither the weights nor the compilation."""
     cloned = keras.models.clone_model(model)
@@ -492,24 +612,26 @@ def test_batches_of_different_lengths_are_weighted_by_positions():
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
-def test_generators_and_datasets_match():
-    x, y = dense_data(31)
-    parts = Batches(x, y, 4)
-    sources = [parts, (part for part in parts.parts)]
+@pytest.mark.parametrize("rows", [31, 36])
+def test_generators_and_datasets_match(rows):
+    """A step that runs into the end of the data fails after some of its operations could run."""
+    x, y = dense_data(rows)
+    workers = 2 if BACKEND == "tensorflow" else 1  # of which Keras on PyTorch mixes up the batches
+    parts = Batches(x, y, 4, workers=workers, max_queue_size=4)
+    sources = [{"x": parts}, {"x": (part for part in parts.parts), "epochs": 1}]
     if BACKEND == "torch":
         tensors = torch.utils.data.TensorDataset(torch.as_tensor(x), torch.as_tensor(y))
-        sources.append(torch.utils.data.DataLoader(tensors, batch_size=4))
+        sources.append({"x": torch.utils.data.DataLoader(tensors, batch_size=4)})
+    elif BACKEND == "tensorflow":
+        data = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
+        sources.append({"x": data.filter(lambda x, y: True)})  # of a size that is not known
+        sources.append({"x": data.repeat(), "steps_per_epoch": len(parts)})
+    references = {epochs: trained((x, y), epochs=epochs) for epochs in (1, 2)}
     for source in sources:
-        model = compiled(accumulation_steps=3, microbatch_size=3)
-        model.fit(source, shuffle=False, verbose=0)
-        assert_close(model, *trained((x, y), epochs=1))
-
-
-def test_parts_of_other_lengths_are_refused():
-    model = compiled(microbatch_size=3)
-    model.train_on_batch(*dense_data(6))
-    with pytest.raises(ValueError, match="must have the same number of samples"):
-        model.train_on_batch(dense_data(6)[0], dense_data(5)[1])
+        model, fit = compiled(accumulation_steps=3, microbatch_size=3), {"epochs": 2, **source}
+        model.fit(**fit, shuffle=False, verbose=0)
+        assert int(model.optimizer.iterations) == 3 * fit["epochs"]
+        assert_close(model, *references[fit["epochs"]])
 
 
 def test_settings_that_have_an_effect_later_are_not_told_of():
@@ -753,11 +875,6 @@ def test_importing_and_training_imports_no_other_backend():
     )
     assert result.returncode == 0, result.stderr
     assert not result.stdout.split()
-
-
-def test_all_names_are_there():
-    for name in ga_model.__all__:
-        assert getattr(ga_model, name) is not None
 
 
 @keras.saving.register_keras_serializable("ga_model")

@@ -268,6 +268,21 @@ def test_nothing_is_traced_again(float64):
 
 
 @pytest.mark.gate
+@pytest.mark.parametrize(
+    "strategy", [tf.distribute.OneDeviceStrategy, lambda d: tf.distribute.MirroredStrategy([d])]
+)
+def test_a_strategy_with_one_replica_matches_the_whole_batch(strategy, float64):
+    data, arguments = dense_data(28), {"epochs": 2, "shuffle": False, "verbose": 0}
+    reference = compiled()
+    with strategy("/cpu:0").scope():
+        model = accumulate(compiled(), accumulation_steps=3)
+    start = model.get_weights()
+    reference.fit(*data, batch_size=12, **arguments)
+    model.fit(*data, batch_size=4, **arguments)
+    assert_close(model, reference, start)
+
+
+@pytest.mark.gate
 def test_windows_in_a_loop_over_train_on_batch(float64):
     """Every replica gets all of the batch there, in plain Keras too."""
     x, y = dense_data(20)
