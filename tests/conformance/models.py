@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import zoo
 from case import ALL, MSE, TRIED, Case, Refused, Warns, sgd
-from helpers import dense_data, dense_model
+from helpers import averages_activities, dense_data, dense_model
 from keras import layers, ops
 
 CASES = {name: Case(*pair) for name, pair in zoo.ZOO.items()}
@@ -329,6 +329,58 @@ CASES |= {
             "across": Warns("is more than the batches of an epoch", ALL),
         },
     ),
+}
+
+
+# Activity regularizers, which Keras averages over samples or sums up.
+
+
+class RegularizedTwice(layers.Layer):
+    """Has two outputs, and a regularizer of the user's own."""
+
+    def __init__(self):
+        super().__init__(activity_regularizer=lambda x: 0.1 * ops.sum(ops.power(x, 4)))
+        self.part = layers.Dense(4, "tanh")
+
+    def build(self, shape):
+        self.part.build(shape)
+
+    def call(self, x):
+        return self.part(x), self.part(2.0 * x)
+
+    def compute_output_shape(self, shape):
+        return (self.part.compute_output_shape(shape),) * 2
+
+
+def regularized_activities():
+    l2 = keras.regularizers.L2(0.1)
+    return keras.Sequential([layers.Dense(6, "tanh", activity_regularizer=l2), layers.Dense(2)])
+
+
+def two_calls_with_two_outputs():
+    inputs, layer = keras.Input((4,)), RegularizedTwice()
+    return keras.Model(inputs, layers.Dense(2)(layer(layer(inputs)[1])[0]))
+
+
+def of_activities(make, reduction):
+    """In full windows of equal batches they are exact beside a loss of another kind."""
+    is_alike = averages_activities() != (reduction == "sum")
+    told = {"across": Warns("average over different things", ALL)}
+    loss = functools.partial(keras.losses.MeanSquaredError, reduction)
+    return Case(
+        make,
+        dense_data,
+        sgd((loss,), 0.01),
+        samples=24,
+        expects={} if is_alike else told,
+        settings=("windows",),
+    )
+
+
+CASES |= {
+    "activities": of_activities(regularized_activities, "sum_over_batch_size"),
+    "activities beside a sum": of_activities(regularized_activities, "sum"),
+    "activities of two calls": of_activities(two_calls_with_two_outputs, "sum_over_batch_size"),
 }
 
 
@@ -805,6 +857,42 @@ CASES |= {
 }
 CASES["constraints"] = Case(constrained, dense_data)
 CASES["embedding with adam"] = Case(*zoo.ZOO["embedding"], compiled_with(OPTIMIZERS["adam"]))
+# A window looks up 60 ids, of 7.
+CASES["embedding of few ids"] = Case(functools.partial(zoo.embedding, 7), zoo.embedding_data)
+CASES["embedding of few ids, compiled by XLA"] = dataclasses.replace(
+    CASES["embedding of few ids"],
+    compile=sgd(jit_compile=True),
+    backends=("tensorflow",),
+    settings=("windows",),
+)
+
+
+# Keras's step on TensorFlow calls `apply_gradients`, which may be the user's own.
+
+
+class NormalizesInPairs(keras.optimizers.SGD):
+    def apply_gradients(self, grads_and_vars):
+        pairs = [(g / (1e-3 + ops.norm(ops.reshape(g, -1))), v) for g, v in grads_and_vars]
+        return super().apply_gradients(pairs)
+
+
+def patched():
+    optimizer = keras.optimizers.SGD(0.1)
+    original = optimizer.apply_gradients
+    optimizer.apply_gradients = lambda pairs: original([(2.0 * g, v) for g, v in pairs])
+    return optimizer
+
+
+CASES |= {
+    f"apply_gradients of {name}": Case(
+        dense_model,
+        dense_data,
+        compiled_with(make),
+        backends=("tensorflow",),
+        settings=("windows", "split"),
+    )
+    for name, make in {"a class": lambda: NormalizesInPairs(0.1), "an instance": patched}.items()
+}
 
 
 # Variables that are trained otherwise, or not at all.
@@ -847,6 +935,28 @@ CASES |= {
     "low rank, int8": quantized(functools.partial(of_low_rank, is_quantized=True)),
     "an int8 layer": quantized(with_a_quantized_layer),
 }
+
+
+# Scales of float8 layers are the largest values of a full batch.
+FLOAT8 = {"precision": "float32", "backends": ("tensorflow",)}
+CASES |= {
+    f"float8, {name}": Case(
+        zoo.float8,
+        dense_data,
+        compiled_with(OPTIMIZERS[name]),
+        samples=36,
+        settings=("windows", "microbatches of one", "batches of three"),
+        **FLOAT8,
+    )
+    for name in ("sgd", "adam")
+}
+CASES["float8 in partial windows"] = Case(
+    zoo.float8,
+    dense_data,
+    expects={"windows": Warns("Float8 layers remember how large .*scale.*partial")},
+    settings=("windows",),
+    **FLOAT8,
+)
 
 
 # Precision, and ways to run.
@@ -893,6 +1003,25 @@ HALF = {
 
 for policy, (name, case) in itertools.product(("mixed_float16", "mixed_bfloat16"), HALF.items()):
     CASES[f"{policy}: {name}"] = dataclasses.replace(case, precision=policy)
+
+
+def light_at_first(rows):
+    """The others are not to be in the unit of the first microbatch, in which they overflow."""
+    return *dense_data(rows), np.where(np.arange(rows) % 12 < 4, 1 / 1024, 1.0)
+
+
+def of_light_samples():
+    loss_scale = {"initial_scale": 2.0**12, "dynamic_growth_steps": 1000}
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), **loss_scale)
+    return {
+        "optimizer": optimizer,
+        "loss": keras.losses.MeanSquaredError("mean_with_sample_weight"),
+    }
+
+
+CASES["mixed_float16: a light first microbatch"] = Case(
+    dense_model, light_at_first, of_light_samples, precision="mixed_float16", settings=("windows",)
+)
 
 # XLA has no float16 for it on CPUs.
 for name in ("attention", "calls inside of a language model"):

@@ -911,6 +911,9 @@ elif BACKEND == "tensorflow":
             self.optimizer.apply(gradients)
             return {"own": loss}
 
+    CASES["apply, past apply_gradients of the optimizer"] = step(
+        of(losses.mean), compile=models.compiled_with(lambda: models.NormalizesInPairs(0.1))
+    )
     for name, (base, how) in {
         "of a compiled function": (Compiled, {}),
         "of a compiled function, by the mixin": (CompiledOverTheMixin, {}),

@@ -4,48 +4,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import TOLERANCE, dense_data, dense_model, seeded
-from losses import mean
-from own_train_steps import OfObjective
-from training import difference_of_fits
+from helpers import dense_data, dense_model, seeded
+from models import NormalizesInPairs
 
 from ga_model import GradientAccumulator, accumulate
-
-
-class NormalizesInPairs(keras.optimizers.SGD):
-    def apply_gradients(self, grads_and_vars):
-        pairs = [(gradient / (1e-3 + tf.norm(gradient)), v) for gradient, v in grads_and_vars]
-        return super().apply_gradients(pairs)
-
-
-def patched():
-    optimizer = keras.optimizers.SGD(0.1)
-    original = optimizer.apply_gradients
-    optimizer.apply_gradients = lambda pairs: original([(2.0 * g, v) for g, v in pairs])
-    return optimizer
-
-
-def applying_without_pairs():
-    return OfObjective(mean, [dense_model()])
-
-
-@pytest.mark.parametrize("way", [{"rows": 4, "steps": 3}, {"rows": 12, "steps": 1, "size": 5}])
-@pytest.mark.parametrize(
-    ("make", "optimizer"),
-    [
-        (dense_model, lambda: NormalizesInPairs(0.1)),
-        (applying_without_pairs, lambda: NormalizesInPairs(0.1)),
-        (dense_model, patched),
-    ],
-    ids=["class", "past it", "instance"],
-)
-@pytest.mark.every_case
-def test_the_method_that_a_step_calls_makes_the_update(make, optimizer, way, float64):
-    def arguments():
-        return {"optimizer": optimizer(), "loss": "mse"}
-
-    difference = difference_of_fits(make, arguments, dense_data(34), **way)
-    assert difference <= TOLERANCE[float64]
 
 
 def test_an_accumulator_applies_as_the_optimizer_does(float64):

@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from gradients import gradients_of
-from helpers import TOLERANCE, assert_close, dense_data, relative_difference, scope, seeded
+from helpers import (
+    TOLERANCE,
+    assert_changed,
+    assert_close,
+    dense_data,
+    relative_difference,
+    scope,
+    seeded,
+)
 from keras import layers, ops
 from training import difference_of_fits
 
@@ -208,3 +216,42 @@ def test_eagerly_positions_are_known_by_their_ids(ids_of, float64):
     settings, arguments = {"accumulation_steps": 3}, {"run_eagerly": True}
     difference = difference_of_one(make, settings, arguments, (x, y), rows=(4, 12))
     assert difference <= TOLERANCE[float64]
+
+
+class UsedInTwoWays(keras.Model):
+    """A table of which full batches look up rows, and the ragged last one all of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = self.add_weight(shape=(7, 3), initializer="uniform", name="table")
+        self.dense = keras.layers.Dense(2)
+
+    def call(self, ids):
+        table = tf.convert_to_tensor(self.table)
+        if ids.shape[0] == 4:
+            return self.dense(tf.gather(table, ids))
+        return self.dense(tf.one_hot(ids, 7, dtype=table.dtype) @ table)
+
+
+@one_device
+@pytest.mark.parametrize("first", [4, 2])
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_a_gradient_that_is_sparse_in_some_batches_only(jit_compile, first, float64):
+    ids = np.random.default_rng(0).integers(0, 7, size=30).astype("int32")
+    y = dense_data(30)[1]
+    trained = []
+    for wrap in (True, False):
+        model = seeded(UsedInTwoWays)
+        model(ids[:1])
+        if wrap:
+            model = accumulate(model, accumulation_steps=3)
+        model.compile(keras.optimizers.SGD(0.5), "mse", jit_compile=jit_compile)
+        start = model.get_weights()
+        for begin in range(0, 30, 10):
+            window = np.arange(begin, begin + 10)
+            batches = np.split(window, [first, first + 4]) if wrap else [window]
+            for rows in batches:
+                model.train_on_batch(ids[rows], y[rows])
+        trained.append(model.get_weights())
+    assert_changed(trained[1], start)
+    assert relative_difference(*trained, start) <= TOLERANCE[float64]

@@ -1,73 +1,13 @@
-"""What microbatches weigh: activity regularizers, and what one weight can not serve."""
-
-import contextlib
+"""What microbatches weigh: a weight that is computed, and what one weight can not serve."""
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import TOLERANCE, averages_activities, dense_data, dense_model, seeded
-from keras import ops
-from training import difference_of_fits
-from zoo import two_outputs, two_outputs_data
+from helpers import dense_data, dense_model, seeded
+from zoo import float8, two_outputs, two_outputs_data
 
 from ga_model import AccumulatingModel, accumulate
-
-
-def with_activity_regularizer(inputs):
-    return keras.layers.Dense(6, "tanh", activity_regularizer=keras.regularizers.L2(0.1))(inputs)
-
-
-class Regularized(keras.layers.Layer):
-    """Has two outputs, and a regularizer of the user's own."""
-
-    def __init__(self):
-        super().__init__(activity_regularizer=lambda x: 0.1 * ops.sum(ops.power(x, 4)))
-        self.part = keras.layers.Dense(4, "tanh")
-
-    def build(self, shape):
-        self.part.build(shape)
-
-    def call(self, x):
-        return self.part(x), self.part(2.0 * x)
-
-    def compute_output_shape(self, shape):
-        return (self.part.compute_output_shape(shape),) * 2
-
-
-def called_twice(inputs):
-    layer = Regularized()
-    return layer(layer(inputs)[1])[0]
-
-
-ACTIVITIES = {
-    "a layer of Keras": with_activity_regularizer,
-    "a layer of Keras, sum": with_activity_regularizer,
-    "two calls with two outputs": called_twice,
-}
-
-
-@pytest.mark.parametrize("name", ACTIVITIES)
-def test_activity_regularizers_match_as_keras_adds_them(name, float64):
-    """Also beside a loss of another kind, in full windows of equal batches, where that is told."""
-
-    def make():
-        inputs = keras.Input((4,))
-        return keras.Model(inputs, keras.layers.Dense(2)(ACTIVITIES[name](inputs)))
-
-    is_sum = name.endswith("sum")
-    is_alike = averages_activities() != is_sum
-    loss = keras.losses.MeanSquaredError("sum" if is_sum else "sum_over_batch_size")
-    told = pytest.warns(UserWarning, match="average over different things")
-    with contextlib.nullcontext() if is_alike else told:
-        difference = difference_of_fits(
-            make,
-            lambda: {"optimizer": keras.optimizers.SGD(0.01), "loss": loss},
-            dense_data(24),
-            rows=4,
-            steps=3,
-        )
-    assert difference <= TOLERANCE[float64]
 
 
 class WeighsByOutput(AccumulatingModel, keras.Sequential):
@@ -97,6 +37,18 @@ def test_a_weight_is_not_differentiated(float64):
     model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
     for w, s, a in zip(model.get_weights(), start, accumulated, strict=True):
         np.testing.assert_allclose(w, s - a / total, rtol=1e-10)
+
+
+def test_float8_layers_remember_a_batch_without_weight_as_plain_keras_does():
+    x, y = dense_data(12)
+    trained = []
+    for size in (None, 4):
+        model = accumulate(seeded(float8), microbatch_size=size)
+        model.compile("sgd", keras.losses.MeanSquaredError("mean_with_sample_weight"))
+        model.fit(x, y, sample_weight=np.zeros(12), batch_size=12, verbose=0, shuffle=False)
+        trained.append(model.get_weights())
+    for a, b in zip(*trained, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
 def test_a_loss_without_reduction_beside_another_is_refused():
