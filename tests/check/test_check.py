@@ -110,18 +110,6 @@ def hard_mining(convert=np.asarray):
     return model, convert(numbers(ROWS, 6)), ids(ROWS, 1) % 2
 
 
-class RowsAgainstRows(keras.Model):
-    """Scores every row against every other, as models of pairs of images and texts do."""
-
-    def __init__(self):
-        super().__init__()
-        self.left, self.right = layers.Dense(4), layers.Dense(4)
-
-    def call(self, inputs):
-        scores = ops.matmul(self.left(inputs), ops.transpose(self.right(inputs)))
-        return ops.log_softmax(scores)
-
-
 class WrongRule(AccumulatingModel, keras.Model):
     """Counts all microbatches alike, as dividing by `accumulation_steps` does."""
 
@@ -200,9 +188,6 @@ MODELS = {
     "half precision": lambda: of_rows(
         sequential((6,), half(64, activation="tanh"), half(2)), sgd(0.1)
     ),
-    "scores of pairs": lambda: of_rows(
-        RowsAgainstRows(), "adam", lambda y_true, y_pred: -ops.diagonal(y_pred)
-    ),
     "hard mining": hard_mining,
     "hard mining of sparse rows": functools.partial(hard_mining, tf.sparse.from_dense),
     "equal weights": equal_weights,
@@ -240,7 +225,6 @@ CASES = [
     ("batch normalization", SIZE, "different", r"\['batch_normalization"),
     ("own loss: contrastive", STEPS, "different", DIFFERS),
     ("own loss: contrastive", OVER_A_MICROBATCH, "different", DIFFERS),
-    ("scores of pairs", STEPS, "different", DIFFERS),
     ("dice", OVER_A_MICROBATCH, "different", DIFFERS),
     ("hard mining", STEPS, "different", DIFFERS),
     ("hard mining of sparse rows", STEPS, "different", "Different"),

@@ -12,6 +12,7 @@ import torch
 from case import ALL, TRIED, Case, Refused, Warns, sgd
 from helpers import dense_data
 from keras import layers
+from models import KeepsAverage
 
 BUT_LOGS = tuple(name for name in ALL if name != "logs")
 DIFFERS = {"across": Warns(TRIED)}
@@ -724,17 +725,8 @@ class Fades(layers.Dense):
         return super().call(x) / (1.0 + 0.2 * self.calls)
 
 
-class CountsAndCodes(Fades):
+class CountsAndCodes(Fades, KeepsAverage):
     """Is found after its first microbatch not to go by microbatches, and counts all the same."""
-
-    def build(self, shape):
-        super().build(shape)
-        self.average = self.add_weight(shape=(4,), trainable=False, initializer="ones")
-
-    def call(self, x):
-        outputs = super().call(x * self.average)
-        self.average.assign(0.5 * self.average + 0.5 * keras.ops.mean(x, axis=0))
-        return outputs
 
 
 # Layer: why a call of it runs whole, and the step if it is another.

@@ -94,19 +94,6 @@ def test_windows_of_one_microbatch_are_left_out():
     assert "nothing is known" in str(noise)
 
 
-def test_what_cannot_be_measured_is_refused():
-    x, _, _ = normal_rows(16)
-    with pytest.raises(ValueError, match="at least two microbatches per window"):
-        fit(linear_model(settings={}), x, GradientNoiseScale())
-    loss = keras.losses.MeanSquaredError(reduction="sum")
-    with pytest.raises(ValueError, match="needs a loss that is a mean"):
-        fit(linear_model(settings=SETTINGS["size"], loss=loss), x, GradientNoiseScale())
-    plain = dense_model()
-    plain.compile("sgd", "mse")
-    with pytest.raises(TypeError, match="which does not"):
-        plain.fit(*dense_data(8), verbose=0, callbacks=[GradientNoiseScale()])
-
-
 @pytest.mark.parametrize("nan", [False, True])
 @pytest.mark.parametrize("name", ["size", "both", "steps"])  # the first has some without weight
 def test_the_estimates_are_those_of_the_formula(name, nan):

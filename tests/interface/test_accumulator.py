@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 from gradients import gradients_of
 from helpers import assert_close, dense_data, dense_model, seeded
-from zoo import WithUnusedVariable, embedding, embedding_data
+from zoo import embedding, embedding_data
 
 from ga_model import GradientAccumulator
 
@@ -111,19 +111,6 @@ def test_gradients_that_overwrite_their_variable_are_neither_weighted_nor_summed
             gradient = tf.constant([value, value])
             accumulator.add([gradient, gradient[:1]], [scale, kernel], weight=weight)
         assert [mean.numpy().tolist() for mean in accumulator.mean()] == [[2.0, 2.0], [2.0]]
-
-
-@pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning:keras")
-def test_none_stays_none():
-    x, y = dense_data(12)
-    model = seeded(WithUnusedVariable)
-    model.build((None, 4))
-    accumulator = GradientAccumulator()
-    gradients = mean_gradients(model, x, y)
-    assert gradients[2] is None
-    accumulator.add(gradients, model.trainable_variables, weight=1.0)
-    assert [g is None for g in accumulator.mean()] == [False, False, True, True]
-    accumulator.apply(keras.optimizers.Adam())
 
 
 def test_buffers_are_float32_or_better_and_only_where_there_are_gradients():

@@ -6,7 +6,6 @@ Every fault happens to plain Keras, too, which shows what the user would see wit
 import functools
 import shutil
 import signal
-import sys
 import tempfile
 from pathlib import Path
 
@@ -27,7 +26,6 @@ from helpers import (
     in_the_sweep,
     relative_difference,
     seeded,
-    values_of,
 )
 
 from ga_model import accumulate
@@ -301,16 +299,6 @@ def test_training_that_is_stopped_inside_a_window_closes_it(way, models):
     assert_goes_on(model, reference, rows)
 
 
-@every_way
-def test_fit_knows_nothing_of_a_loop_that_broke_off(way, models):
-    _, rows = WAYS[way]
-    x, y = dense_data(40, seed=5)
-    for i in range(0, FAULTY_ROW, rows):
-        models[way].train_on_batch(x[i : i + rows], y[i : i + rows])
-    assert models[way].has_updated == (way == "microbatch_size")
-    assert_goes_on(models[way], models["reference"], rows, in_a_loop=False)
-
-
 def fit_in_own_process(folder, *args):
     return in_own_process("The run", killed_run.train, folder, *args)
 
@@ -360,68 +348,6 @@ def test_a_run_that_is_killed_and_started_again_ends_as_one_that_was_not(
         reference = killed_run.fit({}, BIG, epochs, [again])
     start = killed_run.compiled({}).get_weights()
     assert relative_difference(weights, reference.get_weights(), start) <= TOLERANCE["float64"]
-
-
-class FilesOnTheWay(keras.callbacks.BackupAndRestore):
-    """Keras's, which keeps what a kill at any line of Python leaves of its first two backups."""
-
-    _modules = ("backup_and_restore", "saving_lib", "shutil")  # that write
-
-    def __init__(self, folder, double_checkpoint):
-        super().__init__(folder, double_checkpoint=double_checkpoint)
-        self._folder = folder
-        self.seen = [{}]  # the files' contents by their names
-
-    def _save_model(self):
-        before = sys.gettrace()
-        sys.settrace(self._look if self._current_epoch <= 2 else before)
-        try:
-            super()._save_model()
-        finally:
-            sys.settrace(before)
-
-    def _look(self, frame, *_):
-        if Path(frame.f_code.co_filename).stem not in self._modules:
-            return None
-        if self._folder.exists():
-            files = {path.name: path.read_bytes() for path in self._folder.iterdir()}
-            if files != self.seen[-1]:
-                self.seen.append(files)
-        return self._look
-
-
-@pytest.mark.parametrize(
-    "way", ["both", *map(in_the_sweep, ("accumulation_steps", "microbatch_size"))]
-)
-@pytest.mark.parametrize("double", [False, True])
-def test_a_kill_at_any_line_leaves_a_backup_that_can_be_mended(double, way, models, tmp_path):
-    """Keras's backup is not safe against a kill while it is written; `mend` makes it so."""
-    model, rows = models[way], WAYS[way][1]
-    variables = [*model.variables, *model.optimizer.variables]
-
-    x, y = dense_data(40, seed=5)
-    backup = FilesOnTheWay(tmp_path / "backup", double)
-    model.optimizer.iterations.assign(0)
-    begins = [values_of(variables)]  # of the epochs
-    watch = keras.callbacks.LambdaCallback(
-        on_epoch_end=lambda epoch, logs: begins.append(values_of(variables))
-    )
-    fit(model, x=x, y=y, batch_size=rows, epochs=3, callbacks=[backup, watch])
-
-    assert len(backup.seen) > 5
-    for index, files in enumerate(backup.seen):
-        folder = tmp_path / str(index)
-        folder.mkdir()
-        for name, content in files.items():
-            (folder / name).write_bytes(content)
-        killed_run.mend(folder, updates_per_epoch=4)
-        for variable, value in zip(variables, begins[0], strict=True):
-            variable.assign(value)
-        model._initial_epoch = None
-        again = keras.callbacks.BackupAndRestore(folder, double_checkpoint=double)
-        again.set_model(model)
-        again.on_train_begin()  # restores it, as `fit` does
-        assert_equal(values_of(variables), begins[model._initial_epoch or 0])
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "microbatch_size"])

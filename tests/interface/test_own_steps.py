@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 from helpers import TOLERANCE, dense_data, dense_model, relative_difference, seeded
 from losses import mean
-from own_train_steps import GAN, GANOfOneState, OfObjective, of_two
+from own_train_steps import GANOfOneState, OfObjective, of_two
 
 from ga_model import AccumulatingModel, accumulate
 
@@ -44,26 +44,6 @@ def test_several_optimizers_each_have_their_own_window(make, float64):
 
 
 # What cannot be accumulated.
-
-
-class AppliesInTurn(GAN):
-    """Applies its second optimizer every other time, which only eager mode does."""
-
-    calls = 0
-
-    def update(self, gradients, variables, optimizer=None):
-        self.calls += 1
-        if self.calls % 4:
-            super().update(gradients, variables, optimizer)
-
-
-@pytest.mark.filterwarnings("ignore:A window of microbatches does not train")
-def test_an_optimizer_that_is_applied_in_some_microbatches_of_a_batch_is_refused():
-    model = accumulate(AppliesInTurn(), microbatch_size=4, loss_over="microbatch")
-    model.compile(**of_two())
-    model.run_eagerly = True
-    with pytest.raises(RuntimeError, match="must apply the same optimizers, in the same order"):
-        model.fit(*dense_data(12), batch_size=12, verbose=0)
 
 
 class AppliesInABranch(OfObjective):
