@@ -173,6 +173,7 @@ def clock(monkeypatch, small_case):
     for name in ("monotonic", "perf_counter"):
         monkeypatch.setattr(_bench.time, name, lambda: now[0])
     monkeypatch.setattr(_bench, "in_own_process", lambda name, function, *args: function(*args))
+    monkeypatch.setattr(_bench, "prepare", lambda: None)  # for such processes
     return now
 
 
@@ -183,8 +184,7 @@ def test_times_are_those_of_a_sample(clock):
     assert {value for _, per_sample in times.values() for value in per_sample} == {1.0}
 
 
-@pytest.mark.every_case
-@pytest.mark.parametrize("seconds", [1500.0, 1.0, 40.0, 400.0, 20_000.0])
+@pytest.mark.parametrize("seconds", [1500.0, 40.0, 1.0, 400.0, 20_000.0])
 def test_the_benchmark_ends_when_its_time_is_up(clock, monkeypatch, seconds):
     """Apart from the step that runs, however long all of it would take."""
     monkeypatch.setattr(_bench, "measure_memory", lambda setup: clock.append(clock.pop() + 20.0))
