@@ -106,11 +106,6 @@ class Accumulator:
         gradient. The sums are not to be used again."""
         raise NotImplementedError
 
-    @property
-    def summed_variables(self) -> list[Any]:
-        """Variables whose rows were summed to bound the memory: none, as there are no rows."""
-        return []
-
     def mean(self) -> list[Any]:
         """Return the window's gradient, one tensor or None per variable, in its dtype.
 
