@@ -32,16 +32,6 @@ def is_not(flag: Any) -> Any:
     return not flag if isinstance(flag, bool) else ~flag
 
 
-def both(first: Any, second: Any) -> Any:
-    """Return whether two bool scalars are true."""
-    return first & second
-
-
-def either(first: Any, second: Any) -> Any:
-    """Return whether one of two bool scalars is true."""
-    return first | second
-
-
 def constant(value: Any) -> Any:
     """Return a scalar without its gradient."""
     return keras.ops.stop_gradient(value) if keras.ops.is_tensor(value) else value
@@ -55,7 +45,7 @@ def not_zero(weight: Any, rows: Any) -> Any:
 def if_so(flag: Any, value: Any) -> Any:
     """Return a value, or zero of its kind where a bool scalar is false."""
     if isinstance(value, bool):
-        return both(flag, value)
+        return flag & value
     is_tensor = keras.ops.is_tensor(value)
     return where(flag, value, keras.ops.zeros_like(value) if is_tensor else 0.0)
 

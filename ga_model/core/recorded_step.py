@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from typing import Any
 
 import keras
@@ -126,7 +127,7 @@ class RecordedStep:
             said = None if said is None else _numbers.float64(said)
             weight = recording.relative_weight, recording.unit
             found = recording.gradients, recorder.moments, numbers, own
-            has_lost = functools.reduce(_numbers.either, losses.lost, _numbers.int32(0) > 0)
+            has_lost = functools.reduce(operator.or_, losses.lost, _numbers.int32(0) > 0)
             entries = losses.entries() if verdict.is_folded else ()
             recording.release()
             return (*found, said, weight, has_lost, entries)
@@ -278,7 +279,7 @@ def _skipped(found: Sums) -> tuple[Any, Sums]:
     """Return whether all gradients of a microbatch are finite, and nothing of it if not."""
     values = [values_of(g) for g in found.gradients if g is not None]
     parts = [ops.all(ops.isfinite(v)) for v in values]
-    is_finite = functools.reduce(_numbers.both, parts, _numbers.int32(0) == 0)
+    is_finite = functools.reduce(operator.and_, parts, _numbers.int32(0) == 0)
     counted = keras.tree.map_structure(
         lambda v: None if v is None else _numbers.if_so(is_finite, v), found
     )

@@ -157,7 +157,7 @@ class Updates:
         self._backend.once(self.after_update)
         has_lost = others.has_lost
         if others.total is not None:
-            has_lost = _numbers.both(has_lost, others.total != 0)
+            has_lost = has_lost & (others.total != 0)
         lost, unlike = (ops.cast(is_so, "int32") for is_so in (has_lost, others.has_unlike))
         return count(others, counters)._replace(
             lost=counters.lost + lost, unlike=counters.unlike + unlike

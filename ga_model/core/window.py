@@ -139,7 +139,7 @@ class Sums(NamedTuple):
             other.unit,
             self.num_counted + other.num_counted,
             self.num_skipped + other.num_skipped,
-            _numbers.either(self.has_lost, other.has_lost),
+            self.has_lost | other.has_lost,
             self.num_news + other.num_news,
             [a.plus(b) for a, b in zip(self.moments, other.moments)],
             [a.plus(b) for a, b in zip(self.amounts, other.amounts)],
@@ -153,8 +153,8 @@ class Sums(NamedTuple):
             return self.entries or other.entries, self.has_unlike
         before, after, has_unlike = self.entries, other.entries, self.has_unlike
         for mine, others in zip(before[1:], after[1:]):
-            is_unlike = mine * after[0] != others * before[0]  # never if there was none before
-            has_unlike = _numbers.either(has_unlike, is_unlike)
+            # Never if there was none before.
+            has_unlike = has_unlike | (mine * after[0] != others * before[0])
         is_none = self.num_counted == 0
         return tuple(_numbers.where(is_none, b, a) for a, b in zip(before, after)), has_unlike
 

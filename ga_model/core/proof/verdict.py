@@ -95,14 +95,14 @@ class Verdict(NamedTuple):
         same = {name for name, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], known)}
         weight = self.weighing.weight(seen) if self.weighing.source in (*same, "samples") else None
         if self.weighing.is_divisor and weight is not None and not self.has_seen_zero:
-            news = _numbers.either(news, weight == 0)
+            news = news | (weight == 0)
         for watched in self.watched:
             factor = weight if watched.is_per_weight else 1.0
             if watched.name not in same or factor is None:
                 continue
             expected = watched.value * factor
             is_near = abs(seen.scalars[watched.name] - expected) <= WATCHED * abs(expected)
-            news = _numbers.either(news, _numbers.is_not(is_near))
+            news = news | _numbers.is_not(is_near)
         return news
 
     def after_news(self, found: Verdict) -> Verdict:
