@@ -90,7 +90,7 @@ class TensorFlowBackend(Backend):
     Attributes:
         held: what holds the sums of an open window.
         tables: what is known of tables, of which some rows are looked up.
-        knows_number: whether the source of data tells how many samples a batch has.
+        knows_number: returns whether the source of data tells how many samples a batch has.
         needs_number: whether a step is traced for the number of samples that a microbatch has.
         is_for_any_samples: whether a graph is being made for any number of samples.
     """
@@ -103,7 +103,7 @@ class TensorFlowBackend(Backend):
         super().__init__(model)
         self.held, self.tables = HeldSums(), Tables()
         self.is_for_any_samples = False
-        self.knows_number = True
+        self.knows_number: Callable[[], bool] = lambda: True
         self.needs_number = False
         self._replicas = replicas.of_model(model)
         self._is_on_one = self._has_updated = False
@@ -187,6 +187,7 @@ class TensorFlowBackend(Backend):
         if not self.traces or isinstance(error, (tf.errors.OpError, MemoryError)):
             return None
         self.needs_number = not self.needs_number  # not where that raises an error, too
+        self._made = {}  # for the other way
         return self.needs_number
 
     def copied(self, nest: Any) -> Any:
@@ -331,7 +332,7 @@ class TensorFlowBackend(Backend):
         if self.replicas is not None:
             Compiled(self, step).shapes((AnySamples(data),))
             return
-        traced = data if self.knows_number else AnySamples(data)  # shapes of layers show it
+        traced = data if self.knows_number() else AnySamples(data)  # shapes of layers show it
         tf.function(step, autograph=False).get_concrete_function(specs_of(traced))
 
     # What is refused, or found out.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -45,15 +44,13 @@ class Compiled:
             run = self._call_on_replicas
         elif self._holds:
             run = self._call_on_held
-        make = functools.partial(tf.function, run, autograph=False, jit_compile=jit_compile)
-        self._for_some_shapes, self._for_one_shape = make(reduce_retracing=True), make()
+        self._run = tf.function(
+            run,
+            autograph=False,
+            reduce_retracing=not backend.needs_number,  # it makes shapes that differ unknown
+            jit_compile=jit_compile,
+        )
         self._traced: dict[Any, Any] = {}  # by the shapes of arguments
-
-    @property
-    def _run(self) -> Any:
-        # Shapes that differ are relaxed to unknown ones, which a step may be unable to run with.
-        needs_number = self._backend.needs_number
-        return self._for_one_shape if needs_number else self._for_some_shapes
 
     def __call__(self, *arguments: Any) -> Any:
         if self._holds and tf.executing_eagerly():

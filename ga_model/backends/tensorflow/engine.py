@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
@@ -33,8 +34,9 @@ class Hooks(CoreHooks):
 
     def _train(self, iterator: Any) -> Any:
         accumulation = self._accumulation
-        accumulation.backend.knows_number = _knows_number(iterator)
-        logs = accumulation.train(_without_optionals(iterator), self.steps_per_execution)
+        specs = keras.tree.flatten(getattr(iterator, "element_spec", tf.OptionalSpec(None)))
+        accumulation.backend.knows_number = functools.partial(_knows_number, specs)
+        logs = accumulation.train(_without_optionals(iterator, specs), self.steps_per_execution)
         return accumulation.backend.logs_of(logs)
 
     def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
@@ -48,21 +50,18 @@ class Hooks(CoreHooks):
         return super()._make_function(step)
 
 
-def _knows_number(iterator: Any) -> bool:
-    """Return whether a source of data tells how many samples each of its batches has."""
-    if not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
-        return True
-    shapes = [getattr(spec, "shape", None) for spec in keras.tree.flatten(iterator.element_spec)]
+def _knows_number(specs: Iterable[Any]) -> bool:
+    """Return whether the specs of a source of data tell how many samples each batch has."""
+    shapes = [getattr(spec, "shape", None) for spec in specs]
     return all(shape.rank is not None and None not in shape[:1] for shape in shapes if shape)
 
 
-def _without_optionals(batches: Iterator[Any]) -> Iterator[Any]:
+def _without_optionals(batches: Iterator[Any], specs: Iterable[Any]) -> Iterator[Any]:
     """Return batches with None where a dataset has nothing."""
 
     def tensor_or_none(leaf: Any) -> Any:
         return None if isinstance(leaf, tf.experimental.Optional) else leaf
 
-    specs = keras.tree.flatten(getattr(batches, "element_spec", tf.OptionalSpec(None)))
     if not any(isinstance(spec, tf.OptionalSpec) for spec in specs):
         return batches
     return (keras.tree.map_structure(tensor_or_none, data) for data in batches)

@@ -29,11 +29,10 @@ class Tables:
             traces: whether code is traced.
             is_for_any_samples: whether it is for any number of samples.
         """
+        is_fixed = gradient.indices.shape[0] is not None
         if not traces:
             self._look_at(name, gradient.indices)
-        elif (
-            is_for_any_samples and gradient.indices.shape[0] is not None
-        ):  # so they are not looked up by samples
+        elif is_fixed and is_for_any_samples:  # so they are not looked up by samples
             self._by_position.add(name)
         kind = Positions if name in self._by_position else Rows
         return kind(gradient.values, gradient.indices, tf.zeros((), tf.float64))
