@@ -74,8 +74,7 @@ class Accumulator:
         """Add checked gradients. The weight is from `_number`, or None."""
         is_sum, sums = weight is None, self._sums
         if sums is None:
-            nothing = [None] * len(variables)
-            sums = Sums(nothing, None if is_sum else 0.0, 0.0, 0, 0, False, 0, [], [])
+            sums = Sums.of_nothing(len(variables), is_sum)
         if (sums.total is None) != is_sum:
             raise ValueError(messages.mixed_weights_message())
         number = 1.0 if is_sum else weight

@@ -121,6 +121,12 @@ class Sums(NamedTuple):
     entries: tuple[Any, ...] = ()
     has_unlike: Any = False
 
+    @classmethod
+    def of_nothing(cls, num_gradients: int, is_sum: bool = False) -> Sums:
+        """Return the sums before the first microbatch, of so many variables."""
+        total = None if is_sum else 0.0
+        return cls([None] * num_gradients, total, 0.0, 0, 0, False, 0, [], [])
+
     def plus(self, other: Sums) -> Sums:
         """Return the sum of both. The unit of `other`, which came later, is not the smaller."""
         shrink = shrinkage(self.unit, other.unit)

@@ -118,7 +118,7 @@ class Processes:
             return None, True
         variables = [v for group in applied for v in group.variables]
         device = _device_of(variables)
-        own = sums or Sums([None] * len(variables), 0.0, 0.0, 0, 0, False, 0, [], [])
+        own = sums or Sums.of_nothing(len(variables))
         number, is_sum = int(own.num_counted), own.total is None
         total, unit = (float(own.total), float(own.unit)) if number and not is_sum else (0.0, 0.0)
         prints = (0.0, 0.0) if self._has_compared else _fingerprint(variables)
