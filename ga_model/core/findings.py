@@ -57,7 +57,6 @@ class Findings:
         """
         model, backend = self._model, self._backend
         kind = self._kind_of(data, is_split, is_one)
-        sizes = proof.WHOLE if is_one else proof.SIZES
         if kind not in self._found:
             data = backend.samples_of(data, of_all=True)
             weight = model.microbatch_weight(*unpack(data))
@@ -73,7 +72,7 @@ class Findings:
             before = None if assumed is None else assumed.weighing
             with backend.on_one_replica():
                 found, error = proof.of_step(
-                    model, backend, data, rows, is_own, is_split, before, sizes
+                    model, backend, data, rows, is_own, is_split, is_one, before
                 )
             if isinstance(error, proof.NothingSeenError):  # so the next batch is tried
                 self._unseen[kind] = found._replace(differences=())
@@ -85,10 +84,10 @@ class Findings:
             known = self._found[kind]
             data = backend.samples_of(data, of_all=True)
             with backend.on_one_replica():
-                if proof.still_holds(model, backend, data, known, is_own, is_split, sizes):
+                if proof.still_holds(model, backend, data, known, is_own, is_split, is_one):
                     return known
                 found, error = proof.of_step(
-                    model, backend, data, rows, is_own, is_split, sizes=sizes
+                    model, backend, data, rows, is_own, is_split, is_one
                 )
             if self._note_later(kind, found, error):
                 self._tell_of_later(kind)

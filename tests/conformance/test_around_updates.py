@@ -769,8 +769,9 @@ def test_a_mean_is_tried_in_one_way_and_not_noted_while_it_trains(monkeypatch):
     note = kind.noting
     monkeypatch.setattr(kind, "noting", lambda *a: (noted.append(len(a) > 3), note(*a))[1])
     model.fit(*dense_data(12), batch_size=4, verbose=0)
-    assert len(runs) == 18
-    assert len({end - begin for begin, end in runs}) == 3  # programs
+    num_parts, programs = (7, {7, 1}) if kind.traces else (2, {7, 4, 3, 6, 1})
+    assert len(runs) == 4 * (1 + num_parts)
+    assert {end - begin for begin, end in runs} == programs
     assert all(noted)  # by trials, which give what is drawn
 
 

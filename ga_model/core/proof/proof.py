@@ -26,17 +26,32 @@ from ga_model.core.of_user import counts_samples
 from ga_model.core.proof.calls import combines_samples
 from ga_model.core.proof.judge import Judge
 from ga_model.core.proof.runner import StepRunner, samples_for_trial
-from ga_model.core.proof.trial import Sizes, windows
+from ga_model.core.proof.trial import Cuts, windows
 from ga_model.core.proof.verdict import Difference, Verdict
 from ga_model.core.proof.weighing import Weighing
 from ga_model.core.recorder import CannotAccumulateError
 from ga_model.core.stand_ins import watch_attributes
 from ga_model.core.statistics import is_known
 
-SIZES = (3, 3, 1)  # of the parts of a window that is tried
-WHOLE = (sum(SIZES),)  # of one that is a single microbatch
 _OF_WEIGHTS = ("initializer", "regularizer", "constraint")  # attributes of layers
 _BACKENDS = ("tensorflow", "torch", "jax")
+
+
+def _cuts(backend: Backend, rows: int) -> Cuts:
+    """Return the ways that windows of as many samples as a microbatch, or seven, are cut into parts.
+
+    Seven is a prime, so that parts have the shares of their samples only by chance if samples weigh
+    otherwise. Where functions are traced, each number of samples takes a program.
+    """
+    size = max(rows // 7, 1)
+    if backend.traces:
+        return ((size,) * 7,)
+    return (4 * size, 3 * size), (6, 1), (3, 4), (1, 6)
+
+
+def _whole(cuts: Cuts) -> Cuts:
+    """Return the same windows, each in one part."""
+    return tuple((sum(sizes),) for sizes in cuts)
 
 
 class NothingSeenError(ValueError):
@@ -53,8 +68,8 @@ def of_step(
     rows: int,
     is_own: bool,
     is_split: bool,
+    is_one: bool,
     assumed: Weighing | None = None,
-    sizes: Sizes = SIZES,
 ) -> tuple[Verdict, Exception | None]:
     """Try the step of a model on some samples, and leave the model as it was.
 
@@ -66,20 +81,26 @@ def of_step(
             there may be memory for few.
         is_own: whether the step is the user's own.
         is_split: whether a window is one batch that is split.
+        is_one: whether a window is one microbatch.
         assumed: what microbatches were weighed by so far that have shown nothing.
-        sizes: of the parts that it is tried in.
 
     Returns:
         What is found, and the error if it cannot be tried.
     """
-    verdict, error = _of_samples(model, backend, data, sizes, is_own, is_split, assumed)
+
+
+    def tried(cuts: Cuts) -> tuple[Verdict, Exception | None]:
+        cuts = _whole(cuts) if is_one else cuts
+        return _of_samples(model, backend, data, cuts, is_own, is_split, assumed)
+
+    verdict, error = tried(_cuts(backend, rows))
     if error is None:
         return verdict, None
-    others = [(n, n, 2 * n) for n in range(2, rows + 1) if rows % n == 0]
+    others: list[Cuts] = [((n, 2 * n), (2 * n, n)) for n in range(2, rows + 1) if rows % n == 0]
     if backend.out_of_memory(error) is not None:
-        others = [(1, 1, 1)]
-    for other_sizes in others if len(sizes) > 1 else [(sum(parts),) for parts in others]:
-        verdict, other = _of_samples(model, backend, data, other_sizes, is_own, is_split, assumed)
+        others = [((1, 1, 1),)]
+    for cuts in others:
+        verdict, other = tried(cuts)
         if other is None:
             return verdict, None
     return verdict, error
@@ -92,22 +113,24 @@ def still_holds(
     known: Verdict,
     is_own: bool,
     is_split: bool,
-    sizes: Sizes = SIZES,
+    is_one: bool,
 ) -> bool:
     """Try one window of a step that was tried before, and return whether all is as it was.
 
     Args:
-        model, backend, data, is_own, is_split, sizes: as `of_step` takes them.
+        model, backend, data, is_own, is_split, is_one: as `of_step` takes them.
         known: what was found of the step.
     """
-    samples = samples_for_trial(data, sum(sizes))
+    cuts: Cuts = ((4, 3),)
+    cuts = _whole(cuts) if is_one else cuts
+    samples = samples_for_trial(data, sum(cuts[0]))
     with _trying(model, backend) as put_back:
         try:
             runner = StepRunner(
                 model, backend, samples, not is_own, is_split, known.kinds, put_back
             )
             with forgetting_losses(model):
-                tried = list(windows(runner, sizes, is_brief=True))
+                tried = list(windows(runner, cuts, is_brief=True))
         except Exception:  # what cannot be tried with so many samples, as before
             return True
         is_known = not tried or not tried[0].is_moved or Judge(runner, tried).agrees(known)
@@ -127,8 +150,10 @@ def of_microbatches(
     held = [each for each in held if _shapes(each) == _shapes(held[0])]
     first, others = num_rows(held[0]), sum(map(num_rows, held[1:]))
     data = keras.tree.map_structure(_joined, *held)
-    sizes = (first, others - 1, 1) if others > 1 else (first, 1) if others else (first - 1, 1)
-    return _of_samples(model, backend, data, sizes, is_own, is_split)
+    cuts: Cuts = ((first, others),) if others else ((first - 1, 1),)
+    if others > 1:
+        cuts = (first, others - 1, 1), (first, *[1] * others)
+    return _of_samples(model, backend, data, cuts, is_own, is_split, is_chosen=True)
 
 
 def _shapes(data: Any) -> Any:
@@ -163,20 +188,21 @@ def _of_samples(
     model: Any,
     backend: Backend,
     data: Any,
-    sizes: Sizes,
+    cuts: Cuts,
     is_own: bool,
     is_split: bool,
     assumed: Weighing | None = None,
+    is_chosen: bool = False,
 ) -> tuple[Verdict, Exception | None]:
-    """Try the step of a model on so many samples."""
+    """Try the step of a model on so many samples: these, or some of them where none is chosen."""
     kinds, is_folded = Kinds(), not is_own
     with _trying(model, backend) as put_back:
         try:
-            samples = samples_for_trial(data, sum(sizes))
+            samples = data if is_chosen else samples_for_trial(data, sum(cuts[0]))
             for _ in range(4):
                 runner = StepRunner(model, backend, samples, is_folded, is_split, kinds, put_back)
                 with forgetting_losses(model):
-                    coming = windows(runner, sizes)
+                    coming = windows(runner, cuts)
                     judge = Judge(runner, first := list(itertools.islice(coming, 2)), assumed)
                     instead = _instead(judge, kinds)
                     if instead is None and (others := list(coming)):

@@ -22,7 +22,7 @@ from ga_model.core.batch import num_rows, part_of
 from ga_model.core.losses import Kinds, Position
 from ga_model.core.of_user import parts_of
 from ga_model.core.proof.draws import Draws
-from ga_model.core.proof.trial import Outcome
+from ga_model.core.proof.trial import MOVES_BY, Outcome
 from ga_model.core.proof.weighing import Seen
 from ga_model.core.recorder import record
 from ga_model.core.statistics import is_known
@@ -63,12 +63,10 @@ class StepRunner:
         self._model = model
         self._backend = backend
         self._data = data
-        self._total = num_rows(data)
         self._runs = itertools.count(1)
         self._is_split = is_split
         self._kinds = kinds
         self.put_back = put_back
-        self._totals: list[Any] = []  # what terms of the loss weigh in all samples
         self.is_folded = is_folded
         self.has_mismatch = self.has_own_loss = False
         self.written: set[str] = set()
@@ -94,8 +92,8 @@ class StepRunner:
             id(v) not in random and id(v) not in metrics and not is_in(v, numbers)
             for v in self._variables
         ]
-        # Variables of optimizers and their counts of updates, by the number of samples.
-        self._applied_to: dict[int, list[tuple[list[int], int]]] = {}
+        # Variables of optimizers and their counts of updates, by the samples that run, and all.
+        self._applied_to: dict[tuple[int, int], list[tuple[list[int], int]]] = {}
         self.epsilon = float(np.finfo("float32").eps)
         self._dtypes = {layer.compute_dtype for layer in layers_in(model)}
         backend.noted_dtypes.clear()
@@ -117,27 +115,33 @@ class StepRunner:
     def _values(self) -> list[Any]:
         return [copy_of(variable) for variable in self._variables]
 
-    def run(self, begin: int, end: int, values: list[Any], moves_by: float) -> Outcome:
+    def run(
+        self, begin: int, end: int, values: list[Any], whole: Outcome | None = None
+    ) -> Outcome:
         """Run the step, as `trial.Runner` has it."""
-        is_part = end - begin < self._total
+        rows = total = end - begin
+        totals, moves_by, number = [], MOVES_BY, 0
+        if whole is not None:
+            total, moves_by = whole.seen.rows, 0.0
+        if rows < total:
+            # What is drawn once per batch is the same whenever all samples run.
+            totals, number = whole.terms, next(self._runs)
         run = self._backend.compiled(
-            ("trial", end - begin), functools.partial(self._run, end - begin), GROUPS, discards=True
+            ("trial", rows, total),
+            functools.partial(self._run, rows, total),
+            GROUPS,
+            discards=True,
         )
-        # What is drawn once per batch is the same whenever all samples run.
-        number = next(self._runs) if is_part else 0
         numbers = np.float32(moves_by), np.int32(begin), np.int32(number)
-        data, totals = part_of(self._data, begin, end), self._totals if is_part else []
         found = keras.tree.map_structure(
             lambda x: None if x is None else ops.convert_to_numpy(x),
-            run(values, data, totals, *numbers),
+            run(values, part_of(self._data, begin, end), totals, *numbers),
         )
         after, scalars, gradients, rates, numbers, logs, of_loss, terms, compiled, added, others = (
             found
         )
-        if not is_part:
-            self._totals = terms
-        seen = Seen(end - begin, scalars, of_loss)
-        applied = self._applied_to[end - begin]
+        seen = Seen(rows, scalars, of_loss)
+        applied = self._applied_to[rows, total]
         rates = [float(rate) for rate in rates] or [0.0] * len(applied)
         return Outcome(
             gradients,
@@ -151,11 +155,13 @@ class StepRunner:
             compiled,
             added,
             others,
+            terms,
         )
 
     def _run(
         self,
         rows: int,
+        total: int,
         values: list[Any],
         data: Any,
         totals: list[Any],
@@ -165,18 +171,18 @@ class StepRunner:
     ) -> tuple[Any, ...]:
         for variable, value in zip(self._variables, values):
             variable.assign(value)
-        step = functools.partial(self._step, rows)
-        draws = Draws(rows, self._total, begin, number)
+        step = functools.partial(self._step, rows, total)
+        draws = Draws(rows, total, begin, number)
         found, scalars = self._backend.noting(step, (data, totals, moves_by, begin), draws)
         return (self._values(), scalars, *found)
 
     def _step(
-        self, rows: int, data: Any, totals: list[Any], moves_by: Any, begin: Any
+        self, rows: int, total: int, data: Any, totals: list[Any], moves_by: Any, begin: Any
     ) -> tuple[Any, ...]:
         model, backend = self._model, self._backend
-        is_part, whole = rows < self._total, None
+        is_part, whole = rows < total, None
         if is_part and self._is_split:
-            whole = FullBatch(lambda: _numbers.float64(self._total), True, lambda: totals)
+            whole = FullBatch(lambda: _numbers.float64(total), True, lambda: totals)
         zero, parts = _numbers.float64(0.0), _numbers.float64(3.0 if is_part else 1.0)
         # The unit is the weight, so gradients are those of the loss.
         position = Position(1.0, parts, 1.0, begin == 0, zero, whole)
@@ -199,7 +205,7 @@ class StepRunner:
         self.has_own_loss = losses.has_own
         applied = recording.applied
         counters = [counter_of(a.optimizer) for a in applied]
-        self._applied_to[rows] = [
+        self._applied_to[rows, total] = [
             ([self._places[id(v)] for v in a.variables], self._places[id(counter)])
             for a, counter in zip(applied, counters)
         ]

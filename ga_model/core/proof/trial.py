@@ -11,7 +11,6 @@ Several starts and cuts are tried: one alone may hide a difference by chance.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -19,7 +18,7 @@ import numpy as np
 
 from ga_model.core.proof.weighing import Seen, Weighing
 
-_MOVES_BY = 0.03  # of the norm of the weights
+MOVES_BY = 0.03  # of their norm, by which the surrogate update moves weights
 _LARGE = 5_000_000  # values, of which fewer windows are tried
 _HUGE = 50_000_000  # and of which one is
 _MANY = 65_536  # entries of an array, of which more are not compared, and not held
@@ -27,7 +26,8 @@ _NOISE = (0.0, 0.3, 2.0, 8.0)  # of the starts, in standard deviations of a weig
 _INFINITE = 1e30  # in float32 a rate by its inverse is still a normal number
 _SCALES = (1.0, 2.0**-10, 2.0**-20)  # of the loss, one after the other while gradients overflow
 
-Sizes = tuple[int, ...]  # samples of the parts of a window
+# Samples of the parts of a window, in one way or several, of the same samples.
+Cuts = tuple[tuple[int, ...], ...]
 
 
 class Outcome(NamedTuple):
@@ -45,6 +45,7 @@ class Outcome(NamedTuple):
         compiled: values of compiled losses of the user's own that are numbers, by name.
         added: values of losses that layers add.
         at_updates: values of scalars of optimizers when these are applied, by their places.
+        terms: the weights of the terms of the loss.
     """
 
     gradients: list[Any]
@@ -58,6 +59,7 @@ class Outcome(NamedTuple):
     compiled: dict[str, Any]
     added: list[Any]
     at_updates: dict[int, Any]
+    terms: list[Any]
 
 
 class Runner(Protocol):
@@ -100,11 +102,14 @@ class Runner(Protocol):
     def put_back(self) -> None:
         """Restore the state that is in no variable."""
 
-    def run(self, begin: int, end: int, values: list[Any], moves_by: float) -> Outcome:
+    def run(
+        self, begin: int, end: int, values: list[Any], whole: Outcome | None = None
+    ) -> Outcome:
         """Run the step on samples from `begin` up to `end`, from values of all variables.
 
         Args:
-            moves_by: how much of their norm the surrogate update moves weights.
+            whole: what all samples of the window at once have come to, of which these are a part
+                without an update; or None, if these are all.
         """
 
 
@@ -126,8 +131,9 @@ class Window(NamedTuple):
 
     @property
     def is_moved(self) -> bool:
-        """Whether gradients are other than zero."""
-        return any(self.whole.rates)
+        """Whether a gradient is other than zero."""
+        gradients = [g for part in self.parts for g in part.gradients if g is not None]
+        return any(self.whole.rates) or any((np.isfinite(g) & (g != 0)).any() for g in gradients)
 
     def shares(self, weighing: Weighing) -> list[float]:
         """Return the share of each part in the window, or NaN."""
@@ -138,40 +144,35 @@ class Window(NamedTuple):
         return [weight / total if total else float("nan") for weight in weights]
 
 
-def windows(runner: Runner, sizes: Sizes, is_brief: bool = False) -> Iterator[Window]:
-    """Try windows of samples in parts of these sizes, in other orders, too.
+def windows(runner: Runner, cuts: Cuts, is_brief: bool = False) -> Iterator[Window]:
+    """Try windows of samples in parts of these sizes.
 
     Args:
         runner: runs the step.
-        sizes: of the parts.
+        cuts: the ways to cut a window, which windows take in turns.
         is_brief: whether one window is enough, from the state as it is.
     """
     size = sum(np.asarray(value).size for value in runner.start)
     is_brief = is_brief or size > _HUGE
     starts = 1 if is_brief else 2 if size > _LARGE else len(_NOISE)
-    cuts = _cuts(sizes)
     chosen: _Entries | None = None
-    without_gradient = []  # tried behind others: if all starts are so, nothing is seen of the step
-    tried: list[_Start] = []
+    without_gradient, is_seen = [], False  # if all starts are so, nothing is seen of the step
     for number, noise in enumerate(_NOISE[:starts]):
-        values = _perturbed(runner, noise, number)
+        values, sizes = _perturbed(runner, noise, number), cuts[number % len(cuts)]
         if (whole := _finite(runner, sum(sizes), values)) is None:
             continue
         chosen = chosen or _Entries(whole)
         scales = [values[place] for place in runner.scales]
-        start = _Start(noise, number, scales, chosen, chosen.of(whole))
+        start = _Start(noise, number, sizes, scales, chosen, chosen.of(whole))
         if not any(whole.rates):
             without_gradient.append(start)
-        elif window := _in_parts(runner, start, cuts[len(tried) % len(cuts)], values):
-            tried.append(start)
+        elif window := _in_parts(runner, start, values):
+            is_seen = True
             yield window
-    for start in without_gradient if tried else ():
-        if window := _in_parts(runner, start, cuts[len(tried) % len(cuts)]):
-            tried.append(start)
+    for start in without_gradient if is_seen else without_gradient[:1]:
+        window = _in_parts(runner, start)
+        if window and (is_seen or window.is_moved):
             yield window
-    is_alone = len(tried) == 1 and len(cuts) > 1 and not is_brief
-    if is_alone and (window := _in_parts(runner, tried[0], cuts[1])):
-        yield window
 
 
 class _Start(NamedTuple):
@@ -179,6 +180,7 @@ class _Start(NamedTuple):
 
     Attributes:
         noise, seed: that weights are perturbed by.
+        sizes: of the parts that the window is cut into.
         scales: values of the scales of losses.
         chosen: the entries that are compared.
         whole: what all samples at once have made of it.
@@ -186,6 +188,7 @@ class _Start(NamedTuple):
 
     noise: float
     seed: int
+    sizes: tuple[int, ...]
     scales: list[Any]
     chosen: _Entries
     whole: Outcome
@@ -198,10 +201,8 @@ class _Start(NamedTuple):
         return found
 
 
-def _in_parts(
-    runner: Runner, start: _Start, ends: Sizes, values: list[Any] | None = None
-) -> Window | None:
-    """Try a window in parts that end at these numbers of samples.
+def _in_parts(runner: Runner, start: _Start, values: list[Any] | None = None) -> Window | None:
+    """Try a window in parts.
 
     Args:
         values: of the start, if they are at hand.
@@ -213,20 +214,20 @@ def _in_parts(
     if start.seed and not all(np.isfinite(v).all() for v in numbers):
         return None
     values = start.values(runner) if values is None else values
-    parts, state, begin = [], values, 0
+    parts, state, begin, total = [], values, 0, sum(start.sizes)
     runner.put_back()
-    for end in ends:
-        part = runner.run(begin, end, state, 0.0)
-        state, begin = part.values, end
+    for size in start.sizes:
+        part = runner.run(begin, begin + size, state, start.whole)
+        state, begin = part.values, begin + size
         # The last part has all of them.
-        parts.append(start.chosen.of(part if end == ends[-1] else part._replace(values=[])))
+        parts.append(start.chosen.of(part if begin == total else part._replace(values=[])))
     if (runner.rounding > runner.epsilon or runner.scales) and _overflows(parts):
         return None
 
     @functools.cache
     def rounded() -> Outcome:
         moved = _rounded(runner, start.values(runner))
-        return start.chosen.of(_from_start(runner, ends[-1], moved))
+        return start.chosen.of(_from_start(runner, total, moved))
 
     return Window(start.chosen.values(values), start.whole, parts, rounded)
 
@@ -270,21 +271,9 @@ class _Entries:
 
 
 def _from_start(runner: Runner, total: int, values: list[Any]) -> Outcome:
-    """Run the step on all samples, from where windows begin."""
+    """Run the step on the samples of a window at once."""
     runner.put_back()
-    return runner.run(0, total, values, _MOVES_BY)
-
-
-def _cuts(sizes: Sizes) -> list[Sizes]:
-    """Return where parts end: of these sizes, of smaller ones, and in other orders.
-
-    Parts of always the same sizes may seem to weigh what others do not.
-    """
-    orders = [sizes[i:] + sizes[:i] for i in range(len(sizes))]
-    rest, least = sum(sizes[1:]), min(sizes)
-    if rest % least == 0 and rest // least > len(sizes) - 1:
-        orders.insert(1, (sizes[0], *[least] * (rest // least)))
-    return [tuple(itertools.accumulate(order)) for order in orders]
+    return runner.run(0, total, values)
 
 
 def _finite(runner: Runner, total: int, values: list[Any]) -> Outcome | None:
