@@ -15,6 +15,7 @@ from ga_model._engine import Accumulation, Hooks
 from ga_model._model_settings import ModelSettings
 from ga_model._settings import NAMES, UNCHANGED, passed
 from ga_model.base._context import ThreadValue
+from ga_model.base._method_patch import MethodPatch
 from ga_model.base._names import check_names_for, showing, showing_only
 from ga_model.core.models import optimizers_in
 from ga_model.core.stand_ins import CompiledLossAttribute, RecordedAttribute
@@ -35,6 +36,9 @@ else:
 _Trainer = next(c for c in keras.Model.__mro__ if "train_step" in vars(c))
 
 _in_step = ThreadValue()  # the model whose outermost `train_step` runs
+
+
+_keeping_metrics = MethodPatch("reset_metrics", lambda _, reset: lambda: None)
 
 
 def _accumulated(train_step: Callable[..., Any]) -> Callable[..., Any]:
@@ -269,8 +273,12 @@ class AccumulatingModel(ModelSettings, _Base):
 
     @showing_only(keras.Model.train_on_batch)
     def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Train on one batch as `keras.Model.train_on_batch` does."""
-        logs = super().train_on_batch(*args, **kwargs)
+        """Train on one batch as `keras.Model.train_on_batch` does.
+
+        Metrics are reset when a window begins, and cover its batches so far.
+        """
+        with _keeping_metrics.of([self] if self._accumulation.has_open_window() else []):
+            logs = super().train_on_batch(*args, **kwargs)
         self._accumulation.warn_of_what_was_done()
         return logs
 

@@ -280,11 +280,11 @@ class Recording:
 
         Returns:
             The numbers by name, scalars or arrays; and names, metrics, and the key of their result,
-            or None.
+            or None. Names are those of `flat_logs`.
         """
         own: dict[str, Any] = {}
         of_metrics: list[tuple[str, Any, Any]] = []
-        for name, value in (logs if isinstance(logs, dict) else {}).items():
+        for name, value in flat_logs(logs if isinstance(logs, dict) else {}).items():
             known = next((r for r in self._metrics.results if r[0] is value), None)
             if known is not None:
                 of_metrics.append((name, *known[1:]))
@@ -322,6 +322,32 @@ class Recording:
             return call.value, self._position.is_first
         weight = _numbers.float64(call.term.weight)
         return _numbers.where(weight == 0, 0.0, _numbers.float64(call.value) * weight), weight
+
+
+_WITHIN = " within "  # between a name and that of its dict
+
+
+def flat_logs(logs: dict[str, Any]) -> dict[str, Any]:
+    """Return logs without dicts in them, by names that tell these."""
+    flat: dict[str, Any] = {}
+    for name, value in logs.items():
+        inner = flat_logs(value) if isinstance(value, dict) else {}
+        flat |= {f"{key}{_WITHIN}{name}": each for key, each in inner.items()}
+        if not isinstance(value, dict):
+            flat[name] = value
+    return flat
+
+
+def nested_logs(flat: dict[str, Any]) -> dict[str, Any]:
+    """Return the logs that `flat_logs` has made flat. Keras compares their names."""
+    logs: dict[str, Any] = {}
+    for name, value in flat.items():
+        last, *others = name.split(_WITHIN)
+        inner = logs
+        for other in reversed(others):
+            inner = inner.setdefault(other, {})
+        inner[last] = value
+    return logs
 
 
 def _norm(arrays: Sequence[Any]) -> Any:

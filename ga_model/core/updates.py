@@ -14,7 +14,7 @@ from ga_model.core.backend import Backend
 from ga_model.core.backend_types import GROUPS
 from ga_model.core.modes import Structure
 from ga_model.core.noise import Estimate, averaged, squared_norm
-from ga_model.core.recorder import by_optimizer
+from ga_model.core.recorder import by_optimizer, nested_logs
 from ga_model.core.splitting import splitting_calls
 from ga_model.core.window import Amount, Sums, is_list
 
@@ -84,7 +84,7 @@ class Updates:
             result = metric.result()
             results[name] = result if key is None else result[key]
         own = zip(structure.own_logs, now[len(structure.updates) :])
-        return {**results, **{name: amount.value() for name, amount in own}}
+        return nested_logs({**results, **{name: amount.value() for name, amount in own}})
 
     # Updates.
 

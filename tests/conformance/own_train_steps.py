@@ -240,6 +240,14 @@ class LogsTwice(RunsAnother, keras.Sequential):
         return {"twice": 2 * logs["loss"]}
 
 
+class LogsInDicts(keras.Sequential):
+    """Logs the results of all metrics by their names, as Keras's guide has it."""
+
+    def train_step(self, data):
+        super().train_step(data)
+        return {metric.name: metric.result() for metric in self.metrics}
+
+
 class BringsAStep:
     train_step = Differentiates.train_step
 
@@ -812,6 +820,12 @@ CASES = {
     "weights of samples by the largest": Case(
         losses.of_class(WeighsByTheLargest), dense_data, sgd("mse", 0.03), expects=COMPARES
     ),
+    "of Keras, logs in dicts": Case(
+        losses.of_class(LogsInDicts),
+        dense_data,
+        sgd(metrics=["mae"]),
+        backends=("tensorflow", "torch"),
+    ),
     "of Keras, twice its loss": Case(
         losses.of_class(LogsTwice),
         dense_data,
@@ -877,6 +891,11 @@ CASES = {
             "updated weights": lambda y, z: {"late": losses.mean(y, z)},
         }.items()
     },
+    "logs in dicts": step(
+        functools.partial(
+            LogsNumbers, lambda y, z: {"y": {"mean": ops.mean(y), "of": {"mean": ops.mean(y**2)}}}
+        )
+    ),
     "weighs by a metric": step(WeighsByAMetric, True),
     "applies twice": step(AppliesTwice, expects={"across": Refused("twice")}),
     "applies none": step(AppliesNone, expects={"across": Refused("applies none", is_late=True)}),

@@ -98,6 +98,16 @@ def test_a_window_of_one_microbatch_is_plain_keras_to_the_bit(rows, settings, na
     assert_equal(values_of(found.optimizer.variables), values_of(reference.optimizer.variables))
 
 
+def test_metrics_of_train_on_batch_are_those_of_the_window():
+    x, y = dense_data(24)
+    reference, model = (compiled(**settings) for settings in ({}, WINDOWS))
+    for end in (12, 24):
+        for first in range(end - 12, end, 4):
+            found = model.train_on_batch(x[first : first + 4], y[first : first + 4])
+        expected = reference.train_on_batch(x[end - 12 : end], y[end - 12 : end])
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_train_on_batch_and_close_window_match(run_eagerly):
     x, y = dense_data(20)
