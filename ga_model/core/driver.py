@@ -131,7 +131,7 @@ class Driver(ModelState):
             except Exception as error:
                 is_to_repeat = self.backend.traces_otherwise(error)
                 if is_to_repeat:
-                    first = error
+                    first, self._findings = error, Findings(self._model, self.backend)
                 elif is_to_repeat is None or first is None:
                     raise
                 else:  # the second may follow from what the first left half done

@@ -86,9 +86,7 @@ class Findings:
             with backend.on_one_replica():
                 if proof.still_holds(model, backend, data, known, is_own, is_split, is_one):
                     return known
-                found, error = proof.of_step(
-                    model, backend, data, rows, is_own, is_split, is_one
-                )
+                found, error = proof.of_step(model, backend, data, rows, is_own, is_split, is_one)
             if self._note_later(kind, found, error):
                 self._tell_of_later(kind)
         return self._found[kind]

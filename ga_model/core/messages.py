@@ -82,11 +82,11 @@ def late_message(model: str) -> str:
     )
 
 
-def unlike_shape_message(model: str, rows: int) -> str:
+def unlike_shape_message(model: str) -> str:
     return (
         "What a microbatch weighs is a number that its step divides by. Received: the step of "
-        f"{model!r}, which divides in another way with {rows} samples, so it is taken for a mean "
-        f"over samples. To train exactly, {ALONE}, or override `microbatch_weight`."
+        f"{model!r}, whose divisions are not those of the samples that were tried, so it is taken "
+        f"for a mean over samples. To train exactly, {ALONE}, or override `microbatch_weight`."
     )
 
 

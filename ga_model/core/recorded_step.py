@@ -144,8 +144,8 @@ class RecordedStep:
         if mode.is_watched:
             self.written |= {variable.path for variable in written}
             num_news = num_news + _numbers.where(verdict.news_in(seen, written), 1, 0)
-        if not verdict.is_known_in(seen):
-            self._model._warn_once(messages.unlike_shape_message(self._model.name, seen.rows))
+        if not verdict.is_known_in(seen, mode.size is not None):
+            self._model._warn_once(messages.unlike_shape_message(self._model.name))
             # Of a loss with its weight in it, that stands.
             is_folded = verdict.is_folded
             verdict = OF_KERAS if is_folded else Verdict(Weighing("samples"))

@@ -15,7 +15,7 @@ import models
 import numpy as np
 import pytest
 import zoo
-from case import BACKEND, PRECISION
+from case import BACKEND, PRECISION, TRIED
 from conftest import set_dtype
 from helpers import (
     LIMIT,
@@ -32,8 +32,8 @@ from helpers import (
     told,
     values_of,
 )
-from keras import layers
-from own_train_steps import OfObjective
+from keras import layers, ops
+from own_train_steps import OfObjective, of
 from training import train
 
 from ga_model import AccumulatingModel, AccumulationScheduler, accumulate
@@ -766,6 +766,49 @@ def test_what_shows_nothing_new_is_tried_once(monkeypatch):
     model.compile("sgd", losses.mean, metrics=["mae"])
     model.fit(*dense_data(48), batch_size=4, epochs=2, verbose=0)
     assert tried == ["of_step"]
+
+
+def hardest(y, z):
+    return ops.mean(ops.sort(losses.per_sample(y, z))[-8:])
+
+
+def test_what_needs_more_than_seven_samples_shows_in_microbatches_that_have_them():
+    model = accumulate(seeded(dense_model), accumulation_steps=2)
+    model.compile("sgd", hardest)
+    with pytest.warns(UserWarning, match=TRIED):
+        model.fit(*dense_data(64), batch_size=32, verbose=0)
+
+
+@pytest.mark.skipif(BACKEND == "torch", reason="it looks at no operation of what was found exact")
+def test_a_guard_against_numbers_that_are_not_finite_is_tried_when_it_acts():
+    def guarded(y, z):
+        loss = losses.mean(y, z)
+        return ops.where(ops.isfinite(loss), loss, 0.0)
+
+    x, y = dense_data(36)
+    y[18] = 1e30  # in the second of three windows
+    model = accumulate(seeded(dense_model), **WINDOWS)
+    model.compile("sgd", guarded)
+    with pytest.warns(UserWarning, match=TRIED):
+        model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+
+
+class Tempered(layers.Layer):
+    """Divides by a scalar, as the loss of the step does."""
+
+    def build(self, shape):
+        self.temperature = self.add_weight(shape=(), initializer="ones")
+
+    def call(self, x):
+        return x / (2.0 * self.temperature) / (1.0 + self.temperature)
+
+
+def test_divisions_within_split_calls_are_not_taken_for_those_of_the_step():
+    make = of(losses.masked_mean(losses.at_least(1e-3)), OfObjective, Tempered)
+    model = accumulate(seeded(make), accumulation_steps=3, microbatch_size=3)
+    model.compile("sgd")
+    with pytest.warns(UserWarning, match="whose divisions are not those of the samples"):
+        model.fit(*dense_data(24), batch_size=8, verbose=0)
 
 
 def test_a_mean_is_tried_in_one_way_and_not_noted_while_it_trains(monkeypatch):

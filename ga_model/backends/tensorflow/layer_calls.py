@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from ga_model.backends.tensorflow.noting import Noting
+from ga_model.base._context import is_unnoted
 from ga_model.base._internals import call_scopes, logits_of, mask_of, set_logits, set_mask
 from ga_model.base._internals_tf import (
     NOT_INLINED,
@@ -160,7 +161,8 @@ class Microbatches:
         return [tensor[rows] for tensor in self._samples]
 
     def _share_of(self, part: list[Any]) -> Any:
-        return tf.cast(_rows_of(part[0]), tf.float64) / tf.cast(self._rows, tf.float64)
+        with is_unnoted.set(True):
+            return tf.cast(_rows_of(part[0]), tf.float64) / tf.cast(self._rows, tf.float64)
 
     def _forward(self, run_one: Callable[..., Any]) -> Any:
         """Return the state after all and before each microbatch, outputs, losses and moments."""

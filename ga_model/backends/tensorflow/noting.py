@@ -24,6 +24,7 @@ _DIVIDING: dict[str, Sequence[int]] = {
     **dict.fromkeys(("SelectV2", "Select"), (1, 2)),
 }
 _BOUNDING = {"Maximum", "Minimum", "ClipByValue", "SelectV2", "Select", "Relu"}
+_OF_SHAPES = {"Shape", "ShapeN", "Size"}
 _DECIDING = {"SelectV2", "Select", "If", "StatelessIf"}
 # Operations that draw for each entry of what they return, with or without a seed of their own.
 _DRAWING: dict[str, Any] = {
@@ -36,7 +37,11 @@ _DRAWING: dict[str, Any] = {
 
 
 class Noting(Noted):
-    """Notes what the operations of a function do. Constants of a graph follow from shapes."""
+    """Notes what the operations of a function do."""
+
+    def __init__(self, draws: Draws | None) -> None:
+        super().__init__(draws)
+        self._of_shapes: dict[int, Any] = {}  # tensors of a graph that follow from shapes, by id
 
     def run(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         with seeing_operations(self._see):
@@ -46,12 +51,18 @@ class Noting(Noted):
         """Look at an operation, and return other outputs, or None."""
         if self._draws is not None and (drawn := self._drawn(name, inputs, outputs)) is not None:
             return [drawn]
+        if name in _OF_SHAPES or (inputs and all(map(self._follows_from_shapes, inputs))):
+            self._of_shapes |= {id(output): output for output in outputs}
         for value in () if is_unnoted.get() else _scalars_of(name, inputs, outputs):
             if value.shape.rank == 0 and (value.dtype.is_floating or value.dtype.is_bool):
-                is_symbolic = tf.is_symbolic_tensor(value)
-                is_constant = is_symbolic and tf.get_static_value(value) is not None
-                self.note(name, tf.cast(value, tf.float64), is_constant)
+                self.note(name, tf.cast(value, tf.float64), self._follows_from_shapes(value))
         return None
+
+    def _follows_from_shapes(self, tensor: Any) -> bool:
+        """Return whether a tensor of a graph is a constant, or computed from shapes alone."""
+        if id(tensor) in self._of_shapes:
+            return True
+        return tf.is_symbolic_tensor(tensor) and tensor.op.type == "Const"
 
     def _drawn(self, name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
         """Return the random numbers of a trial: a sample's are the same in all parts."""
@@ -66,6 +77,12 @@ class Noting(Noted):
         assert self._draws is not None
         output, draws, seed = outputs[0], self._draws, self._draws.next_seed()
         shape = output.shape
+        if shape.rank and shape[0] is None:  # in a graph for any number of samples
+            sizes = tf.shape(output)
+            every_shape = tf.concat([[draws.total], sizes[1:]], 0)
+            every = _draw(name, every_shape, output.dtype, [seed, 0], inputs)
+            is_by_sample, places = sizes[0] == draws.rows, tf.range(sizes[0])
+            return tf.gather(every, tf.where(is_by_sample, draws.begin + places, 0))
         kind = draws.kind_of(tuple(shape)) if shape.rank else "by batch"
         if kind == "by sample":
             every = _draw(name, [draws.total, *shape[1:]], output.dtype, [seed, 0], inputs)

@@ -88,14 +88,18 @@ def of_step(
         What is found, and the error if it cannot be tried.
     """
 
-
     def tried(cuts: Cuts) -> tuple[Verdict, Exception | None]:
         cuts = _whole(cuts) if is_one else cuts
         return _of_samples(model, backend, data, cuts, is_own, is_split, assumed)
 
-    verdict, error = tried(_cuts(backend, rows))
-    if error is None:
-        return verdict, None
+    verdict, error = tried(cuts := _cuts(backend, rows))
+    if error is None or isinstance(error, NothingSeenError):
+        return verdict, error
+    if backend.traces_otherwise(error):
+        found, other = tried(cuts)
+        if other is None or isinstance(other, NothingSeenError):
+            return found, other
+        backend.traces_otherwise(error)  # as before
     others: list[Cuts] = [((n, 2 * n), (2 * n, n)) for n in range(2, rows + 1) if rows % n == 0]
     if backend.out_of_memory(error) is not None:
         others = [((1, 1, 1),)]

@@ -115,9 +115,7 @@ class StepRunner:
     def _values(self) -> list[Any]:
         return [copy_of(variable) for variable in self._variables]
 
-    def run(
-        self, begin: int, end: int, values: list[Any], whole: Outcome | None = None
-    ) -> Outcome:
+    def run(self, begin: int, end: int, values: list[Any], whole: Outcome | None = None) -> Outcome:
         """Run the step, as `trial.Runner` has it."""
         rows = total = end - begin
         totals, moves_by, number = [], MOVES_BY, 0
@@ -133,9 +131,10 @@ class StepRunner:
             discards=True,
         )
         numbers = np.float32(moves_by), np.int32(begin), np.int32(number)
+        data = self._backend.as_traced(part_of(self._data, begin, end))  # as in training
         found = keras.tree.map_structure(
             lambda x: None if x is None else ops.convert_to_numpy(x),
-            run(values, part_of(self._data, begin, end), totals, *numbers),
+            run(values, data, totals, *numbers),
         )
         after, scalars, gradients, rates, numbers, logs, of_loss, terms, compiled, added, others = (
             found

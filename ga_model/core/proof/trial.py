@@ -102,9 +102,7 @@ class Runner(Protocol):
     def put_back(self) -> None:
         """Restore the state that is in no variable."""
 
-    def run(
-        self, begin: int, end: int, values: list[Any], whole: Outcome | None = None
-    ) -> Outcome:
+    def run(self, begin: int, end: int, values: list[Any], whole: Outcome | None = None) -> Outcome:
         """Run the step on samples from `begin` up to `end`, from values of all variables.
 
         Args:

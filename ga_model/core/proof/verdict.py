@@ -77,9 +77,15 @@ class Verdict(NamedTuple):
         weighings = [self.weighing, *self.numbers, *(weighing for _, weighing in self.logs)]
         return sorted({w.source for w in weighings if w is not None and w.is_divisor})
 
-    def is_known_in(self, seen: Seen) -> bool:
-        """Return whether a microbatch shows what it was found to be weighed by, where it was."""
+    def is_known_in(self, seen: Seen, has_split_calls: bool) -> bool:
+        """Return whether a microbatch shows what it was found to be weighed by, where it was.
+
+        Where calls of layers are split, what these divide by shows otherwise, or not at all, and
+        another scalar may come to stand in the place.
+        """
         last = max(self.needed_scalars, default="")
+        if has_split_calls and last:
+            return tuple(sorted(seen.scalars)) == self.scalars
         before = tuple(name for name in sorted(seen.scalars) if name <= last)
         return before == tuple(name for name in self.scalars if name <= last)
 
