@@ -318,7 +318,7 @@ def roundings(case, dtype):
         yield {name: 3 * value for name, value in differences(other, expected, start).items()}
     for changed in (
         *(reordered(data, 12, seed) for seed in range(3)),
-        *(rounded(data, seed) for seed in range(6)),
+        *(rounded(data, seed) for seed in range(24)),
     ):
         yield differences(trained(case, changed, 12), expected, start)
 

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from ga_model.base._context import is_unnoted
 from ga_model.base._internals_tf import seeing_operations
+from ga_model.core.proof.draws import Draws
 from ga_model.core.proof.noted import Noted
 
 # Operations, and the places of the inputs that they divide by, or that bound what is divided by:
@@ -62,7 +63,7 @@ class Noting(Noted):
         """Return whether a tensor of a graph is a constant, or computed from shapes alone."""
         if id(tensor) in self._of_shapes:
             return True
-        return tf.is_symbolic_tensor(tensor) and tensor.op.type == "Const"
+        return bool(tf.is_symbolic_tensor(tensor) and tensor.op.type == "Const")
 
     def _drawn(self, name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
         """Return the random numbers of a trial: a sample's are the same in all parts."""

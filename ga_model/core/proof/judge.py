@@ -320,10 +320,9 @@ def _variants(source: str, tried: Sequence[Window]) -> Iterator[Weighing]:
     size = 1e-5 * max(map(abs, everything))
     if all(abs(more) <= size for more in extra):
         yield plain
-    elif min(extra) > size and max(extra) - min(extra) <= size:
-        # In parts that all have the same, it may be a bound that they are at.
-        if np.ptp([weight for weights in each for weight in weights]) > size:
-            yield Weighing(source, epsilon=float(np.mean(extra)))
+    # In parts that all have the same, it may be a bound that they are at.
+    elif min(extra) > size and max(extra) - min(extra) <= size < np.ptp(np.concatenate(each)):
+        yield Weighing(source, epsilon=float(np.mean(extra)))
     by_sample = Weighing(source, is_by_sample=True)
     pairs = [
         (_weight(by_sample, window.whole), sum(_weight(by_sample, part) for part in window.parts))

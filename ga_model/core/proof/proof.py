@@ -38,7 +38,7 @@ _BACKENDS = ("tensorflow", "torch", "jax")
 
 
 def _cuts(backend: Backend, rows: int) -> Cuts:
-    """Return the ways that windows of as many samples as a microbatch, or seven, are cut into parts.
+    """Return the ways to cut windows of as many samples as a microbatch, or seven, into parts.
 
     Seven is a prime, so that parts have the shares of their samples only by chance if samples weigh
     otherwise. Where functions are traced, each number of samples takes a program.

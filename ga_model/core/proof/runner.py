@@ -118,10 +118,11 @@ class StepRunner:
     def run(self, begin: int, end: int, values: list[Any], whole: Outcome | None = None) -> Outcome:
         """Run the step, as `trial.Runner` has it."""
         rows = total = end - begin
-        totals, moves_by, number = [], MOVES_BY, 0
+        totals: list[Any] = []
+        moves_by, number = MOVES_BY, 0
         if whole is not None:
             total, moves_by = whole.seen.rows, 0.0
-        if rows < total:
+        if whole is not None and rows < total:
             # What is drawn once per batch is the same whenever all samples run.
             totals, number = whole.terms, next(self._runs)
         run = self._backend.compiled(
