@@ -76,7 +76,7 @@ def of_step(
     Args:
         model: the model.
         backend: what it runs on.
-        data: a batch.
+        data: a batch, of one replica.
         rows: samples of a microbatch. A step may need multiples of some number of samples, and
             there may be memory for few.
         is_own: whether the step is the user's own.
@@ -92,7 +92,7 @@ def of_step(
         cuts = _whole(cuts) if is_one else cuts
         return _of_samples(model, backend, data, cuts, is_own, is_split, assumed)
 
-    verdict, error = tried(cuts := _cuts(backend, rows))
+    verdict, error = tried(cuts := _cuts(backend, min(rows, num_rows(data))))
     if error is None or isinstance(error, NothingSeenError):
         return verdict, error
     if backend.traces_otherwise(error):
