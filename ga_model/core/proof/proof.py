@@ -92,7 +92,7 @@ def of_step(
         cuts = _whole(cuts) if is_one else cuts
         return _of_samples(model, backend, data, cuts, is_own, is_split, assumed)
 
-    verdict, error = tried(cuts := _cuts(backend, min(rows, num_rows(data))))
+    verdict, error = tried(cuts := _cuts(backend, min(rows, int(num_rows(data)))))
     if error is None or isinstance(error, NothingSeenError):
         return verdict, error
     if backend.traces_otherwise(error):
