@@ -59,9 +59,11 @@ def untried_message(model: str, error: Exception) -> str:
 
 
 def _text_of(error: Exception) -> str:
-    """Return the type and text of an error, without the arguments of calls that Keras adds."""
-    in_bold = re.search(r"\x1b\[1m(.*?)\x1b\[0m", str(error), re.DOTALL)
-    text = in_bold[1] if in_bold else str(error)
+    """Return the type and text of an error, without what Keras and TensorFlow add to its cause."""
+    text = str(error)
+    in_bold = re.search(r"\x1b\[1m(.*?)\x1b\[0m", text, re.DOTALL)
+    cause = in_bold or re.search(r"([^\n]+)\n\t \[\[", text)  # in front of the node of a graph
+    text = cause[1] if cause else text
     return f"{type(error).__name__}: {text}".rstrip(".")
 
 
