@@ -40,13 +40,12 @@ _BACKENDS = ("tensorflow", "torch", "jax")
 def _cuts(backend: Backend, rows: int) -> Cuts:
     """Return the ways to cut windows of as many samples as a microbatch, or seven, into parts.
 
-    Seven is a prime, so that parts have the shares of their samples only by chance if samples weigh
-    otherwise. Where functions are traced, each number of samples takes a program.
+    Where functions are traced, each number of samples takes a program.
     """
-    size = max(rows // 7, 1)
+    rows = max(rows, 7)
     if backend.traces:
-        return ((size,) * 7,)
-    return (4 * size, 3 * size), (6, 1), (3, 4), (1, 6)
+        return ((rows // 7,) * (rows // (rows // 7)),)
+    return (rows - 3 * rows // 7, 3 * rows // 7), (6, 1), (3, 4), (1, 6)
 
 
 def _whole(cuts: Cuts) -> Cuts:
