@@ -38,14 +38,14 @@ _BACKENDS = ("tensorflow", "torch", "jax")
 
 
 def _cuts(backend: Backend, rows: int) -> Cuts:
-    """Return the ways to cut windows of as many samples as a microbatch, or seven, into parts.
+    """Return the ways to cut windows of the samples of a microbatch, or seven, into parts.
 
     Where functions are traced, each number of samples takes a program.
     """
-    rows = max(rows, 7)
+    size = max(rows // 7, 1)
     if backend.traces:
-        return ((rows // 7,) * (rows // (rows // 7)),)
-    return (rows - 3 * rows // 7, 3 * rows // 7), (6, 1), (3, 4), (1, 6)
+        return ((size,) * 7,)
+    return (4 * size, 3 * size), (6, 1), (3, 4), (1, 6)
 
 
 def _whole(cuts: Cuts) -> Cuts:
