@@ -25,8 +25,8 @@ _DIVIDING: dict[str, Sequence[int]] = {
     **dict.fromkeys(("SelectV2", "Select"), (1, 2)),
 }
 _BOUNDING = {"Maximum", "Minimum", "ClipByValue", "SelectV2", "Select", "Relu"}
-_OF_SHAPES = {"Shape", "ShapeN", "Size"}
 _DECIDING = {"SelectV2", "Select", "If", "StatelessIf"}
+_OF_SHAPES = {"Shape", "ShapeN", "Size"}  # operations that take nothing but the shape
 # Operations that draw for each entry of what they return, with or without a seed of their own.
 _DRAWING: dict[str, Any] = {
     "RandomStandardNormal": tf.random.stateless_normal,
@@ -78,19 +78,13 @@ class Noting(Noted):
         assert self._draws is not None
         output, draws, seed = outputs[0], self._draws, self._draws.next_seed()
         shape = output.shape
-        if shape.rank and shape[0] is None:  # in a graph for any number of samples
+        is_any = shape.rank and shape[0] is None  # in a graph for any number of samples
+        if shape.rank and (is_any or draws.kind_of(tuple(shape)) != "by batch"):
             sizes = tf.shape(output)
             every_shape = tf.concat([[draws.total], sizes[1:]], 0)
             every = _draw(name, every_shape, output.dtype, [seed, 0], inputs)
             is_by_sample, places = sizes[0] == draws.rows, tf.range(sizes[0])
             return tf.gather(every, tf.where(is_by_sample, draws.begin + places, 0))
-        kind = draws.kind_of(tuple(shape)) if shape.rank else "by batch"
-        if kind == "by sample":
-            every = _draw(name, [draws.total, *shape[1:]], output.dtype, [seed, 0], inputs)
-            return every[draws.begin : draws.begin + draws.rows]
-        if kind == "alike":
-            one = _draw(name, [1, *shape[1:]], output.dtype, [seed, 0], inputs)
-            return tf.broadcast_to(one, tf.shape(output))
         return _draw(name, tf.shape(output), output.dtype, [seed, 1 + draws.run], inputs)
 
 
