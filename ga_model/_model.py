@@ -36,8 +36,6 @@ else:
 _Trainer = next(c for c in keras.Model.__mro__ if "train_step" in vars(c))
 
 _in_step = ThreadValue()  # the model whose outermost `train_step` runs
-
-
 _keeping_metrics = MethodPatch("reset_metrics", lambda _, reset: lambda: None)
 
 

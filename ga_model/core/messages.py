@@ -60,10 +60,9 @@ def untried_message(model: str, error: Exception) -> str:
 
 def _text_of(error: Exception) -> str:
     """Return the type and text of an error, without what Keras and TensorFlow add to its cause."""
-    text = str(error)
-    in_bold = re.search(r"\x1b\[1m(.*?)\x1b\[0m", text, re.DOTALL)
-    cause = in_bold or re.search(r"([^\n]+)\n\t \[\[", text)  # in front of the node of a graph
-    text = cause[1] if cause else text
+    in_bold = re.search(r"\x1b\[1m(.*?)\x1b\[0m", str(error), re.DOTALL)
+    cause = in_bold or re.search(r"([^\n]+)\n\t \[\[", str(error))  # of the node of a graph
+    text = cause[1] if cause else str(error)
     return f"{type(error).__name__}: {text}".rstrip(".")
 
 

@@ -331,9 +331,9 @@ def flat_logs(logs: dict[str, Any]) -> dict[str, Any]:
     """Return logs without dicts in them, by names that tell these."""
     flat: dict[str, Any] = {}
     for name, value in logs.items():
-        inner = flat_logs(value) if isinstance(value, dict) else {}
-        flat |= {f"{key}{_WITHIN}{name}": each for key, each in inner.items()}
-        if not isinstance(value, dict):
+        if isinstance(value, dict):
+            flat |= {f"{key}{_WITHIN}{name}": each for key, each in flat_logs(value).items()}
+        else:
             flat[name] = value
     return flat
 

@@ -48,11 +48,6 @@ def _cuts(backend: Backend, rows: int) -> Cuts:
     return (4 * size, 3 * size), (6, 1), (3, 4), (1, 6)
 
 
-def _whole(cuts: Cuts) -> Cuts:
-    """Return the same windows, each in one part."""
-    return tuple((sum(sizes),) for sizes in cuts)
-
-
 class NothingSeenError(ValueError):
     """Samples tell nothing of a step."""
 
@@ -88,7 +83,7 @@ def of_step(
     """
 
     def tried(cuts: Cuts) -> tuple[Verdict, Exception | None]:
-        cuts = _whole(cuts) if is_one else cuts
+        cuts = tuple((sum(sizes),) for sizes in cuts) if is_one else cuts
         return _of_samples(model, backend, data, cuts, is_own, is_split, assumed)
 
     verdict, error = tried(cuts := _cuts(backend, min(rows, int(num_rows(data)))))
@@ -124,8 +119,7 @@ def still_holds(
         model, backend, data, is_own, is_split, is_one: as `of_step` takes them.
         known: what was found of the step.
     """
-    cuts: Cuts = ((4, 3),)
-    cuts = _whole(cuts) if is_one else cuts
+    cuts: Cuts = ((7,),) if is_one else ((4, 3),)
     samples = samples_for_trial(data, sum(cuts[0]))
     with _trying(model, backend) as put_back:
         try:

@@ -122,9 +122,8 @@ class StepRunner:
         moves_by, number = MOVES_BY, 0
         if whole is not None:
             total, moves_by = whole.seen.rows, 0.0
-        if whole is not None and rows < total:
-            # What is drawn once per batch is the same whenever all samples run.
-            totals, number = whole.terms, next(self._runs)
+            if rows < total:  # what is drawn once per batch is the same whenever all samples run
+                totals, number = whole.terms, next(self._runs)
         run = self._backend.compiled(
             ("trial", rows, total),
             functools.partial(self._run, rows, total),
