@@ -41,11 +41,14 @@ def unlike_message(model: str, verdict: Verdict) -> str:
         size = f" by {first.size:.0%}" if first.size >= 0.01 else f" by {first.size:.0e}"
     written = [d.what for d in verdict.differences if d.what in verdict.written]
     way = f"; move what it writes to {written} into `on_update`" if written else ""
+    fails, aim = "does not train as the full batch", "To train exactly"
+    if all(difference.is_only_shown for difference in verdict.differences):
+        fails, aim = "trains as the full batch, but logs other numbers", "For exact logs"
     return (
-        "A window of microbatches does not train as the full batch. Received: the training step of "
+        f"A window of microbatches {fails}. Received: the training step of "
         f"{model!r}, which was run on some samples of the first batch at once, and in parts: "
-        f"{first.what} differs{size}{more}, however the parts are weighted. To train "
-        f"exactly, {ALONE}{way}; if the difference does not matter, override `microbatch_weight`."
+        f"{first.what} differs{size}{more}, however the parts are weighted. {aim}, {ALONE}{way}; "
+        "if the difference does not matter, override `microbatch_weight`."
     )
 
 

@@ -132,6 +132,8 @@ MSE = sgd()
 
 # What is said where the core runs, and tries a step both ways.
 TRIED = "does not train as the full batch"
+# What is said where weights are those of the full batch.
+LOGGED = "trains as the full batch, but logs other numbers"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

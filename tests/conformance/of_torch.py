@@ -9,7 +9,7 @@ import dataclasses
 import keras
 import numpy as np
 import torch
-from case import ALL, TRIED, Case, Refused, Warns, sgd
+from case import ALL, LOGGED, TRIED, Case, Refused, Warns, sgd
 from helpers import dense_data
 from keras import layers
 from models import KeepsAverage
@@ -406,7 +406,11 @@ CASES |= {
     ),
     "logs of terms": step(base=LogsTerms, settings=OF_SUMS),
     "logs of gradients": step(
-        {"across": Warns("the log 'norm' differs, however(?!.* more thing)", BUT_LOGS)},
+        {
+            "across": Warns(
+                f"(?s){LOGGED}.*the log 'norm' differs, however(?!.* more thing)", BUT_LOGS
+            )
+        },
         clear=leaves,
         more=logs_gradients,
     ),

@@ -14,7 +14,7 @@ import keras
 import losses
 import models
 import numpy as np
-from case import ALL, BACKEND, TRIED, Case, FallsShort, Refused, Warns, sgd
+from case import ALL, BACKEND, LOGGED, TRIED, Case, FallsShort, Refused, Warns, sgd
 from helpers import dense_data, dense_model
 from keras import layers, ops
 
@@ -829,11 +829,7 @@ CASES = {
     "of Keras, twice its loss": Case(
         losses.of_class(LogsTwice),
         dense_data,
-        expects={
-            "across": Warns(
-                "(?s)does not train as the full batch.*the log 'twice' differs,", BUT_LOGS
-            )
-        },
+        expects={"across": Warns(f"(?s){LOGGED}.*the log 'twice' differs,", BUT_LOGS)},
     ),
     **models.behind_zeros(
         "samples combined", functools.partial(OfObjective, losses.mean), compile_args=sgd(None)
@@ -884,7 +880,7 @@ CASES = {
     "logs of numbers": step(LogsNumbers),
     **{
         f"logs of {what}": step(
-            functools.partial(LogsNumbers, more), expects={"across": Warns(TRIED, BUT_LOGS)}
+            functools.partial(LogsNumbers, more), expects={"across": Warns(LOGGED, BUT_LOGS)}
         )
         for what, more in {
             "what compares samples": lambda y, z: {"spread": ops.std(y)},

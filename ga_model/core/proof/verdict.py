@@ -28,6 +28,11 @@ class Difference(NamedTuple):
     what: str
     size: float
 
+    @property
+    def is_only_shown(self) -> bool:
+        """Whether it is in a metric or a log, and weights are those of the full batch."""
+        return self.what.startswith(("the metric ", "the log "))
+
 
 class Verdict(NamedTuple):
     """The verdict on a step.
