@@ -234,7 +234,7 @@ MUTATIONS = [
     ),
     Mutation(
         "layers that combine samples are taken to treat them one by one",
-        "core/proof/proof.py",
+        "core/proof/trial.py",
         "    if any(combines_samples(*part) for layer in layers for part in operations_in(layer)):",
         "    if False:",
     ),

@@ -10,7 +10,7 @@ from keras import ops
 from ga_model.core import messages
 from ga_model.core.backend import Backend
 from ga_model.core.batch import unpack
-from ga_model.core.proof import proof
+from ga_model.core.proof import trial
 from ga_model.core.proof.verdict import Verdict
 from ga_model.core.proof.weighing import Weighing
 from ga_model.core.window import Window, is_list, values_of
@@ -32,7 +32,7 @@ class Findings:
         self._model = model
         self._backend = backend
         self._found: dict[Any, Verdict] = {}  # by structure, and whether windows are one batch
-        self._told: dict[Verdict, str] = {}  # of those that are not exact
+        self._warnings: dict[Verdict, str] = {}  # of those that are not exact
         self._unseen: dict[Any, Verdict] = {}  # of structures whose samples have shown nothing yet
         self._num_batches: dict[Any, int] = {}  # that were trained by what was found
 
@@ -65,16 +65,16 @@ class Findings:
                 self._found[kind] = Verdict(weighing, otherwise=weighing)
                 return self._found[kind]
             if not model.verify:
-                self._found[kind] = found = proof.assumed_of(is_own)
-                self._told[found] = messages.unverified_message(model.name)
+                self._found[kind] = found = trial.assumed_of(is_own)
+                self._warnings[found] = messages.unverified_message(model.name)
                 return found
             assumed = self._unseen.pop(kind, None)
             before = None if assumed is None else assumed.weighing
             with backend.on_one_replica():
-                found, error = proof.of_step(
+                found, error = trial.of_step(
                     model, backend, data, rows, is_own, is_split, is_one, before
                 )
-            if isinstance(error, proof.NothingSeenError):  # so the next batch is tried
+            if isinstance(error, trial.NothingSeenError):  # so the next batch is tried
                 self._unseen[kind] = found._replace(differences=())
                 return self._unseen[kind]
             self._note(kind, found, error)
@@ -84,16 +84,16 @@ class Findings:
             known = self._found[kind]
             data = backend.samples_of(data, of_all=True)
             with backend.on_one_replica():
-                if proof.still_holds(model, backend, data, known, is_own, is_split, is_one):
+                if trial.still_holds(model, backend, data, known, is_own, is_split, is_one):
                     return known
-                found, error = proof.of_step(model, backend, data, rows, is_own, is_split, is_one)
+                found, error = trial.of_step(model, backend, data, rows, is_own, is_split, is_one)
             if self._note_later(kind, found, error):
-                self._tell_of_later(kind)
+                self._warn_of_later(kind)
         return self._found[kind]
 
     def message_of(self, verdict: Verdict) -> str:
         """Return the warning about what is not exact."""
-        return self._told[verdict]
+        return self._warnings[verdict]
 
     def look_at(
         self,
@@ -124,8 +124,8 @@ class Findings:
             return
         model, backend = self._model, self._backend
         with backend.on_one_replica():
-            found, error = proof.of_microbatches(model, backend, chosen, is_own, is_split)
-        if isinstance(error, proof.NothingSeenError):
+            found, error = trial.of_microbatches(model, backend, chosen, is_own, is_split)
+        if isinstance(error, trial.NothingSeenError):
             return
         is_other = self._note_later(kind, found, error)
         if once := sorted(written.difference(found.written)):  # and not while it was tried
@@ -135,7 +135,7 @@ class Findings:
         if is_split and backend.trains_alone and (backend.traces or not is_own):
             window.discard()
             raise FoundOtherwiseError
-        self._tell_of_later(kind)
+        self._warn_of_later(kind)
 
     def _kind_of(self, data: Any, is_split: bool, is_one: bool = False) -> Any:
         """Return a key for what is to be found out once."""
@@ -153,9 +153,9 @@ class Findings:
     def _note(self, kind: Any, found: Verdict, error: Exception | None) -> None:
         """Keep a verdict, and its warning if it is not exact."""
         if error is not None:
-            self._told[found] = messages.untried_message(self._model.name, error)
+            self._warnings[found] = messages.untried_message(self._model.name, error)
         elif not found.is_exact:
-            self._told[found] = messages.unlike_message(self._model.name, found)
+            self._warnings[found] = messages.unlike_message(self._model.name, found)
         self._found[kind] = found
 
     def _note_later(self, kind: Any, found: Verdict, error: Exception | None) -> bool:
@@ -168,14 +168,14 @@ class Findings:
         self._note(kind, found, error)
         is_other = not found.is_exact or found.weighing != known.weighing
         if is_other and not self._backend.trains_alone:
-            self._tell_of_later(kind)
+            self._warn_of_later(kind)
             self._found[kind] = known
         return is_other
 
-    def _tell_of_later(self, kind: Any) -> None:
+    def _warn_of_later(self, kind: Any) -> None:
         """Warn of what was found of a step when it had trained already."""
         model, found = self._model, self._found[kind]
-        model._warn_once(self._told.get(found) or messages.late_message(model.name))
+        model._warn_once(self._warnings.get(found) or messages.late_message(model.name))
 
     def _begin_again(self, assumed: Verdict, found: Verdict, window: Window | None) -> None:
         """Forget microbatches without a gradient that weigh otherwise than was assumed."""
@@ -194,7 +194,7 @@ class Findings:
         known = [values_of(part) for part in parts if part is not None]
         is_finite = all(bool(ops.all(ops.isfinite(g))) for g in known)  # else no update is made
         if is_finite and any(bool(ops.any(g != 0)) for g in known):
-            message = messages.untried_message(self._model.name, proof.NothingSeenError())
+            message = messages.untried_message(self._model.name, trial.NothingSeenError())
             self._model._warn_once(message)
 
 

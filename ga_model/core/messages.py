@@ -206,7 +206,7 @@ def one_weight_message(exact: list[str], approximate: list[str]) -> str:
     )
 
 
-def unheard_calls_message(model: str) -> str:
+def unsplit_step_message(model: str) -> str:
     return (
         f"No call of a layer goes by microbatches in `train_step` of {model!r}, which takes the "
         "memory of the full batch. Training is exact. To save the memory, keep networks in "

@@ -46,7 +46,7 @@ class _Splitting:
         self._model, self._backend, self._place = model, backend, backend.place()
         self._size, self._most = size, most
         self._is_in_whole_call = ThreadValue(False)
-        self._has_heard = False  # a call that could be split
+        self._has_seen_call = False  # a call that could be split
 
     def applies(self, layer: Any) -> bool:
         """Return whether a call of a layer that runs here is to be split."""
@@ -57,13 +57,13 @@ class _Splitting:
             return False
         # A layer without weights draws random numbers, or computes little.
         has_weights = bool(layer.weights or not is_built(layer))
-        self._has_heard = self._has_heard or has_weights
+        self._has_seen_call = self._has_seen_call or has_weights
         return has_weights and not any(map(is_rematerialized, layers_in(layer)))
 
     def end(self) -> None:
         """Warn, at the end of a step, if there was no call that could be split."""
-        if not self._has_heard:
-            self._model._warn_once(messages.unheard_calls_message(self._model.name))
+        if not self._has_seen_call:
+            self._model._warn_once(messages.unsplit_step_message(self._model.name))
 
     def run(self, layer: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Make a call by microbatches, or whole where it cannot be split."""

@@ -37,7 +37,7 @@ from own_train_steps import OfObjective, of
 from training import train
 
 from ga_model import AccumulatingModel, AccumulationScheduler, accumulate
-from ga_model.core.proof import proof
+from ga_model.core.proof import trial
 from ga_model.core.proof.runner import StepRunner
 
 if BACKEND == "tensorflow":
@@ -758,9 +758,9 @@ def test_what_shows_nothing_new_is_tried_once(monkeypatch):
     """Metrics count on from batch to batch, which is no news of the step."""
     tried = []
     for name in ("of_step", "of_microbatches"):
-        original = getattr(proof, name)
+        original = getattr(trial, name)
         monkeypatch.setattr(
-            proof, name, lambda *a, f=original: (tried.append(f.__name__), f(*a))[1]
+            trial, name, lambda *a, f=original: (tried.append(f.__name__), f(*a))[1]
         )
     model = accumulate(seeded(dense_model), accumulation_steps=3)
     model.compile("sgd", losses.mean, metrics=["mae"])

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from ga_model.core.proof.trial import norm_of
+from ga_model.core.proof.windows import norm_of
 
 TOTAL = 5  # samples of a trial, in parts of three and two
 _PARTS = (0, 3), (3, TOTAL)

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from ga_model.core.losses import Kinds
-from ga_model.core.proof.trial import Outcome, Runner, Window, norm_of
 from ga_model.core.proof.verdict import LAST, WATCHED, Difference, Verdict
 from ga_model.core.proof.weighing import Watched, Weighing
+from ga_model.core.proof.windows import Outcome, Runner, Window, norm_of
 
 _TOLERANCE = 2e-4  # relative, of what many operations make of rounding in float32
 

@@ -22,8 +22,8 @@ from ga_model.core.batch import num_rows, part_of
 from ga_model.core.losses import Kinds, Position
 from ga_model.core.of_user import parts_of
 from ga_model.core.proof.draws import Draws
-from ga_model.core.proof.trial import MOVES_BY, Outcome
 from ga_model.core.proof.weighing import Seen
+from ga_model.core.proof.windows import MOVES_BY, Outcome
 from ga_model.core.recorder import record
 from ga_model.core.statistics import is_known
 from ga_model.core.weights import FullBatch
@@ -32,7 +32,7 @@ _ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8}  # of one operation
 
 
 class StepRunner:
-    """Runs the `train_step` of a model, as `trial.Runner` has it.
+    """Runs the `train_step` of a model, as `windows.Runner` has it.
 
     Args:
         model: the model.
@@ -116,7 +116,7 @@ class StepRunner:
         return [copy_of(variable) for variable in self._variables]
 
     def run(self, begin: int, end: int, values: list[Any], whole: Outcome | None = None) -> Outcome:
-        """Run the step, as `trial.Runner` has it."""
+        """Run the step, as `windows.Runner` has it."""
         rows = total = end - begin
         totals: list[Any] = []
         moves_by, number = MOVES_BY, 0

@@ -1,330 +1,290 @@
-"""Try one window both ways: all samples at once, and in parts, from the same state.
-
-The optimizer is stood in for by a *surrogate update*, which moves each weight against its gradient
-by a rate. A rate of 0 is what a recorded step does. With others the order of what a step does shows
-at any learning rate, and no slot of an optimizer has to be put back. The rates move weights by 3 %
-of their norm, so that an effect of the update is far above rounding.
-
-Several starts and cuts are tried: one alone may hide a difference by chance.
-"""
+"""Find out whether training a step by microbatches equals training on the full batch."""
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import itertools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
+import keras
 import numpy as np
+from keras import ops
 
-from ga_model.core.proof.weighing import Seen, Weighing
+from ga_model.base._internals import (
+    forgetting_losses,
+    layers_in,
+    loss_tracker,
+    operations_in,
+    own_state,
+)
+from ga_model.core.backend import Backend
+from ga_model.core.batch import num_rows
+from ga_model.core.losses import Kinds
+from ga_model.core.of_user import counts_samples
+from ga_model.core.proof.calls import combines_samples
+from ga_model.core.proof.judge import Judge
+from ga_model.core.proof.runner import StepRunner, samples_for_trial
+from ga_model.core.proof.verdict import Difference, Verdict
+from ga_model.core.proof.weighing import Weighing
+from ga_model.core.proof.windows import Cuts, windows
+from ga_model.core.recorder import CannotAccumulateError
+from ga_model.core.stand_ins import watch_attributes
+from ga_model.core.statistics import is_known
 
-MOVES_BY = 0.03  # of their norm, by which the surrogate update moves weights
-_LARGE = 5_000_000  # values, of which fewer windows are tried
-_HUGE = 50_000_000  # and of which one is
-_MANY = 65_536  # entries of an array, of which more are not compared, and not held
-_NOISE = (0.0, 0.3, 2.0, 8.0)  # of the starts, in standard deviations of a weight
-_INFINITE = 1e30  # in float32 a rate by its inverse is still a normal number
-_SCALES = (1.0, 2.0**-10, 2.0**-20)  # of the loss, one after the other while gradients overflow
-
-# Samples of the parts of a window, in one way or several, of the same samples.
-Cuts = tuple[tuple[int, ...], ...]
+_OF_WEIGHTS = ("initializer", "regularizer", "constraint")  # attributes of layers
+_BACKENDS = ("tensorflow", "torch", "jax")
 
 
-class Outcome(NamedTuple):
-    """What the step makes of some samples.
+def _cuts(backend: Backend, rows: int) -> Cuts:
+    """Return the ways to cut windows of the samples of a microbatch, or seven, into parts.
 
-    Attributes:
-        gradients: of the variables that the step updates, in its order, or None.
-        places: of these variables among all.
-        rates: of the surrogate update of each of them.
-        counters: places of the counts of updates that it adds one to.
-        values: of all variables, after the step.
-        numbers: what metrics got that waits for the full batch, None of those of compiled losses.
-        logs: scalars that the step logs and that are no results of metrics.
-        seen: what tells the weight.
-        compiled: values of compiled losses of the user's own that are numbers, by name.
-        added: values of losses that layers add.
-        at_updates: values of scalars of optimizers when these are applied, by their places.
-        terms: the weights of the terms of the loss.
+    Where functions are traced, each number of samples takes a program.
     """
-
-    gradients: list[Any]
-    places: list[int]
-    rates: list[float]
-    counters: list[int]
-    values: list[Any]
-    numbers: list[Any]
-    logs: dict[str, Any]
-    seen: Seen
-    compiled: dict[str, Any]
-    added: list[Any]
-    at_updates: dict[int, Any]
-    terms: list[Any]
+    size = max(rows // 7, 1)
+    if backend.traces:
+        return ((size,) * 7,)
+    return (4 * size, 3 * size), (6, 1), (3, 4), (1, 6)
 
 
-class Runner(Protocol):
-    """Runs the step of a model.
+class NothingSeenError(ValueError):
+    """Samples tell nothing of a step."""
 
-    Attributes:
-        start: values of all variables, as they are.
-        names: of the variables.
-        metrics: names of those that got the numbers of an outcome, after a run.
-        trained: places of the trained variables.
-        is_free: of each variable, whether it may be anything after a step: a random state.
-        is_moved: of each variable that is not trained, whether starts may differ in it.
-        scales: places of the scales of losses.
-        epsilon: the rounding of one operation in float32.
-        has_own_loss: whether the loss, or a part of it, is the user's own.
-        is_folded: whether weights of compiled losses are folded into the loss.
-        written: paths of the variables that the step has written to.
-    """
-
-    start: list[Any]
-    names: list[str]
-    metrics: list[str]
-    trained: list[int]
-    is_free: list[bool]
-    is_moved: list[bool]
-    scales: list[int]
-    epsilon: float
-    has_own_loss: bool
-    is_folded: bool
-    written: set[str]
-
-    @property
-    def rounding(self) -> float:
-        """The rounding of one operation in the precision of the model."""
-
-    @property
-    def of_shapes(self) -> set[str]:
-        """The names of scalars that follow from shapes alone, and say no more than these."""
-
-    def put_back(self) -> None:
-        """Restore the state that is in no variable."""
-
-    def run(self, begin: int, end: int, values: list[Any], whole: Outcome | None = None) -> Outcome:
-        """Run the step on samples from `begin` up to `end`, from values of all variables.
-
-        Args:
-            whole: what all samples of the window at once have come to, of which these are a part
-                without an update; or None, if these are all.
-        """
+    def __init__(self) -> None:
+        super().__init__("All gradients are zero, or not finite.")
 
 
-class Window(NamedTuple):
-    """A window that was tried.
-
-    Attributes:
-        values: that it starts from.
-        whole: all samples at once.
-        parts: the same samples in parts, each from where the last one ended.
-        rounded: runs all samples at once from weights that differ by a rounding: only where the
-            others differ by more than few roundings, as it costs as much as the window.
-    """
-
-    values: list[Any]
-    whole: Outcome
-    parts: list[Outcome]
-    rounded: Callable[[], Outcome]
-
-    @property
-    def is_moved(self) -> bool:
-        """Whether a gradient is other than zero."""
-        gradients = [g for part in self.parts for g in part.gradients if g is not None]
-        return any(self.whole.rates) or any((np.isfinite(g) & (g != 0)).any() for g in gradients)
-
-    def shares(self, weighing: Weighing) -> list[float]:
-        """Return the share of each part in the window, or NaN."""
-        if weighing.is_sum:
-            return [1.0] * len(self.parts)
-        weights = [_number(weighing.weight(part.seen)) for part in self.parts]
-        total = sum(weights) - (len(weights) - 1) * weighing.epsilon
-        return [weight / total if total else float("nan") for weight in weights]
-
-
-def windows(runner: Runner, cuts: Cuts, is_brief: bool = False) -> Iterator[Window]:
-    """Try windows of samples in parts of these sizes.
+def of_step(
+    model: Any,
+    backend: Backend,
+    data: Any,
+    rows: int,
+    is_own: bool,
+    is_split: bool,
+    is_one: bool,
+    assumed: Weighing | None = None,
+) -> tuple[Verdict, Exception | None]:
+    """Try the step of a model on some samples, and leave the model as it was.
 
     Args:
-        runner: runs the step.
-        cuts: the ways to cut a window, which windows take in turns.
-        is_brief: whether one window is enough, from the state as it is.
-    """
-    size = sum(np.asarray(value).size for value in runner.start)
-    is_brief = is_brief or size > _HUGE
-    starts = 1 if is_brief else 2 if size > _LARGE else len(_NOISE)
-    chosen: _Entries | None = None
-    without_gradient, is_seen = [], False  # if all starts are so, nothing is seen of the step
-    for number, noise in enumerate(_NOISE[:starts]):
-        values, sizes = _perturbed(runner, noise, number), cuts[number % len(cuts)]
-        if (whole := _finite(runner, sum(sizes), values)) is None:
-            continue
-        chosen = chosen or _Entries(whole)
-        scales = [values[place] for place in runner.scales]
-        start = _Start(noise, number, sizes, scales, chosen, chosen.of(whole))
-        if not any(whole.rates):
-            without_gradient.append(start)
-        elif window := _in_parts(runner, start, values):
-            is_seen = True
-            yield window
-    for start in without_gradient if is_seen else without_gradient[:1]:
-        window = _in_parts(runner, start)
-        if window and (is_seen or window.is_moved):
-            yield window
-
-
-class _Start(NamedTuple):
-    """What a window starts from.
-
-    Attributes:
-        noise, seed: that weights are perturbed by.
-        sizes: of the parts that the window is cut into.
-        scales: values of the scales of losses.
-        chosen: the entries that are compared.
-        whole: what all samples at once have made of it.
-    """
-
-    noise: float
-    seed: int
-    sizes: tuple[int, ...]
-    scales: list[Any]
-    chosen: _Entries
-    whole: Outcome
-
-    def values(self, runner: Runner) -> list[Any]:
-        """Return the values of all variables, which are not held."""
-        found = _perturbed(runner, self.noise, self.seed)
-        for place, scale in zip(runner.scales, self.scales):
-            found[place] = scale
-        return found
-
-
-def _in_parts(runner: Runner, start: _Start, values: list[Any] | None = None) -> Window | None:
-    """Try a window in parts.
-
-    Args:
-        values: of the start, if they are at hand.
+        model: the model.
+        backend: what it runs on.
+        data: a batch, of one replica.
+        rows: samples of a microbatch. A step may need multiples of some number of samples, and
+            there may be memory for few.
+        is_own: whether the step is the user's own.
+        is_split: whether a window is one batch that is split.
+        is_one: whether a window is one microbatch.
+        assumed: what microbatches were weighed by so far that have shown nothing.
 
     Returns:
-        The window, or None: it shows nothing, as numbers are not finite.
+        What is found, and the error if it cannot be tried.
     """
-    numbers = [v for v in (*start.whole.numbers, *start.whole.logs.values()) if v is not None]
-    if start.seed and not all(np.isfinite(v).all() for v in numbers):
-        return None
-    values = start.values(runner) if values is None else values
-    parts, state, begin, total = [], values, 0, sum(start.sizes)
-    runner.put_back()
-    for size in start.sizes:
-        part = runner.run(begin, begin + size, state, start.whole)
-        state, begin = part.values, begin + size
-        # The last part has all of them.
-        parts.append(start.chosen.of(part if begin == total else part._replace(values=[])))
-    if (runner.rounding > runner.epsilon or runner.scales) and _overflows(parts):
-        return None
 
-    @functools.cache
-    def rounded() -> Outcome:
-        moved = _rounded(runner, start.values(runner))
-        return start.chosen.of(_from_start(runner, total, moved))
+    def tried(cuts: Cuts) -> tuple[Verdict, Exception | None]:
+        cuts = tuple((sum(sizes),) for sizes in cuts) if is_one else cuts
+        return _of_samples(model, backend, data, cuts, is_own, is_split, assumed)
 
-    return Window(start.chosen.values(values), start.whole, parts, rounded)
+    verdict, error = tried(cuts := _cuts(backend, min(rows, int(num_rows(data)))))
+    if error is None or isinstance(error, NothingSeenError):
+        return verdict, error
+    if backend.traces_otherwise(error):
+        found, other = tried(cuts)
+        if other is None or isinstance(other, NothingSeenError):
+            return found, other
+        backend.traces_otherwise(error)  # as before
+    others: list[Cuts] = [((n, 2 * n), (2 * n, n)) for n in range(2, rows + 1) if rows % n == 0]
+    if backend.out_of_memory(error) is not None:
+        others = [((1, 1, 1),)]
+    for cuts in others:
+        verdict, other = tried(cuts)
+        if other is None:
+            return verdict, None
+    return verdict, error
 
 
-class _Entries:
-    """The entries that are compared of large arrays: those of the largest gradients, and others.
+def still_holds(
+    model: Any,
+    backend: Backend,
+    data: Any,
+    known: Verdict,
+    is_own: bool,
+    is_split: bool,
+    is_one: bool,
+) -> bool:
+    """Try one window of a step that was tried before, and return whether all is as it was.
 
     Args:
-        outcome: of all samples.
+        model, backend, data, is_own, is_split, is_one: as `of_step` takes them.
+        known: what was found of the step.
     """
-
-    def __init__(self, outcome: Outcome) -> None:
-        generator = np.random.default_rng(0)
-        of_places = dict(zip(outcome.places, outcome.gradients))
-        self._chosen: dict[int, Any] = {}  # places in arrays, by places of variables
-        for place, value in enumerate(outcome.values):
-            if (size := np.asarray(value).size) <= _MANY:
-                continue
-            chosen = generator.integers(0, size, _MANY // 2)
-            if (gradient := of_places.get(place)) is not None:
-                sizes = np.abs(np.asarray(gradient).ravel())
-                largest = np.argpartition(sizes, size - _MANY // 2)[size - _MANY // 2 :]
-                chosen = np.concatenate([chosen, largest])
-            is_chosen = np.zeros(size, bool)
-            is_chosen[chosen] = True
-            self._chosen[place] = np.flatnonzero(is_chosen)
-
-    def values(self, values: Sequence[Any]) -> list[Any]:
-        """Return those of values of all variables, or of nothing."""
-        return [self._part(place, value) for place, value in enumerate(values)]
-
-    def of(self, outcome: Outcome) -> Outcome:
-        """Return an outcome with no others."""
-        pairs = zip(outcome.places, outcome.gradients)
-        gradients = [None if g is None else self._part(place, g) for place, g in pairs]
-        return outcome._replace(gradients=gradients, values=self.values(outcome.values))
-
-    def _part(self, place: int, array: Any) -> Any:
-        chosen = self._chosen.get(place)
-        return array if chosen is None else np.asarray(array).ravel()[chosen]
+    cuts: Cuts = ((7,),) if is_one else ((4, 3),)
+    samples = samples_for_trial(data, sum(cuts[0]))
+    with _trying(model, backend) as put_back:
+        try:
+            runner = StepRunner(
+                model, backend, samples, not is_own, is_split, known.kinds, put_back
+            )
+            with forgetting_losses(model):
+                tried = list(windows(runner, cuts, is_brief=True))
+        except Exception:  # what cannot be tried with so many samples, as before
+            return True
+        is_known = not tried or not tried[0].is_moved or Judge(runner, tried).agrees(known)
+        return is_known and runner.written <= set(known.written)
 
 
-def _from_start(runner: Runner, total: int, values: list[Any]) -> Outcome:
-    """Run the step on the samples of a window at once."""
-    runner.put_back()
-    return runner.run(0, total, values)
+def of_microbatches(
+    model: Any, backend: Backend, held: Sequence[Any], is_own: bool, is_split: bool
+) -> tuple[Verdict, Exception | None]:
+    """Try a step on samples of several microbatches. The first has shown something new.
+
+    Args:
+        model, backend, is_own, is_split: as `of_step` takes them.
+        held: of each microbatch its first samples, or all. Those of other shapes or names than
+            the first ones are left out.
+    """
+    held = [each for each in held if _shapes(each) == _shapes(held[0])]
+    first, others = num_rows(held[0]), sum(map(num_rows, held[1:]))
+    data = keras.tree.map_structure(_joined, *held)
+    cuts: Cuts = ((first, others),) if others else ((first - 1, 1),)
+    if others > 1:
+        cuts = (first, others - 1, 1), (first, *[1] * others)
+    return _of_samples(model, backend, data, cuts, is_own, is_split, is_chosen=True)
 
 
-def _finite(runner: Runner, total: int, values: list[Any]) -> Outcome | None:
-    """Run the step on all samples, with smaller scales of the loss in `values` if it overflows."""
-    for factor in _SCALES if runner.scales else _SCALES[:1]:
-        for place in runner.scales:
-            values[place] = np.asarray(values[place] * factor, np.asarray(values[place]).dtype)
-        outcome = _from_start(runner, total, values)
-        if not _overflows([outcome]):
-            return outcome
-    return None
+def _shapes(data: Any) -> Any:
+    """Return the shapes of samples, nested as they are."""
+    return keras.tree.map_structure(lambda leaf: tuple(getattr(leaf, "shape", ()))[1:], data)
 
 
-def _overflows(outcomes: Sequence[Outcome]) -> bool:
-    """Return whether gradients are not all finite, or nearly not, as those of a scaled loss."""
-    gradients = [g for outcome in outcomes for g in outcome.gradients if g is not None]
-    return not all((np.abs(gradient) < _INFINITE).all() for gradient in gradients)
+def _joined(*leaves: Any) -> Any:
+    if leaves[0] is None or not ops.shape(leaves[0]):
+        return leaves[0]
+    return np.concatenate([ops.convert_to_numpy(leaf) for leaf in leaves])
 
 
-def norm_of(arrays: Sequence[Any]) -> float:
-    """Return the norm of all numbers in arrays."""
-    return float(sum(np.linalg.norm(np.asarray(a, "float64").ravel()) ** 2 for a in arrays) ** 0.5)
+@contextlib.contextmanager
+def _trying(model: Any, backend: Backend) -> Iterator[Callable[[], None]]:
+    """Return a context in which the step of a model may be tried.
+
+    It gives a function that lets all be as it was that is in no variable.
+    """
+    state = backend.state()
+    watch_attributes(model)
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")
+        try:
+            yield state.put_back
+        finally:
+            state.put_back()
+            backend.forget("trial")
 
 
-def _number(value: Any) -> float:
-    return float(np.asarray(value))
+def _of_samples(
+    model: Any,
+    backend: Backend,
+    data: Any,
+    cuts: Cuts,
+    is_own: bool,
+    is_split: bool,
+    assumed: Weighing | None = None,
+    is_chosen: bool = False,
+) -> tuple[Verdict, Exception | None]:
+    """Try the step of a model on so many samples: these, or some of them where none is chosen."""
+    kinds, is_folded = Kinds(), not is_own
+    with _trying(model, backend) as put_back:
+        try:
+            samples = data if is_chosen else samples_for_trial(data, sum(cuts[0]))
+            for _ in range(4):
+                runner = StepRunner(model, backend, samples, is_folded, is_split, kinds, put_back)
+                with forgetting_losses(model):
+                    coming = windows(runner, cuts)
+                    judge = Judge(runner, first := list(itertools.islice(coming, 2)), assumed)
+                    instead = _instead(judge, kinds)
+                    if instead is None and (others := list(coming)):
+                        judge = Judge(runner, first + others, assumed)
+                        instead = _instead(judge, kinds)
+                    if instead is None and judge.is_moved:
+                        verdict = judge.verdict._replace(kinds=kinds)
+                if instead is None:
+                    break
+                kinds, is_folded = instead
+                backend.forget("trial")
+        except CannotAccumulateError:
+            raise
+        except Exception as error:  # whatever code of the user's raises on other samples
+            return assumed_of(is_own, kinds), error
+        if not judge.is_moved:
+            return assumed_of(is_own, kinds), NothingSeenError()
+    if runner.has_mismatch and not is_split:  # which is told of where weights are combined
+        verdict = verdict._replace(weighing=Weighing("loss"), differences=(), is_folded=True)
+    return verdict, None
 
 
-def _perturbed(runner: Runner, noise: float, seed: int) -> list[Any]:
-    """Return values with noise that shows also in weights that are zero."""
-    if not noise:
-        return list(runner.start)
-    generator, found = np.random.default_rng(seed), list(runner.start)
-    for place, value in enumerate(runner.start):
-        value = np.asarray(value)
-        if place in runner.trained and value.dtype.kind != "i":
-            scale = noise * max(norm_of([value]) / max(value.size, 1) ** 0.5, 0.1)
-            moved = value.astype("float64") + scale * generator.normal(size=value.shape)
-        elif not runner.is_moved[place] or value.size != 1:
+def _instead(judge: Judge, kinds: Kinds) -> tuple[Kinds, bool] | None:
+    """Return how a step is to be tried that was tried otherwise than it is going to be trained.
+
+    Args:
+        judge: compares windows, some or all.
+        kinds: that losses were taken for.
+
+    Returns:
+        What losses are, and whether weights are folded into them; or None: it is to be as it was.
+    """
+    if not judge.runner.is_folded or not judge.is_moved:
+        return None
+    if (found := judge.kinds()).has_sum and not kinds.has_sum:
+        return found, True  # known from the values of losses, whatever they were taken for
+    verdict = judge.verdict
+    return None if verdict.is_folded or not verdict.is_exact else (kinds, False)
+
+
+def assumed_of(is_own: bool, kinds: Kinds | None = None) -> Verdict:
+    """Return the verdict on a step that is not tried, or cannot be."""
+    differences = (Difference("everything", float("inf")),)
+    weighing = Weighing("samples" if is_own else "loss")
+    return Verdict(weighing, (), (), differences, is_folded=not is_own, kinds=kinds or Kinds())
+
+
+def has_code_of_user(model: Any, backend: Backend) -> bool:
+    """Return whether layers or metrics of a model are not Keras's, or may combine samples."""
+    layers = layers_in(model)
+    if any(map(_is_of_user, layers)) or backend.has_hooks():
+        return True
+    if any(combines_samples(*part) for layer in layers for part in operations_in(layer)):
+        return True
+    tracker = loss_tracker(model)
+    return not all(counts_samples(metric) for metric in model.metrics if metric is not tracker)
+
+
+def _is_of_user(layer: Any) -> bool:
+    module = type(layer).__module__
+    holds_code = isinstance(layer, (keras.layers.Lambda, keras.layers.TorchModuleWrapper))
+    is_of_keras = module.startswith("keras.") and not holds_code
+    axes = getattr(layer, "axis", getattr(layer, "axes", None))
+    axes = axes if isinstance(axes, (list, tuple)) else [axes]
+    is_along_samples = any(axis is not None and (axis == 0 or axis < -1) for axis in axes)
+    has_state = bool(own_state(layer)) and not is_known(layer)
+    is_stateful = getattr(layer, "stateful", False) or has_state
+    is_known_layer = is_of_keras and ".preprocessing." not in module
+    return not is_known_layer or is_along_samples or is_stateful or _has_function_of_user(layer)
+
+
+def _has_function_of_user(layer: Any) -> bool:
+    """Return whether a layer of Keras's calls other code, such as an activation of the user's.
+
+    What it makes and changes weights with, takes no samples. Functions of backends are tried alone.
+    """
+    of_layer = {} if isinstance(layer, keras.Model) else vars(layer)  # those of a model train it
+    for name, value in of_layer.items():
+        if not callable(value) or name.endswith(_OF_WEIGHTS):
             continue
-        elif value.dtype.kind in "iu":  # a counter
-            most = int(np.iinfo(value.dtype).max)
-            moved = np.minimum(value.astype("int64") + int(10 ** min(2 * noise, 5)), most)
-        else:  # a factor that is annealed
-            moved = value + noise * generator.random()
-        found[place] = np.asarray(moved).astype(value.dtype)
-    return found
-
-
-def _rounded(runner: Runner, values: list[Any]) -> list[Any]:
-    generator, found = np.random.default_rng(1), list(values)
-    for place in runner.trained:
-        value = np.asarray(values[place])
-        signs = generator.choice([-1.0, 1.0], value.shape)
-        found[place] = (value.astype("float64") * (1 + runner.rounding * signs)).astype(value.dtype)
-    return found
+        owner = getattr(value, "__self__", value)  # of a method
+        module = getattr(owner, "__module__", None) or type(owner).__module__
+        if isinstance(value, (type, keras.layers.Layer)) or module.startswith("keras."):
+            continue
+        is_of_backend = module.split(".")[0] in _BACKENDS
+        if not is_of_backend or combines_samples(value, (keras.KerasTensor((None, 4)),), {}):
+            return True
+    return False
