@@ -41,7 +41,7 @@ from ga_model.core.statistics import MomentsRecorder, is_known, present_recorder
 
 _NOT_ROWS = "it combines samples, or gives something other than one value per sample"
 _NOT_ROWS_BACK = "it has a custom gradient that combines samples"
-_is_read = ThreadValue(False)  # whether BatchNormalization is to normalize by running averages
+_uses_averages = ThreadValue(False)  # whether BatchNormalization is to normalize by running averages
 
 
 class LayerCall:
@@ -195,7 +195,7 @@ class LayerCall:
         self._written = [place for place, (new, old) in pairs if new is not old]
         return after, Traced(tensors, attached, losses, recorder.moments)
 
-    def read(self, known: dict[Any, Any], training: Any) -> str | None:
+    def analyze(self, known: dict[Any, Any], training: Any) -> str | None:
         """Return why samples are not known to be treated one by one, or None, and note losses.
 
         Args:
@@ -207,12 +207,12 @@ class LayerCall:
         static = str([leaf for leaf in self._leaves if not _is_array(leaf)])
         key = (id(self._layer), training, static, *self._places, *arrays, *shared)
         if key not in known:
-            known[key] = self._layer, *self._read()  # with the layer, whose id no other one gets
+            known[key] = self._layer, *self._analyze()  # with the layer, whose id no other one gets
         why: str | None
         _, why, self.kinds, self._written = known[key]
         return why
 
-    def _read(self) -> tuple[str | None, list[Any], list[int]]:
+    def _analyze(self) -> tuple[str | None, list[Any], list[int]]:
         """Try the call. Return the reason, the kinds of losses, and places of written variables."""
         number = 1  # of outputs and what is attached to them
 
@@ -229,7 +229,7 @@ class LayerCall:
         normalizing = [layer for layer in layers_in(self._layer) if is_known(layer)]
         before = self._python
         try:
-            with _averaging.of(normalizing), _is_read.set(True):
+            with _averaging.of(normalizing), _uses_averages.set(True):
                 self._python = PythonState(self._layer)  # with what stands in front of methods
                 trained = [bool(variable.trainable) for variable in self._variables]
                 trained += [True for _ in self._shared]
@@ -341,7 +341,7 @@ def _has_tensors(values: list[Any]) -> bool:
 
 def _with_averages(layer: Any, moments: Callable[..., Any]) -> Callable[..., Any]:
     def averages(inputs: Any, mask: Any) -> Any:
-        if not _is_read.get():
+        if not _uses_averages.get():
             return moments(inputs, mask)
         return tuple(
             ops.cast(ops.convert_to_tensor(v.value), inputs.dtype)
