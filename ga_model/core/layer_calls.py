@@ -41,7 +41,7 @@ from ga_model.core.statistics import MomentsRecorder, is_known, present_recorder
 
 _NOT_ROWS = "it combines samples, or gives something other than one value per sample"
 _NOT_ROWS_BACK = "it has a custom gradient that combines samples"
-_uses_averages = ThreadValue(False)  # whether BatchNormalization is to normalize by running averages
+_uses_averages = ThreadValue(False)  # whether BatchNormalization uses its running averages
 
 
 class LayerCall:
