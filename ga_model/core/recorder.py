@@ -87,7 +87,7 @@ class Recording:
         is_own: whether the step, or its loss, is the user's own. Then nothing is folded into the
             loss, and what the microbatch weighs is found out later.
         moves_by: scalar, how much of their norm weights are moved by the surrogate update where a
-            step is tried, or None.
+            step is tried, 0.0 in a part of a window, or None.
         waits: whether numbers that metrics get wait for the full batch, and are not only noted.
         kinds: as `StepLosses` takes them.
         is_trial: whether there is to be no update: optimizers may be applied in any way.
@@ -239,6 +239,12 @@ class Recording:
             for g, v in zip(gradients, variables)
         ]
 
+    @property
+    def is_moving(self) -> bool:
+        """Whether a surrogate update is made, which may move nothing."""
+        is_part = isinstance(self.moves_by, float) and self.moves_by == 0
+        return self.moves_by is not None and not is_part
+
     def rate_of(self, gradients: Sequence[Any], weights: Sequence[Any]) -> Any:
         """Return the rate of the surrogate update of weights by gradients, a scalar, and note it.
 
@@ -324,6 +330,7 @@ class Recording:
         return _numbers.where(weight == 0, 0.0, _numbers.float64(call.value) * weight), weight
 
 
+_SMALL = 65_536  # entries of an array, of which more are not copied
 _WITHIN = " within "  # between a name and that of its dict
 
 
@@ -352,7 +359,10 @@ def nested_logs(flat: dict[str, Any]) -> dict[str, Any]:
 
 def _norm(arrays: Sequence[Any]) -> Any:
     """Return the norm of all numbers in arrays, whose squares may overflow: a float32 scalar."""
-    numbers = [ops.cast(array, "float32") for array in arrays if 0 not in array.shape]
+    numbers = [ops.ravel(ops.cast(array, "float32")) for array in arrays if 0 not in array.shape]
+    small = [n for n in numbers if n.shape[0] <= _SMALL]
+    if len(small) > 1:  # many operations take long to compile
+        numbers = [n for n in numbers if n.shape[0] > _SMALL] + [ops.concatenate(small)]
     zero = ops.zeros((), "float32")
     largest = functools.reduce(ops.maximum, [ops.max(ops.abs(n)) for n in numbers], zero)
     unit = ops.where(largest == 0, 1.0, largest)

@@ -31,7 +31,7 @@ class StandIn(OptimizerStandIn):
         optimizer, recording = self._original, self._recorder
         variables = recording.model.trainable_variables
         recording.apply(optimizer, grads, variables, values=optimizer_variables)
-        if recording.moves_by is None:
+        if not recording.is_moving:
             return trainable_variables, optimizer_variables
         rate = recording.rate_of(grads, trainable_variables)
         with recording.backend.unnoted():

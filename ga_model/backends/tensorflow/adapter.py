@@ -65,7 +65,7 @@ class StandIn(OptimizerStandIn):
             for g, v in zip(gradients, variables)
         ]
         recording.apply(optimizer, gradients, variables, via_apply_gradients=via_apply_gradients)
-        if recording.moves_by is not None:
+        if recording.is_moving:
             rate = recording.rate_of(gradients, variables)
             with recording.backend.unnoted():
                 _move(optimizer, gradients, variables, rate)
