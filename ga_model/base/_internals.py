@@ -106,6 +106,12 @@ def own_state(layer: Any) -> list[Any]:
     return [*layer._non_trainable_variables, *untracked]
 
 
+def read_in_float16(layer: Any) -> list[Any]:
+    """Return the trainable variables of a layer itself that its calls read in float16."""
+    is_half = layer.autocast and layer.compute_dtype == "float16" != layer.variable_dtype
+    return [v for v in layer._trainable_variables if v._autocast] if is_half else []
+
+
 @contextlib.contextmanager
 def forgetting_losses(model: Any) -> Iterator[None]:
     """If a step fails in a block, remove the layers' losses that Keras has stored in the model."""

@@ -252,7 +252,7 @@ class Driver(ModelState):
             is_trial,
         )
         parts = _power_of_two(window.steps) * _power_of_two(batch.num_microbatches)
-        if self._overwrites:  # so that gradients are of the size of those of the mean
+        if self._overwrites or self._is_scaled:  # so gradients are as large as those of the mean
             parts = float(window.steps * batch.num_microbatches)
         num_microbatches = window.steps * batch.num_microbatches * self.backend.num_processes
         values = window.steps, num_microbatches, parts, batch.rows
@@ -326,6 +326,11 @@ class Driver(ModelState):
             counters = self.updates.update(structure, sums, counters)
         self.counters = counters
         return is_end
+
+    @functools.cached_property
+    def _is_scaled(self) -> bool:
+        """Whether a loss is scaled until gradients overflow."""
+        return any(hasattr(o, "dynamic_scale") for o in optimizers_in(vars(self._model)))
 
     @functools.cached_property
     def _overwrites(self) -> bool:

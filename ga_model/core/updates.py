@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
 from keras import ops
 
 from ga_model.base import _numbers
-from ga_model.base._internals import copy_of
+from ga_model.base._internals import copy_of, layers_in, read_in_float16
 from ga_model.core.backend import Backend
 from ga_model.core.backend_types import GROUPS
 from ga_model.core.modes import Structure
 from ga_model.core.noise import Estimate, averaged, squared_norm
 from ga_model.core.recorder import by_optimizer, nested_logs
 from ga_model.core.splitting import splitting_calls
-from ga_model.core.window import Amount, Sums, is_list
+from ga_model.core.window import Amount, Sums, is_list, with_values
 
 
 class Counters(NamedTuple):
@@ -148,10 +149,12 @@ class Updates:
         self, structure: Structure, sums: list[Any], others: Sums, counters: Counters
     ) -> Counters:
         variables = [v for a in structure.applied for v in a.variables]
-        means = others._replace(gradients=sums).mean(variables)
-        gradients = iter(self._backend.in_place_of(means))
+        means = self._backend.in_place_of(others._replace(gradients=sums).mean(variables))
         for applied in structure.applied:
-            self._backend.apply(applied, [next(gradients) for _ in applied.variables])
+            gradients, means = means[: len(applied.variables)], means[len(applied.variables) :]
+            if hasattr(applied.optimizer, "dynamic_scale"):
+                gradients = self._overflowing(gradients, applied.variables)
+            self._backend.apply(applied, gradients)
         for call, moments in zip(structure.calls, others.moments):
             call.move(moments)
         self._backend.once(self.after_update)
@@ -162,6 +165,23 @@ class Updates:
         return count(others, counters)._replace(
             lost=counters.lost + lost, unlike=counters.unlike + unlike
         )
+
+    def _overflowing(self, gradients: list[Any], variables: Sequence[Any]) -> list[Any]:
+        """Return gradients with Inf where that of the full batch, in float16, overflows.
+
+        Those of microbatches are smaller, and are summed in float32.
+        """
+        half = {id(v) for layer in layers_in(self._model) for v in read_in_float16(layer)}
+
+        def overflowing(values: Any) -> Any:
+            wide = _numbers.widened(values)
+            is_in_range = ops.isfinite(ops.cast(wide, "float16"))
+            return ops.where(is_in_range, values, ops.full_like(values, float("inf")))
+
+        return [
+            with_values(g, overflowing) if id(v) in half else g
+            for g, v in zip(gradients, variables)
+        ]
 
     def whole(self, size: int, data: Any) -> Any:
         """Run the step as it is on a full batch, with its calls of layers by microbatches.
