@@ -29,7 +29,7 @@ class CloseWindow(keras.callbacks.Callback):
         super().__init__()
         self._accumulating = model
         self._listeners = listeners
-        self._num_updates = self._at_begin = 0  # that listeners know; that an epoch begins with
+        self._num_updates = 0  # that listeners know
         self.has_begun = False
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -39,7 +39,7 @@ class CloseWindow(keras.callbacks.Callback):
         # `BackupAndRestore` may have set the first epoch.
         self._accumulating._accumulation.begin_epoch(epoch, is_first=not self.has_begun)
         self.has_begun = True
-        self._num_updates = self._at_begin = count_updates(self._accumulating)
+        self._num_updates = count_updates(self._accumulating)
 
     def on_train_end(self, logs: Any = None) -> None:
         self._accumulating._accumulation.finish_fit()
@@ -49,8 +49,7 @@ class CloseWindow(keras.callbacks.Callback):
         self.notify_listeners(logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        has_updated = count_updates(self._accumulating) != self._at_begin
-        self._accumulating._accumulation.warn_of_no_effect(has_updated)
+        self._accumulating._accumulation.warn_of_no_effect()
         self._accumulating.close_window()
         self.notify_listeners(logs)
 

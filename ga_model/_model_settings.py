@@ -36,7 +36,8 @@ class ModelSettings:
     def has_updated(self) -> bool:
         """Whether the last batch completed a window. Also True before the first batch.
 
-        Read it in a callback's `on_train_batch_end` to act once per update.
+        Where it is True in a callback's `on_train_batch_end`, an update was made. A partial window
+        is updated at the end of its epoch only: to act once per update, define `on_update_end`.
         """
         return not self._accumulation.has_open_window()
 

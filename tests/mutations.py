@@ -70,8 +70,8 @@ MUTATIONS = [
     Mutation(
         "a window stays open at an epoch's end",
         "_callbacks.py",
-        "warn_of_no_effect(has_updated)\n        self._accumulating.close_window()",
-        "warn_of_no_effect(has_updated)",
+        "warn_of_no_effect()\n        self._accumulating.close_window()",
+        "warn_of_no_effect()",
     ),
     Mutation(
         "a window stays open for validation",

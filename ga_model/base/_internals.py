@@ -241,6 +241,8 @@ def arguments_of_loss(loss: Any) -> dict[str, Any]:
 
 def is_along_samples(loss: Any) -> bool:
     """Return whether one of Keras's losses or metrics is made to compute along axis 0."""
+    if isinstance(loss, keras.metrics.FBetaScore):  # its axis is one that it sums along
+        return False
     axis = arguments_of_loss(loss).get("axis", getattr(loss, "axis", None))
     return 0 in (axis if isinstance(axis, (list, tuple)) else [axis])
 

@@ -124,12 +124,8 @@ class ModelState:
             self.warnings.add(message)
             _validate.warn(message)
 
-    def warn_of_no_effect(self, has_updated: bool) -> None:
-        """Warn at the end of the first epoch of settings that have no effect.
-
-        Args:
-            has_updated: whether there was an update in it.
-        """
+    def warn_of_no_effect(self) -> None:
+        """Warn at the end of the first epoch of settings that have no effect."""
         has_ended, self._has_ended_epoch = self._has_ended_epoch, True
         if has_ended or self.is_scheduled:
             return
@@ -138,7 +134,7 @@ class ModelState:
         if is_only_setting and self._most_samples() <= size:
             model._warn_once(_nothing_split_message(model.name, size))
         number = 0 if self.window is None else self.window.num_batches()
-        if number and not has_updated:
+        if number and not self.window.was_full:
             model._warn_once(_one_update_message(model.name, steps, number))
 
     def _most_samples(self) -> int:

@@ -263,10 +263,12 @@ class Window:
         steps: batches that fill the open window, or the next one.
         sums: what its microbatches have come to, or None before the first.
         held: of its microbatches, samples, where they may be tried.
+        was_full: whether a window has been full.
     """
 
     def __init__(self, steps: int) -> None:
         self._next_steps = self.steps = steps
+        self.was_full = False
         self.discard()
 
     def set_steps(self, accumulation_steps: int) -> None:
@@ -302,7 +304,9 @@ class Window:
     def end_batch(self) -> bool:
         """Count a batch, and return whether it fills the window."""
         self._num_batches += 1
-        return self._num_batches >= self.steps
+        is_full = self._num_batches >= self.steps
+        self.was_full = self.was_full or is_full
+        return is_full
 
     def is_open(self) -> bool:
         """Return whether there are batches that no update has used yet."""

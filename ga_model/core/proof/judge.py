@@ -258,7 +258,10 @@ class Judge:
 
     def _off(self, found: Any, expected: Any, floor: float, size: float) -> float:
         """Return a relative difference, or zero if it is what rounding makes."""
-        difference = norm_of([np.asarray(found, "float64") - np.asarray(expected, "float64")])
+        found, expected = (np.asarray(value, "float64") for value in (found, expected))
+        if np.array_equal(found, expected, equal_nan=True):  # such as the metric of a constant row
+            return 0.0
+        difference = norm_of([found - expected])
         if not (np.isfinite(difference) and np.isfinite(size)):
             return inf
         if difference <= floor + max(_TOLERANCE, 2 * self.runner.rounding) * size:
