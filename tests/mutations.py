@@ -262,8 +262,8 @@ MUTATIONS = [
     Mutation(
         "the moments of replicas are not pooled",
         "backends/tensorflow/replicas.py",
-        "        return Moments.of_stacked(Moments._make(map(_stacked, moments)))",
-        "        return moments",
+        "moments=[Moments.of_stacked(Moments._make(map(_stacked, m))) for m in sums.moments],",
+        "moments=sums.moments,",
         "replicas/test_strategy.py",
     ),
     Mutation(

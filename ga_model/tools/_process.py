@@ -12,14 +12,11 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import IO, Any
-
-_starting = threading.Lock()
 
 
 class CommandError(Exception):
@@ -79,18 +76,12 @@ def in_own_process(name: str, function: Callable[..., Any], *args: Any) -> Any:
             process.join()
 
 
+@functools.cache
 def prepare() -> Any:
     """Return the `multiprocessing` context, with its server started.
 
-    Call this before other threads write to standard error, which is discarded meanwhile.
+    Call this before threads start processes: standard error is discarded while the server starts.
     """
-    with _starting:
-        return _context()
-
-
-@functools.cache
-def _context() -> Any:
-    """Return the `multiprocessing` context, and start the server that forks, without messages."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # inherited
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")

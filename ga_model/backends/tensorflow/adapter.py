@@ -32,6 +32,7 @@ from ga_model.base._internals import (
     counter_of,
     is_built,
     raw,
+    strategy_of_model,
     unscaled_for_replicas,
 )
 from ga_model.base._internals_tf import graph_being_made, is_branch, noting_writes
@@ -64,7 +65,7 @@ class StandIn(OptimizerStandIn):
             None if g is None else recording.backend.given(g, v, is_dense)
             for g, v in zip(gradients, variables)
         ]
-        recording.apply(optimizer, gradients, variables, via_apply_gradients=via_apply_gradients)
+        super()._take(gradients, variables, via_apply_gradients)
         if recording.is_moving:
             rate = recording.rate_of(gradients, variables)
             with recording.backend.unnoted():
@@ -84,12 +85,9 @@ def _move(optimizer: Any, gradients: list[Any], variables: list[Any], rate: Any)
 class TensorFlowBackend(Backend):
     """Runs functions of the core in graphs, or at once where the model runs eagerly.
 
-    Args:
-        model: the model.
-
     Attributes:
-        held: what holds the sums of an open window.
-        tables: what is known of tables, of which some rows are looked up.
+        held: variables for the sums of an open window.
+        tables: which tables are looked up by position.
         knows_number: returns whether the source of data tells how many samples a batch has.
         needs_number: whether a step is traced for the number of samples that a microbatch has.
         is_for_any_samples: whether a graph is being made for any number of samples.
@@ -105,7 +103,8 @@ class TensorFlowBackend(Backend):
         self.is_for_any_samples = False
         self.knows_number: Callable[[], bool] = lambda: True
         self.needs_number = False
-        self._replicas = replicas.of_model(model)
+        strategy = strategy_of_model(model)
+        self._replicas = None if strategy is None else Replicas(strategy)
         self._is_on_one = self._has_updated = False
         self._others: Variables | None = None  # those that a trial reaches
         self._kept: list[Any] | None = None  # what a step writes to, until another is traced
@@ -377,16 +376,14 @@ class TensorFlowBackend(Backend):
             state.put_back()
 
 
-def _building_outside(optimizer: Any, build: Callable[..., Any]) -> Callable[..., Any]:
-    return functools.partial(optimizers.build_outside, optimizer, build)
-
-
-_built_outside = MethodPatch("build", _building_outside)
+_built_outside = MethodPatch(
+    "build", lambda optimizer, build: functools.partial(optimizers.build_outside, optimizer, build)
+)
 
 
 def _is_made_of_parts(name: Any) -> bool:
-    """Return whether XLA is to compile parts of a function at most: it runs a few times, or would
-    share what microbatches of a call compute again."""
+    """Return whether XLA may compile no more than parts of a function: it runs a few times, or
+    recomputes microbatches of a call, which XLA would share with the first pass."""
     if not isinstance(name, tuple):
         return False
     return name[0] in ("trial", "whole") or getattr(name[-1], "size", None) is not None

@@ -18,15 +18,10 @@ if TYPE_CHECKING:
 class Compiled:
     """A function of the core as a `tf.function`.
 
-    Args:
-        backend: what makes it.
-        function: the function.
-        jit_compile: whether XLA compiles it.
-        consumes: whether its first argument is a list of sums of gradients. Where there are no
-            replicas, variables hold them, and those of `Sums` that it returns, and each is written
-            as soon as there is what is added to it: as arguments and results they would be there
-            twice, beside all gradients of the microbatch. On replicas, their shapes are always the
-            same.
+    With `consumes`, its first argument is a list of sums of gradients. Without replicas, variables
+    hold these, and those of the `Sums` that it returns, and each is written as soon as its gradient
+    is known: as arguments and results they would be in memory twice, beside all gradients of the
+    microbatch. On replicas, their shapes never change.
     """
 
     def __init__(
@@ -158,11 +153,9 @@ def _spec(leaf: Any, is_any: bool = False) -> Any:
 
 
 def key_of_nest(nest: Any, is_any: bool = False) -> Any:
-    """Return a key for the structure, shapes and dtypes of arguments.
+    """Return a key for the structure, shapes and dtypes of a nest of tensors and None.
 
-    Args:
-        nest: of tensors and None, or one of these.
-        is_any: whether it serves any number of samples.
+    With `is_any`, it is the same for any number of samples.
     """
     if isinstance(nest, tf.Tensor):
         shape = shape_of(nest)
@@ -177,7 +170,7 @@ def key_of_nest(nest: Any, is_any: bool = False) -> Any:
 
 
 def each_tensors(arguments: Iterable[Any]) -> Any:
-    """Return each argument as `tensors_in` does."""
+    """Apply `tensors_in` to each argument."""
     return tuple(map(tensors_in, arguments))
 
 

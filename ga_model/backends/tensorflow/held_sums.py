@@ -11,7 +11,7 @@ from ga_model.base._context import ThreadValue
 
 
 class HeldSums:
-    """The variables. Each is written as soon as its gradient is computed.
+    """Variables for sums. Each is written as soon as its gradient is computed.
 
     Attributes:
         present: the sums that a function runs on, with their variables.

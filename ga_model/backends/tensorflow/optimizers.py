@@ -15,13 +15,9 @@ from ga_model.core.window import Largest, Positions, Rows
 def build_outside(
     optimizer: Any, build: Callable[..., Any], variables: Any, is_seen: bool = False
 ) -> None:
-    """Create the variables of an optimizer outside of the graph that is being made.
+    """Create the variables of an optimizer, by its `build`, outside of the graph being made.
 
-    Args:
-        optimizer: the optimizer.
-        build: its method.
-        variables: what it takes.
-        is_seen: whether `tf.function` is to see variables come into being, and so to trace again.
+    With `is_seen`, `tf.function` notices the new variables, and traces again.
     """
 
     def create(next_creator: Callable[..., Any], **settings: Any) -> Any:
@@ -68,17 +64,15 @@ def apply(
 ) -> None:
     """Apply an optimizer on every replica to the sum over replicas of their gradients.
 
-    An optimizer makes that sum itself, after it has clipped each replica's gradients, and a
-    LossScaleOptimizer has looked for overflows in those of each machine's first replica. What they
-    have to see is the sum. So for them it is made here. The first replica passes it on, the others
-    zeros; with loss scaling NaN where it is not finite, or machines would decide differently, and
-    wait for one another for ever.
+    An optimizer sums over replicas itself, but only after it has clipped the gradients of each
+    replica, and after a LossScaleOptimizer has looked for overflows on the first replica of each
+    machine. Both must see the sum, so it is computed here: the first replica passes it on, the
+    others zeros. With loss scaling, the others pass NaN where it is not finite. Otherwise machines
+    would decide differently, and wait for each other for ever.
 
     Args:
-        optimizer: the optimizer.
         gradients: tensors, `tf.IndexedSlices` and None.
-        variables: the variables.
-        via_apply_gradients: whether its `apply_gradients` does it, and not its `apply`.
+        via_apply_gradients: whether to call `apply_gradients` in place of `apply`.
     """
     is_scaled = hasattr(optimizer, "inner_optimizer")
     has_replicas = tf.distribute.get_strategy().num_replicas_in_sync > 1
@@ -91,7 +85,6 @@ def apply(
 
 
 def _clips(optimizer: Any) -> bool:
-    """Return whether an optimizer clips gradients."""
     clipping = (optimizer.clipnorm, optimizer.global_clipnorm, optimizer.clipvalue)
     parts = getattr(optimizer, "optimizers", ())  # of a MultiOptimizer
     return any(c is not None for c in clipping) or any(map(_clips, parts))
@@ -100,9 +93,7 @@ def _clips(optimizer: Any) -> bool:
 def _sum_on_first_replica(tensors: list[Any], shows_overflow: bool) -> list[Any]:
     """Return the sums over replicas on the first replica, and zeros on the others.
 
-    Args:
-        tensors: tensors, `tf.IndexedSlices` and None.
-        shows_overflow: whether the others get NaN where a sum is not finite.
+    With `shows_overflow`, the others get NaN where a sum is not finite.
     """
     context = tf.distribute.get_replica_context()
     present = [tensor for tensor in tensors if tensor is not None]

@@ -12,6 +12,7 @@ exchanged at first, and gradients by the optimizer only.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -38,11 +39,7 @@ _TRIED = (tf.distribute.OneDeviceStrategy, *_MIRRORED)
 
 
 class OnReplicas:
-    """What the replicas of this process have at one place of a nest.
-
-    Args:
-        values: one for each.
-    """
+    """The values that the replicas of this process have at one place of a nest."""
 
     def __init__(self, values: Sequence[Any]) -> None:
         self.values = tuple(values)
@@ -52,15 +49,7 @@ class OnReplicas:
 
 
 class Replicas:
-    """The replicas that train a model.
-
-    Args:
-        strategy: of the model.
-
-    Attributes:
-        number: how many there are, in all processes.
-        strategy: as it is passed.
-    """
+    """The replicas of a strategy: `number` of them, in all processes."""
 
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
         self.strategy = strategy
@@ -76,30 +65,26 @@ class Replicas:
     def each(self, nest: Any) -> list[Any]:
         """Return a nest as each replica of this process has it."""
 
-        def of(leaf: Any, place: int) -> Any:
+        def of_replica(place: int, leaf: Any) -> Any:
             if isinstance(leaf, OnReplicas):
                 return leaf.values[place]
             if isinstance(leaf, tf.distribute.DistributedValues):
                 return self.strategy.experimental_local_results(leaf)[place]
             return leaf
 
-        places = range(self._num_here)
-        return [tf.nest.map_structure(lambda leaf, p=p: of(leaf, p), nest) for p in places]
+        every = (functools.partial(of_replica, place) for place in range(self._num_here))
+        return [tf.nest.map_structure(of_one, nest) for of_one in every]
 
     def together(self, nests: Sequence[Any]) -> Any:
-        """Return one nest of those that each replica has."""
-        return tf.nest.map_structure(_together, *nests)
+        """Join the nests of the replicas into one: the inverse of `each`."""
+
+        def join(*leaves: Any) -> Any:
+            return None if leaves[0] is None else OnReplicas(leaves)
+
+        return tf.nest.map_structure(join, *nests)
 
     def run(self, function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
-        """Run a function on every replica.
-
-        Args:
-            function: the function.
-            arguments: for each replica of this process, a tuple.
-
-        Returns:
-            What each returns.
-        """
+        """Run a function on every replica, each with its own tuple of arguments."""
         found: list[Any] = [None] * self._num_here
 
         def run(place: int) -> None:
@@ -152,11 +137,7 @@ class Replicas:
     # In functions that every replica runs.
 
     def exchanged(self, sums: Sums) -> Sums:
-        """Return the numbers of a window of all replicas, and this replica's gradients.
-
-        Args:
-            sums: of this replica. Its gradients and amounts are left out.
-        """
+        """Return the sums of this replica, without gradients and amounts, summed over replicas."""
         is_sum = sums.total is None
         numbers = (
             sums.unit,
@@ -184,12 +165,9 @@ class Replicas:
             has_lost=tf.reduce_any(lost != 0),
             has_unlike=tf.reduce_any(unlike != 0),
             num_news=tf.cast(tf.reduce_sum(news), tf.int32),
-            moments=[self._pooled(moments) for moments in sums.moments],
+            moments=[Moments.of_stacked(Moments._make(map(_stacked, m))) for m in sums.moments],
             squares=squares,
         )
-
-    def _pooled(self, moments: Moments) -> Moments:
-        return Moments.of_stacked(Moments._make(map(_stacked, moments)))
 
     def amounts(self, amounts: Sequence[Amount]) -> list[Amount]:
         """Return the sums of logged numbers over all replicas."""
@@ -200,13 +178,7 @@ class Replicas:
 
 
 class SharedBatch(Batch):
-    """A batch that replicas have parts of, which may be of unlike numbers of samples, or of none.
-
-    Args:
-        replicas: the replicas.
-        data: what they have.
-        size: samples per microbatch of a replica, or None.
-    """
+    """A batch whose samples replicas share, perhaps unevenly; `size` is that of one replica."""
 
     def __init__(self, replicas: Replicas, data: Any, size: int | None) -> None:
         self._replicas, self._each, self._size = replicas, replicas.each(data), size
@@ -226,11 +198,7 @@ class SharedBatch(Batch):
 
 
 def shared_total(unit: Any, total: Any) -> Any:
-    """Return the divisor of this replica's sums, t_r above.
-
-    Args:
-        unit, total: of this replica, float64 scalars.
-    """
+    """Return the divisor t_r of this replica's sums, from its unit and total, float64 scalars."""
     if tf.distribute.get_strategy().num_replicas_in_sync == 1:
         return total
     return _total_of(unit, *_vectors([unit, total]))
@@ -263,20 +231,10 @@ def _stacked(tensor: Any) -> Any:
     return tf.ensure_shape(stacked, [context.num_replicas_in_sync, *tensor.shape])
 
 
-def _together(*values: Any) -> Any:
-    return None if values[0] is None else OnReplicas(values)
-
-
 def is_on_replica_of(strategy: Any) -> bool:
     """Return whether the code here is that of a replica of a strategy."""
     is_here = tf.distribute.get_strategy() is strategy
     return is_here and not tf.distribute.in_cross_replica_context()
-
-
-def of_model(model: Any) -> Replicas | None:
-    """Return the replicas that train a model, or None where there is no strategy."""
-    strategy = strategy_of_model(model)
-    return None if strategy is None else Replicas(strategy)
 
 
 def check(model: Any, microbatch_size: Any) -> None:
@@ -308,8 +266,9 @@ def check(model: Any, microbatch_size: Any) -> None:
     if microbatch_size == "auto" and isinstance(strategy, workers):
         raise NotImplementedError(_workers_size_message())
     if strategy.num_replicas_in_sync > 1:
-        if microbatch_size is not None:
-            _check_normalization(model)
+        layers = [] if microbatch_size is None else model._batch_normalization_layers()
+        if names := [layer.name for layer in layers if getattr(layer, "synchronized", False)]:
+            raise ValueError(_synchronized_message(names))
         if model.skip_nonfinite and metrics_exchange():
             raise ValueError(_metrics_message())
 
@@ -318,13 +277,6 @@ def check_is_tried(strategy: tf.distribute.Strategy) -> None:
     """Raise NotImplementedError for a strategy that accumulation was not tried with."""
     if not isinstance(strategy, _TRIED):
         raise NotImplementedError(_strategy_message(type(strategy).__name__))
-
-
-def _check_normalization(model: Any) -> None:
-    layers = model._batch_normalization_layers()
-    names = [layer.name for layer in layers if getattr(layer, "synchronized", False)]
-    if names:
-        raise ValueError(_synchronized_message(names))
 
 
 def _is_distributed(variable: Any) -> bool:

@@ -12,44 +12,31 @@ from ga_model.core.window import Positions, Rows, shrinkage
 
 
 class Tables:
-    """What is known of the tables of a model: by what their rows are looked up."""
+    """Tells rows of tables that are looked up by position from those looked up by samples."""
 
     def __init__(self) -> None:
-        self._by_position: set[int] = set()  # ids of variables
-        self._has_indices: set[int] = set()  # those whose indices were looked at
+        self._is_by_position: dict[int, bool] = {}  # by the names of tables
 
     def rows_of(
         self, gradient: tf.IndexedSlices, name: int, traces: bool, is_for_any_samples: bool
     ) -> Rows | Positions:
-        """Return a sparse gradient as the core takes it.
+        """Return the sparse gradient of a table as the core takes it.
 
-        Args:
-            gradient: of a table.
-            name: of the table.
-            traces: whether code is traced.
-            is_for_any_samples: whether it is for any number of samples.
+        In a trace for any number of samples, rows of a known number are those of positions. In
+        eager mode, they are if they have been 0, 1, 2, and so on in all microbatches.
         """
-        is_fixed = gradient.indices.shape[0] is not None
+        known, indices = self._is_by_position, gradient.indices
         if not traces:
-            self._look_at(name, gradient.indices)
-        elif is_fixed and is_for_any_samples:  # so they are not looked up by samples
-            self._by_position.add(name)
-        kind = Positions if name in self._by_position else Rows
-        return kind(gradient.values, gradient.indices, tf.zeros((), tf.float64))
+            known[name] = known.get(name, True) and _counts_up(indices)
+        elif is_for_any_samples and indices.shape[0] is not None:
+            known[name] = True
+        kind = Positions if known.get(name) else Rows
+        return kind(gradient.values, indices, tf.zeros((), tf.float64))
 
-    def _look_at(self, name: int, indices: Any) -> None:
-        """Find out of a table of an eager model whether indices are those of positions: 0, 1, ...
 
-        Whose first ones are others has none, as those of samples are.
-        """
-        if name in self._has_indices and name not in self._by_position:
-            return
-        self._has_indices.add(name)
-        number = indices.shape[0]
-        if number > 1 and bool(tf.reduce_all(indices == tf.range(number, dtype=indices.dtype))):
-            self._by_position.add(name)
-        else:
-            self._by_position.discard(name)
+def _counts_up(indices: Any) -> bool:
+    number = indices.shape[0]
+    return number > 1 and bool(tf.reduce_all(indices == tf.range(number, dtype=indices.dtype)))
 
 
 def joined(rows: Sequence[Rows | Positions], unit: Any) -> Rows:
@@ -66,7 +53,7 @@ def joined(rows: Sequence[Rows | Positions], unit: Any) -> Rows:
 def _once(values: list[Any], indices: list[Any]) -> tuple[list[Any], list[Any]]:
     """Return rows by position with each position once: those of the longest microbatch.
 
-    Where microbatches have other indices at a position, they do not follow from it, and stay.
+    If microbatches differ in an index at a position, the rows are returned as they are.
     """
     place = max(range(len(indices)), key=lambda place: int(indices[place].shape[0]))
     longest, total = indices[place], values[place]

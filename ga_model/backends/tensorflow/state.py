@@ -11,9 +11,7 @@ from ga_model.core.kept_state import KeptState
 
 
 class State(KeptState):
-    """The values of variables, each of which shares its memory with the variable until that is
-    written to.
-    """
+    """The values of variables. Each shares the variable's memory until that is written to."""
 
     def _keep(self, variables: list[Any]) -> None:
         every = [copy for variable in variables for copy in copies(variable)]
@@ -25,7 +23,7 @@ class State(KeptState):
 
 
 class Variables:
-    """The values of variables that a step reaches, whoever has them, as they were when noted."""
+    """The values of variables that a step uses, in the model or elsewhere, when first noted."""
 
     def __init__(self) -> None:
         self._values: dict[int, tuple[Any, Any]] = {}

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ga_model.backends.torch.call_hooks import noting_hooks
-from ga_model.backends.torch.layer_calls import Autocast, gradients_of, parameters_beside
+from ga_model.backends.torch.layer_calls import autocast_scopes, gradients_of, parameters_beside
 from ga_model.backends.torch.noting import Noting
 from ga_model.backends.torch.random_numbers import random_kept
 from ga_model.backends.torch.state import KeptTensors
@@ -43,8 +43,8 @@ def run_apart(call: Apart, derives: bool = False) -> Callable[..., Any]:
         ]
         with (
             random_kept(),
-            Autocast().again(),
-            _saving_as_always(),
+            autocast_scopes()(),
+            _without_saving_hooks(),
             _exchanged(state, zip(given, values)),
             noting_hooks() as hooks,
             torch.set_grad_enabled(derives),
@@ -142,6 +142,6 @@ def _exchanged(state: dict[int, Any], pairs: Any) -> Iterator[None]:
             tensor.data = data
 
 
-def _saving_as_always() -> Any:
+def _without_saving_hooks() -> Any:
     """Return a context without hooks on saved tensors, which `torch.utils.checkpoint` counts."""
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)

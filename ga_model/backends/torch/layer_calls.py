@@ -7,8 +7,8 @@ gradients of weights are summed. This is `torch.utils.checkpoint` for parts of a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import keras
@@ -44,9 +44,9 @@ class Microbatches:
         self._is_source = [tensor.requires_grad for tensor in given]
         others = parameters_beside(split.layer, split.fixed)
         self.sources = [t for t in (*given, *others) if t.requires_grad]
-        self._tensors, self._autocast = KeptTensors(split.layer), Autocast()
-        self._in_call = call_scopes()
-        self._begun: list[Any] = []  # what each microbatch begins with, and random state
+        self._tensors = KeptTensors(split.layer)
+        self._in_call, self._autocast = call_scopes(), autocast_scopes()
+        self._begun: list[Any] = []  # the `carried` and the random state before each microbatch
         self._carried = [tensor.detach().clone() for tensor in split.carried]  # it is written to
         self._moments: list[Moments] = []
         self._number = 0  # of outputs
@@ -129,7 +129,7 @@ class Microbatches:
                 for share, (carried, random) in zip(self._shares, self._begun, strict=True):
                     set_random_state(random)
                     parts = [t[share] for t in samples]
-                    with torch.enable_grad(), self._in_call(), self._autocast.again():
+                    with torch.enable_grad(), self._in_call(), self._autocast():
                         if not is_differentiable:
                             parts = [
                                 p.detach().requires_grad_(yes) for p, yes in zip(parts, is_source)
@@ -233,21 +233,19 @@ def parameters_beside(layer: Any, tensors: list[Any]) -> list[Any]:
     return [parameter for key, parameter in found.items() if key not in known]
 
 
-class Autocast:
-    """The `torch.autocast` of a call, to run it again."""
+def autocast_scopes() -> Callable[[], AbstractContextManager[None]]:
+    """Return a function whose contexts have the `torch.autocast` that is on here.
 
-    def __init__(self) -> None:
-        devices = ["cpu", "cuda"] if torch.cuda.is_initialized() else ["cpu"]
-        self._dtypes = {
-            device: torch.get_autocast_dtype(device)
-            for device in devices
-            if torch.is_autocast_enabled(device)
-        }
+    They have no cache, because a cached cast may have no gradient.
+    """
+    devices = ["cpu", "cuda"] if torch.cuda.is_initialized() else ["cpu"]
+    dtypes = {d: torch.get_autocast_dtype(d) for d in devices if torch.is_autocast_enabled(d)}
 
     @contextmanager
-    def again(self) -> Iterator[None]:
-        """Run a block in it. Without its cache: a cached cast may have no gradient."""
+    def again() -> Iterator[None]:
         with ExitStack() as stack:
-            for device, dtype in self._dtypes.items():
+            for device, dtype in dtypes.items():
                 stack.enter_context(torch.autocast(device, dtype=dtype, cache_enabled=False))
             yield
+
+    return again

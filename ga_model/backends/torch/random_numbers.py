@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -22,14 +21,10 @@ def set_random_state(state: tuple[Any, list[Any]]) -> None:
         torch.cuda.set_rng_state_all(state[1])
 
 
-@contextmanager
-def random_kept() -> Iterator[None]:
-    """Restore the state after a block."""
-    state = random_state()
-    try:
-        yield
-    finally:
-        set_random_state(state)
+def random_kept() -> AbstractContextManager[None]:
+    """Return a context that restores the state at its end."""
+    number = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+    return torch.random.fork_rng(range(number))  # type: ignore[no-any-return]
 
 
 def seed_random(seed: int) -> None:
