@@ -77,7 +77,11 @@ def _note_contents(
         elif id(value) not in found:
             content = dict(value) if isinstance(value, dict) else list(value)
             found[id(value)] = value, content, wrapper
-            _note_contents(value.values() if isinstance(value, dict) else value, found, empty)
+            _note_contents(_parts_of(value), found, empty)
+
+
+def _parts_of(container: Any) -> Any:
+    return container.values() if isinstance(container, dict) else container
 
 
 def leaves_in(values: Iterable[Any]) -> list[Any]:
@@ -89,7 +93,7 @@ def leaves_in(values: Iterable[Any]) -> list[Any]:
             leaves.append(wrapper)
         elif id(value := unwrapped(wrapper)) not in known:
             known.add(id(value))
-            waiting.extend(value.values() if isinstance(value, dict) else value)
+            waiting.extend(_parts_of(value))
     return leaves
 
 
@@ -138,4 +142,4 @@ class PythonState(Attributes):
 
 
 def _ids_in(container: Any) -> list[int]:
-    return list(map(id, container.values() if isinstance(container, dict) else container))
+    return list(map(id, _parts_of(container)))

@@ -61,7 +61,7 @@ class Compiled:
 
     def _run_on_held(self, sums: list[Any], *others: Any) -> Any:
         held = self._backend.held.hold(sums)
-        unheld = [value for value in held if not isinstance(value, tf.Variable)]
+        unheld = [None if isinstance(value, tf.Variable) else value for value in held]
         arguments = each_tensors((unheld, *others))
         with self._backend.held.present.set(held):
             found = self._run_on(arguments)
@@ -95,8 +95,8 @@ class Compiled:
 
     def _call_on_held(self, unheld: list[Any], *others: Any) -> Any:
         """Call the function on the sums that variables hold, and write its sums to them."""
-        held, rest = self._backend.held.present.get(), iter(unheld)
-        sums = [v.read_value() if isinstance(v, tf.Variable) else next(rest) for v in held]
+        held = self._backend.held.present.get()
+        sums = [v.read_value() if isinstance(v, tf.Variable) else u for v, u in zip(held, unheld)]
         found = self._call(sums, *others)
         if not _has_sums(found):
             return found

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ga_model.backends.torch import refusals
-from ga_model.backends.torch.process_group import Processes, num_processes
+from ga_model.backends.torch.process_group import num_processes, processes_of
 from ga_model.base._names import answering
 from ga_model.core.accumulator import Accumulator, check_optimizer
 from ga_model.core.recorder import Applied
@@ -58,8 +58,7 @@ class GradientAccumulator(Accumulator):
     def __init__(self, *, process_group: Any = None) -> None:
         super().__init__()
         refusals.check_group(process_group)
-        is_alone = process_group is None or num_processes(process_group) == 1
-        self._processes = None if is_alone else Processes(process_group)
+        self._processes = processes_of(process_group)
         self._has_group = process_group is not None
         self._known: list[Any] = []  # variables of the last window
 

@@ -15,7 +15,7 @@ from ga_model.backends.torch import call_hooks, calls_apart, layer_calls, refusa
 from ga_model.backends.torch.gradient_sums import GradientSums
 from ga_model.backends.torch.noting import Noting
 from ga_model.backends.torch.optimizers import StandIn, TorchOptimizers
-from ga_model.backends.torch.process_group import Processes, num_processes
+from ga_model.backends.torch.process_group import processes_of
 from ga_model.backends.torch.state import LeftGradients, State
 from ga_model.base._call_again import Attributes, PythonState
 from ga_model.base._internals import raw, stateless_scope
@@ -36,7 +36,8 @@ class TorchBackend(Backend):
     """Runs functions at once.
 
     Attributes:
-        process_group: the processes that train the model together, as users set it, or None.
+        process_group: the `torch.distributed.ProcessGroup` that trains the model, or None.
+        processes: its processes, or None if this process trains alone.
     """
 
     optimizer_stand_in = StandIn
@@ -46,24 +47,15 @@ class TorchBackend(Backend):
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
-        self.process_group: Any = None
-        self._processes: Processes | None = None
+        self.set_process_group(None)
         self._optimizers_of_torch = TorchOptimizers(model)
         self._updated: list[tuple[Any, int]] = []
 
     # Processes.
 
-    @property
-    def processes(self) -> Processes | None:
-        """The processes that train the model together, or None: it is this one alone."""
-        group = self.process_group
-        if self._processes is None and group is not None and num_processes(group) > 1:
-            self._processes = Processes(group)
-        return self._processes
-
     def set_process_group(self, group: Any) -> None:
         """Train together with the processes of a group, or alone."""
-        self.process_group, self._processes = group, None
+        self.process_group, self.processes = group, processes_of(group)
 
     @property
     def num_processes(self) -> int:  # type: ignore[override]

@@ -206,6 +206,11 @@ class Processes:
         return found
 
 
+def processes_of(group: Any) -> Processes | None:
+    """Return the processes of a group, or None if this process trains alone."""
+    return Processes(group) if group is not None and num_processes(group) > 1 else None
+
+
 def num_processes(group: Any = None) -> int:
     """Return the processes of a group, of the default one where none is given; 1 without any."""
     distributed = torch.distributed
