@@ -58,38 +58,35 @@ class Microbatches:
             self._number = tf.minimum(self._number, split.most)
         self._places = [i for i, source in enumerate(self._sources) if _has_gradient(source)]
         self._in_call = call_scopes()
-        self._form: Any = None  # of what is given, without its tensors
-        self._ways: list[tuple[str, ...]] = []  # of the gradients of sources, as `_ways_of` has it
 
     def run(self) -> tuple[list[Any], Traced]:
         """Run all microbatches, and record them on tapes."""
         specs = [_specs(self._carried), _specs(self._fixed), _specs(self._samples, True), _SHARE]
         run_one = self._in_graph(self._run_one, specs)
-        if self._form is None:  # where nothing is traced
+        if tf.executing_eagerly():
             with unseen_by_tapes():
-                self._run_one(self._carried, self._fixed, self._part(0), tf.ones((), tf.float64))
+                form = run_one(self._carried, self._fixed, self._part(0), tf.ones((), tf.float64))
+        else:
+            form = run_one.structured_outputs
         backward = None
         sources = [self._sources[place] for place in self._places]
         if any(map(is_followed, sources)):
             # XLA differentiates no function in which it compiles a loop.
             self._jit_compile = self._jit_compile and not has_second_derivatives(sources)
-            outputs = tf.nest.flatten(self._form[1][:2])
-            upstream = [_specs(outputs, True), _specs(self._form[1].losses)]
+            upstream = [_specs(tf.nest.flatten(form[1][:2]), True), _specs(form[1].losses)]
             backward = self._in_graph(self._gradients_of_one, [*specs, *upstream])
         with unseen_by_tapes():
-            carried, begun, outputs, losses, moments = self._forward(run_one)
+            carried, begun, traced = self._forward(run_one, *form)
         if backward is not None:
-            self._record(backward, begun, outputs, losses)
-        first, attached = tf.nest.pack_sequence_as(self._form[1][:2], outputs)
-        moments = tf.nest.pack_sequence_as(self._form[1].moments, moments)
-        return carried, Traced(first, attached, losses, moments)
+            self._record(backward, begun, traced)
+        return carried, traced
 
-    def _in_graph(self, function: Callable[..., Any], specs: list[Any]) -> Callable[..., Any]:
-        """Return a function of a microbatch that is traced once where a graph is made.
+    def _in_graph(self, function: Callable[..., Any], specs: list[Any]) -> Any:
+        """Return a function of a microbatch, traced once if a graph is being made.
 
         Raises:
-            NotByRowsError: it uses a tensor or a variable that is none of its arguments, or draws
-                random numbers that it cannot draw again.
+            NotByRowsError: it uses a tensor or variable that is not an argument, or draws random
+                numbers that it cannot draw again.
         """
         if tf.executing_eagerly():
             return function
@@ -106,7 +103,7 @@ class Microbatches:
             raise NotByRowsError(text)
         if drawing := stateful_draws(traced.graph):
             raise NotByRowsError(f"it draws unseeded random numbers, by {drawing}")
-        return traced  # type: ignore[no-any-return]
+        return traced
 
     def _run_one(
         self, carried: list[Any], fixed: list[Any], samples: list[Any], share: Any
@@ -122,9 +119,7 @@ class Microbatches:
             for loss, is_sum in zip(traced.losses, self._are_sums)
         ]
         moments = [Moments(*map(tf.convert_to_tensor, part)) for part in traced.moments]
-        traced = traced._replace(losses=losses, moments=moments)
-        self._form = after, traced
-        return after, traced
+        return after, traced._replace(losses=losses, moments=moments)
 
     def _gradients_of_one(
         self,
@@ -135,23 +130,18 @@ class Microbatches:
         of_outputs: list[Any],
         of_losses: list[Any],
     ) -> list[Any]:
-        """Return the tensors of the gradients of sources, for those of outputs and losses."""
-        form = self._form
+        """Return `_tensors_of` the gradients of sources, for those of outputs and losses."""
         sources = [*fixed, *samples]
         sources = [sources[place] for place in self._places]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(sources)
             _, traced = self._run_one(carried, fixed, samples, share)
-        self._form = form
         results = [*tf.nest.flatten(traced[:2]), *traced.losses]
         pairs = [pair for pair in zip(results, [*of_outputs, *of_losses]) if _has_gradient(pair[0])]
         found = tape.gradient(
             [a for a, _ in pairs], sources, output_gradients=[b for _, b in pairs]
         )
-        are_shared = (place < len(self._fixed) for place in self._places)
-        self._ways = list(map(_ways_of, found, are_shared))
-        sparse = [(g.values, g.indices) if isinstance(g, tf.IndexedSlices) else (g,) for g in found]
-        return [tensor for of_one in sparse for tensor in of_one if tensor is not None]
+        return list(map(_tensors_of, found))
 
     def _rows_at(self, index: Any) -> slice:
         return slice(index * self._size, tf.minimum((index + 1) * self._size, self._rows))
@@ -164,39 +154,38 @@ class Microbatches:
         with is_unnoted.set(True):
             return tf.cast(_rows_of(part[0]), tf.float64) / tf.cast(self._rows, tf.float64)
 
-    def _forward(self, run_one: Callable[..., Any]) -> Any:
-        """Return the state after all and before each microbatch, outputs, losses and moments."""
-        after, form = self._form
-        outputs = tf.nest.flatten(form[:2])
-        moments = tf.nest.flatten(form.moments)
+    def _forward(self, run_one: Callable[..., Any], after: list[Any], form: Traced) -> Any:
+        """Return the state after all microbatches and before each, and what all of them give.
 
-        def step(index: Any, carried: Any, begun: Any, arrays: Any, losses: Any, sums: Any) -> Any:
+        Args:
+            run_one: runs a microbatch.
+            after, form: what it returns, or specs of that.
+        """
+
+        def step(index: Any, carried: Any, begun: Any, given: Any, losses: Any, sums: Any) -> Any:
             part = self._part(index)
             begun = [array.write(index, value) for array, value in zip(begun, carried)]
             carried, traced = run_one(carried, self._fixed, part, self._share_of(part))
-            given = tf.nest.flatten(traced[:2])
-            arrays = [array.write(index, value) for array, value in zip(arrays, given)]
+            given = tf.nest.map_structure(lambda a, t: a.write(index, t), given, traced[:2])
             losses = [a + b for a, b in zip(losses, traced.losses)]
-            pairs = zip(tf.nest.pack_sequence_as(form.moments, sums), traced.moments)
-            sums = tf.nest.flatten([a.plus(b) for a, b in pairs])
-            return index + 1, carried, begun, arrays, losses, sums
+            sums = [a.plus(b) for a, b in zip(sums, traced.moments)]
+            return index + 1, carried, begun, given, losses, sums
 
         begin = [
             tf.constant(0),
             self._carried,
             [self._array(t.dtype, t.shape) for t in after],
-            [self._array(t.dtype, [None, *t.shape[1:]]) for t in outputs],
+            tf.nest.map_structure(lambda t: self._array(t.dtype, [None, *t.shape[1:]]), form[:2]),
             [tf.zeros((), loss.dtype) for loss in form.losses],
-            [tf.zeros(t.shape, t.dtype) for t in moments],
+            tf.nest.map_structure(lambda t: tf.zeros(t.shape, t.dtype), form.moments),
         ]
-        _, carried, begun, arrays, losses, sums = self._loop(step, begin)
-        joined = [self._joined(array, t) for array, t in zip(arrays, outputs)]
-        return carried, begun, joined, losses, sums
+        _, carried, begun, given, losses, sums = self._loop(step, begin)
+        outputs, attached = tf.nest.map_structure(self._joined, given, form[:2])
+        return carried, begun, Traced(outputs, attached, losses, sums)
 
-    def _record(
-        self, backward: Callable[..., Any], begun: Any, outputs: list[Any], losses: list[Any]
-    ) -> None:
-        results = [*outputs, *losses]
+    def _record(self, backward: Callable[..., Any], begun: Any, traced: Traced) -> None:
+        outputs = tf.nest.flatten(traced[:2])
+        results = [*outputs, *traced.losses]
         places = [place for place, result in enumerate(results) if _has_gradient(result)]
 
         def gradient(*given: Any) -> list[Any]:
@@ -221,29 +210,36 @@ class Microbatches:
             found: list[Any] = backward(carried, self._fixed, part, share, upstream, of_losses)
             return found
 
+        def begun_with(way: str, first: Any) -> Any:
+            if way != "joined":
+                return first
+            return self._array(first.dtype, [None, *first.shape[1:]]).write(0, first)
+
         def step(index: Any, so_far: list[Any]) -> Any:
-            every = zip(ways, so_far, gradients(index))
-            return index + 1, [_added(way, before, index, value) for way, before, value in every]
+            def added(way: str, before: Any, value: Any) -> Any:
+                if way == "joined":
+                    return before.write(index, value)
+                return before + value if way == "summed" else before
+
+            return index + 1, tf.nest.map_structure(added, ways, so_far, gradients(index))
 
         first = gradients(tf.constant(0))
-        ways = [way for of_one in self._ways for way in of_one]
-        so_far = [
-            self._array(t.dtype, [None, *t.shape[1:]]).write(0, t) if way == "joined" else t
-            for way, t in zip(ways, first)
-        ]
+        are_shared = (place < len(self._fixed) for place in self._places)
+        ways = list(map(_ways_of, first, are_shared))
+        so_far = tf.nest.map_structure(begun_with, ways, first)
         _, so_far = self._loop(step, [tf.constant(1), so_far])
-        found = iter(zip(so_far, first))
-        pairs = zip(self._places, self._ways)
-        return [self._gradient(place, [next(found) for _ in of_one]) for place, of_one in pairs]
+        sources = (self._sources[place] for place in self._places)
+        return list(map(self._gradient, sources, so_far, first))
 
-    def _gradient(self, place: int, found: list[tuple[Any, Any]]) -> Any:
-        """Return the gradient of a source from what its tensors came to, and the first of each."""
-        if len(found) == 1:
-            total, first = found[0]
-            return self._joined(total, first) if isinstance(total, tf.TensorArray) else total
-        tensors = [t.concat() if isinstance(t, tf.TensorArray) else t for t, _ in found]
-        shape = tf.constant(list(self._sources[place].shape), tf.int64)
-        return tf.IndexedSlices(*tensors, shape) if found else None
+    def _gradient(self, source: Any, total: tuple[Any, ...], first: tuple[Any, ...]) -> Any:
+        """Return the gradient of a source from that of all microbatches, and of the first one."""
+        if not total:
+            return None
+        if len(total) == 1:
+            (whole,), (part,) = total, first
+            return self._joined(whole, part) if isinstance(whole, tf.TensorArray) else whole
+        tensors = [t.concat() if isinstance(t, tf.TensorArray) else t for t in total]
+        return tf.IndexedSlices(*tensors, tf.constant(list(source.shape), tf.int64))
 
     def _loop(self, step: Callable[..., Any], begin: list[Any]) -> Any:
         return tf.while_loop(
@@ -291,22 +287,21 @@ def _has_gradient(tensor: Any) -> bool:
     return bool(tensor.dtype.is_floating or tensor.dtype.is_complex)
 
 
-def _ways_of(gradient: Any, is_shared: bool) -> tuple[str, ...]:
-    """Return how each tensor of a gradient of microbatches is put together: values and indices of a
-    sparse one. One with the same rows for any number of samples is that of positions.
+def _tensors_of(gradient: Any) -> tuple[Any, ...]:
+    if isinstance(gradient, tf.IndexedSlices):
+        return gradient.values, gradient.indices
+    return () if gradient is None else (gradient,)
+
+
+def _ways_of(tensors: tuple[Any, ...], is_shared: bool) -> tuple[str, ...]:
+    """Return how the tensors of a gradient are combined with those of other microbatches.
+
+    Sparse rows of a fixed number are those of positions.
     """
-    if gradient is None:
-        return ()
-    if not isinstance(gradient, tf.IndexedSlices):
-        return ("summed" if is_shared else "joined",)
-    is_by_position = not tf.executing_eagerly() and gradient.indices.shape[0] is not None
+    if len(tensors) < 2:
+        return ("summed" if is_shared else "joined",) * len(tensors)
+    is_by_position = not tf.executing_eagerly() and tensors[1].shape[0] is not None
     return ("summed", "alike") if is_by_position else ("joined", "joined")
-
-
-def _added(way: str, so_far: Any, index: Any, value: Any) -> Any:
-    if way == "joined":
-        return so_far.write(index, value)
-    return so_far + value if way == "summed" else so_far
 
 
 def _or_zeros(gradient: Any, tensor: Any) -> Any:
