@@ -19,11 +19,9 @@ def _put(owner: Any, name: str, value: Any) -> None:
 
 
 class MethodPatch:
-    """Replaces a method of objects, or a function of modules and classes, for the time of a block.
+    """Replaces the method `name` of objects, modules or classes in a block.
 
-    Args:
-        name: of the method.
-        make: takes the object, module or class and its present method; returns the replacement.
+    `make` takes the object, module or class and its present method; it returns the replacement.
     """
 
     def __init__(self, name: str, make: Callable[[Any, Any], Any]) -> None:

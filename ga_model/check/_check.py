@@ -198,10 +198,10 @@ def _fit(model: Any, plan: Plan, batch_size: int) -> None:
 
 
 class _State:
-    """What each training starts from: variables, and the Python state of a model.
+    """The state that each training starts from: variables, and the Python state of a model.
 
-    On TensorFlow also all other variables of the process, which the step may use. The state of
-    random numbers outside variables is not restored.
+    On TensorFlow also all other variables of the process, which the step may use. Random state
+    outside variables is not restored.
 
     Attributes:
         compared: paths and variables, of weights and of optimizers.

@@ -42,16 +42,9 @@ class ProcessError(CommandError):
 def in_own_process(name: str, function: Callable[..., Any], *args: Any) -> Any:
     """Return `function(*args)`, computed in a new process.
 
-    Its standard output is this process's. What it writes to standard error, TensorFlow's start-up
-    messages for the most part, is shown if it fails. Where the platform can fork, new processes are
-    forked from one that has imported this package and done nothing else.
-
-    Args:
-        name: what the process is called if it fails.
-        function: a function of a module; it, `args` and what it returns are pickled.
-
-    Raises:
-        ProcessError: the process ended without a result.
+    It writes to this process's standard output. Its standard error, mostly start-up messages of
+    TensorFlow, is shown if it fails, in a ProcessError that begins with `name`. Where the platform
+    can fork, new processes are forked from one that has only imported this package.
     """
     context = prepare()
     receiver, sender = context.Pipe(duplex=False)

@@ -51,7 +51,7 @@ class Hooks(CoreHooks):
 
 
 def _knows_number(specs: Iterable[Any]) -> bool:
-    """Return whether the specs of a source of data tell how many samples each batch has."""
+    """Return whether the specs of a dataset have the number of samples of a batch."""
     shapes = [getattr(spec, "shape", None) for spec in specs]
     return all(shape.rank is not None and None not in shape[:1] for shape in shapes if shape)
 

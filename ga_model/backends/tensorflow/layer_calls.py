@@ -30,17 +30,12 @@ from ga_model.core.proof.calls import TOTAL, NotByRowsError
 from ga_model.core.proof.draws import Draws
 from ga_model.core.statistics import Moments
 
-# The activations whose inputs Keras's losses compute with, where they find them in the graph.
+# The activations whose inputs, found in the graph, Keras's losses use as logits.
 _ACTIVATIONS = {"Softmax": tf.nn.softmax, "Sigmoid": tf.math.sigmoid}
 
 
 class Microbatches:
-    """Runs a function by microbatches.
-
-    Args:
-        split: what is to run.
-        jit_compile: whether XLA compiles what is run for each.
-    """
+    """Runs the function of a `Split` by microbatches, each compiled by XLA with `jit_compile`."""
 
     def __init__(self, split: Split, jit_compile: bool) -> None:
         self._function, self._are_sums = split.function, split.are_sums

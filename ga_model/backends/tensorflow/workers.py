@@ -13,17 +13,11 @@ from ga_model.base._internals_tf import logs_over_replicas
 
 
 def build(keras_builds: Callable[..., None], strategy: Any, iterator: Any, batch: Any) -> None:
-    """Build a model under a strategy from its first batch.
+    """Build a model under its strategy from its first batch, by Keras's `_maybe_symbolic_build`.
 
-    Keras takes the mean of the replicas' parts of the batch, of which it needs no more than the
-    shape. That fails with several workers, and where the parts have different numbers of rows
-    (keras#20585, seen in 3.14.0 to 3.15.1). So with several replicas it is given one part, which
-    will do as well in a Keras that is mended.
-
-    Args:
-        keras_builds: the model's own `_maybe_symbolic_build`.
-        strategy: the model's strategy.
-        iterator, batch: what it takes, one of them None.
+    Keras averages the replicas' parts of the batch, although it only needs their shape. That fails
+    with several workers, and if the parts have different numbers of samples (keras#20585, seen in
+    3.14.0 to 3.15.1). So with several replicas it gets one part.
     """
     if iterator is None or strategy.num_replicas_in_sync == 1:
         keras_builds(iterator, batch)
@@ -39,8 +33,8 @@ def build(keras_builds: Callable[..., None], strategy: Any, iterator: Any, batch
 def with_logs_that_reduce(step: Callable[[Any], Any], strategy: Any) -> Callable[[Any], Any]:
     """Return a `train_step` or `test_step` whose logs Keras can average over several workers.
 
-    It averages over axis 0, which scalars do not have (keras#20585, seen in 3.14.0 to 3.15.1).
-    Where Keras cannot reduce a scalar, the step's logs get that axis.
+    It averages over axis 0, which scalars do not have (keras#20585, seen in 3.14.0 to 3.15.1), so
+    they get that axis, unless a newer Keras can average a scalar.
     """
     if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
         return step

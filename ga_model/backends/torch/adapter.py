@@ -28,12 +28,12 @@ from ga_model.core.models import optimizers_in
 from ga_model.core.recorder import Applied
 from ga_model.core.window import Sums
 
-# What an allocation that fails says, where its error has no class of its own.
+# Texts of failed allocations whose errors have no class of their own.
 _EXHAUSTED = ("can't allocate memory", "not enough memory", "out of memory")
 
 
 class TorchBackend(Backend):
-    """Runs functions at once.
+    """Runs functions eagerly.
 
     Attributes:
         process_group: the `torch.distributed.ProcessGroup` that trains the model, or None.

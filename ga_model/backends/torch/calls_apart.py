@@ -28,8 +28,8 @@ _LIBRARIES = ("torch.", "ga_model.")
 def run_apart(call: Apart, derives: bool = False) -> Callable[..., Any]:
     """Return what runs a function on other numbers: see `Backend.run_apart`.
 
-    New samples are in the range of those they replace, as they may be indices of tables. Gradients,
-    of the samples and of what is trained, are empty unless a custom gradient is found.
+    New samples are in the range of those they replace, as they may be indices of tables. Gradients
+    (of samples and trained tensors) are empty unless a custom gradient is found.
     """
     function, layer, fixed, samples = call
     limits = [_limits_of(tensor) for tensor in samples]

@@ -18,8 +18,7 @@ from ga_model.base._internals_torch import has_hooks_on_sum
 class GradientSums:
     """The sums of a window for each trained variable, which a backward pass adds to.
 
-    Attributes:
-        is_in_grad: whether the sums are in `.grad` until the end.
+    With `is_in_grad`, they are in `.grad` until `end`.
     """
 
     def __init__(self, totals: Sequence[Any] | None, variables: Sequence[Any]) -> None:

@@ -1,6 +1,6 @@
 """Stand-ins for the optimizers that a step applies, also for those of `torch.optim`.
 
-The latter pass for optimizers of Keras's. While a step is recorded, the `step` of those in the
+The latter get the interface of Keras optimizers. While a step is recorded, `step` of those in the
 model's attributes gives the gradients of their parameters to the recording. The update sets the
 gradients of the window, and calls the optimizer itself.
 """
@@ -50,12 +50,9 @@ class StandIn(OptimizerStandIn):
 
 
 class TorchOptimizer:
-    """A `torch.optim.Optimizer` that passes for one of Keras's.
+    """A `torch.optim.Optimizer` with the interface of a Keras optimizer.
 
-    Attributes:
-        name: of its class.
-        iterations: a variable, the number of updates so far.
-        variables: `iterations`, and rates and other numbers, as `note_numbers` last read them.
+    Its `variables` are `iterations`, and rates and other numbers as `note_numbers` last read them.
     """
 
     built = True
@@ -114,7 +111,7 @@ class TorchOptimizers:
         self._steps = MethodPatch("step", self._recorded)
 
     def of_torch(self) -> list[Any]:
-        """Return them."""
+        """Return the optimizers themselves."""
         return instances_in(list(vars(self._model).values()), torch.optim.Optimizer)
 
     def all(self) -> list[TorchOptimizer]:
@@ -122,12 +119,12 @@ class TorchOptimizers:
         return list(map(self._of, self.of_torch()))
 
     def parts(self) -> list[Any]:
-        """Return them and the model's schedulers: the Python objects that a step changes."""
+        """Return the optimizers and the model's schedulers: the objects that a step changes."""
         kept = list(vars(self._model).values())
         return [*self.of_torch(), *instances_in(kept, _SCHEDULERS)]
 
     def recorded(self) -> Any:
-        """Return a context in which their `step` gives gradients to a recording."""
+        """Return a context in which their `step` passes gradients to a recording."""
         return self._steps.of(self.of_torch())
 
     def _of(self, optimizer: Any) -> TorchOptimizer:

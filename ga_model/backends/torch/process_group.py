@@ -1,9 +1,9 @@
 """Several processes that train one model: what they agree on, and their sums of gradients.
 
 They communicate at the end of each window, at the start of each epoch and at the end of `fit`, and
-always in the same way: each first tells all others in a few numbers what it is about to do. So a
-mismatch is an error in all of them, and none waits for a process that is elsewhere in its training.
-Then gradients are summed, if there are any.
+always in the same way: each first sends all others a few numbers that say what it is about to do.
+So a mismatch is an error in all of them, and none waits for a process that is elsewhere in its
+training. Then gradients are summed, if there are any.
 
 With u_r the unit in which process r counts its weights, and U the largest of them, sums and weights
 of all processes are
@@ -83,7 +83,7 @@ class Processes:
         _check_alike(told)
 
     def _tell(self, message: _Message, device: Any) -> list[_Message]:
-        """Tell the other processes what this one is about to do, and return what each tells."""
+        """Send a message to all processes, and return those of all, by process."""
         here = torch.tensor(list(map(float, message)), dtype=torch.float64, device=device)
         told = [torch.empty_like(here) for _ in range(self.size)]
         torch.distributed.all_gather(told, here, group=self._group)
@@ -100,16 +100,13 @@ class Processes:
         is_measured: bool = False,
         is_end: bool = False,
     ) -> tuple[Sums | None, bool]:
-        """Sum the windows of all processes, which all call this equally often.
+        """Sum the windows of all processes: see `Backend.exchanged`.
+
+        Moments, amounts and the numbers of skipped and lost microbatches are not exchanged.
 
         Args:
-            applied: the optimizers and their variables, as of the last window of this process that
-                had a microbatch, or nothing.
-            sums, is_measured, is_end: as `Backend.exchanged` takes them.
-
-        Returns:
-            The sums, and whether no process has batches left. Moments, amounts and the numbers of
-            skipped and lost microbatches are not exchanged.
+            applied: the optimizers and their variables in the last window of this process that had
+                a microbatch, or nothing.
 
         Raises:
             RuntimeError: the processes do not train the same model, or some measure the noise.
@@ -175,7 +172,7 @@ class Processes:
     def _summed_squares(
         self, squares: tuple[Squares, ...], number: int, shrink: float, device: Any
     ) -> tuple[Squares, ...]:
-        """Return the sums over processes, of each of so many optimizers."""
+        """Return the sums over processes, one for each of `number` optimizers."""
         squares = squares or (Squares(0.0, 0.0),) * number
         rows = [[float(s.total) * shrink, float(s.number)] for s in squares]
         sums = torch.tensor(rows, dtype=torch.float64, device=device)
@@ -183,7 +180,7 @@ class Processes:
         return tuple(Squares(*row) for row in sums.tolist())
 
     def _summed(self, variables: list[Any], gradients: list[Any]) -> list[Any]:
-        """Return the sums over processes. A gradient that one of them has is a gradient."""
+        """Return the sums over processes; None only where no process has a gradient."""
         found: list[Any] = []
         for bucket in _buckets(variables):
             dtype, device = _sum_dtype(bucket[0]), raw(bucket[0]).device
