@@ -220,7 +220,7 @@ class _State:
         self._begin = [(v, value) for (_, v), value in zip(self.compared, self.values)]
         self._begin += [(v, _value_of(v)) for v in unique(others)]
         if keras.backend.backend() == "tensorflow":
-            from ga_model.check._all_variables import other_variables
+            from ga_model.backends.tensorflow.state import other_variables
 
             self._other_variables = other_variables([v for v, _ in self._begin])
         self._python = Attributes([*layers_in(model), *others_of_user(model)], has_arrays=True)

@@ -13,8 +13,7 @@ import torch
 from ga_model.backends.torch.call_hooks import noting_hooks
 from ga_model.backends.torch.layer_calls import autocast_scopes, gradients_of, parameters_beside
 from ga_model.backends.torch.noting import Noting
-from ga_model.backends.torch.random_numbers import random_kept
-from ga_model.backends.torch.state import KeptTensors
+from ga_model.backends.torch.state import KeptTensors, random_kept
 from ga_model.base._internals import raw
 from ga_model.base._internals_torch import function_of
 from ga_model.core.call_types import Apart

@@ -16,8 +16,12 @@ import torch
 
 from ga_model.backends.torch import refusals
 from ga_model.backends.torch.call_hooks import without_hooks
-from ga_model.backends.torch.random_numbers import random_kept, random_state, set_random_state
-from ga_model.backends.torch.state import KeptTensors
+from ga_model.backends.torch.state import (
+    KeptTensors,
+    random_kept,
+    random_state,
+    set_random_state,
+)
 from ga_model.base import _numbers
 from ga_model.base._call_again import PythonState
 from ga_model.base._internals import call_scopes, layers_in, raw, seeds

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ga_model.backends.torch.random_numbers import random_kept, seed_random
+from ga_model.backends.torch.state import random_kept, seed_random
 from ga_model.base._context import is_unnoted
 from ga_model.base._internals_torch import PRIVATE_DRAWS, READS_NUMBER, is_in_derivative, name_of
 from ga_model.core.proof.draws import Draws

@@ -1,14 +1,14 @@
-"""What a step changes besides gradients, as it is at one time."""
+"""Snapshots of what steps change besides gradients: variables, other tensors, random state."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
 import torch
 
-from ga_model.backends.torch.random_numbers import random_state, set_random_state
 from ga_model.base._identity import unique
 from ga_model.base._internals import layers_in, own_state, raw
 from ga_model.base._internals_torch import buffers_of, times_written
@@ -100,3 +100,32 @@ def _stores_in(layer: Any) -> list[dict[str, Any]]:
 def _is_kept(value: Any) -> bool:
     """Return whether a value is a tensor with values, unlike those of symbolic calls."""
     return torch.is_tensor(value) and not value.is_meta
+
+
+# The random state of PyTorch itself, on the CPU and on each GPU.
+
+
+def random_state() -> tuple[Any, list[Any]]:
+    """Return the states of the CPU and of each GPU."""
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return torch.get_rng_state(), on_gpus
+
+
+def set_random_state(state: tuple[Any, list[Any]]) -> None:
+    """Restore what `random_state` returned."""
+    torch.set_rng_state(state[0])
+    if state[1]:
+        torch.cuda.set_rng_state_all(state[1])
+
+
+def random_kept() -> AbstractContextManager[None]:
+    """Return a context that restores the state at its end."""
+    number = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+    return torch.random.fork_rng(range(number))  # type: ignore[no-any-return]
+
+
+def seed_random(seed: int) -> None:
+    """Seed all generators. `torch.manual_seed` is slow before GPUs are used."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
