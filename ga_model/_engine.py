@@ -2,8 +2,8 @@
 
 An engine is a module with two names:
 
-* `Accumulation` is what is kept for one compiled model: it runs a batch and has the window.
-* `Hooks` is what a model answers that Keras asks it on that backend; the mixin's base.
+* `Accumulation` trains one compiled model batch by batch, and has its window.
+* `Hooks` has the methods of a model that Keras calls on that backend: the base of the mixin.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Attributes that a model offers Keras on every backend."""
+"""Methods of a model that Keras calls, the same on every backend."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ else:
 
 
 class CoreHooks(_Base):
-    """What a model answers that Keras asks it."""
+    """Methods that Keras calls: the base of each backend's `Hooks`."""
 
     train_function: Any
     steps_per_execution: int
     _accumulation: Any
 
     def _check_compile_arguments(self, arguments: Mapping[str, Any]) -> None:
-        """Do nothing: the model can be compiled with all that Keras takes."""
+        """Do nothing: every argument of Keras's `compile` is supported."""
 
     def _aggregate_additional_loss(self, loss: Any) -> Any:
         total = super()._aggregate_additional_loss(loss)
@@ -30,14 +30,14 @@ class CoreHooks(_Base):
         return total
 
     def make_train_function(self, force: bool = False) -> Any:
-        """Make the function that `fit` calls once per execution."""
+        """Make the function that `fit` calls for each execution."""
         if self.train_function is None or force:
             super().make_train_function(force=True)
             self.train_function = self._switching(self.train_function)
         return self.train_function
 
     def _switching(self, of_keras: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a train function that is Keras's where nothing is accumulated."""
+        """Return a train function that runs Keras's own unless the model accumulates."""
 
         def run(*arguments: Any) -> Any:
             self._accumulation.check_step()
@@ -47,5 +47,5 @@ class CoreHooks(_Base):
         return run
 
     def _train(self, *arguments: Any) -> Any:
-        """Do what Keras's train function does, and accumulate."""
+        """Train as Keras's train function does, with accumulation."""
         raise NotImplementedError

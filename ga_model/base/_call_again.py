@@ -13,15 +13,14 @@ import numpy as np
 from ga_model.base._context import ThreadValue
 from ga_model.base._internals import layers_in, note_content, unwrapped
 
-# Whether the code runs in a call that is split already, whose inner calls are left as they are.
+# Whether the code runs in a call that is split already. Calls inside it are not split again.
 inside_of_call = ThreadValue(False)
 
 
 class Attributes:
     """A snapshot of attributes of objects, and of lists, dicts, sets and deques in them.
 
-    What other objects hold is not part of it. With `has_arrays`, the values of NumPy arrays in
-    attributes and containers are.
+    With `has_arrays`, also of the values of NumPy arrays there.
     """
 
     def __init__(self, parts: Iterable[Any], has_arrays: bool = False) -> None:
@@ -113,8 +112,8 @@ def _fill(value: Any, content: Any) -> None:
 
 
 class PythonState(Attributes):
-    """The `Attributes` of a layer, of those in it and of other objects, without variables, and the
-    state of `random` and `numpy.random`.
+    """The `Attributes` of a layer, its sublayers and other objects, and the state of `random` and
+    `numpy.random`. Values of variables are not part of it.
     """
 
     def __init__(self, layer: Any, others: Iterable[Any] = (), has_arrays: bool = False) -> None:

@@ -85,7 +85,7 @@ def call_scopes() -> Callable[[], contextlib.AbstractContextManager[None]]:
 
 def is_rematerialized(layer: Any) -> bool:
     """Return whether a layer keeps no activations, by `keras.RematScope`."""
-    scope = getattr(layer, "_remat_mode", None)  # which there is not up to Keras 3.8
+    scope = getattr(layer, "_remat_mode", None)  # missing up to Keras 3.8
     if scope is None or scope.mode is None:
         return False
     return scope.mode != "list_of_layers" or layer.name in (scope.layer_names or ())

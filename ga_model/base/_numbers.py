@@ -12,7 +12,7 @@ from typing import Any
 
 import keras
 
-# What a microbatch without weight counts beside others: nothing, in float64.
+# The weight of a microbatch without any, which adds nothing to other weights in float64.
 LEAST_WEIGHT = 2.0**-60
 
 

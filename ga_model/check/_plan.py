@@ -1,4 +1,4 @@
-"""What `check_equivalence` trains, and how. All of its arguments are checked here."""
+"""Check the arguments of `check_equivalence`, and plan its trainings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ga_model.core.models import optimizers_in
 
 
 class Plan(NamedTuple):
-    """What is trained, and how."""
+    """The samples and settings of a training with accumulation."""
 
     data: tuple[Any, Any, Any]  # x, y and sample weight
     rows: int  # samples in them

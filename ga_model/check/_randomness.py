@@ -19,7 +19,7 @@ _RATES = ("rate", "stddev", "dropout", "recurrent_dropout")
 
 
 class Randomness(NamedTuple):
-    """What became of the layers that draw random numbers in training, by their names.
+    """The names of layers that draw random numbers in training, by how they are treated.
 
     Attributes:
         shared: dropout layers that dropped the same units of every row.

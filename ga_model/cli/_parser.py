@@ -180,7 +180,7 @@ _positive_number = _number(float, *_LIMITS, "a positive number", _DEFAULT)
 
 
 def _path(text: str) -> Path:
-    """Take a file that can be written, as far as its folder tells."""
+    """Return the path of a file in an existing folder, or raise ArgumentTypeError."""
     file = Path(text)
     if file.is_dir():
         raise argparse.ArgumentTypeError(
@@ -195,7 +195,7 @@ def _path(text: str) -> Path:
 
 
 def _plot_path(text: str) -> Path:
-    """Take a file of a format that matplotlib writes."""
+    """Return `_path` of a file in a format that matplotlib supports."""
     file = Path(text)
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -21,7 +21,7 @@ TOLERANCE = {"float32": 1e-3, "float64": 1e-8}
 
 @dataclass(frozen=True)
 class Settings:
-    """What all trainings have in common. `learning_rate` None is the optimizer's default."""
+    """Settings that all trainings share. `learning_rate` None is the optimizer's default."""
 
     dataset: str = "digits"
     batch_size: int = 128

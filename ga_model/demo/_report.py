@@ -17,7 +17,7 @@ from ga_model.tools._table import megabytes, text_table
 class Run:
     """A training with the arguments `accumulate`, or with plain Keras if there are none.
 
-    A control must differ from the reference, where other runs must equal it.
+    A control must differ from the reference; all other runs must equal it.
     """
 
     name: str
@@ -28,7 +28,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run gave."""
+    """The result of a run."""
 
     run: Run
     start: list[Any]  # the weights before training, in the model's order

@@ -1,4 +1,4 @@
-"""The memory that this process has taken, and that it may still take."""
+"""Measure the memory that this process uses, and that it may still use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 
 import psutil
 
-# Where Linux has the limit of a group of processes, what it uses, and how much of it are files.
+# The files of Linux with the limit and usage of a group of processes, and the field of its cached
+# files.
 _GROUPS = {
     "0": ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
     "memory": (
@@ -62,7 +63,7 @@ def resident_memory() -> int:
 
 
 def held_memory() -> int:
-    """Return the bytes of freed memory that this process still has, or 0 if unknown."""
+    """Return the bytes of freed memory that the C library still holds, or 0 if unknown."""
     try:
         mallinfo = ctypes.CDLL(None).mallinfo2  # of glibc
     except (AttributeError, OSError, TypeError):
@@ -77,10 +78,7 @@ class _Mallinfo(ctypes.Structure):
 
 
 def available_memory() -> int:
-    """Return the memory that this process may still take, in bytes.
-
-    That is what the machine has left, or less in a container or a job with a limit.
-    """
+    """Return the bytes that this process may still take, in a container or job up to its limit."""
     left = [int(psutil.virtual_memory().available)]
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""TensorFlow: a function of the core is a `tf.function`, on variables as they are."""
+"""TensorFlow: functions of the core are `tf.function`s that read and write variables directly."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class TensorFlowBackend(Backend):
         return functools.partial(self._update, run) if function.updates else run
 
     def _update(self, run: Callable[..., Any], *arguments: Any) -> Any:
-        """Run a function that may have updated weights where it fails."""
+        """Run a function that may already have updated weights when it fails."""
         self._has_updated = True
         return run(*arguments)
 
@@ -214,7 +214,7 @@ class TensorFlowBackend(Backend):
         return logs, [others[id(variable)] for variable in written]
 
     def logs_of(self, logs: Any) -> Any:
-        """Return one of the logs of all replicas: their means, as Keras has it."""
+        """Return the means of the logs of all replicas, as Keras does."""
         return logs if self._replicas is None else self._replicas.mean(logs)
 
     def exchanged(
@@ -262,7 +262,7 @@ class TensorFlowBackend(Backend):
         return tf.executing_eagerly()  # type: ignore[no-any-return]
 
     def given(self, gradient: Any, variable: Any, is_dense: bool) -> Any:
-        """Return the gradient of a variable as the core takes it, dense or as it is."""
+        """Return a gradient as the core takes it: dense, or with its rows if it is sparse."""
         if is_dense or not isinstance(gradient, tf.IndexedSlices):
             gradient = tf.convert_to_tensor(gradient)
             gradient.set_shape(variable.shape)

@@ -30,7 +30,7 @@ class Accumulation(Driver):
 
 
 class Hooks(CoreHooks):
-    """What a model answers that Keras asks it on TensorFlow."""
+    """Methods of a model that Keras calls on TensorFlow."""
 
     def _train(self, iterator: Any) -> Any:
         accumulation = self._accumulation

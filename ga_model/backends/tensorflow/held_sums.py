@@ -1,4 +1,4 @@
-"""Variables that hold the sums of gradients of an open window, dense ones."""
+"""Variables that hold the dense sums of gradients of an open window."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class HeldSums:
     """Variables for sums. Each is written as soon as its gradient is computed.
 
     Attributes:
-        present: the sums that a function runs on, with their variables.
+        present: the sums of the function that runs, with variables for dense ones.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class HeldSums:
         self.present = ThreadValue(())
 
     def hold(self, sums: Iterable[Any]) -> list[Any]:
-        """Return sums of gradients, in variables that hold the dense ones."""
+        """Return sums of gradients, the dense ones in variables."""
         found = list(sums)
         for place, value in enumerate(found):
             if isinstance(value, tf.Tensor):
@@ -38,7 +38,7 @@ class HeldSums:
         return self._variables[key]
 
     def variables_of(self, specs: Iterable[Any]) -> list[Any]:
-        """Return variables for dense sums of these shapes, and nothing for others."""
+        """Return variables for the dense sums of these specs, and initial sums for others."""
         return [
             self._variable(place, spec)
             if isinstance(spec, (tf.Tensor, tf.TensorSpec))
@@ -47,7 +47,7 @@ class HeldSums:
         ]
 
     def fill(self, sums: Iterable[Any], zero: Any) -> None:
-        """Fill variables among sums with a scalar, one after the other, to hold each once."""
+        """Fill the variables among sums with a scalar, one by one to save memory."""
         before: list[Any] = []
         for variable in sums:
             if isinstance(variable, tf.Variable):
@@ -57,7 +57,7 @@ class HeldSums:
                     before = [variable.assign(filled)]
 
     def in_place_of(self, means: list[Any]) -> list[Any]:
-        """Return means, which those variables hold that the present function runs on."""
+        """Return means, after writing them to the variables of the function that runs."""
         for held, mean in zip(self.present.get(), means):
             if isinstance(held, tf.Variable) and mean.dtype == held.dtype:
                 held.assign(mean)

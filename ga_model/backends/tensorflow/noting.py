@@ -1,7 +1,6 @@
-"""Note the scalars that code divides by while it is traced or runs, choose the random numbers that
-it draws, and note the variables that it writes to.
+"""Note the scalars that code divides by while it is traced or runs, and choose its random numbers.
 
-What is not known of an operation does not matter: it runs as it stands.
+Unknown operations run as they are.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from ga_model.base._internals_tf import seeing_operations
 from ga_model.core.proof.draws import Draws
 from ga_model.core.proof.noted import Noted
 
-# Operations, and the places of the inputs that they divide by, or that bound what is divided by:
+# Operations, and the places of inputs that they divide by, or that bound a divisor, as in
 # `x / maximum(n, 1)`.
 _DIVIDING: dict[str, Sequence[int]] = {
     **dict.fromkeys(("RealDiv", "DivNoNan", "Div", "Xdivy"), (1,)),

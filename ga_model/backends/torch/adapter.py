@@ -1,4 +1,4 @@
-"""PyTorch: functions of the core run as they are, on variables as they are."""
+"""PyTorch: functions of the core run eagerly, and read and write variables directly."""
 
 from __future__ import annotations
 

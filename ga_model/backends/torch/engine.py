@@ -14,7 +14,7 @@ from ga_model.core.models import optimizers_in
 
 
 class Accumulation(Driver):
-    """All that is kept for a model where Keras runs on PyTorch."""
+    """The driver on PyTorch."""
 
     backend_type = TorchBackend
     backend: TorchBackend
@@ -55,7 +55,7 @@ class Accumulation(Driver):
 
 
 class Hooks(CoreHooks):
-    """What a model answers that Keras asks it on PyTorch."""
+    """Methods of a model that Keras calls on PyTorch."""
 
     jit_compile: Any
     name: str

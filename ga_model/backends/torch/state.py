@@ -46,7 +46,7 @@ class State(KeptState):
 
 
 class KeptTensors:
-    """What a call of a layer may write to past Keras: its state, and tensors in attributes."""
+    """Tensors that a call of a layer may write to: its state, and those in attributes."""
 
     def __init__(self, layer: Any) -> None:
         parts = layers_in(layer)
@@ -80,7 +80,7 @@ def _is_same(tensor: Any, value: Any) -> bool:
 
 
 class LeftGradients:
-    """What steps have left in `.grad`, to which gradients of the next batch are added."""
+    """The gradients that steps have left in `.grad`, to which the next batch adds its own."""
 
     def __init__(self, model: Any) -> None:
         self._left = [(p, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
