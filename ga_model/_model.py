@@ -13,7 +13,7 @@ import keras
 from ga_model._callbacks import run_fit
 from ga_model._engine import Accumulation, Hooks
 from ga_model._model_settings import ModelSettings
-from ga_model._settings import NAMES, UNCHANGED, passed
+from ga_model._settings import NAMES, UNCHANGED, Settings, passed
 from ga_model.base._context import ThreadValue
 from ga_model.base._method_patch import MethodPatch
 from ga_model.base._names import check_names_for, showing, showing_only
@@ -210,9 +210,7 @@ class AccumulatingModel(ModelSettings, _Base):
         # 128 samples per batch in 8 microbatches of 16; 1 update per batch
         ```
         """
-        size = self.microbatch_size  # also one that "auto" found
-        settings = dataclasses.replace(self._accumulation.settings, microbatch_size=size)
-        return settings.describe(batch_size)
+        return Settings.of(self).describe(batch_size)  # with the size that "auto" found
 
     def close_window(self) -> None:
         """Make the update of a partial window from the microbatches it has.

@@ -12,6 +12,8 @@ from ga_model.base._internals import overwrites, raw
 from ga_model.base._names import answering
 from ga_model.core import messages
 from ga_model.core.accumulator import Accumulator, nothing
+from ga_model.core.models import is_of_keras
+from ga_model.core.recorder import Applied
 from ga_model.core.window import Largest, Positions, Rows, shrinkage, values_of, with_values
 
 
@@ -167,8 +169,9 @@ class GradientAccumulator(Accumulator):
         number = replicas.largest(self.num_microbatches.read_value())
 
         def update(divisor: Any) -> None:
-            via_apply_gradients = optimizers.overrides_pairs(optimizer)
-            optimizers.apply(optimizer, self._mean(divisor), self.variables, via_apply_gradients)
+            has_own = not is_of_keras(optimizer, "apply_gradients")
+            applied = Applied(optimizer, tuple(self.variables), via_apply_gradients=has_own)
+            optimizers.apply(applied, self._mean(divisor))
 
         def branch(strategy: Any, condition: Any, divisor: Any) -> None:
             def run() -> Any:

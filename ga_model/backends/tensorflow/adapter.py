@@ -258,8 +258,7 @@ class TensorFlowBackend(Backend):
     def unscaled(self, loss: Any) -> Any:
         return unscaled_for_replicas(loss)
 
-    def is_driven_by_python(self) -> bool:
-        return tf.executing_eagerly()  # type: ignore[no-any-return]
+    is_driven_by_python = staticmethod(tf.executing_eagerly)
 
     def given(self, gradient: Any, variable: Any, is_dense: bool) -> Any:
         """Return a gradient as the core takes it: dense, or with its rows if it is sparse."""
@@ -269,10 +268,7 @@ class TensorFlowBackend(Backend):
             return gradient
         return self.tables.rows_of(gradient, id(variable), self.traces, self.is_for_any_samples)
 
-    def apply(self, applied: Applied, gradients: list[Any]) -> None:
-        variables = list(applied.variables)
-        gradients = list(map(optimizers.as_applied, gradients, variables))
-        optimizers.apply(applied.optimizer, gradients, variables, applied.via_apply_gradients)
+    apply = staticmethod(optimizers.apply)
 
     def in_place_of(self, means: list[Any]) -> list[Any]:
         return self.held.in_place_of(means)

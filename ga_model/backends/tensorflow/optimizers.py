@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from ga_model.backends.tensorflow.replicas import copies, largest
+from ga_model.core.recorder import Applied
 from ga_model.core.window import Largest, Positions, Rows
 
 
@@ -42,13 +43,6 @@ def _has_value(variable: Any) -> bool:
     return all(bool(copy.is_initialized()) for copy in copies(variable))
 
 
-def overrides_pairs(optimizer: Any) -> bool:
-    """Return whether an optimizer has an `apply_gradients` of the user's own."""
-    method = getattr(optimizer, "apply_gradients", None)
-    base = keras.optimizers.Optimizer.apply_gradients
-    return method is not None and getattr(method, "__func__", None) is not base
-
-
 def as_applied(gradient: Any, variable: Any) -> Any:
     """Return the gradient of a variable as optimizers take it."""
     if isinstance(gradient, Largest):
@@ -59,9 +53,7 @@ def as_applied(gradient: Any, variable: Any) -> Any:
     return tf.IndexedSlices(gradient.values, gradient.indices, shape)
 
 
-def apply(
-    optimizer: Any, gradients: list[Any], variables: list[Any], via_apply_gradients: bool = False
-) -> None:
+def apply(applied: Applied, gradients: list[Any]) -> None:
     """Apply an optimizer on every replica to the sum over replicas of their gradients.
 
     An optimizer sums over replicas itself, but only after it has clipped the gradients of each
@@ -69,16 +61,14 @@ def apply(
     machine. Both must see the sum, so it is computed here: the first replica passes it on, the
     others zeros. With loss scaling, the others pass NaN where it is not finite. Otherwise machines
     would decide differently, and wait for each other for ever.
-
-    Args:
-        gradients: tensors, `tf.IndexedSlices` and None.
-        via_apply_gradients: whether to call `apply_gradients` in place of `apply`.
     """
+    optimizer, variables = applied.optimizer, list(applied.variables)
+    gradients = list(map(as_applied, gradients, variables))
     is_scaled = hasattr(optimizer, "inner_optimizer")
     has_replicas = tf.distribute.get_strategy().num_replicas_in_sync > 1
     if has_replicas and (is_scaled or _clips(optimizer)):
         gradients = _sum_on_first_replica(gradients, shows_overflow=is_scaled)
-    if via_apply_gradients:
+    if applied.via_apply_gradients:
         optimizer.apply_gradients(zip(gradients, variables))
     else:
         optimizer.apply(gradients, variables)
