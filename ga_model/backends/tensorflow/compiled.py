@@ -72,7 +72,7 @@ class Compiled:
         return after._replace(gradients=[v if g is None else g for v, g in pairs]), logs
 
     def _run_on(self, arguments: Any) -> Any:
-        traced = self._traced_for(arguments)
+        traced = self._traced_for([arguments])
         leaves = [leaf for leaf in tf.nest.flatten(arguments) if leaf is not None]
         if all(isinstance(leaf, tf.Tensor) for leaf in leaves):
             return call_flat(traced, leaves)
@@ -80,10 +80,8 @@ class Compiled:
 
     def shapes(self, arguments: tuple[Any, ...]) -> Any:
         """Return the shapes of what the function returns, on one replica, and run nothing."""
-        tensors, shared = each_tensors(arguments), self._backend.replicas
-        tensors = tensors if shared is None else shared.each(tensors)
-        outputs = self._traced_for(tensors).structured_outputs
-        return outputs if shared is None else outputs[0]
+        outputs = self._traced_for(self._backend.each(each_tensors(arguments))).structured_outputs
+        return outputs if self._backend.replicas is None else outputs[0]
 
     def _call(self, *arguments: Any) -> Any:
         backend, outer = self._backend, self._backend.is_for_any_samples
@@ -112,13 +110,12 @@ class Compiled:
         assert self._backend.replicas is not None
         return self._backend.replicas.run(self._call, each)
 
-    def _traced_for(self, arguments: Any) -> Any:
-        """Return the trace for arguments, or for those of each replica."""
-        of_replicas = [arguments] if self._backend.replicas is None else arguments
-        key = tuple(key_of_nest(of_one[self._num_fixed :]) for of_one in of_replicas)
+    def _traced_for(self, each: list[tuple[Any, ...]]) -> Any:
+        """Return the trace for the arguments of each replica, or of the only one."""
+        key = tuple(key_of_nest(arguments[self._num_fixed :]) for arguments in each)
         if key not in self._traced:
-            of_all = [tuple(map(specs_of, of_one)) for of_one in of_replicas]
-            specs = of_all[0] if self._backend.replicas is None else of_all
+            of_each = [tuple(map(specs_of, arguments)) for arguments in each]
+            specs = of_each[0] if self._backend.replicas is None else of_each
             self._traced[key] = self._run.get_concrete_function(*specs)
             self._backend.note_variables(self._traced[key].graph)
         return self._traced[key]
