@@ -110,8 +110,8 @@ def _run(name: str, function: Callable[..., Any], *args: Any) -> Any:
 
 
 @on_cpu()
-def measure_memory(setup: Setup) -> int | None:
-    """Return the bytes that two windows add to the peak of this process, or None if unknown.
+def measure_memory(setup: Setup) -> int:
+    """Return the bytes that two windows add to the peak of this process.
 
     The second window has all state from its beginning on. Nothing else may have run in the process;
     a small model is trained first, so that the backend's own memory is not counted.
@@ -121,8 +121,7 @@ def measure_memory(setup: Setup) -> int | None:
     reset_peak_memory()
     before = peak_memory()
     Training(setup).run(2 * setup.microbatches)
-    after = peak_memory()
-    return None if before is None or after is None else after - before
+    return peak_memory() - before
 
 
 @on_cpu()

@@ -30,8 +30,8 @@ def reset_peak_memory() -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def peak_memory() -> int | None:
-    """Return the peak of this process's resident memory in bytes, or None if unknown."""
+def peak_memory() -> int:
+    """Return the peak of this process's resident memory in bytes."""
     try:
         # On Linux `ru_maxrss` of a process starts at its parent's: exec keeps it. `VmHWM` does not.
         for line in Path("/proc/self/status").read_text().splitlines():

@@ -23,6 +23,6 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
-def megabytes(size: int | None) -> str:
-    """Return a number of bytes as text. None is a size that the platform does not report."""
-    return "n/a" if size is None else f"{size / 1e6:,.0f} MB"
+def megabytes(size: int) -> str:
+    """Return a number of bytes as text."""
+    return f"{size / 1e6:,.0f} MB"

@@ -237,7 +237,7 @@ def test_ratios_are_medians_over_rounds_of_the_same_round():
     assert "150%" in table  # of the memory
     results[steps].seconds_per_sample = []
     assert _bench_report.time_ratio(results, steps) is None
-    for result in results.values():  # as on a platform that tells no memory
+    for result in results.values():  # as when the time is up
         result.bytes_of_peak_memory = None
     assert "MB" not in _bench_report.tables(results)
     _bench_report.draw(results)

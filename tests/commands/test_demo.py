@@ -81,12 +81,12 @@ def test_the_whole_job_reproduces_the_big_batch_in_less_memory(tmp_path):
     assert max(map(len, lines)) <= 120
 
 
-def test_plot_leaves_out_memory_that_is_not_known():
-    results = [replace(r, base_memory=None, peak_memory=None) for r in made_up_results()]
-    assert len(_report.draw(made_up_results()).axes) == 2
-    assert len(_report.draw(results).axes) == 1
+def test_results_are_shown_with_their_memory():
+    results = made_up_results()
+    assert len(_report.draw(results).axes) == 2
     table = _report.table(results)
-    assert "n/a" in table
+    assert "850 MB" in table
+    assert "250 MB" in table  # of the training
     assert "1 = as large as the whole change of the weights." in table
 
 
