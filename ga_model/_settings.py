@@ -58,7 +58,7 @@ class Settings:
         _validate.check_single_accumulation(optimizers, self.accumulation_steps)
         _validate.check_single_finite_check(optimizers, self.skip_nonfinite, adds_scaling)
 
-    def describe(self, batch_size: int | None = None) -> str:
+    def describe(self, batch_size: int | None) -> str:
         """Describe in one line what they do to batches of this size, or of any size."""
         steps = self.accumulation_steps
         samples = "each batch"

@@ -203,7 +203,7 @@ def check_decay(decay: Any) -> float:
 
 
 def check_single_finite_check(
-    optimizers: Iterable[Any], skip_nonfinite: bool, adds_scaling: bool = False
+    optimizers: Iterable[Any], skip_nonfinite: bool, adds_scaling: bool
 ) -> None:
     """Raise ValueError if skipping would hide microbatches that an optimizer has to see.
 

@@ -30,7 +30,7 @@ def make_runs(settings: Settings) -> list[Run]:
     ]
 
 
-def run_demo(settings: Settings, *, plot: Path | None = None) -> int:
+def run_demo(settings: Settings, *, plot: Path | None) -> int:
     """Train all runs, print the report and return the exit status, or raise CommandError."""
     (x, _), (x_validation, _) = load_dataset(settings)  # before any training, or the job ends here
     runs = make_runs(settings)

@@ -137,7 +137,7 @@ def specs_of(argument: Any) -> Any:
     return tf.nest.map_structure(lambda leaf: _spec(leaf, is_any), argument)
 
 
-def _spec(leaf: Any, is_any: bool = False) -> Any:
+def _spec(leaf: Any, is_any: bool) -> Any:
     if leaf is None:
         return None
     spec = tf.type_spec_from_value(leaf)
