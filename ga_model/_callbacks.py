@@ -119,15 +119,13 @@ def closing_windows(model: Any, callbacks: Any, is_verbose: bool) -> Iterator[An
         UserWarning: nothing has called the callbacks, and a window is open in the end.
     """
     is_list = isinstance(callbacks, keras.callbacks.CallbackList)
-    listed = callbacks.callbacks if is_list else keras.tree.flatten(callbacks)
+    listed = callbacks.callbacks if is_list else keras.tree.flatten(callbacks or [])
     listeners = [c for c in listed if callable(getattr(c, "on_update_end", None))]
     close_window = _NotifyListeners(model, listeners) if listeners else CloseWindow(model)
     if is_list:
         callbacks.callbacks.insert(0, close_window)
-    elif isinstance(callbacks, (list, tuple)):
-        callbacks = [close_window, *callbacks]
     else:
-        callbacks = [close_window] if callbacks is None else [close_window, callbacks]
+        callbacks = [close_window, *listed]
     model._accumulation.is_verbose = is_verbose
     model._accumulation.is_scheduled = any(isinstance(c, AccumulationScheduler) for c in listed)
     try:
