@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import compress
 from typing import Any
 
 import keras
@@ -118,15 +119,15 @@ class Microbatches:
             upstream: the gradients of what `first_pass` returned; some may be None.
         """
         split, is_differentiable = self._split, torch.is_grad_enabled()  # once more
-        saved, given = iter(sources), [*split.fixed, *split.samples]
-        given = [next(saved) if yes else t for t, yes in zip(given, self._is_source)]
-        number = len(split.fixed)
-        fixed, samples, is_source = given[:number], given[number:], self._is_source[number:]
+        saved, number = iter(sources), len(split.fixed)
+        in_fixed, in_samples = self._is_source[:number], self._is_source[number:]
+        fixed = [next(saved) if yes else t for t, yes in zip(split.fixed, in_fixed)]
+        samples = [next(saved) if yes else t for t, yes in zip(split.samples, in_samples)]
         if not is_differentiable:  # a leaf may be a parameter that a module of PyTorch reads itself
             fixed = [t if t.is_leaf else t.detach().requires_grad_() for t in fixed]
-        shared = [*(t for t, yes in zip(fixed, self._is_source) if yes), *saved]
+        shared = [*compress(fixed, in_fixed), *saved]
         sums: list[Any] = [None for _ in shared]
-        rows: list[list[Any]] = [[] for yes in is_source if yes]
+        rows: list[list[Any]] = [[] for _ in compress(samples, in_samples)]
         python = PythonState(split.layer)
         try:
             with random_kept(), without_hooks(shared):
@@ -136,11 +137,11 @@ class Microbatches:
                     with torch.enable_grad(), self._in_call(), self._autocast():
                         if not is_differentiable:
                             parts = [
-                                p.detach().requires_grad_(yes) for p, yes in zip(parts, is_source)
+                                p.detach().requires_grad_(yes) for p, yes in zip(parts, in_samples)
                             ]
                         _, traced = split.function(carried, fixed, parts)
                         pairs = self._pairs(traced, share, upstream)
-                        own = [p for p, yes in zip(parts, is_source) if yes]
+                        own = list(compress(parts, in_samples))
                         gradients = gradients_of(pairs, [*shared, *own], is_differentiable)
                     sums = [_added(a, b) for a, b in zip(sums, gradients)]
                     for part, gradient, found in zip(own, gradients[len(shared) :], rows):
@@ -150,9 +151,9 @@ class Microbatches:
         sums = [a if a is None else a.to(t.dtype) for a, t in zip(sums, shared)]
         joined = [
             torch.cat([*found, t.new_zeros((self._rows - share.stop, *t.shape[1:]))])
-            for found, t in zip(rows, [t for t, yes in zip(samples, is_source) if yes])
+            for found, t in zip(rows, compress(samples, in_samples))
         ]
-        number = sum(self._is_source[:number])
+        number = sum(in_fixed)
         return [*sums[:number], *joined, *sums[number:]]
 
     def _pairs(self, traced: Traced, share: slice, upstream: tuple[Any, ...]) -> Any:
