@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -26,7 +26,7 @@ from ga_model.core.backend import Backend
 from ga_model.core.batch import part_of
 from ga_model.core.models import optimizers_in
 from ga_model.core.of_user import others_of_user
-from ga_model.tools._difference import change, relative_difference
+from ga_model.tools._difference import change, relative_differences
 
 # The attributes of a model that accumulation sets, or that were traced with its settings.
 _OF_TRAINING = ("_accumulation", "train_function")
@@ -148,11 +148,11 @@ def _compared(
     _add_rounding_errors(model)
     rounded = state.read()
     _fit(model, plan, plan.window_rows)
-    rounding = _relative_differences(state.read(), rounded, whole, start)
+    rounding = relative_differences(state.read(), rounded, whole, start)
     state.restore()
     accumulate(model, **plan.settings.config())
     _fit(model, plan, plan.batch_size)
-    differences = _relative_differences(state.read(), start, whole, start)
+    differences = relative_differences(state.read(), start, whole, start)
     said += sorted(model._accumulation.warnings)
     weights = {id(v) for v in model.weights}
     lowest = functools.reduce(_coarser, _compute_dtypes(model).values(), "float64")
@@ -332,8 +332,3 @@ def _coarser(dtype: str, other: str) -> str:
     """Return the dtype that rounds more, or `dtype` if that does not round, such as int64."""
     rounds_more = dtype in _ROUNDING and _ROUNDING.get(other, 0.0) > _ROUNDING[dtype]
     return other if rounds_more else dtype
-
-
-def _relative_differences(*values: Sequence[Any]) -> list[float]:
-    """Return the `relative_difference` of each variable, from lists of each argument."""
-    return [relative_difference(*of_variable) for of_variable in zip(*values)]

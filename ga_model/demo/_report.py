@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ga_model.demo._options import TOLERANCE
-from ga_model.tools._difference import relative_difference
+from ga_model.tools._difference import relative_differences
 from ga_model.tools._table import megabytes, text_table
 
 
@@ -51,8 +51,7 @@ def difference(result: Result, reference: Result) -> float:
     Both started from the same weights. NaN stays NaN.
     """
     start = reference.start
-    weights = zip(result.weights, start, reference.weights, start)
-    return float(np.max([relative_difference(*of_variable) for of_variable in weights]))
+    return float(np.max(relative_differences(result.weights, start, reference.weights, start)))
 
 
 def judge(results: Sequence[Result], dtype: str) -> tuple[bool, str]:

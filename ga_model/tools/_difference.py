@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,16 @@ def change(value: Any, start: Any) -> Any:
         return np.where((value == start) | (np.isnan(value) & np.isnan(start)), 0.0, added)
 
 
-def relative_difference(value: Any, start: Any, reference: Any, reference_start: Any) -> float:
-    """Return the norm of the difference of two changes, over that of the reference's change."""
+def relative_differences(*values: Sequence[Any]) -> list[float]:
+    """Return the norm of the difference of two changes, over that of the reference's change.
+
+    Args:
+        *values: for each variable, its value and start, and those of the reference.
+    """
+    return [_relative_difference(*of_variable) for of_variable in zip(*values)]
+
+
+def _relative_difference(value: Any, start: Any, reference: Any, reference_start: Any) -> float:
     of_reference = change(reference, reference_start)
     with np.errstate(all="ignore"):
         error = np.linalg.norm(change(value, start) - of_reference)
