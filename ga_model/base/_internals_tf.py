@@ -174,17 +174,12 @@ def _seen_by(see: Callable[[str, Sequence[Any], Sequence[Any]], Any]) -> Callabl
 @contextlib.contextmanager
 def noting_writes(variables: Sequence[Any]) -> Iterator[list[Any]]:
     """Yield a list that has, after the block, the variables that it has written to."""
-    handles = {id(variable.handle): variable for variable in variables}
-    found: dict[int, Any] = {}
-
-    def note(handle: Any) -> None:
-        if id(handle) in handles:
-            found[id(handle)] = handles[id(handle)]
+    by_handle = {id(variable.handle): variable for variable in variables}
+    touched: list[int] = []  # ids of tensors, among which are handles of written variables
 
     def see(name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         if name not in RESOURCE_READ_OPS:
-            for value in inputs:
-                note(value)
+            touched.extend(map(id, inputs))
 
     written: list[Any] = []
     if tf.executing_eagerly():
@@ -194,11 +189,11 @@ def noting_writes(variables: Sequence[Any]) -> Iterator[list[Any]]:
         graph = ops.get_default_graph()
         number = len(graph.get_operations())
         yield written
-        outer = {id(inner): outer for outer, inner in getattr(graph, "captures", ())}
+        outer = {id(inner): id(outer) for outer, inner in graph.captures}
         for op in graph.get_operations()[number:]:
-            for handle in get_read_write_resource_inputs(op)[1]:
-                note(outer.get(id(handle), handle))
-    written += found.values()
+            inner = map(id, get_read_write_resource_inputs(op)[1])
+            touched += [outer.get(handle, handle) for handle in inner]
+    written += [by_handle[h] for h in dict.fromkeys(touched) if h in by_handle]
 
 
 # Replicas.
