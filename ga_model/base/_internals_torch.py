@@ -31,7 +31,7 @@ def is_in_derivative() -> bool:
 
 def times_written(tensor: Any) -> int:
     """Return a number that grows with each in-place write to a tensor of PyTorch."""
-    with contextlib.suppress(AttributeError, RuntimeError):  # tensors of `torch.inference_mode`
+    with contextlib.suppress(RuntimeError):  # of tensors of `torch.inference_mode`
         return int(tensor._version)
     return 0
 
@@ -43,7 +43,7 @@ def hooks_on_gradient(tensor: Any) -> Any:
 
 def has_hooks_on_sum(tensor: Any) -> bool:
     """Return whether hooks run after the gradient of a leaf of PyTorch is accumulated."""
-    return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
+    return bool(tensor._post_accumulate_grad_hooks)
 
 
 def has_hooks_on_calls(module: Any) -> bool:

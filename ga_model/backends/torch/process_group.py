@@ -187,9 +187,7 @@ class Processes:
             pieces = gradients[len(found) : len(found) + len(bucket)]
             flags = [float(piece is not None) for piece in pieces]
             values = [
-                torch.zeros(raw(v).numel(), dtype=dtype, device=device)
-                if piece is None
-                else piece.to(dtype).reshape(-1)
+                (torch.zeros_like(raw(v)) if piece is None else piece).to(dtype).reshape(-1)
                 for v, piece in zip(bucket, pieces)
             ]
             flat = torch.cat([torch.tensor(flags, dtype=dtype, device=device), *values])
