@@ -15,7 +15,7 @@ _LEAST, _MOST = 0.01, 10**9  # noise scales that words give as numbers
 
 
 class NoiseScale(NamedTuple):
-    """What was measured for one optimizer. `str` of it says what that means.
+    """The measurement for one optimizer. Its `str` explains it.
 
     Attributes:
         averages: the smoothed estimates.
@@ -232,7 +232,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
         return "\n".join(f"{name}: {scale}" for name, scale in scales.items())
 
     def _only(self) -> NoiseScale:
-        """Return what was measured for the only optimizer, also if that is nothing yet."""
+        """Return the measurement for the only optimizer, an empty one before the first window."""
         scales = self.noise_scales
         if len(scales) > 1:
             raise ValueError(
@@ -251,7 +251,7 @@ def _name_of(optimizer: Any, model: Any) -> str:
 
 
 def _needed(batch_size: float, noise_scale: float) -> tuple[float, float]:
-    """Return how many times the least of updates and samples training takes (equation 2.11)."""
+    """Return the updates and samples of training, in multiples of the fewest (equation 2.11)."""
     return 1.0 + noise_scale / batch_size, 1.0 + batch_size / noise_scale
 
 

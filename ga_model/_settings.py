@@ -83,7 +83,7 @@ class Settings:
         return f" in {-(-batch_size // size)} microbatches of {ragged}{size}"
 
     def config(self) -> dict[str, Any]:
-        """Return what is saved in a file."""
+        """Return the settings as they are saved in files."""
         return dataclasses.asdict(self)
 
 

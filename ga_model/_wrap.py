@@ -87,10 +87,9 @@ def accumulate(
 
 
 class _Wrapped(AccumulatingModel):
-    """What a wrapped model has besides the mixin: it passes for an instance of its own class.
+    """The mixin for wrapped models, which pass for instances of the class that the user wrote.
 
-    `model.__class__` is the class that the user wrote, which Keras records in files and looks up
-    when it copies and clones.
+    That is their `__class__`, which Keras records in files and looks up when it copies and clones.
     """
 
     def get_compile_config(self) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class Setup(NamedTuple):
 
 @dataclasses.dataclass
 class Result:
-    """What was measured of a setup in the time there was."""
+    """The measurements of a setup in the time that was left."""
 
     # In each round. The last round may have ended before its turn.
     seconds_per_sample: list[float] = dataclasses.field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What `check_equivalence` found."""
+"""The report of `check_equivalence`: its verdict, as text and as data."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from ga_model.tools._process import CommandError, ProcessError, in_own_process, 
 
 
 def make_runs(settings: Settings) -> list[Run]:
-    """Return what is trained, the reference first."""
+    """Return the trainings, the reference first."""
     rows, steps = settings.batch_size, settings.accumulation_steps
     return [
         Run("full batch", rows),

@@ -25,7 +25,7 @@ _LIBRARIES = ("torch.", "ga_model.")
 
 
 def run_apart(call: Apart, derives: bool = False) -> Callable[..., Any]:
-    """Return what runs a function on other numbers: see `Backend.run_apart`.
+    """Return a function that runs a call on other numbers: see `Backend.run_apart`.
 
     New samples are in the range of those they replace, as they may be indices of tables. Gradients
     (of samples and trained tensors) are empty unless a custom gradient is found.

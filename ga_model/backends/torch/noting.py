@@ -142,7 +142,7 @@ def _shape_of(args: Any, kwargs: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _row(value: Any, row: int, rows: int) -> Any:
-    """Return what an argument of an operation is for one row."""
+    """Return the part of an argument of an operation for one row."""
     if torch.is_tensor(value):
         return value[row : row + 1] if value.shape[:1] == (rows,) else value
     if isinstance(value, (list, tuple)) and list(value[:1]) == [rows]:

@@ -40,7 +40,7 @@ _NAMES = {
 
 
 class _Message(NamedTuple):
-    """What a process tells the others, as numbers."""
+    """The numbers that a process sends the others."""
 
     kind: float  # what it is about to do, of `_NAMES`
     epoch: float = 0.0  # that it begins

@@ -1,4 +1,4 @@
-"""What is not supported on the PyTorch backend: checks, errors and warnings."""
+"""Refuse what the PyTorch backend does not support: checks and messages."""
 
 from __future__ import annotations
 
