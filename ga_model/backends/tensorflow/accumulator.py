@@ -146,13 +146,10 @@ class GradientAccumulator(Accumulator):
                 raise RuntimeError(_empty_apply_message())
             return
 
-        def on_replica() -> None:
-            self._update_on_replica(optimizer)
-
         if replicas.is_on_replica_of(self._strategy):
-            on_replica()
+            self._update_on_replica(optimizer)
         else:
-            self._strategy.run(on_replica)
+            self._strategy.run(self._update_on_replica, args=(optimizer,))
 
     def _update_on_replica(self, optimizer: Any) -> None:
         """Make the update, on every replica.

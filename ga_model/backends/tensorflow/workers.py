@@ -47,12 +47,7 @@ def with_logs_that_reduce(step: Callable[[Any], Any], strategy: Any) -> Callable
         tf.function(reduce, autograph=False).get_concrete_function()
         return step
     except ValueError:
-
-        @functools.wraps(step)
-        def with_axis(data: Any) -> Any:
-            return tf.nest.map_structure(_with_axis, step(data))
-
-        return with_axis
+        return functools.wraps(step)(lambda data: tf.nest.map_structure(_with_axis, step(data)))
 
 
 def _with_axis(log: Any) -> Any:
