@@ -213,10 +213,17 @@ def _sum(a: Any, b: Any, *args: Any) -> Any:
     if isinstance(a, tuple) and not a:  # rows, which are behind
         return b
     if a is None or b is None:
-        return b if a is None else a
+        return b if a is None else _shrunk(a, *args)
     if isinstance(b, Largest):
         return a.plus(b, *args)
     return _numbers.added(a, b, *args)
+
+
+def _shrunk(total: Any, shrink: Any, _: Any = None) -> Any:
+    """Return a sum in the unit of a microbatch that adds nothing to it."""
+    if is_list(total):
+        return total
+    return with_values(total, lambda values: values * _numbers.like(values, shrink))
 
 
 def is_list(gradient: Any) -> bool:

@@ -69,12 +69,15 @@ class GradientAccumulator(Accumulator):
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _added(sums: list[Any], gradients: list[Any], weight: Any, shrink: Any) -> list[Any]:
-    return [
-        s
-        if g is None
-        else s * jnp.asarray(shrink, s.dtype) + g.astype(s.dtype) * jnp.asarray(weight, s.dtype)
-        for s, g in zip(sums, gradients)
-    ]
+    def added(total: Any, gradient: Any) -> Any:
+        if total is None:
+            return None
+        total = total * jnp.asarray(shrink, total.dtype)
+        if gradient is None:
+            return total
+        return total + gradient.astype(total.dtype) * jnp.asarray(weight, total.dtype)
+
+    return list(map(added, sums, gradients))
 
 
 def _check_not_compiled(value: Any) -> None:
