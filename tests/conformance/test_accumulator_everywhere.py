@@ -79,14 +79,17 @@ def test_windows_without_weight_make_no_update():
 
 @pytest.mark.parametrize("weights", [(1, 64, 1000), (1000, 1, 64), (0, 1, 3), (0.7, 0.1, 5.3)])
 def test_weights_that_grow_or_shrink_are_exact(weights):
+    """Also of a variable without a gradient in the second microbatch."""
     gradients = np.random.default_rng(1).normal(size=(3, 50))
-    variable = keras.Variable(np.zeros(50))
+    variables = [keras.Variable(np.zeros(50)) for _ in range(2)]
     accumulator = GradientAccumulator()
-    for gradient, weight in zip(gradients, weights, strict=True):
-        accumulator.add([gradient], [variable], weight=weight)
-    expected = np.average(gradients, axis=0, weights=weights)
-    found = ops.convert_to_numpy(accumulator.mean()[0])
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    for number, weight in enumerate(weights):
+        gradient = gradients[number]
+        accumulator.add([gradient, None if number == 1 else gradient], variables, weight=weight)
+    others = gradients * [[1.0], [0.0], [1.0]]
+    for found, expected in zip(accumulator.mean(), (gradients, others), strict=True):
+        expected = np.average(expected, axis=0, weights=weights)
+        np.testing.assert_allclose(ops.convert_to_numpy(found), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
