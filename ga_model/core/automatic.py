@@ -142,7 +142,7 @@ class _Budget:
     """
 
     def __init__(self, is_on_cpu: bool, least: int) -> None:
-        self._is_used = is_on_cpu and _memory.peak_memory() is not None
+        self._is_used = is_on_cpu
         self._least = least
         self._rises: dict[int, int] = {}
         self._start: int | None = None
@@ -186,7 +186,7 @@ class _Budget:
         _memory.reset_peak_memory()
         yield
         if self._start is not None:
-            self._rises[size] = (_memory.peak_memory() or 0) - self._start
+            self._rises[size] = _memory.peak_memory() - self._start
         self.has_begun = True
 
 

@@ -17,7 +17,7 @@ from ga_model.core.models import optimizers_in, recording_of_thread
 from ga_model.core.of_user import python_state
 
 if TYPE_CHECKING:
-    from ga_model.core.call_types import Apart, Split, Traced
+    from ga_model.core.call_types import IsolatedCall, Split, Traced
     from ga_model.core.proof.draws import Draws
     from ga_model.core.proof.noted import Noted
     from ga_model.core.recorder import Applied
@@ -328,7 +328,7 @@ class Backend(ABC):
         return True
 
     @abstractmethod
-    def run_apart(self, call: Apart, derives: bool = False) -> Callable[..., Any]:
+    def run_isolated(self, call: IsolatedCall, derives: bool = False) -> Callable[..., Any]:
         """Return a function that runs a call on numbers while another function is traced.
 
         Args:

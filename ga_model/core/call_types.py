@@ -25,8 +25,8 @@ class Traced(NamedTuple):
     moments: list[Moments]
 
 
-class Apart(NamedTuple):
-    """A function to be run on other numbers, apart from the step.
+class IsolatedCall(NamedTuple):
+    """A function to be run on other numbers, isolated from the step.
 
     Attributes:
         function: takes lists in place of `fixed` and of some samples, and returns one of tensors.

@@ -33,7 +33,7 @@ from ga_model.base._internals import (
 )
 from ga_model.base._method_patch import MethodPatch
 from ga_model.core.backend import Backend
-from ga_model.core.call_types import Apart, Split, Traced
+from ga_model.core.call_types import IsolatedCall, Split, Traced
 from ga_model.core.metric_calls import waiting
 from ga_model.core.models import unrecorded
 from ga_model.core.proof.calls import HALF, NotByRowsError, kinds_of_call
@@ -234,8 +234,10 @@ class LayerCall:
                 trained = [bool(variable.trainable) for variable in self._variables]
                 trained += [True for _ in self._shared]
                 given = self._layer, self._fixed, self.samples
-                run = self._backend.run_apart(Apart(outputs, *given))
-                gradients = self._backend.run_apart(Apart(without_losses, *given), derives=True)
+                run = self._backend.run_isolated(IsolatedCall(outputs, *given))
+                gradients = self._backend.run_isolated(
+                    IsolatedCall(without_losses, *given), derives=True
+                )
                 dtypes = {part.compute_dtype for part in layers_in(self._layer)}
                 is_half = not dtypes.isdisjoint(HALF)
                 found, adds_up = kinds_of_call(

@@ -246,7 +246,7 @@ class JaxBackend(Backend):
     def check(self) -> None:
         refusals.check(self._model)
 
-    run_apart = staticmethod(layer_calls.run_apart)
+    run_isolated = staticmethod(layer_calls.run_isolated)
     by_microbatches = staticmethod(layer_calls.by_microbatches)
 
     # Memory.

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ga_model.backends.jax.noting import Noting
-from ga_model.core.call_types import Apart, Split, Traced
+from ga_model.core.call_types import IsolatedCall, Split, Traced
 from ga_model.core.proof import calls
 from ga_model.core.proof.draws import Draws
 from ga_model.core.statistics import Moments
@@ -73,8 +73,8 @@ def _joined(found: list[Traced], shares: list[float], are_sums: list[bool]) -> T
     return Traced(outputs, attached, losses, moments)
 
 
-def run_apart(call: Apart, derives: bool = False) -> Callable[..., Any]:
-    """Return what runs a function while another one is traced: see `Backend.run_apart`."""
+def run_isolated(call: IsolatedCall, derives: bool = False) -> Callable[..., Any]:
+    """Return what runs a function while another one is traced: see `Backend.run_isolated`."""
     function = functools.partial(_gradients, call.function) if derives else call.function
     compiled: dict[int, Any] = {}
 

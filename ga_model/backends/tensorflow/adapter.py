@@ -41,10 +41,10 @@ from ga_model.core.backend import Backend
 from ga_model.core.backend_types import GROUPS, Function, Group, States
 from ga_model.core.batch import Batch
 from ga_model.core.call_types import Split, Traced
-from ga_model.core.kept_state import kept_variables
 from ga_model.core.messages import inner_graph_message
 from ga_model.core.models import optimizers_in, unrecorded
 from ga_model.core.recorder import Applied, CannotAccumulateError
+from ga_model.core.snapshots import state_variables
 from ga_model.core.stand_ins import OptimizerStandIn
 from ga_model.core.window import Amount, Largest, Rows, Sums, with_values
 
@@ -285,7 +285,7 @@ class TensorFlowBackend(Backend):
     @contextlib.contextmanager
     def keeping_state(self) -> Iterator[None]:
         if self._kept is None or not self.traces:
-            self._kept = kept_variables(self._model, self.optimizers())
+            self._kept = state_variables(self._model, self.optimizers())
         state, self._has_updated = State(self._model, self._kept), False
         try:
             yield
@@ -298,7 +298,7 @@ class TensorFlowBackend(Backend):
         return States(self._all_kept(True), self._others, super().state())
 
     def _all_kept(self, with_weights: bool) -> State:
-        variables = kept_variables(self._model, self.optimizers(), with_weights)
+        variables = state_variables(self._model, self.optimizers(), with_weights)
         return State(self._model, variables)
 
     def note_variables(self, graph: Any) -> None:
@@ -339,7 +339,7 @@ class TensorFlowBackend(Backend):
         return not tf.is_symbolic_tensor(tensor) or tensor.graph is graph_being_made()
 
     place = staticmethod(graph_being_made)
-    run_apart = staticmethod(layer_calls.run_apart)
+    run_isolated = staticmethod(layer_calls.run_isolated)
 
     def by_microbatches(self, split: Split) -> tuple[list[Any], Traced]:
         return layer_calls.Microbatches(split, bool(self._model.jit_compile)).run()

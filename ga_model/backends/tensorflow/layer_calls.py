@@ -25,7 +25,7 @@ from ga_model.base._internals_tf import (
     stateful_draws,
     unseen_by_tapes,
 )
-from ga_model.core.call_types import Apart, Split, Traced
+from ga_model.core.call_types import IsolatedCall, Split, Traced
 from ga_model.core.proof.calls import TOTAL, NotByRowsError
 from ga_model.core.proof.draws import Draws
 from ga_model.core.statistics import Moments
@@ -303,8 +303,8 @@ def _or_zeros(gradient: Any, tensor: Any) -> Any:
     return tf.zeros_like(tensor) if gradient is None else tf.convert_to_tensor(gradient)
 
 
-def run_apart(call: Apart, derives: bool = False) -> Callable[..., Any]:
-    """Return a function that runs while another is traced, as `Backend.run_apart` does."""
+def run_isolated(call: IsolatedCall, derives: bool = False) -> Callable[..., Any]:
+    """Return a function that runs while another is traced, as `Backend.run_isolated` does."""
 
     def run(fixed: list[Any], arrays: list[Any], begin: int, end: int) -> list[Any]:
         with tf.init_scope():

@@ -10,13 +10,13 @@ import tensorflow as tf
 
 from ga_model.backends.tensorflow.replicas import copies
 from ga_model.base._internals_tf import value_of
-from ga_model.core.kept_state import KeptState
+from ga_model.core.snapshots import VariableSnapshot
 
 
-class State(KeptState):
+class State(VariableSnapshot):
     """The values of variables. Each shares the variable's memory until that is written to."""
 
-    def _keep(self, variables: list[Any]) -> None:
+    def _take(self, variables: list[Any]) -> None:
         every = [copy for variable in variables for copy in copies(variable)]
         self._values = [(copy, value_of(copy)) for copy in every]
 

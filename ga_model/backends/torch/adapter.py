@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import torch
 
-from ga_model.backends.torch import call_hooks, calls_apart, layer_calls, refusals
+from ga_model.backends.torch import call_hooks, isolated_calls, layer_calls, refusals
 from ga_model.backends.torch.gradient_sums import GradientSums
 from ga_model.backends.torch.noting import Noting
 from ga_model.backends.torch.optimizers import StandIn, TorchOptimizers
@@ -23,9 +23,9 @@ from ga_model.base._internals_torch import times_written
 from ga_model.core.backend import Backend
 from ga_model.core.backend_types import Function, Group, States
 from ga_model.core.call_types import Split, Traced
-from ga_model.core.kept_state import kept_variables
 from ga_model.core.models import optimizers_in
 from ga_model.core.recorder import Applied
+from ga_model.core.snapshots import state_variables
 from ga_model.core.window import Sums
 
 # Texts of failed allocations whose errors have no class of their own.
@@ -118,7 +118,7 @@ class TorchBackend(Backend):
         return States(self._kept(with_weights=True), super().state(), others, left)
 
     def _kept(self, with_weights: bool = False) -> State:
-        variables = kept_variables(self._model, self.optimizers(), with_weights)
+        variables = state_variables(self._model, self.optimizers(), with_weights)
         return State(self._model, variables)
 
     def optimizers(self) -> list[Any]:
@@ -134,7 +134,7 @@ class TorchBackend(Backend):
     def is_in_step(self) -> bool:
         return stateless_scope() is None  # in one, weights are what the step says
 
-    run_apart = staticmethod(calls_apart.run_apart)
+    run_isolated = staticmethod(isolated_calls.run_isolated)
 
     def by_microbatches(self, split: Split) -> tuple[list[Any], Traced]:
         return layer_calls.Microbatches(split).run()

@@ -18,8 +18,8 @@ import torch
 from ga_model.backends.torch import refusals
 from ga_model.backends.torch.call_hooks import without_hooks
 from ga_model.backends.torch.state import (
-    KeptTensors,
-    random_kept,
+    TensorSnapshot,
+    preserving_random_state,
     random_state,
     set_random_state,
 )
@@ -49,7 +49,7 @@ class Microbatches:
         self._is_source = [tensor.requires_grad for tensor in given]
         others = parameters_beside(split.layer, split.fixed)
         self.sources = [t for t in (*given, *others) if t.requires_grad]
-        self._tensors = KeptTensors(split.layer)
+        self._tensors = TensorSnapshot(split.layer)
         self._in_call, self._autocast = call_scopes(), autocast_scopes()
         self._begun: list[Any] = []  # the `carried` and the random state before each microbatch
         self._carried = [tensor.detach().clone() for tensor in split.carried]  # it is written to
@@ -130,7 +130,7 @@ class Microbatches:
         rows: list[list[Any]] = [[] for _ in compress(samples, in_samples)]
         python = PythonState(split.layer)
         try:
-            with random_kept(), without_hooks(shared):
+            with preserving_random_state(), without_hooks(shared):
                 for share, (carried, random) in zip(self._shares, self._begun, strict=True):
                     set_random_state(random)
                     parts = [t[share] for t in samples]

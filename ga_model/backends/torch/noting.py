@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ga_model.backends.torch.state import random_kept, seed_random
+from ga_model.backends.torch.state import preserving_random_state, seed_random
 from ga_model.base._context import is_unnoted
 from ga_model.base._internals_torch import PRIVATE_DRAWS, READS_NUMBER, is_in_derivative, name_of
 from ga_model.core.proof.draws import Draws
@@ -116,7 +116,7 @@ def _drawn(draws: Draws, name: str, func: Any, args: Any, kwargs: dict[str, Any]
     is_in_place = name.endswith("_")
     # Of parameters, each entry of the same numbers may be another.
     has_parameters = sum(map(torch.is_tensor, args)) > is_in_place
-    with random_kept():
+    with preserving_random_state():
         if kind == "by batch":
             return run(1009 * (1 + int(draws.run)))
         if kind == "by sample":

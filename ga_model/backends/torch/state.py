@@ -12,18 +12,18 @@ import torch
 from ga_model.base._identity import unique
 from ga_model.base._internals import layers_in, own_state, raw
 from ga_model.base._internals_torch import buffers_of, times_written
-from ga_model.core.kept_state import KeptState
 from ga_model.core.of_user import is_of_library
+from ga_model.core.snapshots import VariableSnapshot
 
 
-class State(KeptState):
+class State(VariableSnapshot):
     """The values of variables and other tensors in layers, and the state of random numbers."""
 
-    def _keep(self, variables: list[Any]) -> None:
+    def _take(self, variables: list[Any]) -> None:
         tensors = list(map(raw, variables))
         self._stores = [store for layer in layers_in(self._model) for store in _stores_in(layer)]
         self._held = [dict(store) for store in self._stores]
-        tensors += [t for store in self._held for t in store.values() if _is_kept(t)]
+        tensors += [t for store in self._held for t in store.values() if _has_values(t)]
         self._values = [(t, times_written(t), t.detach().clone()) for t in unique(tensors)]
         self._random = random_state()
 
@@ -45,7 +45,7 @@ class State(KeptState):
         set_random_state(self._random)
 
 
-class KeptTensors:
+class TensorSnapshot:
     """Tensors that a call of a layer may write to: its state, and those in attributes."""
 
     def __init__(self, layer: Any) -> None:
@@ -56,7 +56,7 @@ class KeptTensors:
             (f"the tensor `{name}` of {getattr(module, 'name', type(module).__name__)!r}", value)
             for module in modules.values()
             for name, value in vars(module).items()
-            if _is_kept(value)
+            if _has_values(value)
         ]
         self._found = [(n, t, times_written(t), t.detach().clone()) for n, t in found]
 
@@ -97,7 +97,7 @@ def _stores_in(layer: Any) -> list[dict[str, Any]]:
     return buffers + [vars(module) for module in modules if not is_of_library(module)]
 
 
-def _is_kept(value: Any) -> bool:
+def _has_values(value: Any) -> bool:
     """Return whether a value is a tensor with values, unlike those of symbolic calls."""
     return torch.is_tensor(value) and not value.is_meta
 
@@ -118,7 +118,7 @@ def set_random_state(state: tuple[Any, list[Any]]) -> None:
         torch.cuda.set_rng_state_all(state[1])
 
 
-def random_kept() -> AbstractContextManager[None]:
+def preserving_random_state() -> AbstractContextManager[None]:
     """Return a context that restores the state at its end."""
     number = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
     return torch.random.fork_rng(range(number))  # type: ignore[no-any-return]

@@ -9,7 +9,7 @@ from ga_model.base._identity import unique
 from ga_model.base._internals import global_seed, layers_in, own_state, seeds, set_global_seed
 
 
-def kept_variables(model: Any, optimizers: Iterable[Any], with_weights: bool = False) -> list[Any]:
+def state_variables(model: Any, optimizers: Iterable[Any], with_weights: bool = False) -> list[Any]:
     """Return the variables of a model that steps write to.
 
     Args:
@@ -26,21 +26,21 @@ def kept_variables(model: Any, optimizers: Iterable[Any], with_weights: bool = F
     return unique([*variables, *numbers, *model.metrics_variables])
 
 
-class KeptState:
+class VariableSnapshot:
     """The values of variables, and the generator of Keras's random numbers, as they are now.
 
     Args:
         model: the model.
-        variables: what `kept_variables` has found.
+        variables: what `state_variables` has found.
     """
 
     def __init__(self, model: Any, variables: Sequence[Any]) -> None:
         self._model, self._seed = model, global_seed()
         self._known = set(map(id, variables))
-        self._keep([*variables, *([] if self._seed is None else [self._seed.state])])
+        self._take([*variables, *([] if self._seed is None else [self._seed.state])])
 
-    def _keep(self, variables: list[Any]) -> None:
-        """Keep the values of variables."""
+    def _take(self, variables: list[Any]) -> None:
+        """Take the values of variables."""
         raise NotImplementedError
 
     def put_back(self) -> None:

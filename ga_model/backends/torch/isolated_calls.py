@@ -13,10 +13,10 @@ import torch
 from ga_model.backends.torch.call_hooks import noting_hooks
 from ga_model.backends.torch.layer_calls import autocast_scopes, gradients_of, parameters_beside
 from ga_model.backends.torch.noting import Noting
-from ga_model.backends.torch.state import KeptTensors, random_kept
+from ga_model.backends.torch.state import TensorSnapshot, preserving_random_state
 from ga_model.base._internals import raw
 from ga_model.base._internals_torch import function_of
-from ga_model.core.call_types import Apart
+from ga_model.core.call_types import IsolatedCall
 from ga_model.core.proof import calls
 from ga_model.core.proof.calls import NotByRowsError
 from ga_model.core.proof.draws import Draws
@@ -24,8 +24,8 @@ from ga_model.core.proof.draws import Draws
 _LIBRARIES = ("torch.", "ga_model.")
 
 
-def run_apart(call: Apart, derives: bool = False) -> Callable[..., Any]:
-    """Return a function that runs a call on other numbers: see `Backend.run_apart`.
+def run_isolated(call: IsolatedCall, derives: bool = False) -> Callable[..., Any]:
+    """Return a function that runs a call on other numbers: see `Backend.run_isolated`.
 
     New samples are in the range of those they replace, as they may be indices of tables. Gradients
     (of samples and trained tensors) are empty unless a custom gradient is found.
@@ -41,14 +41,14 @@ def run_apart(call: Apart, derives: bool = False) -> Callable[..., Any]:
             for array, own, tensor in zip(arrays, limits, samples)
         ]
         with (
-            random_kept(),
+            preserving_random_state(),
             autocast_scopes()(),
             _without_saving_hooks(),
             _exchanged(state, zip(given, values)),
             noting_hooks() as hooks,
             torch.set_grad_enabled(derives),
         ):
-            kept = KeptTensors(layer)
+            kept = TensorSnapshot(layer)
             try:
                 if derives:
                     parts = [part.requires_grad_(part.is_floating_point()) for part in parts]
@@ -62,7 +62,7 @@ def run_apart(call: Apart, derives: bool = False) -> Callable[..., Any]:
                         raise NotByRowsError(text)
                     others = parameters_beside(layer, given)
                     sources = [t for t in (*parts, *given, *others) if t.requires_grad]
-                    outputs = _gradients_apart(outputs, sources)
+                    outputs = _isolated_gradients(outputs, sources)
             finally:
                 kept.put_back()
             return [keras.ops.convert_to_numpy(output) for output in outputs]
@@ -70,7 +70,7 @@ def run_apart(call: Apart, derives: bool = False) -> Callable[..., Any]:
     return run
 
 
-def _gradients_apart(outputs: list[Any], sources: list[Any]) -> list[Any]:
+def _isolated_gradients(outputs: list[Any], sources: list[Any]) -> list[Any]:
     """Return the gradients of half the sum of squares, if a custom gradient takes part in them."""
     if not has_custom_gradients(outputs, sources):
         return []
