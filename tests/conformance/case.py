@@ -16,6 +16,7 @@ from helpers import (
     TOLERANCE,
     assert_changed,
     assert_equal,
+    dense_data,
     num_updates,
     relative_difference,
     seeded,
@@ -66,6 +67,7 @@ USUAL = (*("windows", "split", "both", "recomputed"), *("batches of one", "micro
 
 
 ALL = ("weights", "variables", "seeds", "optimizer", "updates", "logs")
+BUT_LOGS = tuple(name for name in ALL if name != "logs")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +158,7 @@ class Case:
     """
 
     make: Callable[[], Any]
-    data: Callable[[int], tuple]
+    data: Callable[[int], tuple] = dense_data
     compile: Callable[[], dict[str, Any]] = MSE
     fit: dict[str, Any] = dataclasses.field(default_factory=dict)
     samples: int = SAMPLES

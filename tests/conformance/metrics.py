@@ -3,7 +3,7 @@
 import dataclasses
 
 import keras
-from case import ALL, LOGGED, Case, Warns, sgd
+from case import ALL, BUT_LOGS, LOGGED, Case, Warns, sgd
 from helpers import dense_data, dense_model
 from keras import layers, ops
 
@@ -142,14 +142,10 @@ OF_BATCHES = {
     "a root": lambda: root_error,
     "a decaying sum": Decays,
 }
-BUT_LOGS = tuple(name for name in ALL if name != "logs")
 
 
 def with_metric(make, expects):
-    def arguments():
-        return sgd("mse", metrics=[make()])()
-
-    return Case(dense_model, dense_data, arguments, expects=expects)
+    return Case(dense_model, compile=lambda: sgd(metrics=[make()])(), expects=expects)
 
 
 def with_targets_above_zero(rows):
@@ -179,12 +175,9 @@ def tracking(function):
 NOT_JAX = ("tensorflow", "torch")
 WHOLE = Warns("cannot be split", ALL)
 CASES |= {
-    "of a layer": Case(
-        tracking(ops.copy), dense_data, backends=NOT_JAX, expects={"recomputed": WHOLE}
-    ),
+    "of a layer": Case(tracking(ops.copy), backends=NOT_JAX, expects={"recomputed": WHOLE}),
     "of a layer, a root": Case(
         tracking(ops.sqrt),
-        dense_data,
         backends=NOT_JAX,
         expects={"across": Warns(f"{LOGGED}|cannot be split", BUT_LOGS), "within": WHOLE},
     ),

@@ -17,9 +17,13 @@ CASES = {name: Case(*pair) for name, pair in zoo.ZOO.items()}
 # Recurrent models, attention and other layers.
 
 
+def sequential(shape, *parts):
+    return keras.Sequential([keras.Input(shape), *parts])
+
+
 def recurrent(layer, **kwargs):
-    parts = layers.Masking(), layer(4, return_sequences=True, **kwargs), layers.Dense(2)
-    return keras.Sequential([keras.Input((5, 3)), *parts])
+    cell = layer(4, return_sequences=True, **kwargs)
+    return sequential((5, 3), layers.Masking(), cell, layers.Dense(2))
 
 
 def stateful(rows, *parts):
@@ -62,6 +66,10 @@ CLIPS = {
     "both": Warns(f"{TRIED}|cannot be split into"),
     "within": Warns("custom gradient that combines samples", ALL),
 }
+WRITES = {
+    "across": Warns(f"{TRIED}|cannot be split into"),
+    "within": Warns(r"cannot be split into.*it writes to \[", ALL),
+}
 AVERAGES = Warns("Their running averages are updated once per update", ("variables",))
 MORE = ("windows", "recomputed", "batches of one", "microbatches of one")
 MORE += ("recomputed windows", "left out")
@@ -78,10 +86,6 @@ class Branches(layers.Layer):
 
     def call(self, x, training=None):
         return ops.cond(self.chosen > 0, lambda: self.inner(x, training=training), lambda: x)
-
-
-def normalized_in_a_branch():
-    return keras.Sequential([keras.Input((4,)), Branches(), layers.Dense(2)])
 
 
 # Of what is normalized nothing depends on weights that are trained, so averages can be compared.
@@ -108,51 +112,41 @@ def normalized_images():
     return keras.Model(inputs, layers.Dense(2)(layers.Flatten()(layers.Concatenate()(parts))))
 
 
+def masked_and_dense(rows):
+    return zoo.masked_data(rows)[0], dense_data(rows)[1]
+
+
+OF_STATE = {"samples": 36, **IN_ONE_BATCH}
 CASES |= {
-    "lstm": Case(functools.partial(recurrent, layers.LSTM), zoo.masked_data),
-    "unrolled lstm": Case(functools.partial(recurrent, layers.LSTM, unroll=True), zoo.masked_data),
+    "lstm": Case(lambda: recurrent(layers.LSTM), zoo.masked_data),
+    "unrolled lstm": Case(lambda: recurrent(layers.LSTM, unroll=True), zoo.masked_data),
     "bidirectional": Case(
-        lambda: keras.Sequential(
-            [keras.Input((5, 3)), layers.Bidirectional(layers.GRU(3)), layers.Dense(2)]
-        ),
-        lambda rows: (zoo.masked_data(rows)[0], dense_data(rows)[1]),
+        lambda: sequential((5, 3), layers.Bidirectional(layers.GRU(3)), layers.Dense(2)),
+        masked_and_dense,
     ),
-    "stateful recurrent": Case(
-        functools.partial(stateful, 12), sequences, samples=36, **IN_ONE_BATCH
-    ),
+    "stateful recurrent": Case(lambda: stateful(12), sequences, **OF_STATE),
     "stateful masked recurrent": Case(
-        functools.partial(stateful, 12, layers.Masking), zoo.masked_data, samples=36, **IN_ONE_BATCH
+        lambda: stateful(12, layers.Masking), zoo.masked_data, **OF_STATE
     ),
     "language model": Case(language_model, tokens, sgd((token_loss,))),
-    "frozen batch normalization": Case(functools.partial(normalized, trainable=False), dense_data),
+    "frozen batch normalization": Case(lambda: normalized(trainable=False)),
     "batch normalization in a branch": Case(
-        normalized_in_a_branch,
-        dense_data,
+        lambda: sequential((4,), Branches(), layers.Dense(2)),
         expects={"recomputed": Warns("in a branch, a loop or a function", ALL)},
         backends=("tensorflow",),  # the others have Python's, or keep no state in one
         settings=("recomputed",),
     ),
     **{
-        name: Case(
+        f"batch normalization{name}": Case(
             make,
             data,
             expects=dict.fromkeys(("within", "across"), AVERAGES),
             settings=("both", "split", *more),
         )
         for name, make, data, more in (
-            ("batch normalization", normalized, dense_data, MORE),
-            (
-                "batch normalization under a mask",
-                normalized_under_a_mask,
-                lambda rows: (zoo.masked_data(rows)[0], dense_data(rows)[1]),
-                ("recomputed",),
-            ),
-            (
-                "batch normalization of images",
-                normalized_images,
-                zoo.convolution_data,
-                ("recomputed",),
-            ),
+            ("", normalized, dense_data, MORE),
+            (" under a mask", normalized_under_a_mask, masked_and_dense, ("recomputed",)),
+            (" of images", normalized_images, zoo.convolution_data, ("recomputed",)),
         )
     },
 }
@@ -166,8 +160,7 @@ class MovesItself(layers.BatchNormalization):
 
 
 CASES["batch normalization that moves itself"] = Case(
-    lambda: keras.Sequential([keras.Input((4,)), MovesItself(name="bn"), layers.Dense(2)]),
-    dense_data,
+    lambda: sequential((4,), MovesItself(name="bn"), layers.Dense(2)),
     expects={
         "within": WHOLE,
         "across": Warns(rf"{TRIED}|cannot be split into|\['bn'\].*once per microbatch"),
@@ -211,6 +204,10 @@ def functional_towers():
         "a": layers.Dense(3, name="a")(hidden["right"] - hidden["left"]),
     }
     return keras.Model(inputs, outputs)
+
+
+def inputs_alone(rows):
+    return dense_data(rows)[:1]
 
 
 class Nested(keras.Model):
@@ -268,61 +265,49 @@ def two_inputs():
     return keras.Model(inputs, layers.Dense(2)(layers.Subtract()(inputs)))
 
 
+def both(x, y):
+    """Return a function from a number of samples to what others make of inputs and targets."""
+    return lambda rows: tuple(part(values) for part, values in zip((x, y), dense_data(rows)))
+
+
+def same(values):
+    return values
+
+
+def by_output(rows):
+    return {"z": np.linspace(0.1, 3, rows), "a": np.linspace(2, 1, rows)}
+
+
+OF_BOTH = {"z": "mse", "a": "mae"}
 CASES |= {
-    "an order of keys": Case(CallsOrdered, dense_data),
-    "dicts": Case(
-        TwoTowers,
-        towers_data,
-        sgd({"z": "mse", "a": "mae"}, metrics={"a": ["mse"]}),
-    ),
+    "an order of keys": Case(CallsOrdered),
+    "dicts": Case(TwoTowers, towers_data, sgd(OF_BOTH, metrics={"a": ["mse"]})),
     "dicts of a functional model": Case(
         functional_towers,
         towers_data,
-        sgd({"z": "mse", "a": "mae"}, loss_weights={"a": 0.3, "z": 2.0}),
+        sgd(OF_BOTH, loss_weights={"a": 0.3, "z": 2.0}),
         samples=24,  # of ragged batches, Keras on TensorFlow counts one sample each
     ),
     "nested": Case(Nested, nested_data, sgd(None)),
     "a list with an output without a loss": Case(
-        zoo.two_outputs,
-        lambda rows: (dense_data(rows)[0], [dense_data(rows)[1], None]),
-        sgd(["mse", None]),
+        zoo.two_outputs, both(same, lambda y: [y, None]), sgd(["mse", None])
     ),
-    "a list of inputs": Case(
-        two_inputs,
-        lambda rows: (np.split(dense_data(rows)[0], 2, axis=1)[::-1], dense_data(rows)[1]),
-    ),
+    "a list of inputs": Case(two_inputs, both(lambda x: np.split(x, 2, axis=1)[::-1], same)),
     "sample weights by output": Case(
-        functional_towers,
-        lambda rows: (
-            *towers_data(rows),
-            {"z": np.linspace(0.1, 3, rows), "a": np.linspace(2, 1, rows)},
-        ),
-        sgd({"z": "mse", "a": "mae"}),
+        functional_towers, lambda rows: (*towers_data(rows), by_output(rows)), sgd(OF_BOTH)
     ),
     "normalized outputs of unlike weights": Case(
         normalized_outputs,
-        lambda rows: (
-            dense_data(rows)[0],
-            {"z": dense_data(rows)[1], "a": dense_data(rows)[1]},
-            {"z": np.linspace(0.1, 3, rows), "a": np.linspace(2, 1, rows)},
-        ),
-        sgd(
-            {
-                name: keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
-                for name in ("z", "a")
-            }
-        ),
+        lambda rows: (*both(same, lambda y: {"z": y, "a": y})(rows), by_output(rows)),
+        sgd({name: keras.losses.MeanSquaredError("mean_with_sample_weight") for name in OF_BOTH}),
         expects={"within": Warns("BatchNormalization", compares=("variables",))},
         settings=("split",),
     ),
     "no targets": Case(
-        lambda: keras.Sequential([dense_model(), Adds(mean_of_squares)]),
-        lambda rows: dense_data(rows)[:1],
-        sgd(None),
+        lambda: keras.Sequential([dense_model(), Adds(mean_of_squares)]), inputs_alone, sgd(None)
     ),
     "a sample": Case(
         dense_model,
-        dense_data,
         samples=1,
         expects={
             "within": Warns("has no effect", ALL),
@@ -367,14 +352,8 @@ def of_activities(make, reduction):
     is_alike = averages_activities() != (reduction == "sum")
     told = {"across": Warns("average over different things", ALL)}
     loss = functools.partial(keras.losses.MeanSquaredError, reduction)
-    return Case(
-        make,
-        dense_data,
-        sgd((loss,), 0.01),
-        samples=24,
-        expects={} if is_alike else told,
-        settings=("windows",),
-    )
+    full = {"samples": 24, "settings": ("windows",)}
+    return Case(make, compile=sgd((loss,), 0.01), expects={} if is_alike else told, **full)
 
 
 CASES |= {
@@ -548,7 +527,7 @@ def behind_zeros(what, *base, compile_args=MSE):
     settings = "windows", "split"
     return {
         f"{what} behind {name} of zeros": Case(
-            hidden(parts, *base), dense_data, compile_args, expects=expects, settings=settings
+            hidden(parts, *base), compile=compile_args, expects=expects, settings=settings
         )
         for name, parts in HIDDEN.items()
     }
@@ -593,7 +572,7 @@ def annealed(function, base=keras.Sequential, **kwargs):
         hidden = [layers.Dense(6, activation="tanh"), Annealed(function), layers.Dense(2)]
         return base([keras.Input((4,)), *hidden])
 
-    return Case(make, dense_data, fit={"callbacks": [Anneals()], "epochs": 3}, **kwargs)
+    return Case(make, fit={"callbacks": [Anneals()], "epochs": 3}, **kwargs)
 
 
 class Rolls(layers.Layer):
@@ -660,8 +639,16 @@ def followed_by(*parts):
     return lambda: keras.Sequential([dense_model(), *(part() for part in parts), layers.Dense(2)])
 
 
+def behind(*parts, **kwargs):
+    return Case(followed_by(*parts), **kwargs)
+
+
 def adding(*functions, **kwargs):
-    return Case(followed_by(functools.partial(Adds, *functions)), dense_data, **kwargs)
+    return behind(lambda: Adds(*functions), **kwargs)
+
+
+def before(first, **kwargs):
+    return Case(lambda: sequential((4,), first(), layers.Dense(2)), **kwargs)
 
 
 UNLIKE = {"across": Warns("terms|average over|add_loss")}
@@ -683,16 +670,13 @@ CASES |= {
         settings=("windows",),
         expects={"windows": Warns("The terms of", ALL)},
     ),
-    "a layer that adds all the loss per sample": dataclasses.replace(
-        adding(of_each_sample, compile=sgd(None)), data=lambda rows: dense_data(rows)[:1]
+    "a layer that adds all the loss per sample": adding(
+        of_each_sample, compile=sgd(None), data=inputs_alone
     ),
-    "a layer that takes from the sample before": Case(
-        followed_by(Rolls),
-        dense_data,
-        settings=("windows", "batches of three"),
-        expects={"across": Warns(TRIED)},
+    "a layer that takes from the sample before": behind(
+        Rolls, settings=("windows", "batches of three"), expects={"across": Warns(TRIED)}
     ),
-    "a layer that adds a penalty": Case(followed_by(AddsPenalty), dense_data),
+    "a layer that adds a penalty": behind(AddsPenalty),
     "a layer that adds a sum later": annealed(ops.sum, settings=("split",)),
     "a layer that adds a root later": annealed(
         ops.sqrt,
@@ -706,87 +690,59 @@ CASES |= {
             "within": Warns("neither a mean nor a sum", ALL),
         },
     ),
-    "a layer that stores a tensor": Case(
-        followed_by(Stores),
-        dense_data,
-        expects={"recomputed": Warns("stores a tensor in its attribute `kept`", ALL)},
+    "a layer that stores a tensor": behind(
+        Stores, expects={"recomputed": Warns("stores a tensor in its attribute `kept`", ALL)}
     ),
-    "a layer that combines samples": Case(
-        followed_by(Centers),
-        dense_data,
+    "a layer that combines samples": behind(
+        Centers,
         expects={
             **COMBINES,
             "across": Warns(f"only if the (model|loss)|cannot be split into|{TRIED}"),
         },
     ),
-    "a layer that clips gradients of samples together": Case(
-        followed_by(functools.partial(HasGradient, clipped_by_norm)), dense_data, expects=CLIPS
+    "a layer that clips gradients of samples together": behind(
+        lambda: HasGradient(clipped_by_norm), expects=CLIPS
     ),
     "an activation that combines samples": Case(
         of_functions(lambda x: ops.tanh(x) - 0.5 * ops.mean(x, 0)),
-        dense_data,
         expects={**COMBINES, "both": Warns(f"{TRIED}|cannot be split into")},
     ),
     "an activation that clips gradients of samples together": Case(
-        of_functions(with_gradient(clipped_by_norm)), dense_data, expects=CLIPS
+        of_functions(with_gradient(clipped_by_norm)), expects=CLIPS
     ),
     **{
-        f"a layer that {what} gradients": Case(
-            followed_by(functools.partial(HasGradient, rule)),
-            dense_data,
+        f"a layer that {what} gradients": behind(
+            functools.partial(HasGradient, rule),
             expects={"across": Warns(TRIED)} if what == "clamps" else {},
             settings=("windows", "split"),
         )
         for what, rule in OF_EACH.items()
     },
-    "activations of the user's": Case(of_functions(lambda x: x * ops.tanh(x), ops.sin), dense_data),
+    "activations of the user's": Case(of_functions(lambda x: x * ops.tanh(x), ops.sin)),
     "a layer that combines samples, which are alike at first": Case(
         looking, alike_at_first, **IN_ONE_BATCH
     ),
     "a layer that combines values, which are alike at first": Case(
-        lambda: keras.Sequential([keras.Input((4,)), Centers(), dense_model()]),
-        values_alike_at_first,
-        **IN_ONE_BATCH,
+        lambda: sequential((4,), Centers(), dense_model()), values_alike_at_first, **IN_ONE_BATCH
     ),
     **behind_zeros("a layer that combines samples"),
-    **{
-        f"a layer that {what}": Case(
-            lambda first=first: keras.Sequential([keras.Input((4,)), first(), layers.Dense(2)]),
-            dense_data,
-            expects={
-                "across": Warns(f"{TRIED}|cannot be split into"),
-                "within": Warns(r"cannot be split into.*it writes to \[", ALL),
-            },
-        )
-        for what, first in {
-            "writes to its weights": lambda: layers.SpectralNormalization(layers.Dense(5, "tanh")),
-            "keeps an average": lambda: KeepsAverage(5, "tanh"),
-        }.items()
-    },
+    "a layer that writes to its weights": before(
+        lambda: layers.SpectralNormalization(layers.Dense(5, "tanh")), expects=WRITES
+    ),
+    "a layer that keeps an average": before(lambda: KeepsAverage(5, "tanh"), expects=WRITES),
     "a layer that combines samples, and one in it that writes": Case(
-        lambda: keras.Sequential([keras.Input((4,)), CountsInside(), dense_model()]),
-        dense_data,
-        **IN_ONE_BATCH,
+        lambda: sequential((4,), CountsInside(), dense_model()), **IN_ONE_BATCH
     ),
-    "a layer of a model that combines samples, which gives a name": Case(
-        Named, dense_data, **IN_ONE_BATCH
-    ),
-    "a layer that draws": Case(
-        followed_by(Draws), dense_data, compares=tuple(name for name in ALL if name != "seeds")
-    ),
-    "a mixture of layers": Case(followed_by(Heads), dense_data),
+    "a layer of a model that combines samples, which gives a name": Case(Named, **IN_ONE_BATCH),
+    "a layer that draws": behind(Draws, compares=tuple(name for name in ALL if name != "seeds")),
+    "a mixture of layers": behind(Heads),
 }
 
 
 # What an optimizer does once per update.
 
 
-def schedule():
-    return keras.optimizers.schedules.ExponentialDecay(0.2, decay_steps=2, decay_rate=0.5)
-
-
 SETTINGS_OF_SGD = {
-    "schedule": {"learning_rate": schedule, "momentum": 0.9},
     "moving average that overwrites": {"use_ema": True, "ema_overwrite_frequency": 2},
     "clipnorm": {"clipnorm": 0.1},
     "global_clipnorm": {"global_clipnorm": 0.1},
@@ -806,17 +762,14 @@ OPTIMIZERS = {
     "adafactor": lambda: keras.optimizers.Adafactor(0.05),
     "ftrl": lambda: keras.optimizers.Ftrl(0.1),
     "loss scale": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01)),
+    "schedule": lambda: keras.optimizers.SGD(
+        keras.optimizers.schedules.ExponentialDecay(0.2, decay_steps=2, decay_rate=0.5), 0.9
+    ),
 }
-
-
-def of_sgd(options):
-    options = {"learning_rate": 0.1, **options}
-    if callable(options["learning_rate"]):
-        options["learning_rate"] = options["learning_rate"]()
-    return keras.optimizers.SGD(**options)
-
-
-OPTIMIZERS |= {name: functools.partial(of_sgd, given) for name, given in SETTINGS_OF_SGD.items()}
+OPTIMIZERS |= {
+    name: functools.partial(keras.optimizers.SGD, 0.1, **options)
+    for name, options in SETTINGS_OF_SGD.items()
+}
 
 if hasattr(keras.optimizers, "Muon"):  # since Keras 3.10
     OPTIMIZERS["muon"] = lambda: keras.optimizers.Muon(0.01)
@@ -841,21 +794,20 @@ class Shrink(keras.constraints.Constraint):
 
 
 def constrained():
-    hidden, head = (
-        functools.partial(layers.Dense, units, kernel_constraint=Shrink()) for units in (6, 2)
-    )
-    return keras.Sequential([keras.Input((4,)), hidden(activation="tanh"), head()])
+    hidden, head = (layers.Dense(units, kernel_constraint=Shrink()) for units in (6, 2))
+    return sequential((4,), hidden, layers.Activation("tanh"), head)
 
 
 def compiled_with(make):
     return lambda: {"optimizer": make(), "loss": "mse"}
 
 
-CASES |= {
-    name: Case(dense_model, dense_data, compiled_with(make), settings=("both", "split"))
-    for name, make in OPTIMIZERS.items()
-}
-CASES["constraints"] = Case(constrained, dense_data)
+def optimized(make, **kwargs):
+    return Case(dense_model, compile=compiled_with(make), **kwargs)
+
+
+CASES |= {n: optimized(make, settings=("both", "split")) for n, make in OPTIMIZERS.items()}
+CASES["constraints"] = Case(constrained)
 CASES["embedding with adam"] = Case(*zoo.ZOO["embedding"], compiled_with(OPTIMIZERS["adam"]))
 # A window looks up 60 ids, of 7.
 CASES["embedding of few ids"] = Case(functools.partial(zoo.embedding, 7), zoo.embedding_data)
@@ -884,12 +836,8 @@ def patched():
 
 
 CASES |= {
-    f"apply_gradients of {name}": Case(
-        dense_model,
-        dense_data,
-        compiled_with(make),
-        backends=("tensorflow",),
-        settings=("windows", "split"),
+    f"apply_gradients of {name}": optimized(
+        make, backends=("tensorflow",), settings=("windows", "split")
     )
     for name, make in {"a class": lambda: NormalizesInPairs(0.1), "an instance": patched}.items()
 }
@@ -929,34 +877,29 @@ def quantized(make, data=dense_data):
     return Case(make, data, adam, precision="float32", settings=("both",), backends=backends)
 
 
+def float8(**kwargs):
+    """Scales of float8 layers are the largest values of a full batch."""
+    return Case(zoo.float8, precision="float32", backends=("tensorflow",), **kwargs)
+
+
 CASES |= {
     "low rank": quantized(of_low_rank),
     "low rank, embedding": quantized(embedding_of_low_rank, zoo.embedding_data),
     "low rank, int8": quantized(functools.partial(of_low_rank, is_quantized=True)),
     "an int8 layer": quantized(with_a_quantized_layer),
+    **{
+        f"float8, {name}": float8(
+            compile=compiled_with(OPTIMIZERS[name]),
+            samples=36,
+            settings=("windows", "microbatches of one", "batches of three"),
+        )
+        for name in ("sgd", "adam")
+    },
+    "float8 in partial windows": float8(
+        expects={"windows": Warns("Float8 layers remember how large .*scale.*partial")},
+        settings=("windows",),
+    ),
 }
-
-
-# Scales of float8 layers are the largest values of a full batch.
-FLOAT8 = {"precision": "float32", "backends": ("tensorflow",)}
-CASES |= {
-    f"float8, {name}": Case(
-        zoo.float8,
-        dense_data,
-        compiled_with(OPTIMIZERS[name]),
-        samples=36,
-        settings=("windows", "microbatches of one", "batches of three"),
-        **FLOAT8,
-    )
-    for name in ("sgd", "adam")
-}
-CASES["float8 in partial windows"] = Case(
-    zoo.float8,
-    dense_data,
-    expects={"windows": Warns("Float8 layers remember how large .*scale.*partial")},
-    settings=("windows",),
-    **FLOAT8,
-)
 
 
 # Precision, and ways to run.
@@ -984,17 +927,16 @@ def deep():
 
 
 HALF = {
-    "dense": Case(dense_model, dense_data),
+    "dense": Case(dense_model),
     "recurrent": Case(*zoo.ZOO["masked_recurrent"]),
     "attention": Case(*zoo.ZOO["attention"]),
     "embedding": Case(*zoo.ZOO["embedding"]),
-    "deep": Case(deep, dense_data, settings=("split",), compares=("updates",)),
+    "deep": Case(deep, settings=("split",), compares=("updates",)),
     "calls inside of a language model": Case(
         tokens_with_calls_inside, tokens, sgd((token_loss,)), **IN_ONE_BATCH
     ),
     "calls inside of a model": Case(
         with_calls_inside,
-        dense_data,
         settings=("split", "recomputed", "microbatches of one"),
         expects={"within": WHOLE},
     ),
@@ -1029,28 +971,22 @@ for name in ("attention", "calls inside of a language model"):
         CASES[f"mixed_float16: {name}"], backends=("tensorflow", "torch")
     )
 
+
+def run(how, **kwargs):
+    return Case(dense_model, compile=sgd(metrics=["mae"], **how), **kwargs)
+
+
+IN_GRAPHS = {"backends": ("tensorflow", "jax")}
 CASES |= {
-    "eager": Case(dense_model, dense_data, sgd(metrics=["mae"], run_eagerly=True)),
-    "compiled by XLA": Case(
-        dense_model,
-        dense_data,
-        sgd(metrics=["mae"], jit_compile=True),
-        expects={"torch": Refused("jit_compile=False")},
-    ),
+    "eager": run({"run_eagerly": True}),
+    "compiled by XLA": run({"jit_compile": True}, expects={"torch": Refused("jit_compile=False")}),
     **{
-        f"{number} steps per execution, compiled by XLA": Case(
-            dense_model,
-            dense_data,
-            sgd(metrics=["mae"], steps_per_execution=number, jit_compile=True),
-            backends=("tensorflow", "jax"),
+        f"{number} steps per execution, compiled by XLA": run(
+            {"steps_per_execution": number, "jit_compile": True},
             settings=("windows", "both"),
+            **IN_GRAPHS,
         )
         for number in (2, 5)
     },
-    "several steps per execution": Case(
-        dense_model,
-        dense_data,
-        sgd(metrics=["mae"], steps_per_execution=3),
-        backends=("tensorflow", "jax"),
-    ),
+    "several steps per execution": run({"steps_per_execution": 3}, **IN_GRAPHS),
 }
