@@ -48,239 +48,188 @@ class Mutation(NamedTuple):
     test: str = "conformance/test_conformance.py"
 
 
-MUTATIONS = [
-    Mutation(
-        "a sum beside a mean is not scaled by the microbatches of the window",
-        "core/weights.py",
-        "(term.value, _numbers.float64(steps) * parts)",
-        "(term.value, parts)",
-    ),
-    Mutation(
-        "terms of different weights have one weight in a split batch",
-        "core/weights.py",
-        "factors.append((term.value, share * parts))",
-        "factors.append((term.value, parts))",
-    ),
-    Mutation(
-        "a regularizer beside a sum counts once per microbatch",
-        "core/weights.py",
-        "loss = loss - repeated * _numbers.like(loss, value)",
-        "pass",
-    ),
-    Mutation(
-        "a window stays open at an epoch's end",
-        "_callbacks.py",
-        "warn_of_no_effect()\n        self._accumulating.close_window()",
-        "warn_of_no_effect()",
-    ),
-    Mutation(
-        "a window stays open for validation",
-        "_callbacks.py",
-        "on_test_begin(self, logs: Any = None) -> None:\n        self._accumulating.close_window()",
-        "on_test_begin(self, logs: Any = None) -> None:",
-        "conformance/test_callbacks_everywhere.py",
-    ),
-    Mutation(
-        "fit goes on with the window that a loop has left",
-        "_callbacks.py",
-        "on_train_begin(self, logs: Any = None) -> None:\n"
-        "        self._accumulating._accumulation.discard_window()",
-        "on_train_begin(self, logs: Any = None) -> None:\n        pass",
-        "conformance/test_around_updates.py::test_a_fit_begins_with_an_empty_window",
-    ),
-    Mutation(
-        "an open window is forgotten where accumulation_steps becomes 1",
-        "core/model_state.py",
-        "return self.settings.accumulation_steps > 1 or self.has_open_window()",
-        "return self.settings.accumulation_steps > 1",
-        "conformance/test_around_updates.py::test_a_window_begun_before_a_change_to_1_is_finished",
-    ),
-    Mutation(
-        "a schedule is one epoch late",
-        "_callbacks.py",
-        "self.model.accumulation_steps = self._steps_at(epoch)",
-        "self.model.accumulation_steps = self._steps_at(max(epoch - 1, 0))",
-        "conformance/test_scheduler_everywhere.py::test_updates_are_those_of_the_scheduled_windows",
-    ),
-    Mutation(
-        "the loss is tracked once per microbatch",
-        "core/metric_calls.py",
-        "calls is None or not (_is_scalar(values) and _is_scalar(sample_weight))",
-        "True",
-    ),
-    Mutation(
-        "what TensorFlow knows of a list is of the call before",
-        "base/_internals.py",
-        "        value._update_snapshot()",
-        "        pass",
-    ),
-    Mutation(
-        "a check leaves the Python state of a model as its trainings have made it",
-        "check/_check.py",
-        "        self._python.put_back()\n        attributes",
-        "        attributes",
-        "check/test_check.py::test_state_that_keras_does_not_track_is_as_before",
-    ),
-    Mutation(
-        "settings are not saved",
-        "_model.py",
-        "return {**config, **self._accumulation.settings.config()}",
-        "return config",
-        "conformance/test_around_updates.py::test_settings_are_in_the_files_of_a_mixin",
-    ),
-    Mutation(
-        "None leaves a setting as it is",
-        "_settings.py",
-        "if value is not UNCHANGED}",
-        "if value is not UNCHANGED and value is not None}",
-        "interface/test_settings.py::test_none_switches_a_setting_off_and_the_others_stay",
-    ),
-    Mutation(
-        "the same warning comes again and again",
-        "core/model_state.py",
-        "elif message not in self.warnings:",
-        "else:",
-    ),
-    Mutation(
-        "the check's limit is too wide",
-        "check/_equivalence_report.py",
-        '"float32": 1e-4',
-        '"float32": 5e-3',
-        "check/test_check.py::test_a_variable_is_equal_up_to_rounding",
-    ),
-    Mutation(
-        "an interrupted check leaves a model trained",
-        "check/_check.py",
-        "        finally:\n            state.restore()",
-        "        finally:\n            pass",
-        "check/test_check.py::test_an_interrupted_check_leaves_the_model_as_it_was",
-    ),
-    Mutation(
-        "the check lets dropout draw other masks",
-        "check/_randomness.py",
-        "np.random.default_rng(seed)",
-        "np.random.default_rng()",
-        "check/test_check.py::test_models_are_checked_as_they_are_compiled",
-    ),
-    Mutation(
-        "the command's exit status does not tell that a model differs",
-        "cli/_commands.py",
-        '"different": 1,',
-        '"different": 0,',
-        "check/test_check.py::test_the_command_checks_a_script",
-    ),
-    Mutation(
-        "the demonstration takes its control for a proof",
-        "demo/_report.py",
-        "    if any(equal for equal, r in zip(is_equal, others) if r.run.is_control):\n",
-        "    if False:\n",
-        "commands/test_demo.py::test_settings_that_can_not_tell_the_runs_apart_prove_nothing",
-    ),
-    Mutation(
-        "a window without weight has no gradients of regularizers",
-        "core/losses.py",
-        "if not (regularization and self._terms) or terms.weight is None:",
-        "if True:",
-    ),
-    Mutation(
-        "what is saved within a window is not told",
-        "_model.py",
-        "        self._accumulation.warn_of_saving()\n",
-        "",
-        "interface/test_faults.py::test_a_backup_inside_a_window_has_the_weights_of_the_last_update",
-    ),
-    Mutation(
-        "the benchmark divides by the fastest round",
-        "bench/_bench_report.py",
-        "[seconds / of_reference for",
-        "[seconds / min(reference.seconds_per_sample) for",
-        "commands/test_bench.py::test_ratios_are_medians_over_rounds_of_the_same_round",
-    ),
-    Mutation(
-        "a later microbatch does not shrink the sums in an earlier unit",
-        "core/window.py",
-        "    return _numbers.where(unit == 0, 1.0, _numbers.share(unit, later))",
-        "    return _numbers.where(unit == 0, 1.0, 1.0)",
-    ),
-    Mutation(
-        "windows do not close with what they have",
-        "core/driver.py",
-        "                while not self._update(window, is_end=True):",
-        "                while False:",
-    ),
-    Mutation(
-        "regularizers count in each microbatch of a sum",
-        "core/losses.py",
-        "        self._additional.append(total)",
-        "        self._additional.insert(0, total)",
-    ),
-    Mutation(
-        "a microbatch without weight is multiplied",
-        "core/window.py",
-        "            counts = other.total != 0  # else",
-        "            counts = other.total == other.total  # else",
-    ),
-    Mutation(
-        "the first window of a step of one's own is not tried",
-        "core/driver.py",
-        "        if self.has_own_step:\n            return True\n        if self._has_own_code",
-        "        if self._has_own_code",
-    ),
-    Mutation(
-        "what is not exact is not told",
-        "core/driver.py",
-        "            model._warn_once(self._findings.message_of(verdict))\n",
-        "",
-    ),
-    Mutation(
-        "layers that combine samples are taken to treat them one by one",
-        "core/proof/trial.py",
-        "    if any(combines_samples(*part) for layer in layers for part in operations_in(layer)):",
-        "    if False:",
-    ),
-    Mutation(
-        "running averages move by the last microbatch",
-        "core/statistics.py",
-        "        return Moments(count, self.mean + step * share, variance)",
-        "        return Moments(count, other.mean, other.variance)",
-        "conformance/test_conformance.py",
-    ),
-    Mutation(
-        "metrics get the numbers of microbatches twice",
-        "core/updates.py",
-        "ops.cast((total - known) * share, metric.total.dtype)",
-        "ops.cast(total * share, metric.total.dtype)",
-        "conformance/test_conformance.py",
-    ),
-    Mutation(
-        "replicas divide by what they weigh themselves",
-        "backends/tensorflow/replicas.py",
-        "    of_window = tf.reduce_sum(total * tf.math.divide_no_nan(unit, largest))",
-        "    of_window = tf.reduce_max(total * tf.math.divide_no_nan(unit, largest))",
-        "replicas/test_strategy.py",
-    ),
-    Mutation(
-        "the moments of replicas are not pooled",
-        "backends/tensorflow/replicas.py",
-        "moments=[Moments.of_stacked(Moments._make(map(_stacked, m))) for m in sums.moments],",
-        "moments=sums.moments,",
-        "replicas/test_strategy.py",
-    ),
-    Mutation(
-        "positions count once per microbatch",
-        "backends/tensorflow/sparse.py",
-        "    if all(isinstance(part, Positions) for part in rows):",
-        "    if False:",
-        "equivalence/test_positions.py",
-    ),
-    Mutation(
-        "an optimizer in a branch is taken for one that is always applied",
-        "backends/tensorflow/adapter.py",
-        "        if is_branch(graph_being_made()):",
-        "        if False:",
-        "interface/test_own_steps.py::test_an_update_in_a_branch_of_the_steps_own_is_refused",
-    ),
-]
+# Name and file, the test where it is another, and as in a patch what is taken out and put in.
+_TABLE = """\
+a sum beside a mean is not scaled by the microbatches of the window: core/weights.py
+-(term.value, _numbers.float64(steps) * parts)
++(term.value, parts)
+
+terms of different weights have one weight in a split batch: core/weights.py
+-factors.append((term.value, share * parts))
++factors.append((term.value, parts))
+
+a regularizer beside a sum counts once per microbatch: core/weights.py
+-loss = loss - repeated * _numbers.like(loss, value)
++pass
+
+a window stays open at an epoch's end: _callbacks.py
+-warn_of_no_effect()
+-        self._accumulating.close_window()
++warn_of_no_effect()
+
+a window stays open for validation: _callbacks.py
+conformance/test_callbacks_everywhere.py
+-on_test_begin(self, logs: Any = None) -> None:
+-        self._accumulating.close_window()
++on_test_begin(self, logs: Any = None) -> None:
+
+fit goes on with the window that a loop has left: _callbacks.py
+conformance/test_around_updates.py::test_a_fit_begins_with_an_empty_window
+-on_train_begin(self, logs: Any = None) -> None:
+-        self._accumulating._accumulation.discard_window()
++on_train_begin(self, logs: Any = None) -> None:
++        pass
+
+an open window is forgotten where accumulation_steps becomes 1: core/model_state.py
+conformance/test_around_updates.py::test_a_window_begun_before_a_change_to_1_is_finished
+-return self.settings.accumulation_steps > 1 or self.has_open_window()
++return self.settings.accumulation_steps > 1
+
+a schedule is one epoch late: _callbacks.py
+conformance/test_scheduler_everywhere.py::test_updates_are_those_of_the_scheduled_windows
+-self.model.accumulation_steps = self._steps_at(epoch)
++self.model.accumulation_steps = self._steps_at(max(epoch - 1, 0))
+
+the loss is tracked once per microbatch: core/metric_calls.py
+-calls is None or not (_is_scalar(values) and _is_scalar(sample_weight))
++True
+
+what TensorFlow knows of a list is of the call before: base/_internals.py
+-        value._update_snapshot()
++        pass
+
+a check leaves the Python state of a model as its trainings have made it: check/_check.py
+check/test_check.py::test_state_that_keras_does_not_track_is_as_before
+-        self._python.put_back()
+-        attributes
++        attributes
+
+settings are not saved: _model.py
+conformance/test_around_updates.py::test_settings_are_in_the_files_of_a_mixin
+-return {**config, **self._accumulation.settings.config()}
++return config
+
+None leaves a setting as it is: _settings.py
+interface/test_settings.py::test_none_switches_a_setting_off_and_the_others_stay
+-if value is not UNCHANGED}
++if value is not UNCHANGED and value is not None}
+
+the same warning comes again and again: core/model_state.py
+-elif message not in self.warnings:
++else:
+
+the check's limit is too wide: check/_equivalence_report.py
+check/test_check.py::test_a_variable_is_equal_up_to_rounding
+-"float32": 1e-4
++"float32": 5e-3
+
+an interrupted check leaves a model trained: check/_check.py
+check/test_check.py::test_an_interrupted_check_leaves_the_model_as_it_was
+-        finally:
+-            state.restore()
++        finally:
++            pass
+
+the check lets dropout draw other masks: check/_randomness.py
+check/test_check.py::test_models_are_checked_as_they_are_compiled
+-np.random.default_rng(seed)
++np.random.default_rng()
+
+the command's exit status does not tell that a model differs: cli/_commands.py
+check/test_check.py::test_the_command_checks_a_script
+-"different": 1,
++"different": 0,
+
+the demonstration takes its control for a proof: demo/_report.py
+commands/test_demo.py::test_settings_that_can_not_tell_the_runs_apart_prove_nothing
+-    if any(equal for equal, r in zip(is_equal, others) if r.run.is_control):
+-
++    if False:
++
+
+a window without weight has no gradients of regularizers: core/losses.py
+-if not (regularization and self._terms) or terms.weight is None:
++if True:
+
+what is saved within a window is not told: _model.py
+interface/test_faults.py::test_a_backup_inside_a_window_has_the_weights_of_the_last_update
+-        self._accumulation.warn_of_saving()
+-
++
+
+the benchmark divides by the fastest round: bench/_bench_report.py
+commands/test_bench.py::test_ratios_are_medians_over_rounds_of_the_same_round
+-[seconds / of_reference for
++[seconds / min(reference.seconds_per_sample) for
+
+a later microbatch does not shrink the sums in an earlier unit: core/window.py
+-    return _numbers.where(unit == 0, 1.0, _numbers.share(unit, later))
++    return _numbers.where(unit == 0, 1.0, 1.0)
+
+windows do not close with what they have: core/driver.py
+-                while not self._update(window, is_end=True):
++                while False:
+
+regularizers count in each microbatch of a sum: core/losses.py
+-        self._additional.append(total)
++        self._additional.insert(0, total)
+
+a microbatch without weight is multiplied: core/window.py
+-            counts = other.total != 0  # else
++            counts = other.total == other.total  # else
+
+the first window of a step of one's own is not tried: core/driver.py
+-        if self.has_own_step:
+-            return True
+-        if self._has_own_code
++        if self._has_own_code
+
+what is not exact is not told: core/driver.py
+-            model._warn_once(self._findings.message_of(verdict))
+-
++
+
+layers that combine samples are taken to treat them one by one: core/proof/trial.py
+-    if any(combines_samples(*part) for layer in layers for part in operations_in(layer)):
++    if False:
+
+running averages move by the last microbatch: core/statistics.py
+-        return Moments(count, self.mean + step * share, variance)
++        return Moments(count, other.mean, other.variance)
+
+metrics get the numbers of microbatches twice: core/updates.py
+-ops.cast((total - known) * share, metric.total.dtype)
++ops.cast(total * share, metric.total.dtype)
+
+replicas divide by what they weigh themselves: backends/tensorflow/replicas.py
+replicas/test_strategy.py
+-    of_window = tf.reduce_sum(total * tf.math.divide_no_nan(unit, largest))
++    of_window = tf.reduce_max(total * tf.math.divide_no_nan(unit, largest))
+
+the moments of replicas are not pooled: backends/tensorflow/replicas.py
+replicas/test_strategy.py
+-moments=[Moments.of_stacked(Moments._make(map(_stacked, m))) for m in sums.moments],
++moments=sums.moments,
+
+positions count once per microbatch: backends/tensorflow/sparse.py
+equivalence/test_positions.py
+-    if all(isinstance(part, Positions) for part in rows):
++    if False:
+
+an optimizer in a branch is taken for one that is always applied: backends/tensorflow/adapter.py
+interface/test_own_steps.py::test_an_update_in_a_branch_of_the_steps_own_is_refused
+-        if is_branch(graph_being_made()):
++        if False:
+"""
+
+
+def _mutation(entry):
+    first, *lines = entry.splitlines()
+    before, after = ("\n".join(x[1:] for x in lines if x[0] == sign) for sign in "-+")
+    return Mutation(*first.split(": "), before, after, *(x for x in lines if x[0] not in "-+"))
+
+
+MUTATIONS = [_mutation(entry) for entry in _TABLE.split("\n\n")]
 
 
 def main():

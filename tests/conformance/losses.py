@@ -1,5 +1,6 @@
 """Cases about losses: reductions, masks, weights, logs, and losses of the user's own."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -20,14 +21,13 @@ REDUCTIONS = ["mean_with_sample_weight", "sum_over_batch_size", "mean", "sum"]
 DIFFERENT_REDUCTIONS = [name for name in REDUCTIONS if name != "mean"]  # which is the second one
 
 
-def sequence_model():
-    return keras.Sequential(
-        [keras.Input((5, 3)), layers.Dense(4, activation="tanh"), layers.Dense(2)]
-    )
+def sequence_model(*first):
+    parts = *first, layers.Dense(4, activation="tanh"), layers.Dense(2)
+    return keras.Sequential([keras.Input((5, 3)), *parts])
 
 
 def masked_sequence_model():
-    return keras.Sequential([keras.Input((5, 3)), layers.Masking(), *sequence_model().layers])
+    return sequence_model(layers.Masking())
 
 
 def sample_weights(kind, rows):
@@ -41,15 +41,13 @@ def sample_weights(kind, rows):
     return (weights,)
 
 
-def compile_with(reduction, **kwargs):
-    def arguments():
-        return {
-            "optimizer": keras.optimizers.SGD(0.001 if reduction == "sum" else 0.05, momentum=0.9),
-            "loss": keras.losses.MeanSquaredError(reduction=reduction),
-            **kwargs,
-        }
+def squared(reduction):
+    """Return a loss for `sgd`, which makes it when it is asked to."""
+    return (lambda: keras.losses.MeanSquaredError(reduction),)
 
-    return arguments
+
+def compile_with(reduction, **kwargs):
+    return sgd(squared(reduction), 0.001 if reduction == "sum" else 0.05, **kwargs)
 
 
 MODELS = {
@@ -86,8 +84,7 @@ CASES |= {
 }
 CASES["no reduction"] = Case(
     dense_model,
-    dense_data,
-    sgd((lambda: keras.losses.MeanSquaredError("none"),), 0.005),
+    compile=sgd(squared("none"), 0.005),
     backends=("tensorflow",),  # others take gradients of scalars only
 )
 
@@ -173,14 +170,10 @@ def two_masked_data(rows):
 
 
 def masked_with_activity_regularizer():
-    return keras.Sequential(
-        [
-            keras.Input((5, 3)),
-            layers.Masking(),
-            layers.Dense(4, activation="tanh", activity_regularizer=keras.regularizers.L2(0.3)),
-            layers.Dense(2, kernel_regularizer=keras.regularizers.L2(0.1)),
-        ]
-    )
+    regularizers = keras.regularizers.L2(0.3), keras.regularizers.L2(0.1)
+    hidden = layers.Dense(4, activation="tanh", activity_regularizer=regularizers[0])
+    head = layers.Dense(2, kernel_regularizer=regularizers[1])
+    return keras.Sequential([keras.Input((5, 3)), layers.Masking(), hidden, head])
 
 
 def two_sequences():
@@ -190,11 +183,11 @@ def two_sequences():
 
 
 def mixed(*reductions):
-    return lambda: {
-        "optimizer": keras.optimizers.SGD(0.005, momentum=0.9),
-        "loss": [keras.losses.MeanSquaredError(reduction=reduction) for reduction in reductions],
-        "loss_weights": [0.7, 1.9],
-    }
+    return sgd(
+        (lambda: [keras.losses.MeanSquaredError(reduction) for reduction in reductions],),
+        0.005,
+        loss_weights=[0.7, 1.9],
+    )
 
 
 def weighted_data(rows, kinds):
@@ -227,25 +220,23 @@ CASES |= {
         make,
         data,
         compile_args,
-        expects={"across": TERMS, "left out": TERMS},
+        expects=dict.fromkeys(("across", "left out"), TERMS),
         settings=(*USUAL, "left out"),
     )
     for name, (make, compile_args, data) in UNLIKE.items()
 }
+
+
+def squared_and_absolute(reduction):
+    return (lambda: [keras.losses.MeanSquaredError(), keras.losses.MeanAbsoluteError(reduction)],)
+
+
 CASES |= {
     "two reductions that agree": Case(
-        zoo.two_outputs,
-        zoo.two_outputs_data,
-        sgd(
-            (lambda: [keras.losses.MeanSquaredError(), keras.losses.MeanAbsoluteError("mean")],),
-            loss_weights=[0.3, 2.0],
-        ),
+        *(zoo.two_outputs, zoo.two_outputs_data),
+        sgd(squared_and_absolute("mean"), loss_weights=[0.3, 2.0]),
     ),
-    "a second loss on one output": Case(
-        dense_model,
-        dense_data,
-        sgd((lambda: [keras.losses.MeanSquaredError(), keras.losses.MeanAbsoluteError("sum")],)),
-    ),
+    "a second loss on one output": Case(dense_model, compile=sgd(squared_and_absolute("sum"))),
 }
 
 
@@ -451,13 +442,11 @@ def own(loss, learning_rate=0.05, data=dense_data, make=dense_model, **kwargs):
     return Case(make, data, sgd(loss, learning_rate), **kwargs)
 
 
-def calls(function, *args, **kwargs):
-    return own((functools.partial(Calls, function),), *args, **kwargs)
+def calls(function, *args, reduction="sum_over_batch_size", **kwargs):
+    return own((lambda: Calls(function, reduction=reduction),), *args, **kwargs)
 
 
 EMPTY = {"batches of one": FallsShort("silent", "NaN: a batch that is ignored is 0 / 0 by itself")}
-
-
 UNSEEN = dict.fromkeys(
     ("windows", "both"),
     FallsShort("silent", "the first log is of a mean: a microbatch showed nothing of a sum"),
@@ -485,13 +474,12 @@ CASES |= {
     "own loss: of batches of four": own(by_four, samples=24, settings=("windows",)),
     "own loss: a sum of means": own((SumOfMeans,)),
     **{
-        f"own loss: passes on to Keras, {reduction}": Case(
-            zoo.masked_recurrent,
+        f"own loss: passes on to Keras, {reduction}": calls(
+            lambda k, *given: 3 * k(*given),
+            0.0003 if reduction == "sum" else 0.01,
             weighted(zoo.masked_data, "positions"),
-            sgd(
-                (functools.partial(Calls, lambda k, *given: 3 * k(*given), reduction=reduction),),
-                0.0003 if reduction == "sum" else 0.01,
-            ),
+            zoo.masked_recurrent,
+            reduction=reduction,
         )
         for reduction in DIFFERENT_REDUCTIONS
     },
@@ -532,12 +520,12 @@ CASES |= {
     "own loss: reads sample weights": calls(
         lambda k, y, z, w: ops.sum(per_sample(y, z) * w) / ops.sum(w), data=with_weights
     ),
-    **{
-        f"own loss: masked later, at least {least}": own(
-            masked_mean(at_least(least), 0.0), data=full_at_first
-        )
-        for least in (1e-6, 1.0)
-    },
+    "own loss: masked later, at least 1e-06": own(
+        masked_mean(at_least(1e-6), 0.0), data=full_at_first
+    ),
+    "own loss: masked later, at least 1.0": own(
+        masked_mean(at_least(1.0), 0.0), data=full_at_first
+    ),
     **{
         f"own loss: {loss.__name__}, {number} empty": own(
             loss,
@@ -562,6 +550,9 @@ CASES |= {
 }
 
 
+MAE = sgd(metrics=["mae"])
+
+
 def computing(function, weight_of=None):
     """Return a class of models whose `compute_loss` is a function of Keras's, targets and outputs.
 
@@ -580,8 +571,7 @@ def computing(function, weight_of=None):
 
 def mean_of_some(of_keras, y, z):
     """A mean over the samples that its targets mark; only it knows."""
-    above, count = masked(y, z, 0.0)
-    return above / count
+    return masked_mean(lambda count: count, 0.0)(y, z)
 
 
 def number_of_positive(y):
@@ -604,11 +594,7 @@ class OwnMetrics(keras.Sequential):
 
 def with_a_compute_loss_of_the_instance():
     model = dense_model()
-
-    def compute_loss(x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        return total(y, y_pred)
-
-    model.compute_loss = compute_loss
+    model.compute_loss = lambda x=None, y=None, y_pred=None, *args, **kwargs: total(y, y_pred)
     return model
 
 
@@ -629,6 +615,10 @@ def some_zeros(rows):
     return x, y
 
 
+def computed(function, data=dense_data, **kwargs):
+    return Case(of_class(computing(function)), data, sgd(None, 0.02), **kwargs)
+
+
 CASES |= {
     "own compute_loss: with a rule": Case(
         of_class(computing(mean_of_some, number_of_positive)), some_positive, sgd(None, 0.02)
@@ -637,8 +627,7 @@ CASES |= {
         lambda: computing(lambda of_keras, y, z: of_keras() + total(y, z), lambda y: "sum")(
             [keras.Input((4,)), layers.Dense(2, kernel_regularizer="l2")]
         ),
-        dense_data,
-        sgd(None, 0.001),
+        compile=sgd(None, 0.001),
     ),
     "own compute_loss: sample weights of its own": Case(
         lambda: computing(weighs_by_target)(sequence_model().layers),
@@ -647,26 +636,17 @@ CASES |= {
     ),
     "own compute_loss: compares samples": Case(
         of_class(computing(compares_predictions)),
-        dense_data,
-        sgd(None, 0.02, metrics=["mae"]),
+        compile=sgd(None, 0.02, metrics=["mae"]),
         settings=("split", "recomputed", "microbatches of one"),
     ),
     "own compute_metrics": Case(
-        of_class(OwnMetrics),
-        dense_data,
-        sgd("mse", metrics=["mae"]),
-        samples=FULL,
-        settings=("recomputed",),
+        of_class(OwnMetrics), compile=MAE, samples=FULL, settings=("recomputed",)
     ),
-    "own compute_loss: a sum": Case(
-        of_class(computing(lambda of_keras, y, z: 0.1 * total(y, z))), dense_data, sgd(None, 0.02)
-    ),
+    "own compute_loss: a sum": computed(lambda of_keras, y, z: 0.1 * total(y, z)),
     "own compute_loss: of the instance": Case(
-        with_a_compute_loss_of_the_instance, dense_data, sgd(None, 0.005)
+        with_a_compute_loss_of_the_instance, compile=sgd(None, 0.005)
     ),
-    "own compute_loss: mean of some": Case(
-        of_class(computing(mean_of_some)), dense_data, sgd(None, 0.02)
-    ),
+    "own compute_loss: mean of some": computed(mean_of_some),
 }
 
 
@@ -770,7 +750,6 @@ def empty_later(loss, is_own=False, expects=None, **kwargs):
     return Case(make, compile=sgd(None if is_own else loss), **given)
 
 
-COMPILED_OR_OWN = {"compiled": False, "own": True}
 LOST = (
     *(each_of_all_over_some, of_all_over_some, of_all_over_some_unsafe, of_all_in_one_branch),
     *(without_infinity, signed, at_least_two),
@@ -780,7 +759,7 @@ CASES |= {
         loss, is_own, {"across": Warns(TRIED)} if loss in LOST else {}
     )
     for loss in (*LOST, of_some_over_some, each_over_some, bounded)
-    for how, is_own in COMPILED_OR_OWN.items()
+    for how, is_own in {"compiled": False, "own": True}.items()
 }
 CASES |= {  # it makes an update with gradients of zero, as plain Keras does
     f"an empty window: {loss.__name__}": empty_later(
@@ -795,28 +774,26 @@ CASES |= {  # it makes an update with gradients of zero, as plain Keras does
 
 # Logs, after each update: metrics of masks, weights and several outputs.
 
-OF_WINDOWS = {"settings": ("windows", "both", "windows that may be left out")}
+OF_WINDOWS = ("windows", "both", "windows that may be left out")
+
+
+def of_two_outputs(*args, **kwargs):
+    return Case(zoo.two_outputs, zoo.two_outputs_data, sgd(*args, **kwargs), samples=FULL)
+
+
 CASES |= {
-    "logs: metrics of two outputs": Case(
-        zoo.two_outputs,
-        zoo.two_outputs_data,
-        sgd("mse", metrics=[["mae", "mse"], ["mae"]]),
-        samples=FULL,
+    "logs: metrics of two outputs": of_two_outputs(metrics=[["mae", "mse"], ["mae"]]),
+    "logs: sums of two outputs": dataclasses.replace(
+        of_two_outputs(
+            (lambda: [keras.losses.MeanSquaredError("sum")] * 2,), 0.005, loss_weights=[0.5, 1.0]
+        ),
+        settings=OF_WINDOWS,
     ),
-    "logs: sums of two outputs": Case(
-        zoo.two_outputs,
-        zoo.two_outputs_data,
-        sgd((lambda: [keras.losses.MeanSquaredError("sum")] * 2,), 0.005, loss_weights=[0.5, 1.0]),
-        samples=FULL,
-        **OF_WINDOWS,
-    ),
-    "logs: a mask": Case(zoo.masked_recurrent, zoo.masked_data, sgd(metrics=["mae"]), **OF_WINDOWS),
+    "logs: a mask": Case(zoo.masked_recurrent, zoo.masked_data, MAE, settings=OF_WINDOWS),
     "logs: weighted metrics of a mask": Case(
         zoo.masked_recurrent,
         weighted(zoo.masked_data, "positions"),
-        sgd(
-            (lambda: keras.losses.MeanSquaredError("sum"),), 0.0001, weighted_metrics=["mse", "mae"]
-        ),
+        sgd(squared("sum"), 0.0001, weighted_metrics=["mse", "mae"]),
         settings=(*USUAL, "windows that may be left out"),
     ),
     "logs: accuracy and area": Case(
@@ -825,6 +802,6 @@ CASES |= {
         sgd("binary_crossentropy", metrics=["accuracy", "auc"]),
     ),
     "logs: validation": Case(
-        dense_model, dense_data, sgd(metrics=["mae"]), {"validation_data": dense_data(8, seed=9)}
+        dense_model, compile=MAE, fit={"validation_data": dense_data(8, seed=9)}
     ),
 }
