@@ -3,6 +3,7 @@
 import importlib
 
 import keras
+from helpers import sequential
 from keras import layers, ops
 
 from ga_model.core.layer_calls import LayerCall
@@ -69,10 +70,6 @@ def attention():
     inputs = keras.Input((7, 8))
     heads = layers.MultiHeadAttention(2, 4, dropout=0.1)(inputs, inputs, use_causal_mask=True)
     return keras.Model(inputs, layers.LayerNormalization()(inputs + heads))
-
-
-def sequential(shape, *parts):
-    return keras.Sequential([keras.Input(shape), *parts])
 
 
 ALONE = {

@@ -163,15 +163,14 @@ def seeded(make):
     return make()
 
 
+def sequential(shape, *parts):
+    return keras.Sequential([keras.Input(shape), *parts])
+
+
 def dense_model(features=4, outputs=2):
     """A small smooth model: every gradient is far from zero."""
-    return keras.Sequential(
-        [
-            keras.Input((features,)),
-            keras.layers.Dense(6, activation="tanh"),
-            keras.layers.Dense(outputs),
-        ]
-    )
+    hidden = keras.layers.Dense(6, activation="tanh")
+    return sequential((features,), hidden, keras.layers.Dense(outputs))
 
 
 def dense_data(rows, features=4, outputs=2, seed=3):

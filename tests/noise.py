@@ -1,15 +1,12 @@
-"""Data of which the noise of gradients is known, the estimates by the formula, with NumPy, and what
-`GradientNoiseScale` shows on every backend.
-"""
+"""Data of which the noise of gradients is known, and the estimates by the formula, with NumPy."""
 
 import itertools
 
 import keras
 import numpy as np
-import pytest
 from gradients import gradients_of
 
-from ga_model import AccumulatingModel, GradientNoiseScale, accumulate
+from ga_model import accumulate
 
 DECAY = 0.9
 FEATURES = 20
@@ -35,15 +32,10 @@ def normal_rows(rows):
 
 
 def nonlinear_model():
-    return keras.Sequential(
-        [
-            keras.Input((3,), dtype="int32"),
-            keras.layers.Embedding(100, 4),
-            keras.layers.Flatten(),
-            keras.layers.Dense(5, activation="tanh"),
-            keras.layers.Dense(2),
-        ]
-    )
+    first = keras.layers.Embedding(100, 4), keras.layers.Flatten()
+    hidden = keras.layers.Dense(5, activation="tanh")
+    ids = keras.Input((3,), dtype="int32")
+    return keras.Sequential([ids, *first, hidden, keras.layers.Dense(2)])
 
 
 def weighted_data(rows):
@@ -135,39 +127,3 @@ def fit(model, x, *callbacks, batch_size=8, **arguments):
     y = np.zeros(len(x), "float32")
     arguments = {"shuffle": False, "verbose": 0, **arguments}
     return model.fit(x, y, batch_size=batch_size, callbacks=list(callbacks), **arguments).history
-
-
-class TwoNetworks(AccumulatingModel, keras.Model):
-    """Each network has an optimizer; the second one's loss is three times the first one's."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = keras.layers.Dense(1, use_bias=False)
-        self.second = keras.layers.Dense(1, use_bias=False)
-        self.first_optimizer = keras.optimizers.SGD(0.1)
-        self.second_optimizer = keras.optimizers.SGD(0.1)
-
-    def build(self, shape):
-        self.first.build(shape)
-        self.second.build(shape)
-
-    def call(self, inputs):
-        return self.first(inputs)
-
-
-def measure_two_networks(model, name, rel=1e-5, **arguments):
-    """Return the callback, which has measured both networks of a `TwoNetworks`."""
-    x, _, _ = normal_rows(64)
-    model.compile(**SETTINGS[name], loss_over="microbatch")
-    noise, alone = GradientNoiseScale(**arguments), GradientNoiseScale()
-    history = fit(model, x, noise)
-    fit(linear_model(settings=SETTINGS[name]), x, alone)
-    scales = noise.noise_scales
-    assert list(scales) == ["first_optimizer", "second_optimizer"]
-    for number, scale in zip((1, 9), scales.values(), strict=True):
-        assert scale.averages[0] == pytest.approx(number * alone.trace_of_covariance, rel=rel)
-        assert scale.averages[1] == pytest.approx(number * alone.squared_gradient_norm, rel=rel)
-    for key, scale in scales.items():
-        assert history[f"gradient_noise_scale_{key}"] == [scale.noise_scale]
-    assert "gradient_noise_scale" not in history
-    return noise

@@ -7,14 +7,11 @@ The measure is the relative difference of the weight change, the largest over al
 References are trained by plain Keras in the same process, on the same samples in the same order.
 """
 
-import warnings
-
 import keras
 import numpy as np
 from helpers import (
     assert_changed,
     assert_equal,
-    dense_data,
     num_updates,
     relative_difference,
     scope,
@@ -137,30 +134,3 @@ def assert_equal_logs(model, reference, rtol=1e-5):
     assert list(logs) == list(expected)
     for name, values in logs.items():
         np.testing.assert_allclose(values, expected[name], rtol=rtol, atol=1e-7, err_msg=name)
-
-
-def train_and_hear(make, settings, rows=12, prepare=None):
-    """Return the weights before and after, and what was said.
-
-    Args:
-        make: function that returns a fresh model, the same one every time.
-        settings: of accumulation.
-        rows: samples per batch.
-        prepare: called with the model before it is compiled.
-    """
-    model = accumulate(seeded(make), **settings)
-    if prepare is not None:
-        prepare(model)
-    model.compile(keras.optimizers.SGD(0.1), "mse")
-    start = model.get_weights()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
-        model.fit(*dense_data(24), batch_size=rows, epochs=2, shuffle=False, verbose=0)
-    return start, model.get_weights(), [str(w.message) for w in caught]
-
-
-def difference_and_said(make, settings, rows=12, prepare=None):
-    """Return the relative difference from training on batches of 12 samples, and what was said."""
-    start, weights, said = train_and_hear(make, settings, rows, prepare)
-    _, expected, _ = train_and_hear(make, {}, prepare=prepare)
-    return relative_difference(weights, expected, start), said

@@ -2,7 +2,7 @@
 
 import keras
 import numpy as np
-from helpers import MeanOfSquares, dense_data, dense_model
+from helpers import MeanOfSquares, dense_data, dense_model, sequential
 from keras import layers
 
 
@@ -31,14 +31,8 @@ class LazilyBuilt(keras.Model):
 
 
 def convolution():
-    return keras.Sequential(
-        [
-            keras.Input((6, 6, 2)),
-            layers.Conv2D(3, 3, activation="tanh"),
-            layers.Flatten(),
-            layers.Dense(2),
-        ]
-    )
+    first = layers.Conv2D(3, 3, activation="tanh")
+    return sequential((6, 6, 2), first, layers.Flatten(), layers.Dense(2))
 
 
 def convolution_data(rows):
@@ -59,14 +53,8 @@ def embedding_data(rows):
 
 
 def masked_recurrent(**regularizers):
-    return keras.Sequential(
-        [
-            keras.Input((5, 3)),
-            layers.Masking(),
-            layers.SimpleRNN(4, return_sequences=True),
-            layers.Dense(2, **regularizers),
-        ]
-    )
+    cell = layers.SimpleRNN(4, return_sequences=True)
+    return sequential((5, 3), layers.Masking(), cell, layers.Dense(2, **regularizers))
 
 
 def masked_data(rows):
@@ -104,29 +92,15 @@ def two_outputs_data(rows):
 
 
 def regularized():
-    return keras.Sequential(
-        [
-            keras.Input((4,)),
-            layers.Dense(
-                6,
-                activation="tanh",
-                kernel_regularizer=keras.regularizers.L2(0.05),
-                activity_regularizer=MeanOfSquares(0.02),
-            ),
-            layers.Dense(2, bias_regularizer=keras.regularizers.L2(0.1)),
-        ]
-    )
+    l2 = keras.regularizers.L2
+    both = {"kernel_regularizer": l2(0.05), "activity_regularizer": MeanOfSquares(0.02)}
+    hidden = layers.Dense(6, activation="tanh", **both)
+    return sequential((4,), hidden, layers.Dense(2, bias_regularizer=l2(0.1)))
 
 
 def frozen_layer():
-    return keras.Sequential(
-        [
-            keras.Input((4,)),
-            layers.Dense(6, activation="tanh"),
-            layers.Dense(6, activation="tanh", trainable=False),
-            layers.Dense(2),
-        ]
-    )
+    first, second = (layers.Dense(6, "tanh", trainable=trains) for trains in (True, False))
+    return sequential((4,), first, second, layers.Dense(2))
 
 
 # name: (model, data)
@@ -155,13 +129,8 @@ OPTIMIZERS = {
 
 def float8():
     # Without biases, whose gradients Keras sums up in bfloat16.
-    model = keras.Sequential(
-        [
-            keras.Input((4,)),
-            keras.layers.Dense(6, activation="tanh", use_bias=False),
-            keras.layers.Dense(2, use_bias=False),
-        ]
-    )
+    hidden = layers.Dense(6, activation="tanh", use_bias=False)
+    model = sequential((4,), hidden, layers.Dense(2, use_bias=False))
     for layer in model.layers:
         layer.quantize("float8")
     return model

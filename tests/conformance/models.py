@@ -8,17 +8,13 @@ import keras
 import numpy as np
 import zoo
 from case import ALL, MSE, TRIED, Case, Refused, Warns, sgd
-from helpers import averages_activities, dense_data, dense_model
+from helpers import averages_activities, dense_data, dense_model, sequential
 from keras import layers, ops
 
 CASES = {name: Case(*pair) for name, pair in zoo.ZOO.items()}
 
 
 # Recurrent models, attention and other layers.
-
-
-def sequential(shape, *parts):
-    return keras.Sequential([keras.Input(shape), *parts])
 
 
 def recurrent(layer, **kwargs):

@@ -153,23 +153,6 @@ def test_callbacks_steer_and_see_the_training_of_the_full_batch(make, way, tmp_p
             assert_close(*map(keras.saving.load_model, (found, expected)), start)
 
 
-@pytest.mark.skipif(BACKEND == "jax", reason="Keras has the values of variables in `fit` there")
-@every_way
-def test_the_users_optimizer_is_read_after_every_batch(way):
-    settings, rows = WAYS[way]
-    iterations, optimizers = [], []
-    model = accumulate(seeded(dense_model), **settings)
-    optimizer = keras.optimizers.Adam()
-    model.compile(optimizer, "mse")
-    reads = callbacks.LambdaCallback(
-        on_train_begin=lambda logs: optimizers.append(model.optimizer),
-        on_train_batch_end=lambda batch, logs: iterations.append(int(model.optimizer.iterations)),
-    )
-    model.fit(*dense_data(36), batch_size=rows, verbose=0, callbacks=[reads])
-    assert iterations == [(batch + 1) // (BIG // rows) for batch in range(36 // rows)]
-    assert optimizers == [optimizer]
-
-
 @every_way
 def test_terminate_on_nan_stops_in_the_same_window(way):
     x, y = dense_data(42)

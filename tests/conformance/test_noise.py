@@ -5,17 +5,16 @@ import contextlib
 import keras
 import numpy as np
 import pytest
-from case import BACKEND
-from helpers import assert_changed, dense_data, dense_model, seeded, told
+from case import BACKEND, PRECISION
+from conftest import set_dtype
+from helpers import assert_changed, dense_data, dense_model, scope, seeded, told
 from keras import ops
 from noise import (
     DECAY,
     SETTINGS,
-    TwoNetworks,
     compiled_for_weights,
     fit,
     linear_model,
-    measure_two_networks,
     measured_by_numpy,
     nonlinear_model,
     normal_rows,
@@ -24,7 +23,7 @@ from noise import (
 )
 from own_train_steps import Differentiates
 
-from ga_model import GradientNoiseScale, accumulate
+from ga_model import AccumulatingModel, GradientNoiseScale, accumulate
 
 every_setting = pytest.mark.parametrize("name", SETTINGS)
 
@@ -94,28 +93,39 @@ def test_windows_of_one_microbatch_are_left_out():
     assert "nothing is known" in str(noise)
 
 
-@pytest.mark.parametrize("nan", [False, True])
-@pytest.mark.parametrize("name", ["size", "both", "steps"])  # the first has some without weight
-def test_the_estimates_are_those_of_the_formula(name, nan):
+# The first has microbatches without weight; then how it runs, for TensorFlow.
+FORMULA = [(name, nan, {}) for nan in (False, True) for name in ("size", "both", "steps")]
+if BACKEND == "tensorflow":
+    for how in ({"replicas": 2}, {"run_eagerly": True}, {"jit_compile": True}):
+        FORMULA.append(pytest.param("both", False, how, marks=pytest.mark.gate))
+
+
+@pytest.mark.parametrize(("name", "nan", "how"), FORMULA, ids=str)
+def test_the_estimates_are_those_of_the_formula(name, nan, how):
     """Ragged parts, a ragged batch, a partial window, weights of zero, a microbatch with NaN."""
+    set_dtype(PRECISION)
     ids, y, weights = weighted_data(46)
     if nan:
         y[9] = np.nan
-    model = compiled_for_weights(
-        accumulate(seeded(nonlinear_model), **SETTINGS[name]), skip_nonfinite=nan
-    )
-    noise = GradientNoiseScale(DECAY)
-    arguments = {"batch_size": 8, "shuffle": False, "verbose": 0, "callbacks": [noise]}
+    replicas = how.get("replicas", 1)
+    how = {key: value for key, value in how.items() if key != "replicas"}
+    with scope(replicas):
+        model = accumulate(seeded(nonlinear_model), **SETTINGS[name])
+        compiled_for_weights(model, skip_nonfinite=nan, **how)
+    noise, size = GradientNoiseScale(DECAY), 8 if replicas == 1 else 12
     skipped = pytest.warns(UserWarning, match="with NaN or Inf in their gradients were skipped")
     with skipped if nan else contextlib.nullcontext():
-        model.fit(ids, y, sample_weight=weights, **arguments)
-    windows = windows_of(46, 8, **SETTINGS[name])
+        model.fit(ids, y, size, 2, 0, [noise], sample_weight=weights, shuffle=False)
+    windows = windows_of(46, size, replicas=replicas, **SETTINGS[name])
     bad = [part for window in windows for part in window if part.start <= 9 < part.stop]
-    reference = compiled_for_weights(seeded(nonlinear_model))
-    expected = measured_by_numpy(reference, (ids, y, weights), windows, left_out=bad if nan else ())
+    reference, data = compiled_for_weights(seeded(nonlinear_model)), (ids, y, weights)
+    expected = measured_by_numpy(reference, data, windows, epochs=2, left_out=bad if nan else ())
     (scale,) = noise.noise_scales.values()
-    assert expected[3] >= len(windows) - 1
-    np.testing.assert_allclose(scale.averages, expected, rtol=1e-4)
+    assert expected[3] >= 2 * len(windows) - 2
+    rtol = {"float64": 1e-10, "float32": 1e-4}[PRECISION]
+    np.testing.assert_allclose(scale.averages, expected, rtol=rtol)
+    trace, norm = scale.averages[:2]
+    assert noise.noise_scale == (trace / norm if norm > 0 else np.inf)
 
 
 @every_setting
@@ -133,7 +143,21 @@ def test_weights_are_those_of_training_without_it(name):
         np.testing.assert_allclose(with_it, without, rtol=1e-5, atol=1e-6)
 
 
-class OfTwo(TwoNetworks, Differentiates):
+class OfTwo(AccumulatingModel, Differentiates):
+    """Each network has an optimizer; the second one's loss is three times the first one's."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (keras.layers.Dense(1, use_bias=False) for _ in range(2))
+        self.first_optimizer, self.second_optimizer = (keras.optimizers.SGD(0.1) for _ in range(2))
+
+    def build(self, shape):
+        self.first.build(shape)
+        self.second.build(shape)
+
+    def call(self, inputs):
+        return self.first(inputs)
+
     def microbatch_weight(self, x, y=None, sample_weight=None):
         return ops.shape(x)[0]
 
@@ -151,8 +175,19 @@ class OfTwo(TwoNetworks, Differentiates):
 @pytest.mark.skipif(BACKEND == "jax", reason="a step has one optimizer there")
 @every_setting
 def test_several_optimizers_each_have_their_own(name, capsys):
-    noise = measure_two_networks(OfTwo(), name, verbose=True)
-    words = "\n".join(f"{key}: {scale}" for key, scale in noise.noise_scales.items())
+    (x, _, _), model = normal_rows(64), OfTwo()
+    model.compile(**SETTINGS[name], loss_over="microbatch")
+    noise, alone = GradientNoiseScale(verbose=True), GradientNoiseScale()
+    history = fit(model, x, noise)
+    fit(linear_model(settings=SETTINGS[name]), x, alone)
+    expected = np.array([alone.trace_of_covariance, alone.squared_gradient_norm])
+    scales = noise.noise_scales
+    assert list(scales) == ["first_optimizer", "second_optimizer"]
+    for number, (key, scale) in zip((1, 9), scales.items(), strict=True):
+        np.testing.assert_allclose(scale.averages[:2], number * expected, rtol=1e-5)
+        assert history[f"gradient_noise_scale_{key}"] == [scale.noise_scale]
+    assert "gradient_noise_scale" not in history
+    words = "\n".join(f"{key}: {scale}" for key, scale in scales.items())
     assert capsys.readouterr().out == f"{words}\n"
 
 

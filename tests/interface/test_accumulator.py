@@ -1,14 +1,11 @@
 """`GradientAccumulator` in loops of the user's own, with what TensorFlow alone has."""
 
-import functools
-
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from gradients import gradients_of
 from helpers import assert_close, dense_data, dense_model, seeded
-from zoo import embedding, embedding_data
 
 from ga_model import GradientAccumulator
 
@@ -59,24 +56,6 @@ def test_a_compiled_loop_matches_the_whole_batch(way, float64):
     assert_close(model, reference, start)
 
 
-def test_sparse_gradients_are_one_behind_the_other(float64):
-    ids, y = embedding_data(12)
-    model = seeded(functools.partial(embedding, 7))
-    accumulator = GradientAccumulator()
-    expected = mean_gradients(model, ids, y)
-    for _ in range(2):  # a second window does not see what the first one left in the buffers
-        for part in PARTS:
-            gradients = mean_gradients(model, ids[part], y[part])
-            assert isinstance(gradients[0], tf.IndexedSlices)
-            accumulator.add(gradients, model.trainable_variables, weight=len(part))
-        rows, *rest = accumulator.mean()
-        np.testing.assert_array_equal(rows.indices, expected[0].indices)
-        np.testing.assert_allclose(rows.values, expected[0].values, rtol=1e-11, atol=1e-15)
-        for g, e in zip(rest, expected[1:], strict=True):
-            np.testing.assert_allclose(g, e, rtol=1e-11, atol=1e-15)
-        accumulator.reset()
-
-
 def test_a_dense_gradient_may_come_where_others_were_sparse_and_the_other_way_round():
     variable = keras.Variable(np.zeros((3, 2)))
     sparse = tf.IndexedSlices(tf.ones((2, 2)), tf.constant([1, 1]))
@@ -111,15 +90,6 @@ def test_gradients_that_overwrite_their_variable_are_neither_weighted_nor_summed
             gradient = tf.constant([value, value])
             accumulator.add([gradient, gradient[:1]], [scale, kernel], weight=weight)
         assert [mean.numpy().tolist() for mean in accumulator.mean()] == [[2.0, 2.0], [2.0]]
-
-
-def test_buffers_are_float32_or_better_and_only_where_there_are_gradients():
-    variables = [keras.Variable(np.zeros(3), dtype=d) for d in ("bfloat16", "float32", "float64")]
-    accumulator = GradientAccumulator()
-    gradients = [None, *(tf.zeros(3, v.dtype) for v in variables[1:])]
-    accumulator.add(gradients, variables, weight=1.0)
-    dtypes = [b if b is None else b.dtype.name for b in accumulator._sums]
-    assert dtypes == [None, "float32", "float64"]
 
 
 def test_a_loss_scale_that_changes_is_that_of_the_function_that_was_traced_before_it_was_built():

@@ -20,6 +20,7 @@ from ga_model import (
     accumulate,
     check_equivalence,
 )
+from ga_model._settings import Settings
 
 
 def model(**settings):
@@ -129,6 +130,7 @@ def test_what_users_hold_prints_on_one_line():
     report = check_equivalence(checked, x[:, :4], y[:, :1], batch_size=8, accumulation_steps=3)
     assert isinstance(report, ga_model.EquivalenceReport)
     held = [report, AccumulationScheduler({0: 1}), GradientAccumulator(), GradientNoiseScale()]
+    held.append(Settings(accumulation_steps=3))
     for value in held:
         assert type(value).__name__ in repr(value)
         assert "\n" not in repr(value)

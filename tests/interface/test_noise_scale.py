@@ -8,45 +8,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from counting import Counting
-from helpers import dense_data, dense_model, scope, seeded
-from noise import (
-    DECAY,
-    SETTINGS,
-    compiled_for_weights,
-    fit,
-    linear_model,
-    measured_by_numpy,
-    nonlinear_model,
-    normal_rows,
-    weighted_data,
-    windows_of,
-)
+from helpers import dense_data, dense_model, seeded
+from noise import SETTINGS, fit, linear_model, normal_rows
 
 from ga_model import AccumulationScheduler, GradientNoiseScale, accumulate, check_equivalence
 from ga_model._noise_scale import NoiseScale
 from ga_model.core.noise import Averages
-
-
-@pytest.mark.gate
-@pytest.mark.parametrize("way", ["two replicas", "eager", "xla"])
-def test_the_estimates_are_those_of_the_formula(way, float64):
-    """Ragged parts, a ragged batch, a partial window, weights of zero, and equal ids."""
-    data, settings = weighted_data(46), SETTINGS["both"]
-    replicas = 2 if way == "two replicas" else 1
-    reference = compiled_for_weights(seeded(nonlinear_model))
-    with scope(replicas):
-        model = accumulate(seeded(nonlinear_model), **settings)
-        compiled_for_weights(model, run_eagerly=way == "eager", jit_compile=way == "xla")
-    noise, size = GradientNoiseScale(DECAY), 8 if replicas == 1 else 12
-    model.fit(*data[:2], size, 2, 0, [noise], sample_weight=data[2], shuffle=False)
-    windows = windows_of(46, size, replicas=replicas, **settings)
-    expected = measured_by_numpy(reference, data, windows, epochs=2)
-    assert expected[3] >= len(windows)
-    (scale,) = noise.noise_scales.values()
-    np.testing.assert_allclose(scale.averages, expected, rtol=1e-10)
-    trace, norm = scale.averages[:2]
-    assert noise.noise_scale == (trace / norm if norm > 0 else math.inf)
-
 
 # Updates that are skipped.
 

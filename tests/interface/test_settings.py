@@ -8,7 +8,6 @@ import pytest
 from helpers import dense_data, dense_model
 
 from ga_model import AccumulatingModel, accumulate, check_equivalence
-from ga_model._settings import Settings
 
 GIVEN = {
     "accumulation_steps": 3,
@@ -122,8 +121,3 @@ def test_completion_finds_what_a_model_can_do(is_wrapped):
     model = accumulate(keras.Sequential()) if is_wrapped else Subclass()
     names = {*GIVEN, "close_window", "has_updated", "on_update", "num_skipped_microbatches"}
     assert names | {"fit", "layers"} <= set(dir(model))
-
-
-def test_settings_print_on_one_line():
-    text = "Settings(accumulation_steps=3, microbatch_size=2, skip_nonfinite=True, "
-    assert repr(Settings(**GIVEN)) == text + "loss_over='batch', verify=False)"

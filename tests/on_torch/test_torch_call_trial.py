@@ -1,7 +1,8 @@
 """On PyTorch, what a trial tells of a call that only PyTorch has."""
 
 import pytest
-from calls_alone import ROWS, SPLIT, own, sequential, tried
+from calls_alone import ROWS, SPLIT, own, tried
+from helpers import sequential
 from keras import layers
 from of_torch import Centered, Tanh, torch
 

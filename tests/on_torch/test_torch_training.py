@@ -4,18 +4,17 @@ import gc
 import itertools
 import random
 import types
-import warnings
 import weakref
 from collections import deque
 
 import keras
 import numpy as np
 import pytest
-from case import TRIED
-from helpers import assert_close, dense_data, dense_model, relative_difference, seeded, told
+from case import TRIED, sgd
+from helpers import assert_close, dense_data, dense_model, seeded, told
 from keras import layers, ops
-from of_torch import ByData, Own, Step, model_of, torch
-from training import difference_and_said, train, train_and_hear
+from of_torch import Own, Step, model_of, torch
+from training import train
 
 from ga_model import AccumulatingModel, AccumulationScheduler, accumulate
 from ga_model.backends.torch import layer_calls
@@ -193,15 +192,6 @@ def test_trying_leaves_no_trace_in_python():
     assert tried.drawn == ruled.drawn
 
 
-class ByDataLater(ByData):
-    """Writes in training once it `is_due`."""
-
-    is_due = False
-
-    def call(self, x, training=None):
-        return super().call(x) if training and self.is_due else x - self.average
-
-
 class WritesOnce(layers.Layer):
     """Writes to a frozen weight once it `is_due`."""
 
@@ -218,23 +208,18 @@ class WritesOnce(layers.Layer):
         return x
 
 
-@pytest.mark.parametrize("is_once", [False, True])
-def test_what_is_written_later_is_told(is_once):
-    """When the step is tried again, in batch 16, or where it is seen."""
-    first = layers.Dense(5, trainable=not is_once)
+def test_what_is_written_later_is_told_where_it_is_seen():
+    first = layers.Dense(5, trainable=False)
     first.build((None, 4))
-    late = WritesOnce(first.kernel) if is_once else ByDataLater()
+    late = WritesOnce(first.kernel)
     parts = [keras.Input((4,)), first, late, layers.Dense(2)]
     model = compiled(lambda: keras.Sequential(parts), accumulation_steps=3)
     changing = keras.callbacks.LambdaCallback(
-        on_train_batch_begin=lambda batch, logs: setattr(late, "is_due", batch == 9 or late.is_due)
+        on_train_batch_begin=lambda batch, logs: setattr(late, "is_due", batch == 9)
     )
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with pytest.warns(UserWarning, match=f"(?s){first.kernel.path}.*once per microbatch") as caught:
         fit(model, samples=72, callbacks=[changing])
-    (said,) = told(caught)
-    words = [first.kernel.path, "once per microbatch"] if is_once else [TRIED, "differs"]
-    assert all(word in said for word in words)
+    assert len(told(caught)) == 1
 
 
 # Calls of layers.
@@ -331,20 +316,16 @@ class Notes(layers.Dense):
     "methods", [{"forward_loss": under_autocast}, {"train_step": all_under_autocast}]
 )
 def test_autocast_is_that_of_the_call(methods):
-    base = type("UnderAutocast", (Step,), methods)
-
-    def make(first):
-        return lambda: base([keras.Input((4,)), first(5, activation="tanh"), layers.Dense(2)])
+    def trained(rows=12, first=layers.Dense, **settings):
+        make = model_of(Step, first=first, **methods)
+        return train(make, sgd(None), dense_data(24), rows=rows, **settings)
 
     NOTED.clear()
-    start, weights, said = train_and_hear(make(Notes), {"microbatch_size": 5})
-    _, expected, _ = train_and_hear(make(layers.Dense), {})
+    expected, start = trained()
     # Gradients of microbatches are rounded to bfloat16, each of them.
-    assert relative_difference(weights, expected, start) <= 2**-8
-    assert (said, NOTED) == ([], {(True, torch.bfloat16)})
-    difference, said = difference_and_said(make(layers.Dense), {"accumulation_steps": 3}, rows=4)
-    assert difference <= 2e-2  # what bfloat16 rounds
-    assert said == []
+    assert_close(trained(first=Notes, microbatch_size=5)[0], expected, start, 2**-8)
+    assert {(True, torch.bfloat16)} == NOTED
+    assert_close(trained(4, accumulation_steps=3)[0], expected, start, 2e-2)
 
 
 # Optimizers of `torch.optim`.
