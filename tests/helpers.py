@@ -140,6 +140,11 @@ def values_of(variables):
     return [np.array(keras.ops.convert_to_numpy(variable)) for variable in variables]
 
 
+def state_of(model):
+    """Return all that training changes in a model that is compiled."""
+    return values_of([*model.variables, *model.optimizer.variables, *model.metrics_variables])
+
+
 def assert_equal(found, expected):
     """Compare lists of arrays, which have to be equal to the bit, up to the sign of zeros."""
     for one, other in zip(found, expected, strict=True):

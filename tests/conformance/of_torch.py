@@ -9,12 +9,11 @@ import dataclasses
 import keras
 import numpy as np
 import torch
-from case import ALL, LOGGED, TRIED, Case, Refused, Warns, sgd
+from case import ALL, BUT_LOGS, LOGGED, TRIED, Case, Refused, Warns, sgd
 from helpers import dense_data
 from keras import layers
 from models import KeepsAverage
 
-BUT_LOGS = tuple(name for name in ALL if name != "logs")
 DIFFERS = {"across": Warns(TRIED)}
 
 
@@ -93,9 +92,8 @@ def model_of(base, *parts, first=layers.Dense, **methods):
     return make
 
 
-def case_of(make, expects=None, **kwargs):
-    given = {"data": dense_data, "compile": sgd(), "settings": ("windows", "split"), **kwargs}
-    return Case(make, expects=expects or {}, backends=("torch",), **given)
+def case_of(make, expects=None, settings=("windows", "split"), **kwargs):
+    return Case(make, expects=expects or {}, backends=("torch",), settings=settings, **kwargs)
 
 
 def step(expects=None, base=Step, **kwargs):
@@ -322,9 +320,8 @@ class LogsNumbers(Step):
 
     def more(self, x, y):
         errors, chosen = self.errors, self.chosen
-        tracked, total = self.trackers
-        tracked.update_state(errors.mean())
-        total.update_state(errors.sum())
+        for tracker, value in zip(self.trackers, (errors.mean(), errors.sum())):
+            tracker.update_state(value)
         return {
             "other": (chosen * errors.abs().sqrt()).sum() / chosen.sum(),
             "mean": errors.mean().item(),
@@ -332,8 +329,7 @@ class LogsNumbers(Step):
             "samples": x.shape[0],
             "chosen": chosen.sum().to(torch.int32),
             "updates": self.updates,
-            "tracked": tracked.result(),
-            "total": total.result(),
+            **{tracker.name: tracker.result() for tracker in self.trackers},
         }
 
 
@@ -521,33 +517,31 @@ def halve(weight):
     weight.grad.mul_(0.5)
 
 
+def centers_inputs(layer, inputs):
+    return centered(layer, None, inputs[0])
+
+
+def clips_gradients(layer, of_inputs, of_outputs):
+    return tuple(clip(gradient) for gradient in of_inputs)
+
+
 # Hook: what it is put on, and why a call with it runs whole.
 HOOKS = {
     "clip": (lambda m: m.layers[0].kernel.value.register_hook(clip), None),
     "sums": (lambda m: m.layers[0].kernel.value.register_post_accumulate_grad_hook(halve), None),
     "linear": (lambda m: m.layers[0].kernel.value.register_hook(lambda g: g * 0.5), None),
-    "outputs": (
-        lambda m: m.layers[0].register_forward_hook(centered),
-        "it has forward hooks, which",
-    ),
-    "inputs": (
-        lambda m: m.layers[1].register_forward_pre_hook(
-            lambda layer, x: centered(layer, None, x[0])
-        ),
-        "it has forward hooks, which",
-    ),
+    "outputs": (lambda m: m.layers[0].register_forward_hook(centered), "it has forward"),
+    "inputs": (lambda m: m.layers[1].register_forward_pre_hook(centers_inputs), "it has forward"),
     "gradients": (
-        lambda m: m.layers[1].register_full_backward_hook(
-            lambda layer, of_inputs, of_outputs: tuple(clip(g) for g in of_inputs)
-        ),
-        "it has backward hooks, which",
+        lambda m: m.layers[1].register_full_backward_hook(clips_gradients),
+        "it has backward",
     ),
-    "tensors": (lambda m: None, "its tensors have hooks, which"),
+    "tensors": (lambda m: None, "its tensors have"),
 }
 
 
 def hooked(name, base):
-    hook, reason = HOOKS[name]
+    hook, kind = HOOKS[name]
     expects = {} if name in ("sums", "linear") else DIFFERS
 
     def make():
@@ -555,7 +549,7 @@ def hooked(name, base):
         hook(model)
         return model
 
-    return case_of(make, {**expects, **(whole(reason) if reason else {})})
+    return case_of(make, {**expects, **(whole(f"{kind} hooks, which") if kind else {})})
 
 
 BASES = {"Keras's step": keras.Sequential, "own step": Step}

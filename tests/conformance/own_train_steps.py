@@ -14,11 +14,15 @@ import keras
 import losses
 import models
 import numpy as np
-from case import ALL, BACKEND, LOGGED, TRIED, Case, FallsShort, Refused, Warns, sgd
+from case import ALL, BACKEND, BUT_LOGS, LOGGED, TRIED, Case, FallsShort, Refused, Warns, sgd
 from helpers import dense_data, dense_model
 from keras import layers, ops
 
 from ga_model import AccumulatingModel
+
+
+def generated():
+    return np.random.default_rng(3)
 
 
 class RunsStep(keras.Model):
@@ -128,9 +132,6 @@ else:
             trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
             return {"own": loss}, (trainable, non_trainable, optimizer, metrics)
 
-    class RootAsInTheGuide(AsInTheGuide):
-        objective = staticmethod(losses.root)
-
 
 def mlp(features, outputs, use_bias=True, **kwargs):
     parts = [layers.Dense(8, activation="tanh"), layers.Dense(outputs, use_bias=use_bias)]
@@ -172,9 +173,8 @@ class OwnStep(Differentiates):
         """Move what the update leaves."""
 
 
-def normal(rows, *shape, seed=3):
-    generator = np.random.default_rng(seed)
-    return generator.normal(size=(rows, *shape)).astype(keras.config.floatx())
+def normal(rows, *shape):
+    return generated().normal(size=(rows, *shape)).astype(keras.config.floatx())
 
 
 def normalized(x, axis=-1):
@@ -276,10 +276,6 @@ class WeighsSamples(keras.Sequential):
         return super().train_step(*args[:-1], (x, y, weights / self.divides_by(weights)))
 
 
-class WeighsByTheLargest(WeighsSamples):
-    divides_by = staticmethod(ops.max)
-
-
 class AppliesAnInner(OfObjective):
     """Applies the optimizer of a model inside it, too."""
 
@@ -360,7 +356,7 @@ class MaskedLanguageModel(OwnStep):
 
     @staticmethod
     def data(rows):
-        generator = np.random.default_rng(3)
+        generator = generated()
         tokens = generator.integers(1, 9, size=(rows, 6)).astype("int32")
         is_hidden = generator.uniform(size=(rows, 6)) < np.linspace(0.1, 0.6, rows)[:, None]
         return np.where(is_hidden, 0, tokens), tokens
@@ -383,20 +379,13 @@ class Sequences(OwnStep):
 
     @staticmethod
     def data(rows):
-        return np.random.default_rng(3).integers(0, 9, size=(rows, 5)).astype("int32"), normal(
-            rows, 2
-        )
+        return generated().integers(0, 9, size=(rows, 5)).astype("int32"), normal(rows, 2)
 
     def make(self):
         self.embed, self.positions = layers.Embedding(9, 4, mask_zero=True), layers.Embedding(5, 4)
         self.recur, self.head = layers.LSTM(3), layers.Dense(2)
-        for part, shape in (
-            (self.embed, (None, 5)),
-            (self.positions, (5,)),
-            (self.recur, (None, 5, 4)),
-            (self.head, (None, 3)),
-        ):
-            part.build(shape)
+        self.embed.build(), self.positions.build()
+        self.recur.build((None, 5, 4)), self.head.build((None, 3))
 
     def loss_of(self, x, y):
         embedded = self.embed(x) + self.positions(ops.arange(5))
@@ -409,7 +398,7 @@ class CTC(OwnStep):
 
     @staticmethod
     def data(rows):
-        labels = np.random.default_rng(3).integers(1, 4, size=(rows, 2)).astype("int32")
+        labels = generated().integers(1, 4, size=(rows, 2)).astype("int32")
         return normal(rows, 6, 4), labels
 
     def make(self):
@@ -424,7 +413,7 @@ class RandomField(OwnStep):
 
     @staticmethod
     def data(rows):
-        labels = np.random.default_rng(3).integers(0, 3, size=(rows, 5)).astype("int32")
+        labels = generated().integers(0, 3, size=(rows, 5)).astype("int32")
         return normal(rows, 5, 4), labels
 
     def make(self):
@@ -641,12 +630,9 @@ class AppliesTwice(OwnStep):
 class AppliesNone(OwnStep):
     """Moves its weights by itself."""
 
-    def step(self, x, y):
-        variables = self.trainable_variables
-        loss, gradients = self.gradients(lambda: self.loss_of(x, y), variables)
+    def update(self, gradients, variables):
         for variable, gradient in zip(variables, gradients):
             variable.assign(variable - 0.1 * gradient)
-        return {"own": loss}
 
 
 # Several networks against one another, each with an optimizer.
@@ -718,7 +704,6 @@ def of_two():
 
 
 COMPARES = {"across": Warns(TRIED)}
-BUT_LOGS = tuple(name for name in ALL if name != "logs")
 
 
 def step(make, told=False, learning_rate=0.05, data=None, **kwargs):
@@ -752,10 +737,31 @@ def by(objective, *args, **kwargs):
     return step(of(objective), *args, **kwargs)
 
 
+def of_mean(*bases, **kwargs):
+    """Return a case of a class of steps that minimize a mean."""
+    return step(of(losses.mean, bases[0] if len(bases) == 1 else derived(*bases)), **kwargs)
+
+
+def of_keras(compile_args, *bases, expects=None, backends=Case.backends, **methods):
+    """Return a case of classes that run Keras's own step."""
+    base = derived(*bases, *([] if keras.Sequential in bases[0].__mro__ else [keras.Sequential]))
+    make = losses.of_class(derived(base, **methods))
+    return Case(make, compile=compile_args, expects=expects or {}, backends=backends)
+
+
+def contrastive_split(**how):
+    return by(losses.contrastive, compile=sgd(None, 0.05, **how), settings=("split",))
+
+
 def adding(reduce):
     """Return a function that makes one with a layer that adds a loss to its sum."""
     hidden = functools.partial(models.Adds, lambda x: 0.1 * reduce(ops.square(x)))
     return of(losses.total, AddsLosses, hidden)
+
+
+def logs(more, differ=False):
+    expects = {"across": Warns(LOGGED, BUT_LOGS)} if differ else {}
+    return step(lambda: LogsNumbers(more), expects=expects)
 
 
 def of_networks(make, **kwargs):
@@ -770,19 +776,12 @@ CASES = {
     "weighted by targets": by(weighted_by_target),
     "masked mean": by(losses.masked_mean(losses.at_least(1e-3)), False, 0.02),
     "masked mean with epsilon": by(losses.masked_mean(lambda count: count + 1e-3), False, 0.02),
-    **{
-        f"masked mean in {half}": by(masked_mean_in_float32, False, 0.02, precision=f"mixed_{half}")
-        for half in ("float16", "bfloat16")
-    },
+    "masked mean in float16": by(masked_mean_in_float32, False, 0.02, precision="mixed_float16"),
+    "masked mean in bfloat16": by(masked_mean_in_float32, False, 0.02, precision="mixed_bfloat16"),
     "masked mean of predictions": by(masked_by_predictions),
     "a loss of Keras": by(lambda y, z: keras.losses.MeanSquaredError()(y, z)),
     "compute_loss": step(
-        of(
-            None,
-            loss_of=lambda self, x, y: self.compute_loss(
-                x=x, y=y, y_pred=self.net(x, training=True)
-            ),
-        ),
+        of(None, loss_of=lambda self, x, y: self.compute_loss(x, y, self.net(x, training=True))),
         compile=sgd("mse", 0.05),
     ),
     "a penalty on a weight": own(
@@ -790,45 +789,24 @@ CASES = {
             OwnStep.loss_of(self, x, y) + 0.05 * ops.sum(ops.square(self.trainable_variables[0]))
         )
     ),
-    "metrics of its own": step(of(losses.mean, Tracks)),
+    "metrics of its own": of_mean(Tracks),
     "contrastive": by(losses.contrastive, True),
     "root": by(losses.root, True),
-    **{
-        f"contrastive, {name}": by(
-            losses.contrastive, compile=sgd(None, 0.05, **how), settings=("split",)
-        )
-        for name, how in {
-            "eager": {"run_eagerly": True},
-            "not compiled": {"jit_compile": False},
-        }.items()
-    },
-    **{
-        f"of Keras{how}": Case(
-            losses.of_class(derived(RunsAnother, *bases)), dense_data, sgd(metrics=["mae"])
-        )
-        for how, bases in {
-            "": (keras.Sequential,),
-            ", by the mixin": (AccumulatingModel, keras.Sequential),
-        }.items()
-    },
-    "of the mixin": step(of(losses.mean, derived(AccumulatingModel, OfObjective))),
-    "of a class on the left": step(
-        of(losses.mean, derived(BringsAStep, AccumulatingModel, OfObjective))
+    "contrastive, eager": contrastive_split(run_eagerly=True),
+    "contrastive, not compiled": contrastive_split(jit_compile=False),
+    "of Keras": of_keras(losses.MAE, RunsAnother),
+    "of Keras, by the mixin": of_keras(losses.MAE, RunsAnother, AccumulatingModel),
+    "of the mixin": of_mean(AccumulatingModel, OfObjective),
+    "of a class on the left": of_mean(BringsAStep, AccumulatingModel, OfObjective),
+    "with methods of few arguments": of_mean(FewArguments),
+    "weights of samples": of_keras(sgd("mse", 0.03), WeighsSamples),
+    "weights of samples by the largest": of_keras(
+        sgd("mse", 0.03), WeighsSamples, expects=COMPARES, divides_by=staticmethod(ops.max)
     ),
-    "with methods of few arguments": step(of(losses.mean, FewArguments)),
-    "weights of samples": Case(losses.of_class(WeighsSamples), dense_data, sgd("mse", 0.03)),
-    "weights of samples by the largest": Case(
-        losses.of_class(WeighsByTheLargest), dense_data, sgd("mse", 0.03), expects=COMPARES
-    ),
-    "of Keras, logs in dicts": Case(
-        losses.of_class(LogsInDicts),
-        dense_data,
-        sgd(metrics=["mae"]),
-        backends=("tensorflow", "torch"),
-    ),
-    "of Keras, twice its loss": Case(
-        losses.of_class(LogsTwice),
-        dense_data,
+    "of Keras, logs in dicts": of_keras(losses.MAE, LogsInDicts, backends=("tensorflow", "torch")),
+    "of Keras, twice its loss": of_keras(
+        sgd(),
+        LogsTwice,
         expects={"across": Warns(f"(?s){LOGGED}.*the log 'twice' differs,", BUT_LOGS)},
     ),
     **models.behind_zeros(
@@ -878,19 +856,10 @@ CASES = {
         True, after_update=lambda self, x, y: self.optimizer.learning_rate.assign(0.01)
     ),
     "logs of numbers": step(LogsNumbers),
-    **{
-        f"logs of {what}": step(
-            functools.partial(LogsNumbers, more), expects={"across": Warns(LOGGED, BUT_LOGS)}
-        )
-        for what, more in {
-            "what compares samples": lambda y, z: {"spread": ops.std(y)},
-            "updated weights": lambda y, z: {"late": losses.mean(y, z)},
-        }.items()
-    },
-    "logs in dicts": step(
-        functools.partial(
-            LogsNumbers, lambda y, z: {"y": {"mean": ops.mean(y), "of": {"mean": ops.mean(y**2)}}}
-        )
+    "logs of what compares samples": logs(lambda y, z: {"spread": ops.std(y)}, differ=True),
+    "logs of updated weights": logs(lambda y, z: {"late": losses.mean(y, z)}, differ=True),
+    "logs in dicts": logs(
+        lambda y, z: {"y": {"mean": ops.mean(y), "of": {"mean": ops.mean(y**2)}}}
     ),
     "weighs by a metric": step(WeighsByAMetric, True),
     "applies twice": step(AppliesTwice, expects={"across": Refused("twice")}),
@@ -898,13 +867,10 @@ CASES = {
 }
 
 if BACKEND == "jax":
-    for name, base in {"mean": AsInTheGuide, "root": RootAsInTheGuide}.items():
-        CASES[f"as in the guide, {name}"] = Case(
-            losses.of_class(base),
-            dense_data,
-            sgd(None, 0.05),
-            expects=COMPARES if name == "root" else {},
-        )
+    CASES["as in the guide, mean"] = of_keras(sgd(None, 0.05), AsInTheGuide)
+    CASES["as in the guide, root"] = of_keras(
+        sgd(None, 0.05), AsInTheGuide, expects=COMPARES, objective=staticmethod(losses.root)
+    )
 elif BACKEND == "tensorflow":
 
     class Compiled(OfObjective):
@@ -926,29 +892,22 @@ elif BACKEND == "tensorflow":
             self.optimizer.apply(gradients)
             return {"own": loss}
 
-    CASES["apply, past apply_gradients of the optimizer"] = step(
-        of(losses.mean), compile=models.compiled_with(lambda: models.NormalizesInPairs(0.1))
+    CASES["apply, past apply_gradients of the optimizer"] = of_mean(
+        OfObjective, compile=models.compiled_with(lambda: models.NormalizesInPairs(0.1))
     )
-    for name, (base, how) in {
-        "of a compiled function": (Compiled, {}),
-        "of a compiled function, by the mixin": (CompiledOverTheMixin, {}),
-        "of a function compiled by XLA, by the mixin": (
-            CompiledOverTheMixin,
-            {"jit_compile": True},
-        ),
-        "an optimizer that it writes to": (WritesToItsOptimizer, {}),
-    }.items():
-        CASES[name] = step(of(losses.mean, base), compile=sgd(None, 0.05, **how))
-    CASES["an optimizer that it writes to, which scales"] = dataclasses.replace(
-        CASES["an optimizer that it writes to"],
-        compile=lambda: {
-            "optimizer": keras.optimizers.LossScaleOptimizer(
-                keras.optimizers.SGD(0.1), initial_scale=8.0
-            )
-        },
+    CASES["of a compiled function"] = of_mean(Compiled)
+    CASES["of a compiled function, by the mixin"] = of_mean(CompiledOverTheMixin)
+    CASES["of a function compiled by XLA, by the mixin"] = of_mean(
+        CompiledOverTheMixin, compile=sgd(None, 0.05, jit_compile=True)
     )
-    CASES["an optimizer of a model inside"] = step(
-        of(losses.mean, AppliesAnInner),
+    CASES["an optimizer that it writes to"] = of_mean(WritesToItsOptimizer)
+    scale = keras.optimizers.LossScaleOptimizer
+    CASES["an optimizer that it writes to, which scales"] = of_mean(
+        WritesToItsOptimizer,
+        compile=lambda: {"optimizer": scale(keras.optimizers.SGD(0.1), initial_scale=8.0)},
+    )
+    CASES["an optimizer of a model inside"] = of_mean(
+        AppliesAnInner,
         expects={"across": Refused(r"applies \['inner'\], reached by a global variable")},
         falls_short={"across": FallsShort("inexact", "it trains, and is told of as what differs")},
     )
@@ -956,12 +915,12 @@ elif BACKEND == "tensorflow":
         CASES[f"a penalty on a gradient, {name}, compiled by XLA"] = step(
             make, compile=sgd(None, jit_compile=True), settings=("split", "recomputed")
         )
-    for name, run_eagerly in {"eager": True, "compiled": False}.items():
-        expects = {"within": Warns("its forward-mode derivatives are taken", ALL)}
+    told = {"within": Warns("its forward-mode derivatives are taken", ALL)}
+    for name, expects in {"eager": told, "compiled": {}}.items():
         CASES[f"a forward-mode derivative, {name}"] = step(
             derived(OwnStep, loss_of=forward_mode),
-            compile=sgd(None, run_eagerly=run_eagerly),
-            expects=expects if run_eagerly else {},
+            compile=sgd(None, run_eagerly=name == "eager"),
+            expects=expects,
             settings=("split", "recomputed"),
         )
 

@@ -8,7 +8,7 @@ import warnings
 
 import keras
 import pytest
-from helpers import assert_close, assert_equal, dense_data, seeded, told, values_of
+from helpers import assert_close, assert_equal, dense_data, seeded, sequential, told, values_of
 from keras import layers, ops
 from limited_memory import Memory, limited, out_of_memory
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:BatchNormalization layers in tra
 def compiled(memory, size="auto", loss="mse", **settings):
     def make():
         hidden = [layers.Dense(6, activation="tanh"), layers.BatchNormalization()]
-        return keras.Sequential([keras.Input((4,)), *hidden, limited(memory), layers.Dense(2)])
+        return sequential((4,), *hidden, limited(memory), layers.Dense(2))
 
     model = accumulate(seeded(make), microbatch_size=size, **settings)
     model.compile(keras.optimizers.Adam(0.01), loss, metrics=["mae"])

@@ -48,6 +48,23 @@ def sparse(rows):
     return tf.sparse.from_dense(np.where(dense > 0, dense, 0))
 
 
+def assert_trained_alike(make, data, window, ways, is_static, optimizer=keras.optimizers.SGD):
+    """Train by each size of microbatches and number of steps, of which the first are plain."""
+    dataset, trained = tf.data.Dataset.from_tensor_slices(data), []
+    for size, steps in ways:
+        model = seeded(make)
+        model.build((None, 4))
+        accumulate(model, microbatch_size=size, accumulation_steps=steps)
+        model.compile(optimizer(0.01), "mse", metrics=["mae"])
+        start = model.get_weights()
+        batches = dataset.batch(window // steps, drop_remainder=is_static)
+        model.fit(batches, epochs=2, shuffle=False, verbose=0)
+        trained.append(model)
+    for model in trained[1:]:
+        assert_equal_logs(model, trained[0])
+        assert_close(model, trained[0], start)
+
+
 @pytest.mark.gate
 @pytest.mark.parametrize(("weighted", "static"), [(False, False), (True, True)])
 def test_whatever_a_batch_holds_is_split_and_accumulated(weighted, static, float64):
@@ -55,20 +72,8 @@ def test_whatever_a_batch_holds_is_split_and_accumulated(weighted, static, float
     integers = np.arange(4 * rows).reshape(rows, 4) % 5
     inputs = {"a": ragged(rows), "b": (sparse(rows), {"c": rows_of(rows)}), "d": integers}
     data = (inputs, rows_of(rows, 2), *((rows_of(rows, 1) ** 2,) if weighted else ()))
-    dataset = tf.data.Dataset.from_tensor_slices(data)
-    trained = []
-    for size, steps in ((None, 1), (5, 1), (4, 1), (2, 3)):
-        model = seeded(TakesAnything)
-        model.build()
-        accumulate(model, microbatch_size=size, accumulation_steps=steps)
-        model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
-        start = model.get_weights()
-        batches = dataset.batch(12 // steps, drop_remainder=static)
-        model.fit(batches, epochs=2, shuffle=False, verbose=0)
-        trained.append(model)
-    for model in trained[1:]:
-        assert_equal_logs(model, trained[0])
-        assert_close(model, trained[0], start)
+    ways = (None, 1), (5, 1), (4, 1), (2, 3)
+    assert_trained_alike(TakesAnything, data, 12, ways, static, keras.optimizers.Adam)
 
 
 def wide_and_deep():
@@ -95,19 +100,8 @@ class NeedsNumber(keras.Model):
 
 @pytest.mark.parametrize("make", [wide_and_deep, NeedsNumber])
 def test_batches_of_a_known_size_are_traced_for_any_if_they_can_be(make, float64):
-    dataset = tf.data.Dataset.from_tensor_slices((rows_of(64), rows_of(64, 1)))
-    trained = []
-    for size, steps in ((None, 1), (8, 1), (5, 1), (None, 4)):
-        model = seeded(make)
-        model.build((None, 4))
-        accumulate(model, microbatch_size=size, accumulation_steps=steps)
-        model.compile(keras.optimizers.SGD(0.01), "mse")
-        start = model.get_weights()
-        batches = dataset.batch(32 // steps, drop_remainder=True)
-        model.fit(batches, epochs=2, shuffle=False, verbose=0)
-        trained.append(model)
-    for model in trained[1:]:
-        assert_close(model, trained[0], start)
+    data, ways = (rows_of(64), rows_of(64, 1)), ((None, 1), (8, 1), (5, 1), (None, 4))
+    assert_trained_alike(make, data, 32, ways, is_static=True)
 
 
 def test_two_ragged_samples_show_too_little_to_be_tried():

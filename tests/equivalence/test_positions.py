@@ -88,8 +88,10 @@ of_all_kinds = functools.partial(tokens_and, *KINDS)
 of_positions = functools.partial(tokens_and, with_static_length)
 
 
-def token_data(rows, length=LENGTH):
-    tokens = np.random.default_rng(2).integers(0, 9, size=(rows, length)).astype("int32")
+def token_data(rows):
+    """Some of the tokens are alike positions, by which these are known eagerly."""
+    tokens = np.random.default_rng(2).integers(0, 9, size=(rows, LENGTH)).astype("int32")
+    tokens[0] = tokens[4] = np.arange(LENGTH)
     return tokens, dense_data(rows)[1]
 
 
@@ -116,6 +118,10 @@ WINDOWS, BOTH = {"rows": 4, "steps": 3}, {"rows": 6, "steps": 2, "size": 5}
         (of_positions, {"optimizer": "rmsprop"}, WINDOWS),
         (of_positions, {}, {**BOTH, "loss_over": "batch"}),
         (of_positions, {"jit_compile": True}, BOTH),
+        *(
+            (functools.partial(tokens_and, ids_of), {"run_eagerly": True}, WINDOWS)
+            for ids_of in (with_an_axis_for_the_samples, segments)
+        ),
     ],
 )
 def test_what_no_sample_looks_up_matches_the_full_batch(make, arguments, settings, float64):
@@ -124,28 +130,12 @@ def test_what_no_sample_looks_up_matches_the_full_batch(make, arguments, setting
     assert difference <= TOLERANCE[float64]
 
 
-def difference_of_one(make, settings, arguments, data, rows=None, replicas=1):
-    """Return how far a model is from plain Keras's on as many replicas, after `fit`.
-
-    Args:
-        rows: samples per batch of the model, and of the other one; those of the data by default.
-    """
-    models = []
-    for given, size in zip((settings, {}), rows or [len(data[0])] * 2):
-        with scope(replicas):
-            model = accumulate(seeded(make), **given) if given else seeded(make)
-            model.compile(**compiled_with(**arguments)())
-        start = model.get_weights()
-        model.fit(*data, batch_size=size, epochs=2, shuffle=False, verbose=0)
-        models.append(model.get_weights())
-    return relative_difference(*models, start)
-
-
 @pytest.mark.gate
 @pytest.mark.parametrize("size", [LENGTH, 1])
 def test_a_number_of_samples_that_the_graph_knows_is_told_from_a_length(size, float64):
-    settings, data = {"microbatch_size": size}, token_data(2 * LENGTH)
-    assert difference_of_one(of_all_kinds, settings, {}, data) <= TOLERANCE[float64]
+    data, rows = token_data(2 * LENGTH), 2 * LENGTH
+    difference = difference_of_fits(of_all_kinds, compiled_with(), data, rows=rows, size=size)
+    assert difference <= TOLERANCE[float64]
 
 
 def test_batches_of_a_window_may_have_different_lengths(float64):
@@ -176,9 +166,15 @@ def test_batches_of_a_window_may_have_different_lengths(float64):
 
 @pytest.mark.gate
 def test_replicas_have_the_rows_of_plain_keras(float64):
-    settings = {"microbatch_size": 2}
-    difference = difference_of_one(of_positions, settings, {}, token_data(12), replicas=2)
-    assert difference <= TOLERANCE[float64]
+    trained = []
+    for size in (2, None):
+        with scope(2):
+            model = accumulate(seeded(of_positions), microbatch_size=size)
+            model.compile(**compiled_with()())
+        start = model.get_weights()
+        model.fit(*token_data(12), batch_size=12, epochs=2, shuffle=False, verbose=0)
+        trained.append(model.get_weights())
+    assert relative_difference(*trained, start) <= TOLERANCE[float64]
 
 
 def sorted_rows(slices):
@@ -206,16 +202,6 @@ def test_an_accumulator_for_any_number_of_samples_adds_positions_and_lists_token
         for gradient, rows in zip(accumulator.mean()[:2], expected, strict=True):
             np.testing.assert_allclose(sorted_rows(gradient), rows, rtol=1e-11, atol=1e-15)
         accumulator.reset()
-
-
-@pytest.mark.parametrize("ids_of", [with_an_axis_for_the_samples, segments])
-def test_eagerly_positions_are_known_by_their_ids(ids_of, float64):
-    x, y = token_data(12)
-    x[0] = x[4] = np.arange(LENGTH)
-    make = functools.partial(tokens_and, ids_of)
-    settings, arguments = {"accumulation_steps": 3}, {"run_eagerly": True}
-    difference = difference_of_one(make, settings, arguments, (x, y), rows=(4, 12))
-    assert difference <= TOLERANCE[float64]
 
 
 class UsedInTwoWays(keras.Model):

@@ -55,16 +55,6 @@ def test_switching_it_off_and_on_traces_nothing_again():
     assert traces[1:] == 3 * [traces[1]]
 
 
-def test_a_schedule_traces_nothing_again():
-    """Plain Keras's function for windows of one batch, and two for all others."""
-    model, data = counting()
-    schedule = {0: 1, 1: 3, 2: 1, 3: 4, 4: 2}
-    for by in ("epoch", "update"):
-        scheduler = AccumulationScheduler(schedule, by=by)
-        model.fit(data, epochs=6, shuffle=False, verbose=0, callbacks=[scheduler])
-    assert model.traces == 3
-
-
 def test_a_fit_that_fails_leaves_it_off():
     class Fails(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import torch
-from helpers import assert_changed, assert_close, dense_data, seeded, values_of
+from helpers import assert_changed, assert_close, dense_data, seeded, sequential, state_of
 from keras import layers, ops
 from keras.optimizers import SGD
 from limited_memory import Memory, limited
@@ -32,15 +32,13 @@ class Counting(layers.Layer):
         return x * (1.0 + 0.01 * self.calls + 0.1 * np.random.rand() + 0.1 * random.random())
 
 
-def smooth_model(memory):
+def smooth_model(memory, *parts):
     hidden = layers.Dense(6, activation="tanh")
-    return keras.Sequential([keras.Input((4,)), hidden, limited(memory), layers.Dense(2)])
+    return sequential((4,), hidden, *parts, limited(memory), layers.Dense(2))
 
 
 def model_with_state(memory):
-    hidden = layers.Dense(6, activation="tanh")
-    parts = [layers.BatchNormalization(), layers.Dropout(0.3), limited(memory), layers.Dense(2)]
-    return keras.Sequential([keras.Input((4,)), hidden, *parts])
+    return smooth_model(memory, layers.BatchNormalization(), layers.Dropout(0.3))
 
 
 class Adversaries(keras.Model):
@@ -81,14 +79,8 @@ class Adversaries(keras.Model):
 
 def compiled(make, memory, size="auto", **settings):
     model = accumulate(seeded(lambda: make(memory)), microbatch_size=size, **settings)
-    is_own = issubclass(make, keras.Model) if isinstance(make, type) else False
-    model.compile("adam", None if is_own else "mse", metrics=None if is_own else ["mae"])
+    model.compile("adam", **({} if isinstance(make, type) else {"loss": "mse", "metrics": ["mae"]}))
     return model
-
-
-def state(model):
-    """Return all that a step changes."""
-    return values_of([*model.variables, *model.optimizer.variables, *model.metrics_variables])
 
 
 def assert_same(values, expected, rtol=0):
@@ -109,14 +101,14 @@ def test_the_search_leaves_everything_as_it_was():
     model = compiled(make, memory := Memory(), size=4, loss_over="microbatch")
     with pytest.warns(UserWarning, match="writes to|does not train as the full batch"):
         fit(model, dense_data(24))
-    before = state(model), random.getstate(), np.random.get_state()[1].tolist()
+    before = state_of(model), random.getstate(), np.random.get_state()[1].tolist()
     generator, taken = torch.get_rng_state(), len(memory.taken)
     memory.limit, model.microbatch_size = 5, "auto"
     data = tuple(ops.convert_to_tensor(part) for part in dense_data(12))
     model._accumulation._search(data, 12)
     assert len(memory.taken) > taken + 4
     assert model.microbatch_size == 5
-    assert_same(state(model), before[0])
+    assert_same(state_of(model), before[0])
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before[1:]
     assert torch.equal(torch.get_rng_state(), generator)
 
@@ -150,7 +142,7 @@ def test_a_repeated_batch_is_that_of_the_smaller_size(settings):
     with pytest.warns(UserWarning, match="no longer fits in memory.*retried with 3"):
         logs = fit(model, data, callbacks=[Sizes()])
     assert model.microbatch_size == 3
-    assert_same(state(model), state(expected), rtol=1e-5)
+    assert_same(state_of(model), state_of(expected), rtol=1e-5)
     assert_same(list(logs.values()), list(expected_logs.values()), rtol=1e-5)
 
 
@@ -165,7 +157,7 @@ def test_a_step_that_applies_optimizers_in_turn_gets_a_size():
             model.train_on_batch(*[values[part] for values in data])
     assert models[0].microbatch_size == 4
     assert models[0].num_steps == 2  # trials are not counted
-    assert_same(state(models[0]), state(models[1]))
+    assert_same(state_of(models[0]), state_of(models[1]))
     weights = models[0].get_weights()
     models[0].judges_memory.drop_in(0, 2)  # before any update
     with pytest.warns(UserWarning, match="retried with 2"):
@@ -180,17 +172,16 @@ def test_a_step_that_applies_optimizers_in_turn_gets_a_size():
         models[0].train_on_batch(*data)
 
 
-class OfPyTorch(Adversaries):
-    def update(self, loss, network, optimizer):
-        if not hasattr(self, "optimizer_of_torch"):
-            weights = [w.value for w in network.trainable_weights]
-            self.optimizer_of_torch = torch.optim.SGD(weights, 0.1)
-        loss.backward()
-        self.optimizer_of_torch.step()
-
-
 def test_an_optimizer_that_is_not_known_is_refused_before_it_updates():
     elsewhere = {}
+
+    class OfPyTorch(Adversaries):
+        def update(self, loss, network, optimizer):
+            if not hasattr(self, "optimizer_of_torch"):
+                weights = [w.value for w in network.trainable_weights]
+                self.optimizer_of_torch = torch.optim.SGD(weights, 0.1)
+            loss.backward()
+            self.optimizer_of_torch.step()
 
     class ByAnotherName(Adversaries):
         def update(self, loss, network, optimizer):

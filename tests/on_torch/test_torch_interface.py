@@ -14,9 +14,7 @@ from ga_model.demo._options import Settings
 
 
 def test_a_compiled_step_is_refused():
-    model = accumulate(dense_model(), microbatch_size=3)
-    with pytest.raises(ValueError, match=r"(?s)Received: .*jit_compile=False"):
-        model.compile("sgd", "mse", jit_compile=True)
+    """Also where it was compiled so before: else see the suite."""
     plain = dense_model()
     plain.compile("sgd", "mse", jit_compile=True)
     model = accumulate(plain, microbatch_size=3)
@@ -36,16 +34,12 @@ def said_by_command(capsys, *words):
 
 def test_commands_say_what_needs_tensorflow(monkeypatch, capsys):
     monkeypatch.setenv("KERAS_BACKEND", "torch")
-    for words, said in (
-        (["demo", "--dtype", "float64"], "Received: --dtype float64 with KERAS_BACKEND=torch."),
-        (
-            ["bench", "--jit", "on"],
-            "--jit is for the TensorFlow backend: on PyTorch no step is compiled.",
-        ),
-    ):
-        status, error = said_by_command(capsys, *words)
-        assert status == 2
-        assert said in error
+    for words, text in {
+        "demo --dtype float64": "Received: --dtype float64 with KERAS_BACKEND=torch.",
+        "bench --jit on": "--jit is for the TensorFlow backend: on PyTorch no step is compiled.",
+    }.items():
+        status, error = said_by_command(capsys, *words.split())
+        assert (status, text in error) == (2, True)
     monkeypatch.setenv("KERAS_BACKEND", "jax")
     assert "Received: KERAS_BACKEND='jax'" in said_by_command(capsys, "bench")[1]
 
