@@ -33,57 +33,32 @@ TABLE = {name: case for module in MODULES for name, case in module.CASES.items()
 GATE_TAKES_ONE_IN = {"torch": 4, "jax": 13, "tensorflow": 11}
 PRECISIONS = ("float64", "float32") if BACKEND == "tensorflow" else ("float32",)
 
+
+def named(text):
+    """Return the names in a text, each of which has a case."""
+    names = {name.strip() for name in text.split(";")}
+    assert names <= TABLE.keys(), names - TABLE.keys()
+    return names
+
+
 # What trains in every run, and what else does on PyTorch, which traces nothing.
-QUICK = {
-    "convolution",
-    "embedding",
-    "masked_recurrent",
-    "attention",
-    "regularized",
-    "batch normalization",
-    "nested",
-    "a layer that combines samples",
-    "adam",
-    "global_clipnorm",
-    "loss scale",
-    "mixed_bfloat16: calls inside of a model",
-    "sum, masked, weights: positions",
-    "a microbatch without weight",
-    "own loss: contrastive",
-    "logs: a mask",
-    "empty later, compiled: each_of_all_over_some",
-    "empty later, own: of_some_over_some",
-    "own train_step: masked mean",
-    "own train_step: contrastive",
-}
-FIRST = QUICK | {
-    "two_outputs",
-    "unused_variable",
-    "lazily_built",
-    "stateful recurrent",
-    "language model",
-    "dicts",
-    "sample weights by output",
-    "a sample",
-    "a layer that adds a mean and a sum",
-    "schedule",
-    "moving average that overwrites",
-    "weight decay",
-    "constraints",
-    "mixed_float16: dense",
-    "eager",
-    "compiled by XLA",
-    "several steps per execution",
-    "mean_with_sample_weight, masked, weights: positions",
-    "class weights, sum_over_batch_size",
-    "ignored class",
-    "two masks",
-    "own loss: masked mean with epsilon",
-    "own compute_loss: with a rule",
-    "logs: weighted metrics of a mask",
-    "own train_step: compute_loss",
-    "own train_step: sum",
-}
+QUICK = named(
+    """convolution; embedding; masked_recurrent; attention; regularized; batch normalization;
+    nested; a layer that combines samples; adam; global_clipnorm; loss scale;
+    mixed_bfloat16: calls inside of a model; sum, masked, weights: positions;
+    a microbatch without weight; own loss: contrastive; logs: a mask;
+    empty later, compiled: each_of_all_over_some; empty later, own: of_some_over_some;
+    own train_step: masked mean; own train_step: contrastive"""
+)
+FIRST = QUICK | named(
+    """two_outputs; unused_variable; lazily_built; stateful recurrent; language model; dicts;
+    sample weights by output; a sample; a layer that adds a mean and a sum; schedule;
+    moving average that overwrites; weight decay; constraints; mixed_float16: dense; eager;
+    compiled by XLA; several steps per execution;
+    mean_with_sample_weight, masked, weights: positions; class weights, sum_over_batch_size;
+    ignored class; two masks; own loss: masked mean with epsilon; own compute_loss: with a rule;
+    logs: weighted metrics of a mask; own train_step: compute_loss; own train_step: sum"""
+)
 
 
 # Reasons, by beginnings of names, why a case is left out with `--replicas`.

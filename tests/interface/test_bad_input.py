@@ -13,6 +13,7 @@ import contextlib
 import functools
 import io
 import itertools
+import operator
 import re
 import sys
 from collections.abc import Callable
@@ -213,6 +214,7 @@ def open_window(case, tmp_path):
 
 
 SCRIPT = """
+import sys
 import keras
 import numpy as np
 
@@ -221,25 +223,12 @@ def make():
     model.compile("sgd", "mse")
     return model, np.ones((8, 4)), np.ones((8, 1))
 
-def of_other_rows():
-    model, x, y = make()
-    return model, x, y[:3]
-
-def of_float32():
-    keras.config.set_dtype_policy("float32")
-    return make()
-
-def not_compiled():
-    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), np.ones((8, 4))
-
-def no_model():
-    return "model", 1
-
-def leaves():
-    raise SystemExit(0)
-
-def fails():
-    raise KeyError("of the script's own")
+of_other_rows = lambda: (*make()[:2], np.ones((3, 1)))
+of_float32 = lambda: keras.config.set_dtype_policy("float32") or make()
+not_compiled = lambda: (keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), make()[1])
+no_model = lambda: ("model", 1)
+leaves = lambda: sys.exit(0)
+fails = lambda: {}["of the script's own"]
 """
 
 
@@ -301,6 +290,22 @@ def loads(name):
 # What is done.
 
 
+def of_model(function):
+    """Return what gives calls of a function of a model, by its other arguments."""
+    return lambda *args, **kwargs: lambda model: function(model, *args, **kwargs)
+
+
+def of_nothing(make):
+    """Return what gives calls of a class, by its arguments."""
+    return lambda *args, **kwargs: lambda _: make(*args, **kwargs)
+
+
+fits, sets, accumulates_by = of_model(fit), of_model(setattr), of_model(accumulate)
+schedules, measures = of_nothing(AccumulationScheduler), of_nothing(GradientNoiseScale)
+compiles = functools.partial(operator.methodcaller, "compile")
+trains_on = functools.partial(operator.methodcaller, "train_on_batch")
+
+
 def adds(gradients=None, variables=None, **kwargs):
     """Return a call of `add`, on right gradients and variables but for those that are given."""
 
@@ -313,28 +318,12 @@ def adds(gradients=None, variables=None, **kwargs):
     return call
 
 
-def fits(*data, **kwargs):
-    return lambda model: fit(model, *data, **kwargs)
-
-
-def trains_on(*data):
-    return lambda model: model.train_on_batch(*data)
-
-
 def fits_dataset(make):
     return lambda model: model.fit(make(), shuffle=False, verbose=0)
 
 
-def schedules(schedule, **kwargs):
-    return lambda _: AccumulationScheduler(schedule, **kwargs)
-
-
 def fits_by(schedule):
     return lambda model: fit(model, callbacks=[AccumulationScheduler(schedule)])
-
-
-def measures(*args, **kwargs):
-    return lambda _: GradientNoiseScale(*args, **kwargs)
 
 
 def fits_measured(callbacks=1):
@@ -353,14 +342,6 @@ def equals(*data, model=None, **kwargs):
     return lambda subject: check_equivalence(model or subject, *(data or (X, Y)), **given)
 
 
-def compiles(*args, **kwargs):
-    return lambda model: model.compile(*args, **kwargs)
-
-
-def sets(name, value):
-    return lambda model: setattr(model, name, value)
-
-
 def has(name, value):
     """Return a call that sets an attribute of a model, and fits it."""
     return lambda model: (setattr(model, name, value), fit(model))
@@ -376,10 +357,6 @@ def makes(*bases, **attributes):
 
 def accumulates(value):
     return lambda _: accumulate(value, accumulation_steps=2)
-
-
-def accumulates_by(**settings):
-    return lambda model: accumulate(model, **settings)
 
 
 def applies(optimizer):
