@@ -106,11 +106,8 @@ def ignoring(rows):
 
 def without_weight(rows):
     """The second of three microbatches of 4 has no weight."""
-    x, y = dense_data(rows)
     weights = np.random.default_rng(0).uniform(0.5, 2.0, rows)
-    for begin in range(4, rows, 12):
-        weights[begin : begin + 4] = 0.0
-    return x, y, weights
+    return *dense_data(rows), np.where(np.arange(rows) % 12 // 4 == 1, 0.0, weights)
 
 
 def masked_window(rows):
@@ -251,10 +248,8 @@ def regularized_sequences():
 
 
 CASES |= {
-    f"regularizers, {reduction}": Case(
-        regularized_sequences, zoo.masked_data, compile_with(reduction)
-    )
-    for reduction in REDUCTIONS
+    f"regularizers, {name}": Case(regularized_sequences, zoo.masked_data, compile_with(name))
+    for name in REDUCTIONS
 }
 
 
@@ -271,19 +266,11 @@ def mean(y_true, y_pred):
 
 def by_four(y_true, y_pred):
     """A loss that knows the size of a batch."""
-    return ops.mean(ops.square(ops.reshape(y_true, (4, -1)) - ops.reshape(y_pred, (4, -1))), -1)
+    return per_sample(ops.reshape(y_true, (4, -1)), ops.reshape(y_pred, (4, -1)))
 
 
 def total(y_true, y_pred):
     return ops.sum(ops.square(y_true - y_pred))
-
-
-def by_output(y_true, y_pred):
-    return ops.mean(ops.square(y_true - y_pred), axis=0)
-
-
-def by_entry(y_true, y_pred):
-    return ops.square(ops.reshape(y_true, (-1,)) - ops.reshape(y_pred, (-1,)))
 
 
 def masked(y_true, y_pred, least=0.8):
@@ -308,10 +295,6 @@ def at_least(number):
 def contrastive(y_true, y_pred):
     similarities = ops.matmul(y_pred, ops.transpose(y_pred))
     return ops.mean(ops.logsumexp(similarities, axis=-1))
-
-
-def shifted(y_true, y_pred):
-    return contrastive(y_true, y_pred + 0.3) + mean(y_true, y_pred)
 
 
 def zero_at_first():
@@ -364,9 +347,6 @@ def some_classes(rows):
 class SumOfMeans(keras.losses.Loss):
     """A mean over samples, of which Keras takes the sum."""
 
-    def __init__(self):
-        super().__init__(reduction="sum")
-
     def call(self, y_true, y_pred):
         return mean(y_true, y_pred)
 
@@ -392,11 +372,6 @@ def weighs_by_the_largest(of_keras, y, z, weights):
     """Gives sample weights that follow from several samples."""
     weights = ops.abs(y[:, 0])
     return of_keras(y, z, ops.cast(weights / ops.max(weights), z.dtype))
-
-
-def nothing(y_true, y_pred):
-    """Leaves all to the regularizers, as Python's number."""
-    return 0.0
 
 
 def positive(rows):
@@ -467,12 +442,12 @@ CASES |= {
     "own loss: per sample": own(per_sample),
     "own loss: mean": own(mean),
     "own loss: sum": own(total, 0.005),
-    "own loss: a number per output": own(by_output),
-    "own loss: a number per entry": own(by_entry, 0.01),
+    "own loss: a number per output": own(lambda y, z: ops.mean(ops.square(y - z), axis=0)),
+    "own loss: a number per entry": own(lambda y, z: ops.reshape(ops.square(y - z), (-1,)), 0.01),
     "own loss: masked mean with epsilon": own(masked_mean(lambda count: count + 0.5), 0.02),
     "own loss: masked mean of one at least": own(masked_mean(at_least(1.0)), 0.02),
     "own loss: of batches of four": own(by_four, samples=24, settings=("windows",)),
-    "own loss: a sum of means": own((SumOfMeans,)),
+    "own loss: a sum of means": own((lambda: SumOfMeans(reduction="sum"),)),
     **{
         f"own loss: passes on to Keras, {reduction}": calls(
             lambda k, *given: 3 * k(*given),
@@ -486,7 +461,9 @@ CASES |= {
     "own loss: weighs by itself": calls(weighs_by_itself),
     "own loss: adds up by itself": calls(lambda k, y, z, w: total(y, z), 0.005),
     "own loss: of predictions that are alike at first": own(
-        shifted, make=zero_at_first, settings=("split", "recomputed")
+        lambda y, z: contrastive(y, z + 0.3) + mean(y, z),
+        make=zero_at_first,
+        settings=("split", "recomputed"),
     ),
     **{
         f"asked to add up: {loss.__name__}": own(
@@ -516,7 +493,10 @@ CASES |= {
     "own loss: weighs by the largest": calls(
         weighs_by_the_largest, expects={"across": Warns(COMPARES)}
     ),
-    "own loss: nothing": own(nothing, make=zoo.regularized, backends=("tensorflow", "jax")),
+    # All is left to the regularizers, as Python's number.
+    "own loss: nothing": own(
+        lambda y, z: 0.0, make=zoo.regularized, backends=("tensorflow", "jax")
+    ),
     "own loss: reads sample weights": calls(
         lambda k, y, z, w: ops.sum(per_sample(y, z) * w) / ops.sum(w), data=with_weights
     ),
@@ -605,7 +585,7 @@ def of_class(base, *more):
 def some_positive(rows):
     """The samples of the second microbatch of 4 are not marked."""
     x, y = dense_data(rows)
-    y[4::12] = y[5::12] = y[6::12] = y[7::12] = -1.0
+    y[np.arange(rows) % 12 // 4 == 1] = -1.0
     return x, y
 
 
@@ -684,25 +664,24 @@ def counts(y):
     return ops.cast(y[:, 0] > -0.3, "float32")
 
 
+def number(y):
+    return ops.sum(counts(y))
+
+
+def over_number(y, value):
+    return ops.divide_no_nan(value, number(y))
+
+
+def of_all(y, z):
+    return ops.sum(per_sample(y, z))
+
+
 def of_all_over_some(y, z):
-    return ops.divide_no_nan(ops.sum(per_sample(y, z)), ops.sum(counts(y)))
+    return over_number(y, of_all(y, z))
 
 
-def of_all_over_some_unsafe(y, z):
-    return ops.sum(per_sample(y, z)) / ops.sum(counts(y))
-
-
-def each_of_all_over_some(y, z):
-    return ops.sum(ops.divide_no_nan(per_sample(y, z), ops.sum(counts(y))))
-
-
-def of_all_in_one_branch(y, z):
-    number = ops.sum(counts(y))
-    return ops.where(number > 0, ops.sum(per_sample(y, z)) / ops.maximum(number, 1e-9), 0.0)
-
-
-def without_infinity(y, z):
-    return ops.nan_to_num(ops.sum(per_sample(y, z)) / ops.sum(counts(y)), posinf=0.0)
+def in_one_branch(y, z):
+    return ops.where(number(y) > 0, of_all(y, z) / ops.maximum(number(y), 1e-9), 0.0)
 
 
 def signed(y, z):
@@ -711,24 +690,34 @@ def signed(y, z):
     return ops.divide_no_nan(ops.sum(weights * per_sample(y, z)), ops.sum(weights))
 
 
-def at_least_two(y, z):
-    """The bound is never reached in the trial."""
-    return ops.sum(per_sample(y, z)) / ops.maximum(ops.sum(counts(y)), 2.0)
+LOST = {
+    "each_of_all_over_some": lambda y, z: ops.sum(over_number(y, per_sample(y, z))),
+    "of_all_over_some": of_all_over_some,
+    "of_all_over_some_unsafe": lambda y, z: of_all(y, z) / number(y),
+    "of_all_in_one_branch": in_one_branch,
+    "without_infinity": lambda y, z: ops.nan_to_num(of_all(y, z) / number(y), posinf=0.0),
+    "signed": signed,
+    # The bound is never reached in the trial.
+    "at_least_two": lambda y, z: of_all(y, z) / ops.maximum(number(y), 2.0),
+}
 
 
 # And losses of which nothing is lost.
 
 
+def of_some(y, z):
+    return ops.sum(counts(y) * per_sample(y, z))
+
+
 def of_some_over_some(y, z):
-    return ops.divide_no_nan(ops.sum(counts(y) * per_sample(y, z)), ops.sum(counts(y)))
+    return over_number(y, of_some(y, z))
 
 
-def each_over_some(y, z):
-    return ops.sum(counts(y) * ops.divide_no_nan(per_sample(y, z), ops.sum(counts(y))))
-
-
-def bounded(y, z):
-    return ops.sum(counts(y) * per_sample(y, z)) / ops.maximum(ops.sum(counts(y)), 1.0)
+KEPT = {
+    "of_some_over_some": of_some_over_some,
+    "each_over_some": lambda y, z: ops.sum(counts(y) * over_number(y, per_sample(y, z))),
+    "bounded": lambda y, z: of_some(y, z) / ops.maximum(number(y), 1.0),
+}
 
 
 def some_empty_later(rows, begin=28, end=34):
@@ -750,15 +739,11 @@ def empty_later(loss, is_own=False, expects=None, **kwargs):
     return Case(make, compile=sgd(None if is_own else loss), **given)
 
 
-LOST = (
-    *(each_of_all_over_some, of_all_over_some, of_all_over_some_unsafe, of_all_in_one_branch),
-    *(without_infinity, signed, at_least_two),
-)
 CASES |= {
-    f"empty later, {how}: {loss.__name__}": empty_later(
-        loss, is_own, {"across": Warns(TRIED)} if loss in LOST else {}
+    f"empty later, {how}: {name}": empty_later(
+        loss, is_own, {"across": Warns(TRIED)} if name in LOST else {}
     )
-    for loss in (*LOST, of_some_over_some, each_over_some, bounded)
+    for name, loss in (LOST | KEPT).items()
     for how, is_own in {"compiled": False, "own": True}.items()
 }
 CASES |= {  # it makes an update with gradients of zero, as plain Keras does

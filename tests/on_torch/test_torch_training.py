@@ -10,7 +10,7 @@ from collections import deque
 import keras
 import numpy as np
 import pytest
-from case import TRIED, sgd
+from case import TRIED
 from helpers import assert_close, dense_data, dense_model, seeded, told
 from keras import layers, ops
 from of_torch import Own, Step, model_of, torch
@@ -316,9 +316,16 @@ class Notes(layers.Dense):
     "methods", [{"forward_loss": under_autocast}, {"train_step": all_under_autocast}]
 )
 def test_autocast_is_that_of_the_call(methods):
+    base = type("UnderAutocast", (Step,), methods)
+
     def trained(rows=12, first=layers.Dense, **settings):
-        make = model_of(Step, first=first, **methods)
-        return train(make, sgd(None), dense_data(24), rows=rows, **settings)
+        def make():
+            return base([keras.Input((4,)), first(5, activation="tanh"), layers.Dense(2)])
+
+        def compile_args():
+            return {"optimizer": keras.optimizers.SGD(0.1), "loss": "mse"}
+
+        return train(make, compile_args, dense_data(24), rows=rows, **settings)
 
     NOTED.clear()
     expected, start = trained()
