@@ -168,6 +168,17 @@ def seeded(make):
     return make()
 
 
+class Applies(keras.layers.Layer):
+    """A layer of one's own that applies a function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def call(self, x):
+        return self.function(x)
+
+
 def sequential(shape, *parts):
     return keras.Sequential([keras.Input(shape), *parts])
 

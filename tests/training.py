@@ -48,29 +48,24 @@ def train(
         replicas: devices that a model with settings is trained on, those of `--replicas` if None.
         settings: of `accumulate`; without any, it is plain Keras.
     """
-    with sharing(replicas if settings else 1):
-        return _train(
-            make, compile_args, data, rows, epochs, fit_args or {}, builds, replicas, settings
-        )
-
-
-def _train(make, compile_args, data, rows, epochs, fit_args, builds, replicas, settings):
-    with scope(replicas if settings else 1):
-        model = seeded(make)
-        if settings:
-            model = accumulate(model, **settings)
-        model.compile(**compile_args())
-        if builds and not model.built:
-            model(keras.tree.map_structure(lambda x: x[:1], data[0]))
-            set_random_seed(2)
-            generator = np.random.default_rng(2)
-            model.set_weights([generator.normal(size=w.shape) * 0.5 for w in model.get_weights()])
-        if model.built and model.optimizer:  # built by the first update, Keras traces a step twice
-            model.optimizer.build(model.trainable_variables)
-    start = model.get_weights() if model.built else None
-    arguments = {"epochs": epochs, "shuffle": False, "verbose": 0, **fit_args}
-    arguments.update(zip(("x", "y", "sample_weight"), data))
-    model.fit(batch_size=rows, **arguments)
+    replicas = replicas if settings else 1
+    with sharing(replicas):
+        with scope(replicas):
+            model = seeded(make)
+            if settings:
+                model = accumulate(model, **settings)
+            model.compile(**compile_args())
+            if builds and not model.built:
+                model(keras.tree.map_structure(lambda x: x[:1], data[0]))
+                set_random_seed(2)
+                generator, weights = np.random.default_rng(2), model.get_weights()
+                model.set_weights([generator.normal(size=w.shape) * 0.5 for w in weights])
+            if model.built and model.optimizer:  # else Keras traces a step twice
+                model.optimizer.build(model.trainable_variables)
+        start = model.get_weights() if model.built else None
+        arguments = {"epochs": epochs, "shuffle": False, "verbose": 0, **(fit_args or {})}
+        arguments.update(zip(("x", "y", "sample_weight"), data))
+        model.fit(batch_size=rows, **arguments)
     if start is not None and not settings:
         assert_changed(model.get_weights(), start)
     return model, start

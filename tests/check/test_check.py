@@ -17,7 +17,7 @@ import numpy as np
 import own_train_steps
 import pytest
 import tensorflow as tf
-from helpers import assert_equal, dense_data, scope, seeded, state_of, told, values_of
+from helpers import Applies, assert_equal, dense_data, scope, seeded, state_of, told, values_of
 from keras import layers, ops
 from keras.src.backend.common import global_state
 
@@ -153,15 +153,14 @@ class NoiseAndStatistics(Sampling):
         return inputs - ops.mean(inputs, axis=0, keepdims=True) + 1e-3 * self.noise(inputs)
 
 
-class Unseeded(layers.Layer):
-    def call(self, inputs):
-        return inputs + tf.random.normal(tf.shape(inputs), dtype=inputs.dtype)
+def unseeded():
+    return Applies(lambda x: x + tf.random.normal(tf.shape(x), dtype=x.dtype))
 
 
 def noise_on_frozen_layers():
     """The variables that train are all moved by the noise; most of the entries do not train."""
     frozen = layers.Dense(400, trainable=False)
-    return of_rows(sequential((6,), frozen, Unseeded(), layers.Dense(1)), y=numbers(ROWS, 1))
+    return of_rows(sequential((6,), frozen, unseeded(), layers.Dense(1)), y=numbers(ROWS, 1))
 
 
 def sgd(rate):
@@ -187,7 +186,7 @@ MODELS = {
     "equal weights": equal_weights,
     "equal weights, embedding": equal_weights_of_ids,
     "sampling": lambda: of_rows(stack(Sampling())),
-    "unseeded noise": lambda: of_rows(stack(Unseeded())),
+    "unseeded noise": lambda: of_rows(stack(unseeded())),
     "diverging": lambda: of_rows(stack(), sgd(1e30)),
     "nothing trains": lambda: of_rows(stack(models.Centers()), sgd(0.0)),
     "noise on frozen layers": noise_on_frozen_layers,
@@ -508,11 +507,8 @@ def test_state_that_keras_does_not_track_is_as_before(eager, float64):
 def test_numbers_that_are_drawn_without_a_seed_are_the_reason():
     """And those of Keras go on as if nothing had been drawn."""
 
-    class DrawsWithoutSeed(layers.Layer):
-        def call(self, x):
-            return x * (1.0 + 0.3 * keras.random.normal(ops.shape(x)))
-
-    model = compiled(stack(DrawsWithoutSeed()))
+    draws = Applies(lambda x: x * (1.0 + 0.3 * keras.random.normal(ops.shape(x))))
+    model = compiled(stack(draws))
     model.fit(*data(), verbose=0)
     seeds = global_state.get_global_attribute("global_seed_generator").state
     before = seeds.numpy().tolist()

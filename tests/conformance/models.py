@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import zoo
 from case import ALL, MSE, TRIED, Case, Refused, Warns, sgd
-from helpers import averages_activities, dense_data, dense_model, sequential
+from helpers import Applies, averages_activities, dense_data, dense_model, sequential
 from keras import layers, ops
 
 CASES = {name: Case(*pair) for name, pair in zoo.ZOO.items()}
@@ -441,17 +441,6 @@ def with_gradient(rule):
     return activation
 
 
-class HasGradient(layers.Layer):
-    """Has a gradient of its own."""
-
-    def __init__(self, rule):
-        super().__init__()
-        self.function = with_gradient(rule)
-
-    def call(self, x):
-        return self.function(x)
-
-
 def clipped_by_norm(gradient, x):
     """Divide the gradients of samples by their norm."""
     return gradient / (1.0 + 9.0 * ops.sqrt(ops.sum(ops.square(gradient))))
@@ -571,13 +560,6 @@ def annealed(function, base=keras.Sequential, **kwargs):
     return Case(make, fit={"callbacks": [Anneals()], "epochs": 3}, **kwargs)
 
 
-class Rolls(layers.Layer):
-    """Gives each sample a number of the one before."""
-
-    def call(self, x):
-        return ops.roll(x, 1)
-
-
 class CountsInside(Centers):
     """Is not split, so calls in it are, of which one writes to a variable."""
 
@@ -670,7 +652,9 @@ CASES |= {
         of_each_sample, compile=sgd(None), data=inputs_alone
     ),
     "a layer that takes from the sample before": behind(
-        Rolls, settings=("windows", "batches of three"), expects={"across": Warns(TRIED)}
+        lambda: Applies(lambda x: ops.roll(x, 1)),
+        settings=("windows", "batches of three"),
+        expects={"across": Warns(TRIED)},
     ),
     "a layer that adds a penalty": behind(AddsPenalty),
     "a layer that adds a sum later": annealed(ops.sum, settings=("split",)),
@@ -697,7 +681,7 @@ CASES |= {
         },
     ),
     "a layer that clips gradients of samples together": behind(
-        lambda: HasGradient(clipped_by_norm), expects=CLIPS
+        lambda: Applies(with_gradient(clipped_by_norm)), expects=CLIPS
     ),
     "an activation that combines samples": Case(
         of_functions(lambda x: ops.tanh(x) - 0.5 * ops.mean(x, 0)),
@@ -708,7 +692,7 @@ CASES |= {
     ),
     **{
         f"a layer that {what} gradients": behind(
-            functools.partial(HasGradient, rule),
+            functools.partial(Applies, with_gradient(rule)),
             expects={"across": Warns(TRIED)} if what == "clamps" else {},
             settings=("windows", "split"),
         )

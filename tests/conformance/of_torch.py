@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import torch
 from case import ALL, BUT_LOGS, LOGGED, TRIED, Case, Refused, Warns, sgd
-from helpers import dense_data
+from helpers import Applies, dense_data
 from keras import layers
 from models import KeepsAverage
 
@@ -496,13 +496,11 @@ class Hooked(layers.Dense):
         return outputs
 
 
-class Mixing(layers.Layer):
-    """Has a hook that combines the gradients of samples."""
-
-    def call(self, x):
-        if x.requires_grad:
-            x.register_hook(lambda g: g - 0.5 * g.mean(0, keepdim=True))
-        return x * 1.0
+def mixing(x):
+    """Let a hook combine the gradients of samples."""
+    if x.requires_grad:
+        x.register_hook(lambda g: g - 0.5 * g.mean(0, keepdim=True))
+    return x * 1.0
 
 
 def clip(gradient):
@@ -558,7 +556,9 @@ CASES |= {
     for step_of, base in BASES.items()
     for name in HOOKS
 }
-CASES["hook that mixes"] = case_of(model_of(keras.Sequential, Mixing), DIFFERS | whole("hooks"))
+CASES["hook that mixes"] = case_of(
+    model_of(keras.Sequential, lambda: Applies(mixing)), DIFFERS | whole("hooks")
+)
 
 
 # State that is kept in no variable, or written past PyTorch's count of writes.

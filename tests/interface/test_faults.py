@@ -17,6 +17,7 @@ import tensorflow as tf
 from conftest import set_dtype
 from helpers import (
     TOLERANCE,
+    Applies,
     Batches,
     assert_changed,
     assert_close,
@@ -26,6 +27,7 @@ from helpers import (
     in_the_sweep,
     relative_difference,
     seeded,
+    sequential,
 )
 
 from ga_model import accumulate
@@ -134,17 +136,12 @@ def checked(x):
         return tf.identity(x)
 
 
-class Checked(keras.layers.Layer):
-    def call(self, inputs):
-        return checked(inputs)
-
-
 def checked_loss(y_true, y_pred):
     return keras.losses.mean_squared_error(checked(y_true), y_pred)
 
 
 def checked_model():
-    return keras.Sequential([keras.Input((4,)), Checked(), *dense_model().layers])
+    return sequential((4,), Applies(checked), *dense_model().layers)
 
 
 def compiled(make=checked_model, loss=checked_loss, **settings):
@@ -272,8 +269,8 @@ def test_a_fault_in_a_first_trace_leaves_a_model_that_can_be_traced(place, way):
     x, y = dense_data(40, seed=5)
     for arguments in (settings, {}):
         parts = {"layer": FailsToTrace(), "loss": FailsToTrace()}
-        layers = [keras.Input((4,)), keras.layers.Dense(3), parts["layer"], keras.layers.Dense(2)]
-        make = functools.partial(keras.Sequential, layers)
+        layers = keras.layers.Dense(3), parts["layer"], keras.layers.Dense(2)
+        make = functools.partial(sequential, (4,), *layers)
         models.append(compiled(make, parts["loss"].loss, **arguments))
         parts[place].error = UserError("here")
         errors.append(error_of(fit, models[-1], x=x, y=y, batch_size=rows))

@@ -40,8 +40,6 @@ def test_commands_say_what_needs_tensorflow(monkeypatch, capsys):
     }.items():
         status, error = said_by_command(capsys, *words.split())
         assert (status, text in error) == (2, True)
-    monkeypatch.setenv("KERAS_BACKEND", "jax")
-    assert "Received: KERAS_BACKEND='jax'" in said_by_command(capsys, "bench")[1]
 
 
 def test_the_demonstration_trains_alike(monkeypatch):

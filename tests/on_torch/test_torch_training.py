@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 from case import TRIED
-from helpers import assert_close, dense_data, dense_model, seeded, told
+from helpers import Applies, assert_close, dense_data, dense_model, seeded, sequential, told
 from keras import layers, ops
 from of_torch import Own, Step, model_of, torch
 from training import train
@@ -78,12 +78,11 @@ class TwoViews(Step):
 KEPT = []  # weak references
 
 
-class NotesOutputs(layers.Layer):
-    def call(self, inputs):
-        result = inputs * 1.0
-        if torch.is_grad_enabled() and result.requires_grad:
-            KEPT.append(weakref.ref(result))
-        return result
+def noted(x):
+    result = x * 1.0
+    if torch.is_grad_enabled() and result.requires_grad:
+        KEPT.append(weakref.ref(result))
+    return result
 
 
 @pytest.mark.parametrize(
@@ -103,7 +102,8 @@ def test_nothing_of_a_step_is_kept(monkeypatch, kind, base, settings, number):
 
     monkeypatch.setattr(kind, "__init__", noting)
     loss = "mse" if base is keras.Sequential else None
-    model = compiled(model_of(base, NotesOutputs), loss, accumulation_steps=1, **settings)
+    make = model_of(base, lambda: Applies(noted))
+    model = compiled(make, loss, accumulation_steps=1, **settings)
     data = [torch.as_tensor(part) for part in dense_data(12)]  # which a step gets as they are
     model.train_on_batch(*data)
     gc.collect()
@@ -271,16 +271,12 @@ def test_a_step_in_which_no_call_is_split_is_told_of():
 def test_random_layers_draw_for_each_microbatch():
     drawn = []
 
-    class Noting(layers.Layer):
-        def call(self, inputs):
-            drawn.append(ops.convert_to_numpy(ops.cast(inputs == 0, "int32")))
-            return inputs
+    def noting(x):
+        drawn.append(ops.convert_to_numpy(ops.cast(x == 0, "int32")))
+        return x
 
-    def make():
-        parts = layers.Dropout(0.5), Noting(), layers.Dense(2)
-        return keras.Sequential([keras.Input((40,)), *parts])
-
-    model = compiled(make, microbatch_size=4)
+    parts = layers.Dropout(0.5), Applies(noting), layers.Dense(2)
+    model = compiled(lambda: sequential((40,), *parts), microbatch_size=4)
     for _ in range(2):  # the first one is tried before
         drawn.clear()
         model.train_on_batch(np.ones((12, 40), "float32"), dense_data(12)[1])
