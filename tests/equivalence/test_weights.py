@@ -1,13 +1,14 @@
-"""What microbatches weigh: a weight that is computed, and what one weight can not serve."""
+"""What microbatches weigh, and what an optimizer does once per window, on its gradient."""
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import dense_data, dense_model, seeded
+from models import NormalizesInPairs
 from zoo import float8, two_outputs, two_outputs_data
 
-from ga_model import AccumulatingModel, accumulate
+from ga_model import AccumulatingModel, GradientAccumulator, accumulate
 
 
 class WeighsByOutput(AccumulatingModel, keras.Sequential):
@@ -57,3 +58,82 @@ def test_a_loss_without_reduction_beside_another_is_refused():
     x, y = two_outputs_data(12)
     with pytest.raises(ValueError, match="Set its reduction to 'sum'"):
         model.fit(x, y, batch_size=4, verbose=0)
+
+
+# What an optimizer does once.
+
+
+def test_an_accumulator_applies_as_the_optimizer_does(float64):
+    trained = []
+    for accumulates in (True, False):
+        variable = keras.Variable(np.ones(3))
+        gradient = tf.constant([1.0, 2.0, 3.0], tf.float64)
+        optimizer = NormalizesInPairs(0.1)
+        if accumulates:
+            accumulator = GradientAccumulator()
+            accumulator.add([gradient], [variable], weight=1.0)
+            accumulator.apply(optimizer)
+        else:
+            optimizer.apply_gradients([(gradient, variable)])
+        trained.append(variable.numpy())
+    np.testing.assert_allclose(*trained, rtol=1e-14)
+
+
+begins_with_values = pytest.mark.skipif(
+    not hasattr(keras.optimizers, "ScheduleFreeAdamW"), reason="which Keras has since 3.14"
+)
+
+
+class Lazy(keras.Model):
+    """Its own step makes the weights, of a part that is called nowhere else."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = keras.Sequential([keras.layers.Dense(3, "tanh"), keras.layers.Dense(2)])
+
+    def call(self, x):
+        return x
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self.part(data[0], training=True) - data[1]))
+        variables = self.part.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
+        return {"loss": loss}
+
+
+@begins_with_values
+@pytest.mark.one_device("of an optimizer that is built early")
+@pytest.mark.parametrize("settings", [{"microbatch_size": 4}, {"accumulation_steps": 3}])
+@pytest.mark.parametrize("is_built", [True, False])
+def test_an_optimizer_begins_once_with_the_values_of_the_weights(is_built, settings, float64):
+    """As eagerly. In a graph, plain Keras begins anew at every batch (seen in Keras 3.15.1)."""
+    inputs = [keras.Input((4,))] if is_built else []
+    trained = []
+    for given, eager in (({}, True), (settings, False)):
+        model = seeded(lambda: keras.Sequential([*inputs, *dense_model().layers]))
+        model = accumulate(model, **given) if given else model
+        model.compile(keras.optimizers.ScheduleFreeAdamW(0.01), "mse", run_eagerly=eager)
+        size = 24 // given.get("accumulation_steps", 1)
+        model.fit(*dense_data(24), batch_size=size, epochs=3, shuffle=False, verbose=0)
+        trained.append(model.get_weights())
+    for weights, expected in zip(*trained, strict=True):
+        np.testing.assert_allclose(weights, expected, rtol=1e-12, atol=1e-14)
+
+
+@begins_with_values
+@pytest.mark.one_device("of an optimizer that is built early")
+def test_an_optimizer_that_begins_with_weights_that_have_no_values_is_refused():
+    x, y = dense_data(12)
+    model = accumulate(seeded(Lazy), accumulation_steps=3)
+    model.compile(keras.optimizers.ScheduleFreeAdamW(0.01), run_eagerly=False)
+    with pytest.raises(ValueError, match=r"Received: 'schedule_free_adam_?w'.*creates\. Create"):
+        model.fit(x, y, batch_size=4, verbose=0)
+    model = accumulate(seeded(Lazy), accumulation_steps=3)
+    model.part(x)
+    model.compile(keras.optimizers.ScheduleFreeAdamW(0.01))
+    model.fit(x, y, batch_size=4, verbose=0)
+    assert model.optimizer.iterations == 1
+    other = accumulate(seeded(Lazy), accumulation_steps=3)
+    other.compile("adam")  # begins with zeros
+    other.fit(x, y, batch_size=4, verbose=0)

@@ -7,8 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from counting import Counting
-from helpers import dense_data, dense_model, seeded
+from helpers import Counting, dense_data, dense_model, seeded
 from noise import SETTINGS, fit, linear_model, normal_rows
 
 from ga_model import AccumulationScheduler, GradientNoiseScale, accumulate, check_equivalence

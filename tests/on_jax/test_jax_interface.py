@@ -1,9 +1,15 @@
-"""On JAX, the names of the package, what is refused, and sums in loops of one's own."""
+"""On JAX: what is refused, sums in loops of one's own, devices, and what accumulation costs."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
 
 import jax
 import keras
 import pytest
-from helpers import dense_data, dense_model, seeded
+from helpers import ROOT, dense_data, dense_model, seeded
 from jax import numpy as jnp
 from keras import ops
 
@@ -88,3 +94,54 @@ def test_sums_in_a_compiled_function_are_refused():
 
     with pytest.raises(TypeError, match="cannot change"):
         add(jnp.ones(variable.shape))
+
+
+# Devices share each microbatch evenly. That they train as one does: `--replicas` of the suite.
+
+SCRIPT = """
+import json, sys
+import keras, numpy as np
+from ga_model import accumulate
+from ga_model.core.steps import Steps
+
+keras.distribution.set_distribution(keras.distribution.DataParallel())
+shares, run = {}, Steps.microbatch
+
+
+def noting(self, mode, sums, data, *args):
+    added = run(self, mode, sums, self._backend.placed(data), *args)
+    for array in (self._backend.placed(data)[0], added[0].gradients[0]):
+        shares[size].add(tuple(part.data.shape for part in array.addressable_shards))
+    return added
+
+
+Steps.microbatch = noting
+for size in map(int, sys.argv[1:]):
+    shares[size] = set()
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    accumulate(model, microbatch_size=size).compile("sgd", "mse")
+    model.fit(np.ones((24, 3)), np.ones((24, 2)), batch_size=16, verbose=0)
+print(json.dumps([sorted(found) for found in shares.values()]))
+"""
+
+
+def test_devices_share_each_microbatch_evenly():
+    """Four devices: of a size that is no multiple, the next smaller one."""
+    flags = "--xla_force_host_platform_device_count=4"
+    environment = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", SCRIPT, "8", "11", "3"]
+    output = subprocess.check_output(command, env=environment, text=True)
+    expected = [[[[samples, 3]] * 4, [[3, 2]] * 4] for samples in (2, 2, 1)]
+    assert json.loads(output.splitlines()[-1]) == expected
+
+
+def test_the_script_of_the_documents_measures_each_way(monkeypatch):
+    spec = importlib.util.spec_from_file_location("measure_jax", ROOT / "docs/measure_jax.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    for name, value in (("ROWS", 4), ("BATCHES", 4), ("ROUNDS", 1)):
+        monkeypatch.setattr(script, name, value)
+    found = script.ratios(script.tiny)
+    assert list(found) == list(script.WAYS)
+    assert found["plain Keras"] == 1.0
+    assert min(found.values()) > 0.0

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from case import BUT_LOGS, SETTINGS, Case, Setting, check, sgd
-from counting import Counting
 from helpers import (
     TOLERANCE,
+    Counting,
     assert_close,
     assert_equal,
     dense_data,
