@@ -2,7 +2,10 @@
 
 import contextlib
 import functools
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import keras
@@ -240,6 +243,15 @@ def examples(number, is_deep=False):
         database=None,
         suppress_health_check=list(HealthCheck),
     )
+
+
+def run_python(*arguments, **environment):
+    """Run Python in a process of its own, and return what it has printed, and told as errors."""
+    command = [sys.executable, *map(str, arguments)]
+    given = {"env": {**os.environ, **environment}, "cwd": ROOT, "timeout": 480}
+    result = subprocess.run(command, capture_output=True, text=True, check=False, **given)
+    assert result.returncode == 0, result.stderr
+    return result.stdout, result.stderr
 
 
 def python_blocks(text):

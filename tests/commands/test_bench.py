@@ -3,13 +3,13 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 
 import keras
 import numpy as np
 import psutil
 import pytest
+from helpers import run_python, sequential
 from keras import layers
 
 from ga_model import AccumulatingModel
@@ -39,13 +39,11 @@ OPTIONS = ["--models", "embedding", "--microbatches", "2", "1", "--minutes", "2"
 def run(tmp_path_factory):
     """The command's output, what it wrote as JSON, and its plot."""
     folder = tmp_path_factory.mktemp("bench")
-    files = ["--json", str(folder / "bench.json"), "--plot", str(folder / "bench.png")]
-    command = [sys.executable, "-m", "ga_model", "bench", *OPTIONS, *files]
-    finished = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert finished.returncode == 0, finished.stderr
-    said = set(finished.stderr.splitlines())  # what it is at
+    files = ["--json", folder / "bench.json", "--plot", folder / "bench.png"]
+    printed, errors = run_python("-m", "ga_model", "bench", *OPTIONS, *files)
+    said = set(errors.splitlines())  # what it is at
     assert {f"memory: embedding, {way}" for way in WAYS} | {"time: embedding"} <= said
-    return finished.stdout, json.loads((folder / "bench.json").read_text()), folder / "bench.png"
+    return printed, json.loads((folder / "bench.json").read_text()), folder / "bench.png"
 
 
 def percent(ratios):
@@ -94,11 +92,10 @@ def test_memory_is_that_of_the_training_alone(run):
 @pytest.fixture
 def small_case(monkeypatch):
     def make_model():
-        return keras.Sequential([keras.Input((4,)), layers.Dense(10, "softmax")])
+        return sequential((4,), layers.Dense(10, "softmax"))
 
-    case = Case(make_model, keras.optimizers.SGD, random_data(4), 2)
-    monkeypatch.setitem(CASES, "small", case)
-    return case
+    monkeypatch.setitem(CASES, "small", Case(make_model, keras.optimizers.SGD, random_data(4), 2))
+    return CASES["small"]
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -3,10 +3,7 @@
 import copy
 import importlib.util
 import itertools
-import os
 import pickle
-import subprocess
-import sys
 import warnings
 
 import keras
@@ -28,6 +25,7 @@ from helpers import (
     dense_model,
     files_told,
     relative_difference,
+    run_python,
     seeded,
     sequential,
     told,
@@ -534,8 +532,7 @@ def test_files_open_without_this_package_and_on_each_backend(tmp_path):
         "model.fit(np.ones((4, 4)), np.ones((4, 2)), verbose=0)\n"
     )
     for backend in filter(importlib.util.find_spec, ("tensorflow", "torch", "jax")):
-        environment = {**os.environ, "KERAS_BACKEND": backend}
-        subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+        run_python("-c", code, KERAS_BACKEND=backend)
 
 
 def clone(model):
@@ -901,12 +898,8 @@ def test_importing_and_training_imports_no_other_backend():
         "model.fit(np.ones((8, 3)), np.ones((8, 1)), batch_size=4, verbose=0)\n"
         f"print(*({others} & (set(sys.modules) - before)))\n"
     )
-    environment = {**os.environ, "KERAS_BACKEND": BACKEND}
-    result = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    assert not result.stdout.split()
+    printed, _ = run_python("-c", code, KERAS_BACKEND=BACKEND)
+    assert not printed.split()
 
 
 class OfNames(keras.Model):

@@ -2,8 +2,6 @@
 
 import random
 import re
-import subprocess
-import sys
 
 import keras
 import losses
@@ -13,7 +11,15 @@ import own_train_steps
 import pytest
 import zoo
 from case import BACKEND
-from helpers import assert_equal, dense_data, in_the_sweep, seeded, sequential, state_of
+from helpers import (
+    assert_equal,
+    dense_data,
+    in_the_sweep,
+    run_python,
+    seeded,
+    sequential,
+    state_of,
+)
 from keras import layers, ops
 
 from ga_model import AccumulatingModel, EquivalenceReport, accumulate, check_equivalence
@@ -148,11 +154,10 @@ def test_the_command_checks_a_script(tmp_path, capsys):
     file = tmp_path / "train.py"
     file.write_text(SCRIPT)
     check = ["check", f"{file}:make", "--batch-size", "12", "--microbatch-size", "5"]
-    command = [sys.executable, "-m", "ga_model", *check]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout.split(":")[0]) == (0, "Equivalent"), done.stderr
+    printed, errors = run_python("-m", "ga_model", *check)
+    assert printed.split(":")[0] == "Equivalent"
     if BACKEND == "tensorflow":
-        assert done.stderr == ""  # also of what TensorFlow says when it starts
+        assert errors == ""  # also of what TensorFlow says when it starts
     else:
         assert main([*check, "--dtype", "float64"]) == 2
         assert "KERAS_BACKEND=tensorflow" in capsys.readouterr().err

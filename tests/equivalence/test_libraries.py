@@ -10,7 +10,7 @@ import keras_hub
 import keras_tuner
 import numpy as np
 import pytest
-from helpers import TOLERANCE, dense_data, relative_difference
+from helpers import TOLERANCE, dense_data, relative_difference, sequential
 from training import train_pair
 
 from ga_model import AccumulatingModel, accumulate
@@ -60,9 +60,8 @@ def is_key_bias(variable):
 def mobile_net():
     base = keras.applications.MobileNet((32, 32, 3), 0.25, weights=None, include_top=False)
     base.trainable = False
-    inputs = keras.Input((32, 32, 3))
-    x = keras.layers.GlobalAveragePooling2D()(base(inputs))
-    return keras.Model(inputs, keras.layers.Dense(3)(x))
+    pool = keras.layers.GlobalAveragePooling2D()
+    return sequential((32, 32, 3), base, pool, keras.layers.Dense(3))
 
 
 def classification():
@@ -78,31 +77,23 @@ def test_a_frozen_application_matches_the_whole_batch(way, float64):
 
 # KerasHub.
 
-SMALL = {
-    "vocabulary_size": 11,
-    "num_layers": 1,
-    "num_heads": 2,
-    "hidden_dim": 8,
-    "intermediate_dim": 12,
-    "dropout": 0.0,
-    "max_sequence_length": 8,
-}
+SIZES = {"num_layers": 1, "num_heads": 2, "hidden_dim": 8}
+OF_TOKENS = {"vocabulary_size": 11, "max_sequence_length": 8, "intermediate_dim": 12, "dropout": 0}
 
 
 def text_classifier():
-    backbone = keras_hub.models.BertBackbone(**SMALL)
+    backbone = keras_hub.models.BertBackbone(**SIZES, **OF_TOKENS)
     return keras_hub.models.BertTextClassifier(backbone, num_classes=3, dropout=0.0)
 
 
 def causal_language_model():
-    backbone = keras_hub.models.GPT2Backbone(**SMALL)
+    backbone = keras_hub.models.GPT2Backbone(**SIZES, **OF_TOKENS)
     return keras_hub.models.GPT2CausalLM(backbone, preprocessor=None)
 
 
 def image_classifier():
-    sizes = {"num_layers": 1, "num_heads": 2, "hidden_dim": 8, "mlp_dim": 12}
-    drops = {"dropout_rate": 0.0, "attention_dropout": 0.0}
-    backbone = keras_hub.models.ViTBackbone((8, 8, 3), 4, **sizes, **drops)
+    of_images = {"mlp_dim": 12, "dropout_rate": 0.0, "attention_dropout": 0.0}
+    backbone = keras_hub.models.ViTBackbone((8, 8, 3), 4, **SIZES, **of_images)
     return keras_hub.models.ViTImageClassifier(backbone, num_classes=3)
 
 
@@ -123,14 +114,14 @@ def sgd(reduction="sum_over_batch_size"):
     return {"optimizer": keras.optimizers.SGD(0.1, momentum=0.9), "loss": loss}
 
 
+def sgd_of_tokens():
+    return sgd("mean_with_sample_weight")
+
+
 TASKS = {
     "text classifier": (text_classifier, sgd, text_classification),
     "image classifier": (image_classifier, sgd, lambda rows: images(rows, size=8)),
-    "causal language model": (
-        causal_language_model,
-        lambda: sgd("mean_with_sample_weight"),  # of the tokens
-        next_token,
-    ),
+    "causal language model": (causal_language_model, sgd_of_tokens, next_token),
 }
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import psutil
 import pytest
 import tensorflow as tf
-from helpers import assert_close, in_the_sweep, seeded
+from helpers import assert_close, in_the_sweep, seeded, sequential
 
 from ga_model import AccumulationScheduler, GradientAccumulator, accumulate
 
@@ -56,9 +56,7 @@ def dataset(make, number, size):
 
 
 def make():
-    inputs = keras.Input((None, 3))
-    x = keras.layers.Dense(4, activation="tanh")(inputs)
-    return keras.Model(inputs, keras.layers.Dense(2)(x))
+    return sequential((None, 3), keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(2))
 
 
 class Probe(keras.callbacks.Callback):
@@ -78,14 +76,13 @@ class Probe(keras.callbacks.Callback):
 def test_windows_of_changing_sizes_and_shapes(number, float64):
     traced = []
 
-    class Counted(keras.Model):
+    class Counted(keras.Sequential):
         def train_step(self, data):
             traced.append(data)
             return super().train_step(data)
 
     def make_counted():
-        plain = make()
-        return Counted(plain.inputs, plain.outputs)
+        return Counted([keras.Input((None, 3)), *make().layers])
 
     def compiled(model):
         rate = keras.optimizers.schedules.CosineDecay(0.01, number, alpha=0.1)

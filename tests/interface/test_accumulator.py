@@ -56,18 +56,6 @@ def test_a_compiled_loop_matches_the_whole_batch(way, float64):
     assert_close(model, reference, start)
 
 
-def test_a_dense_gradient_may_come_where_others_were_sparse_and_the_other_way_round():
-    variable = keras.Variable(np.zeros((3, 2)))
-    sparse = tf.IndexedSlices(tf.ones((2, 2)), tf.constant([1, 1]))
-    dense = tf.constant([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
-    for parts in ([sparse, dense, None], [dense, sparse, None]):
-        accumulator = GradientAccumulator()
-        for part in parts:
-            accumulator.add([part], [variable], weight=None)
-        mean = tf.convert_to_tensor(accumulator.mean()[0])
-        np.testing.assert_array_equal(mean, [[1.0, 2.0], [5.0, 6.0], [5.0, 6.0]])
-
-
 @pytest.mark.parametrize("weights", [[1.0, 2.0, 9.0], [None] * 3], ids=str)
 def test_gradients_that_overwrite_their_variable_are_neither_weighted_nor_summed(weights):
     scale, kernel = keras.Variable([5.0, 5.0]), keras.Variable([0.0])

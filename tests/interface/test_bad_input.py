@@ -750,21 +750,11 @@ def test_a_backend_that_a_command_does_not_run_on(monkeypatch):
             run_command(command)
 
 
-# A `fit` of the user's own.
-
-
-class OwnFit(keras.Sequential):
-    """Passes on what it gets, or drops the callbacks that it takes."""
-
-    drops = False
+class DropsCallbacks(keras.Sequential):
+    """Has a `fit` of its own, which drops the callbacks that it takes."""
 
     def fit(self, *args, callbacks=None, **kwargs):
-        callbacks = None if self.drops else callbacks
-        return super().fit(*args, callbacks=callbacks, **kwargs)
-
-
-class DropsCallbacks(OwnFit):
-    drops = True
+        return super().fit(*args, **kwargs)
 
 
 def test_a_fit_that_calls_no_callbacks_is_warned_of_where_it_leaves_a_window_open():
@@ -775,15 +765,3 @@ def test_a_fit_that_calls_no_callbacks_is_warned_of_where_it_leaves_a_window_ope
     fit(model)
     model.close_window()
     fit(model, X[:8], Y[:8])  # windows that happen to be full
-
-
-@pytest.mark.gate
-def test_a_fit_that_takes_everything_and_passes_it_on_trains_as_kerass():
-    trained = []
-    for kind in (OwnFit, Net):
-        model = accumulating(kind=kind)
-        fit(model)
-        model.fit(X, Y, 4, 1, 0)
-        assert model.optimizer.iterations == 4
-        trained.append(model.get_weights())
-    assert_equal(*trained)

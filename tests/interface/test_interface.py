@@ -5,11 +5,10 @@ import inspect
 import pydoc
 import subprocess
 import sys
-import textwrap
 
 import keras
 import pytest
-from helpers import dense_data
+from helpers import dense_data, run_python
 
 import ga_model
 from ga_model import (
@@ -206,11 +205,8 @@ print("heavy", sorted({{"keras", "numpy", "tensorflow", "matplotlib"}} & set(sys
 @pytest.mark.every_case
 @pytest.mark.parametrize("words", HELP, ids=" ".join)
 def test_help_imports_nothing_that_takes_long_and_prints_nothing_else(words):
-    code = textwrap.dedent(HEAVY).format(words=words)
-    process = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert process.stderr == ""
-    *said, status, heavy = process.stdout.splitlines()
+    printed, errors = run_python("-c", HEAVY.format(words=words))
+    assert errors == ""
+    *said, status, heavy = printed.splitlines()
     assert (status, heavy) == ("status 0", "heavy []")
     assert said[0].startswith("ga_model 0" if words == ["--version"] else "usage: ga_model")

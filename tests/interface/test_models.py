@@ -1,25 +1,20 @@
 """Both styles, and what is refused or warned of."""
 
-import subprocess
-import sys
 import warnings
 
 import keras
 import pytest
-from helpers import TOLERANCE, dense_data, dense_model, files_told
+import zoo
+from case import MSE
+from helpers import TOLERANCE, dense_data, dense_model, files_told, run_python
 from training import difference_of_fits
 
 from ga_model import AccumulatingModel, accumulate
 from ga_model.base import _validate
 
 
-class Subclassed(AccumulatingModel, keras.Model):
-    def __init__(self):
-        super().__init__()
-        self.net = dense_model()
-
-    def call(self, inputs):
-        return self.net(inputs)
+class Subclassed(AccumulatingModel, zoo.LazilyBuilt):
+    pass
 
 
 class Functional(AccumulatingModel, keras.Model):
@@ -37,14 +32,10 @@ def test_both_styles_live_in_one_process(float64):
     bases = AccumulatingModel.__bases__
     assert not any(issubclass(base, keras.Model) for base in bases)
     for make in (functional_call_of_a_subclass, Subclassed):
-        difference = difference_of_fits(make, with_adam, dense_data(34), rows=4, steps=3)
+        difference = difference_of_fits(make, MSE, dense_data(34), rows=4, steps=3)
         assert difference <= TOLERANCE[float64]
     assert AccumulatingModel.__bases__ == bases
-    assert Subclassed.__bases__ == (AccumulatingModel, keras.Model)
-
-
-def with_adam():
-    return {"optimizer": keras.optimizers.Adam(0.01), "loss": "mse"}
+    assert Subclassed.__bases__ == (AccumulatingModel, zoo.LazilyBuilt)
 
 
 def test_accumulate_returns_the_same_object_with_the_same_parts():
@@ -64,20 +55,17 @@ def test_accumulate_returns_the_same_object_with_the_same_parts():
 
 # What is checked at import.
 
-
-def run(script):
-    command = [sys.executable, "-c", script]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+IMPORTS = """
+try:
+    from ga_model import accumulate
+except (ImportError, RuntimeError) as e:
+    print(e)
+"""
 
 
 @pytest.mark.gate
 def test_another_backend_is_refused_at_import():
-    script = (
-        "import keras; keras.backend.backend = lambda: 'numpy'\n"
-        "try:\n    from ga_model import accumulate\n"
-        "except RuntimeError as e:\n    print(e)\n"
-    )
-    out = run(script)
+    out, _ = run_python("-c", "import keras; keras.backend.backend = lambda: 'numpy'\n" + IMPORTS)
     assert "Received: keras.backend.backend()='numpy'" in out
     assert "Set the environment variable KERAS_BACKEND to one of them" in out
 
@@ -90,12 +78,7 @@ def test_a_release_that_is_too_old_is_refused_at_import(name, version, tmp_path)
     metadata = tmp_path / f"{name}-{version}.dist-info" / "METADATA"
     metadata.parent.mkdir()
     metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    script = (
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-        "try:\n    from ga_model import accumulate\n"
-        "except ImportError as e:\n    print(e)\n"
-    )
-    out = run(script)
+    out, _ = run_python("-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n" + IMPORTS)
     needed = {"keras": "keras>=3.8", "tensorflow": "tensorflow>=2.18"}[name]
     assert out == f"`ga_model` needs {needed}. Received: {version}. Run `pip install '{needed}'`.\n"
 
@@ -107,10 +90,11 @@ def test_newer_releases_than_those_that_were_tried_are_let_through(monkeypatch):
 
 def test_the_checks_import_neither_tensorflow_nor_keras():
     path = repr(_validate.__file__)
-    run(
+    run_python(
+        "-c",
         f"import runpy, sys; checks = runpy.run_path({path})\n"
         "assert checks['check_integer']('size', 3) == 3\n"
-        "assert not {'tensorflow', 'keras'} & set(sys.modules)\n"
+        "assert not {'tensorflow', 'keras'} & set(sys.modules)\n",
     )
 
 

@@ -4,13 +4,11 @@ import concurrent.futures
 import multiprocessing
 import os
 import pickle
-import subprocess
-import sys
 import threading
 
 import keras
 import pytest
-from helpers import TOLERANCE, dense_data, dense_model, relative_difference, seeded
+from helpers import TOLERANCE, dense_data, dense_model, relative_difference, run_python, seeded
 
 from ga_model import accumulate
 
@@ -122,7 +120,6 @@ assert difference <= tests.TOLERANCE["float64"], difference
 
 @pytest.mark.sweep
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform cannot fork")
-def test_a_model_trains_in_a_forked_process(request):
+def test_a_model_trains_in_a_forked_process():
     """As long as TensorFlow has not run anything before the fork, which it does not survive."""
-    command = [sys.executable, "-c", FORK]
-    subprocess.run(command, check=True, cwd=request.config.rootpath, timeout=2 * SECONDS)
+    run_python("-c", FORK)

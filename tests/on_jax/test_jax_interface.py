@@ -2,14 +2,11 @@
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 
 import jax
 import keras
 import pytest
-from helpers import ROOT, dense_data, dense_model, seeded
+from helpers import ROOT, dense_data, dense_model, run_python, seeded
 from jax import numpy as jnp
 from keras import ops
 
@@ -128,9 +125,7 @@ print(json.dumps([sorted(found) for found in shares.values()]))
 def test_devices_share_each_microbatch_evenly():
     """Four devices: of a size that is no multiple, the next smaller one."""
     flags = "--xla_force_host_platform_device_count=4"
-    environment = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", SCRIPT, "8", "11", "3"]
-    output = subprocess.check_output(command, env=environment, text=True)
+    output, _ = run_python("-c", SCRIPT, 8, 11, 3, XLA_FLAGS=flags, PYTHONPATH=str(ROOT))
     expected = [[[[samples, 3]] * 4, [[3, 2]] * 4] for samples in (2, 2, 1)]
     assert json.loads(output.splitlines()[-1]) == expected
 

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import torch
-from helpers import dense_data, dense_model, seeded
+from helpers import dense_data, dense_model, seeded, sequential
 
 from ga_model import GradientAccumulator, accumulate
 from ga_model.bench import _bench
@@ -54,13 +54,10 @@ def test_the_demonstration_trains_alike(monkeypatch):
 @pytest.mark.every_case
 @pytest.mark.parametrize("way", _bench.WAYS)
 def test_ways_of_the_benchmark_update_where_they_are_to(way, monkeypatch):
-    case = Case(
-        lambda: keras.Sequential([keras.Input((4,)), keras.layers.Dense(10, "softmax")]),
-        keras.optimizers.SGD,
-        random_data(4),
-        3,
-    )
-    monkeypatch.setitem(CASES, "small", case)
+    def make():
+        return sequential((4,), keras.layers.Dense(10, "softmax"))
+
+    monkeypatch.setitem(CASES, "small", Case(make, keras.optimizers.SGD, random_data(4), 3))
     setup = _bench.Setup("small", False, way, 1 if way == _bench.SMALL else 2)
     training = _bench.Training(setup)
     changes = []

@@ -7,14 +7,12 @@ at what came out.
 import functools
 import os
 import pickle
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import trainings_of_processes as trainings
 from filelock import FileLock
-from helpers import LIMIT, ROOT, assert_equal, python_blocks, relative_difference
+from helpers import LIMIT, ROOT, assert_equal, python_blocks, relative_difference, run_python
 
 
 @pytest.fixture(scope="session")
@@ -84,13 +82,9 @@ def test_the_guides_example_runs(tmp_path):
     ]
     path = tmp_path / "several_processes.py"
     path.write_text(script)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(
-        [*command, str(path)], capture_output=True, text=True, env=environment, timeout=120
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("16 updates") == 2  # 500 samples by 4 times 16, twice
+    run = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"
+    printed, _ = run_python(*run, path, PYTHONPATH=str(ROOT))
+    assert printed.count("16 updates") == 2  # 500 samples by 4 times 16, twice
 
 
 ERRORS = {
