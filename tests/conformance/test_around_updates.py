@@ -219,7 +219,7 @@ class Notes(keras.callbacks.Callback):
         super().__init__()
         self.events, self.weights = [], []
         for name in ("train_batch_end", "test_begin", "epoch_end"):
-            setattr(self, f"on_{name}", lambda *given, name=name: self.events.append(name))
+            setattr(self, f"on_{name}", lambda *_, name=name, logs=None: self.events.append(name))
 
     def on_update_end(self, number, logs=None):
         self.events.append(number)
