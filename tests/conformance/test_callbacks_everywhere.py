@@ -62,35 +62,26 @@ class Watch(callbacks.Callback):
         self.note("epoch ends", epoch, rate, *sorted(logs))
 
 
-def stops_early(folder, steps):
-    rates = callbacks.LearningRateScheduler(lambda epoch, rate: 0.5 if epoch else 0.05)
-    return [rates, callbacks.EarlyStopping(patience=1, restore_best_weights=True)]
-
-
-def lowers_the_rate(folder, steps):
-    return [callbacks.ReduceLROnPlateau("loss", factor=0.3, patience=1, min_delta=10.0)]
-
-
-def saves(folder, steps):
-    return [callbacks.ModelCheckpoint(str(folder / "{epoch:02d}-{val_loss:.3f}.keras"))]
-
-
-def saves_by_updates(folder, steps):
-    path = str(folder / "{epoch:02d}.keras")
-    return [callbacks.ModelCheckpoint(path, save_freq=3 * steps)]
-
-
-def logs(folder, steps):
-    return [callbacks.CSVLogger(folder / "log.csv")]
-
-
-def swaps_averages(folder, steps):
-    return [callbacks.SwapEMAWeights()]
-
-
-def swaps_averages_by_epoch(folder, steps):
-    """What is saved at an epoch's end sees them, too."""
-    return [callbacks.SwapEMAWeights(swap_on_epoch=True)]
+# By a folder, and the batches of an update.
+MADE = {
+    "stops early": lambda folder, steps: [
+        callbacks.LearningRateScheduler(lambda epoch, rate: 0.5 if epoch else 0.05),
+        callbacks.EarlyStopping(patience=1, restore_best_weights=True),
+    ],
+    "swaps averages": lambda folder, steps: [callbacks.SwapEMAWeights()],
+    "saves": lambda folder, steps: [
+        callbacks.ModelCheckpoint(str(folder / "{epoch:02d}-{val_loss:.3f}.keras"))
+    ],
+    "lowers the rate": lambda folder, steps: [
+        callbacks.ReduceLROnPlateau("loss", factor=0.3, patience=1, min_delta=10.0)
+    ],
+    "saves by updates": lambda folder, steps: [
+        callbacks.ModelCheckpoint(str(folder / "{epoch:02d}.keras"), save_freq=3 * steps)
+    ],
+    "logs": lambda folder, steps: [callbacks.CSVLogger(folder / "log.csv")],
+    # What is saved at an epoch's end sees them, too.
+    "swaps averages by epoch": lambda folder, steps: [callbacks.SwapEMAWeights(swap_on_epoch=True)],
+}
 
 
 def assert_close(model, reference, start):
@@ -108,25 +99,14 @@ def assert_close_logs(found, expected):
 
 
 @every_way
-@pytest.mark.parametrize(
-    "make",
-    [
-        stops_early,
-        swaps_averages,
-        saves,
-        lowers_the_rate,
-        saves_by_updates,
-        logs,
-        swaps_averages_by_epoch,
-    ],
-)
-def test_callbacks_steer_and_see_the_training_of_the_full_batch(make, way, tmp_path):
+@pytest.mark.parametrize("name", MADE)
+def test_callbacks_steer_and_see_the_training_of_the_full_batch(name, way, tmp_path):
     models, watches, folders = [], [], [tmp_path / "found", tmp_path / "expected"]
-    averages = {"use_ema": True, "ema_momentum": 0.7} if "averages" in make.__name__ else {}
-    data = dense_data(48) if make is saves_by_updates else None  # updates of as many batches
+    averages = {"use_ema": True, "ema_momentum": 0.7} if "averages" in name else {}
+    data = dense_data(48) if name == "saves by updates" else None  # updates of as many batches
     for folder, (settings, rows) in zip(folders, (WAYS[way], (None, BIG))):
         folder.mkdir()
-        made = make(folder, BIG // rows)
+        made = MADE[name](folder, BIG // rows)
         watches.append(Watch())
         models.append(train([*made, watches[-1]], settings, rows, data, **averages))
     start = seeded(dense_model).get_weights()
@@ -136,15 +116,15 @@ def test_callbacks_steer_and_see_the_training_of_the_full_batch(make, way, tmp_p
     assert watches[0].events == watches[1].events
     for weights, expected in zip(*(watch.weights for watch in watches), strict=True):
         assert relative_difference(weights, expected, start) <= LIMIT
-    if make is stops_early:
+    if name == "stops early":
         assert len(models[0].history.epoch) < 4
-    if make is lowers_the_rate:
+    if name == "lowers the rate":
         assert float(models[0].optimizer.learning_rate) < 0.05 * 0.3**2
     names = [sorted(path.name for path in folder.iterdir()) for folder in folders]
     assert names[0] == names[1]
-    assert len(names[0]) == {saves: 4, saves_by_updates: 4, logs: 1}.get(make, 0)
-    for found, expected in ([folder / name for folder in folders] for name in names[0]):
-        if make is logs:
+    assert len(names[0]) == {"saves": 4, "saves by updates": 4, "logs": 1}.get(name, 0)
+    for found, expected in ([folder / file for folder in folders] for file in names[0]):
+        if name == "logs":
             lines = (path.read_text().splitlines() for path in (found, expected))
             tables = [list(csv.DictReader(table)) for table in lines]
             for rows in zip(*tables, strict=True):

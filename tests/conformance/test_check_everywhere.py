@@ -11,15 +11,7 @@ import own_train_steps
 import pytest
 import zoo
 from case import BACKEND
-from helpers import (
-    assert_equal,
-    dense_data,
-    in_the_sweep,
-    run_python,
-    seeded,
-    sequential,
-    state_of,
-)
+from helpers import assert_equal, dense_data, in_the_sweep, run_python, seeded, state_of
 from keras import layers, ops
 
 from ga_model import AccumulatingModel, EquivalenceReport, accumulate, check_equivalence
@@ -75,7 +67,8 @@ def test_what_differs_is_named_and_what_adds_up_is_equivalent(name, settings, ve
 
 
 def with_layers(*parts):
-    model = sequential((4,), layers.Dense(6, activation="tanh"), *parts, layers.Dense(2))
+    first = layers.Dense(6, activation="tanh")
+    model = keras.Sequential([keras.Input((4,)), first, *parts, layers.Dense(2)])
     model.compile("adam", "mse", metrics=["mae"])
     return model
 
