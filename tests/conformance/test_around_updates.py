@@ -428,6 +428,22 @@ def test_averages_do_not_move_before_the_update_or_in_an_interrupted_window():
 
 
 @pytest.mark.filterwarnings("ignore:BatchNormalization layers in training mode")
+def test_what_is_left_out_moves_no_averages():
+    x, y = dense_data(12)
+    bad = y.copy()
+    bad[5:10] = np.nan
+    model, reference = (
+        compiled(models.normalized, skip_nonfinite=True, **SPLIT),
+        compiled(models.normalized),
+    )
+    start, rest = averages(model), np.r_[0:5, 10:12]
+    with pytest.warns(UserWarning, match="were skipped"):
+        model.train_on_batch(x, bad)
+    reference.train_on_batch(x[rest], y[rest])
+    assert relative_difference(averages(model), averages(reference), start) <= LIMIT
+
+
+@pytest.mark.filterwarnings("ignore:BatchNormalization layers in training mode")
 @pytest.mark.filterwarnings("ignore:Microbatches of:UserWarning")
 def test_what_is_left_out_leaves_no_trace_in_averages_seeds_and_metrics():
     x, y = dense_data(24)
