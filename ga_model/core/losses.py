@@ -48,7 +48,7 @@ class Position(NamedTuple):
     Attributes:
         steps: scalar, batches that fill the window.
         num_microbatches: scalar, microbatches that do.
-        parts: scalar, a power of two near that.
+        parts: scalar, as `Numbers` has it.
         is_first: bool scalar, whether no microbatch of the window has counted yet.
         unit: scalar, what weights are counted in so far, or zero.
         whole: the batch, if it is split.

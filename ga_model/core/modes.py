@@ -15,7 +15,7 @@ class Numbers(NamedTuple):
     Attributes:
         steps: batches that fill the window.
         num_microbatches: microbatches that do.
-        parts: a power of two near that.
+        parts: a power of two near that, or that itself where gradients are scaled.
         rows: samples of the batch.
     """
 

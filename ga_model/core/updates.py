@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import keras
 from keras import ops
 
 from ga_model.base import _numbers
-from ga_model.base._internals import copy_of, layers_in, read_in_float16
+from ga_model.base._internals import copy_of, layers_in, read_in_float16, variables_to_train
+from ga_model.base._method_patch import MethodPatch
 from ga_model.core.backend import Backend
 from ga_model.core.backend_types import GROUPS
 from ga_model.core.modes import Structure
 from ga_model.core.noise import Estimate, averaged, squared_norm
 from ga_model.core.recorder import by_optimizer, nested_logs
 from ga_model.core.splitting import splitting_calls
-from ga_model.core.window import Amount, Sums, is_list, with_values
+from ga_model.core.window import Amount, Sums, is_list
 
 
 class Counters(NamedTuple):
@@ -45,6 +47,7 @@ class Updates:
     def __init__(self, model: Any, backend: Backend) -> None:
         self._model = model
         self._backend = backend
+        self._checks = MethodPatch("check_finite", self._as_checked)
 
     # Logs.
 
@@ -149,12 +152,11 @@ class Updates:
         self, structure: Structure, sums: list[Any], others: Sums, counters: Counters
     ) -> Counters:
         variables = [v for a in structure.applied for v in a.variables]
-        means = self._backend.in_place_of(others._replace(gradients=sums).mean(variables))
-        for applied in structure.applied:
-            gradients, means = means[: len(applied.variables)], means[len(applied.variables) :]
-            if hasattr(applied.optimizer, "dynamic_scale"):
-                gradients = self._overflowing(gradients, applied.variables)
-            self._backend.apply(applied, gradients)
+        means = others._replace(gradients=sums).mean(variables)
+        gradients = iter(self._backend.in_place_of(means))
+        with self._checking():
+            for applied in structure.applied:
+                self._backend.apply(applied, [next(gradients) for _ in applied.variables])
         for call, moments in zip(structure.calls, others.moments):
             call.move(moments)
         self._backend.once(self.after_update)
@@ -166,22 +168,24 @@ class Updates:
             lost=counters.lost + lost, unlike=counters.unlike + unlike
         )
 
-    def _overflowing(self, gradients: list[Any], variables: Sequence[Any]) -> list[Any]:
-        """Return gradients with Inf where that of the full batch, in float16, overflows.
-
-        Those of microbatches are smaller, and are summed in float32.
+    def _checking(self) -> AbstractContextManager[None]:
+        """Return a context in which a gradient is not finite where that of the full batch overflows
+        in float16: those of microbatches are smaller, and are summed in float32.
         """
+        scaled = [o for o in self._backend.optimizers() if hasattr(o, "dynamic_scale")]
+        return self._checks.of(scaled)
+
+    def _as_checked(self, optimizer: Any, check_finite: Callable[..., Any]) -> Callable[..., Any]:
         half = {id(v) for layer in layers_in(self._model) for v in read_in_float16(layer)}
 
-        def overflowing(values: Any) -> Any:
-            wide = _numbers.widened(values)
-            is_in_range = ops.isfinite(ops.cast(wide, "float16"))
-            return ops.where(is_in_range, values, ops.full_like(values, float("inf")))
+        def check(gradients: list[Any]) -> Any:
+            variables = variables_to_train(optimizer)
+            if len(gradients) == len(variables):
+                pairs = zip(gradients, variables)
+                gradients = [_in_float16(g) if id(v) in half else g for g, v in pairs]
+            return check_finite(gradients)
 
-        return [
-            with_values(g, overflowing) if id(v) in half else g
-            for g, v in zip(gradients, variables)
-        ]
+        return check
 
     def whole(self, size: int, data: Any) -> Any:
         """Run the step as it is on a full batch, with its calls of layers by microbatches.
@@ -194,7 +198,7 @@ class Updates:
         return run(self._backend.as_traced(data))
 
     def _whole(self, size: int, data: Any) -> Any:
-        with splitting_calls(self._model, self._backend, size):
+        with splitting_calls(self._model, self._backend, size), self._checking():
             logs, _ = self._backend.run_step(data)
         self._backend.once(self.after_update)
         return logs
@@ -203,6 +207,10 @@ class Updates:
         """Do what the model does once per update."""
         if self._model._on_update is not None:
             self._model._on_update()
+
+
+def _in_float16(gradient: Any) -> Any:
+    return None if gradient is None else ops.cast(ops.convert_to_tensor(gradient), "float16")
 
 
 def count(sums: Sums, counters: Counters) -> Counters:

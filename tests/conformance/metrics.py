@@ -3,6 +3,7 @@
 import dataclasses
 
 import keras
+import numpy as np
 from case import ALL, BUT_LOGS, LOGGED, Case, Warns, sgd
 from helpers import dense_data, dense_model
 from keras import layers, ops
@@ -161,9 +162,26 @@ def of_samples(name):
     return dataclasses.replace(case, precision="float32", data=with_targets_above_zero)
 
 
+def beside_nan(make):
+    """The correlation with a row of targets that are all alike is NaN."""
+
+    def data(rows):
+        x, y = dense_data(rows)
+        return x, np.where(y > 0, 1.0, 0.0)[:, :1].repeat(2, axis=1).astype(y.dtype)
+
+    def arguments():
+        return sgd(metrics=[make(), keras.metrics.PearsonCorrelation()])()
+
+    return Case(dense_model, data, arguments, compares=BUT_LOGS)
+
+
 CASES = {name: of_samples(name) for name in OF_SAMPLES} | {
     name: with_metric(make, {"across": Warns(LOGGED, BUT_LOGS)})
     for name, make in OF_BATCHES.items()
+}
+CASES |= {
+    "beside NaN": beside_nan(OF_SAMPLES["a number"]),
+    "by label, beside NaN": beside_nan(lambda: keras.metrics.F1Score(threshold=0.5)),
 }
 
 

@@ -945,6 +945,29 @@ CASES["mixed_float16: a light first microbatch"] = Case(
     dense_model, light_at_first, of_light_samples, precision="mixed_float16", settings=("windows",)
 )
 
+
+def large_targets(rows):
+    x, y = dense_data(rows)
+    return x, 20.0 * y + 20.0
+
+
+def of_large_targets():
+    """Several updates are skipped: gradients of the full batch overflow, those of a part do not."""
+    loss_scale = {"initial_scale": 2.0**12, "dynamic_growth_steps": 2}
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1e-3), **loss_scale)
+    return {"optimizer": optimizer, "loss": "mse"}
+
+
+# Rounding cannot be measured by float32, which does not overflow, and is to be that of one number:
+# without the settings in which microbatches of other sizes have other weights.
+CASES["mixed_float16: scales that overflow"] = Case(
+    dense_model,
+    large_targets,
+    of_large_targets,
+    precision="mixed_float16",
+    settings=("windows", "recomputed", "batches of one", "microbatches of one"),
+)
+
 # XLA has no float16 for it on CPUs.
 for name in ("attention", "calls inside of a language model"):
     CASES[f"mixed_float16: {name}"] = dataclasses.replace(

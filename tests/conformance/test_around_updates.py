@@ -393,6 +393,15 @@ def test_what_was_left_out_is_reported_once_and_counted_from_compile_on(rows):
     assert model.num_skipped_microbatches == 0
 
 
+def test_an_epoch_without_an_update_is_not_said_to_have_few_batches():
+    x, y = dense_data(10)
+    model = compiled(accumulation_steps=3, skip_nonfinite=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.fit(x + np.nan, y, batch_size=1, verbose=0)
+    assert not [text for text in told(caught) if "batches of an epoch" in text]
+
+
 def test_a_window_of_which_nothing_is_left_changes_nothing():
     x, y = dense_data(6)
     sgd = keras.optimizers.SGD(0.1, weight_decay=0.1)
