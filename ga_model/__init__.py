@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ga_model._noise_scale import GradientNoiseScale
     from ga_model._wrap import accumulate
     from ga_model.backends.tensorflow.accumulator import GradientAccumulator
-    from ga_model.check._check import check_equivalence
+    from ga_model.check._compare import check_equivalence
     from ga_model.check._equivalence_report import EquivalenceReport
 
 _MODULES = {
@@ -37,7 +37,7 @@ _MODULES = {
     "GradientAccumulator": "backends.{}.accumulator",
     "GradientNoiseScale": "_noise_scale",
     "accumulate": "_wrap",
-    "check_equivalence": "check._check",
+    "check_equivalence": "check._compare",
 }
 
 __all__ = [

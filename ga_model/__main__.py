@@ -1,5 +1,5 @@
 """Run the command line: `python -m ga_model`."""
 
-from ga_model.cli._cli import main
+from ga_model.cli._main import main
 
 raise SystemExit(main())

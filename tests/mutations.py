@@ -98,7 +98,7 @@ what TensorFlow knows of a list is of the call before: base/_internals.py
 -        value._update_snapshot()
 +        pass
 
-a check leaves the Python state of a model as its trainings have made it: check/_check.py
+a check leaves the Python state of a model as its trainings have made it: check/_compare.py
 check/test_check.py::test_state_that_keras_does_not_track_is_as_before
 -        self._python.put_back()
 -        attributes
@@ -123,7 +123,7 @@ check/test_check.py::test_a_variable_is_equal_up_to_rounding
 -"float32": 1e-4
 +"float32": 5e-3
 
-an interrupted check leaves a model trained: check/_check.py
+an interrupted check leaves a model trained: check/_compare.py
 check/test_check.py::test_an_interrupted_check_leaves_the_model_as_it_was
 -        finally:
 -            state.restore()
@@ -157,7 +157,7 @@ interface/test_faults.py::test_a_backup_inside_a_window_has_the_weights_of_the_l
 -
 +
 
-the benchmark divides by the fastest round: bench/_bench_report.py
+the benchmark divides by the fastest round: bench/_report.py
 commands/test_bench.py::test_ratios_are_medians_over_rounds_of_the_same_round
 -[seconds / of_reference for
 +[seconds / min(reference.seconds_per_sample) for

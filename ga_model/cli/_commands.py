@@ -12,7 +12,7 @@ import keras
 
 from ga_model._settings import NAMES
 from ga_model.bench._names import KERAS_HUB_NAMES
-from ga_model.check import _check
+from ga_model.check import _compare
 from ga_model.check._plan import make_plan
 from ga_model.cli import _script
 from ga_model.demo._options import Settings
@@ -23,7 +23,7 @@ _STATUS = {"equivalent": 0, "different": 1, "undecided": 3}
 
 def demo(options: Namespace) -> int:
     """Run the demonstration."""
-    from ga_model.demo import _demo
+    from ga_model.demo import _run
 
     samples, steps = options.batch_size, options.accumulation_steps
     if samples % steps:
@@ -41,7 +41,7 @@ def demo(options: Namespace) -> int:
         ) from None
     names = [field.name for field in dataclasses.fields(Settings)]
     settings = Settings(**{name: getattr(options, name) for name in names})
-    return _demo.run_demo(settings, plot=options.plot)
+    return _run.run_demo(settings, plot=options.plot)
 
 
 def check(options: Namespace) -> int:
@@ -61,7 +61,7 @@ def check(options: Namespace) -> int:
         plan = make_plan(model, data, options.batch_size, options.updates, **given)
     except (TypeError, ValueError, RuntimeError) as error:
         raise CommandError(_in_options(str(error))) from None
-    report = _check.compare(model, plan)
+    report = _compare.compare(model, plan)
     print(report.text(has_table=options.table or not report.equivalent))
     if options.json is not None:
         options.json.write_text(json.dumps(report.to_dict(), indent=2) + "\n")
@@ -94,15 +94,15 @@ def bench(options: Namespace) -> int:
             f"keras-hub is not installed, which makes the models {' '.join(hub_models)}. "
             "Run: pip install keras-hub. Or choose other `--models`."
         )
-    from ga_model.bench import _bench, _bench_report
+    from ga_model.bench import _measure, _report
 
     jit_compile = {"off": [False], "on": [True], "both": [False, True]}[options.jit]
     models, numbers = dict.fromkeys(options.models), sorted(set(options.microbatches))
-    results = _bench.measure(list(models), numbers, jit_compile, 60 * options.minutes)
-    print(_bench_report.tables(results))
+    results = _measure.measure(list(models), numbers, jit_compile, 60 * options.minutes)
+    print(_report.tables(results))
     if options.json is not None:
         parts = [{**setup._asdict(), **dataclasses.asdict(r)} for setup, r in results.items()]
         options.json.write_text(json.dumps(parts, indent=2) + "\n")
     if options.plot is not None:
-        _bench_report.draw(results).savefig(options.plot)
+        _report.draw(results).savefig(options.plot)
     return 0

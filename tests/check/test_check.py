@@ -23,7 +23,7 @@ from keras.src.backend.common import global_state
 
 from ga_model import AccumulatingModel, accumulate, check_equivalence
 from ga_model.check._equivalence_report import VariableDifference
-from ga_model.cli._cli import main
+from ga_model.cli._main import main
 
 ROWS = 58  # of which the third window is partial, and its last batch or microbatch ragged
 

@@ -13,8 +13,9 @@ from helpers import run_python, sequential
 from keras import layers
 
 from ga_model import AccumulatingModel
-from ga_model.bench import _bench, _bench_report
-from ga_model.bench._bench import (
+from ga_model.bench import _measure, _report
+from ga_model.bench._cases import CASES, Case, Sizes, random_data, trained_cases
+from ga_model.bench._measure import (
     FULL,
     HAND,
     KERAS,
@@ -26,9 +27,8 @@ from ga_model.bench._bench import (
     Result,
     Setup,
 )
-from ga_model.bench._cases import CASES, Case, Sizes, random_data, trained_cases
 from ga_model.bench._names import NAMES, TRAINED_NAMES
-from ga_model.cli._cli import main
+from ga_model.cli._main import main
 from ga_model.tools._memory import give_back_freed_memory, held_memory, peak_memory
 from ga_model.tools._process import ProcessError, in_own_process
 
@@ -103,7 +103,7 @@ def test_every_way_does_what_it_is_called(way, small_case):
     """Of four microbatches, how many calls it takes, and after which the weights change."""
     number = 1 if way == SMALL else 4
     is_window = way in (FULL, SIZE, RECOMPUTING)
-    training = _bench.Training(Setup("small", False, way, number))
+    training = _measure.Training(Setup("small", False, way, number))
     changes = []
     for _ in range(4):
         before = training.model.get_weights()
@@ -114,7 +114,7 @@ def test_every_way_does_what_it_is_called(way, small_case):
     assert changes == (once if way in (KERAS, HAND, STEPS) else [True] * 4)
     batch = next(training._batches)[0]
     assert len(batch) == (number if is_window else 1) * small_case.rows
-    like = _bench.Training(Setup("small", False, way, 2), training)
+    like = _measure.Training(Setup("small", False, way, 2), training)
     if way in (STEPS, SIZE, RECOMPUTING, FULL):
         before = int(training.model.optimizer.iterations)
         like.run(4)
@@ -124,7 +124,7 @@ def test_every_way_does_what_it_is_called(way, small_case):
 def test_a_loop_by_hand_trains_as_accumulation_steps_do(small_case):
     weights = []
     for way in (HAND, STEPS):
-        training = _bench.Training(Setup("small", False, way, 4))
+        training = _measure.Training(Setup("small", False, way, 4))
         training.run(8)
         weights.append(training.model.get_weights())
     for a, b in zip(*weights, strict=True):
@@ -140,7 +140,7 @@ SMALL_MODELS = dict(zip(TRAINED_NAMES, trained_cases(Sizes(1, 32, 8, 50)), stric
 @pytest.mark.filterwarnings("ignore:A window of microbatches does not train:UserWarning")
 def test_the_models_that_people_train_are_trained(name, way, monkeypatch):
     monkeypatch.setitem(CASES, name, SMALL_MODELS[name])
-    training = _bench.Training(Setup(name, False, way, 2))
+    training = _measure.Training(Setup(name, False, way, 2))
     before = training.model.get_weights()
     training.run(2)
     assert any(not np.array_equal(*pair) for pair in zip(before, training.model.get_weights()))
@@ -166,43 +166,43 @@ def clock(monkeypatch, small_case):
 
     for model in (keras.Model, AccumulatingModel):
         monkeypatch.setattr(model, "make_train_function", make_function)
-    monkeypatch.setattr(_bench, "loop_by_hand", make_function)
+    monkeypatch.setattr(_measure, "loop_by_hand", make_function)
     for name in ("monotonic", "perf_counter"):
-        monkeypatch.setattr(_bench.time, name, lambda: now[0])
-    monkeypatch.setattr(_bench, "in_own_process", lambda name, function, *args: function(*args))
-    monkeypatch.setattr(_bench, "prepare", lambda: None)  # for such processes
+        monkeypatch.setattr(_measure.time, name, lambda: now[0])
+    monkeypatch.setattr(_measure, "in_own_process", lambda name, function, *args: function(*args))
+    monkeypatch.setattr(_measure, "prepare", lambda: None)  # for such processes
     return now
 
 
 def test_times_are_those_of_a_sample(clock):
-    times = _bench.measure_times(_bench.setups("small", False, [1, 3, 4]), 1e6)
+    times = _measure.measure_times(_measure.setups("small", False, [1, 3, 4]), 1e6)
     assert len(times) == 1 + 3 + 6 + 6
-    assert {len(per_sample) for _, per_sample in times.values()} == {_bench._MOST_ROUNDS}
+    assert {len(per_sample) for _, per_sample in times.values()} == {_measure._MOST_ROUNDS}
     assert {value for _, per_sample in times.values() for value in per_sample} == {1.0}
 
 
 @pytest.mark.parametrize("seconds", [1500.0, 40.0, 1.0, 400.0, 20_000.0])
 def test_the_benchmark_ends_when_its_time_is_up(clock, monkeypatch, seconds):
     """Apart from the step that runs, however long all of it would take."""
-    monkeypatch.setattr(_bench, "measure_memory", lambda setup: clock.append(clock.pop() + 20.0))
-    monkeypatch.setattr(_bench.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(_measure, "measure_memory", lambda setup: clock.append(clock.pop() + 20.0))
+    monkeypatch.setattr(_measure.os, "cpu_count", lambda: 1)
     monkeypatch.setitem(CASES, "tiny", CASES["small"])
-    results = _bench.measure(["small", "tiny"], [4, 16], [False], seconds)
+    results = _measure.measure(["small", "tiny"], [4, 16], [False], seconds)
     window = 16 * CASES["small"].rows
     assert clock[0] <= seconds + window
     for model in ("small", "tiny"):
         rounds = [len(r.seconds_per_sample) for s, r in results.items() if s.model == model]
         assert min(rounds) <= max(rounds) <= min(rounds) + 1
         assert (max(rounds) > 0) == (seconds >= 1500.0)
-        assert (min(rounds) == _bench._MOST_ROUNDS) == (seconds == 20_000.0)
-    table = _bench_report.tables(results)
+        assert (min(rounds) == _measure._MOST_ROUNDS) == (seconds == 20_000.0)
+    table = _report.tables(results)
     assert table.count(" rounds\n") == 2
     assert "no time was left for" in table
 
 
 def test_the_benchmark_takes_ten_minutes_by_default(monkeypatch):
     given = []
-    monkeypatch.setattr(_bench, "measure", lambda *args: given.append(args) or {})
+    monkeypatch.setattr(_measure, "measure", lambda *args: given.append(args) or {})
     assert main(["bench"]) == 0
     assert given == [(list(NAMES[:4]), [8], [False], 600.0)]
 
@@ -211,7 +211,7 @@ def made_up():
     results = {}
     for model in ("dense", "embedding"):
         for jit in (False, True):
-            for setup in _bench.setups(model, jit, [1, 16]):
+            for setup in _measure.setups(model, jit, [1, 16]):
                 size = {FULL: 200, SIZE: 300}.get(setup.way, 100) * 10**6
                 is_told = not jit and (setup.way == SMALL or setup.microbatches == 16)
                 results[setup] = Result([1.0, 2.0, 4.0, 8.0], 1.0, size if is_told else None)
@@ -224,25 +224,25 @@ def made_up():
 def test_ratios_are_medians_over_rounds_of_the_same_round():
     results = made_up()
     steps, full = (Setup("dense", False, way, 16) for way in (STEPS, FULL))
-    assert _bench_report.time_ratio(results, steps) == (1.25, 0.75)
-    assert _bench_report.time_ratio(results, steps, FULL) == (1.0, 0.75)  # 1, 1 and 4
-    assert _bench_report.time_ratio(results, full) == (0.5, 0.0)
-    assert _bench_report.time_ratio(results, Setup("dense", False, SIZE, 1), FULL) == (1.0, 0.0)
-    table = _bench_report.tables(results)
+    assert _report.time_ratio(results, steps) == (1.25, 0.75)
+    assert _report.time_ratio(results, steps, FULL) == (1.0, 0.75)  # 1, 1 and 4
+    assert _report.time_ratio(results, full) == (0.5, 0.0)
+    assert _report.time_ratio(results, Setup("dense", False, SIZE, 1), FULL) == (1.0, 0.0)
+    table = _report.tables(results)
     assert "125% +-75%" in table
     assert "300 MB" in table
     assert "150%" in table  # of the memory
     results[steps].seconds_per_sample = []
-    assert _bench_report.time_ratio(results, steps) is None
+    assert _report.time_ratio(results, steps) is None
     for result in results.values():  # as when the time is up
         result.bytes_of_peak_memory = None
-    assert "MB" not in _bench_report.tables(results)
-    _bench_report.draw(results)
+    assert "MB" not in _report.tables(results)
+    _report.draw(results)
 
 
 def test_the_figure_is_legible():
     """Every panel has a title and units, and no texts overlap."""
-    figure = _bench_report.draw(made_up())
+    figure = _report.draw(made_up())
     figure.draw_without_rendering()
     assert len(figure.axes) == 6  # two models; times without and with XLA, memory
     assert all(axes.get_title() for axes in figure.axes)

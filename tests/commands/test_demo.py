@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from helpers import run_python
 
-from ga_model.cli._cli import main
-from ga_model.demo import _demo, _report
+from ga_model.cli._main import main
+from ga_model.demo import _report, _run
 from ga_model.tools._process import CommandError
 
-SETTINGS = _demo.Settings()
-RUNS = _demo.make_runs(SETTINGS)
+SETTINGS = _run.Settings()
+RUNS = _run.make_runs(SETTINGS)
 SPLIT = _report.Run("full batch, split", 128, {"microbatch_size": 32})
 
 
@@ -90,7 +90,7 @@ def test_results_are_shown_with_their_memory():
 
 def run_main(monkeypatch, results, *arguments):
     by_name = {r.run.name: r for r in results}
-    monkeypatch.setattr(_demo, "train_in_own_process", lambda run, settings: by_name[run.name])
+    monkeypatch.setattr(_run, "train_in_own_process", lambda run, settings: by_name[run.name])
     return main(["demo", *arguments])
 
 
@@ -124,7 +124,7 @@ def test_failed_training_is_exit_status_2(monkeypatch, capsys):
     def fail(run, settings):
         raise CommandError("The run failed.")
 
-    monkeypatch.setattr(_demo, "train_in_own_process", fail)
+    monkeypatch.setattr(_run, "train_in_own_process", fail)
     assert main(["demo"]) == 2
     assert capsys.readouterr().err == "ga_model demo: error: The run failed.\n"
 
@@ -177,15 +177,15 @@ def test_mnist_without_a_network_says_so(monkeypatch, capsys):
 def test_mnist_goes_through_the_same_network(monkeypatch):
     images, labels = np.full((5, 28, 28), 255, "uint8"), np.zeros(5, "uint8")
     monkeypatch.setattr(keras.datasets.mnist, "load_data", lambda: [(images, labels)] * 2)
-    data = _demo.load_dataset(replace(SETTINGS, dataset="mnist"))
+    data = _run.load_dataset(replace(SETTINGS, dataset="mnist"))
     (x, _), _ = data
     assert x.shape == (5, 28, 28, 1)
     assert x.max() == 1
-    assert _demo.make_model(28).compute_output_shape((5, 28, 28, 1)) == (5, 10)
+    assert _run.make_model(28).compute_output_shape((5, 28, 28, 1)) == (5, 10)
 
 
 def test_split_of_digits_depends_on_the_seed_alone():
-    first, same, other = (_demo.load_dataset(replace(SETTINGS, seed=s)) for s in (1, 1, 2))
+    first, same, other = (_run.load_dataset(replace(SETTINGS, seed=s)) for s in (1, 1, 2))
     np.testing.assert_array_equal(first[0][0], same[0][0])
     assert np.any(first[0][1] != other[0][1])
     assert [x.shape for x, _ in first] == [(1500, 8, 8, 1), (297, 8, 8, 1)]

@@ -15,7 +15,7 @@ from helpers import assert_equal, dense_data, in_the_sweep, run_python, seeded, 
 from keras import layers, ops
 
 from ga_model import AccumulatingModel, EquivalenceReport, accumulate, check_equivalence
-from ga_model.cli._cli import main
+from ga_model.cli._main import main
 
 
 class Ruled(AccumulatingModel, keras.Sequential):

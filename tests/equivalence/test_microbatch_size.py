@@ -8,7 +8,7 @@ from helpers import assert_close, seeded
 from training import assert_equal_logs
 
 from ga_model import accumulate
-from ga_model.bench import _bench
+from ga_model.bench import _measure
 from ga_model.bench._cases import CASES
 from ga_model.tools._process import in_own_process
 
@@ -119,8 +119,8 @@ def test_two_ragged_samples_show_too_little_to_be_tried():
 def test_a_gradient_is_freed_as_soon_as_it_is_added():
     """Peak memory of a model whose weights take nearly all of it, in processes of their own."""
     plain, split = (
-        in_own_process(way, _bench.measure_memory, _bench.Setup("dense", False, way, number))
-        for way, number in ((_bench.SMALL, 1), (_bench.SIZE, 16))
+        in_own_process(way, _measure.measure_memory, _measure.Setup("dense", False, way, number))
+        for way, number in ((_measure.SMALL, 1), (_measure.SIZE, 16))
     )
     size = 4 * CASES["dense"].make_model().count_params()
     # The sums take one size of the weights, and some of that is free before they are there.

@@ -33,7 +33,7 @@ from ga_model import (
     accumulate,
     check_equivalence,
 )
-from ga_model.cli._cli import main
+from ga_model.cli._main import main
 
 layers, optimizers = keras.layers, keras.optimizers
 X, Y = dense_data(12)

@@ -7,9 +7,9 @@ import torch
 from helpers import dense_data, dense_model, seeded, sequential
 
 from ga_model import GradientAccumulator, accumulate
-from ga_model.bench import _bench
+from ga_model.bench import _measure
 from ga_model.bench._cases import CASES, Case, random_data
-from ga_model.demo import _demo, _report
+from ga_model.demo import _report, _run
 from ga_model.demo._options import Settings
 
 
@@ -23,7 +23,7 @@ def test_a_compiled_step_is_refused():
 
 
 def said_by_command(capsys, *words):
-    from ga_model.cli._cli import main
+    from ga_model.cli._main import main
 
     try:
         status = main(words)
@@ -44,28 +44,28 @@ def test_commands_say_what_needs_tensorflow(monkeypatch, capsys):
 
 def test_the_demonstration_trains_alike(monkeypatch):
     x, y = np.random.default_rng(0).random((20, 8, 8, 1), "float32"), np.arange(20) % 10
-    monkeypatch.setattr(_demo, "load_dataset", lambda settings: ((x, y), (x, y)))
+    monkeypatch.setattr(_run, "load_dataset", lambda settings: ((x, y), (x, y)))
     settings = Settings(batch_size=8, accumulation_steps=2, epochs=1, optimizer="sgd")
-    results = [_demo.train(run, settings) for run in _demo.make_runs(settings)]
+    results = [_run.train(run, settings) for run in _run.make_runs(settings)]
     assert [result.updates for result in results] == [3, 3, 3, 5]
     assert _report.judge(results, "float32")[0]
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize("way", _bench.WAYS)
+@pytest.mark.parametrize("way", _measure.WAYS)
 def test_ways_of_the_benchmark_update_where_they_are_to(way, monkeypatch):
     def make():
         return sequential((4,), keras.layers.Dense(10, "softmax"))
 
     monkeypatch.setitem(CASES, "small", Case(make, keras.optimizers.SGD, random_data(4), 3))
-    setup = _bench.Setup("small", False, way, 1 if way == _bench.SMALL else 2)
-    training = _bench.Training(setup)
+    setup = _measure.Setup("small", False, way, 1 if way == _measure.SMALL else 2)
+    training = _measure.Training(setup)
     changes = []
     for _ in range(2):
         before = training.model.get_weights()
         assert training.run(setup.microbatches if setup.is_window else 1) > 0.0
         changes.append(any(map(np.any, map(np.subtract, training.model.get_weights(), before))))
-    is_by_window = way in (_bench.KERAS, _bench.HAND, _bench.STEPS)
+    is_by_window = way in (_measure.KERAS, _measure.HAND, _measure.STEPS)
     assert changes == [not is_by_window, True]
 
 

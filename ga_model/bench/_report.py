@@ -1,4 +1,4 @@
-"""Report the measurements of `_bench` in percent: tables and a figure."""
+"""Report the measurements of `_measure` in percent: tables and a figure."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ga_model.bench._bench import FULL, SMALL, WAYS, Result, Setup
 from ga_model.bench._cases import CASES
+from ga_model.bench._measure import FULL, SMALL, WAYS, Result, Setup
 from ga_model.tools._table import megabytes, text_table
 
 _HEADER = (
