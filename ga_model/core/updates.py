@@ -210,7 +210,9 @@ class Updates:
 
 
 def _in_float16(gradient: Any) -> Any:
-    return None if gradient is None else ops.cast(ops.convert_to_tensor(gradient), "float16")
+    if gradient is None or hasattr(gradient, "dense_shape"):  # sparse: its rows are not summed
+        return gradient
+    return ops.cast(gradient, "float16")
 
 
 def count(sums: Sums, counters: Counters) -> Counters:
