@@ -83,7 +83,7 @@ else:
             owners = self.trainable_variables, self.non_trainable_variables
             groups = [*owners, self.optimizer.variables, self.metrics_variables]
             mapping = [pair for group, values in zip(groups, state) for pair in zip(group, values)]
-            with keras.StatelessScope(mapping) as scope:
+            with keras.StatelessScope(mapping, collect_losses=True) as scope:
                 logs = super().train_step(data)
             return logs, tuple([scope.get_current_value(v) for v in group] for group in groups)
 
@@ -95,7 +95,7 @@ else:
                 mapping = [*zip(variables, values), *zip(others, other_values)]
                 read = *self.optimizer.variables, *self.metrics_variables
                 mapping += [(v, v.value) for v in read]
-                with keras.StatelessScope(mapping) as scope:
+                with keras.StatelessScope(mapping, collect_losses=True) as scope:
                     loss = loss_of()
                     scaled = self.optimizer.scale_loss(loss)
                 return scaled, (loss, [scope.get_current_value(v) for v in others])
