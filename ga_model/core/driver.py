@@ -330,7 +330,7 @@ class Driver(ModelState):
     @functools.cached_property
     def _is_scaled(self) -> bool:
         """Whether a loss is scaled until gradients overflow."""
-        return any(hasattr(o, "dynamic_scale") for o in optimizers_in(vars(self._model)))
+        return bool(self.updates.scaled_optimizers())
 
     @functools.cached_property
     def _overwrites(self) -> bool:

@@ -168,21 +168,27 @@ class Updates:
             lost=counters.lost + lost, unlike=counters.unlike + unlike
         )
 
+    def scaled_optimizers(self) -> list[Any]:
+        """Return the optimizers that scale a loss until gradients overflow."""
+        return [o for o in self._backend.optimizers() if hasattr(o, "dynamic_scale")]
+
     def _checking(self) -> AbstractContextManager[None]:
         """Return a context in which a gradient is not finite where that of the full batch overflows
         in float16: those of microbatches are smaller, and are summed in float32.
         """
-        scaled = [o for o in self._backend.optimizers() if hasattr(o, "dynamic_scale")]
-        return self._checks.of(scaled)
+        return self._checks.of(self.scaled_optimizers())
+
+    @functools.cached_property
+    def _half(self) -> set[int]:
+        """The ids of the variables that layers read in float16."""
+        return {id(v) for layer in layers_in(self._model) for v in read_in_float16(layer)}
 
     def _as_checked(self, optimizer: Any, check_finite: Callable[..., Any]) -> Callable[..., Any]:
-        half = {id(v) for layer in layers_in(self._model) for v in read_in_float16(layer)}
-
         def check(gradients: list[Any]) -> Any:
             variables = variables_to_train(optimizer)
             if len(gradients) == len(variables):
                 pairs = zip(gradients, variables)
-                gradients = [_in_float16(g) if id(v) in half else g for g, v in pairs]
+                gradients = [_in_float16(g) if id(v) in self._half else g for g, v in pairs]
             return check_finite(gradients)
 
         return check

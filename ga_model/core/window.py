@@ -213,14 +213,14 @@ def _sum(a: Any, b: Any, *args: Any) -> Any:
     if isinstance(a, tuple) and not a:  # rows, which are behind
         return b
     if a is None or b is None:
-        return b if a is None else _shrunk(a, *args)
+        return b if a is None else shrunk(a, args[0])
     if isinstance(b, Largest):
         return a.plus(b, *args)
     return _numbers.added(a, b, *args)
 
 
-def _shrunk(total: Any, shrink: Any, _: Any = None) -> Any:
-    """Return a sum in the unit of a microbatch that adds nothing to it."""
+def shrunk(total: Any, shrink: Any) -> Any:
+    """Return a sum, or None, in a later unit. Rows keep their own."""
     if is_list(total):
         return total
     return with_values(total, lambda values: values * _numbers.like(values, shrink))

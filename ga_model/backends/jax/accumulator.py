@@ -6,10 +6,11 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
+from ga_model.base import _numbers
 from ga_model.base._names import answering
 from ga_model.core.accumulator import Accumulator
+from ga_model.core.window import shrunk
 
 
 class GradientAccumulator(Accumulator):
@@ -70,12 +71,10 @@ class GradientAccumulator(Accumulator):
 @functools.partial(jax.jit, donate_argnums=0)
 def _added(sums: list[Any], gradients: list[Any], weight: Any, shrink: Any) -> list[Any]:
     def added(total: Any, gradient: Any) -> Any:
-        if total is None:
-            return None
-        total = total * jnp.asarray(shrink, total.dtype)
         if gradient is None:
-            return total
-        return total + gradient.astype(total.dtype) * jnp.asarray(weight, total.dtype)
+            return shrunk(total, shrink)
+        weighted = gradient.astype(total.dtype) * _numbers.like(total, weight)
+        return _numbers.added(total, weighted, shrink)
 
     return list(map(added, sums, gradients))
 

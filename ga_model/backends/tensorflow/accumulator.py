@@ -14,7 +14,7 @@ from ga_model.core import messages
 from ga_model.core.accumulator import Accumulator, nothing
 from ga_model.core.models import is_of_keras
 from ga_model.core.recorder import Applied
-from ga_model.core.window import Largest, Positions, Rows, shrinkage, values_of, with_values
+from ga_model.core.window import Largest, Positions, Rows, shrinkage, shrunk, values_of, with_values
 
 
 class GradientAccumulator(Accumulator):
@@ -104,7 +104,7 @@ class GradientAccumulator(Accumulator):
                 found = _weighed(gradient, so_far, variable, relative)
                 _assign(so_far, _plus(before, found, shrink, counts, is_first))
             elif so_far is not None:
-                _assign(so_far, _shrunk(before, shrink))
+                _assign(so_far, shrunk(before, shrink))
         self._total.assign(self._total * shrink + relative)
         self._unit.assign(later)
         self.num_microbatches.assign_add(1)
@@ -306,12 +306,8 @@ def _plus(so_far: Any, found: Any, shrink: Any, counts: Any, is_first: Any) -> A
     if not isinstance(so_far, Rows):
         return _numbers.added(so_far, found, shrink, counts)
     number = tf.where(counts, tf.shape(found.indices)[0], 0)
-    values = tf.concat([_shrunk(so_far.values, shrink), found.values[:number]], 0)
+    values = tf.concat([shrunk(so_far.values, shrink), found.values[:number]], 0)
     return Rows(values, tf.concat([so_far.indices, found.indices[:number]], 0), ())
-
-
-def _shrunk(so_far: Any, shrink: Any) -> Any:
-    return with_values(so_far, lambda v: v * tf.cast(shrink, v.dtype))
 
 
 def _moved_message() -> str:

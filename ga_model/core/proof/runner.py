@@ -185,7 +185,7 @@ class StepRunner:
         zero, parts = _numbers.float64(0.0), _numbers.float64(3.0 if is_part else 1.0)
         # The unit is the weight, so gradients are those of the loss.
         position = Position(1.0, parts, 1.0, begin == 0, zero, whole)
-        moves_by = 0.0 if is_part else moves_by
+        moves_by = 0.0 if is_part else moves_by  # a number that is known while code is traced
         options = {"is_own": not self.is_folded, "moves_by": moves_by, "waits": is_part}
         with (
             model._accumulation.holding_back(),
