@@ -12,6 +12,8 @@ from typing import Any
 
 import keras
 
+from ga_model.base._context import ThreadValue
+
 # The weight of a microbatch without any, which adds nothing to other weights in float64.
 LEAST_WEIGHT = 2.0**-60
 
@@ -136,9 +138,24 @@ if keras.backend.backend() == "tensorflow":
 
         The total is not to be used again.
         """
-        result = total * like(total, shrink) + tensor
+        result = _shrunk(total, shrink) + tensor
         # Of a scalar condition this operation copies nothing, as that of `tf.where` does.
         return result if counts is None else tf.raw_ops.Select(condition=counts, x=result, y=total)
+
+    def _shrunk(total: Any, shrink: Any) -> Any:
+        """Return `total * shrink`. As this is nearly always the total, a graph may skip it."""
+        if not tf.is_tensor(shrink) and shrink == 1.0:
+            return total
+        if not skips_by_one.get():
+            return total * like(total, shrink)
+        other, same = tf.raw_ops.Switch(data=total, pred=tf.equal(shrink, 1.0))
+        found = tf.raw_ops.Merge(inputs=[other * like(other, shrink), same])[0]
+        found.set_shape(total.shape)
+        return found
+
+    # Whether the graph that is being made runs on a CPU, where a condition waits for nothing and an
+    # array that is read costs most, and as it is: XLA makes one operation of several.
+    skips_by_one = ThreadValue(False)
 
     def divided(tensor: Any, divisor: Any) -> Any:
         """Return `tensor / divisor`. The tensor is not to be used again."""

@@ -1,5 +1,7 @@
 """What microbatches weigh, and what an optimizer does once per window, on its gradient."""
 
+from unittest import mock
+
 import keras
 import numpy as np
 import pytest
@@ -50,6 +52,24 @@ def test_float8_layers_remember_a_batch_without_weight_as_plain_keras_does():
         trained.append(model.get_weights())
     for a, b in zip(*trained, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+@pytest.mark.gate_every_case
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_only_a_heavier_microbatch_has_sums_multiplied(jit_compile):
+    """On a CPU this would read and write all sums once more. XLA does both at once."""
+    model = accumulate(seeded(dense_model), accumulation_steps=2)
+    model.compile("sgd", "mse", jit_compile=jit_compile)
+    graphs, trace = [], tf.__internal__.FuncGraph.__init__
+
+    def noted(graph, *args, **kwargs):
+        graphs.append(graph)
+        trace(graph, *args, **kwargs)
+
+    with mock.patch.object(tf.__internal__.FuncGraph, "__init__", noted):
+        model.train_on_batch(*dense_data(4))
+    kinds = [op.type for graph in graphs for op in graph.get_operations()]
+    assert kinds.count("Switch") == (0 if jit_compile else len(model.weights))
 
 
 def test_a_loss_without_reduction_beside_another_is_refused():

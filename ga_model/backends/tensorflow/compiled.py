@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from ga_model.base import _numbers
 from ga_model.base._internals_tf import call_flat, shape_of
 from ga_model.core.window import Sums
 
@@ -34,6 +35,7 @@ class Compiled:
         self._backend, self._function = backend, function
         self._holds = consumes and backend.replicas is None
         self._num_fixed = int(consumes and not self._holds)
+        self._skips_by_one = not jit_compile and backend.is_on_cpu
         run: Callable[..., Any] = self._call
         if backend.replicas is not None:
             run = self._call_on_replicas
@@ -95,7 +97,8 @@ class Compiled:
         """Call the function on the sums that variables hold, and write its sums to them."""
         held = self._backend.held.present.get()
         sums = [v.read_value() if isinstance(v, tf.Variable) else u for v, u in zip(held, unheld)]
-        found = self._call(sums, *others)
+        with _numbers.skips_by_one.set(self._skips_by_one):
+            found = self._call(sums, *others)
         if not _has_sums(found):
             return found
         after, logs = found
