@@ -45,8 +45,7 @@ class Batch:
     def check_rows(self) -> None:
         """Raise ValueError if it is to be split, and the number of rows differs between tensors."""
         if self.is_split and self._is_uneven:
-            shapes = [tuple(x.shape) for x in keras.tree.flatten(self._data) if _has_rows(x)]
-            raise ValueError(_rows_message(shapes))
+            raise ValueError(_rows_message(shapes_in(self._data)))
 
     def microbatch(self, index: int) -> Any:
         """Return one microbatch, in the structure of the batch."""
@@ -73,6 +72,11 @@ def part_of(data: Any, start: int, stop: int) -> Any:
     )
 
 
+def shapes_in(data: Any) -> list[tuple[int, ...]]:
+    """Return the shapes of the arrays in a nest, in its order."""
+    return [tuple(leaf.shape) for leaf in keras.tree.flatten(data) if _has_rows(leaf)]
+
+
 def _has_rows(leaf: Any) -> bool:
     """Return whether a leaf is anything but a scalar."""
     return len(getattr(leaf, "shape", ())) > 0
@@ -93,5 +97,5 @@ def _rows_message(shapes: list[tuple[int, ...]]) -> str:
         "`microbatch_size` splits each batch along axis 0, so all its tensors must have the same "
         f"number of samples. Received: shapes {shapes}. Pass values shared by all samples as "
         "scalars, or store them in the model. If parts of the batch differ in size, such as "
-        "labelled and unlabelled samples, use `accumulation_steps`, or set `microbatch_size=None`."
+        'labelled and unlabelled samples, use `accumulation_steps`, or set `loss_over="batch"`.'
     )

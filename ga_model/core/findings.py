@@ -9,7 +9,7 @@ from keras import ops
 
 from ga_model.core import messages
 from ga_model.core.backend import Backend
-from ga_model.core.batch import unpack
+from ga_model.core.batch import shapes_in, unpack
 from ga_model.core.proof import trial
 from ga_model.core.proof.verdict import Verdict
 from ga_model.core.proof.weighing import Weighing
@@ -77,7 +77,7 @@ class Findings:
             if isinstance(error, trial.NothingSeenError):  # so the next batch is tried
                 self._unseen[kind] = found._replace(differences=())
                 return self._unseen[kind]
-            self._note(kind, found, error)
+            self._note(kind, found, error, None if is_own else data)
             if assumed is not None:
                 self._begin_again(assumed, found, window)
         elif self._is_due(kind):
@@ -87,7 +87,7 @@ class Findings:
                 if trial.still_holds(model, backend, data, known, is_own, is_split, is_one):
                     return known
                 found, error = trial.of_step(model, backend, data, rows, is_own, is_split, is_one)
-            if self._note_later(kind, found, error):
+            if self._note_later(kind, found, error, None if is_own else data):
                 self._warn_of_later(kind)
         return self._found[kind]
 
@@ -127,7 +127,7 @@ class Findings:
             found, error = trial.of_microbatches(model, backend, chosen, is_own, is_split)
         if isinstance(error, trial.NothingSeenError):
             return
-        is_other = self._note_later(kind, found, error)
+        is_other = self._note_later(kind, found, error, None if is_own else data)
         if once := sorted(written.difference(found.written)):  # and not while it was tried
             model._warn_once(messages.written_message(model.name, once))
         if not is_other:
@@ -150,22 +150,29 @@ class Findings:
         is_power = number & (number - 1) == 0 and number.bit_length() % 2 == 1
         return not self._backend.traces and is_power and self._found[kind].is_watched
 
-    def _note(self, kind: Any, found: Verdict, error: Exception | None) -> None:
-        """Keep a verdict, and its warning if it is not exact."""
-        if error is not None:
+    def _note(self, kind: Any, found: Verdict, error: Exception | None, data: Any) -> None:
+        """Keep a verdict, and its warning if it is not exact.
+
+        Args:
+            data: a batch, or None: it may be split whatever it holds.
+        """
+        shapes = [] if data is None else shapes_in(data)
+        if not found.is_exact and len({rows for rows, *_ in shapes}) > 1:
+            self._warnings[found] = messages.unlike_rows_message(self._model.name, shapes)
+        elif error is not None:
             self._warnings[found] = messages.untried_message(self._model.name, error)
         elif not found.is_exact:
             self._warnings[found] = messages.unlike_message(self._model.name, found)
         self._found[kind] = found
 
-    def _note_later(self, kind: Any, found: Verdict, error: Exception | None) -> bool:
+    def _note_later(self, kind: Any, found: Verdict, error: Exception | None, data: Any) -> bool:
         """Note what is found of a step that was found to be exact, and return whether it differs.
 
         Processes that train together keep to what they have found together.
         """
         known = self._found[kind]
         found = known.after_news(found)
-        self._note(kind, found, error)
+        self._note(kind, found, error, data)
         is_other = not found.is_exact or found.weighing != known.weighing
         if is_other and not self._backend.trains_alone:
             self._warn_of_later(kind)

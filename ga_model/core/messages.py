@@ -61,6 +61,18 @@ def untried_message(model: str, error: Exception) -> str:
     )
 
 
+def unlike_rows_message(model: str, shapes: list[tuple[int, ...]]) -> str:
+    return (
+        "It is not known whether a window of microbatches trains as the full batch. Received: the "
+        f"training step of {model!r}, and tensors of shapes {shapes}. It was run on some rows of "
+        "each, and failed or gave other updates, which tells nothing of batches that are one "
+        "whole, such as a graph. They count as much as their losses are divided by; if that is "
+        "right, return it in `microbatch_weight`. To train exactly in any case, pass `fit` the "
+        'full batch and set `microbatch_size` with `loss_over="batch"` instead of '
+        "`accumulation_steps`."
+    )
+
+
 def _text_of(error: Exception) -> str:
     """Return the type and text of an error, without what Keras and TensorFlow add to its cause."""
     in_bold = re.search(r"\x1b\[1m(.*?)\x1b\[0m", str(error), re.DOTALL)

@@ -927,6 +927,13 @@ def test_importing_and_training_imports_no_other_backend():
     assert not printed.split()
 
 
+def weights_after(batches, make, **settings):
+    model = compiled(make, **settings)
+    for batch in batches:
+        model.train_on_batch(*batch)
+    return model.get_weights()
+
+
 class OfNames(keras.Model):
     """Treats its input by the name that it has in a dictionary."""
 
@@ -944,13 +951,61 @@ def test_batches_of_a_window_may_have_other_names():
     x, y = dense_data(8)
     batches = [({"a": x[:4]}, y[:4]), ({"b": x[4:]}, y[4:])]
 
-    def weights_after(batches, **settings):
-        model = compiled(OfNames, **settings)
-        for batch in batches:
-            model.train_on_batch(*batch)
-        return model.get_weights()
-
-    start, after = weights_after([]), weights_after(batches, accumulation_steps=2)
-    means = [(a + b) / 2 for a, b in zip(*(weights_after([batch]) for batch in batches))]
+    start, after = (weights_after(b, OfNames, accumulation_steps=2) for b in ([], batches))
+    alone = (weights_after([batch], OfNames) for batch in batches)
+    means = [(a + b) / 2 for a, b in zip(*alone)]
     assert_changed(after, start)
     assert relative_difference(after, means, start) <= TOLERANCE["float32"]
+
+
+class OfGraph(keras.Model):
+    """Adds to each node what its neighbours are."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = keras.layers.Dense(2)
+        self.head.build((None, 4))
+        self.built = True
+
+    def call(self, inputs):
+        nodes, edges = inputs
+        near = ops.take(nodes, edges[0], axis=0)
+        near = ops.segment_sum(near, edges[1], ops.shape(nodes)[0])
+        return self.head(nodes + near)
+
+
+class WeighsNodes(AccumulatingModel, OfGraph):
+    def microbatch_weight(self, x, y=None, sample_weight=None):
+        return ops.cast(ops.shape(y)[0], "float32")
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("way", ["told", "weighs", "whole"])
+def test_batches_that_are_graphs_are_weighted_by_their_nodes(way):
+    """Rows of nodes and edges are no samples, so trying them tells nothing."""
+    generator = np.random.default_rng(0)
+    graphs = []
+    for nodes in (6, 4, 5, 7):
+        edges = generator.integers(0, nodes, (2, 3 * nodes)).astype("int32")
+        graphs.append(((dense_data(nodes, seed=nodes)[0], edges), dense_data(nodes)[1]))
+
+    def union(first, second):
+        ((x, edges), y), ((other, others), z) = first, second
+        return (np.concatenate([x, other]), np.hstack([edges, others + len(x)])), np.vstack([y, z])
+
+    whole = [union(*graphs[:2]), union(*graphs[2:])]
+    settings = {"accumulation_steps": 2}
+    if way == "whole":
+        settings = {"microbatch_size": 3, "loss_over": "batch"}
+
+    start, reference = weights_after([], OfGraph), weights_after(whole, OfGraph)
+    make = WeighsNodes if way == "weighs" else OfGraph
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = weights_after(whole if way == "whole" else graphs, make, **settings)
+    said = {"told": "one whole, such as a graph", "whole": "cannot be split into microbatches"}
+    messages = told(caught)
+    assert len(messages) == (0 if way == "weighs" else 1)
+    assert all(said[way] in str(message) for message in messages)
+    assert_changed(found, start)
+    assert relative_difference(found, reference, start) <= TOLERANCE["float32"]
