@@ -34,6 +34,7 @@ from ga_model.base._internals import (
 from ga_model.base._method_patch import MethodPatch
 from ga_model.core.backend import Backend
 from ga_model.core.call_types import IsolatedCall, Split, Traced
+from ga_model.core.messages import text_of
 from ga_model.core.metric_calls import waiting
 from ga_model.core.models import unrecorded
 from ga_model.core.proof.calls import HALF, NotByRowsError, kinds_of_call
@@ -248,8 +249,7 @@ class LayerCall:
         except Exception as error:  # whatever code of the user's raises on other arrays
             if isinstance(error, Warning) or self._backend.out_of_memory(error) is not None:
                 raise
-            line = next(iter(str(error).splitlines()), type(error).__name__)
-            return f"it cannot be run by itself ({line})", [], self._written
+            return f"it cannot be run by itself ({text_of(error)})", [], self._written
         finally:
             self._python = before
             before.put_back()

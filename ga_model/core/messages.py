@@ -56,7 +56,7 @@ def untried_message(model: str, error: Exception) -> str:
     return (
         "It is not known whether a window of microbatches trains as the full batch. Received: the "
         f"training step of {model!r}, which cannot be run on some samples of the first batch: "
-        f"{_text_of(error)}. It is taken for a mean over samples. To train exactly, {ALONE}, or "
+        f"{text_of(error)}. It is taken for a mean over samples. To train exactly, {ALONE}, or "
         "override `microbatch_weight`."
     )
 
@@ -73,11 +73,11 @@ def unlike_rows_message(model: str, shapes: list[tuple[int, ...]]) -> str:
     )
 
 
-def _text_of(error: Exception) -> str:
+def text_of(error: Exception) -> str:
     """Return the type and text of an error, without what Keras and TensorFlow add to its cause."""
     in_bold = re.search(r"\x1b\[1m(.*?)\x1b\[0m", str(error), re.DOTALL)
     cause = in_bold or re.search(r"([^\n]+)\n\t \[\[", str(error))  # of the node of a graph
-    text = cause[1] if cause else str(error)
+    text = re.sub(r"^\{\{.*?\}\} ", "", cause[1] if cause else str(error))
     return f"{type(error).__name__}: {text}".rstrip(".")
 
 

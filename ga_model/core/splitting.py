@@ -75,6 +75,8 @@ class _Splitting:
         with self._is_in_whole_call.set(True):
             outputs = call(*args, **kwargs)
         if reason and not self._is_in_whole_call.get():
+            # The first one of a layer: it may tell the shapes of a call.
+            _, reason = self._backend.known_calls.setdefault(id(layer), (layer, reason))
             self._model._warn_once(messages.whole_call_message(layer.name, reason))
         return outputs
 

@@ -1009,3 +1009,22 @@ def test_batches_that_are_graphs_are_weighted_by_their_nodes(way):
     assert all(said[way] in str(message) for message in messages)
     assert_changed(found, start)
     assert relative_difference(found, reference, start) <= TOLERANCE["float32"]
+
+
+class OfAdjacency(OfGraph):
+    def call(self, inputs):
+        nodes, adjacency = inputs
+        return self.head(ops.matmul(adjacency, nodes))
+
+
+def test_a_call_that_needs_all_samples_is_named_once_with_the_cause():
+    batches = [
+        ((dense_data(rows)[0], np.ones((rows, rows), "float32")), dense_data(rows)[1])
+        for rows in (8, 9, 10)
+    ]
+    start, reference = weights_after([], OfAdjacency), weights_after(batches, OfAdjacency)
+    cause = r"run by itself \(\w+: (?!Exception)[^{]*5"
+    with pytest.warns(UserWarning, match=cause) as caught:
+        found = weights_after(batches, OfAdjacency, microbatch_size=3)
+    assert len(told(caught)) == 1
+    assert relative_difference(found, reference, start) <= TOLERANCE["float32"]
