@@ -26,7 +26,8 @@ def sum_dtype(dtype: Any) -> str:
 
 def widened(values: Any) -> Any:
     """Return values in the dtype that they are summed in."""
-    return keras.ops.cast(values, sum_dtype(values.dtype))
+    dtype, wide = keras.backend.standardize_dtype(values.dtype), sum_dtype(values.dtype)
+    return values if dtype == wide else keras.ops.cast(values, wide)
 
 
 def is_not(flag: Any) -> Any:
