@@ -20,8 +20,9 @@ from ga_model.core.proof.noted import Noted
 # What JAX is to recompute (`remat`) is left as it is.
 _CALLS = {"pjit", "jit", "closed_call", "core_call", "custom_jvp_call"}
 _CALLS |= {"custom_vjp_call", "custom_vjp_call_jaxpr"}
-# Equations that divide, or give what is divided by: `x / maximum(n, 1)`.
-_DIVIDING = {"div", "max", "select_n", "integer_pow", "pow"}
+# Equations, and the places of inputs that they divide by, or that bound a divisor, as in
+# `x / maximum(n, 1)`.
+_DIVIDING = {"div": (1,), "max": (0, 1), "select_n": (1, 2), "integer_pow": (0,), "pow": (0,)}
 # Equations that decide by their first input, and those whose result may be a bound.
 _DECIDING = {"cond", "select_n"}
 _BOUNDING = {"max", "min", "clamp", "select_n"}
@@ -70,10 +71,9 @@ class Noting(Noted):
             return [_bits(self._draws, tuple(parameters["shape"]), dtype)]
         if name in _DECIDING and not jnp.shape(inputs[0]):
             self._look_at(name, inputs[0].astype("float32"))
-        if name in _DIVIDING:
-            for variable, value in zip(equation.invars, inputs):
-                if not isinstance(variable, Literal):
-                    self._look_at(name, value)
+        for place in _DIVIDING.get(name, ()):
+            if not isinstance(equation.invars[place], Literal):
+                self._look_at(name, inputs[place])
         bound = equation.primitive.get_bind_params(parameters)
         functions, bound = bound if isinstance(bound, tuple) else ((), bound)  # before JAX 0.10
         outputs = equation.primitive.bind(*functions, *inputs, **bound)
