@@ -204,6 +204,9 @@ class Driver(ModelState):
             is_own, is_one = self.has_own_step, not self.accumulates()
             is_one = is_one and (is_whole or not batch.is_split)
             verdict = self._findings.of(data, rows, is_own, is_alone, self.window, is_one)
+            is_unseen = is_alone and self._findings.is_unseen(verdict) and not is_trial
+            if is_unseen and self.settings.loss_over == "auto" and self.backend.trains_alone:
+                return self.updates.whole(rows, data)  # exact, whatever the step is
         if verdict is not None and not verdict.is_exact:
             if batch.is_split and not is_whole and self.settings.loss_over == "auto":
                 self._adds_up = False

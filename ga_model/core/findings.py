@@ -15,6 +15,8 @@ from ga_model.core.proof.verdict import Verdict
 from ga_model.core.proof.weighing import Weighing
 from ga_model.core.window import Window, is_list, values_of
 
+_MOST_FRUITLESS = 4  # trials
+
 
 class FoundOtherwiseError(Exception):
     """A batch has shown that its microbatches weigh otherwise than was found before."""
@@ -35,6 +37,7 @@ class Findings:
         self._warnings: dict[Verdict, str] = {}  # of those that are not exact
         self._unseen: dict[Any, Verdict] = {}  # of structures whose samples have shown nothing yet
         self._num_batches: dict[Any, int] = {}  # that were trained by what was found
+        self._num_fruitless: dict[Any, int] = {}  # trials because of news that showed none
 
     def of(
         self,
@@ -91,6 +94,10 @@ class Findings:
                 self._warn_of_later(kind)
         return self._found[kind]
 
+    def is_unseen(self, verdict: Verdict) -> bool:
+        """Return whether this is assumed of a step that has shown nothing yet."""
+        return any(verdict is assumed for assumed in self._unseen.values())
+
     def message_of(self, verdict: Verdict) -> str:
         """Return the warning about what is not exact."""
         return self._warnings[verdict]
@@ -131,6 +138,7 @@ class Findings:
         if once := sorted(written.difference(found.written)):  # and not while it was tried
             model._warn_once(messages.written_message(model.name, once))
         if not is_other:
+            self._stop_watching(kind, verdict)
             return
         if is_split and backend.trains_alone and (backend.traces or not is_own):
             window.discard()
@@ -184,6 +192,18 @@ class Findings:
         model, found = self._model, self._found[kind]
         model._warn_once(self._warnings.get(found) or messages.late_message(model.name))
 
+    def _stop_watching(self, kind: Any, before: Verdict) -> None:
+        """Watch nothing more where what is news to training has been none to several trials.
+
+        Args:
+            before: the verdict before the last one.
+        """
+        if not self._found[kind].watches_as(before):
+            return
+        number = self._num_fruitless[kind] = self._num_fruitless.get(kind, 0) + 1
+        if number == _MOST_FRUITLESS:
+            self._found[kind] = self._found[kind]._replace(watched=())
+
     def _begin_again(self, assumed: Verdict, found: Verdict, window: Window | None) -> None:
         """Forget microbatches without a gradient that weigh otherwise than was assumed."""
         before, now = ((v.weighing, v.kinds, v.is_folded) for v in (assumed, found))
@@ -201,8 +221,7 @@ class Findings:
         known = [values_of(part) for part in parts if part is not None]
         is_finite = all(bool(ops.all(ops.isfinite(g))) for g in known)  # else no update is made
         if is_finite and any(bool(ops.any(g != 0)) for g in known):
-            message = messages.untried_message(self._model.name, trial.NothingSeenError())
-            self._model._warn_once(message)
+            self._model._warn_once(messages.unseen_message(self._model.name))
 
 
 def _structure_of(data: Any) -> str:

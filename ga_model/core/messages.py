@@ -61,6 +61,15 @@ def untried_message(model: str, error: Exception) -> str:
     )
 
 
+def unseen_message(model: str) -> str:
+    return (
+        "It is not known whether a window of microbatches trains as the full batch. Received: the "
+        f"training step of {model!r}, whose gradients were all zero, or not finite, on some "
+        "samples of the first batches, and now are not. It was taken for a mean over samples. To "
+        f"train exactly, {ALONE}, or override `microbatch_weight`."
+    )
+
+
 def unlike_rows_message(model: str, shapes: list[tuple[int, ...]]) -> str:
     return (
         "It is not known whether a window of microbatches trains as the full batch. Received: the "
@@ -230,10 +239,10 @@ def unsplit_step_message(model: str) -> str:
 def whole_call_message(layer: str, reason: str) -> str:
     return (
         f"A call of {layer!r} cannot be split into microbatches and takes the memory of the full "
-        f"batch (calls of layers inside it are split): {reason}. Training is exact. To save the "
-        "memory, make every output have one row per sample that depends on no other sample, draw "
-        "random numbers with `keras.random` and a `keras.random.SeedGenerator`, or move the part "
-        "that needs all samples out of the layer, into `train_step` or the loss."
+        f"batch (calls of layers inside it are split): {reason}. That changes no update. To save "
+        "the memory, make every output have one row per sample that depends on no other sample, "
+        "draw random numbers with `keras.random` and a `keras.random.SeedGenerator`, or move the "
+        "part that needs all samples out of the layer, into `train_step` or the loss."
     )
 
 

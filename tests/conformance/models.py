@@ -508,7 +508,7 @@ def hidden(parts, base=keras.Sequential):
 
 def behind_zeros(what, *base, compile_args=MSE):
     """Return cases of what combines samples behind weights that are zero at first."""
-    expects = {**COMBINES, "within": Warns("cannot be split.*Training is exact", ALL)}
+    expects = {**COMBINES, "within": Warns("cannot be split.*That changes no update", ALL)}
     settings = "windows", "split"
     return {
         f"{what} behind {name} of zeros": Case(

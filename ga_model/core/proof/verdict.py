@@ -142,6 +142,13 @@ class Verdict(NamedTuple):
         has_seen_zero = self.has_seen_zero or found.has_seen_zero
         return found._replace(watched=watched, has_seen_zero=has_seen_zero)
 
+    def watches_as(self, other: Verdict) -> bool:
+        """Return whether the same is news to this verdict as to another one."""
+        mine, others = (
+            ({w.name for w in v.watched}, v.has_seen_zero, v.written) for v in (self, other)
+        )
+        return mine == others
+
     def of_log(self, name: str) -> Weighing:
         """Return how a scalar that the step logs is put together."""
         return self._known(dict(self.logs).get(name))
