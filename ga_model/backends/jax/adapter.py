@@ -63,9 +63,6 @@ class JaxBackend(Backend):
         super().__init__(model)
         self._values: dict[Group, list[Any]] = {}
 
-    def optimizers(self) -> list[Any]:
-        return [self._model.optimizer]  # which alone has its variables passed to a step
-
     def variables(self, group: Group) -> list[Any]:
         """Return the variables of a group, in the order in which Keras passes their values."""
         if group == "optimizer":

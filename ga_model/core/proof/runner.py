@@ -71,6 +71,8 @@ class StepRunner:
         self.has_mismatch = self.has_own_loss = False
         self.written: set[str] = set()
         optimizers = backend.optimizers()
+        if not backend.has_several_optimizers:  # a step does not get the variables of others
+            optimizers = [model.optimizer]
         numbers = [v for o in optimizers for v in o.variables if len(v.shape) == 0]  # such as rates
         counters = [counter_of(optimizer) for optimizer in optimizers]
         groups = (model.trainable_variables, model.non_trainable_variables, model.metrics_variables)
