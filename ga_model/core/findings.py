@@ -138,7 +138,7 @@ class Findings:
         if once := sorted(written.difference(found.written)):  # and not while it was tried
             model._warn_once(messages.written_message(model.name, once))
         if not is_other:
-            self._stop_watching(kind, verdict)
+            self._stop_watching(kind, verdict, written)
             return
         if is_split and backend.trains_alone and (backend.traces or not is_own):
             window.discard()
@@ -192,17 +192,18 @@ class Findings:
         model, found = self._model, self._found[kind]
         model._warn_once(self._warnings.get(found) or messages.late_message(model.name))
 
-    def _stop_watching(self, kind: Any, before: Verdict) -> None:
+    def _stop_watching(self, kind: Any, before: Verdict, written: set[str]) -> None:
         """Watch nothing more where what is news to training has been none to several trials.
 
         Args:
             before: the verdict before the last one.
+            written: paths of the variables that the step has written to.
         """
         if not self._found[kind].watches_as(before):
             return
         number = self._num_fruitless[kind] = self._num_fruitless.get(kind, 0) + 1
         if number == _MOST_FRUITLESS:
-            self._found[kind] = self._found[kind]._replace(watched=())
+            self._found[kind] = self._found[kind].without_news(written)
 
     def _begin_again(self, assumed: Verdict, found: Verdict, window: Window | None) -> None:
         """Forget microbatches without a gradient that weigh otherwise than was assumed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import inf
 from typing import Any, NamedTuple
 
@@ -148,6 +148,11 @@ class Verdict(NamedTuple):
             ({w.name for w in v.watched}, v.has_seen_zero, v.written) for v in (self, other)
         )
         return mine == others
+
+    def without_news(self, written: Iterable[str]) -> Verdict:
+        """Return the verdict to which nothing is news that writes to these variables."""
+        every = tuple(sorted({*self.written, *written}))
+        return self._replace(watched=(), has_seen_zero=True, written=every)
 
     def of_log(self, name: str) -> Weighing:
         """Return how a scalar that the step logs is put together."""
