@@ -58,8 +58,10 @@ FIRST = QUICK | named(
     compiled by XLA; several steps per execution;
     mean_with_sample_weight, masked, weights: positions; class weights, sum_over_batch_size;
     ignored class; two masks; own loss: masked mean with epsilon; own compute_loss: with a rule;
-    logs: weighted metrics of a mask; own train_step: compute_loss; own train_step: sum"""
+    logs: weighted metrics of a mask; own train_step: compute_loss; own train_step: sum;
+    regularizers, sum"""
 )
+SPLIT_FIRST = named("two masks")  # whose terms have weights of their own only there
 
 
 # Reasons, by beginnings of names, why a case is left out with `--replicas`.
@@ -89,6 +91,8 @@ def trainings():
         precisions = (case.precision,) if case.precision else PRECISIONS
         number = len(case.settings)
         order = [case.settings[(turn + i) % number] for i in range(number)]
+        if name in SPLIT_FIRST:
+            order.sort(key=lambda setting: setting != "split")
         for setting, precision in itertools.product(order, precisions):
             is_taken = setting == order[0] and precision == precisions[0]
             marks = []
