@@ -61,7 +61,7 @@ FIRST = QUICK | named(
     logs: weighted metrics of a mask; own train_step: compute_loss; own train_step: sum;
     regularizers, sum"""
 )
-SPLIT_FIRST = named("two masks")  # whose terms have weights of their own only there
+SPLIT_FIRST = named("two masks; regularizers, sum")  # whose terms differ in weight there
 
 
 # Reasons, by beginnings of names, why a case is left out with `--replicas`.
