@@ -26,7 +26,8 @@ def sum_dtype(dtype: Any) -> str:
 
 def widened(values: Any) -> Any:
     """Return values in the dtype that they are summed in."""
-    dtype, wide = keras.backend.standardize_dtype(values.dtype), sum_dtype(values.dtype)
+    dtype = keras.backend.standardize_dtype(values.dtype)
+    wide = sum_dtype(dtype)
     return values if dtype == wide else keras.ops.cast(values, wide)
 
 

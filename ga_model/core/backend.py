@@ -45,7 +45,7 @@ class Backend(ABC):
         has_several_optimizers: whether a step may apply more than one.
         noted_dtypes: names of the dtypes that code computed in where it was noted, if known.
         noted_of_shapes: names of scalars that were noted and follow from shapes alone, if known.
-        known_calls: what was found of calls of layers, as `LayerCall.analyze` takes it.
+        known_calls: what `LayerCall.analyze` finds of calls, and why a layer runs whole, by its id.
     """
 
     optimizer_stand_in: type
