@@ -37,6 +37,7 @@ class Findings:
         self._warnings: dict[Verdict, str] = {}  # of those that are not exact
         self._unseen: dict[Any, Verdict] = {}  # of structures whose samples have shown nothing yet
         self._num_batches: dict[Any, int] = {}  # that were trained by what was found
+        self._next_trials: dict[Any, int] = {}  # the numbers of batches
         self._num_fruitless: dict[Any, int] = {}  # trials because of news that showed none
 
     def of(
@@ -83,7 +84,7 @@ class Findings:
             self._note(kind, found, error, None if is_own else data)
             if assumed is not None:
                 self._begin_again(assumed, found, window)
-        elif self._is_due(kind):
+        elif self._is_due(kind, window):
             known = self._found[kind]
             data = backend.samples_of(data, of_all=True)
             with backend.on_one_replica():
@@ -149,14 +150,17 @@ class Findings:
         """Return a key for what is to be found out once."""
         return is_split, is_one, _structure_of(self._backend.each(data)[0])
 
-    def _is_due(self, kind: Any) -> bool:
+    def _is_due(self, kind: Any, window: Window | None) -> bool:
         """Return whether a step is to be tried again, as code that runs eagerly may change.
 
-        It is with growing distance: in the batches 4, 16, 64 and so on.
+        It is with growing distance: in the batches 4, 16, 64 and so on, but not in the first window.
         """
         number = self._num_batches[kind] = self._num_batches.get(kind, 1) + 1
-        is_power = number & (number - 1) == 0 and number.bit_length() % 2 == 1
-        return not self._backend.traces and is_power and self._found[kind].is_watched
+        due = self._next_trials.setdefault(kind, 4)
+        if self._backend.traces or number < due or window is None or not window.was_full:
+            return False
+        self._next_trials[kind] = 4 * due
+        return self._found[kind].is_watched
 
     def _note(self, kind: Any, found: Verdict, error: Exception | None, data: Any) -> None:
         """Keep a verdict, and its warning if it is not exact.
