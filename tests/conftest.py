@@ -101,7 +101,8 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if (most := PARTS.get(folder_of(item.path))) is not None:
             test = (item.path, item.originalname)
-            item.add_marker("gate" if seen[test] < most else "sweep")
+            is_taken = seen[test] < most or item.get_closest_marker("every_case")
+            item.add_marker("gate" if is_taken else "sweep")
             seen[test] += 1
             continue
         if any(item.get_closest_marker(name) for name in ("every_case", "sweep", "deep")):

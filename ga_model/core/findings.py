@@ -153,7 +153,7 @@ class Findings:
     def _is_due(self, kind: Any, window: Window | None) -> bool:
         """Return whether a step is to be tried again, as code that runs eagerly may change.
 
-        It is with growing distance: in the batches 4, 16, 64 and so on, but not in the first window.
+        It is with growing distance: in the batches 4, 16, 64 and so on, not in the first window.
         """
         number = self._num_batches[kind] = self._num_batches.get(kind, 1) + 1
         due = self._next_trials.setdefault(kind, 4)

@@ -746,6 +746,29 @@ CASES |= {
     for name, loss in (LOST | KEPT).items()
     for how, is_own in {"compiled": False, "own": True}.items()
 }
+
+
+def few_positives(rows):
+    """Samples, of which one in eight counts: at most one of a microbatch, and of a trial."""
+    x, y = dense_data(rows)
+    y = 0.2 * y
+    y[:, 0] = np.where(np.arange(rows) % 8 == 1, 1.0, -1.0)
+    return x, y
+
+
+def of_all_over_positives(y, z):
+    return 0.1 * of_all(y, z) / ops.maximum(number(y), 1.0)
+
+
+CASES |= {
+    f"few positives: {loss.__name__}": empty_later(
+        loss, expects=expects, data=few_positives, samples=48
+    )
+    for loss, expects in (
+        (of_all_over_positives, {"across": Warns(TRIED)}),
+        (KEPT["bounded"], {}),
+    )
+}
 CASES |= {  # it makes an update with gradients of zero, as plain Keras does
     f"an empty window: {loss.__name__}": empty_later(
         loss,

@@ -14,6 +14,7 @@ every eleventh on TensorFlow. The sweep takes the rest.
 
 import importlib
 import itertools
+import zlib
 
 import helpers
 import keras
@@ -61,7 +62,14 @@ FIRST = QUICK | named(
     logs: weighted metrics of a mask; own train_step: compute_loss; own train_step: sum;
     regularizers, sum"""
 )
-SPLIT_FIRST = named("two masks; regularizers, sum")  # whose terms differ in weight there
+# What is to be shown in one setting: terms whose weights differ there, or a step that is tried.
+SETTINGS = dict.fromkeys(named("two masks; regularizers, sum"), "split")
+SETTINGS |= dict.fromkeys(
+    named(
+        "own train_step: masked mean; own train_step: contrastive; a layer that combines samples"
+    ),
+    "windows",
+)
 
 
 # Reasons, by beginnings of names, why a case is left out with `--replicas`.
@@ -85,14 +93,15 @@ if BACKEND == "jax":
 def trainings():
     """Return a parameter for each case, setting and precision that this backend has."""
     found, first = [], FIRST if BACKEND == "torch" else QUICK
-    for turn, (name, case) in enumerate(TABLE.items()):
+    for name, case in TABLE.items():
+        turn = zlib.crc32(name.encode())  # which other cases do not change
         if BACKEND not in case.backends:
             continue
         precisions = (case.precision,) if case.precision else PRECISIONS
         number = len(case.settings)
         order = [case.settings[(turn + i) % number] for i in range(number)]
-        if name in SPLIT_FIRST:
-            order.sort(key=lambda setting: setting != "split")
+        if name in SETTINGS:
+            order.sort(key=lambda setting: setting != SETTINGS[name])
         for setting, precision in itertools.product(order, precisions):
             is_taken = setting == order[0] and precision == precisions[0]
             marks = []

@@ -134,7 +134,6 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_a_repeated_batch_is_that_of_the_smaller_size(settings):
     """The limit drops in the middle of a batch, in windows of several of the last."""

@@ -29,7 +29,6 @@ ALONE = {
 }
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("name", ALONE)
 def test_layers_that_treat_samples_one_by_one(name):
     layer, random = ALONE[name](), torch.get_rng_state()
@@ -62,7 +61,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_split(name):
     function, reason = REFUSED[name]
@@ -115,7 +113,6 @@ DRAWN = {
 }
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("name", DRAWN)
 def test_each_sample_has_its_own_random_numbers(name):
     samples = torch.randn(TOTAL, 4)
@@ -145,7 +142,6 @@ DIVIDED = {
 }
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("name", DIVIDED)
 def test_what_is_divided_by_is_noted(name):
     function, expected = DIVIDED[name]

@@ -51,7 +51,6 @@ def test_the_demonstration_trains_alike(monkeypatch):
     assert _report.judge(results, "float32")[0]
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("way", _measure.WAYS)
 def test_ways_of_the_benchmark_update_where_they_are_to(way, monkeypatch):
     def make():

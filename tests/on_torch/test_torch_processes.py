@@ -51,7 +51,6 @@ def expected(name, size):
 NAMES = [*trainings.CASES, "loop, mean", "loop, sum", "train_on_batch"]
 
 
-@pytest.mark.every_case
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")  # of "unused"
 @pytest.mark.parametrize("name", NAMES)
 def test_two_processes_match_one_on_the_full_batch(name, results):
@@ -103,7 +102,6 @@ ERRORS = {
 }
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("name", ERRORS)
 def test_what_does_not_go_together_is_an_error_in_all_processes(name, results):
     for result in results(2):
@@ -132,7 +130,6 @@ def test_gradients_are_summed_in_buckets(results):
     assert num_exchanges == num_updates * len(alone)
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("way", trainings.WAYS)
 def test_sums_beside_means_are_exact_for_equal_batches_and_told(way, results):
     reference, start = trainings.told_reference(2, trainings.TOLD["with a sum"])
@@ -142,7 +139,6 @@ def test_sums_beside_means_are_exact_for_equal_batches_and_told(way, results):
         assert any("The terms of" in message for message in messages)
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("way", trainings.WAYS)
 def test_averages_of_batch_normalization_are_told_to_be_of_a_process(way, results):
     for result in results(2):

@@ -295,6 +295,8 @@ def candidates(
     known: list[list[float]] = []
     for weighing in (w for source in sources for w in _variants(source, tried)):
         shares = [share for window in tried for share in window.shares(weighing)]
+        if weighing.source in of_shapes and 0 in shares:
+            continue  # there are samples, which the step treats otherwise if they are few
         is_new = not any(np.allclose(shares, other, rtol=1e-9, atol=0) for other in known)
         if np.isfinite(shares).all() and (is_new or weighing == Weighing("samples")):
             known.append(shares)

@@ -257,7 +257,8 @@ _averaging = MethodPatch("call", _without_training)
 def samples_for_trial(data: Any, number: int) -> Any:
     """Return so many samples of a batch, as arrays: altered copies, too, if it has fewer.
 
-    Ragged and sparse tensors stay what they are, and are repeated if there are fewer.
+    The largest target comes first, also with another input, as what is rare may be what a loss is
+    divided by. Ragged and sparse tensors stay what they are, and are repeated if there are fewer.
 
     Raises:
         ValueError: there are fewer than three of these, which would all be alike.
@@ -277,13 +278,17 @@ def samples_for_trial(data: Any, number: int) -> Any:
     data = keras.tree.map_structure(in_numpy, data)
     finite = _finite_rows(data, num_rows(data))
     rows, generator = len(finite), np.random.default_rng(0)
-    chosen = np.sort(generator.permutation(rows)[:number])
+    chosen = generator.permutation(rows)[:number] if rows >= number else np.arange(number)
+    largest = _largest_rows(data, finite)[: number // 4]
+    others = np.sort(chosen)[: number - 2 * len(largest)]
 
     def taken(array: Any) -> Any:
         if not isinstance(array, np.ndarray) or not array.shape:
             return array
+        twins = [(row, row if found_in is array else row - 1) for found_in, row in largest]
         array = array[finite] if len(array) > rows else array
-        return array[chosen] if rows >= number else _altered(array, number, generator)
+        array = array if rows >= number else _altered(array, number, generator)
+        return array[[*itertools.chain(*twins), *others]]
 
     return keras.tree.map_structure(taken, data)
 
@@ -301,6 +306,21 @@ def _finite_rows(data: Any, rows: int) -> Any:
         if is_array and array.dtype.kind not in "iubUSO":
             is_finite &= np.isfinite(array.astype("float32")).reshape(rows, -1).all(1)
     return np.flatnonzero(is_finite) if is_finite.any() else np.arange(rows)
+
+
+def _largest_rows(data: Any, finite: Any) -> list[tuple[Any, int]]:
+    """Return arrays, and the place among these rows of the largest of each, by its sum.
+
+    Arrays of whole numbers, such as labels and masks, come first, and targets before inputs.
+    """
+    found: list[tuple[Any, int]] = []
+    for array in reversed(keras.tree.flatten(data)):
+        is_array = isinstance(array, np.ndarray) and array.ndim > 0 and len(array) > finite[-1]
+        if is_array and array.dtype.kind not in "USO":
+            sums = array[finite].reshape(len(finite), -1).sum(1, "float64")
+            if np.ptp(sums):
+                found.append((array, int(np.argmax(sums))))
+    return sorted(found, key=lambda pair: bool(np.any(pair[0] != np.round(pair[0]))))
 
 
 def _altered(array: Any, number: int, generator: Any) -> Any:
