@@ -809,8 +809,8 @@ CASES = {
         LogsTwice,
         expects={"across": Warns(f"(?s){LOGGED}.*the log 'twice' differs,", BUT_LOGS)},
     ),
-    **models.behind_zeros(
-        "samples combined", functools.partial(OfObjective, losses.mean), compile_args=sgd(None)
+    "samples combined behind a head of zeros": models.behind_zeros(
+        functools.partial(OfObjective, losses.mean), sgd(None)
     ),
     "a loss of a layer, a sum later": dataclasses.replace(
         models.annealed(ops.sum, functools.partial(AddsLosses, losses.mean), settings=("split",)),
