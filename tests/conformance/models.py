@@ -514,6 +514,19 @@ def annealed(function, base=keras.Sequential, **kwargs):
     return Case(make, fit={"callbacks": [Anneals()], "epochs": 3}, **kwargs)
 
 
+class Elsewhere(layers.Layer):
+    """Writes to a variable that is no layer's; on JAX, plain Keras loses what it writes."""
+
+    other = None
+
+    def build(self, shape):
+        type(self).other = keras.Variable(0.0)
+
+    def call(self, x):
+        type(self).other.assign(ops.mean(x))
+        return x
+
+
 class CountsInside(Centers):
     """Is not split, so calls in it are, of which one writes to a variable."""
 
@@ -652,6 +665,12 @@ CASES |= {
         lambda: layers.SpectralNormalization(layers.Dense(5, "tanh")), expects=WRITES
     ),
     "a layer that keeps an average": before(lambda: KeepsAverage(5, "tanh"), expects=WRITES),
+    "a layer that writes elsewhere": behind(
+        Elsewhere,
+        expects={"recomputed": Warns("writes to a variable of another layer", ALL)},
+        backends=("jax",),
+        settings=("recomputed", "windows"),
+    ),
     "a layer that combines samples, and one in it that writes": Case(
         lambda: sequential((4,), CountsInside(), dense_model()), **IN_ONE_BATCH
     ),
