@@ -10,7 +10,6 @@ from collections import deque
 import keras
 import numpy as np
 import pytest
-from case import TRIED
 from helpers import Applies, assert_close, dense_data, dense_model, seeded, sequential, told
 from keras import layers, ops
 from of_torch import Own, Step, model_of, torch
@@ -352,40 +351,6 @@ def test_the_state_of_torch_optim_and_the_last_gradients_are_those_of_plain_trai
             torch.testing.assert_close(states[0][name], value, rtol=1e-4, atol=1e-7)
         torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-6)
     assert "step" not in vars(model.of_torch)
-
-
-class Schedules(Own):
-    """Lowers the rate in each step."""
-
-    def compile(self):
-        super().compile()
-        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.of_torch, 0.5)
-
-    def update(self):
-        super().update()
-        self.schedule.step()
-
-
-def test_a_schedule_that_goes_on_with_each_batch_is_told_of():
-    with pytest.warns(UserWarning, match=f"{TRIED}.*lr"):
-        model, _ = of_torch(Schedules, **WINDOWS)
-    assert model.schedule.last_epoch == 24
-    for settings in ({"rows": 12}, SPLIT):  # as in plain training
-        assert of_torch(Schedules, **settings)[0].schedule.last_epoch == 9
-
-
-def test_a_schedule_goes_on_with_each_update_by_on_update():
-    class OnUpdate(Schedules):
-        def update(self):
-            Own.update(self)
-
-        def on_update(self):
-            self.schedule.step()
-
-    expected, start = of_torch(Schedules)
-    model, _ = of_torch(OnUpdate, **WINDOWS)
-    assert model.schedule.last_epoch == expected.schedule.last_epoch == 9
-    assert_close(model, expected, start)
 
 
 def test_a_size_is_found_for_torch_optim():
