@@ -63,9 +63,9 @@ FIRST_SETTING = {name: setting for setting, names in QUICK.items() for name in n
 # What else trains in every run on PyTorch, which traces nothing.
 FIRST = {*FIRST_SETTING} | named(
     """two_outputs; unused_variable; lazily_built; stateful recurrent; language model; dicts;
-    sample weights by output; a sample; a layer that adds a mean and a sum; schedule;
-    moving average that overwrites; weight decay; constraints; mixed_float16: dense; eager;
-    mixed_float16: scales that overflow;
+    sample weights by output; a sample; a layer that adds a mean and a sum; activities beside a sum;
+    schedule; moving average that overwrites; weight decay; constraints; mixed_float16: dense;
+    eager; mixed_float16: scales that overflow;
     compiled by XLA; several steps per execution;
     mean_with_sample_weight, masked, weights: positions; class weights, sum_over_batch_size;
     ignored class; two masks; own loss: masked mean with epsilon; own compute_loss: with a rule;
