@@ -75,9 +75,6 @@ def attention():
 ALONE = {
     "dense": lambda: sequential((5,), layers.Dense(4, "gelu"), layers.Dropout(0.3)),
     "attention": attention,
-    "grouped": lambda: sequential(
-        (7, 8), layers.Dense(8), layers.Reshape((7, 2, 4)), layers.Permute((2, 1, 3))
-    ),
     "images": lambda: sequential(
         (8, 8, 4),
         layers.Conv2D(4, 3, padding="same"),
@@ -94,11 +91,7 @@ ALONE = {
         layers.Bidirectional(layers.LSTM(4, return_sequences=True)),
         layers.GRU(3, reset_after=False, dropout=0.1),
     ),
-    "images in time": lambda: sequential((3, 6, 6, 2), layers.ConvLSTM2D(3, 2)),
-    "distributed": lambda: sequential((7, 5), layers.TimeDistributed(layers.Dense(3))),
-    "einsum": lambda: sequential((7, 8), layers.EinsumDense("abc,cd->abd", (None, 6))),
     "noise": lambda: sequential((7, 5), layers.GaussianNoise(0.1), layers.SpatialDropout1D(0.1)),
-    "seeded": lambda: sequential((7, 5), layers.Dropout(0.3, seed=3), layers.AlphaDropout(0.1)),
     "statistics": lambda: sequential((5,), layers.Dense(4), layers.BatchNormalization()),
     "bfloat16": lambda: sequential((5,), layers.Dense(9, dtype="mixed_bfloat16")),
     "frozen": frozen,
@@ -122,6 +115,7 @@ LOSSES = {
 # Functions, and whether they give one value per sample that follows from it alone.
 FUNCTIONS = {
     "each sample": (lambda x: ops.logsumexp(x, axis=-1), True),
+    "over a stack": (lambda x: ops.logsumexp(ops.stack([x, 2.0 * x]), axis=0), True),
     "against others": (lambda x: ops.matmul(x, ops.transpose(x)), False),
     "padded": (lambda x: ops.pad(x, [[1, 0], [0, 0]]), False),
     "shifted": (lambda x: ops.roll(x, 1, axis=0), False),

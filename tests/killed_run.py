@@ -33,10 +33,8 @@ class Killer:
 class Backup(keras.callbacks.BackupAndRestore):
     """Keras's, which tells where it is: a line for every batch, and around what it writes."""
 
-    def __init__(self, folder, save_freq, moment, killer):
-        super().__init__(
-            folder / "backup", save_freq, double_checkpoint=True, delete_checkpoint=False
-        )
+    def __init__(self, folder, moment, killer):
+        super().__init__(folder / "backup", double_checkpoint=True, delete_checkpoint=False)
         self._events = (folder / "events").open("a", buffering=1)
         self._moment, self._killer = moment, killer
         self._number = dict.fromkeys(("batch", "saving", "saved"), 0)
@@ -61,12 +59,10 @@ class Backup(keras.callbacks.BackupAndRestore):
             signal.pause()  # the killer may be late
 
 
-def mend(backup, updates_per_epoch=None):
+def mend(backup):
     """Make what a kill left of a backup agree with itself, and return the epoch to go on with.
 
-    Args:
-        updates_per_epoch: of backups at epochs' ends, whose epoch the optimizer's iterations tell.
-            None for other backups, of which an epoch that cannot be read is the first one.
+    It is made at epochs' ends, so that the optimizer's iterations tell its epoch.
     """
     weights, metadata = backup / "latest.weights.h5", backup / "training_metadata.json"
     try:
@@ -80,11 +76,7 @@ def mend(backup, updates_per_epoch=None):
             return json.loads(older.read_text())["epoch"]
         shutil.rmtree(backup)
         return 0
-    if updates_per_epoch:
-        epoch = updates // updates_per_epoch
-    else:
-        text = metadata.read_text() if metadata.exists() else ""
-        epoch = json.loads(text or '{"epoch": 0}')["epoch"]
+    epoch = updates // 4  # of 40 rows, 12 for each
     metadata.write_text(json.dumps({"epoch": epoch, "batch": 0}))
     return epoch
 
@@ -107,7 +99,7 @@ def fit(settings, rows, epochs, callbacks=()):
     return model
 
 
-def train(folder, settings, rows, epochs, save_freq, moment=None, seconds=0.0):
+def train(folder, settings, rows, epochs, moment=None, seconds=0.0):
     """Train from the backup in the folder on, and return the weights.
 
     Args:
@@ -119,5 +111,5 @@ def train(folder, settings, rows, epochs, save_freq, moment=None, seconds=0.0):
     tf.config.threading.set_inter_op_parallelism_threads(1)
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
-    backup = Backup(Path(folder), save_freq, moment, Killer(seconds))
+    backup = Backup(Path(folder), moment, Killer(seconds))
     return fit(settings, rows, epochs, [backup]).get_weights()

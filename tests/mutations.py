@@ -136,7 +136,7 @@ check/test_check.py::test_models_are_checked_as_they_are_compiled
 +np.random.default_rng()
 
 the command's exit status does not tell that a model differs: cli/_commands.py
-check/test_check.py::test_the_command_checks_a_script
+conformance/test_check_everywhere.py::test_the_command_checks_a_script
 -"different": 1,
 +"different": 0,
 

@@ -1,4 +1,4 @@
-"""One worker of a cluster: `python worker.py JOB DIRECTORY ...`, started by `test_workers.py`.
+"""One worker of a cluster: `python worker.py JOB DIRECTORY`, started by `test_workers.py`.
 
 It reads `start.npz`, weights and data, from the directory, and writes what came out to it.
 """
@@ -17,11 +17,7 @@ from helpers import dense_model
 
 from ga_model import accumulate
 
-SETTINGS = {
-    "steps": {"accumulation_steps": 3},
-    "size": {"microbatch_size": 3},
-    "both": {"accumulation_steps": 2, "microbatch_size": 2},
-}
+SETTINGS = {"accumulation_steps": 2, "microbatch_size": 2}
 # Before Keras 3.10, those of replicas cannot be updated microbatch by microbatch.
 METRICS = ["mae"] if "synchronization" in inspect.signature(keras.Variable).parameters else None
 ROWS = 8  # per batch
@@ -39,15 +35,14 @@ def compiled(start, strategy, rate=0.01, **settings):
     return model
 
 
-def train(strategy, start, x, y, directory, *names):
-    """Fit, evaluate and predict with each of the named settings."""
-    for name in names:
-        model = compiled(start, strategy, **SETTINGS[name])
-        fit = {"batch_size": ROWS, "epochs": 2, "shuffle": False, "verbose": 0}
-        history = model.fit(x, y, validation_data=(x[:11], y[:11]), **fit).history
-        evaluated = model.evaluate(x, y, batch_size=ROWS, verbose=0, return_dict=True)
-        history |= {f"evaluate_{key}": value for key, value in evaluated.items()}
-        save(directory / f"{name}{INDEX}", model, predictions=model.predict(x), **history)
+def train(strategy, start, x, y, directory):
+    """Fit, evaluate and predict."""
+    model = compiled(start, strategy, **SETTINGS)
+    fit = {"batch_size": ROWS, "epochs": 2, "shuffle": False, "verbose": 0}
+    history = model.fit(x, y, validation_data=(x[:11], y[:11]), **fit).history
+    evaluated = model.evaluate(x, y, batch_size=ROWS, verbose=0, return_dict=True)
+    history |= {f"evaluate_{key}": value for key, value in evaluated.items()}
+    save(directory / f"trained{INDEX}", model, predictions=model.predict(x), **history)
 
 
 class Dies(keras.callbacks.Callback):
@@ -96,4 +91,4 @@ if __name__ == "__main__":
     keras.config.set_dtype_policy("float64")
     job, directory = globals()[sys.argv[1]], Path(sys.argv[2])
     start, data = load(directory / "start.npz")
-    job(strategy, start, data["x"], data["y"], directory, *sys.argv[3:])
+    job(strategy, start, data["x"], data["y"], directory)

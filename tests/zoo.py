@@ -117,15 +117,6 @@ ZOO = {
     "lazily_built": (LazilyBuilt, dense_data),
 }
 
-OPTIMIZERS = {
-    "sgd": lambda: keras.optimizers.SGD(0.1),
-    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
-    "adam": lambda: keras.optimizers.Adam(0.01),
-    "adamw": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
-    "rmsprop": lambda: keras.optimizers.RMSprop(0.01),
-    "lion": lambda: keras.optimizers.Lion(0.01),
-}
-
 
 def float8():
     # Without biases, whose gradients Keras sums up in bfloat16.

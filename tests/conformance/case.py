@@ -211,7 +211,9 @@ def values_of(variables):
 def state_of(model):
     seeds = [v for v in model.non_trainable_variables if "seed_generator" in v.path]
     others = [v for v in model.non_trainable_variables if "seed_generator" not in v.path]
-    optimizers = [v for v in vars(model).values() if isinstance(v, keras.optimizers.Optimizer)]
+    kind = keras.optimizers.Optimizer
+    values = [v for v in vars(model).values() if isinstance(v, (list, kind))]
+    optimizers = [v for v in keras.tree.flatten(values) if isinstance(v, kind)]
     return Trained(
         values_of(model.trainable_variables),
         values_of(others),

@@ -55,12 +55,6 @@ class MeanOfDice(keras.metrics.Metric):
         return self.sum / self.number
 
 
-class MeanOfMeans(MeanOfDice):
-    def update_state(self, y, z, sample_weight=None):
-        self.sum.assign_add(mean_error(y, z))
-        self.number.assign_add(1.0)
-
-
 class Confusion(keras.metrics.Metric):
     """Counts in a way that puts samples together."""
 
@@ -137,7 +131,6 @@ OF_SAMPLES = {
 }
 OF_BATCHES = {
     "a mean of batches": MeanOfDice,
-    "a mean of means": MeanOfMeans,
     "matches": lambda: matches,
     "a mean and a number": lambda: mean_and_sum,
     "a root": lambda: root_error,

@@ -342,20 +342,6 @@ class LogsOfBatches(LogsNumbers):
         }
 
 
-class LogsTerms(LogsNumbers):
-    """Its loss is the sum of two, which it logs after PyTorch took the gradient through them."""
-
-    def forward_loss(self, x, y):
-        z = self(x, training=True)
-        self.one = torch.nn.functional.mse_loss(z, y)
-        self.other = torch.nn.functional.smooth_l1_loss(z, y)
-        return self.one + self.other
-
-    def more(self, x, y):
-        self.trackers[0].update_state(self.other)
-        return {"one": self.one, "tracked": self.trackers[0].result()}
-
-
 def logs_gradients(self, x, y):
     """Read gradients after the update, and set them to zero as scripts of PyTorch do."""
     gradients = [w.value.grad for w in self.trainable_weights]
@@ -393,14 +379,12 @@ def near_at_first(rows):
     return x, y
 
 
-OF_SUMS = ("windows", "added up")
 CASES |= {
-    "logs of numbers": step(base=LogsNumbers),
+    "logs of numbers": step(base=LogsNumbers, settings=("windows", "both", "split", "added up")),
     "logs of batches": step(
         {"across": Warns(r"the log '(norm|worst|most)' differs.*and 2 more things do", BUT_LOGS)},
         base=LogsOfBatches,
     ),
-    "logs of terms": step(base=LogsTerms, settings=OF_SUMS),
     "logs of gradients": step(
         {
             "across": Warns(
@@ -411,7 +395,11 @@ CASES |= {
         more=logs_gradients,
     ),
     "logs of what is alike by chance": step(
-        base=LogsCounts, data=near_at_first, samples=72, compile=sgd(None, 0.001), settings=OF_SUMS
+        base=LogsCounts,
+        data=near_at_first,
+        samples=72,
+        compile=sgd(None, 0.001),
+        settings=("windows", "added up"),
     ),
 }
 
@@ -458,6 +446,18 @@ class Two(Own):
         self.optimizer.apply([v.value.grad for v in biases], biases)
 
 
+class Schedules(Own):
+    """Lowers the rate in each step."""
+
+    def compile(self):
+        super().compile()
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.of_torch, 0.5)
+
+    def update(self):
+        super().update()
+        self.schedule.step()
+
+
 def of_others(parameters):
     return torch.optim.SGD([*parameters, torch.nn.Parameter(torch.zeros(3))], 0.1)
 
@@ -474,6 +474,9 @@ CASES |= {
 }
 CASES |= {
     "torch.optim, beside one of Keras": with_optimizer(base=Two),
+    "torch.optim, with a schedule": step(
+        {"across": Warns(f"{TRIED}.*lr")}, base=Schedules, compile=dict
+    ),
     "torch.optim, with a closure": with_optimizer(
         update=lambda self: self.of_torch.step(lambda: 0.0), refused="passes a closure to `step`"
     ),
@@ -664,21 +667,6 @@ class WithBuffers(layers.Dense):
         self.register_buffer("kept", torch.ones(5))
 
 
-class Borrows(layers.Dense):
-    lender = None
-
-    def call(self, x):
-        return super().call(x) + Borrows.lender.value
-
-
-class Lends(Step):
-    def begin(self):
-        self.lender = Borrows.lender = self.add_weight(shape=(5,), initializer="ones")
-
-    def forward_loss(self, x, y):
-        return torch.square(self.layers[1](self.layers[0](x)) - y).mean()
-
-
 class Drops(layers.Dense):
     """Leaves out samples, of which there are none among the first."""
 
@@ -734,7 +722,6 @@ WHOLE = {
     Trims: ("its outputs have different shapes for different microbatches", OfFour),
     IsParticular: ("it cannot be run by itself", Step),
     WithBuffers: ("it has PyTorch buffers", Step),
-    Borrows: ("neither its input nor its weight", Lends),
     CountsAndCodes: ("it writes to", keras.Sequential),
 }
 CASES |= {

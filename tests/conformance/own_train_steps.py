@@ -444,6 +444,10 @@ def with_a_teacher(model):
     model.net, model.teacher = mlp(4, 2), mlp(4, 2, trainable=False)
 
 
+def with_a_spare_optimizer(model):
+    model.net, model.spare = mlp(4, 2), keras.optimizers.Adam()
+
+
 def mixed_up(model, x, y):
     """Of mixed samples of the batch (1710.09412)."""
     return OwnStep.loss_of(model, *(0.7 * part + 0.3 * ops.flip(part, 0) for part in (x, y)))
@@ -681,6 +685,18 @@ class GANOfOneState(GAN):
         return {"discriminator": d_loss, "generator": g_loss}
 
 
+class InAList(GANOfOneState):
+    """Keeps its optimizers in a private list, which is filled when it has been set, and a dict."""
+
+    def compile(self, optimizers):
+        keras.Model.compile(self)
+        self._both = []
+        self._both += [optimizers[0], {"g": optimizers[1]}]
+
+    d_optimizer = property(lambda self: self._both[0])
+    g_optimizer = property(lambda self: self._both[1]["g"])
+
+
 class WassersteinGAN(GAN):
     """Updates its critic three times, and its generator once."""
 
@@ -790,6 +806,7 @@ CASES = {
         )
     ),
     "metrics of its own": of_mean(Tracks),
+    "an optimizer that it does not use": own(make=with_a_spare_optimizer),
     "contrastive": by(losses.contrastive, True),
     "root": by(losses.root, True),
     "contrastive, eager": contrastive_split(run_eagerly=True),
@@ -809,8 +826,8 @@ CASES = {
         LogsTwice,
         expects={"across": Warns(f"(?s){LOGGED}.*the log 'twice' differs,", BUT_LOGS)},
     ),
-    **models.behind_zeros(
-        "samples combined", functools.partial(OfObjective, losses.mean), compile_args=sgd(None)
+    "samples combined behind a head of zeros": models.behind_zeros(
+        functools.partial(OfObjective, losses.mean), sgd(None)
     ),
     "a loss of a layer, a sum later": dataclasses.replace(
         models.annealed(ops.sum, functools.partial(AddsLosses, losses.mean), settings=("split",)),
@@ -849,6 +866,7 @@ CASES = {
     "clipped weights": own(True, after_update=clips_weights),
     "GAN": of_networks(GAN, told=True),
     "GAN of one state": of_networks(GANOfOneState),
+    "GAN of one state, optimizers in a list": of_networks(InAList),
     "Wasserstein GAN": of_networks(WassersteinGAN, expects={"across": Refused("optimizer twice")}),
     "a schedule of its own": own(changed=sets_rate(lambda rate, updates: 0.1 / (1.0 + updates))),
     "a rate that it lowers": own(True, changed=sets_rate(lambda rate, _: 0.9 * rate)),

@@ -5,10 +5,15 @@ import numpy as np
 import pytest
 from case import BACKEND
 from gradients import gradients_of
-from helpers import LIMIT, dense_data, dense_model, relative_difference, seeded
+from helpers import LIMIT, dense_data, dense_model, examples, relative_difference, seeded
+from hypothesis import given
+from hypothesis import strategies as st
 from keras import ops
 
 from ga_model import GradientAccumulator
+
+if BACKEND == "tensorflow":
+    import tensorflow as tf
 
 pytestmark = pytest.mark.every_case
 
@@ -66,31 +71,64 @@ def test_a_window_of_one_microbatch_returns_its_gradient_bit_for_bit(dtype, weig
     assert found.tobytes() == expected.tobytes()
 
 
-def test_windows_without_weight_make_no_update():
-    variable = keras.Variable([1.0, 2.0])
-    optimizer = keras.optimizers.Adam()
-    accumulator = GradientAccumulator()
-    accumulator.apply(optimizer)  # nothing was added
-    accumulator.add([np.array([5.0, np.nan])], [variable], weight=0)
-    assert repr(accumulator) == "<GradientAccumulator: 1 microbatches, 1 variables>"
-    accumulator.apply(optimizer)
-    assert int(optimizer.iterations) == 0
-    np.testing.assert_array_equal(ops.convert_to_numpy(variable), [1.0, 2.0])
+DTYPES = ["float32", "float64"] if BACKEND == "tensorflow" else ["float32"]
+WEIGHTS = st.lists(
+    st.just(0.0) | st.floats(1e-10, 1e10) | st.integers(1, 100_000).map(float), max_size=6
+)
 
 
-@pytest.mark.parametrize("weights", [(1, 64, 1000), (1000, 1, 64), (0, 1, 3), (0.7, 0.1, 5.3)])
-def test_weights_that_grow_or_shrink_are_exact(weights):
-    """Also of a variable without a gradient in the second microbatch."""
-    gradients = np.random.default_rng(1).normal(size=(3, 50))
-    variables = [keras.Variable(np.zeros(50)) for _ in range(2)]
-    accumulator = GradientAccumulator()
-    for number, weight in enumerate(weights):
-        gradient = gradients[number]
-        accumulator.add([gradient, None if number == 1 else gradient], variables, weight=weight)
-    others = gradients * [[1.0], [0.0], [1.0]]
-    for found, expected in zip(accumulator.mean(), (gradients, others), strict=True):
-        expected = np.average(expected, axis=0, weights=weights)
-        np.testing.assert_allclose(ops.convert_to_numpy(found), expected, rtol=1e-5, atol=1e-6)
+def microbatches(number, seed, dtype):
+    """Yield gradients of so many: a dense one, one that all but the first may lack, and rows.
+
+    Of rows, these are the values and ids in a table.
+    """
+    generator = np.random.default_rng(seed)
+    for place in range(number):
+        scale, num_rows = 10.0 ** generator.integers(-3, 4), generator.integers(0, 9)
+        dense, rows = generator.normal(size=(2, 3)), generator.normal(size=(num_rows, 3))
+        dense, rows = ((scale * part).astype(dtype) for part in (dense, rows))
+        other = None if place and num_rows < 3 else dense
+        yield dense, other, (rows, generator.integers(0, 6, num_rows))
+
+
+def table(rows, ids, dtype="float64"):
+    """Return the gradient of a table, by the rows that were looked up."""
+    found = np.zeros((6, 3), dtype)
+    np.add.at(found, ids, rows)
+    return found
+
+
+@pytest.mark.gate
+@examples(60)
+@given(st.sampled_from(DTYPES), st.lists(WEIGHTS, min_size=1, max_size=3), st.integers(0, 1_000))
+def test_any_weights_give_the_weighted_mean(dtype, windows, seed):
+    """Of dense gradients, of some that are not there, and on TensorFlow of sparse ones.
+
+    A window without any weight makes no update.
+    """
+    shapes = (2, 3), (2, 3), (6, 3)
+    variables = [keras.Variable(np.zeros(shape), dtype=dtype) for shape in shapes]
+    optimizer, accumulator, updates = keras.optimizers.SGD(1.0), GradientAccumulator(), 0
+    for window, weights in enumerate(windows):
+        total, sums, sizes = 0.0, [np.zeros(s) for s in shapes], [np.zeros(s) for s in shapes]
+        parts = microbatches(len(weights), [seed, window], dtype)
+        for weight, (dense, other, (rows, ids)) in zip(weights, parts):
+            arrays = dense, other, table(rows, ids, dtype)
+            added = [None if g is None else ops.convert_to_tensor(g) for g in arrays]
+            if BACKEND == "tensorflow":
+                added[2] = tf.IndexedSlices(tf.constant(rows), tf.constant(ids), shapes[2])
+            accumulator.add(added, variables, weight=weight)
+            total += weight
+            for of_window, sign in ((sums, np.asarray), (sizes, np.abs)):
+                for so_far, part in zip(of_window, (dense, other, table(sign(rows), ids))):
+                    so_far += 0.0 if part is None else weight * sign(part)
+        updates += total > 0
+        for mean, of_window, size in zip(accumulator.mean() if total else [], sums, sizes):
+            # Each of at most 48 products and sums is rounded once.
+            bound = 50 * np.finfo(dtype).eps * size / total
+            assert np.all(np.abs(ops.convert_to_numpy(mean) - of_window / total) <= bound)
+        accumulator.apply(optimizer)
+        assert int(optimizer.iterations) == updates
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -114,6 +152,7 @@ not_in_graphs = pytest.mark.xfail(BACKEND == "tensorflow", reason="sums may be t
 def test_a_reset_forgets_the_variables():
     accumulator, variable = GradientAccumulator(), keras.Variable([1.0])
     accumulator.add([np.ones(1)], [variable], weight=1)
+    assert repr(accumulator) == "<GradientAccumulator: 1 microbatches, 1 variables>"
     accumulator.reset()
     assert accumulator.variables == []
 

@@ -20,7 +20,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:BatchNormalization layers in tra
 
 def compiled(memory, size="auto", loss="mse", **settings):
     def make():
-        hidden = [layers.Dense(6, activation="tanh"), layers.BatchNormalization()]
+        first = layers.Dense(6, activation="tanh")
+        hidden = [first, layers.BatchNormalization(), layers.Dropout(0.3, seed=1)]
         return sequential((4,), *hidden, limited(memory), layers.Dense(2))
 
     model = accumulate(seeded(make), microbatch_size=size, **settings)

@@ -2,7 +2,6 @@
 
 import pytest
 from calls_alone import ALONE, FUNCTIONS, LOSSES, ROWS, SPLIT, adding, own, tried
-from case import BACKEND
 from helpers import assert_equal, values_of
 from keras import layers, ops
 
@@ -13,16 +12,8 @@ def ones(*shape, dtype="float32"):
     return ops.ones((ROWS, *shape), dtype)
 
 
-# Layers of which others have the operations; on JAX a trial compiles for up to 15 seconds.
-REPEAT = {"grouped", "images in time", "distributed", "einsum", "noise", "seeded"}
-LAYERS = [
-    pytest.param(name, marks=[pytest.mark.sweep] if BACKEND == "jax" and name in REPEAT else [])
-    for name in ALONE
-]
-
-
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # an error would hide an alarm
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", ALONE)
 def test_layers_that_treat_samples_one_by_one_are_known_and_left_as_they_were(name):
     layer = ALONE[name]()
     before = values_of(layer.variables)

@@ -1,7 +1,9 @@
 """`check_equivalence` on any backend: its verdicts, and the command."""
 
+import json
 import random
 import re
+import sys
 
 import keras
 import losses
@@ -132,25 +134,64 @@ def test_an_open_window_and_the_settings_are_kept():
 
 
 SCRIPT = """
-import keras, numpy
+import keras
+import numpy as np
+from helper_of_mine import UNITS
 
-def make():
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
-    model.compile("sgd", "mse")
-    x = numpy.random.default_rng(0).normal(size=(48, 4))
-    return model, x, x[:, :2]
+def make(normalization=False):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(UNITS, "relu")])
+    if normalization:
+        model.add(keras.layers.BatchNormalization())
+    model.add(keras.layers.Dense(1))
+    model.compile("adam", "mse")
+    generator = np.random.default_rng(0)
+    return model, generator.normal(size=(40, 4)), generator.normal(size=(40, 1))
+
+def make_normalized():
+    return make(normalization=True)
+
+def make_still():
+    model, x, y = make()
+    model.compile(keras.optimizers.SGD(0.0), "mse")
+    return model, x, y
 """
 
 
 @pytest.mark.gate
-def test_the_command_checks_a_script(tmp_path, capsys):
-    file = tmp_path / "train.py"
-    file.write_text(SCRIPT)
-    check = ["check", f"{file}:make", "--batch-size", "12", "--microbatch-size", "5"]
-    printed, errors = run_python("-m", "ga_model", *check)
-    assert printed.split(":")[0] == "Equivalent"
+def test_the_command_checks_a_script(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    monkeypatch.setattr(sys, "modules", sys.modules.copy())
+    (tmp_path / "helper_of_mine.py").write_text("UNITS = 8\n")
+    script, file = tmp_path / "script_of_mine.py", tmp_path / "report.json"
+    script.write_text(SCRIPT)
+
+    def command(function, *more):
+        settings = ["--batch-size", "8", "--accumulation-steps", "2", "--updates", "2"]
+        return ["check", f"{script}:{function}", *settings, *more]
+
+    printed, errors = run_python("-m", "ga_model", *command("make", "--json", file))
+    first, *others = printed.splitlines()
+    assert first.startswith("Equivalent: after 2 updates with batch_size=8, acc")
+    assert not any("rounding alone" in line for line in others)
+    assert json.loads(file.read_text())["equivalent"] is True
+    assert main(command("make", "--table")) == 0
+    printed = capsys.readouterr().out
+    assert "rounding alone" in printed
+    assert "1 = as large as the whole change of the variable in training." in printed
+    assert main(command("make_normalized")) == 1
+    said = capsys.readouterr().out
+    assert "Why: BatchNormalization" in said
+    assert "rounding alone" in said
+    assert "(1 = as large as the whole change of the weights)" in " ".join(said.split())
+    assert main(command("make_still")) == 3
+    assert capsys.readouterr().out.startswith("Undecided")
+    status = main(command("make", "--dtype", "float64", "--table"))
+    printed = capsys.readouterr()
     if BACKEND == "tensorflow":
         assert errors == ""  # also of what TensorFlow says when it starts
+        assert status == 0
+        assert set(re.findall(r"(\S+e-\d+) *$", printed.out, re.M)) == {"1.0e-09"}
     else:
-        assert main([*check, "--dtype", "float64"]) == 2
-        assert "KERAS_BACKEND=tensorflow" in capsys.readouterr().err
+        assert status == 2
+        assert "KERAS_BACKEND=tensorflow" in printed.err

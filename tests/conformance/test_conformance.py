@@ -42,34 +42,37 @@ def named(text):
     return names
 
 
-# What trains in every run, and what else does on PyTorch, which traces nothing.
-QUICK = named(
-    """convolution; embedding; masked_recurrent; attention; regularized; batch normalization;
-    nested; a layer that combines samples; adam; global_clipnorm; loss scale;
-    mixed_bfloat16: calls inside of a model; sum, masked, weights: positions;
-    a microbatch without weight; own loss: contrastive; logs: a mask;
-    empty later, compiled: each_of_all_over_some; empty later, own: of_some_over_some;
-    own train_step: masked mean; own train_step: contrastive"""
-)
-FIRST = QUICK | named(
+# What trains in every run, by its setting there.
+QUICK = {
+    "windows": named(
+        """regularized; batch normalization; a layer that combines samples;
+        empty later, compiled: each_of_all_over_some; empty later, own: of_some_over_some;
+        own train_step: masked mean; own train_step: contrastive"""
+    ),
+    "split": named("convolution; nested; mixed_bfloat16: calls inside of a model"),
+    "both": named(
+        """embedding; adam; global_clipnorm; loss scale; a microbatch without weight;
+        logs: a mask"""
+    ),
+    "recomputed": named("masked_recurrent; sum, masked, weights: positions"),
+    "batches of one": named("attention"),
+    "microbatches of one": named("own loss: contrastive"),
+}
+FIRST_SETTING = {name: setting for setting, names in QUICK.items() for name in names}
+# What else trains in every run on PyTorch, which traces nothing.
+FIRST = {*FIRST_SETTING} | named(
     """two_outputs; unused_variable; lazily_built; stateful recurrent; language model; dicts;
-    sample weights by output; a sample; a layer that adds a mean and a sum; schedule;
-    moving average that overwrites; weight decay; constraints; mixed_float16: dense; eager;
-    mixed_float16: scales that overflow;
+    sample weights by output; a sample; a layer that adds a mean and a sum; activities beside a sum;
+    schedule; moving average that overwrites; weight decay; constraints; mixed_float16: dense;
+    eager; mixed_float16: scales that overflow;
     compiled by XLA; several steps per execution;
     mean_with_sample_weight, masked, weights: positions; class weights, sum_over_batch_size;
     ignored class; two masks; own loss: masked mean with epsilon; own compute_loss: with a rule;
     logs: weighted metrics of a mask; own train_step: compute_loss; own train_step: sum;
     regularizers, sum"""
 )
-# What is to be shown in one setting: terms whose weights differ there, or a step that is tried.
-SETTINGS = dict.fromkeys(named("two masks; regularizers, sum"), "split")
-SETTINGS |= dict.fromkeys(
-    named(
-        "own train_step: masked mean; own train_step: contrastive; a layer that combines samples"
-    ),
-    "windows",
-)
+# Whose terms differ in weight there.
+FIRST_SETTING |= dict.fromkeys(named("two masks; regularizers, sum"), "split")
 
 
 # Reasons, by beginnings of names, why a case is left out with `--replicas`.
@@ -92,7 +95,7 @@ if BACKEND == "jax":
 
 def trainings():
     """Return a parameter for each case, setting and precision that this backend has."""
-    found, first = [], FIRST if BACKEND == "torch" else QUICK
+    found, first = [], FIRST if BACKEND == "torch" else set().union(*QUICK.values())
     for name, case in TABLE.items():
         turn = zlib.crc32(name.encode())  # which other cases do not change
         if BACKEND not in case.backends:
@@ -100,8 +103,8 @@ def trainings():
         precisions = (case.precision,) if case.precision else PRECISIONS
         number = len(case.settings)
         order = [case.settings[(turn + i) % number] for i in range(number)]
-        if name in SETTINGS:
-            order.sort(key=lambda setting: setting != SETTINGS[name])
+        begin = FIRST_SETTING.get(name, order[0])
+        order.sort(key=lambda setting: setting != begin)
         for setting, precision in itertools.product(order, precisions):
             is_taken = setting == order[0] and precision == precisions[0]
             marks = []

@@ -98,7 +98,6 @@ def token_data(rows):
 OPTIMIZERS = {
     "adam": lambda: keras.optimizers.Adam(0.01),
     "clipped": lambda: keras.optimizers.SGD(0.5, clipnorm=0.05),
-    "rmsprop": lambda: keras.optimizers.RMSprop(0.01),
 }
 
 
@@ -115,7 +114,7 @@ WINDOWS, BOTH = {"rows": 4, "steps": 3}, {"rows": 6, "steps": 2, "size": 5}
     [
         (functools.partial(of_all_kinds, length=None), {}, BOTH),
         (of_positions, {"optimizer": "clipped"}, {"rows": 12, "steps": 1, "size": 5}),
-        (of_positions, {"optimizer": "rmsprop"}, WINDOWS),
+        (of_positions, {}, WINDOWS),
         (of_positions, {}, {**BOTH, "loss_over": "batch"}),
         (of_positions, {"jit_compile": True}, BOTH),
         *(

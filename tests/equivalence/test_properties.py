@@ -11,14 +11,11 @@ import warnings
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 from helpers import TOLERANCE, MeanOfSquares, examples
 from hypothesis import event, given
 from hypothesis import strategies as st
 from keras import layers, losses, optimizers
 from training import difference_of_fits
-
-from ga_model import GradientAccumulator
 
 POSITIONS, FEATURES = 5, 3
 IDS = 200  # with as many as a window looks up, an Embedding's gradient stays a list of rows
@@ -221,65 +218,3 @@ def test_updates_are_the_big_batchs(compile_args, number, is_deep, float64):
         check(training, **compile_args)
 
     agree()
-
-
-@dataclasses.dataclass(frozen=True)
-class Windows:
-    """Gradients of a dense variable and of a table, of one microbatch after the other."""
-
-    dtype: str
-    weights: list[list[float]]  # of the microbatches of each window
-    seed: int
-
-    def microbatches(self, window):
-        """Yield weights, dense gradients, and values and ids of a table's rows."""
-        generator = np.random.default_rng([self.seed, window])
-        for weight in self.weights[window]:
-            number = generator.integers(0, 9)
-            dense, rows = generator.normal(size=(2, 3)), generator.normal(size=(number, 3))
-            scale = 10.0 ** generator.integers(-3, 4)
-            ids = generator.integers(0, 6, size=number)
-            yield weight, scale * dense.astype(self.dtype), scale * rows.astype(self.dtype), ids
-
-
-WEIGHTS = st.lists(
-    st.just(0.0) | st.floats(1e-10, 1e10) | st.integers(1, 100_000).map(float), max_size=6
-)
-
-
-@pytest.mark.gate
-@examples(60)
-@given(
-    st.builds(
-        Windows,
-        dtype=st.sampled_from(["float32", "float64"]),
-        weights=st.lists(WEIGHTS, min_size=1, max_size=3),
-        seed=st.integers(0, 1_000),
-    )
-)
-def test_any_weights_give_the_weighted_mean(windows):
-    shapes = (2, 3), (6, 3)
-    variables = [keras.Variable(np.zeros(shape), dtype=windows.dtype) for shape in shapes]
-    optimizer = keras.optimizers.SGD(1.0)
-    accumulator = GradientAccumulator()
-    updates = 0
-    for window in range(len(windows.weights)):
-        total, sums, sizes = 0.0, [np.zeros(s) for s in shapes], [np.zeros(s) for s in shapes]
-        for weight, dense, rows, ids in windows.microbatches(window):
-            gradients = [
-                tf.constant(dense, windows.dtype),
-                tf.IndexedSlices(tf.constant(rows, windows.dtype), tf.constant(ids), shapes[1]),
-            ]
-            accumulator.add(gradients, variables, weight=weight)
-            total += weight
-            for of_window, sign in ((sums, np.asarray), (sizes, np.abs)):
-                of_window[0] += weight * sign(dense)
-                np.add.at(of_window[1], ids, weight * sign(rows))
-        updates += total > 0
-        for mean, of_window, size in zip(accumulator.mean() if total else [], sums, sizes):
-            # Each of at most 48 products and sums is rounded once.
-            bound = 50 * np.finfo(windows.dtype).eps * size / total
-            difference = tf.convert_to_tensor(mean).numpy() - of_window / total
-            assert np.all(np.abs(difference) <= bound)
-        accumulator.apply(optimizer)
-        assert optimizer.iterations == updates

@@ -507,12 +507,6 @@ CASES = [
         on(accumulating),
         ("by compile", compiles(of_two(), "mse"), ValueError, BY_2),
         ("inside of another", compiles(scaling(of_two()), "mse"), ValueError, BY_2),
-        (
-            "an unknown setting",
-            compiles("sgd", accum_steps=2),
-            TypeError,
-            "has no argument `accum_steps`. Received: accum_steps=2. Pass `a",
-        ),
     ),
     *cases(
         on(accumulating, accumulating),

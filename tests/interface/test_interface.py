@@ -43,8 +43,9 @@ WRONG = {
 @pytest.mark.every_case
 @pytest.mark.parametrize(("wrong", "right"), WRONG.items())
 def test_a_wrong_name_is_answered_with_the_right_one(wrong, right):
+    text = rf"has no argument `{wrong}`\. Received: {wrong}=4\. Pass `{right}=4`"
     for call in (model, model().compile):
-        with pytest.raises(TypeError, match=rf"Received: {wrong}=4\. Pass `{right}=4`"):
+        with pytest.raises(TypeError, match=text):
             call(**{wrong: 4})
     text = rf"Received: {wrong}=4.*`apply\(optimizer\)` after every 4"
     with pytest.raises(TypeError, match=text):

@@ -1,12 +1,12 @@
 """Both styles, and what is refused or warned of."""
 
-import warnings
-
+import h5py
 import keras
 import pytest
+import tensorflow as tf
 import zoo
 from case import MSE
-from helpers import TOLERANCE, dense_data, dense_model, files_told, run_python
+from helpers import TOLERANCE, dense_data, dense_model, files_told, run_python, seeded
 from training import difference_of_fits
 
 from ga_model import AccumulatingModel, accumulate
@@ -51,6 +51,49 @@ def test_accumulate_returns_the_same_object_with_the_same_parts():
     assert accumulate(model, accumulation_steps=5) is model
     assert model.accumulation_steps == 5
     assert accumulate(model).accumulation_steps == 5
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("style", ["wrap", "subclass"])
+def test_the_model_has_the_plain_models_parts_summary_and_files(style, tmp_path):
+    x, y = dense_data(28)
+    seen = []
+    for accumulates in (False, True):
+        keras.utils.clear_session()  # so that both number their layers from the start
+        m = seeded(Subclassed if accumulates and style == "subclass" else zoo.LazilyBuilt)
+        m.name = "net"
+        if accumulates:
+            m = accumulate(m, accumulation_steps=3, microbatch_size=2, skip_nonfinite=True)
+        optimizer = keras.optimizers.Adam(name="adam")
+        m.compile(optimizer, "mse")
+        m.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0)
+        assert m.optimizer is optimizer
+        checkpoint = tf.train.Checkpoint(model=m).write(str(tmp_path / "checkpoint"))
+        path = tmp_path / "model.weights.h5"
+        m.save_weights(path)
+        with h5py.File(path) as file:
+            keys = []
+            file.visit(keys.append)
+        lines = []
+        m.summary(print_fn=lambda line, lines=lines: lines.append(line))
+        names = Subclassed.__name__, zoo.LazilyBuilt.__name__
+        summary = [line.replace(*names) for line in lines]
+        seen.append(
+            {
+                "weights": [w.path for w in m.weights],
+                "variables": [(v.path, v.shape) for v in m.variables],
+                "optimizer": [(v.path, v.shape) for v in m.optimizer.variables],
+                "parameters": m.count_params(),
+                "summary": summary,
+                "file": keys,
+                "metrics": m.metrics_names,
+                "attributes": vars(m).keys() - {"_accumulation"},
+                "attributes of the optimizer": vars(optimizer).keys(),
+                "tracked": m._trackable_children().keys(),
+                "checkpoint": sorted(tf.train.list_variables(checkpoint)),
+            }
+        )
+    assert seen[1] == seen[0]
 
 
 # What is checked at import.
@@ -121,6 +164,4 @@ def test_batch_normalization_is_named_once_where_the_user_trains(is_wrapped):
     with pytest.warns(UserWarning, match=r"\['late', 'inner'\]") as caught:
         model.fit(x, x, batch_size=4, epochs=2, verbose=0)
     assert files_told(caught) == [__file__]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model.fit(x, x, batch_size=4, epochs=2, verbose=0)
+    model.fit(x, x, batch_size=4, epochs=2, verbose=0)  # now a warning is an error

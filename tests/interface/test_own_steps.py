@@ -4,42 +4,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import TOLERANCE, dense_data, dense_model, relative_difference, seeded
+from helpers import dense_data, dense_model
 from losses import mean
-from own_train_steps import GANOfOneState, OfObjective, derived, of_two
+from own_train_steps import OfObjective
 
-from ga_model import AccumulatingModel, accumulate
-
-
-class InAList(GANOfOneState):
-    """Keeps its optimizers in a private list, which is filled when it has been set, and a dict."""
-
-    def compile(self, optimizers):
-        keras.Model.compile(self)
-        self._both = []
-        self._both += [optimizers[0], {"g": optimizers[1]}]
-
-    d_optimizer = property(lambda self: self._both[0])
-    g_optimizer = property(lambda self: self._both[1]["g"])
-
-
-@pytest.mark.parametrize("bases", [(InAList,), (AccumulatingModel, InAList)])
-def test_several_optimizers_each_have_their_own_window(bases, float64):
-    """Also where a model is wrapped when it is compiled."""
-    trained = []
-    for kind, rows in ((derived(*bases), 4), (GANOfOneState, 12)):
-        model, arguments = seeded(kind), of_two()
-        model.compile(**arguments)
-        if rows == 4:
-            accumulate(model, accumulation_steps=3)
-        start = model.get_weights()
-        model.fit(*dense_data(34), batch_size=rows, epochs=2, shuffle=False, verbose=0)
-        assert [int(o.iterations) for o in arguments["optimizers"]] == [6, 6]
-        trained.append(model.get_weights())
-    assert relative_difference(*trained, start) <= TOLERANCE[float64]
-
-
-# What cannot be accumulated.
+from ga_model import accumulate
 
 
 class AppliesInABranch(OfObjective):

@@ -5,10 +5,11 @@ import json
 
 import jax
 import keras
+import numpy as np
 import pytest
 from helpers import ROOT, dense_data, dense_model, run_python, seeded
 from jax import numpy as jnp
-from keras import ops
+from keras import layers, ops
 
 from ga_model import AccumulatingModel, GradientAccumulator, accumulate
 from ga_model.base import _validate
@@ -128,6 +129,26 @@ def test_devices_share_each_microbatch_evenly():
     output, _ = run_python("-c", SCRIPT, 8, 11, 3, XLA_FLAGS=flags, PYTHONPATH=str(ROOT))
     expected = [[[[samples, 3]] * 4, [[3, 2]] * 4] for samples in (2, 2, 1)]
     assert json.loads(output.splitlines()[-1]) == expected
+
+
+def test_activations_are_not_kept():
+    """Of a call that is split, JAX keeps what goes into it and comes out, and one microbatch."""
+
+    def bytes_of(**settings):
+        rows, width = 512, 64
+        parts = [layers.Dense(width, "tanh") for _ in range(12)]
+        model = accumulate(keras.Sequential([keras.Input((width,)), *parts, layers.Dense(1)]))
+        model.compile("sgd", "mse", **settings)
+        x, y = np.ones((rows, width), "float32"), np.ones((rows, 1), "float32")
+        model.train_on_batch(x, y)
+        backend = model._accumulation.backend
+        with backend.outside_of_training():
+            step = backend.compiled(("whole", settings["microbatch_size"]), None, [])
+            compiled = step._pure.lower(*step._inputs(((x, y),))).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    split = bytes_of(microbatch_size=16, loss_over="batch")
+    assert split < 0.35 * bytes_of(microbatch_size=512, loss_over="batch")
 
 
 def test_the_script_of_the_documents_measures_each_way(monkeypatch):

@@ -3,8 +3,6 @@
 What fits is decided by a layer, by the number of rows, which fails as PyTorch's allocations do.
 """
 
-import random
-
 import keras
 import numpy as np
 import pytest
@@ -29,19 +27,6 @@ def limited(memory):
         return x
 
     return layers.Activation(take)
-
-
-class Counting(layers.Layer):
-    """Counts its calls in training in a variable, and draws in Python."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False)
-
-    def call(self, x, training=False):
-        if training:
-            self.calls.assign(self.calls + 1.0)
-        return x * (1.0 + 0.01 * self.calls + 0.1 * np.random.rand() + 0.1 * random.random())
 
 
 def smooth_model(memory, *parts):
@@ -104,25 +89,6 @@ def fit(model, data, rows=12, **kwargs):
     torch.manual_seed(5)  # where dropout without a seed draws
     kwargs = {"verbose": 0, **kwargs}
     return model.fit(*data, batch_size=rows, shuffle=False, **kwargs).history
-
-
-def test_the_search_leaves_everything_as_it_was():
-    def make(memory):
-        return keras.Sequential([model_with_state(memory), Counting()])
-
-    model = compiled(make, memory := Memory(), size=4, loss_over="microbatch")
-    with pytest.warns(UserWarning, match="writes to|does not train as the full batch"):
-        fit(model, dense_data(24))
-    before = state_of(model), random.getstate(), np.random.get_state()[1].tolist()
-    generator, taken = torch.get_rng_state(), len(memory.taken)
-    memory.limit, model.microbatch_size = 5, "auto"
-    data = tuple(ops.convert_to_tensor(part) for part in dense_data(12))
-    model._accumulation._search(data, 12)
-    assert len(memory.taken) > taken + 4
-    assert model.microbatch_size == 5
-    assert_same(state_of(model), before[0])
-    assert (random.getstate(), np.random.get_state()[1].tolist()) == before[1:]
-    assert torch.equal(torch.get_rng_state(), generator)
 
 
 SETTINGS = [

@@ -36,11 +36,6 @@ def test_layers_that_treat_samples_one_by_one(name):
     assert torch.equal(torch.get_rng_state(), random)
 
 
-def writes(layer, x):
-    layer.state.value.data.clamp_(max=0.7)
-    return x * layer.weight
-
-
 class Clipped(Tanh):
     @staticmethod
     def backward(ctx, upstream):
@@ -54,10 +49,8 @@ REFUSED = {
     "constant": (lambda layer, x: torch.ones_like(x), COMBINES),
     "one draw": (lambda layer, x: x * torch.rand(1), COMBINES),
     "permuted": (lambda layer, x: x[torch.randperm(len(x))], COMBINES),
-    "raises": (lambda layer, x: x.reshape(2, -1, 4), "cannot be run by itself"),
     "borrows": (lambda layer, x: x * OTHER, "neither its input nor its weight"),
     "gradient": (lambda layer, x: Centered.apply(x * layer.weight), "custom gradient"),
-    "data": (writes, "writes to"),
 }
 
 

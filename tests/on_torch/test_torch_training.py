@@ -1,6 +1,7 @@
 """On PyTorch, what is around an update, a trial and a call: gradients, Python, random numbers."""
 
 import gc
+import importlib.util
 import itertools
 import random
 import types
@@ -10,8 +11,7 @@ from collections import deque
 import keras
 import numpy as np
 import pytest
-from case import TRIED
-from helpers import Applies, assert_close, dense_data, dense_model, seeded, sequential, told
+from helpers import ROOT, Applies, assert_close, dense_data, dense_model, seeded, sequential, told
 from keras import layers, ops
 from of_torch import Own, Step, model_of, torch
 from training import train
@@ -354,40 +354,6 @@ def test_the_state_of_torch_optim_and_the_last_gradients_are_those_of_plain_trai
     assert "step" not in vars(model.of_torch)
 
 
-class Schedules(Own):
-    """Lowers the rate in each step."""
-
-    def compile(self):
-        super().compile()
-        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.of_torch, 0.5)
-
-    def update(self):
-        super().update()
-        self.schedule.step()
-
-
-def test_a_schedule_that_goes_on_with_each_batch_is_told_of():
-    with pytest.warns(UserWarning, match=f"{TRIED}.*lr"):
-        model, _ = of_torch(Schedules, **WINDOWS)
-    assert model.schedule.last_epoch == 24
-    for settings in ({"rows": 12}, SPLIT):  # as in plain training
-        assert of_torch(Schedules, **settings)[0].schedule.last_epoch == 9
-
-
-def test_a_schedule_goes_on_with_each_update_by_on_update():
-    class OnUpdate(Schedules):
-        def update(self):
-            Own.update(self)
-
-        def on_update(self):
-            self.schedule.step()
-
-    expected, start = of_torch(Schedules)
-    model, _ = of_torch(OnUpdate, **WINDOWS)
-    assert model.schedule.last_epoch == expected.schedule.last_epoch == 9
-    assert_close(model, expected, start)
-
-
 def test_a_size_is_found_for_torch_optim():
     assert of_torch(microbatch_size="auto")[0].microbatch_size == 12
 
@@ -402,3 +368,31 @@ def test_updates_of_torch_optim_are_counted():
     model.compile()
     fit(model, samples=48, callbacks=[scheduler, own])
     assert seen == [1, 2, 3, 4]
+
+
+# Memory, by the script of the documents.
+
+
+def measured(name, way):
+    spec = importlib.util.spec_from_file_location("measure_torch", ROOT / "docs/measure_torch.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    (found,) = [whole for whole in module.WAYS if whole.startswith(way)]
+    return module.in_process(name, found)
+
+
+@pytest.mark.sweep
+def test_peak_memory_is_near_that_of_plain_small_batches():
+    plain = measured("deep", "plain Keras, batches of 32")
+    weights = 20 * 1024 * 1024 * 4 / 1e6
+    assert measured("deep", "accumulation_steps") < plain + 0.15 * weights
+    assert measured("deep", "microbatch_size") < plain + 0.15 * weights
+    assert measured("deep", "Keras's") > plain + weights  # the control
+
+
+@pytest.mark.sweep
+def test_activations_are_those_of_a_microbatch():
+    plain, full = (measured("convolution", f"plain Keras, batches of {n}") for n in (32, 256))
+    assert full > 3 * plain
+    assert measured("convolution", "microbatch_size") < 1.2 * plain
+    assert measured("convolution", "the same, loss_over") < 1.2 * plain
