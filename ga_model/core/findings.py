@@ -194,7 +194,12 @@ class Findings:
     def _warn_of_later(self, kind: Any) -> None:
         """Warn of what was found of a step when it had trained already."""
         model, found = self._model, self._found[kind]
-        model._warn_once(self._warnings.get(found) or messages.late_message(model.name))
+        is_split, *_ = kind
+        is_whole = is_split and model.loss_over == "auto" and self._backend.trains_alone
+        if found.differences and is_whole:
+            model._warn_once(messages.whole_from_now_message(model.name, found))
+        else:
+            model._warn_once(self._warnings.get(found) or messages.late_message(model.name))
 
     def _stop_watching(self, kind: Any, before: Verdict, written: set[str]) -> None:
         """Watch nothing more where what is news to training has been none to several trials.

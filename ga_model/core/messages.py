@@ -34,11 +34,6 @@ def own_loop_message(model: str) -> str:
 
 
 def unlike_message(model: str, verdict: Verdict) -> str:
-    first, *others = verdict.differences
-    more = f", and {len(others)} more things do" if others else ""
-    size = ""
-    if first.size < 10:
-        size = f" by {first.size:.0%}" if first.size >= 0.01 else f" by {first.size:.0e}"
     written = [d.what for d in verdict.differences if d.what in verdict.written]
     way = f"; move what it writes to {written} into `on_update`" if written else ""
     fails, aim = "does not train as the full batch", "To train exactly"
@@ -47,9 +42,27 @@ def unlike_message(model: str, verdict: Verdict) -> str:
     return (
         f"A window of microbatches {fails}. Received: the training step of "
         f"{model!r}, which was run on some samples of the first batch at once, and in parts: "
-        f"{first.what} differs{size}{more}, however the parts are weighted. {aim}, {ALONE}{way}; "
+        f"{_differing(verdict)}, however the parts are weighted. {aim}, {ALONE}{way}; "
         "if the difference does not matter, override `microbatch_weight`."
     )
+
+
+def whole_from_now_message(model: str, verdict: Verdict) -> str:
+    return (
+        "Updates so far may differ from those of the full batch. Received: the training step of "
+        f"{model!r}, which was run on some samples of a batch at once, and in parts: "
+        f"{_differing(verdict)}, and did not in the first batch. From now on each batch trains as "
+        'a whole, which is exact. To train so from the beginning, set `loss_over="batch"`.'
+    )
+
+
+def _differing(verdict: Verdict) -> str:
+    first, *others = verdict.differences
+    size = ""
+    if first.size < 10:
+        size = f" by {first.size:.0%}" if first.size >= 0.01 else f" by {first.size:.0e}"
+    more = f", and {len(others)} more things do" if others else ""
+    return f"{first.what} differs{size}{more}"
 
 
 def untried_message(model: str, error: Exception) -> str:

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import torch
 from case import ALL, BUT_LOGS, LOGGED, TRIED, Case, Refused, Warns, sgd
-from helpers import Applies, dense_data
+from helpers import Applies, dense_data, dense_model
 from keras import layers
 from models import KeepsAverage
 
@@ -224,6 +224,21 @@ def positive_at_first(rows):
     return x, y
 
 
+class RootLater(keras.Sequential):
+    """Takes the root of its loss from the second epoch on."""
+
+    takes_root = False
+
+    def compute_loss(self, *args, **kwargs):
+        loss = super().compute_loss(*args, **kwargs)
+        return torch.sqrt(loss) if self.takes_root else loss
+
+
+class TakesRoots(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        self.model.takes_root = epoch > 0
+
+
 class ByOther(Step):
     """Applies an optimizer that is no attribute of the model."""
 
@@ -266,6 +281,15 @@ CASES = {
     "clips weights later": differs(OF_WEIGHT, update=clips_later, compile=sgd(None, 10.0)),
     "writes later": differs("target", base=WritesLater),
     "a root later": step(DIFFERS, forward_loss=root_later, data=positive_at_first),
+    "a root from the second epoch on": Case(
+        lambda: RootLater(dense_model().layers),
+        fit={"callbacks": [TakesRoots()], "epochs": 3},
+        settings=("split", "windows"),
+        expects={
+            "within": Warns("From now on each batch trains as a whole, which is exact", ALL),
+            "across": Warns(TRIED),
+        },
+    ),
     "an optimizer elsewhere": step(
         {"across": Refused("if its optimizers are attributes of the model", is_late=True)},
         base=ByOther,
