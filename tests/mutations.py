@@ -186,6 +186,8 @@ the first window of a step of one's own is not tried: core/driver.py
 -        if self.has_own_step:
 -            return True
 -        if self._has_own_code
++        if self.has_own_step:
++            return False
 +        if self._has_own_code
 
 what is not exact is not told: core/driver.py

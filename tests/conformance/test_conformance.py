@@ -69,10 +69,14 @@ FIRST = {*FIRST_SETTING} | named(
     mean_with_sample_weight, masked, weights: positions; class weights, sum_over_batch_size;
     ignored class; two masks; own loss: masked mean with epsilon; own compute_loss: with a rule;
     logs: weighted metrics of a mask; own train_step: compute_loss; own train_step: sum;
-    regularizers, sum; a window without weight; few positives: of_all_over_positives"""
+    regularizers, sum; a window without weight; few positives: of_all_over_positives;
+    own train_step: detector"""
 )
 # Whose terms differ in weight there, and what only windows of several batches show.
 FIRST_SETTING |= dict.fromkeys(named("two masks; regularizers, sum"), "split")
+FIRST_SETTING |= dict.fromkeys(
+    named("own loss: masked mean with epsilon; own train_step: detector"), "batches of one"
+)
 FIRST_SETTING |= dict.fromkeys(
     named("a window without weight; few positives: of_all_over_positives"), "windows"
 )

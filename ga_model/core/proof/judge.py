@@ -293,7 +293,8 @@ def candidates(
         sources = [*sources, "loss"] if has_own_loss else ["loss", *sources]
     sources += ["samples", *(name for name in known_scalars if name in of_shapes)]
     known: list[list[float]] = []
-    for weighing in (w for source in sources for w in _variants(source, tried)):
+    told = [name for name in known_scalars if name not in of_shapes]
+    for weighing in (w for source in sources for w in _variants(source, tried, told)):
         shares = [share for window in tried for share in window.shares(weighing)]
         if weighing.source in of_shapes and 0 in shares:
             continue  # there are samples, which the step treats otherwise if they are few
@@ -313,8 +314,14 @@ def _common_scalars(outcomes: Sequence[Outcome]) -> set[str]:
     return set.intersection(*(set(outcome.seen.scalars) for outcome in outcomes))
 
 
-def _variants(source: str, tried: Sequence[Window]) -> Iterator[Weighing]:
-    """Yield what a number may be of the weight of a microbatch: that of the parts adds up."""
+def _variants(source: str, tried: Sequence[Window], told: Sequence[str]) -> Iterator[Weighing]:
+    """Yield what a number may be of the weight of a microbatch: that of the parts adds up.
+
+    Args:
+        source: the name of the number.
+        tried: windows.
+        told: names of scalars that say more than shapes do.
+    """
     plain = Weighing(source)
     each = [[_weight(plain, part) for part in window.parts] for window in tried]
     wholes = [_weight(plain, window.whole) for window in tried]
@@ -326,7 +333,11 @@ def _variants(source: str, tried: Sequence[Window]) -> Iterator[Weighing]:
     if all(abs(more) <= size for more in extra):
         yield plain
     # In parts that all have the same, it may be a bound that they are at.
-    elif min(extra) > size and max(extra) - min(extra) <= size < np.ptp(np.concatenate(each)):
+    elif (
+        min(extra) > size
+        and max(extra) - min(extra) <= size < np.ptp(np.concatenate(each))
+        and not any(_is_bounded(other, source, tried) for other in told if other < source)
+    ):
         yield Weighing(source, epsilon=float(np.mean(extra)))
     by_sample = Weighing(source, is_by_sample=True)
     pairs = [
@@ -335,6 +346,12 @@ def _variants(source: str, tried: Sequence[Window]) -> Iterator[Weighing]:
     ]
     if all(abs(whole - parts) <= 1e-5 * abs(whole) for whole, parts in pairs):
         yield by_sample
+
+
+def _is_bounded(name: str, source: str, tried: Sequence[Window]) -> bool:
+    """Return whether a scalar is another one in some outcomes only, such as `maximum(n, 1)`."""
+    mine, others = Weighing(source), Weighing(name)
+    return len({_weight(mine, o) == _weight(others, o) for o in _outcomes(tried)}) > 1
 
 
 def _weight(weighing: Weighing, outcome: Outcome) -> float:

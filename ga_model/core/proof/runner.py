@@ -336,6 +336,7 @@ def _altered(array: Any, number: int, generator: Any) -> Any:
         noise = generator.normal(size=(2, *new.shape))
         size = float(np.sqrt(np.mean(np.square(array)))) or 1.0
         new = new * (1 + 0.3 * noise[0]) + size * noise[1]
+        new[::2] *= -1  # so that samples are on both sides of a threshold
     elif new.dtype.kind in "iub" and rows < 3 and new.ndim > 1:  # ids, or masks
         new = generator.permuted(new, axis=-1)
         share = generator.uniform(0.0, 0.6, (more, *[1] * (new.ndim - 1)))
