@@ -218,7 +218,8 @@ class Microbatches:
 
             return index + 1, tf.nest.map_structure(added, ways, so_far, gradients(index))
 
-        first = gradients(tf.constant(0))
+        # As in the loop, no shape follows from the index, such as that of one row of one sample.
+        first = gradients(tf.compat.v1.placeholder_with_default(0, []))
         are_shared = (place < len(self._fixed) for place in self._places)
         ways = list(map(_ways_of, first, are_shared))
         so_far = tf.nest.map_structure(begun_with, ways, first)
