@@ -94,10 +94,6 @@ the loss is tracked once per microbatch: core/metric_calls.py
 -calls is None or not (_is_scalar(values) and _is_scalar(sample_weight))
 +True
 
-what TensorFlow knows of a list is of the call before: base/_internals.py
--        value._update_snapshot()
-+        pass
-
 a check leaves the Python state of a model as its trainings have made it: check/_compare.py
 check/test_check.py::test_state_that_keras_does_not_track_is_as_before
 -        self._python.put_back()
@@ -173,10 +169,6 @@ a graph takes every microbatch for one as heavy as those before: base/_numbers.p
 windows do not close with what they have: core/driver.py
 -                while not self._update(window, is_end=True):
 +                while False:
-
-regularizers count in each microbatch of a sum: core/losses.py
--        self._additional.append(total)
-+        self._additional.insert(0, total)
 
 a microbatch without weight is multiplied: core/window.py
 -            counts = other.total != 0  # else

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ga_model.base._context import ThreadValue
-from ga_model.base._internals import layers_in, note_content, unwrapped
+from ga_model.base._internals import layers_in, unwrapped
 
 # Whether the code runs in a call that is split already. Calls inside it are not split again.
 inside_of_call = ThreadValue(False)
@@ -29,8 +29,8 @@ class Attributes:
         leaves = {id(leaf): leaf for values in present for leaf in leaves_in(values)}
         arrays = [leaf for leaf in leaves.values() if isinstance(leaf, np.ndarray)]
         self._arrays = [(array, array.copy()) for array in arrays if array.flags.writeable]
-        self._empty: list[tuple[Any, Any]] = []  # containers, as most of Keras's own are
-        found: dict[int, tuple[Any, Any, Any]] = {}
+        self._empty: list[Any] = []  # containers, as most of Keras's own are
+        found: dict[int, tuple[Any, Any]] = {}
         for _, attributes in self._attributes:
             _note_contents(attributes.values(), found, self._empty)
         self._contents = list(found.values())
@@ -44,13 +44,11 @@ class Attributes:
             for name in present.keys() - attributes.keys():
                 del present[name]
             present.update(attributes)
-        for value, content, wrapper in self._contents:
+        for value, content in self._contents:
             _fill(value, content)
-            note_content(wrapper)
-        for value, wrapper in self._empty:
+        for value in self._empty:
             if value:
                 _fill(value, ())
-                note_content(wrapper)
 
 
 @functools.lru_cache(maxsize=256)
@@ -60,11 +58,10 @@ def _is_container(kind: Any) -> bool:
 
 
 def _note_contents(
-    values: Iterable[Any], found: dict[int, tuple[Any, Any, Any]], empty: list[tuple[Any, Any]]
+    values: Iterable[Any], found: dict[int, tuple[Any, Any]], empty: list[Any]
 ) -> None:
     """Note the containers among values, and those inside them, with copies of their contents.
 
-    The last part of each entry is the container, or the wrapper that TensorFlow tracks it with.
     A layer has dozens of attributes, so each must be cheap.
     """
     for wrapper in values:
@@ -72,10 +69,10 @@ def _note_contents(
             continue
         value = unwrapped(wrapper)
         if not value:
-            empty.append((value, wrapper))
+            empty.append(value)
         elif id(value) not in found:
             content = dict(value) if isinstance(value, dict) else list(value)
-            found[id(value)] = value, content, wrapper
+            found[id(value)] = value, content
             _note_contents(_parts_of(value), found, empty)
 
 
@@ -127,7 +124,7 @@ class PythonState(Attributes):
 
     def changed(self) -> Iterator[tuple[Any, str, Any]]:
         """Yield the object, the name and the value of each attribute that has changed since."""
-        contents = {id(value): content for value, content, _ in self._contents}
+        contents = {id(value): content for value, content in self._contents}
         for part, attributes in self._attributes:
             for name, value in vars(part).items():
                 before = attributes.get(name)

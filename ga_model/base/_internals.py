@@ -138,13 +138,6 @@ def unwrapped(value: Any) -> Any:
     return value
 
 
-def note_content(value: Any) -> None:
-    """Tell a wrapper of TensorFlow's that the dict or list inside it was changed."""
-    # It compares that with its own copy before the next change, which fails for symbolic tensors.
-    if hasattr(value, "_update_snapshot"):
-        value._update_snapshot()
-
-
 def global_seed() -> Any:
     """Return the `SeedGenerator` of random operations without a seed, or None if none was made."""
     return global_state.get_global_attribute(_GLOBAL_SEED)
