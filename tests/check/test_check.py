@@ -402,6 +402,8 @@ class KeepingUntracked(keras.Sequential):
         outside.assign_add(0.1)
         with tf.GradientTape(persistent=True) as tape:
             loss = self.scale * outside * ops.mean((self(x) - y) ** 2)
+            if self.run_eagerly:  # else it is of the trace
+                loss *= 1.0 + 0.1 * self.steps_run
         hidden, head = (layer.trainable_variables for layer in self.layers)
         self.optimizer.apply(tape.gradient(loss, hidden), hidden)
         optimizer.apply(tape.gradient(loss, head), head)

@@ -485,6 +485,12 @@ class KeepsAverage(layers.Dense):
         return outputs
 
 
+def with_an_operation():
+    inputs = keras.Input((4,))
+    hidden = layers.Dense(6, activation="tanh")(inputs)
+    return keras.Model(inputs, layers.Dense(2)(hidden - ops.mean(hidden, axis=0)))
+
+
 class Annealed(layers.Layer):
     """Adds a loss that has no weight in the first epoch, which `Anneals` raises."""
 
@@ -637,6 +643,9 @@ CASES |= {
     ),
     "a layer that clips gradients of samples together": behind(
         lambda: Applies(with_gradient(clipped_by_norm)), expects=CLIPS
+    ),
+    "an operation that combines samples": Case(
+        with_an_operation, expects={**COMBINES, "both": Warns(f"{TRIED}|cannot be split into")}
     ),
     "an activation that combines samples": Case(
         of_functions(lambda x: ops.tanh(x) - 0.5 * ops.mean(x, 0)),

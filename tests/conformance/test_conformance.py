@@ -70,7 +70,7 @@ FIRST = {*FIRST_SETTING} | named(
     ignored class; two masks; own loss: masked mean with epsilon; own compute_loss: with a rule;
     logs: weighted metrics of a mask; own train_step: compute_loss; own train_step: sum;
     regularizers, sum; a window without weight; few positives: of_all_over_positives;
-    own train_step: detector"""
+    own train_step: detector; own train_step: sequences; an operation that combines samples"""
 )
 # Whose terms differ in weight there, and what only windows of several batches show.
 FIRST_SETTING |= dict.fromkeys(named("two masks; regularizers, sum"), "split")
@@ -78,8 +78,13 @@ FIRST_SETTING |= dict.fromkeys(
     named("own loss: masked mean with epsilon; own train_step: detector"), "batches of one"
 )
 FIRST_SETTING |= dict.fromkeys(
-    named("a window without weight; few positives: of_all_over_positives"), "windows"
+    named(
+        """a window without weight; few positives: of_all_over_positives;
+        an operation that combines samples"""
+    ),
+    "windows",
 )
+FIRST_SETTING["own train_step: sequences"] = "microbatches of one"
 
 
 # Reasons, by beginnings of names, why a case is left out with `--replicas`.
