@@ -313,14 +313,16 @@ def _largest_rows(data: Any, finite: Any) -> list[tuple[Any, int]]:
 
     Arrays of whole numbers, such as labels and masks, come first, and targets before inputs.
     """
-    found: list[tuple[Any, int]] = []
+    of_wholes: list[tuple[Any, int]] = []
+    others: list[tuple[Any, int]] = []
     for array in reversed(keras.tree.flatten(data)):
         is_array = isinstance(array, np.ndarray) and array.ndim > 0 and len(array) > finite[-1]
         if is_array and array.dtype.kind not in "USO":
-            sums = array[finite].reshape(len(finite), -1).sum(1, "float64")
+            sums = array.reshape(len(array), -1).sum(1, "float64")[finite]
             if np.ptp(sums):
+                found = of_wholes if np.array_equal(sums, np.round(sums)) else others
                 found.append((array, int(np.argmax(sums))))
-    return sorted(found, key=lambda pair: bool(np.any(pair[0] != np.round(pair[0]))))
+    return of_wholes + others
 
 
 def _altered(array: Any, number: int, generator: Any) -> Any:
