@@ -845,7 +845,7 @@ def with_calls_inside():
     """Its own call is not split, as samples are combined, so that calls inside of it are."""
     inputs = keras.Input((4,))
     hidden = layers.Dense(6, activation="tanh")(inputs)
-    return keras.Model(inputs, layers.Dense(2)(Centers(0.1)(hidden)))
+    return keras.Model(inputs, layers.Dense(2)(Centers(0.3)(hidden)))
 
 
 def deep():

@@ -278,9 +278,10 @@ def samples_for_trial(data: Any, number: int) -> Any:
     data = keras.tree.map_structure(in_numpy, data)
     finite = _finite_rows(data, num_rows(data))
     rows, generator = len(finite), np.random.default_rng(0)
-    chosen = generator.permutation(rows)[:number] if rows >= number else np.arange(number)
     largest = _largest_rows(data, finite)[: number // 4]
-    others = np.sort(chosen)[: number - 2 * len(largest)]
+    chosen = generator.permutation(rows) if rows >= number else np.arange(number)
+    others = chosen[~np.isin(chosen, [row for _, row in largest])]
+    others = np.sort(others[: number - 2 * len(largest)])
 
     def taken(array: Any) -> Any:
         if not isinstance(array, np.ndarray) or not array.shape:
