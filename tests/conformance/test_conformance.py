@@ -58,8 +58,22 @@ QUICK = {
     "batches of one": named("attention"),
     "microbatches of one": named("own loss: contrastive"),
 }
-FIRST_SETTING = {name: setting for setting, names in QUICK.items() for name in names}
-# What else trains in every run on PyTorch, which traces nothing.
+# What else does on PyTorch, which traces nothing: by its setting, if one shows most, and any other.
+BY_SETTING = {
+    "windows": named(
+        """a window without weight; few positives: of_all_over_positives;
+        an operation that combines samples"""
+    ),
+    "split": named("two masks; regularizers, sum"),
+    "batches of one": named("own loss: masked mean with epsilon; own train_step: detector"),
+    "microbatches of one": named("own train_step: sequences"),
+}
+FIRST_SETTING = {
+    name: setting
+    for table in (QUICK, BY_SETTING)
+    for setting, names in table.items()
+    for name in names
+}
 FIRST = {*FIRST_SETTING} | named(
     """two_outputs; unused_variable; lazily_built; stateful recurrent; language model; dicts;
     sample weights by output; a sample; a layer that adds a mean and a sum; activities beside a sum;
@@ -67,24 +81,9 @@ FIRST = {*FIRST_SETTING} | named(
     eager; mixed_float16: scales that overflow;
     compiled by XLA; several steps per execution;
     mean_with_sample_weight, masked, weights: positions; class weights, sum_over_batch_size;
-    ignored class; two masks; own loss: masked mean with epsilon; own compute_loss: with a rule;
-    logs: weighted metrics of a mask; own train_step: compute_loss; own train_step: sum;
-    regularizers, sum; a window without weight; few positives: of_all_over_positives;
-    own train_step: detector; own train_step: sequences; an operation that combines samples"""
+    ignored class; own compute_loss: with a rule; logs: weighted metrics of a mask;
+    own train_step: compute_loss; own train_step: sum"""
 )
-# Whose terms differ in weight there, and what only windows of several batches show.
-FIRST_SETTING |= dict.fromkeys(named("two masks; regularizers, sum"), "split")
-FIRST_SETTING |= dict.fromkeys(
-    named("own loss: masked mean with epsilon; own train_step: detector"), "batches of one"
-)
-FIRST_SETTING |= dict.fromkeys(
-    named(
-        """a window without weight; few positives: of_all_over_positives;
-        an operation that combines samples"""
-    ),
-    "windows",
-)
-FIRST_SETTING["own train_step: sequences"] = "microbatches of one"
 
 
 # Reasons, by beginnings of names, why a case is left out with `--replicas`.

@@ -288,16 +288,18 @@ def candidates(
         return
     outcomes = _outcomes(tried)
     known_scalars = sorted(_common_scalars(outcomes))
-    sources = [name for name in known_scalars if name not in of_shapes]
+    told = [name for name in known_scalars if name not in of_shapes]
+    sources = list(told)
     if all(outcome.seen.of_loss is not None for outcome in outcomes):
         sources = [*sources, "loss"] if has_own_loss else ["loss", *sources]
     sources += ["samples", *(name for name in known_scalars if name in of_shapes)]
     known: list[list[float]] = []
-    told = [name for name in known_scalars if name not in of_shapes]
-    for weighing in (w for source in sources for w in _variants(source, tried, told)):
+    for weighing in (w for source in sources for w in _variants(source, tried)):
         shares = [share for window in tried for share in window.shares(weighing)]
         if weighing.source in of_shapes and 0 in shares:
             continue  # there are samples, which the step treats otherwise if they are few
+        if weighing.epsilon and _is_bounded(weighing.source, told, outcomes):
+            continue
         is_new = not any(np.allclose(shares, other, rtol=1e-9, atol=0) for other in known)
         if np.isfinite(shares).all() and (is_new or weighing == Weighing("samples")):
             known.append(shares)
@@ -314,14 +316,8 @@ def _common_scalars(outcomes: Sequence[Outcome]) -> set[str]:
     return set.intersection(*(set(outcome.seen.scalars) for outcome in outcomes))
 
 
-def _variants(source: str, tried: Sequence[Window], told: Sequence[str]) -> Iterator[Weighing]:
-    """Yield what a number may be of the weight of a microbatch: that of the parts adds up.
-
-    Args:
-        source: the name of the number.
-        tried: windows.
-        told: names of scalars that say more than shapes do.
-    """
+def _variants(source: str, tried: Sequence[Window]) -> Iterator[Weighing]:
+    """Yield what a number may be of the weight of a microbatch: that of the parts adds up."""
     plain = Weighing(source)
     each = [[_weight(plain, part) for part in window.parts] for window in tried]
     wholes = [_weight(plain, window.whole) for window in tried]
@@ -333,11 +329,7 @@ def _variants(source: str, tried: Sequence[Window], told: Sequence[str]) -> Iter
     if all(abs(more) <= size for more in extra):
         yield plain
     # In parts that all have the same, it may be a bound that they are at.
-    elif (
-        min(extra) > size
-        and max(extra) - min(extra) <= size < np.ptp(np.concatenate(each))
-        and not any(_is_bounded(other, source, tried) for other in told if other < source)
-    ):
+    elif min(extra) > size and max(extra) - min(extra) <= size < np.ptp(np.concatenate(each)):
         yield Weighing(source, epsilon=float(np.mean(extra)))
     by_sample = Weighing(source, is_by_sample=True)
     pairs = [
@@ -348,10 +340,14 @@ def _variants(source: str, tried: Sequence[Window], told: Sequence[str]) -> Iter
         yield by_sample
 
 
-def _is_bounded(name: str, source: str, tried: Sequence[Window]) -> bool:
-    """Return whether a scalar is another one in some outcomes only, such as `maximum(n, 1)`."""
-    mine, others = Weighing(source), Weighing(name)
-    return len({_weight(mine, o) == _weight(others, o) for o in _outcomes(tried)}) > 1
+def _is_bounded(source: str, told: Sequence[str], outcomes: Sequence[Outcome]) -> bool:
+    """Return whether a number is an earlier one in some outcomes only, such as `maximum(n, 1)`."""
+    found = [_weight(Weighing(source), outcome) for outcome in outcomes]
+    earlier = (Weighing(name) for name in told if name < source)
+    return any(
+        len({_weight(other, o) == number for o, number in zip(outcomes, found)}) > 1
+        for other in earlier
+    )
 
 
 def _weight(weighing: Weighing, outcome: Outcome) -> float:
