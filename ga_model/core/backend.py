@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ga_model.base._context import ThreadValue, is_unnoted
 from ga_model.base._identity import unique
-from ga_model.base._internals import mask_of, set_mask
+from ga_model.base._internals import mask_of, set_mask, value_in
 from ga_model.core.backend_types import Function, GradientSums, Group, State
 from ga_model.core.batch import Batch
 from ga_model.core.models import optimizers_in, recording_of_thread
@@ -88,8 +88,7 @@ class Backend(ABC):
 
         Args:
             name: what was made by the same name before is returned again.
-            function: takes and returns nests of tensors.
-            reads, updates, consumes, discards: as `Function` has them.
+            function, reads, updates, consumes, discards: as `Function` has them.
         """
         if self.traces and name in self._made:
             return self._made[name]
@@ -107,8 +106,6 @@ class Backend(ABC):
         """Drop compiled functions whose name is a tuple with this first entry."""
         self._made = {name: made for name, made in self._made.items() if name[0] != kind}
 
-    # The next three are for backends where functions are traced.
-
     def shapes(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         """Return the shapes of the result of a function of `compiled`.
 
@@ -121,11 +118,9 @@ class Backend(ABC):
         raise NotImplementedError
 
     def zeros(self, name: Any, shapes: Sums) -> Sums:
-        """Return zeros of the shapes, where they are numbers -0.0, to which x is added bit by bit.
+        """Return zeros of shapes that `shapes` has returned, which have this name.
 
-        Args:
-            name: of these shapes.
-            shapes: as `shapes` returns them.
+        They are -0.0, to which numbers are added bit by bit.
         """
         raise NotImplementedError
 
@@ -151,6 +146,10 @@ class Backend(ABC):
         return self.as_traced(data)
 
     # What is run.
+
+    def values(self, group: Group) -> list[Any]:
+        """Return the present values of a group of variables."""
+        return [value_in(None, v) for v in getattr(self._model, f"{group}_variables")]
 
     @abstractmethod
     def run_step(self, data: Any) -> tuple[Any, list[Any]]:

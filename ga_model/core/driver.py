@@ -11,7 +11,6 @@ import keras
 
 from ga_model._settings import Settings
 from ga_model.base import _numbers
-from ga_model.base._internals import overwrites
 from ga_model.core import messages
 from ga_model.core.automatic import FoundSize, SizeTrials, torn_message
 from ga_model.core.backend import Backend
@@ -27,7 +26,8 @@ from ga_model.core.proof.verdict import Verdict
 from ga_model.core.recorder import Applied
 from ga_model.core.steps import Steps
 from ga_model.core.updates import Counters, Updates, count
-from ga_model.core.window import Sums, Window
+from ga_model.core.weights_watch import WeightsWatch
+from ga_model.core.window import Window
 
 
 class Driver(ModelState):
@@ -58,6 +58,7 @@ class Driver(ModelState):
         self._has_own_code: bool | None = None
         self._has_own_loss = False
         self._findings = Findings(model, backend)
+        self._weights_watch = WeightsWatch(model, backend, self.steps.step)
         self._adds_up = True  # as far as is known
         self._most_rows = 0
 
@@ -255,13 +256,17 @@ class Driver(ModelState):
             is_trial,
         )
         parts = _power_of_two(window.steps) * _power_of_two(batch.num_microbatches)
-        if self._overwrites or self._is_scaled:  # so gradients are as large as those of the mean
+        if (
+            self.updates.overwrites or self.updates.is_scaled
+        ):  # so gradients are as large as those of the mean
             parts = float(window.steps * batch.num_microbatches)
         num_microbatches = window.steps * batch.num_microbatches * self.backend.num_processes
         values = window.steps, num_microbatches, parts, batch.rows
         numbers = Numbers(*(self.backend.number(float(value)) for value in values))
         totals = steps.totals(batch) if mode.is_split and steps.needs_totals else None
         known, of_last = steps.prepare(mode, batch, numbers, totals)
+        if window.sums is None and not is_trial:
+            self._weights_watch.begin(window)
         sums = window.sums or steps.begin()
         before = None if sums is None else sums.amounts
         alone = None if batch.is_split or is_trial else known
@@ -311,6 +316,8 @@ class Driver(ModelState):
             Whether no process has.
         """
         sums, structure, noise = window.sums, self._structure, self.measured_noise
+        if not self._findings.is_told:
+            self._weights_watch.end()
         window.discard()
         applied = [] if structure is None else structure.applied
         sums, is_end = self.backend.exchanged(applied, sums, noise is not None, is_end)
@@ -320,8 +327,7 @@ class Driver(ModelState):
         if noise is not None and sums.squares:
             estimates = [noise.of(a.optimizer) for a in applied]
             self.updates.measure(structure, estimates, sums)
-        if self._overwrites:
-            self._look_at_scale(structure, sums)
+        self.updates.look_at_scale(structure, sums)
         counters = self.counters or Counters(*(_numbers.int32(0) for _ in Counters._fields))
         if self.settings.skip_nonfinite and not int(sums.num_counted):
             counters = count(sums, counters)
@@ -329,25 +335,6 @@ class Driver(ModelState):
             counters = self.updates.update(structure, sums, counters)
         self.counters = counters
         return is_end
-
-    @functools.cached_property
-    def _is_scaled(self) -> bool:
-        """Whether a loss is scaled until gradients overflow."""
-        return bool(self.updates.scaled_optimizers())
-
-    @functools.cached_property
-    def _overwrites(self) -> bool:
-        """Whether gradients overwrite a variable of the model, such as the scale of a float8 layer,
-        which remembers how large gradients are."""
-        return any(map(overwrites, self._model.variables))
-
-    def _look_at_scale(self, structure: Structure, sums: Sums) -> None:
-        """Warn if gradients of microbatches were not scaled as those of the full batch are."""
-        found = [v.path for a in structure.applied for v in a.variables if overwrites(v)]
-        for of_one in self.backend.each(sums) if found else ():
-            total = 1.0 if of_one.total is None else float(of_one.total)
-            if total and abs(total - 1.0) > 1e-6:
-                self._model._warn_once(messages.rescaled_message(found))
 
     def close_window(self) -> None:
         """Make the update of a partial window, and warn of what was done so far.

@@ -95,6 +95,11 @@ class Findings:
                 self._warn_of_later(kind)
         return self._found[kind]
 
+    @property
+    def is_told(self) -> bool:
+        """Whether there is a warning of a step that is not exact."""
+        return not all(verdict.is_exact for verdict in self._found.values())
+
     def is_unseen(self, verdict: Verdict) -> bool:
         """Return whether this is assumed of a step that has shown nothing yet."""
         return any(verdict is assumed for assumed in self._unseen.values())

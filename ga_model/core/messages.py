@@ -230,6 +230,17 @@ def written_message(model: str, variables: list[str]) -> str:
     )
 
 
+def changed_message(model: str, variables: list[str]) -> str:
+    shown = [*variables[:3], *(f"{len(variables) - 3} more" for _ in variables[3:4])]
+    return (
+        f"Variables of {model!r} changed while a window was open, and not by its update: {shown}. "
+        "So its microbatches saw different weights, which the full batch does not. If another "
+        "model with the same layers trains in turn, train both in one `train_step`, or "
+        f"{ALONE}; what a callback changes after each batch, change in a method `on_update(self)` "
+        "of the model, which runs after each update."
+    )
+
+
 def one_weight_message(exact: list[str], approximate: list[str]) -> str:
     return (
         "The terms of this loss average over different things, but a microbatch has only one "

@@ -39,6 +39,7 @@ class RecordedStep:
     Attributes:
         found: what is known of the microbatch that was run or traced last, or None.
         written: paths of variables that watched steps have written to.
+        writes_to: ids of all non-trainable variables that steps have.
     """
 
     def __init__(self, model: Any, backend: Backend) -> None:
@@ -46,6 +47,7 @@ class RecordedStep:
         self._backend = backend
         self.found: Structure | None = None
         self.written: set[str] = set()
+        self.writes_to: set[int] = set()
 
     @property
     def structure(self) -> Structure:
@@ -202,6 +204,7 @@ class RecordedStep:
         ):
             logs, of_step = backend.run_step(data)
         recorder.put_back()
+        self.writes_to |= set(map(id, of_step))
         if model.trainable_weights and not (recording.applied or mode.is_trial):
             raise RuntimeError(messages.not_recorded_message(model.name))
         written = self._without_state(of_step, layers) if of_step else []

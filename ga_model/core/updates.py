@@ -11,8 +11,15 @@ import keras
 from keras import ops
 
 from ga_model.base import _numbers
-from ga_model.base._internals import copy_of, layers_in, read_in_float16, variables_to_train
+from ga_model.base._internals import (
+    copy_of,
+    layers_in,
+    overwrites,
+    read_in_float16,
+    variables_to_train,
+)
 from ga_model.base._method_patch import MethodPatch
+from ga_model.core import messages
 from ga_model.core.backend import Backend
 from ga_model.core.backend_types import GROUPS
 from ga_model.core.modes import Structure
@@ -167,6 +174,27 @@ class Updates:
         return count(others, counters)._replace(
             lost=counters.lost + lost, unlike=counters.unlike + unlike
         )
+
+    @functools.cached_property
+    def is_scaled(self) -> bool:
+        """Whether a loss is scaled until gradients overflow."""
+        return bool(self.scaled_optimizers())
+
+    @functools.cached_property
+    def overwrites(self) -> bool:
+        """Whether gradients overwrite a variable of the model, such as the scale of a float8 layer,
+        which remembers how large gradients are."""
+        return any(map(overwrites, self._model.variables))
+
+    def look_at_scale(self, structure: Structure, sums: Sums) -> None:
+        """Warn if gradients that overwrite variables were not scaled as those of the full batch."""
+        if not self.overwrites:
+            return
+        found = [v.path for a in structure.applied for v in a.variables if overwrites(v)]
+        for of_one in self._backend.each(sums) if found else ():
+            total = 1.0 if of_one.total is None else float(of_one.total)
+            if total and abs(total - 1.0) > 1e-6:
+                self._model._warn_once(messages.rescaled_message(found))
 
     def scaled_optimizers(self) -> list[Any]:
         """Return the optimizers that scale a loss until gradients overflow."""

@@ -167,6 +167,32 @@ def test_a_fit_begins_with_an_empty_window():
     assert_close(model, *trained((x, y), epochs=1))
 
 
+class Clips(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        bias = self.model.trainable_variables[-1]
+        bias.assign(ops.clip(bias, -0.01, 0.01))
+
+
+def trains_with_a_callback(model, x, y):
+    model.fit(x, y, batch_size=4, shuffle=False, verbose=0, callbacks=[Clips()])
+
+
+def trains_in_turn(model, x, y):
+    other = keras.Sequential([model.layers[0], layers.Dense(2)])  # has a layer of it
+    other.compile("sgd", "mse")
+    for rows in (slice(first, first + 4) for first in range(0, 24, 4)):
+        model.train_on_batch(x[rows], y[rows])
+        other.train_on_batch(x[rows], y[rows])
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("trains", [trains_with_a_callback, trains_in_turn])
+def test_variables_that_something_else_changes_in_an_open_window_are_told_of(trains):
+    model = compiled(accumulation_steps=3)
+    with pytest.warns(UserWarning, match="changed while a window was open, and not by its update"):
+        trains(model, *dense_data(24))
+
+
 class Fails(layers.Layer):
     """Raises an error at one of its calls, which are counted where no trial puts them back."""
 
