@@ -228,8 +228,9 @@ class Recording:
         _validate.check_single_accumulation([optimizer], self.model.accumulation_steps)
         if self.moves_by is not None:
             of_optimizer = optimizer.variables
-            pairs = zip(of_optimizer, map(copy_of, of_optimizer) if values is None else values)
-            self.at_updates += [(v, value) for v, value in pairs if len(v.shape) == 0]
+            pairs = zip(of_optimizer, values or [None] * len(of_optimizer))
+            scalars = [(v, value) for v, value in pairs if len(v.shape) == 0]
+            self.at_updates += [(v, copy_of(v) if x is None else x) for v, x in scalars]
         if is_in(optimizer, self._divided):
             with self.backend.unnoted():
                 gradients = [with_values(g, self._times_parts) for g in gradients]

@@ -293,7 +293,8 @@ def _overflows(outcomes: Sequence[Outcome]) -> bool:
 
 def norm_of(arrays: Sequence[Any]) -> float:
     """Return the norm of all numbers in arrays."""
-    return float(sum(np.linalg.norm(np.asarray(a, "float64").ravel()) ** 2 for a in arrays) ** 0.5)
+    # Not by `np.linalg.norm`, whose threads wait for those of PyTorch.
+    return float(sum(np.sum(np.square(np.asarray(a, "float64"))) for a in arrays) ** 0.5)
 
 
 def _number(value: Any) -> float:
@@ -309,7 +310,7 @@ def _perturbed(runner: Runner, noise: float, seed: int) -> list[Any]:
         value = np.asarray(value)
         if place in runner.trained and value.dtype.kind != "i":
             scale = noise * max(norm_of([value]) / max(value.size, 1) ** 0.5, 0.1)
-            moved = value.astype("float64") + scale * generator.normal(size=value.shape)
+            moved = value + scale * generator.standard_normal(value.shape, "float32")
         elif not runner.is_moved[place] or value.size != 1:
             continue
         elif value.dtype.kind in "iu":  # a counter
