@@ -21,7 +21,7 @@ from ga_model.core.model_state import ModelState
 from ga_model.core.models import is_of_keras, optimizers_in
 from ga_model.core.modes import Mode, NeedsTotalsError, Numbers, Structure
 from ga_model.core.noise import GradientNoise
-from ga_model.core.proof import trial
+from ga_model.core.proof.own_code import has_code_of_user
 from ga_model.core.proof.verdict import Verdict
 from ga_model.core.recorder import Applied
 from ga_model.core.steps import Steps
@@ -223,7 +223,7 @@ class Driver(ModelState):
             return True
         if self._has_own_code is None:
             is_own_loss = not is_of_keras(self._model, "compute_loss")
-            self._has_own_code = is_own_loss or trial.has_code_of_user(self._model, self.backend)
+            self._has_own_code = is_own_loss or has_code_of_user(self._model, self.backend)
         return not self._model._has_rule() and (self._has_own_code or self._has_own_loss)
 
     def _even_size(self) -> int | None:

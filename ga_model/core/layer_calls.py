@@ -38,6 +38,7 @@ from ga_model.core.messages import text_of
 from ga_model.core.metric_calls import waiting
 from ga_model.core.models import unrecorded
 from ga_model.core.proof.calls import HALF, NotByRowsError, kinds_of_call
+from ga_model.core.proof.own_code import has_own_gradients
 from ga_model.core.statistics import MomentsRecorder, is_known, present_recorder
 
 _NOT_ROWS = "it combines samples, or gives something other than one value per sample"
@@ -236,9 +237,10 @@ class LayerCall:
                 trained += [True for _ in self._shared]
                 given = self._layer, self._fixed, self.samples
                 run = self._backend.run_isolated(IsolatedCall(outputs, *given))
-                gradients = self._backend.run_isolated(
-                    IsolatedCall(without_losses, *given), derives=True
-                )
+                gradients = None
+                if has_own_gradients(self._layer, self._backend):
+                    of_outputs = IsolatedCall(without_losses, *given)
+                    gradients = self._backend.run_isolated(of_outputs, derives=True)
                 dtypes = {part.compute_dtype for part in layers_in(self._layer)}
                 is_half = not dtypes.isdisjoint(HALF)
                 found, adds_up = kinds_of_call(

@@ -268,11 +268,14 @@ class Recording:
         for call in self._metrics.updates:
             give(call)
 
+    @property
+    def says_weight(self) -> bool:
+        """Whether the compiled losses were computed, or the user's rule says what these weigh."""
+        return bool(self.losses.compiled_terms() or self.model._has_rule())
+
     def weight_of_loss(self) -> Any:
         """Return the weight of the compiled losses, or None: sums, or not computed."""
-        if not (self.losses.compiled_terms() or self.model._has_rule()):
-            return None
-        weight = self.losses.terms().weight
+        weight = self.losses.terms().weight if self.says_weight else None
         return None if weight is None else _numbers.float64(weight)
 
     def numbers(self) -> list[Any]:
@@ -381,7 +384,7 @@ def record(
     """
     recording = Recording(model, data, position, backend, **options)
     results: Any = contextlib.nullcontext()
-    if options.get("is_own") or backend.traces:
+    if options.get("is_own") or options.get("moves_by") is not None or backend.traces:
         parts = [part for metric in model.metrics for part in (metric, *parts_of(metric))]
         results = noting_results(unique(parts))
     with recording_of_thread.set(recording), waiting(recording._metrics), results:

@@ -59,7 +59,7 @@ _SCALES = (1.0, 0.1, 3.0)  # of samples: what saturates hides what it combines
 
 def kinds_of_call(
     run: Callable[[list[Any], list[Any], int, int], Sequence[Any]],
-    gradients: Callable[[list[Any], list[Any], int, int], Sequence[Any]],
+    gradients: Callable[[list[Any], list[Any], int, int], Sequence[Any]] | None,
     fixed: Sequence[Any],
     samples: Sequence[Any],
     is_trained: Sequence[bool],
@@ -72,6 +72,7 @@ def kinds_of_call(
     Args:
         run: runs it: takes `fixed` and all samples of a trial, and where those begin and end that
             it is to run on. Returns arrays.
+        gradients: likewise, gradients by samples and by `fixed`; or None: they are Keras's own.
         fixed: tensors that have no samples, of which shapes and dtypes matter.
         samples: tensors that have samples on axis 0, likewise.
         is_trained: of each of `fixed`, whether it is trained. Other vectors may be variances.
@@ -88,7 +89,7 @@ def kinds_of_call(
     for number, scale in enumerate(_SCALES):
         arrays = [_drawn(t, shape, generator, scale) for t, shape in zip(samples, shapes)]
         found.append(kinds_of(functools.partial(run, values, arrays)))
-        if not number:
+        if gradients is not None and not number:
             derived = functools.partial(gradients, values, arrays)
             try:
                 kinds = kinds_of(derived, _OF_GRADIENTS[is_half])

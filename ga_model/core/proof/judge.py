@@ -36,11 +36,11 @@ class Judge:
         self.runner = runner
         # How much more rounding may do than one of each weight. Half precision rounds far more.
         self._factor = 10.0 if runner.rounding == runner.epsilon else 4.0
-        self._windows = tried
+        self._windows = tried if runner.is_folded else [w.as_unfolded() for w in tried]
         self._has_noise = False  # whether rounding was measured
         self._sizes: dict[tuple[int, int], list[float]] = {}  # of gradients, by window and place
-        self._outcomes = _outcomes(tried)
-        self._candidates = list(candidates(tried, runner.has_own_loss, runner.of_shapes))
+        self._outcomes = _outcomes(self._windows)
+        self._candidates = list(candidates(self._windows, runner.has_own_loss, runner.of_shapes))
         has_weight = all(outcome.seen.of_loss is not None for outcome in self._outcomes)
         if assumed is not None and (has_weight or assumed.source != "loss"):
             self._candidates.insert(0, assumed)

@@ -47,6 +47,8 @@ class StepRunner:
     Attributes:
         has_mismatch: whether terms of the loss have weights that are not proportional.
         has_own_loss: whether the loss, or a part of it, is the user's own.
+        is_folded: as it is passed, or set later.
+        is_plain: whether gradients do not depend on that.
         written: paths of the variables that the step has written to.
     """
 
@@ -67,7 +69,7 @@ class StepRunner:
         self._is_split = is_split
         self._kinds = kinds
         self.put_back = put_back
-        self.is_folded = is_folded
+        self.is_folded, self.is_plain = is_folded, True
         self.has_mismatch = self.has_own_loss = False
         self.written: set[str] = set()
         optimizers = backend.optimizers()
@@ -94,8 +96,10 @@ class StepRunner:
             id(v) not in random and id(v) not in metrics and not is_in(v, numbers)
             for v in self._variables
         ]
-        # Variables of optimizers and their counts of updates, by the samples that run, and all.
-        self._applied_to: dict[tuple[int, int], list[tuple[list[int], int]]] = {}
+        # By the samples that run, and all: variables of optimizers and their counts of updates; of
+        # each number, whether it is that of a loss; whether there is a loss that has a weight.
+        self._static: dict[tuple[int, int], tuple[list[tuple[list[int], int]], list[bool], bool]]
+        self._static = {}
         self.epsilon = float(np.finfo("float32").eps)
         self._dtypes = {layer.compute_dtype for layer in layers_in(model)}
         backend.noted_dtypes.clear()
@@ -132,17 +136,21 @@ class StepRunner:
             GROUPS,
             discards=True,
         )
-        numbers = np.float32(moves_by), np.int32(begin), np.int32(number)
+        place = np.float32(moves_by), np.int32(begin), np.int32(number)
         data = self._backend.as_traced(part_of(self._data, begin, end))  # as in training
         found = keras.tree.map_structure(
             lambda x: None if x is None else ops.convert_to_numpy(x),
-            run(values, data, totals, *numbers),
+            run(values, data, totals, *place),
         )
         after, scalars, gradients, rates, numbers, logs, of_loss, terms, compiled, added, others = (
             found
         )
-        seen = Seen(rows, scalars, of_loss)
-        applied = self._applied_to[rows, total]
+        applied, are_known, is_said = self._static[rows, total]
+        seen = Seen(rows, scalars, of_loss if is_said else None)
+        unfolded = numbers, logs, seen
+        if self.is_folded:  # numbers of losses are put together as these are
+            numbers = [None if known else number for number, known in zip(numbers, are_known)]
+            logs, seen = {}, Seen(rows, scalars, of_loss)
         rates = [float(rate) for rate in rates] or [0.0] * len(applied)
         return Outcome(
             gradients,
@@ -157,6 +165,7 @@ class StepRunner:
             added,
             others,
             terms,
+            unfolded,
         )
 
     def _run(
@@ -207,21 +216,21 @@ class StepRunner:
         self.has_own_loss = losses.has_own
         applied = recording.applied
         counters = [counter_of(a.optimizer) for a in applied]
-        self._applied_to[rows, total] = [
+        of_applied = [
             ([self._places[id(v)] for v in a.variables], self._places[id(counter)])
             for a, counter in zip(applied, counters)
         ]
+        are_known = [mean is not None for mean in recording.means()]
+        self._static[rows, total] = of_applied, are_known, recording.says_weight
+        self.is_plain = self.is_plain and losses.terms().is_plain and not self.scales
         self.metrics = [update.metric.name for update, _ in recording.updates()]
         terms = [0.0 if term.weight is None else term.weight for term in losses.compiled_terms()]
-        of_loss = losses.terms().weight if self.is_folded else recording.weight_of_loss()
+        of_loss = losses.terms().weight
         found = (
             recording.gradients,
             recording.rates,
-            [  # those of losses are put together as these are
-                None if self.is_folded and mean is not None else number
-                for number, mean in zip(recording.numbers(), recording.means())
-            ],
-            {} if self.is_folded else recording.split_logs(logs)[0],
+            recording.numbers(),
+            recording.split_logs(logs)[0],
             None if of_loss is None else _numbers.float64(of_loss),
             [_numbers.float64(weight) for weight in terms],
             dict(losses.values),

@@ -12,29 +12,17 @@ import keras
 import numpy as np
 from keras import ops
 
-from ga_model.base._internals import (
-    forgetting_losses,
-    layers_in,
-    loss_tracker,
-    operations_in,
-    own_state,
-)
+from ga_model.base._internals import forgetting_losses
 from ga_model.core.backend import Backend
 from ga_model.core.batch import num_rows
 from ga_model.core.losses import Kinds
-from ga_model.core.of_user import counts_samples
-from ga_model.core.proof.calls import combines_samples
 from ga_model.core.proof.judge import Judge
 from ga_model.core.proof.runner import StepRunner, samples_for_trial
 from ga_model.core.proof.verdict import Difference, Verdict
 from ga_model.core.proof.weighing import Weighing
-from ga_model.core.proof.windows import Cuts, windows
+from ga_model.core.proof.windows import Cuts, Window, windows
 from ga_model.core.recorder import CannotAccumulateError
 from ga_model.core.stand_ins import watch_attributes
-from ga_model.core.statistics import is_known
-
-_OF_WEIGHTS = ("initializer", "regularizer", "constraint")  # attributes of layers
-_BACKENDS = ("tensorflow", "torch", "jax")
 
 
 def _cuts(backend: Backend, rows: int) -> Cuts:
@@ -200,11 +188,10 @@ def _of_samples(
                 runner = StepRunner(model, backend, samples, is_folded, is_split, kinds, put_back)
                 with forgetting_losses(model):
                     coming = windows(runner, cuts)
-                    judge = Judge(runner, first := list(itertools.islice(coming, 2)), assumed)
-                    instead = _instead(judge, kinds)
+                    first = list(itertools.islice(coming, 2))
+                    judge, instead = _judged(runner, first, assumed, kinds)
                     if instead is None and (others := list(coming)):
-                        judge = Judge(runner, first + others, assumed)
-                        instead = _instead(judge, kinds)
+                        judge, instead = _judged(runner, first + others, assumed, kinds)
                     if instead is None and judge.is_moved:
                         verdict = judge.verdict._replace(kinds=kinds)
                 if instead is None:
@@ -222,22 +209,33 @@ def _of_samples(
     return verdict, None
 
 
-def _instead(judge: Judge, kinds: Kinds) -> tuple[Kinds, bool] | None:
-    """Return how a step is to be tried that was tried otherwise than it is going to be trained.
+def _judged(
+    runner: StepRunner, tried: list[Window], assumed: Weighing | None, kinds: Kinds
+) -> tuple[Judge, tuple[Kinds, bool] | None]:
+    """Compare windows, and return how a step is to be tried that was tried otherwise than it is
+    going to be trained.
 
     Args:
-        judge: compares windows, some or all.
+        runner: what has run the windows.
+        tried: some or all.
+        assumed: what microbatches were weighed by so far.
         kinds: that losses were taken for.
 
     Returns:
-        What losses are, and whether weights are folded into them; or None: it is to be as it was.
+        The comparison. What losses are, and whether weights are folded into them; or None: it is
+        to be as it was.
     """
-    if not judge.runner.is_folded or not judge.is_moved:
-        return None
+    judge = Judge(runner, tried, assumed)
+    if not runner.is_folded or not judge.is_moved:
+        return judge, None
     if (found := judge.kinds()).has_sum and not kinds.has_sum:
-        return found, True  # known from the values of losses, whatever they were taken for
-    verdict = judge.verdict
-    return None if verdict.is_folded or not verdict.is_exact else (kinds, False)
+        return judge, (found, True)  # known from the values, whatever they were taken for
+    if judge.verdict.is_folded or not judge.verdict.is_exact:
+        return judge, None
+    if not runner.is_plain:
+        return judge, (kinds, False)
+    runner.is_folded = False
+    return Judge(runner, tried, assumed), None
 
 
 def assumed_of(is_own: bool, kinds: Kinds | None = None) -> Verdict:
@@ -245,46 +243,3 @@ def assumed_of(is_own: bool, kinds: Kinds | None = None) -> Verdict:
     differences = (Difference("everything", float("inf")),)
     weighing = Weighing("samples" if is_own else "loss")
     return Verdict(weighing, (), (), differences, is_folded=not is_own, kinds=kinds or Kinds())
-
-
-def has_code_of_user(model: Any, backend: Backend) -> bool:
-    """Return whether layers or metrics of a model are not Keras's, or may combine samples."""
-    layers = layers_in(model)
-    if any(map(_is_of_user, layers)) or backend.has_hooks():
-        return True
-    if any(combines_samples(*part) for layer in layers for part in operations_in(layer)):
-        return True
-    tracker = loss_tracker(model)
-    return not all(counts_samples(metric) for metric in model.metrics if metric is not tracker)
-
-
-def _is_of_user(layer: Any) -> bool:
-    module = type(layer).__module__
-    holds_code = isinstance(layer, (keras.layers.Lambda, keras.layers.TorchModuleWrapper))
-    is_of_keras = module.startswith("keras.") and not holds_code
-    axes = getattr(layer, "axis", getattr(layer, "axes", None))
-    axes = axes if isinstance(axes, (list, tuple)) else [axes]
-    is_along_samples = any(axis is not None and (axis == 0 or axis < -1) for axis in axes)
-    has_state = bool(own_state(layer)) and not is_known(layer)
-    is_stateful = getattr(layer, "stateful", False) or has_state
-    is_known_layer = is_of_keras and ".preprocessing." not in module
-    return not is_known_layer or is_along_samples or is_stateful or _has_function_of_user(layer)
-
-
-def _has_function_of_user(layer: Any) -> bool:
-    """Return whether a layer of Keras's calls other code, such as an activation of the user's.
-
-    What it makes and changes weights with, takes no samples. Functions of backends are tried alone.
-    """
-    of_layer = {} if isinstance(layer, keras.Model) else vars(layer)  # those of a model train it
-    for name, value in of_layer.items():
-        if not callable(value) or name.endswith(_OF_WEIGHTS):
-            continue
-        owner = getattr(value, "__self__", value)  # of a method
-        module = getattr(owner, "__module__", None) or type(owner).__module__
-        if isinstance(value, (type, keras.layers.Layer)) or module.startswith("keras."):
-            continue
-        is_of_backend = module.split(".")[0] in _BACKENDS
-        if not is_of_backend or combines_samples(value, (keras.KerasTensor((None, 4)),), {}):
-            return True
-    return False

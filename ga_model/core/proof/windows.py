@@ -46,6 +46,7 @@ class Outcome(NamedTuple):
         added: values of losses that layers add.
         at_updates: values of scalars of optimizers when these are applied, by their places.
         terms: the weights of the terms of the loss.
+        unfolded: numbers, logs and what tells the weight, if no weight is folded into the loss.
     """
 
     gradients: list[Any]
@@ -60,6 +61,12 @@ class Outcome(NamedTuple):
     added: list[Any]
     at_updates: dict[int, Any]
     terms: list[Any]
+    unfolded: tuple[list[Any], dict[str, Any], Seen]
+
+    def as_unfolded(self) -> Outcome:
+        """Return the same without weights in the loss, where that leaves gradients as they are."""
+        numbers, logs, seen = self.unfolded
+        return self._replace(numbers=numbers, logs=logs, seen=seen)
 
 
 class Runner(Protocol):
@@ -76,6 +83,7 @@ class Runner(Protocol):
         epsilon: the rounding of one operation in float32.
         has_own_loss: whether the loss, or a part of it, is the user's own.
         is_folded: whether weights of compiled losses are folded into the loss.
+        is_plain: whether gradients are the same if they are, after a run.
         written: paths of the variables that the step has written to.
     """
 
@@ -89,6 +97,7 @@ class Runner(Protocol):
     epsilon: float
     has_own_loss: bool
     is_folded: bool
+    is_plain: bool
     written: set[str]
 
     @property
@@ -132,6 +141,11 @@ class Window(NamedTuple):
         """Whether a gradient is other than zero."""
         gradients = [g for part in self.parts for g in part.gradients if g is not None]
         return any(self.whole.rates) or any((np.isfinite(g) & (g != 0)).any() for g in gradients)
+
+    def as_unfolded(self) -> Window:
+        """Return the same without weights in the loss."""
+        parts = [part.as_unfolded() for part in self.parts]
+        return self._replace(whole=self.whole.as_unfolded(), parts=parts)
 
     def shares(self, weighing: Weighing) -> list[float]:
         """Return the share of each part in the window, or NaN."""

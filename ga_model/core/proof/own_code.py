@@ -1,0 +1,77 @@
+"""Tell what of a model is code of the user's, which is to be tried."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from ga_model.base._internals import (
+    layers_in,
+    loss_tracker,
+    operations_in,
+    overwrites,
+    own_state,
+)
+from ga_model.core.backend import Backend
+from ga_model.core.of_user import counts_samples
+from ga_model.core.proof.calls import combines_samples
+from ga_model.core.statistics import is_known
+
+_OF_WEIGHTS = ("initializer", "regularizer", "constraint")  # attributes of layers
+_BACKENDS = ("tensorflow", "torch", "jax")
+
+
+def has_code_of_user(model: Any, backend: Backend) -> bool:
+    """Return whether layers or metrics of a model are not Keras's, or may combine samples."""
+    layers = layers_in(model)
+    if any(map(_is_of_user, layers)) or backend.has_hooks():
+        return True
+    if any(combines_samples(*part) for layer in layers for part in operations_in(layer)):
+        return True
+    tracker = loss_tracker(model)
+    return not all(counts_samples(metric) for metric in model.metrics if metric is not tracker)
+
+
+def has_own_gradients(layer: Any, backend: Backend) -> bool:
+    """Return whether gradients of a call may be other than those of Keras's operations."""
+    parts = layers_in(layer)
+    operations = [operation for part in parts for operation, *_ in operations_in(part)]
+    return (
+        backend.has_hooks()
+        or any(map(_is_of_user, parts))
+        or any(map(overwrites, layer.variables))
+        or not all(type(operation).__module__.startswith("keras.") for operation in operations)
+    )
+
+
+def _is_of_user(layer: Any) -> bool:
+    module = type(layer).__module__
+    holds_code = isinstance(layer, (keras.layers.Lambda, keras.layers.TorchModuleWrapper))
+    is_of_keras = module.startswith("keras.") and not holds_code
+    axes = getattr(layer, "axis", getattr(layer, "axes", None))
+    axes = axes if isinstance(axes, (list, tuple)) else [axes]
+    is_along_samples = any(axis is not None and (axis == 0 or axis < -1) for axis in axes)
+    has_state = bool(own_state(layer)) and not is_known(layer)
+    is_stateful = getattr(layer, "stateful", False) or has_state
+    is_known_layer = is_of_keras and ".preprocessing." not in module
+    return not is_known_layer or is_along_samples or is_stateful or _has_function_of_user(layer)
+
+
+def _has_function_of_user(layer: Any) -> bool:
+    """Return whether a layer of Keras's calls other code, such as an activation of the user's.
+
+    What it makes and changes weights with, takes no samples. Functions of backends are tried alone.
+    """
+    of_layer = {} if isinstance(layer, keras.Model) else vars(layer)  # those of a model train it
+    for name, value in of_layer.items():
+        if not callable(value) or name.endswith(_OF_WEIGHTS):
+            continue
+        owner = getattr(value, "__self__", value)  # of a method
+        module = getattr(owner, "__module__", None) or type(owner).__module__
+        if isinstance(value, (type, keras.layers.Layer)) or module.startswith("keras."):
+            continue
+        is_of_backend = module.split(".")[0] in _BACKENDS
+        if not is_of_backend or combines_samples(value, (keras.KerasTensor((None, 4)),), {}):
+            return True
+    return False
