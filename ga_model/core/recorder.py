@@ -12,6 +12,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import keras
 import numpy as np
 from keras import ops
 
@@ -298,9 +299,10 @@ class Recording:
             known = next((r for r in self._metrics.results if r[0] is value), None)
             if known is not None:
                 of_metrics.append((name, *known[1:]))
-            elif ops.is_tensor(value) or isinstance(value, (int, float, np.ndarray, np.generic)):
-                is_array = isinstance(value, np.ndarray)
-                own[name] = _numbers.float64(ops.convert_to_tensor(value) if is_array else value)
+            elif isinstance(value, (np.ndarray, keras.Variable)):
+                own[name] = _numbers.float64(ops.convert_to_tensor(value))
+            elif ops.is_tensor(value) or isinstance(value, (int, float, np.generic)):
+                own[name] = _numbers.float64(value)
         return own, tuple(of_metrics)
 
     def updates(self) -> list[tuple[Update, Any]]:

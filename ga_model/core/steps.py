@@ -206,6 +206,8 @@ class Steps:
         backend = self._backend
         weigh = backend.compiled("weigh", self.step.weigh, backend.of_step, discards=True)
         each = map(batch.microbatch, range(batch.num_microbatches))
+        if not backend.traces:  # losses may write to what they get, which is to be trained on
+            each = map(backend.copied, each)
         with backend.trying(is_own=False):
             parts = [weigh(backend.placed(data)) for data in each]
         return [sum(weights) for weights in zip(*parts)]

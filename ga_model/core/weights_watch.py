@@ -1,6 +1,6 @@
 """Warn of variables that something else than its update changes while a window is open.
 
-Such are a model with the same layers that trains in turn, and a callback that clips weights after
+Such are a model with the same layers that trains in turn, and a callback that decays weights after
 each batch: microbatches of one window then see different weights, which the full batch does not.
 """
 

@@ -768,6 +768,27 @@ CASES |= {
     ),
     "few positives: bounded": empty_later(KEPT["bounded"], data=few_positives, samples=48),
 }
+
+
+def some_missing(rows):
+    """Samples of two tasks, which have a target of one, of both or of none."""
+    x, y = dense_data(rows)
+    places = np.arange(rows)
+    y[:, 0], y[:, 1] = np.where(places % 3, np.nan, y[:, 0]), np.where(places % 4, np.nan, y[:, 1])
+    return x, y
+
+
+def of_each_task(y, z):
+    """The mean over tasks of means over the samples that have a target."""
+    is_known = ops.logical_not(ops.isnan(y))
+    squares = ops.where(is_known, ops.square(z - ops.where(is_known, y, 0.0)), 0.0)
+    numbers = ops.sum(ops.cast(is_known, z.dtype), axis=0)
+    return ops.mean(ops.sum(squares, axis=0) / ops.maximum(numbers, 1.0))
+
+
+CASES["targets that are missing"] = empty_later(
+    of_each_task, expects={"across": Warns(TRIED)}, data=some_missing
+)
 CASES |= {  # it makes an update with gradients of zero, as plain Keras does
     f"an empty window: {loss.__name__}": empty_later(
         loss,

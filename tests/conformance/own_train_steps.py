@@ -605,7 +605,10 @@ class LogsNumbers(OwnStep):
         z = ops.stop_gradient(self.net(x))  # with the weights that the update made
         mask = ops.cast(y > 0, z.dtype)
         numbers = {"mean": ops.mean(ops.abs(y)), "count": ops.sum(mask)}
-        return {**logs, **numbers, "masked": ops.sum(mask * y) / ops.sum(mask), **self.more(y, z)}
+        numbers["masked"] = ops.sum(mask * y) / ops.sum(mask)
+        rate = self.optimizer.learning_rate  # a variable, which JAX does not return
+        numbers["rate"] = ops.convert_to_tensor(rate) if BACKEND == "jax" else rate
+        return {**logs, **numbers, **self.more(y, z)}
 
 
 class WeighsByAMetric(OwnStep):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -137,7 +137,8 @@ class StepRunner:
             discards=True,
         )
         place = np.float32(moves_by), np.int32(begin), np.int32(number)
-        data = self._backend.as_traced(part_of(self._data, begin, end))  # as in training
+        data = keras.tree.map_structure(_copied, part_of(self._data, begin, end))
+        data = self._backend.as_traced(data)  # as in training
         found = keras.tree.map_structure(
             lambda x: None if x is None else ops.convert_to_numpy(x),
             run(values, data, totals, *place),
@@ -263,11 +264,13 @@ def _without_training(_: Any, call: Callable[..., Any]) -> Callable[..., Any]:
 _averaging = MethodPatch("call", _without_training)
 
 
-def samples_for_trial(data: Any, number: int) -> Any:
-    """Return so many samples of a batch, as arrays: altered copies, too, if it has fewer.
+def samples_for_trial(data: Any, number: int) -> Iterator[Any]:
+    """Yield so many samples of a batch, as arrays: altered copies, too, if it has fewer.
 
     The largest target comes first, also with another input, as what is rare may be what a loss is
-    divided by. Ragged and sparse tensors stay what they are, and are repeated if there are fewer.
+    divided by. Where some samples have numbers that are not finite, which may stand for missing
+    ones, others without these follow. Ragged and sparse tensors stay what they are, and are
+    repeated if there are fewer.
 
     Raises:
         ValueError: there are fewer than three of these, which would all be alike.
@@ -279,16 +282,33 @@ def samples_for_trial(data: Any, number: int) -> Any:
         if (rows := int(num_rows(data))) < 3:
             raise ValueError(f"Ragged and sparse samples are not altered. Received: {rows} samples")
         times = -(-number // rows)
-        return part_of(keras.tree.map_structure(lambda x: _repeated(x, times), data), 0, number)
+        yield part_of(keras.tree.map_structure(lambda x: _repeated(x, times), data), 0, number)
+        return
 
     def in_numpy(leaf: Any) -> Any:
         return ops.convert_to_numpy(leaf) if leaf is not None and ops.shape(leaf) else leaf
 
     data = keras.tree.map_structure(in_numpy, data)
-    finite = _finite_rows(data, num_rows(data))
-    rows, generator = len(finite), np.random.default_rng(0)
-    largest = _largest_rows(data, finite)[: number // 4]
+    is_finite = _are_finite(data, num_rows(data))
+    everything = np.arange(len(is_finite))
+    if not is_finite.all():
+        yield _samples(data, everything, number, everything[~is_finite])
+    if is_finite.any():
+        yield _samples(data, everything[is_finite], number)
+
+
+def _samples(data: Any, places: Any, number: int, preferred: Sequence[int] = ()) -> Any:
+    """Return so many samples of these places.
+
+    Args:
+        preferred: places of which some are chosen in any case.
+    """
+    rows, generator = len(places), np.random.default_rng(0)
+    largest = _largest_rows(data, places)[: number // 4]
     chosen = generator.permutation(rows) if rows >= number else np.arange(number)
+    is_first = np.isin(chosen, preferred)
+    is_first &= np.cumsum(is_first) <= number // 3
+    chosen = np.concatenate([chosen[is_first], chosen[~is_first]])
     others = chosen[~np.isin(chosen, [row for _, row in largest])]
     others = np.sort(others[: number - 2 * len(largest)])
 
@@ -296,11 +316,16 @@ def samples_for_trial(data: Any, number: int) -> Any:
         if not isinstance(array, np.ndarray) or not array.shape:
             return array
         twins = [(row, row if found_in is array else row - 1) for found_in, row in largest]
-        array = array[finite] if len(array) > rows else array
+        array = array[places] if len(array) > rows else array
         array = array if rows >= number else _altered(array, number, generator)
         return array[[*itertools.chain(*twins), *others]]
 
     return keras.tree.map_structure(taken, data)
+
+
+def _copied(leaf: Any) -> Any:
+    """Return a copy of an array, which a loss may write to."""
+    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 
 def _repeated(leaf: Any, times: int) -> Any:
@@ -308,27 +333,31 @@ def _repeated(leaf: Any, times: int) -> Any:
     return ops.concatenate([leaf] * times) if has_rows and times > 1 else leaf
 
 
-def _finite_rows(data: Any, rows: int) -> Any:
-    """Return the places of samples whose numbers are all finite, or of all if there is none."""
+def _are_finite(data: Any, rows: int) -> Any:
+    """Return of each sample whether its numbers are all finite."""
     is_finite = np.ones(rows, bool)
     for array in keras.tree.flatten(data):
         is_array = isinstance(array, np.ndarray) and array.shape[:1] == (rows,)
         if is_array and array.dtype.kind not in "iubUSO":
             is_finite &= np.isfinite(array.astype("float32")).reshape(rows, -1).all(1)
-    return np.flatnonzero(is_finite) if is_finite.any() else np.arange(rows)
+    return is_finite
 
 
-def _largest_rows(data: Any, finite: Any) -> list[tuple[Any, int]]:
-    """Return arrays, and the place among these rows of the largest of each, by its sum.
+def _largest_rows(data: Any, places: Any) -> list[tuple[Any, int]]:
+    """Return arrays, and which of these rows is the largest of each, by its sum, or has most numbers
+    that are finite.
 
     Arrays of whole numbers, such as labels and masks, come first, and targets before inputs.
     """
     of_wholes: list[tuple[Any, int]] = []
     others: list[tuple[Any, int]] = []
     for array in reversed(keras.tree.flatten(data)):
-        is_array = isinstance(array, np.ndarray) and array.ndim > 0 and len(array) > finite[-1]
+        is_array = isinstance(array, np.ndarray) and array.ndim > 0 and len(array) > places[-1]
         if is_array and array.dtype.kind not in "USO":
-            sums = array.reshape(len(array), -1).sum(1, "float64")[finite]
+            rows = array.reshape(len(array), -1)
+            sums = rows.sum(1, "float64")[places]
+            if not np.isfinite(sums).all():  # so of numbers some are missing
+                sums = np.isfinite(rows).sum(1)[places]
             if np.ptp(sums):
                 found = of_wholes if np.array_equal(sums, np.round(sums)) else others
                 found.append((array, int(np.argmax(sums))))

@@ -72,7 +72,15 @@ def of_step(
 
     def tried(cuts: Cuts) -> tuple[Verdict, Exception | None]:
         cuts = tuple((sum(sizes),) for sizes in cuts) if is_one else cuts
-        return _of_samples(model, backend, data, cuts, is_own, is_split, assumed)
+        found: tuple[Verdict, Exception | None]
+        try:
+            for samples in samples_for_trial(data, sum(cuts[0])):
+                found = _of_samples(model, backend, samples, cuts, is_own, is_split, assumed)
+                if found[1] is None:
+                    break
+        except ValueError as error:  # there are too few
+            return assumed_of(is_own), error
+        return found
 
     verdict, error = tried(cuts := _cuts(backend, min(rows, int(num_rows(data)))))
     if error is None or isinstance(error, NothingSeenError):
@@ -108,9 +116,9 @@ def still_holds(
         known: what was found of the step.
     """
     cuts: Cuts = ((7,),) if is_one else ((4, 3),)
-    samples = samples_for_trial(data, sum(cuts[0]))
     with _trying(model, backend) as put_back:
         try:
+            *_, samples = samples_for_trial(data, sum(cuts[0]))
             runner = StepRunner(
                 model, backend, samples, not is_own, is_split, known.kinds, put_back
             )
@@ -138,7 +146,7 @@ def of_microbatches(
     cuts: Cuts = ((first, first, others),) if others else ((first, first),)
     if others > 1:
         cuts = (first, first, others - 1, 1), (first, first, *[1] * others)
-    return _of_samples(model, backend, data, cuts, is_own, is_split, is_chosen=True)
+    return _of_samples(model, backend, data, cuts, is_own, is_split)
 
 
 def _shapes(data: Any) -> Any:
@@ -172,18 +180,16 @@ def _trying(model: Any, backend: Backend) -> Iterator[Callable[[], None]]:
 def _of_samples(
     model: Any,
     backend: Backend,
-    data: Any,
+    samples: Any,
     cuts: Cuts,
     is_own: bool,
     is_split: bool,
     assumed: Weighing | None = None,
-    is_chosen: bool = False,
 ) -> tuple[Verdict, Exception | None]:
-    """Try the step of a model on so many samples: these, or some of them where none is chosen."""
+    """Try the step of a model on these samples."""
     kinds, is_folded = Kinds(), not is_own
     with _trying(model, backend) as put_back:
         try:
-            samples = data if is_chosen else samples_for_trial(data, sum(cuts[0]))
             for _ in range(4):
                 runner = StepRunner(model, backend, samples, is_folded, is_split, kinds, put_back)
                 with forgetting_losses(model):
