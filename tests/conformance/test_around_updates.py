@@ -628,6 +628,36 @@ def test_batches_of_different_lengths_are_weighted_by_positions():
     assert_close(model, reference, start)
 
 
+def of_positions(y, z):
+    is_valid = ops.cast(ops.any(ops.not_equal(y, 0.0), axis=-1), z.dtype)
+    losses_of_valid = is_valid * ops.mean(ops.square(y - z), axis=-1)
+    return ops.sum(losses_of_valid) / ops.maximum(ops.sum(is_valid), 1.0)
+
+
+def test_an_own_loss_of_a_masked_recurrent_model_may_have_batches_of_other_lengths():
+    """Eagerly, each position runs the operations of the recurrent layer once more."""
+
+    def make():
+        cell = layers.SimpleRNN(4, return_sequences=True)
+        return sequential((None, 3), layers.Masking(), cell, layers.Dense(2))
+
+    def compiled_with_loss(**settings):
+        return compiled(make, lambda: arguments(loss=of_positions, metrics=None), **settings)
+
+    model, reference = compiled_with_loss(**WINDOWS), compiled_with_loss()
+    start = model.get_weights()
+    generator = np.random.default_rng(8)
+    for lengths in ((2, 9, 5), (5, 2, 9)):
+        window = [np.zeros((12, 9, size)) for size in (3, 2)]
+        for number, length in enumerate(lengths):
+            rows = slice(4 * number, 4 * number + 4)
+            for array in window:
+                array[rows, :length] = generator.normal(size=(4, length, array.shape[-1]))
+            model.train_on_batch(*(array[rows, :length] for array in window))
+        reference.train_on_batch(*window)
+    assert_close(model, reference, start)
+
+
 @pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
 @pytest.mark.parametrize("rows", [31, 36])
 def test_generators_and_datasets_match(rows):

@@ -82,6 +82,9 @@ class Noting(Noted):
             self._look_at(name, outputs[0])
         return outputs
 
+    def _place(self) -> None:
+        """Loops are not unrolled."""
+
     def _look_at(self, name: str, value: Any) -> None:
         is_scalar = not self._is_unnoted and not jnp.shape(value)
         if is_scalar and jnp.issubdtype(jnp.result_type(value), jnp.floating):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from ga_model.core.proof.draws import Draws
@@ -15,7 +17,8 @@ class Noted:
         draws: what random numbers are drawn by, or None: as always.
 
     Attributes:
-        scalars: those that were divided by, bounded or decided by, by names.
+        scalars: those that were divided by, bounded or decided by, by names. These have the place
+            in the code, numbered in their order, and how often it was passed before.
         of_shapes: names of those that follow from shapes alone, if known.
         dtypes: names of the dtypes that were computed in, if known.
     """
@@ -25,6 +28,7 @@ class Noted:
         self.of_shapes: set[str] = set()
         self.dtypes: set[str] = set()
         self._draws = draws
+        self._passed: dict[Any, tuple[int, int]] = {}  # places, their numbers, how often
 
     def run(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         """Run a function, and note its operations."""
@@ -32,7 +36,24 @@ class Noted:
 
     def note(self, operation: str, value: Any, is_of_shapes: bool = False) -> None:
         """Note a scalar of an operation."""
-        name = f"{len(self.scalars):05} {operation}"
+        place = self._place() or len(self._passed)
+        number, times = self._passed.get(place, (len(self._passed), 0))
+        self._passed[place] = number, times + 1
+        name = f"{number:05}.{times:05} {operation}"
         self.scalars[name] = value
         if is_of_shapes:
             self.of_shapes.add(name)
+
+    def _place(self) -> Any:
+        """Return the place in the code that runs now, or None: each operation has its own."""
+        frame: FrameType | None = sys._getframe(2)
+        found = []
+        while frame is not None:
+            found.append((id(frame.f_code), frame.f_lasti))
+            frame = frame.f_back
+        return tuple(found)
+
+
+def site_of(name: str) -> str:
+    """Return the same of all scalars of one place, which a loop over time steps passes again."""
+    return f"{name[:5]} {name[12:]}"

@@ -344,10 +344,10 @@ def _are_finite(data: Any, rows: int) -> Any:
 
 
 def _largest_rows(data: Any, places: Any) -> list[tuple[Any, int]]:
-    """Return arrays, and which of these rows is the largest of each, by its sum, or has most numbers
-    that are finite.
+    """Return arrays, and which of these rows is the largest of each, by its sum.
 
-    Arrays of whole numbers, such as labels and masks, come first, and targets before inputs.
+    Where numbers are missing, that is the one which has most of them. Arrays of whole numbers, such
+    as labels and masks, come first, and targets before inputs.
     """
     of_wholes: list[tuple[Any, int]] = []
     others: list[tuple[Any, int]] = []

@@ -11,6 +11,7 @@ import numpy as np
 
 from ga_model.base import _numbers
 from ga_model.core.losses import Kinds
+from ga_model.core.proof.noted import site_of
 from ga_model.core.proof.weighing import Seen, Watched, Weighing
 
 WATCHED = 1e-5  # relative, of what is watched
@@ -89,10 +90,11 @@ class Verdict(NamedTuple):
         another scalar may come to stand in the place.
         """
         last = max(self.needed_scalars, default="")
-        if has_split_calls and last:
-            return tuple(sorted(seen.scalars)) == self.scalars
-        before = tuple(name for name in sorted(seen.scalars) if name <= last)
-        return before == tuple(name for name in self.scalars if name <= last)
+        limit = "~" if has_split_calls and last else last
+        found, known = (
+            {site_of(n) for n in names if n <= limit} for names in (seen.scalars, self.scalars)
+        )
+        return found == known and set(self.needed_scalars) <= set(seen.scalars)
 
     def news_in(self, seen: Seen, written: Sequence[Any]) -> Any:
         """Return whether a microbatch shows what no sample that was tried did: a bool or a scalar.
