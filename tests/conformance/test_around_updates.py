@@ -312,17 +312,6 @@ def test_half_precision_gradients_are_summed_in_float32():
     assert float(model.get_weights()[0].squeeze()) == 1.0
 
 
-def test_an_overflow_lowers_the_scale_once():
-    keras.config.set_dtype_policy("mixed_float16")
-    model = compiled(compile_args=lambda: arguments(metrics=[]), accumulation_steps=2)
-    x, y = dense_data(8)
-    x[0] = 1e30
-    before = model.get_weights()
-    model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
-    assert float(model.optimizer.dynamic_scale) == 2.0**14
-    assert_equal(model.get_weights(), before)
-
-
 # Settings, rows of a batch and of a microbatch, microbatches with NaN, reduction, and how it runs:
 # the first microbatches of a window, also with all of the next one, all of one window, one of the
 # last.
