@@ -36,7 +36,7 @@ from keras import layers, ops
 from own_train_steps import OfObjective, of
 from training import train
 
-from ga_model import AccumulatingModel, AccumulationScheduler, accumulate
+from ga_model import AccumulatingModel, AccumulationScheduler, GradientNoiseScale, accumulate
 from ga_model.core.proof import trial
 from ga_model.core.proof.runner import StepRunner
 
@@ -143,19 +143,24 @@ def test_evaluate_in_a_callback_leaves_the_window_open():
 
 @pytest.mark.parametrize("how", ["CallbackList", "callback", "tuple", "positional"])
 def test_callbacks_are_taken_in_every_form_and_left_as_they_were(how):
+    """Of a list that is ready, Keras tells the callbacks of the model once only."""
     x, y = dense_data(28)
-    model, epochs = compiled(**WINDOWS), []
+    model, epochs, noise = compiled(**WINDOWS), [], GradientNoiseScale()
     watch = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: epochs.append(epoch))
-    made = keras.callbacks.CallbackList([watch], model=model, add_history=True)
-    given = {"callback": watch, "tuple": (watch,), "CallbackList": made}.get(how, [watch])
+    several = [watch, AccumulationScheduler({0: 3}), noise]
+    made = keras.callbacks.CallbackList(several, model=model, add_history=True)
+    given = {"callback": watch, "tuple": (*several,), "CallbackList": made}.get(how, several)
     before = list(made.callbacks)
     for _ in range(2):
+        model.accumulation_steps = 3 if how == "callback" else 1
         if how == "positional":
             model.fit(x, y, 4, 1, 0, given)
         else:
             model.fit(x, y, batch_size=4, verbose=0, callbacks=given)
     assert made.callbacks == before
     assert int(model.optimizer.iterations) == 3 * len(epochs) == 6
+    assert bool(noise.noise_scales) == (how != "callback")
+    assert not model._accumulation.is_scheduled
 
 
 def test_a_fit_begins_with_an_empty_window():
