@@ -566,6 +566,18 @@ def weighs_by_target(of_keras, y, z):
     return of_keras(ops.cast(ops.not_equal(y[..., :1], 0.0), z.dtype))
 
 
+def mean_by_outputs(of_keras, y, z):
+    weights = ops.stop_gradient(ops.abs(z))
+    return ops.sum(weights * ops.square(y - z)) / ops.sum(weights)
+
+
+class WeighsByOutputs(computing(mean_by_outputs)):
+    """Has a rule whose weight depends on variables, and is taken as a constant."""
+
+    def microbatch_weight(self, x, y=None, sample_weight=None):
+        return ops.sum(ops.abs(self(x)))
+
+
 class OwnMetrics(keras.Sequential):
     def compute_metrics(self, x, y, y_pred, sample_weight=None):
         return {**super().compute_metrics(x, y, y_pred, sample_weight), "most": ops.max(y_pred)}
@@ -601,6 +613,11 @@ def computed(function, data=dense_data, **kwargs):
 CASES |= {
     "own compute_loss: with a rule": Case(
         of_class(computing(mean_of_some, number_of_positive)), some_positive, sgd(None, 0.02)
+    ),
+    "own compute_loss: with a rule of outputs": Case(
+        of_class(WeighsByOutputs),
+        compile=sgd(None, 0.02),
+        backends=("tensorflow", "torch"),  # on JAX, variables have no values where it is asked
     ),
     "own compute_loss: a sum by rule": Case(
         lambda: computing(lambda of_keras, y, z: of_keras() + total(y, z), lambda y: "sum")(
