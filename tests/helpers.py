@@ -219,12 +219,17 @@ class Counting(keras.Model):
         return super().train_step(data)
 
 
-class Batches(keras.utils.PyDataset):
-    """Batches of so many rows."""
+def parts_of(x, y, rows):
+    """Return batches of so many rows."""
+    return [(x[i : i + rows], y[i : i + rows]) for i in range(0, len(x), rows)]
 
-    def __init__(self, x, y, rows, **kwargs):
+
+class Batches(keras.utils.PyDataset):
+    """Batches that are given."""
+
+    def __init__(self, parts, **kwargs):
         super().__init__(**kwargs)
-        self.parts = [(x[i : i + rows], y[i : i + rows]) for i in range(0, len(x), rows)]
+        self.parts = parts
 
     def __len__(self):
         return len(self.parts)

@@ -25,6 +25,7 @@ from helpers import (
     dense_data,
     dense_model,
     files_told,
+    parts_of,
     relative_difference,
     run_python,
     seeded,
@@ -598,7 +599,7 @@ def test_generators_and_datasets_match(rows):
     """A step that runs into the end of the data fails after some of its operations could run."""
     x, y = dense_data(rows)
     workers = 2 if BACKEND == "tensorflow" else 1  # of which Keras on PyTorch mixes up the batches
-    parts = Batches(x, y, 4, workers=workers, max_queue_size=4)
+    parts = Batches(parts_of(x, y, 4), workers=workers, max_queue_size=4)
     sources = [{"x": parts}, {"x": (part for part in parts.parts), "epochs": 1}]
     if BACKEND == "torch":
         tensors = torch.utils.data.TensorDataset(torch.as_tensor(x), torch.as_tensor(y))
