@@ -1,5 +1,6 @@
 """What tests of every kind use: seeds, small models and data, replicas, what was said."""
 
+import ast
 import contextlib
 import functools
 import os
@@ -262,3 +263,15 @@ def run_python(*arguments, **environment):
 def python_blocks(text):
     """Return the fenced blocks of Python in a page."""
     return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+
+
+def strings_in(path):
+    """Yield the texts in a module but for docstrings; f-strings have `{}` for what is put in."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    docstrings = [node.value for node in nodes if isinstance(node, ast.Expr)]
+    for node in nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from [] if node in docstrings else [node.value]
+        elif isinstance(node, ast.JoinedStr):
+            parts = (p.value if isinstance(p, ast.Constant) else "{}" for p in node.values)
+            yield "".join(parts)

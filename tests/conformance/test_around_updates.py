@@ -851,7 +851,7 @@ def test_an_optimizer_that_accumulates_itself_is_refused_or_told_of_once():
         accumulate(dense_model(), **WINDOWS).compile(optimizer, "mse")
     model = accumulate(dense_model(), **SPLIT)
     model.compile(optimizer, "mse")
-    with pytest.warns(UserWarning, match="pass `accumulation_steps=2`") as caught:
+    with pytest.warns(UserWarning, match="and pass `accumulation_steps=2`") as caught:
         model.fit(*dense_data(24), batch_size=12, epochs=2, verbose=0)
     assert len(told(caught)) == 1
 

@@ -18,7 +18,7 @@ def test_a_compiled_step_is_refused():
     plain = dense_model()
     plain.compile("sgd", "mse", jit_compile=True)
     model = accumulate(plain, microbatch_size=3)
-    with pytest.raises(ValueError, match=r"(?s)Received: .*jit_compile=False"):
+    with pytest.raises(ValueError, match=r"(?s)observe a step that.*jit_compile=True.*=False"):
         model.fit(*dense_data(6), verbose=0)
 
 
