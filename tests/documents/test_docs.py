@@ -35,8 +35,7 @@ def run(tmp_path, blocks, names=None):
 def runs_here(block):
     """Return whether a block needs neither devices nor PyTorch.
 
-    The others are run by `test_workers.py`, and by `test_torch_processes.py` and
-    `test_torch_documents.py` and `test_jax_documents.py`.
+    The others are run by `test_workers.py`, `test_torch_processes.py` and `test_pages.py`.
     """
     return not re.search("Strategy|process_group|torch|jax", block)
 
