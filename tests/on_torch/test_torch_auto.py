@@ -10,23 +10,11 @@ import torch
 from helpers import assert_changed, assert_close, dense_data, seeded, sequential, state_of
 from keras import layers, ops
 from keras.optimizers import SGD
-from limited_memory import Memory
+from limited_memory import Memory, limited
 
 from ga_model import accumulate
 
 pytestmark = pytest.mark.filterwarnings("ignore:BatchNormalization layers in training mode")
-
-
-def limited(memory):
-    """Return a layer that hands on what it gets, if it fits, where it is kept for a gradient."""
-
-    def take(x):
-        is_meta = isinstance(x, keras.KerasTensor) or x.device.type == "meta"
-        if torch.is_grad_enabled() and not is_meta:
-            memory.take(x.shape[0])
-        return x
-
-    return layers.Activation(take)
 
 
 def smooth_model(memory, *parts):
