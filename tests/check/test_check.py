@@ -288,14 +288,6 @@ def test_models_are_checked_as_they_are_compiled(arguments):
     assert report.verdict == "different"
 
 
-def test_float64_is_held_to_a_closer_tolerance(float64):
-    model, x, y = seeded(MODELS["dropout"])
-    report = check_equivalence(model, x, y, **STEPS)
-    report.assert_equivalent()
-    assert "these Dropout layers dropped the same units for every sample: dropout" in str(report)
-    assert all(v.tolerance <= 1e-9 for v in report.variables)
-
-
 @pytest.mark.every_case
 @pytest.mark.parametrize(
     ("dtype", "rounding", "largest"),

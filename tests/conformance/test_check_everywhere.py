@@ -89,7 +89,9 @@ def test_dropout_is_shared_and_everything_is_left_as_it_was():
     before, attributes, kind = state_of(model), dict(vars(model)), type(model)
     function, numbers = model.train_function, (random.getstate(), np.random.get_state()[1].tolist())
     report = check_equivalence(model, *dense_data(48), batch_size=12, microbatch_size=4)
-    assert report.random_layers.shared == [model.layers[2].name]
+    name = model.layers[2].name
+    assert report.random_layers.shared == [name]
+    assert f"these Dropout layers dropped the same units for every sample: {name}" in str(report)
     assert_equal(state_of(model), before)
     assert (random.getstate(), np.random.get_state()[1].tolist()) == numbers
     assert vars(model).keys() == attributes.keys()
