@@ -1,44 +1,15 @@
 """Files, copies, exports: a wrapped model's are the plain one's, a subclass keeps its settings."""
 
-import json
-import zipfile
-
 import keras
 import numpy as np
 import pytest
-from helpers import TOLERANCE, dense_data, dense_model, run_python, seeded
+from helpers import TOLERANCE, dense_data, dense_model, run_python
 
 from ga_model import AccumulatingModel, accumulate
 
 
 class Subclass(AccumulatingModel, keras.Sequential):
     pass
-
-
-def without_object_ids(config):
-    """Drop what differs between any two objects: Keras writes `id(...)` of shared ones."""
-    if isinstance(config, dict):
-        return {k: without_object_ids(v) for k, v in config.items() if k != "shared_object_id"}
-    return [without_object_ids(v) for v in config] if isinstance(config, list) else config
-
-
-def test_a_wrapped_models_file_is_the_plain_models_file(tmp_path):
-    """Wrapped before `compile` or after."""
-    configs = []
-    for wrapped in (None, "before", "after"):
-        keras.utils.clear_session()
-        model = seeded(dense_model)
-        if wrapped == "before":
-            model = accumulate(model, accumulation_steps=3)
-        model.compile(keras.optimizers.Adam(), "mse", metrics=["mae"])
-        if wrapped == "after":
-            model = accumulate(model, accumulation_steps=3)
-        model.fit(*dense_data(24), batch_size=4, verbose=0)
-        model.save(tmp_path / "model.keras")
-        with zipfile.ZipFile(tmp_path / "model.keras") as file:
-            configs.append(without_object_ids(json.loads(file.read("config.json"))))
-    assert configs[1] == configs[2] == configs[0]
-    assert "ga_model" not in json.dumps(configs[1])
 
 
 class CompilesByRate(keras.Sequential):
