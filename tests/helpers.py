@@ -201,6 +201,15 @@ def dense_data(rows, features=4, outputs=2, seed=3):
     return x, y
 
 
+def ruled(base, weight):
+    """Return a class of models of which a microbatch weighs a function of model, x and y."""
+
+    def microbatch_weight(self, x, y=None, sample_weight=None):
+        return weight(self, x, y)
+
+    return type("Ruled", (base,), {"microbatch_weight": microbatch_weight})
+
+
 class Counting(keras.Model):
     """Counts how often Python runs its `train_step`; a traced function runs it once per trace."""
 

@@ -27,6 +27,7 @@ from helpers import (
     files_told,
     parts_of,
     relative_difference,
+    ruled,
     run_python,
     seeded,
     sequential,
@@ -802,15 +803,10 @@ class Drops(OfObjective):
         super().__init__(losses.mean, [keras.Input((4,)), dense_model(), *drawing, layers.Dense(2)])
 
 
-class DropsByRule(AccumulatingModel, Drops):
-    def microbatch_weight(self, x, y=None, sample_weight=None):
-        return keras.ops.shape(x)[0]
-
-
 def test_trying_leaves_no_trace():
     """All that training changes is that of a step that says what it averages over."""
     states = []
-    for base in (Drops, DropsByRule):
+    for base in (Drops, ruled(Drops, lambda model, x, y: ops.shape(x)[0])):
         model = compiled(base, lambda: arguments(loss=None, metrics=None), accumulation_steps=2)
         model.fit(*dense_data(16), batch_size=4, shuffle=False, verbose=0)
         variables = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
@@ -934,11 +930,6 @@ class OfGraph(OfNames):
         return self.head(nodes + near)
 
 
-class WeighsNodes(AccumulatingModel, OfGraph):
-    def microbatch_weight(self, x, y=None, sample_weight=None):
-        return ops.cast(ops.shape(y)[0], "float32")
-
-
 @pytest.mark.every_case
 @pytest.mark.parametrize("way", ["told", "weighs", "whole"])
 def test_batches_that_are_graphs_are_weighted_by_their_nodes(way):
@@ -959,7 +950,8 @@ def test_batches_that_are_graphs_are_weighted_by_their_nodes(way):
         settings = {"microbatch_size": 3, "loss_over": "batch"}
 
     start, reference = weights_after([], OfGraph), weights_after(whole, OfGraph)
-    make = WeighsNodes if way == "weighs" else OfGraph
+    weighs = ruled(OfGraph, lambda model, x, y: ops.cast(ops.shape(y)[0], "float32"))
+    make = weighs if way == "weighs" else OfGraph
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = weights_after(whole if way == "whole" else graphs, make, **settings)
