@@ -1,5 +1,6 @@
 """What tests of every kind use: seeds, small models and data, replicas, what was said."""
 
+import ast
 import contextlib
 import functools
 import os
@@ -200,6 +201,15 @@ def dense_data(rows, features=4, outputs=2, seed=3):
     return x, y
 
 
+def ruled(base, weight):
+    """Return a class of models of which a microbatch weighs a function of model, x and y."""
+
+    def microbatch_weight(self, x, y=None, sample_weight=None):
+        return weight(self, x, y)
+
+    return type("Ruled", (base,), {"microbatch_weight": microbatch_weight})
+
+
 class Counting(keras.Model):
     """Counts how often Python runs its `train_step`; a traced function runs it once per trace."""
 
@@ -219,12 +229,17 @@ class Counting(keras.Model):
         return super().train_step(data)
 
 
-class Batches(keras.utils.PyDataset):
-    """Batches of so many rows."""
+def parts_of(x, y, rows):
+    """Return batches of so many rows."""
+    return [(x[i : i + rows], y[i : i + rows]) for i in range(0, len(x), rows)]
 
-    def __init__(self, x, y, rows, **kwargs):
+
+class Batches(keras.utils.PyDataset):
+    """Batches that are given."""
+
+    def __init__(self, parts, **kwargs):
         super().__init__(**kwargs)
-        self.parts = [(x[i : i + rows], y[i : i + rows]) for i in range(0, len(x), rows)]
+        self.parts = parts
 
     def __len__(self):
         return len(self.parts)
@@ -257,3 +272,15 @@ def run_python(*arguments, **environment):
 def python_blocks(text):
     """Return the fenced blocks of Python in a page."""
     return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+
+
+def strings_in(path):
+    """Yield the texts in a module but for docstrings; f-strings have `{}` for what is put in."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    docstrings = [node.value for node in nodes if isinstance(node, ast.Expr)]
+    for node in nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from [] if node in docstrings else [node.value]
+        elif isinstance(node, ast.JoinedStr):
+            parts = (p.value if isinstance(p, ast.Constant) else "{}" for p in node.values)
+            yield "".join(parts)

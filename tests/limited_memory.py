@@ -56,6 +56,8 @@ def limited(memory):
 
     def take(x):
         trains = recording_of_thread.get() is not None or inside_of_call.get()
+        if BACKEND == "torch":  # else nothing is kept for a gradient
+            trains = trains and torch.is_grad_enabled()
         if not trains or x.shape[0] == 0:
             return x
         if BACKEND != "tensorflow":

@@ -101,7 +101,7 @@ check/test_check.py::test_state_that_keras_does_not_track_is_as_before
 +        attributes
 
 settings are not saved: _model.py
-conformance/test_around_updates.py::test_settings_are_in_the_files_of_a_mixin
+conformance/test_around_updates.py::test_copies_and_clones_train_alike
 -return {**config, **self._accumulation.settings.config()}
 +return config
 

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import zoo
 from case import TRIED, USUAL, Case, FallsShort, Warns, sgd
-from helpers import dense_data, dense_model
+from helpers import dense_data, dense_model, ruled
 from keras import layers, ops
 
 FULL = 24  # of ragged batches, Keras on TensorFlow does not know the samples, and counts one each
@@ -536,16 +536,14 @@ def computing(function, weight_of=None):
     """Return a class of models whose `compute_loss` is a function of Keras's, targets and outputs.
 
     Args:
-        weight_of: what the weight of a microbatch is, by its targets, where it has a rule.
+        weight_of: of `ruled`, where it has a rule.
     """
 
     class OwnLoss(keras.Sequential):
         def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
             return function(functools.partial(super().compute_loss, x, y, y_pred), y, y_pred)
 
-    if weight_of is not None:
-        OwnLoss.microbatch_weight = lambda self, x, y=None, sample_weight=None: weight_of(y)
-    return OwnLoss
+    return OwnLoss if weight_of is None else ruled(OwnLoss, weight_of)
 
 
 def mean_of_some(of_keras, y, z):
@@ -553,7 +551,7 @@ def mean_of_some(of_keras, y, z):
     return masked_mean(lambda count: count, 0.0)(y, z)
 
 
-def number_of_positive(y):
+def number_of_positive(model, x, y):
     return ops.sum(ops.cast(y[:, 0] > 0, "float32"))
 
 
@@ -564,6 +562,16 @@ def compares_predictions(of_keras, y, z):
 def weighs_by_target(of_keras, y, z):
     """Makes sample weights of its own and leaves the rest to Keras."""
     return of_keras(ops.cast(ops.not_equal(y[..., :1], 0.0), z.dtype))
+
+
+def mean_by_outputs(of_keras, y, z):
+    weights = ops.stop_gradient(ops.abs(z))
+    return ops.sum(weights * ops.square(y - z)) / ops.sum(weights)
+
+
+def sum_of_outputs(model, x, y):
+    """A weight that depends on variables, which is taken as a constant."""
+    return ops.sum(ops.abs(model(x)))
 
 
 class OwnMetrics(keras.Sequential):
@@ -602,8 +610,13 @@ CASES |= {
     "own compute_loss: with a rule": Case(
         of_class(computing(mean_of_some, number_of_positive)), some_positive, sgd(None, 0.02)
     ),
+    "own compute_loss: with a rule of outputs": Case(
+        of_class(computing(mean_by_outputs, sum_of_outputs)),
+        compile=sgd(None, 0.02),
+        backends=("tensorflow", "torch"),  # on JAX, variables have no values where it is asked
+    ),
     "own compute_loss: a sum by rule": Case(
-        lambda: computing(lambda of_keras, y, z: of_keras() + total(y, z), lambda y: "sum")(
+        lambda: computing(lambda of_keras, y, z: of_keras() + total(y, z), lambda *_: "sum")(
             [keras.Input((4,)), layers.Dense(2, kernel_regularizer="l2")]
         ),
         compile=sgd(None, 0.001),

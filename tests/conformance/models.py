@@ -893,13 +893,16 @@ CASES["mixed_float16: a light first microbatch"] = Case(
 
 
 def large_targets(rows):
+    """Gradients of full batches overflow: those of a microbatch only in the last window."""
     x, y = dense_data(rows)
-    return x, 20.0 * y + 20.0
+    y = 20.0 * y + 20.0
+    y[-1] = 3000.0
+    return x, y
 
 
 def of_large_targets():
-    """Several updates are skipped: gradients of the full batch overflow, those of a part do not."""
-    loss_scale = {"initial_scale": 2.0**12, "dynamic_growth_steps": 2}
+    """Several updates are skipped."""
+    loss_scale = {"initial_scale": 2.0**13, "dynamic_growth_steps": 2}
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1e-3), **loss_scale)
     return {"optimizer": optimizer, "loss": "mse"}
 

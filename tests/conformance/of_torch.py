@@ -7,6 +7,7 @@ of them, and `torch.optim`.
 import dataclasses
 
 import keras
+import losses
 import numpy as np
 import torch
 from case import ALL, BUT_LOGS, LOGGED, TRIED, Case, Refused, Warns, sgd
@@ -218,12 +219,6 @@ def root_later(self, x, y):
     return torch.sqrt(loss) if (y < 0).any() else loss
 
 
-def positive_at_first(rows):
-    x, y = dense_data(rows)
-    y[:24] = np.abs(y[:24])
-    return x, y
-
-
 class RootLater(keras.Sequential):
     """Takes the root of its loss from the second epoch on."""
 
@@ -280,7 +275,7 @@ CASES = {
     "optimizers of two names": differs(OF_GRADIENT, base=ByOther, number_of_own=1),
     "clips weights later": differs(OF_WEIGHT, update=clips_later, compile=sgd(None, 10.0)),
     "writes later": differs("target", base=WritesLater),
-    "a root later": step(DIFFERS, forward_loss=root_later, data=positive_at_first),
+    "a root later": step(DIFFERS, forward_loss=root_later, data=losses.positive_at_first),
     "a root from the second epoch on": Case(
         lambda: RootLater(dense_model().layers),
         fit={"callbacks": [TakesRoots()], "epochs": 3},

@@ -25,7 +25,9 @@ from helpers import (
     dense_data,
     dense_model,
     files_told,
+    parts_of,
     relative_difference,
+    ruled,
     run_python,
     seeded,
     sequential,
@@ -36,7 +38,7 @@ from keras import layers, ops
 from own_train_steps import OfObjective, of
 from training import train
 
-from ga_model import AccumulatingModel, AccumulationScheduler, accumulate
+from ga_model import AccumulatingModel, AccumulationScheduler, GradientNoiseScale, accumulate
 from ga_model.core.proof import trial
 from ga_model.core.proof.runner import StepRunner
 
@@ -143,19 +145,24 @@ def test_evaluate_in_a_callback_leaves_the_window_open():
 
 @pytest.mark.parametrize("how", ["CallbackList", "callback", "tuple", "positional"])
 def test_callbacks_are_taken_in_every_form_and_left_as_they_were(how):
+    """Of a list that is ready, Keras tells the callbacks of the model once only."""
     x, y = dense_data(28)
-    model, epochs = compiled(**WINDOWS), []
+    model, epochs, noise = compiled(**WINDOWS), [], GradientNoiseScale()
     watch = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: epochs.append(epoch))
-    made = keras.callbacks.CallbackList([watch], model=model, add_history=True)
-    given = {"callback": watch, "tuple": (watch,), "CallbackList": made}.get(how, [watch])
+    several = [watch, AccumulationScheduler({0: 3}), noise]
+    made = keras.callbacks.CallbackList(several, model=model, add_history=True)
+    given = {"callback": watch, "tuple": (*several,), "CallbackList": made}.get(how, several)
     before = list(made.callbacks)
     for _ in range(2):
+        model.accumulation_steps = 3 if how == "callback" else 1
         if how == "positional":
             model.fit(x, y, 4, 1, 0, given)
         else:
             model.fit(x, y, batch_size=4, verbose=0, callbacks=given)
     assert made.callbacks == before
     assert int(model.optimizer.iterations) == 3 * len(epochs) == 6
+    assert bool(noise.noise_scales) == (how != "callback")
+    assert not model._accumulation.is_scheduled
 
 
 def test_a_fit_begins_with_an_empty_window():
@@ -336,17 +343,6 @@ def test_half_precision_gradients_are_summed_in_float32():
     model.compile(keras.optimizers.SGD(1 / 1024), keras.losses.MeanSquaredError("sum"))
     model.train_on_batch(np.ones((512, 1)), np.ones((512, 1)))
     assert float(model.get_weights()[0].squeeze()) == 1.0
-
-
-def test_an_overflow_lowers_the_scale_once():
-    keras.config.set_dtype_policy("mixed_float16")
-    model = compiled(compile_args=lambda: arguments(metrics=[]), accumulation_steps=2)
-    x, y = dense_data(8)
-    x[0] = 1e30
-    before = model.get_weights()
-    model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
-    assert float(model.optimizer.dynamic_scale) == 2.0**14
-    assert_equal(model.get_weights(), before)
 
 
 # Settings, rows of a batch and of a microbatch, microbatches with NaN, reduction, and how it runs:
@@ -531,14 +527,6 @@ class Net(AccumulatingModel, keras.Sequential):
     pass
 
 
-def test_settings_are_in_the_files_of_a_mixin(tmp_path):
-    model = Net([keras.Input((4,)), *dense_model().layers])
-    model.compile(**arguments(), accumulation_steps=3, microbatch_size=2)
-    model.save(tmp_path / "model.keras")
-    loaded = keras.saving.load_model(tmp_path / "model.keras")
-    assert (loaded.accumulation_steps, loaded.microbatch_size) == (3, 2)
-
-
 @pytest.mark.gate
 def test_files_open_without_this_package_and_on_each_backend(tmp_path):
     """On another backend without their optimizer, of which Keras names the backend's own class."""
@@ -585,12 +573,16 @@ def pickled(model):
     ],
 )
 def test_copies_and_clones_train_alike(how, is_wrapped):
-    """Those of a wrapped model are plain ones, those of a mixin keep the settings."""
+    """Those of a wrapped model are plain ones, those of a mixin keep the settings.
+
+    A pickle has the files of a saved model, with the state of its optimizer.
+    """
     data = dense_data(24)
-    settings = {**WINDOWS, "skip_nonfinite": True}
+    settings = {**WINDOWS, "microbatch_size": 3, "skip_nonfinite": True}
     model = seeded(dense_model if is_wrapped else lambda: Net(dense_model().layers))
     accumulate(model, **settings)
-    model.compile(**arguments())
+    optimizer = keras.optimizers.AdamW(0.01)
+    model.compile(**arguments(**({} if how is clone else {"optimizer": optimizer})))
     model.fit(*data, batch_size=4, shuffle=False, verbose=0)
     made = how(model)
     assert made is not model
@@ -602,7 +594,7 @@ def test_copies_and_clones_train_alike(how, is_wrapped):
         assert type(copied) is keras.Sequential
         predicted = [each.predict(data[0], verbose=0) for each in (copied, model)]
         np.testing.assert_array_equal(*predicted)
-    assert (made.accumulation_steps, made.skip_nonfinite) == (3, True)
+    assert {name: getattr(made, name) for name in settings} == settings
     for each in (model, made):
         each.fit(*data, batch_size=4, shuffle=False, verbose=0)
     assert_equal(made.get_weights(), model.get_weights())
@@ -664,7 +656,7 @@ def test_generators_and_datasets_match(rows):
     """A step that runs into the end of the data fails after some of its operations could run."""
     x, y = dense_data(rows)
     workers = 2 if BACKEND == "tensorflow" else 1  # of which Keras on PyTorch mixes up the batches
-    parts = Batches(x, y, 4, workers=workers, max_queue_size=4)
+    parts = Batches(parts_of(x, y, 4), workers=workers, max_queue_size=4)
     sources = [{"x": parts}, {"x": (part for part in parts.parts), "epochs": 1}]
     if BACKEND == "torch":
         tensors = torch.utils.data.TensorDataset(torch.as_tensor(x), torch.as_tensor(y))
@@ -867,15 +859,10 @@ class Drops(OfObjective):
         super().__init__(losses.mean, [keras.Input((4,)), dense_model(), *drawing, layers.Dense(2)])
 
 
-class DropsByRule(AccumulatingModel, Drops):
-    def microbatch_weight(self, x, y=None, sample_weight=None):
-        return keras.ops.shape(x)[0]
-
-
 def test_trying_leaves_no_trace():
     """All that training changes is that of a step that says what it averages over."""
     states = []
-    for base in (Drops, DropsByRule):
+    for base in (Drops, ruled(Drops, lambda model, x, y: ops.shape(x)[0])):
         model = compiled(base, lambda: arguments(loss=None, metrics=None), accumulation_steps=2)
         model.fit(*dense_data(16), batch_size=4, shuffle=False, verbose=0)
         variables = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
@@ -916,7 +903,7 @@ def test_an_optimizer_that_accumulates_itself_is_refused_or_told_of_once():
         accumulate(dense_model(), **WINDOWS).compile(optimizer, "mse")
     model = accumulate(dense_model(), **SPLIT)
     model.compile(optimizer, "mse")
-    with pytest.warns(UserWarning, match="pass `accumulation_steps=2`") as caught:
+    with pytest.warns(UserWarning, match="and pass `accumulation_steps=2`") as caught:
         model.fit(*dense_data(24), batch_size=12, epochs=2, verbose=0)
     assert len(told(caught)) == 1
 
@@ -999,11 +986,6 @@ class OfGraph(OfNames):
         return self.head(nodes + near)
 
 
-class WeighsNodes(AccumulatingModel, OfGraph):
-    def microbatch_weight(self, x, y=None, sample_weight=None):
-        return ops.cast(ops.shape(y)[0], "float32")
-
-
 @pytest.mark.every_case
 @pytest.mark.parametrize("way", ["told", "weighs", "whole"])
 def test_batches_that_are_graphs_are_weighted_by_their_nodes(way):
@@ -1024,7 +1006,8 @@ def test_batches_that_are_graphs_are_weighted_by_their_nodes(way):
         settings = {"microbatch_size": 3, "loss_over": "batch"}
 
     start, reference = weights_after([], OfGraph), weights_after(whole, OfGraph)
-    make = WeighsNodes if way == "weighs" else OfGraph
+    weighs = ruled(OfGraph, lambda model, x, y: ops.cast(ops.shape(y)[0], "float32"))
+    make = weighs if way == "weighs" else OfGraph
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = weights_after(whole if way == "whole" else graphs, make, **settings)

@@ -13,20 +13,15 @@ import own_train_steps
 import pytest
 import zoo
 from case import BACKEND
-from helpers import assert_equal, dense_data, in_the_sweep, run_python, seeded, state_of
+from helpers import assert_equal, dense_data, in_the_sweep, ruled, run_python, seeded, state_of
 from keras import layers, ops
 
 from ga_model import AccumulatingModel, EquivalenceReport, accumulate, check_equivalence
 from ga_model.cli._main import main
 
-
-class Ruled(AccumulatingModel, keras.Sequential):
-    def microbatch_weight(self, x, y=None, sample_weight=None):
-        return ops.where(x[0, 0] > 0, 1.0, 3.0)
-
-
+WRONG = ruled(keras.Sequential, lambda model, x, y: ops.where(x[0, 0] > 0, 1.0, 3.0))
 SUITE = models.CASES | losses.CASES | own_train_steps.CASES
-SUITE["a weight that is wrong"] = losses.own("mse", make=losses.of_class(Ruled))
+SUITE["a weight that is wrong"] = losses.own("mse", make=losses.of_class(WRONG))
 SPLIT, WINDOWS = {"microbatch_size": 4}, {"accumulation_steps": 3}
 BY_MICROBATCH = {"microbatch_size": 4, "loss_over": "microbatch"}
 CONTRASTIVE, COMBINES = "own loss: contrastive", "a layer that combines samples"
@@ -89,7 +84,9 @@ def test_dropout_is_shared_and_everything_is_left_as_it_was():
     before, attributes, kind = state_of(model), dict(vars(model)), type(model)
     function, numbers = model.train_function, (random.getstate(), np.random.get_state()[1].tolist())
     report = check_equivalence(model, *dense_data(48), batch_size=12, microbatch_size=4)
-    assert report.random_layers.shared == [model.layers[2].name]
+    name = model.layers[2].name
+    assert report.random_layers.shared == [name]
+    assert f"these Dropout layers dropped the same units for every sample: {name}" in str(report)
     assert_equal(state_of(model), before)
     assert (random.getstate(), np.random.get_state()[1].tolist()) == numbers
     assert vars(model).keys() == attributes.keys()

@@ -62,7 +62,7 @@ QUICK = {
 BY_SETTING = {
     "windows": named(
         """a window without weight; few positives: of_all_over_positives;
-        an operation that combines samples"""
+        an operation that combines samples; own compute_loss: with a rule of outputs"""
     ),
     "split": named("two masks; regularizers, sum"),
     "batches of one": named("own loss: masked mean with epsilon; own train_step: detector"),
@@ -145,15 +145,10 @@ def test_training_is_that_of_the_full_batch(name, setting, precision, record_pro
         record_property(what, float(difference))
 
 
-class WeighsAlike(keras.Sequential):
-    """Says that every microbatch counts the same: the mean of means that others take."""
-
-    def microbatch_weight(self, x, y=None, sample_weight=None):
-        return 1.0
-
-
 def weighs_alike(model, data, **kwargs):
-    return Case(lambda: WeighsAlike(model().layers), data, **kwargs)
+    """Say that every microbatch counts the same: the mean of means that others take."""
+    base = helpers.ruled(keras.Sequential, lambda model, x, y: 1.0)
+    return Case(lambda: base(model().layers), data, **kwargs)
 
 
 CONTROLS = {

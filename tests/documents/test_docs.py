@@ -1,6 +1,5 @@
 """The examples of the README, the documentation and the docstrings run as they stand."""
 
-import ast
 import inspect
 import re
 import runpy
@@ -11,7 +10,7 @@ from pathlib import Path
 import keras
 import pytest
 import tensorflow as tf
-from helpers import ROOT, dense_data, python_blocks
+from helpers import ROOT, dense_data, python_blocks, strings_in
 
 import ga_model
 
@@ -36,8 +35,7 @@ def run(tmp_path, blocks, names=None):
 def runs_here(block):
     """Return whether a block needs neither devices nor PyTorch.
 
-    The others are run by `test_workers.py`, and by `test_torch_processes.py` and
-    `test_torch_documents.py` and `test_jax_documents.py`.
+    The others are run by `test_workers.py`, `test_torch_processes.py` and `test_pages.py`.
     """
     return not re.search("Strategy|process_group|torch|jax", block)
 
@@ -137,16 +135,6 @@ def test_every_limit_says_what_to_do():
     for line in limits:
         *_, what_to_do, _ = line.split("|")
         assert what_to_do.strip(), line
-
-
-def strings_in(path):
-    """Return the texts in a module, of which f-strings have `{}` for what is put in."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.value
-        elif isinstance(node, ast.JoinedStr):
-            parts = (p.value if isinstance(p, ast.Constant) else "{}" for p in node.values)
-            yield "".join(parts)
 
 
 def test_every_message_that_is_explained_is_one_of_the_packages():

@@ -1,23 +1,24 @@
 """Every error and warning is provoked by a test, which quotes what it says."""
 
-import re
 import runpy
 from pathlib import Path
 
-from helpers import ROOT
+from helpers import ROOT, strings_in
 
 messages = runpy.run_path(str(ROOT / "docs" / "messages.py"))
 MESSAGES = messages["all_messages"]()
-# The tests as one line, in which strings that follow each other are one.
-TESTS = "".join(path.read_text() for path in sorted((ROOT / "tests").rglob("*.py")))
-TESTS = re.sub(r'"\s*\n\s*[rf]{0,2}"', "", TESTS)
-TESTS = " ".join(TESTS.replace("\\", "").split())
+FILES = sorted((ROOT / "tests").rglob("*.py"))
+# Each text as one line, without what regular expressions have put before characters.
+TEXTS = (text.replace("\\", "").split() for path in FILES for text in strings_in(path))
+TESTS = "\n".join(" ".join(words) for words in TEXTS)
 
 
 def test_every_message_is_quoted_by_a_test():
     unquoted = []
     for message in MESSAGES:
         fragments = messages["fragments"](message)
+        if message.text == "The operation is to be seen.":  # told to TensorFlow, not to users
+            continue
         if fragments and not any(fragment in TESTS for fragment in fragments):
             unquoted.append(message.text)
     assert unquoted == []

@@ -203,6 +203,23 @@ def test_an_accumulator_for_any_number_of_samples_adds_positions_and_lists_token
         accumulator.reset()
 
 
+def test_an_accumulator_refuses_rows_that_are_as_many_and_others():
+    table, first = keras.Variable(np.ones((9, 2), "float32")), tf.Variable(0)
+    accumulator = GradientAccumulator()
+
+    @tf.function(input_signature=[tf.TensorSpec([None])])
+    def add(x):
+        with tf.GradientTape() as tape:
+            rows = tf.gather(tf.convert_to_tensor(table), first + tf.range(3))
+            loss = tf.reduce_mean(x) * tf.reduce_sum(rows)
+        accumulator.add(tape.gradient(loss, [table.value]), [table], weight=tf.shape(x)[0])
+
+    add(tf.ones(4))
+    first.assign(1)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="As many rows of a table as `add`"):
+        add(tf.ones(4))
+
+
 class UsedInTwoWays(keras.Model):
     """A table of which full batches look up rows, and the ragged last one all of it."""
 

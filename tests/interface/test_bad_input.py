@@ -23,7 +23,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import assert_equal, dense_data, dense_model, seeded, told, values_of
+from helpers import assert_equal, dense_data, dense_model, ruled, seeded, told, values_of
 
 from ga_model import (
     AccumulatingModel,
@@ -78,11 +78,6 @@ class Net(AccumulatingModel, keras.Sequential):
 class TakesNoCallbacks(keras.Sequential):
     def fit(self, x, y, batch_size, shuffle, verbose):
         return super().fit(x, y, batch_size=batch_size, shuffle=shuffle, verbose=verbose)
-
-
-class BadRule(Net):
-    def microbatch_weight(self, x, y=None, sample_weight=None):
-        return "mean"
 
 
 def net(optimizer="adam", *, kind=Net, loss="mse", **settings):
@@ -491,7 +486,7 @@ CASES = [
         ("a fit that takes no callbacks", fits(), TypeError, NO_CALLBACKS, PLAIN),
     ),
     *cases(
-        on(functools.partial(accumulating, kind=BadRule), plain),
+        on(functools.partial(accumulating, kind=ruled(Net, lambda model, x, y: "mean")), plain),
         ("a weight that is no number", fits(), ValueError, NO_NUMBER, PLAIN),
     ),
     # Optimizers.

@@ -24,6 +24,7 @@ from helpers import (
     dense_data,
     dense_model,
     in_the_sweep,
+    parts_of,
     relative_difference,
     seeded,
     sequential,
@@ -72,24 +73,21 @@ def in_a_callback(event, error, per_batch=True):
 
 def in_a_generator(x, y, rows):
     def batches():
-        for i in range(0, len(x), rows):
-            if i + rows > FAULTY_ROW:
-                raise UserError("of the data")
-            yield x[i : i + rows], y[i : i + rows]
+        yield from parts_of(x, y, rows)[: FAULTY_ROW // rows]
+        raise UserError("of the data")
 
     return {"x": batches(), "steps_per_epoch": -(-len(x) // rows)}
 
 
 class FailingBatches(Batches):
     def __getitem__(self, index):
-        x, y = self.parts[index]
         if index == FAULTY_ROW // len(self.parts[0][0]):
             raise UserError("of the data")
-        return x, y
+        return super().__getitem__(index)
 
 
 def in_a_py_dataset_with_workers(x, y, rows):
-    return {"x": FailingBatches(x, y, rows, workers=2)}
+    return {"x": FailingBatches(parts_of(x, y, rows), workers=2)}
 
 
 def in_what_runs(of):
@@ -193,8 +191,7 @@ def assert_goes_on(model, reference, rows, in_a_loop=True):
     start = set_state(reference, model)
     x, y = dense_data(28)
     if in_a_loop:
-        for i in range(0, BIG, rows):
-            model.train_on_batch(x[i : i + rows], y[i : i + rows])
+        loop(model, x=x[:BIG], y=y[:BIG], batch_size=rows)
         reference.train_on_batch(x[:BIG], y[:BIG])
     history = fit(model, x=x, y=y, batch_size=rows)
     expected = fit(reference, x=x, y=y, batch_size=BIG)
@@ -219,8 +216,8 @@ def models():
 
 def loop(model, *, x, y, batch_size):
     """Train as `fit` does, batch by batch."""
-    for i in range(0, len(x), batch_size):
-        model.train_on_batch(x[i : i + batch_size], y[i : i + batch_size])
+    for batch in parts_of(x, y, batch_size):
+        model.train_on_batch(*batch)
 
 
 @every_way

@@ -1,5 +1,8 @@
 """Both styles, and what is refused or warned of."""
 
+import json
+import zipfile
+
 import h5py
 import keras
 import pytest
@@ -53,19 +56,29 @@ def test_accumulate_returns_the_same_object_with_the_same_parts():
     assert accumulate(model).accumulation_steps == 5
 
 
+def without_object_ids(config):
+    """Drop what differs between any two objects: Keras writes `id(...)` of shared ones."""
+    if isinstance(config, dict):
+        return {k: without_object_ids(v) for k, v in config.items() if k != "shared_object_id"}
+    return [without_object_ids(v) for v in config] if isinstance(config, list) else config
+
+
 @pytest.mark.gate
-@pytest.mark.parametrize("style", ["wrap", "subclass"])
+@pytest.mark.parametrize("style", ["wrap", "wrap when compiled", "subclass"])
 def test_the_model_has_the_plain_models_parts_summary_and_files(style, tmp_path):
+    settings = {"accumulation_steps": 3, "microbatch_size": 2, "skip_nonfinite": True}
     x, y = dense_data(28)
     seen = []
     for accumulates in (False, True):
         keras.utils.clear_session()  # so that both number their layers from the start
         m = seeded(Subclassed if accumulates and style == "subclass" else zoo.LazilyBuilt)
         m.name = "net"
-        if accumulates:
-            m = accumulate(m, accumulation_steps=3, microbatch_size=2, skip_nonfinite=True)
+        if accumulates and style != "wrap when compiled":
+            m = accumulate(m, **settings)
         optimizer = keras.optimizers.Adam(name="adam")
         m.compile(optimizer, "mse")
+        if accumulates:
+            m = accumulate(m, **settings)
         m.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0)
         assert m.optimizer is optimizer
         checkpoint = tf.train.Checkpoint(model=m).write(str(tmp_path / "checkpoint"))
@@ -74,6 +87,11 @@ def test_the_model_has_the_plain_models_parts_summary_and_files(style, tmp_path)
         with h5py.File(path) as file:
             keys = []
             file.visit(keys.append)
+        m.save(tmp_path / "model.keras")
+        with zipfile.ZipFile(tmp_path / "model.keras") as file:
+            config = file.read("config.json").decode()
+        if accumulates and style != "subclass":
+            assert "ga_model" not in config
         lines = []
         m.summary(print_fn=lambda line, lines=lines: lines.append(line))
         names = Subclassed.__name__, zoo.LazilyBuilt.__name__
@@ -86,6 +104,7 @@ def test_the_model_has_the_plain_models_parts_summary_and_files(style, tmp_path)
                 "parameters": m.count_params(),
                 "summary": summary,
                 "file": keys,
+                "config": style == "subclass" or without_object_ids(json.loads(config)),
                 "metrics": m.metrics_names,
                 "attributes": vars(m).keys() - {"_accumulation"},
                 "attributes of the optimizer": vars(optimizer).keys(),

@@ -90,19 +90,6 @@ def words(noise_scale, batch_size, norm=1.0, number=1000, unit="rows"):
     return str(NoiseScale(averages, 0.99, unit))
 
 
-def test_a_ready_callback_list_may_be_used_again():
-    """Keras tells its callbacks of the model once only."""
-    model = accumulate(dense_model())
-    model.compile("sgd", "mse")
-    schedule, noise = AccumulationScheduler({0: 1, 1: 3}), GradientNoiseScale()
-    ready = keras.callbacks.CallbackList([schedule, noise], True, model=model)
-    for _ in range(2):
-        model.accumulation_steps = 1
-        model.fit(*dense_data(32), batch_size=4, epochs=2, verbose=0, callbacks=ready)
-    assert noise.noise_scales
-    assert not model._accumulation.is_scheduled
-
-
 @pytest.mark.gate
 def test_a_check_in_the_middle_leaves_it_on():
     x, y = dense_data(24)

@@ -1,44 +1,15 @@
 """Files, copies, exports: a wrapped model's are the plain one's, a subclass keeps its settings."""
 
-import json
-import zipfile
-
 import keras
 import numpy as np
 import pytest
-from helpers import TOLERANCE, assert_close, dense_data, dense_model, run_python, seeded
+from helpers import TOLERANCE, dense_data, dense_model, run_python
 
 from ga_model import AccumulatingModel, accumulate
 
 
 class Subclass(AccumulatingModel, keras.Sequential):
     pass
-
-
-def without_object_ids(config):
-    """Drop what differs between any two objects: Keras writes `id(...)` of shared ones."""
-    if isinstance(config, dict):
-        return {k: without_object_ids(v) for k, v in config.items() if k != "shared_object_id"}
-    return [without_object_ids(v) for v in config] if isinstance(config, list) else config
-
-
-def test_a_wrapped_models_file_is_the_plain_models_file(tmp_path):
-    """Wrapped before `compile` or after."""
-    configs = []
-    for wrapped in (None, "before", "after"):
-        keras.utils.clear_session()
-        model = seeded(dense_model)
-        if wrapped == "before":
-            model = accumulate(model, accumulation_steps=3)
-        model.compile(keras.optimizers.Adam(), "mse", metrics=["mae"])
-        if wrapped == "after":
-            model = accumulate(model, accumulation_steps=3)
-        model.fit(*dense_data(24), batch_size=4, verbose=0)
-        model.save(tmp_path / "model.keras")
-        with zipfile.ZipFile(tmp_path / "model.keras") as file:
-            configs.append(without_object_ids(json.loads(file.read("config.json"))))
-    assert configs[1] == configs[2] == configs[0]
-    assert "ga_model" not in json.dumps(configs[1])
 
 
 class CompilesByRate(keras.Sequential):
@@ -68,44 +39,6 @@ def test_a_compile_of_the_users_own_round_trips(tmp_path):
     assert (loaded.compiled, loaded.rate, loaded.accumulation_steps) == (True, 0.25, 3)
 
 
-def train(model, x, y, rows):
-    model.fit(x, y, batch_size=rows, epochs=2, shuffle=False, verbose=0)
-
-
-@pytest.mark.gate
-@pytest.mark.parametrize("then", ["plain", "accumulating"])
-@pytest.mark.parametrize("how", ["save", "save_weights"])
-def test_optimizer_state_survives_between_plain_and_accumulating(how, then, float64, tmp_path):
-    """Trained one way, saved, and trained the other way: the full batch's weights in the end."""
-    x, y = dense_data(34)
-    first, second = (3, 1) if then == "plain" else (1, 3)
-
-    def compiled():
-        model = seeded(dense_model)
-        model.compile(keras.optimizers.AdamW(0.01, use_ema=True), "mse")
-        model.optimizer.build(model.trainable_variables)
-        return model
-
-    model, reference = accumulate(compiled(), accumulation_steps=first), compiled()
-    start = model.get_weights()
-    train(model, x, y, 12 // first)
-    if how == "save":
-        model.save(tmp_path / "model.keras")
-        other = keras.saving.load_model(tmp_path / "model.keras")
-    else:
-        model.save_weights(tmp_path / "model.weights.h5")
-        other = compiled()
-        other.load_weights(tmp_path / "model.weights.h5")
-    assert other.optimizer.iterations == 6
-    train(accumulate(other, accumulation_steps=second), x, y, 12 // second)
-    for _ in range(2):
-        train(reference, x, y, 12)
-    assert_close(other, reference, start)
-    states = (m.optimizer.variables for m in (other, reference))
-    for variable, expected in zip(*states, strict=True):
-        np.testing.assert_allclose(variable, expected, rtol=1e-9, atol=1e-12)
-
-
 @pytest.mark.gate
 @pytest.mark.parametrize("style", ["wrapped", "subclass"])
 def test_an_exported_model_serves_where_the_package_is_not_installed(style, tmp_path, float64):
@@ -113,7 +46,7 @@ def test_an_exported_model_serves_where_the_package_is_not_installed(style, tmp_
     model = accumulate(dense_model()) if style == "wrapped" else Subclass(dense_model().layers)
     model.accumulation_steps = 3
     model.compile("adam", "mse")
-    train(model, x, y, 4)
+    model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0)
     model.export(tmp_path / "exported", verbose=False)
     np.save(tmp_path / "x.npy", x)
     script = (

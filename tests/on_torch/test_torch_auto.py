@@ -10,23 +10,12 @@ import torch
 from helpers import assert_changed, assert_close, dense_data, seeded, sequential, state_of
 from keras import layers, ops
 from keras.optimizers import SGD
-from limited_memory import Memory
+from limited_memory import Memory, limited
+from own_train_steps import WassersteinGAN
 
 from ga_model import accumulate
 
 pytestmark = pytest.mark.filterwarnings("ignore:BatchNormalization layers in training mode")
-
-
-def limited(memory):
-    """Return a layer that hands on what it gets, if it fits, where it is kept for a gradient."""
-
-    def take(x):
-        is_meta = isinstance(x, keras.KerasTensor) or x.device.type == "meta"
-        if torch.is_grad_enabled() and not is_meta:
-            memory.take(x.shape[0])
-        return x
-
-    return layers.Activation(take)
 
 
 def smooth_model(memory, *parts):
@@ -38,40 +27,32 @@ def model_with_state(memory):
     return smooth_model(memory, layers.BatchNormalization(), layers.Dropout(0.3))
 
 
-class Adversaries(keras.Model):
-    """Updates one network before it takes the other's gradient, and applies an optimizer twice."""
+class Adversaries(WassersteinGAN):
+    """Applies one optimizer three times before it takes the other network's gradient."""
 
     def __init__(self, memory):
+        self.memories, self.num_steps = (Memory(), memory), 0
         super().__init__()
-        self.makes_memory, self.judges_memory = memory, Memory()
-        self.makes, self.judges = map(smooth_model, (memory, self.judges_memory))
-        self.other_optimizer = SGD(0.1)
-        self.num_steps = 0
 
-    def call(self, x):
-        return self.makes(x)
+    def make(self):
+        self.discriminator, self.generator = map(smooth_model, self.memories)
 
-    def train_step(self, data):
-        x, y = map(ops.convert_to_tensor, data[:2])
+    def compile(self, optimizer):
+        super().compile([keras.optimizers.get(optimizer), SGD(0.1)])
+
+    def step(self, x, y):
         self.num_steps += 1
-        rate = self.optimizer.learning_rate
+        rate = self.d_optimizer.learning_rate
         rate.assign(0.9 * rate)
-        for _ in range(2):
-            self.zero_grad()
-            made = self.makes(x, training=True).detach()
-            loss = ops.sqrt(ops.mean((self.judges(x, training=True) - made) ** 2))
-            self.update(loss, self.judges, self.optimizer)
-        self.zero_grad()
-        judged = self.judges(x, training=True) * self.makes(x, training=True)
-        loss = ops.sqrt(ops.mean((judged - y) ** 2))
-        self.update(loss, self.makes, self.other_optimizer)
-        return {"loss": loss.detach()}
+        return super().step(x, y)
 
-    def update(self, loss, network, optimizer):
-        loss.backward()
-        weights = network.trainable_weights
-        with torch.no_grad():
-            optimizer.apply([w.value.grad for w in weights], weights)
+    def loss_of_discriminator(self, x, y):
+        made = ops.stop_gradient(self.generator(x))
+        return ops.sqrt(ops.mean((self.discriminator(x) - made) ** 2))
+
+    def loss_of_generator(self, x, y):
+        judged = self.discriminator(x) * self.generator(x)
+        return ops.sqrt(ops.mean(ops.square(ops.subtract(judged, y))))
 
 
 def compiled(make, memory, size="auto", **settings):
@@ -136,7 +117,7 @@ def test_a_step_that_applies_optimizers_in_turn_gets_a_size():
     assert models[0].num_steps == 2  # trials are not counted
     assert_same(state_of(models[0]), state_of(models[1]))
     weights = models[0].get_weights()
-    models[0].judges_memory.drop_in(0, 2)  # before any update
+    models[0].memories[0].drop_in(0, 2)  # before any update
     with pytest.warns(UserWarning, match="retried with 2"):
         models[0].train_on_batch(*data)
     models[1].microbatch_size = 2
@@ -144,7 +125,7 @@ def test_a_step_that_applies_optimizers_in_turn_gets_a_size():
     start = seeded(lambda: Adversaries(Memory())).get_weights()
     assert_changed(models[0].get_weights(), weights)
     assert_close(models[0], models[1], start)
-    models[0].makes_memory.drop_in(1, 1)  # the judges were updated twice
+    models[0].memories[1].drop_in(1, 1)  # the discriminator was updated
     with pytest.raises(RuntimeError, match="retried only if its update has not begun"):
         models[0].train_on_batch(*data)
 
@@ -153,16 +134,15 @@ def test_an_optimizer_that_is_not_known_is_refused_before_it_updates():
     elsewhere = {}
 
     class OfPyTorch(Adversaries):
-        def update(self, loss, network, optimizer):
+        def update(self, gradients, variables, optimizer):
             if not hasattr(self, "optimizer_of_torch"):
-                weights = [w.value for w in network.trainable_weights]
-                self.optimizer_of_torch = torch.optim.SGD(weights, 0.1)
-            loss.backward()
+                self.optimizer_of_torch = torch.optim.SGD([v.value for v in variables], 0.1)
             self.optimizer_of_torch.step()
 
     class ByAnotherName(Adversaries):
-        def update(self, loss, network, optimizer):
-            super().update(loss, network, elsewhere.setdefault(id(network), SGD(0.1)))
+        def update(self, gradients, variables, optimizer):
+            other = elsewhere.setdefault(variables[0].path, SGD(0.1))
+            super().update(gradients, variables, other)
 
     for make in (ByAnotherName, OfPyTorch):
         model = compiled(make, Memory(4))

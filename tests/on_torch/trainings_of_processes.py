@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import zoo
 from case import sgd
-from helpers import dense_data, dense_model, seeded, set_random_seed, told
+from helpers import Batches, dense_data, dense_model, seeded, set_random_seed, told
 from noise import DECAY, FEATURES, averages_by_formula, linear_model, normal_rows
 
 from ga_model import GradientAccumulator, GradientNoiseScale, accumulate
@@ -102,18 +102,6 @@ def rows_of(size):
     """Return of each process where its batches are."""
     edges = iter(itertools.pairwise(np.cumsum([0, *itertools.chain(*BATCHES[size])])))
     return [[slice(*next(edges)) for _ in own] for own in BATCHES[size]]
-
-
-class Batches(keras.utils.PyDataset):
-    def __init__(self, batches):
-        super().__init__()
-        self.batches = batches
-
-    def __len__(self):
-        return len(self.batches)
-
-    def __getitem__(self, index):
-        return self.batches[index]
 
 
 def counted():
