@@ -107,7 +107,7 @@ class SizeTrials:
         self.error: Exception | None = None
         self._backend = backend
         self._run = run
-        self._budget = _Budget(backend.is_on_cpu, backend.num_bytes_of_weights)
+        self._budget = _Budget(backend.is_on_cpu, backend.num_bytes_of_sums)
 
     def fits(self, size: int) -> bool:
         """Return whether two microbatches of `size` samples go through."""

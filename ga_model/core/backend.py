@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from ga_model.base import _numbers
 from ga_model.base._context import ThreadValue, is_unnoted
 from ga_model.base._identity import unique
 from ga_model.base._internals import mask_of, set_mask
@@ -371,9 +375,11 @@ class Backend(ABC):
         """Whether the model is, where allocations that fail may end the process."""
 
     @property
-    @abstractmethod
-    def num_bytes_of_weights(self) -> int:
-        """Bytes of the weights that are trained."""
+    def num_bytes_of_sums(self) -> int:
+        """Bytes of a window's sums of gradients."""
+        variables = self._model.trainable_variables
+        sizes = (np.dtype(_numbers.sum_dtype(variable.dtype)).itemsize for variable in variables)
+        return sum(math.prod(v.shape) * size for v, size in zip(variables, sizes))
 
     def wait_for(self, nest: Any) -> None:  # noqa: B027
         """Wait until a nest of tensors is computed, where an allocation may fail after a call."""

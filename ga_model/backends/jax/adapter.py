@@ -255,10 +255,6 @@ class JaxBackend(Backend):
     def is_on_cpu(self) -> bool:
         return bool(jax.default_backend() == "cpu")
 
-    @property
-    def num_bytes_of_weights(self) -> int:
-        return sum(value.nbytes for value in self.values("trainable"))
-
     def wait_for(self, nest: Any) -> None:
         jax.block_until_ready(nest)
 

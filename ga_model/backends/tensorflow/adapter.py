@@ -7,7 +7,6 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
-import numpy as np
 import tensorflow as tf
 
 from ga_model.backends.tensorflow import layer_calls, optimizers, replicas, sparse
@@ -353,11 +352,6 @@ class TensorFlowBackend(Backend):
     def is_on_cpu(self) -> bool:
         every = [copy for v in self._model.variables for copy in replicas.copies(v)]
         return all("CPU" in copy.device for copy in every)
-
-    @property
-    def num_bytes_of_weights(self) -> int:
-        weights = map(raw, self._model.trainable_variables)
-        return sum(int(np.prod(weight.shape)) * weight.dtype.size for weight in weights)
 
     def out_of_memory(self, error: Exception) -> Exception | None:
         is_exhausted = isinstance(error, (tf.errors.ResourceExhaustedError, MemoryError))

@@ -148,11 +148,6 @@ class TorchBackend(Backend):
     def is_on_cpu(self) -> bool:
         return all(raw(v).device.type == "cpu" for v in self._model.variables)
 
-    @property
-    def num_bytes_of_weights(self) -> int:
-        weights = map(raw, self._model.trainable_variables)
-        return sum(weight.nelement() * weight.element_size() for weight in weights)
-
     def out_of_memory(self, error: Exception) -> Exception | None:
         is_plain = type(error) is RuntimeError and any(text in str(error) for text in _EXHAUSTED)
         if not (is_plain or isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError))):
