@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ga_model.base import _numbers
+from ga_model.base._call_again import PythonState
 from ga_model.base._context import ThreadValue, is_unnoted
 from ga_model.base._identity import unique
 from ga_model.base._internals import mask_of, set_mask
 from ga_model.core.backend_types import Function, GradientSums, Group, State
 from ga_model.core.batch import Batch
 from ga_model.core.models import optimizers_in, recording_of_thread
-from ga_model.core.of_user import python_state
+from ga_model.core.of_user import others_of_user
 
 if TYPE_CHECKING:
     from ga_model.core.call_types import IsolatedCall, Split, Traced
@@ -188,10 +189,6 @@ class Backend(ABC):
         """Return whether a `train_step` that runs here is run by the core."""
         return self._is_running_step.get() or recording_of_thread.get() is not None
 
-    def _running_step(self) -> AbstractContextManager[None]:
-        """Return a context in which the core runs `train_step`."""
-        return self._is_running_step.set(True)
-
     def run_plain(
         self, train_step: Callable[..., Any], after_update: Callable[[], None], *arguments: Any
     ) -> Any:
@@ -296,7 +293,7 @@ class Backend(ABC):
 
     def state(self) -> State:
         """Return a snapshot of the Python state that a step may write to."""
-        return python_state(self._model)
+        return PythonState(self._model, others_of_user(self._model), has_arrays=True)
 
     def optimizers(self) -> list[Any]:
         """Return the optimizers that attributes of the model hold, or what passes for them."""

@@ -1,4 +1,4 @@
-"""Tell the user's losses, metrics and Python state from Keras's."""
+"""Tell the user's losses, metrics and other objects from Keras's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from ga_model.base._call_again import PythonState, leaves_in
+from ga_model.base._call_again import leaves_in
 from ga_model.base._identity import unique
 from ga_model.base._internals import arguments_of_loss, is_along_samples, layers_in
 from ga_model.core.models import instances_in
@@ -62,11 +62,6 @@ def counts_samples(metric: Any) -> bool:
         for value in held
     )
     return all(type(part).__module__.startswith("keras.") for part in parts) and not is_of_others
-
-
-def python_state(model: Any) -> PythonState:
-    """Return the `PythonState` of a model and its layers, and of objects of the user's in them."""
-    return PythonState(model, others_of_user(model), has_arrays=True)
 
 
 def others_of_user(model: Any) -> list[Any]:

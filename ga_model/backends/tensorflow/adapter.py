@@ -208,7 +208,8 @@ class TensorFlowBackend(Backend):
 
     def run_step(self, data: Any) -> tuple[Any, list[Any]]:
         others = {id(raw(v)): v for v in self._model.non_trainable_variables}
-        with self._running_step(), noting_writes(list(map(raw, others.values()))) as written:
+        noting = noting_writes(list(map(raw, others.values())))
+        with self._is_running_step.set(True), noting as written:
             logs = self._model.train_step(data)
         return logs, [others[id(variable)] for variable in written]
 

@@ -86,7 +86,7 @@ class TorchBackend(Backend):
         others = self._model.non_trainable_variables
         versions = [times_written(raw(variable)) for variable in others]
         steps = self._optimizers_of_torch.recorded()
-        with self._running_step(), steps, torch.enable_grad():
+        with self._is_running_step.set(True), steps, torch.enable_grad():
             logs = self._model.train_step(data)
         pairs = zip(others, versions)
         return logs, [v for v, version in pairs if times_written(raw(v)) != version]
