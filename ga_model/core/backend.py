@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ga_model.base import _numbers
 from ga_model.base._call_again import PythonState
 from ga_model.base._context import ThreadValue, is_unnoted
@@ -374,9 +372,9 @@ class Backend(ABC):
     @property
     def num_bytes_of_sums(self) -> int:
         """Bytes of a window's sums of gradients."""
-        variables = self._model.trainable_variables
-        sizes = (np.dtype(_numbers.sum_dtype(variable.dtype)).itemsize for variable in variables)
-        return sum(math.prod(v.shape) * size for v, size in zip(variables, sizes))
+        weights = self._model.trainable_variables
+        sizes = (8 if _numbers.sum_dtype(v.dtype) == "float64" else 4 for v in weights)
+        return sum(math.prod(v.shape) * size for v, size in zip(weights, sizes))
 
     def wait_for(self, nest: Any) -> None:  # noqa: B027
         """Wait until a nest of tensors is computed, where an allocation may fail after a call."""
