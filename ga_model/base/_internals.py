@@ -31,7 +31,11 @@ from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from keras.src.backend.common.variables import AutocastScope
-from keras.src.losses.loss import scale_loss_for_distribution, unscale_loss_for_distribution
+from keras.src.losses.loss import (
+    scale_loss_for_distribution,
+    squeeze_or_expand_to_same_rank,
+    unscale_loss_for_distribution,
+)
 
 # The name of the `global_seed` in Keras; only newer releases have a constant for it.
 _GLOBAL_SEED = "global_seed_generator"
@@ -254,6 +258,9 @@ def set_metrics(compiled: Any, metrics: list[Any]) -> None:
     """Replace the metrics that track the losses of a compiled loss."""
     vars(compiled)["_metrics"] = metrics
 
+
+# Returns a mask and sample weights with the same rank, where one of them has an axis of length 1.
+same_rank: Callable[[Any, Any], tuple[Any, Any]] = squeeze_or_expand_to_same_rank
 
 # Divide a loss by the number of replicas as Keras does, and undo it.
 scaled_for_replicas: Callable[[Any], Any] = scale_loss_for_distribution
