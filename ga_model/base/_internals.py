@@ -277,11 +277,6 @@ def raw(variable: Any) -> Any:
     return variable._value if isinstance(variable, keras.Variable) else variable
 
 
-def assign(variable: Any, value: Any) -> None:
-    """Write to a variable of Keras, also in a stateless scope."""
-    variable._direct_assign(value)
-
-
 def losses_of_scope(scope: Any) -> list[Any]:
     """Return the losses that layers added in a `keras.StatelessScope`, in their order."""
     added, found = list(scope.losses), []  # an added list of n losses n times, up to Keras 3.9
