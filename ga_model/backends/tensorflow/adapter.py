@@ -270,9 +270,6 @@ class TensorFlowBackend(Backend):
 
     apply = staticmethod(optimizers.apply)
 
-    def in_place_of(self, means: list[Any]) -> list[Any]:
-        return self.held.in_place_of(means)
-
     def joined(self, rows: Sequence[Rows], unit: Any) -> Rows:
         if (shared := self.replicas) is None or shared.is_inside():
             return sparse.joined(rows, unit)

@@ -56,13 +56,6 @@ class HeldSums:
                     filled = tf.fill(variable.shape, tf.cast(zero, variable.dtype))
                     before = [variable.assign(filled)]
 
-    def in_place_of(self, means: list[Any]) -> list[Any]:
-        """Return means, after writing them to the variables of the function that runs."""
-        for held, mean in zip(self.present.get(), means):
-            if isinstance(held, tf.Variable) and mean.dtype == held.dtype:
-                held.assign(mean)
-        return means
-
 
 def nothing(spec: Any) -> Any:
     """Return the initial sum, -0.0, to which adding a zero keeps its sign."""
