@@ -10,7 +10,6 @@ import tensorflow as tf
 
 from ga_model.base import _numbers
 from ga_model.base._internals_tf import call_flat, shape_of
-from ga_model.core.window import Sums
 
 if TYPE_CHECKING:
     from ga_model.backends.tensorflow.adapter import TensorFlowBackend
@@ -19,10 +18,10 @@ if TYPE_CHECKING:
 class Compiled:
     """A function of the core as a `tf.function`.
 
-    With `consumes`, its first argument is a list of sums of gradients. Without replicas, variables
-    hold these, and those of the `Sums` that it returns, and each is written as soon as its gradient
-    is known: as arguments and results they would be in memory twice, beside all gradients of the
-    microbatch. On replicas, their shapes never change.
+    With `consumes`, its first argument is a list of sums of gradients, and it returns `Sums` and
+    logs. Without replicas, variables hold these sums, before and after, and each is written as soon
+    as its gradient is known: as arguments and results they would be in memory twice, beside all
+    gradients of the microbatch. On replicas, their shapes never change.
     """
 
     def __init__(
@@ -66,10 +65,7 @@ class Compiled:
         unheld = [None if isinstance(value, tf.Variable) else value for value in held]
         arguments = each_tensors((unheld, *others))
         with self._backend.held.present.set(held):
-            found = self._run_on(arguments)
-        if not _has_sums(found):
-            return found
-        after, logs = found
+            after, logs = self._run_on(arguments)
         pairs = zip(held, after.gradients)
         return after._replace(gradients=[v if g is None else g for v, g in pairs]), logs
 
@@ -98,10 +94,7 @@ class Compiled:
         held = self._backend.held.present.get()
         sums = [v.read_value() if isinstance(v, tf.Variable) else u for v, u in zip(held, unheld)]
         with _numbers.skips_by_one.set(self._skips_by_one):
-            found = self._call(sums, *others)
-        if not _has_sums(found):
-            return found
-        after, logs = found
+            after, logs = self._call(sums, *others)
         gradients = list(after.gradients)
         for place, (value, gradient) in enumerate(zip(held, gradients)):
             if isinstance(value, tf.Variable) and isinstance(gradient, tf.Tensor):
@@ -122,10 +115,6 @@ class Compiled:
             self._traced[key] = self._run.get_concrete_function(*specs)
             self._backend.note_variables(self._traced[key].graph)
         return self._traced[key]
-
-
-def _has_sums(found: Any) -> bool:
-    return isinstance(found, tuple) and bool(found) and isinstance(found[0], Sums)
 
 
 class AnySamples(NamedTuple):
