@@ -82,11 +82,6 @@ class JaxBackend(Backend):
     def _compiled(self, name: Any, function: Function) -> Compiled:
         return Compiled(self, function, is_brief=name[0] == "trial")
 
-    @property
-    def is_compiled(self) -> bool:
-        """Whether the model is."""
-        return bool(self._model.jit_compile and not self._model.run_eagerly)
-
     def key_of(self, arguments: tuple[Any, ...]) -> Any:
         leaves, structure = jax.tree.flatten(arguments)
         kinds = tuple((jnp.shape(leaf), str(jnp.result_type(leaf))) for leaf in leaves)
@@ -281,7 +276,8 @@ class Compiled:
         self._backend, self._function = backend, function
         self._reads = [group for group in function.reads if group not in function.updates]
         self._pure: Any = self._run
-        if backend.is_compiled:
+        model = backend._model
+        if model.jit_compile and not model.run_eagerly:
             options = layer_calls.OF_BRIEF if is_brief else None
             self._pure = jax.jit(self._run, donate_argnums=0, compiler_options=options)
 
