@@ -38,19 +38,6 @@ from ga_model.base import _numbers
 from ga_model.base._internals import overwrites
 
 
-def estimates(squares: Any, count: Any, weight: Any, norm: Any) -> tuple[Any, Any]:
-    """Return S and G_2 of a window.
-
-    Args:
-        squares: the sum of n_i * |g_i|^2.
-        count: K, above 1.
-        weight: N.
-        norm: |g|^2.
-    """
-    trace = (squares - weight * norm) / (count - 1.0)
-    return trace, norm - trace / weight
-
-
 class Averages(NamedTuple):
     """Averages over windows, the later ones counting more.
 
@@ -150,12 +137,12 @@ def averaged(before: Any, decay: Any, squares: Squares, weight: Any, norm: Any) 
     Args:
         before: the sums.
         decay: of the averages.
-        squares: of its microbatches. The weights have no unit.
-        weight: the sum of the weights.
-        norm: the square of the norm of its gradient.
+        squares: of its microbatches: the sum of n_i * |g_i|^2, and K.
+        weight: N, the sum of the weights.
+        norm: |g|^2, the square of the norm of its gradient.
     """
-    one = ops.ones(())
-    found = (*estimates(*squares, weight, norm), weight, one)
+    trace = (squares.total - weight * norm) / (squares.number - 1.0)
+    found = trace, norm - trace / weight, weight, ops.ones(())
     values = ops.stack([_numbers.like(before, value) for value in found])
     decay = _numbers.like(before, decay)
     after = ops.append(decay * before[:4] + (1.0 - decay) * values, before[4] + 1)
