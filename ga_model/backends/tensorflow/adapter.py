@@ -13,12 +13,13 @@ from ga_model.backends.tensorflow import layer_calls, optimizers, replicas, spar
 from ga_model.backends.tensorflow.compiled import (
     AnySamples,
     Compiled,
+    HeldSums,
     each_tensors,
     key_of_nest,
+    nothing,
     specs_of,
     tensors_in,
 )
-from ga_model.backends.tensorflow.held_sums import HeldSums, nothing
 from ga_model.backends.tensorflow.noting import Noting
 from ga_model.backends.tensorflow.replicas import OnReplicas, Replicas, SharedBatch
 from ga_model.backends.tensorflow.sparse import Tables
