@@ -119,9 +119,6 @@ class Estimate:
 
     def __init__(self, decay: float) -> None:
         self.decay = decay
-        self.restart()
-
-    def restart(self) -> None:
         self.sums = ops.zeros(5)
 
     def averages(self) -> Averages:
@@ -155,8 +152,6 @@ def averaged(before: Any, decay: Any, squares: Squares, weight: Any, norm: Any) 
 class GradientNoise:
     """The estimates of a model, one for each optimizer, and who asked for them.
 
-    They outlive a `fit`, because functions that are traced then may hold their variables.
-
     Attributes:
         asked_by: the callback that measures now, or None.
         last_asked_by: the one that measured last, whose numbers these are.
@@ -170,11 +165,8 @@ class GradientNoise:
 
     def start(self, asked_by: Any, decay: float) -> None:
         """Begin to measure, or go on where the same callback ended."""
-        self._decay = decay
-        for _, estimate in self._estimates.values():
-            estimate.decay = decay
-            if asked_by is not self.last_asked_by:
-                estimate.restart()
+        if asked_by is not self.last_asked_by:
+            self._decay, self._estimates = decay, {}
         self.asked_by = self.last_asked_by = asked_by
 
     def stop(self) -> None:
