@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 class Compiled:
     """A function of the core as a `tf.function`.
 
-    With `consumes`, its first argument is a list of sums of gradients, and it returns `Sums` and
-    logs. Without replicas, variables hold these sums, before and after, and each is written as soon
-    as its gradient is known: as arguments and results they would be in memory twice, beside all
-    gradients of the microbatch. On replicas, their shapes never change.
+    With `holds`, its first argument is a list of sums of gradients, and it returns `Sums` and logs.
+    Variables hold these sums, before and after, and each is written as soon as its gradient is
+    known: as arguments and results they would be in memory twice, beside all gradients of the
+    microbatch. Neither a replica nor another function calls such a one.
     """
 
     def __init__(
@@ -30,11 +30,10 @@ class Compiled:
         backend: TensorFlowBackend,
         function: Callable[..., Any],
         jit_compile: bool = False,
-        consumes: bool = False,
+        holds: bool = False,
     ) -> None:
         self._backend, self._function = backend, function
-        self._holds = consumes and backend.replicas is None
-        self._num_fixed = int(consumes and not self._holds)
+        self._holds = holds
         self._skips_by_one = not jit_compile and backend.is_on_cpu
         run: Callable[..., Any] = self._call
         if backend.replicas is not None:
@@ -50,12 +49,11 @@ class Compiled:
         self._traced: dict[Any, Any] = {}  # by the shapes of arguments
 
     def __call__(self, *arguments: Any) -> Any:
-        if self._holds and tf.executing_eagerly():
+        if self._holds:
             return self._run_on_held(*arguments)
         tensors, shared = each_tensors(arguments), self._backend.replicas
         if not tf.executing_eagerly():
-            inside = self._run if shared is None and not self._holds else self._call
-            return inside(*tensors)
+            return (self._run if shared is None else self._call)(*tensors)
         if shared is None:
             return self._run_on(tensors)
         each = shared.each(tensors)
@@ -109,7 +107,7 @@ class Compiled:
 
     def _traced_for(self, each: list[tuple[Any, ...]]) -> Any:
         """Return the trace for the arguments of each replica, or of the only one."""
-        key = tuple(key_of_nest(arguments[self._num_fixed :]) for arguments in each)
+        key = tuple(key_of_nest(arguments) for arguments in each)
         if key not in self._traced:
             of_each = [tuple(map(specs_of, arguments)) for arguments in each]
             specs = of_each[0] if self._backend.replicas is None else of_each
