@@ -41,13 +41,9 @@ def by_microbatches(split: Split) -> tuple[list[Any], Traced]:
         outputs, attached = jax.tree.map(
             lambda a: a.reshape(number * size, *a.shape[2:]), traced[:2]
         )
-        losses = [
-            jnp.sum(loss) if is_sum else jnp.mean(loss)
-            for loss, is_sum in zip(traced.losses, are_sums)
-        ]
         moments = [Moments.of_stacked(m) for m in traced.moments]
-        found.append(Traced(outputs, attached, losses, moments))
-        shares.append(number * size / rows)
+        found.append(Traced(outputs, attached, traced.losses, moments))
+        shares.append(size / rows)
     if rest:
         carried, traced = run(carried, [a[number * size :] for a in samples])
         found.append(traced)
@@ -56,7 +52,7 @@ def by_microbatches(split: Split) -> tuple[list[Any], Traced]:
 
 
 def _joined(found: list[Traced], shares: list[float], are_sums: list[bool]) -> Traced:
-    """Join the results of parts of the samples."""
+    """Join the results of parts of the samples, whose microbatches have a share of them each."""
     outputs, attached = jax.tree.map(
         lambda *parts: jnp.concatenate(parts), *(part[:2] for part in found)
     )
