@@ -33,17 +33,11 @@ def by_microbatches(split: Split) -> tuple[list[Any], Traced]:
     carried, samples, size, are_sums = split.carried, split.samples, split.size, split.are_sums
     rows = samples[0].shape[0]
     number, rest = divmod(rows, size)
-    found: list[Traced] = []
-    shares: list[float] = []
-    if number > 0:
-        stacked = [a[: number * size].reshape(number, size, *a.shape[1:]) for a in samples]
-        carried, traced = jax.lax.scan(run, carried, stacked)
-        outputs, attached = jax.tree.map(
-            lambda a: a.reshape(number * size, *a.shape[2:]), traced[:2]
-        )
-        moments = [Moments.of_stacked(m) for m in traced.moments]
-        found.append(Traced(outputs, attached, traced.losses, moments))
-        shares.append(size / rows)
+    stacked = [a[: number * size].reshape(number, size, *a.shape[1:]) for a in samples]
+    carried, traced = jax.lax.scan(run, carried, stacked)
+    outputs, attached = jax.tree.map(lambda a: a.reshape(number * size, *a.shape[2:]), traced[:2])
+    moments = [Moments.of_stacked(m) for m in traced.moments]
+    found, shares = [Traced(outputs, attached, traced.losses, moments)], [size / rows]
     if rest:
         carried, traced = run(carried, [a[number * size :] for a in samples])
         found.append(traced)
