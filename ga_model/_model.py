@@ -301,7 +301,7 @@ class AccumulatingModel(ModelSettings, _Base):
         config: dict[str, Any] = super().get_compile_config()
         if not config:
             return config
-        return {**config, **self._accumulation.settings.config()}
+        return {**config, **dataclasses.asdict(self._accumulation.settings)}
 
     def compile_from_config(self, config: dict[str, Any]) -> None:
         """Compile with a configuration that `get_compile_config` returned."""

@@ -82,10 +82,6 @@ class Settings:
         ragged = "up to " if batch_size % size else ""
         return f" in {-(-batch_size // size)} microbatches of {ragged}{size}"
 
-    def config(self) -> dict[str, Any]:
-        """Return the settings as they are saved in files."""
-        return dataclasses.asdict(self)
-
 
 _DEFAULTS = dataclasses.asdict(Settings())
 NAMES = tuple(_DEFAULTS)

@@ -24,7 +24,7 @@ def call_of(layer, *inputs, **kwargs):
 def tried(layer, *inputs):
     """Return why a call in training is not split, or None, and the kinds of the losses it adds."""
     call = call_of(layer, *inputs, **({"training": True} if layer._call_has_training_arg else {}))
-    return call.analyze({}, True), call.kinds
+    return call.analyze(True), call.kinds
 
 
 class Own(layers.Layer):

@@ -102,7 +102,7 @@ check/test_check.py::test_state_that_keras_does_not_track_is_as_before
 
 settings are not saved: _model.py
 conformance/test_around_updates.py::test_copies_and_clones_train_alike
--return {**config, **self._accumulation.settings.config()}
+-return {**config, **dataclasses.asdict(self._accumulation.settings)}
 +return config
 
 None leaves a setting as it is: _settings.py

@@ -26,7 +26,7 @@ class CoreHooks(_Base):
     def _aggregate_additional_loss(self, loss: Any) -> Any:
         total = super()._aggregate_additional_loss(loss)
         if (recording := current_recording(self)) is not None:
-            recording.losses.note_additional(loss, total)
+            recording.losses.note_additional(total)
         return total
 
     def make_train_function(self, force: bool = False) -> Any:

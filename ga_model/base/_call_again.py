@@ -51,10 +51,13 @@ class Attributes:
                 _fill(value, ())
 
 
+_CONTAINERS = (list, dict, set, deque)
+
+
 @functools.lru_cache(maxsize=256)
 def _is_container(kind: Any) -> bool:
     """Return whether the `__class__` of a value, which proxies have too, is that of a container."""
-    return issubclass(kind, (list, dict, set, deque))
+    return issubclass(kind, _CONTAINERS)
 
 
 def _note_contents(
@@ -95,17 +98,9 @@ def leaves_in(values: Iterable[Any]) -> list[Any]:
 
 def _fill(value: Any, content: Any) -> None:
     """Set the content of a container, past what classes of Keras's override."""
-    if isinstance(value, list):
-        list.__setitem__(value, slice(None), content)
-    elif isinstance(value, dict):
-        dict.clear(value)
-        dict.update(value, content)
-    elif isinstance(value, set):
-        set.clear(value)
-        set.update(value, content)
-    else:
-        value.clear()
-        value.extend(content)
+    kind: Any = next(kind for kind in _CONTAINERS if isinstance(value, kind))
+    kind.clear(value)
+    (kind.update if hasattr(kind, "update") else kind.extend)(value, content)
 
 
 class PythonState(Attributes):

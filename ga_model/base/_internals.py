@@ -31,7 +31,11 @@ from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from keras.src.backend.common.variables import AutocastScope
-from keras.src.losses.loss import scale_loss_for_distribution, unscale_loss_for_distribution
+from keras.src.losses.loss import (
+    scale_loss_for_distribution,
+    squeeze_or_expand_to_same_rank,
+    unscale_loss_for_distribution,
+)
 
 # The name of the `global_seed` in Keras; only newer releases have a constant for it.
 _GLOBAL_SEED = "global_seed_generator"
@@ -255,6 +259,9 @@ def set_metrics(compiled: Any, metrics: list[Any]) -> None:
     vars(compiled)["_metrics"] = metrics
 
 
+# Returns a mask and sample weights with the same rank, where one of them has an axis of length 1.
+same_rank: Callable[[Any, Any], tuple[Any, Any]] = squeeze_or_expand_to_same_rank
+
 # Divide a loss by the number of replicas as Keras does, and undo it.
 scaled_for_replicas: Callable[[Any], Any] = scale_loss_for_distribution
 unscaled_for_replicas: Callable[[Any], Any] = unscale_loss_for_distribution
@@ -268,11 +275,6 @@ stateless_scope: Callable[[], Any] = get_stateless_scope
 def raw(variable: Any) -> Any:
     """Return the backend's variable inside a variable of Keras; others are returned as they are."""
     return variable._value if isinstance(variable, keras.Variable) else variable
-
-
-def assign(variable: Any, value: Any) -> None:
-    """Write to a variable of Keras, also in a stateless scope."""
-    variable._direct_assign(value)
 
 
 def losses_of_scope(scope: Any) -> list[Any]:

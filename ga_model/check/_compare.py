@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 import warnings
@@ -150,7 +151,7 @@ def _compared(
     _fit(model, plan, plan.window_rows)
     rounding = relative_differences(state.read(), rounded, whole, start)
     state.restore()
-    accumulate(model, **plan.settings.config())
+    accumulate(model, **dataclasses.asdict(plan.settings))
     _fit(model, plan, plan.batch_size)
     differences = relative_differences(state.read(), start, whole, start)
     said += sorted(model._accumulation.warnings)

@@ -72,33 +72,27 @@ class Accumulator:
 
     def _add(self, gradients: list[Any], variables: list[Any], weight: Any) -> None:
         """Add checked gradients. The weight is from `_number`, or None."""
-        is_sum, sums = weight is None, self._sums
-        if sums is None:
-            sums = Sums.of_nothing(len(variables), is_sum)
+        is_sum = weight is None
+        sums = self._sums or Sums.of_nothing(len(variables), is_sum)
         if (sums.total is None) != is_sum:
             raise ValueError(messages.mixed_weights_message())
-        number = 1.0 if is_sum else weight
         self.variables = self.variables or variables
         self.num_microbatches += 1
-        self._sums = self._plus(sums, gradients, number)
-
-    def _plus(self, sums: Sums, gradients: list[Any], weight: float) -> Sums:
-        """Return sums with the gradients of a microbatch. The sums are not to be used again."""
-        pairs = zip(sums.gradients, gradients)
         so_far = [
             nothing(g.shape, _numbers.sum_dtype(g.dtype)) if s is None is not g else s
-            for s, g in pairs
+            for s, g in zip(sums.gradients, gradients)
         ]
         sums = sums._replace(gradients=so_far, num_counted=sums.num_counted + 1)
-        if not weight:  # of one without weight gradients may be NaN
-            return sums
-        unit = _in_unit(sums.unit, weight)
-        relative, shrink = weight / unit, sums.unit / unit if sums.unit else 1.0
-        return sums._replace(
-            gradients=self._added(so_far, gradients, relative, shrink),
-            total=None if sums.total is None else sums.total * shrink + relative,
-            unit=unit,
-        )
+        if is_sum or weight:  # of one without weight gradients may be NaN
+            number = 1.0 if is_sum else weight
+            unit = _in_unit(sums.unit, number)
+            relative, shrink = number / unit, sums.unit / unit if sums.unit else 1.0
+            sums = sums._replace(
+                gradients=self._added(so_far, gradients, relative, shrink),
+                total=None if is_sum else sums.total * shrink + relative,
+                unit=unit,
+            )
+        self._sums = sums
 
     def _added(self, sums: list[Any], gradients: list[Any], weight: float, shrink: float) -> Any:
         """Return `sum * shrink + gradient * weight` for each sum, or the sum if there is no

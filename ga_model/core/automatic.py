@@ -95,6 +95,10 @@ class FoundSize:
 class SizeTrials:
     """Tries sizes on a batch, as `FoundSize.find` asks.
 
+    On a CPU, whether a size fits is predicted from the sizes before it: the peak of resident memory
+    grows with the rows. A straight line through the peaks measured so far gives that of the next
+    size, which is at most twice the last.
+
     Args:
         backend: what the model runs on.
         run: runs two microbatches of so many samples, and changes nothing.
@@ -107,61 +111,41 @@ class SizeTrials:
         self.error: Exception | None = None
         self._backend = backend
         self._run = run
-        self._budget = _Budget(backend.is_on_cpu, backend.num_bytes_of_weights)
-
-    def fits(self, size: int) -> bool:
-        """Return whether two microbatches of `size` samples go through."""
-        if not self._budget.allows(size):
-            self.error = None
-            return False
-        try:
-            for _ in range(1 if self._budget.has_begun else 2):  # the first of all sets up a lot
-                with self._budget.measuring(size):
-                    self._run(size)
-        except Exception as error:
-            self.error = self._backend.out_of_memory(error)
-            if self.error is None:
-                raise
-            return False
-        is_allowed = self._budget.allowed(size)
-        if not is_allowed:
-            self.error = None
-        return is_allowed
-
-
-class _Budget:
-    """Predicts whether a size fits in the memory of a CPU, from the sizes before it.
-
-    The peak of resident memory grows with the rows. A straight line through the peaks measured so
-    far gives that of the next size, which is at most twice the last.
-
-    Args:
-        is_on_cpu: whether the model is. Elsewhere, and where nothing tells of memory, everything
-            is allowed.
-        least: bytes of what the first size takes that do not grow with the rows: the sums.
-    """
-
-    def __init__(self, is_on_cpu: bool, least: int) -> None:
-        self._is_used = is_on_cpu
-        self._least = least
+        self._is_measured = backend.is_on_cpu
+        self._least = backend.num_bytes_of_sums  # of the first size, which do not grow
         self._rises: dict[int, int] = {}
         self._start: int | None = None
         self._held = 0  # freed memory that the process had kept, and that trials take first
         self._available: dict[int, float] = {}  # before the trial of a size
-        self.has_begun = False
+        self._has_begun = False
 
-    def allows(self, size: int) -> bool:
+    def fits(self, size: int) -> bool:
+        """Return whether two microbatches of `size` samples go through."""
+        is_allowed = self._allows(size)
+        if is_allowed:
+            try:
+                for _ in range(1 if self._has_begun else 2):  # the first of all sets up a lot
+                    with self._measuring(size):
+                        self._run(size)
+            except Exception as error:
+                self.error = self._backend.out_of_memory(error)
+                if self.error is None:
+                    raise
+                return False
+            # It may have taken more than was predicted.
+            is_allowed = self._rises.get(size, 0) <= self._available.get(size, math.inf)
+        if not is_allowed:
+            self.error = None
+        return is_allowed
+
+    def _allows(self, size: int) -> bool:
         """Return whether a size is predicted to leave some of the available memory."""
-        if not self._is_used or not self._rises:
+        if not self._rises:
             return True
         available = _memory.available_memory() * (1 - _MARGIN)
         taken = _memory.resident_memory() - (self._start or 0)  # and kept for the next trial
         self._available[size] = available + taken
         return bool(self._predicted(size) <= available + taken)
-
-    def allowed(self, size: int) -> bool:
-        """Return whether a size that was tried took no more than `allows` had counted on."""
-        return bool(self._rises.get(size, 0) <= self._available.get(size, math.inf))
 
     def _predicted(self, size: int) -> Any:
         sizes = sorted(self._rises)
@@ -176,18 +160,18 @@ class _Budget:
         return rise + max([0.0, *slopes]) * (size - last)
 
     @contextlib.contextmanager
-    def measuring(self, size: int) -> Iterator[None]:
+    def _measuring(self, size: int) -> Iterator[None]:
         """Note the peak of what runs inside as that of a size."""
-        if not self._is_used:
+        if not self._is_measured:
             yield
             return
-        if self._start is None and self.has_begun:
+        if self._start is None and self._has_begun:
             self._start, self._held = _memory.resident_memory(), _memory.held_memory()
         _memory.reset_peak_memory()
         yield
         if self._start is not None:
             self._rises[size] = _memory.peak_memory() - self._start
-        self.has_begun = True
+        self._has_begun = True
 
 
 def _largest(fits: Callable[[int], bool], most: int) -> tuple[int, int | None]:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from ga_model.base import _numbers
+from ga_model.base._call_again import PythonState
 from ga_model.base._context import ThreadValue, is_unnoted
 from ga_model.base._identity import unique
 from ga_model.base._internals import mask_of, set_mask, value_in
 from ga_model.core.backend_types import Function, GradientSums, Group, State
 from ga_model.core.batch import Batch
 from ga_model.core.models import optimizers_in, recording_of_thread
-from ga_model.core.of_user import python_state
+from ga_model.core.of_user import others_of_user
 
 if TYPE_CHECKING:
     from ga_model.core.call_types import IsolatedCall, Split, Traced
@@ -183,10 +186,6 @@ class Backend(ABC):
         """Return whether a `train_step` that runs here is run by the core."""
         return self._is_running_step.get() or recording_of_thread.get() is not None
 
-    def _running_step(self) -> AbstractContextManager[None]:
-        """Return a context in which the core runs `train_step`."""
-        return self._is_running_step.set(True)
-
     def run_plain(
         self, train_step: Callable[..., Any], after_update: Callable[[], None], *arguments: Any
     ) -> Any:
@@ -291,7 +290,7 @@ class Backend(ABC):
 
     def state(self) -> State:
         """Return a snapshot of the Python state that a step may write to."""
-        return python_state(self._model)
+        return PythonState(self._model, others_of_user(self._model), has_arrays=True)
 
     def optimizers(self) -> list[Any]:
         """Return the optimizers that attributes of the model hold, or what passes for them."""
@@ -370,9 +369,11 @@ class Backend(ABC):
         """Whether the model is, where allocations that fail may end the process."""
 
     @property
-    @abstractmethod
-    def num_bytes_of_weights(self) -> int:
-        """Bytes of the weights that are trained."""
+    def num_bytes_of_sums(self) -> int:
+        """Bytes of a window's sums of gradients."""
+        weights = self._model.trainable_variables
+        sizes = (8 if _numbers.sum_dtype(v.dtype) == "float64" else 4 for v in weights)
+        return sum(math.prod(v.shape) * size for v, size in zip(weights, sizes))
 
     def wait_for(self, nest: Any) -> None:  # noqa: B027
         """Wait until a nest of tensors is computed, where an allocation may fail after a call."""

@@ -152,7 +152,7 @@ class LayerCall:
         rest = iter(leaves)
         args, kwargs = keras.tree.map_structure(lambda _: next(rest), self._arguments)
         known = dict(self._scope.state_mapping) if self._scope and knows_others else {}
-        recorder = MomentsRecorder(place=self._backend.place)
+        recorder = MomentsRecorder(self._backend.place)
         self._python.put_back()
         with scope_of(self._variables, state) as scope:
             for key, value in known.items():  # of other variables, for layers that share them
@@ -197,13 +197,13 @@ class LayerCall:
         self._written = [place for place, (new, old) in pairs if new is not old]
         return after, Traced(tensors, attached, losses, recorder.moments)
 
-    def analyze(self, known: dict[Any, Any], training: Any) -> str | None:
+    def analyze(self, training: bool | None) -> str | None:
         """Return why samples are not known to be treated one by one, or None, and note losses.
 
         Args:
-            known: what was found so far, by layers and shapes.
             training: whether the call is in training, or None.
         """
+        known = self._backend.known_calls  # by layers and shapes
         arrays = [(tuple(a.shape[1:]), str(a.dtype)) for a in self.samples]
         shared = [(place, tuple(self._leaves[place].shape)) for place in self._shared]
         static = str([leaf for leaf in self._leaves if not _is_array(leaf)])

@@ -10,7 +10,7 @@ import keras
 from keras import ops
 
 from ga_model.base import _numbers
-from ga_model.base._internals import mask_of, scaled_for_replicas
+from ga_model.base._internals import mask_of, same_rank, scaled_for_replicas
 from ga_model.core import messages
 from ga_model.core.backend_types import GradientSums
 from ga_model.core.batch import num_rows, unpack
@@ -125,13 +125,8 @@ class StepLosses:
         self._terms.append(term)
         self.lost += term.lost
 
-    def note_additional(self, loss: Any, total: Any) -> None:
-        """Note a loss that a layer or a regularizer added to the total.
-
-        Args:
-            loss: as it was added.
-            total: the number that Keras made of it.
-        """
+    def note_additional(self, total: Any) -> None:
+        """Note the number that Keras has made of a loss that a layer or a regularizer added."""
         self._additional.append(total)
         self.added.append(ops.stop_gradient(total))
 
@@ -317,17 +312,8 @@ def _denominator(
         weights = ops.stop_gradient(ops.convert_to_tensor(sample_weight))
         weights = ops.cast(weights, dtype)
         if weight is not None:
-            weight, weights = _same_rank(weight, weights)
+            weight, weights = same_rank(weight, weights)
         weight = weights if weight is None else weight * weights
         divisor = ops.sum(ops.cast(weight, values.dtype))  # as Keras adds up
         lost = (ops.logical_and(divisor == 0, ops.any(weight != 0)),)
     return ops.sum(weight), kind, lost
-
-
-def _same_rank(a: Any, b: Any) -> tuple[Any, Any]:
-    """Give the mask (rows, positions) and sample weights of rank one or two the same rank."""
-    if len(a.shape) == len(b.shape) + 1 and a.shape[-1] == 1:
-        return (a, b[:, None]) if len(b.shape) == 1 else (ops.squeeze(a, -1), b)
-    if len(b.shape) == len(a.shape) + 1 and b.shape[-1] == 1:
-        return (a[:, None], b) if len(a.shape) == 1 else (a, ops.squeeze(b, -1))
-    return a, b

@@ -38,19 +38,6 @@ from ga_model.base import _numbers
 from ga_model.base._internals import overwrites
 
 
-def estimates(squares: Any, count: Any, weight: Any, norm: Any) -> tuple[Any, Any]:
-    """Return S and G_2 of a window.
-
-    Args:
-        squares: the sum of n_i * |g_i|^2.
-        count: K, above 1.
-        weight: N.
-        norm: |g|^2.
-    """
-    trace = (squares - weight * norm) / (count - 1.0)
-    return trace, norm - trace / weight
-
-
 class Averages(NamedTuple):
     """Averages over windows, the later ones counting more.
 
@@ -132,9 +119,6 @@ class Estimate:
 
     def __init__(self, decay: float) -> None:
         self.decay = decay
-        self.restart()
-
-    def restart(self) -> None:
         self.sums = ops.zeros(5)
 
     def averages(self) -> Averages:
@@ -150,12 +134,12 @@ def averaged(before: Any, decay: Any, squares: Squares, weight: Any, norm: Any) 
     Args:
         before: the sums.
         decay: of the averages.
-        squares: of its microbatches. The weights have no unit.
-        weight: the sum of the weights.
-        norm: the square of the norm of its gradient.
+        squares: of its microbatches: the sum of n_i * |g_i|^2, and K.
+        weight: N, the sum of the weights.
+        norm: |g|^2, the square of the norm of its gradient.
     """
-    one = ops.ones(())
-    found = (*estimates(*squares, weight, norm), weight, one)
+    trace = (squares.total - weight * norm) / (squares.number - 1.0)
+    found = trace, norm - trace / weight, weight, ops.ones(())
     values = ops.stack([_numbers.like(before, value) for value in found])
     decay = _numbers.like(before, decay)
     after = ops.append(decay * before[:4] + (1.0 - decay) * values, before[4] + 1)
@@ -167,8 +151,6 @@ def averaged(before: Any, decay: Any, squares: Squares, weight: Any, norm: Any) 
 
 class GradientNoise:
     """The estimates of a model, one for each optimizer, and who asked for them.
-
-    They outlive a `fit`, because functions that are traced then may hold their variables.
 
     Attributes:
         asked_by: the callback that measures now, or None.
@@ -183,11 +165,8 @@ class GradientNoise:
 
     def start(self, asked_by: Any, decay: float) -> None:
         """Begin to measure, or go on where the same callback ended."""
-        self._decay = decay
-        for _, estimate in self._estimates.values():
-            estimate.decay = decay
-            if asked_by is not self.last_asked_by:
-                estimate.restart()
+        if asked_by is not self.last_asked_by:
+            self._decay, self._estimates = decay, {}
         self.asked_by = self.last_asked_by = asked_by
 
     def stop(self) -> None:

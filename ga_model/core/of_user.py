@@ -1,4 +1,4 @@
-"""Tell the user's losses, metrics and Python state from Keras's."""
+"""Tell the user's losses, metrics and other objects from Keras's."""
 
 from __future__ import annotations
 
@@ -6,24 +6,19 @@ from typing import Any
 
 import keras
 
-from ga_model.base._call_again import PythonState, leaves_in
+from ga_model.base._call_again import leaves_in
 from ga_model.base._identity import unique
 from ga_model.base._internals import arguments_of_loss, is_along_samples, layers_in
 from ga_model.core.models import instances_in
 from ga_model.core.stand_ins import original_of
 
-_COMPARING = {"dice", "tversky", "circle"}
+_COMPARING = {"dice", "tversky", "circle"}  # losses that give one number for all samples
 
 
 def _name_of(function: Any) -> str | None:
     """Return the name of one of Keras's loss functions, or None: others may bear it, too."""
     name = getattr(function, "__name__", "")
     return name if getattr(keras.losses, name, None) is function else None
-
-
-def compares_samples(function: Any) -> bool:
-    """Return whether a function is one of Keras's losses that give one number for all samples."""
-    return _name_of(function) in _COMPARING
 
 
 def is_by_sample(loss: Any) -> bool:
@@ -58,15 +53,10 @@ def counts_samples(metric: Any) -> bool:
     held = [value for part in parts for value in vars(part).values()]
     # Losses reduce what they compute to one number.
     is_of_others = any(
-        is_of_user(value) or isinstance(value, keras.losses.Loss) or compares_samples(value)
+        is_of_user(value) or isinstance(value, keras.losses.Loss) or _name_of(value) in _COMPARING
         for value in held
     )
     return all(type(part).__module__.startswith("keras.") for part in parts) and not is_of_others
-
-
-def python_state(model: Any) -> PythonState:
-    """Return the `PythonState` of a model and its layers, and of objects of the user's in them."""
-    return PythonState(model, others_of_user(model), has_arrays=True)
 
 
 def others_of_user(model: Any) -> list[Any]:

@@ -24,7 +24,7 @@ from ga_model.core.proof.verdict import OF_KERAS, Verdict
 from ga_model.core.proof.weighing import Seen, Weighing
 from ga_model.core.recorder import Recording, by_optimizer, record
 from ga_model.core.splitting import splitting_calls
-from ga_model.core.statistics import MomentsRecorder, recording_moments
+from ga_model.core.statistics import MomentsRecorder, passing_moments, present_recorder
 from ga_model.core.weights import FullBatch
 from ga_model.core.window import Amount, Positions, Rows, Sums, values_of, with_values
 
@@ -197,9 +197,11 @@ class RecordedStep:
         kinds = None if verdict is None else verdict.kinds
         is_own = verdict is not None and not verdict.is_folded
         options = {"is_own": is_own, "kinds": kinds, "is_trial": mode.is_trial}
+        recorder = MomentsRecorder(backend.place, layers)
         with (
             record(model, data, position, backend, **options) as recording,
-            recording_moments(layers, backend.place) as recorder,
+            present_recorder.set(recorder),
+            passing_moments(layers),
             splitting,
         ):
             logs, of_step = backend.run_step(data)

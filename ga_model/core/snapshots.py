@@ -27,7 +27,7 @@ def state_variables(model: Any, optimizers: Iterable[Any], with_weights: bool = 
 
 
 class VariableSnapshot:
-    """The values of variables, and the generator of Keras's random numbers, as they are now.
+    """Variables, whose values a subclass keeps, and the generator of Keras's random numbers.
 
     Args:
         model: the model.
@@ -37,20 +37,11 @@ class VariableSnapshot:
     def __init__(self, model: Any, variables: Sequence[Any]) -> None:
         self._model, self._seed = model, global_seed()
         self._known = set(map(id, variables))
-        self._take([*variables, *([] if self._seed is None else [self._seed.state])])
-
-    def _take(self, variables: list[Any]) -> None:
-        """Take the values of variables."""
-        raise NotImplementedError
+        self._variables = [*variables, *([] if self._seed is None else [self._seed.state])]
 
     def put_back(self) -> None:
-        """Restore everything. Metrics that were created since start again."""
-        self._put_values_back()
+        """Let metrics that were created since start again, and restore the generator."""
         for metric in self._model.metrics:
             if not {id(variable) for variable in metric.variables} <= self._known:
                 metric.reset_state()
         set_global_seed(self._seed)
-
-    def _put_values_back(self) -> None:
-        """Restore the values of variables."""
-        raise NotImplementedError

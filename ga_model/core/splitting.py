@@ -84,7 +84,7 @@ class _Splitting:
         self, layer: Any, call: Callable[..., Any], args: Any, kwargs: Any, training: Any
     ) -> Any:
         found = LayerCall(self._backend, layer, call, args, kwargs, self._size)
-        why = found.analyze(self._backend.known_calls, training)
+        why = found.analyze(training)
         if why is None and None in found.kinds:
             why = "it adds a loss that is neither a mean nor a sum over samples"
         if why is None and "zero" in found.kinds:

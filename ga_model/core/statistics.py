@@ -8,8 +8,7 @@ averages move once per update.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -96,15 +95,15 @@ class MomentsRecorder:
     """Records the moments that layers compute in a microbatch.
 
     Args:
-        layers: BatchNormalization layers whose averages `put_back` restores.
         place: returns what the running code belongs to: the step, or a function or branch in it.
+        layers: BatchNormalization layers whose averages `put_back` restores.
 
     Attributes:
         calls: the calls, in their order.
         moments: those of each call.
     """
 
-    def __init__(self, layers: Sequence[Any] = (), place: Callable[[], Any] = lambda: None) -> None:
+    def __init__(self, place: Callable[[], Any], layers: Sequence[Any] = ()) -> None:
         self.calls: list[Call] = []
         self.moments: list[Moments] = []
         self._place, self._is_in = place, place()
@@ -136,20 +135,6 @@ class MomentsRecorder:
     def written(self) -> set[int]:
         """Return the ids of the variables of the layers that were called."""
         return {id(v) for call in self.calls for v in call.layer.non_trainable_variables}
-
-
-@contextmanager
-def recording_moments(
-    layers: Sequence[Any], place: Callable[[], Any] = lambda: None
-) -> Iterator[MomentsRecorder]:
-    """Record the moments of a microbatch.
-
-    Args:
-        layers, place: as `MomentsRecorder` takes them.
-    """
-    recorder = MomentsRecorder(layers, place)
-    with present_recorder.set(recorder), passing_moments(layers):
-        yield recorder
 
 
 def is_known(layer: Any) -> bool:

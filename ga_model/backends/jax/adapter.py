@@ -82,11 +82,6 @@ class JaxBackend(Backend):
     def _compiled(self, name: Any, function: Function) -> Compiled:
         return Compiled(self, function, is_brief=name[0] == "trial")
 
-    @property
-    def is_compiled(self) -> bool:
-        """Whether the model is."""
-        return bool(self._model.jit_compile and not self._model.run_eagerly)
-
     def key_of(self, arguments: tuple[Any, ...]) -> Any:
         leaves, structure = jax.tree.flatten(arguments)
         kinds = tuple((jnp.shape(leaf), str(jnp.result_type(leaf))) for leaf in leaves)
@@ -187,7 +182,7 @@ class JaxBackend(Backend):
     def run_step(self, data: Any) -> tuple[Any, list[Any]]:
         before = {group: self.values(group) if self._is_read(group) else [] for group in GROUPS}
         state = tuple(list(before[group]) for group in GROUPS)
-        with self._running_step():
+        with self._is_running_step.set(True):
             logs, state = self._model.train_step(state, data)
         changed = {group: _changed(values, before[group]) for group, values in zip(GROUPS, state)}
         for group, found in changed.items():
@@ -255,10 +250,6 @@ class JaxBackend(Backend):
     def is_on_cpu(self) -> bool:
         return bool(jax.default_backend() == "cpu")
 
-    @property
-    def num_bytes_of_weights(self) -> int:
-        return sum(value.nbytes for value in self.values("trainable"))
-
     def wait_for(self, nest: Any) -> None:
         jax.block_until_ready(nest)
 
@@ -285,7 +276,8 @@ class Compiled:
         self._backend, self._function = backend, function
         self._reads = [group for group in function.reads if group not in function.updates]
         self._pure: Any = self._run
-        if backend.is_compiled:
+        model = backend._model
+        if model.jit_compile and not model.run_eagerly:
             options = layer_calls.OF_BRIEF if is_brief else None
             self._pure = jax.jit(self._run, donate_argnums=0, compiler_options=options)
 

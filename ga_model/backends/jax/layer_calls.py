@@ -33,21 +33,11 @@ def by_microbatches(split: Split) -> tuple[list[Any], Traced]:
     carried, samples, size, are_sums = split.carried, split.samples, split.size, split.are_sums
     rows = samples[0].shape[0]
     number, rest = divmod(rows, size)
-    found: list[Traced] = []
-    shares: list[float] = []
-    if number > 0:
-        stacked = [a[: number * size].reshape(number, size, *a.shape[1:]) for a in samples]
-        carried, traced = jax.lax.scan(run, carried, stacked)
-        outputs, attached = jax.tree.map(
-            lambda a: a.reshape(number * size, *a.shape[2:]), traced[:2]
-        )
-        losses = [
-            jnp.sum(loss) if is_sum else jnp.mean(loss)
-            for loss, is_sum in zip(traced.losses, are_sums)
-        ]
-        moments = [Moments.of_stacked(m) for m in traced.moments]
-        found.append(Traced(outputs, attached, losses, moments))
-        shares.append(number * size / rows)
+    stacked = [a[: number * size].reshape(number, size, *a.shape[1:]) for a in samples]
+    carried, traced = jax.lax.scan(run, carried, stacked)
+    outputs, attached = jax.tree.map(lambda a: a.reshape(number * size, *a.shape[2:]), traced[:2])
+    moments = [Moments.of_stacked(m) for m in traced.moments]
+    found, shares = [Traced(outputs, attached, traced.losses, moments)], [size / rows]
     if rest:
         carried, traced = run(carried, [a[number * size :] for a in samples])
         found.append(traced)
@@ -56,7 +46,7 @@ def by_microbatches(split: Split) -> tuple[list[Any], Traced]:
 
 
 def _joined(found: list[Traced], shares: list[float], are_sums: list[bool]) -> Traced:
-    """Join the results of parts of the samples."""
+    """Join the results of parts of the samples, whose microbatches have a share of them each."""
     outputs, attached = jax.tree.map(
         lambda *parts: jnp.concatenate(parts), *(part[:2] for part in found)
     )

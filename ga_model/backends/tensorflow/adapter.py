@@ -7,19 +7,19 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
-import numpy as np
 import tensorflow as tf
 
 from ga_model.backends.tensorflow import layer_calls, optimizers, replicas, sparse
 from ga_model.backends.tensorflow.compiled import (
     AnySamples,
     Compiled,
+    HeldSums,
     each_tensors,
     key_of_nest,
+    nothing,
     specs_of,
     tensors_in,
 )
-from ga_model.backends.tensorflow.held_sums import HeldSums, nothing
 from ga_model.backends.tensorflow.noting import Noting
 from ga_model.backends.tensorflow.replicas import OnReplicas, Replicas, SharedBatch
 from ga_model.backends.tensorflow.sparse import Tables
@@ -209,7 +209,8 @@ class TensorFlowBackend(Backend):
 
     def run_step(self, data: Any) -> tuple[Any, list[Any]]:
         others = {id(raw(v)): v for v in self._model.non_trainable_variables}
-        with self._running_step(), noting_writes(list(map(raw, others.values()))) as written:
+        noting = noting_writes(list(map(raw, others.values())))
+        with self._is_running_step.set(True), noting as written:
             logs = self._model.train_step(data)
         return logs, [others[id(variable)] for variable in written]
 
@@ -269,9 +270,6 @@ class TensorFlowBackend(Backend):
         return self.tables.rows_of(gradient, id(variable), self.traces, self.is_for_any_samples)
 
     apply = staticmethod(optimizers.apply)
-
-    def in_place_of(self, means: list[Any]) -> list[Any]:
-        return self.held.in_place_of(means)
 
     def joined(self, rows: Sequence[Rows], unit: Any) -> Rows:
         if (shared := self.replicas) is None or shared.is_inside():
@@ -353,11 +351,6 @@ class TensorFlowBackend(Backend):
     def is_on_cpu(self) -> bool:
         every = [copy for v in self._model.variables for copy in replicas.copies(v)]
         return all("CPU" in copy.device for copy in every)
-
-    @property
-    def num_bytes_of_weights(self) -> int:
-        weights = map(raw, self._model.trainable_variables)
-        return sum(int(np.prod(weight.shape)) * weight.dtype.size for weight in weights)
 
     def out_of_memory(self, error: Exception) -> Exception | None:
         is_exhausted = isinstance(error, (tf.errors.ResourceExhaustedError, MemoryError))

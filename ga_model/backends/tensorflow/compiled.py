@@ -1,4 +1,4 @@
-"""Functions of the core as `tf.function`s, and their arguments."""
+"""Functions of the core as `tf.function`s, their arguments, and variables that hold sums."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 from ga_model.base import _numbers
+from ga_model.base._context import ThreadValue
 from ga_model.base._internals_tf import call_flat, shape_of
-from ga_model.core.window import Sums
 
 if TYPE_CHECKING:
     from ga_model.backends.tensorflow.adapter import TensorFlowBackend
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 class Compiled:
     """A function of the core as a `tf.function`.
 
-    With `consumes`, its first argument is a list of sums of gradients. Without replicas, variables
-    hold these, and those of the `Sums` that it returns, and each is written as soon as its gradient
-    is known: as arguments and results they would be in memory twice, beside all gradients of the
-    microbatch. On replicas, their shapes never change.
+    With `holds`, its first argument is a list of sums of gradients, and it returns `Sums` and logs.
+    Variables hold these sums, before and after, and each is written as soon as its gradient is
+    known: as arguments and results they would be in memory twice, beside all gradients of the
+    microbatch. Neither a replica nor another function calls such a one.
     """
 
     def __init__(
@@ -30,11 +30,10 @@ class Compiled:
         backend: TensorFlowBackend,
         function: Callable[..., Any],
         jit_compile: bool = False,
-        consumes: bool = False,
+        holds: bool = False,
     ) -> None:
         self._backend, self._function = backend, function
-        self._holds = consumes and backend.replicas is None
-        self._num_fixed = int(consumes and not self._holds)
+        self._holds = holds
         self._skips_by_one = not jit_compile and backend.is_on_cpu
         run: Callable[..., Any] = self._call
         if backend.replicas is not None:
@@ -50,12 +49,11 @@ class Compiled:
         self._traced: dict[Any, Any] = {}  # by the shapes of arguments
 
     def __call__(self, *arguments: Any) -> Any:
-        if self._holds and tf.executing_eagerly():
+        if self._holds:
             return self._run_on_held(*arguments)
         tensors, shared = each_tensors(arguments), self._backend.replicas
         if not tf.executing_eagerly():
-            inside = self._run if shared is None and not self._holds else self._call
-            return inside(*tensors)
+            return (self._run if shared is None else self._call)(*tensors)
         if shared is None:
             return self._run_on(tensors)
         each = shared.each(tensors)
@@ -66,10 +64,7 @@ class Compiled:
         unheld = [None if isinstance(value, tf.Variable) else value for value in held]
         arguments = each_tensors((unheld, *others))
         with self._backend.held.present.set(held):
-            found = self._run_on(arguments)
-        if not _has_sums(found):
-            return found
-        after, logs = found
+            after, logs = self._run_on(arguments)
         pairs = zip(held, after.gradients)
         return after._replace(gradients=[v if g is None else g for v, g in pairs]), logs
 
@@ -98,10 +93,7 @@ class Compiled:
         held = self._backend.held.present.get()
         sums = [v.read_value() if isinstance(v, tf.Variable) else u for v, u in zip(held, unheld)]
         with _numbers.skips_by_one.set(self._skips_by_one):
-            found = self._call(sums, *others)
-        if not _has_sums(found):
-            return found
-        after, logs = found
+            after, logs = self._call(sums, *others)
         gradients = list(after.gradients)
         for place, (value, gradient) in enumerate(zip(held, gradients)):
             if isinstance(value, tf.Variable) and isinstance(gradient, tf.Tensor):
@@ -115,7 +107,7 @@ class Compiled:
 
     def _traced_for(self, each: list[tuple[Any, ...]]) -> Any:
         """Return the trace for the arguments of each replica, or of the only one."""
-        key = tuple(key_of_nest(arguments[self._num_fixed :]) for arguments in each)
+        key = tuple(key_of_nest(arguments) for arguments in each)
         if key not in self._traced:
             of_each = [tuple(map(specs_of, arguments)) for arguments in each]
             specs = of_each[0] if self._backend.replicas is None else of_each
@@ -124,8 +116,60 @@ class Compiled:
         return self._traced[key]
 
 
-def _has_sums(found: Any) -> bool:
-    return isinstance(found, tuple) and bool(found) and isinstance(found[0], Sums)
+class HeldSums:
+    """Variables for sums. Each is written as soon as its gradient is computed.
+
+    Attributes:
+        present: the sums of the function that runs, with variables for dense ones.
+    """
+
+    def __init__(self) -> None:
+        self._variables: dict[Any, tf.Variable] = {}
+        self.present = ThreadValue(())
+
+    def hold(self, sums: Iterable[Any]) -> list[Any]:
+        """Return sums of gradients, the dense ones in variables."""
+        found = list(sums)
+        for place, value in enumerate(found):
+            if isinstance(value, tf.Tensor):
+                found[place] = self._variable(place, value)
+                found[place].assign(value)
+        return found
+
+    def _variable(self, place: int, spec: Any) -> tf.Variable:
+        """Return the variable that holds sums of a shape."""
+        key = place, tuple(spec.shape), spec.dtype
+        if key not in self._variables:
+            self._variables[key] = tf.Variable(nothing(spec), trainable=False)
+        return self._variables[key]
+
+    def variables_of(self, specs: Iterable[Any]) -> list[Any]:
+        """Return variables for the dense sums of these specs, and initial sums for others."""
+        return [
+            self._variable(place, spec)
+            if isinstance(spec, (tf.Tensor, tf.TensorSpec))
+            else tf.nest.map_structure(nothing, spec)
+            for place, spec in enumerate(specs)
+        ]
+
+    def fill(self, sums: Iterable[Any], zero: Any) -> None:
+        """Fill the variables among sums with a scalar, one by one to save memory."""
+        before: list[Any] = []
+        for variable in sums:
+            if isinstance(variable, tf.Variable):
+                with tf.control_dependencies(before):
+                    # No constant, which the function would keep.
+                    filled = tf.fill(variable.shape, tf.cast(zero, variable.dtype))
+                    before = [variable.assign(filled)]
+
+
+def nothing(spec: Any) -> Any:
+    """Return the initial sum, -0.0, to which adding a zero keeps its sign."""
+    if spec is None:
+        return None
+    if spec.dtype.is_floating:
+        return tf.fill(spec.shape, tf.constant(-0.0, spec.dtype))
+    return tf.zeros(spec.shape, spec.dtype)
 
 
 class AnySamples(NamedTuple):

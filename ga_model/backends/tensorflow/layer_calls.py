@@ -56,7 +56,8 @@ class Microbatches:
 
     def run(self) -> tuple[list[Any], Traced]:
         """Run all microbatches, and record them on tapes."""
-        specs = [_specs(self._carried), _specs(self._fixed), _specs(self._samples, True), _SHARE]
+        specs = [_specs(self._carried), _specs(self._fixed), _specs(self._samples, True)]
+        specs.append(tf.TensorSpec([], tf.float64))  # of its share
         run_one = self._in_graph(self._run_one, specs)
         if tf.executing_eagerly():
             with unseen_by_tapes():
@@ -238,11 +239,14 @@ class Microbatches:
         return tf.IndexedSlices(*tensors, tf.constant(list(source.shape), tf.int64))
 
     def _loop(self, step: Callable[..., Any], begin: list[Any]) -> Any:
+        def invariant(value: Any) -> Any:
+            return None if isinstance(value, tf.TensorArray) else tf.TensorShape(value.shape)
+
         return tf.while_loop(
             lambda index, *_: index < self._number,
-            lambda *variables: step(*variables),
+            step,
             begin,
-            shape_invariants=tf.nest.map_structure(_invariant, begin),
+            shape_invariants=tf.nest.map_structure(invariant, begin),
             parallel_iterations=1,
         )
 
@@ -260,13 +264,6 @@ class Microbatches:
             joined = tf.concat([joined, tf.zeros(shape, joined.dtype)], 0)
         joined.set_shape([self._samples[0].shape[0], *part.shape[1:]])
         return joined
-
-
-_SHARE = tf.TensorSpec([], tf.float64)
-
-
-def _invariant(value: Any) -> Any:
-    return None if isinstance(value, tf.TensorArray) else tf.TensorShape(value.shape)
 
 
 def _specs(tensors: Sequence[Any], have_samples: bool = False) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -16,13 +16,15 @@ from ga_model.core.snapshots import VariableSnapshot
 class State(VariableSnapshot):
     """The values of variables. Each shares the variable's memory until that is written to."""
 
-    def _take(self, variables: list[Any]) -> None:
-        every = [copy for variable in variables for copy in copies(variable)]
+    def __init__(self, model: Any, variables: Sequence[Any]) -> None:
+        super().__init__(model, variables)
+        every = [copy for variable in self._variables for copy in copies(variable)]
         self._values = [(copy, value_of(copy)) for copy in every]
 
-    def _put_values_back(self) -> None:
+    def put_back(self) -> None:
         for copy, value in self._values:
             copy.assign(value)
+        super().put_back()
 
 
 class Variables:

@@ -86,7 +86,7 @@ class TorchBackend(Backend):
         others = self._model.non_trainable_variables
         versions = [times_written(raw(variable)) for variable in others]
         steps = self._optimizers_of_torch.recorded()
-        with self._running_step(), steps, torch.enable_grad():
+        with self._is_running_step.set(True), steps, torch.enable_grad():
             logs = self._model.train_step(data)
         pairs = zip(others, versions)
         return logs, [v for v, version in pairs if times_written(raw(v)) != version]
@@ -147,11 +147,6 @@ class TorchBackend(Backend):
     @property
     def is_on_cpu(self) -> bool:
         return all(raw(v).device.type == "cpu" for v in self._model.variables)
-
-    @property
-    def num_bytes_of_weights(self) -> int:
-        weights = map(raw, self._model.trainable_variables)
-        return sum(weight.nelement() * weight.element_size() for weight in weights)
 
     def out_of_memory(self, error: Exception) -> Exception | None:
         is_plain = type(error) is RuntimeError and any(text in str(error) for text in _EXHAUSTED)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,9 +19,10 @@ from ga_model.core.snapshots import VariableSnapshot
 class State(VariableSnapshot):
     """The values of variables and other tensors in layers, and the state of random numbers."""
 
-    def _take(self, variables: list[Any]) -> None:
-        tensors = list(map(raw, variables))
-        self._stores = [store for layer in layers_in(self._model) for store in _stores_in(layer)]
+    def __init__(self, model: Any, variables: Sequence[Any]) -> None:
+        super().__init__(model, variables)
+        tensors = list(map(raw, self._variables))
+        self._stores = [store for layer in layers_in(model) for store in _stores_in(layer)]
         self._held = [dict(store) for store in self._stores]
         tensors += [t for store in self._held for t in store.values() if _has_values(t)]
         self._values = [(t, times_written(t), t.detach().clone()) for t in unique(tensors)]
@@ -32,7 +33,7 @@ class State(VariableSnapshot):
         known = {id(tensor): value for tensor, _, value in self._values}
         return any(not torch.equal(tensor, known[id(tensor)]) for tensor in tensors)
 
-    def _put_values_back(self) -> None:
+    def put_back(self) -> None:
         for store, held in zip(self._stores, self._held):
             for name in [n for n, value in store.items() if torch.is_tensor(value)]:
                 if name not in held:
@@ -43,6 +44,7 @@ class State(VariableSnapshot):
                 if times_written(tensor) != version or not torch.equal(tensor, value):
                     tensor.detach().copy_(value)
         set_random_state(self._random)
+        super().put_back()
 
 
 class TensorSnapshot:

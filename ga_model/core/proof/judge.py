@@ -80,10 +80,10 @@ class Judge:
         differences += [(n, size) for n, size in _largest(others) if n not in off[weighing]]
         first = self._windows[0].whole
         numbers = tuple(
-            LAST if number is None else self._reduction(functools.partial(_number, place))
+            LAST if number is None else self._reduction(_entry("numbers", place))
             for place, number in enumerate(first.numbers)
         )
-        logs = tuple((n, self._reduction(functools.partial(_log, n))) for n in first.logs)
+        logs = tuple((n, self._reduction(_entry("logs", n))) for n in first.logs)
         pairs = zip(self.runner.metrics, numbers)
         differences += [(f"the metric {name!r}", inf) for name, w in pairs if w is None]
         differences += [(f"the log {name!r}", inf) for name, w in logs if w is None]
@@ -110,11 +110,8 @@ class Judge:
         return bool(self._judged(functools.partial(self._agrees, known), bool))
 
     def _agrees(self, known: Verdict) -> bool:
-        numbers = [
-            (functools.partial(_number, place), weighing)
-            for place, weighing in enumerate(known.numbers)
-        ]
-        logs = [(functools.partial(_log, name), weighing) for name, weighing in known.logs]
+        numbers = [(_entry("numbers", place), w) for place, w in enumerate(known.numbers)]
+        logs = [(_entry("logs", name), weighing) for name, weighing in known.logs]
         return not (
             self._gradients_off(known.weighing)
             or self._values_off(known.weighing)
@@ -145,10 +142,8 @@ class Judge:
     def kinds(self) -> Kinds:
         """Return which losses of the user's own are means or sums over samples."""
         first = self._windows[0].whole
-        compiled = (
-            (n, self._kind(functools.partial(_compiled, n))) for n in sorted(first.compiled)
-        )
-        added = (self._kind(functools.partial(_added, i)) for i in range(len(first.added)))
+        compiled = ((n, self._kind(_entry("compiled", n))) for n in sorted(first.compiled))
+        added = (self._kind(_entry("added", place)) for place in range(len(first.added)))
         return Kinds(tuple(compiled), tuple(added))
 
     def _kind(self, get: Callable[[Outcome], Any]) -> str:
@@ -188,7 +183,7 @@ class Judge:
         sizes = self._sizes[key]
         largest = max((abs(s) * size for s, size in zip(shares, sizes) if s), default=0.0)
         floor = 100 * self.runner.epsilon * (largest + everything)
-        floor += self._noise(window, functools.partial(_gradient, place))
+        floor += self._noise(window, _entry("gradients", place))
         return self._off(total, whole, floor, norm_of([whole]))
 
     def _values_off(self, weighing: Weighing) -> dict[str, float]:
@@ -223,7 +218,7 @@ class Judge:
                     continue
                 moved = norm_of([value - np.asarray(window.values[place], "float64")])
                 floor = 100 * runner.epsilon * norm_of([value]) + floors.get(place, 0.0)
-                floor += self._noise(window, functools.partial(_value, place))
+                floor += self._noise(window, _entry("values", place))
                 compare(place, value, floor, moved)
         return found
 
@@ -369,25 +364,12 @@ def _largest(off: dict[str, float]) -> list[tuple[str, float]]:
     return sorted(off.items(), key=lambda pair: -pair[1])
 
 
-def _gradient(place: int, outcome: Outcome) -> Any:
-    return outcome.gradients[place]
+def _entry(field: str, key: int | str) -> Callable[[Outcome], Any]:
+    """Return a function that returns an entry of a field of an outcome, or None if it has none."""
 
+    def get(outcome: Outcome) -> Any:
+        entries = getattr(outcome, field)
+        is_there = key in (entries if isinstance(entries, dict) else range(len(entries)))
+        return entries[key] if is_there else None
 
-def _value(place: int, outcome: Outcome) -> Any:
-    return outcome.values[place]
-
-
-def _number(place: int, outcome: Outcome) -> Any:
-    return outcome.numbers[place] if place < len(outcome.numbers) else None
-
-
-def _added(place: int, outcome: Outcome) -> Any:
-    return outcome.added[place] if place < len(outcome.added) else None
-
-
-def _compiled(name: str, outcome: Outcome) -> Any:
-    return outcome.compiled.get(name)
-
-
-def _log(name: str, outcome: Outcome) -> Any:
-    return outcome.logs.get(name)
+    return get
