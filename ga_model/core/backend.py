@@ -258,20 +258,12 @@ class Backend(ABC):
         """Return a context for computations of this package within a step, which are not noted."""
         return is_unnoted.set(True)
 
-    def unscaled(self, loss: Any) -> Any:
-        """Return a loss without the share of one of several replicas, as Keras logs it."""
-        return loss
-
     def apply(self, applied: Applied, gradients: list[Any]) -> None:
         """Apply an optimizer, as the step did, to gradients of its variables, tensors or None."""
         if applied.via_apply_gradients:
             applied.optimizer.apply_gradients(zip(gradients, applied.variables))
         else:
             applied.optimizer.apply(gradients, list(applied.variables))
-
-    def in_place_of(self, means: list[Any]) -> list[Any]:
-        """Return means, for which the memory of the sums that they are made of may be used."""
-        return means
 
     def joined(self, rows: Sequence[Rows], unit: Any) -> Rows:
         """Return all rows of a window as one sparse gradient in a unit."""

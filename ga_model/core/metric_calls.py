@@ -8,7 +8,7 @@ metric function that returns one. So while a step is recorded, a function stands
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import keras
@@ -58,14 +58,6 @@ class MetricCalls:
         if not self._waits:
             give(call._replace(value=value))
 
-    def updates_by_key(self) -> dict[tuple[int, int], MetricCall]:
-        """Return the updates by the id of their metric, and their number among those of it."""
-        found: dict[tuple[int, int], MetricCall] = {}
-        for update in self.updates:
-            number = sum(update.metric is call.metric for call in found.values())
-            found[id(update.metric), number] = update
-        return found
-
     def result(self, metric: Any) -> Any:
         """Return the metric's result, and remember that it is that."""
         with self.unnoted():
@@ -101,11 +93,6 @@ def waiting(calls: MetricCalls | None) -> Iterator[None]:
         yield
 
 
-def noting_results(metrics: Iterable[Any]) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which results of metrics are remembered, whoever asks for them."""
-    return _results.of(metrics)
-
-
 def _remembered(metric: Any, result: Callable[..., Any]) -> Callable[..., Any]:
     def remembered(*args: Any, **kwargs: Any) -> Any:
         calls = _calls.get()
@@ -118,7 +105,8 @@ def _remembered(metric: Any, result: Callable[..., Any]) -> Callable[..., Any]:
     return remembered
 
 
-_results = MethodPatch("result", _remembered)
+# In its block results of metrics are remembered, whoever asks for them.
+noting_results = MethodPatch("result", _remembered)
 
 
 def _letting_wait(_: Any, update_state: Callable[..., Any]) -> Callable[..., Any]:

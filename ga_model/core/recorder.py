@@ -18,7 +18,7 @@ from keras import ops
 
 from ga_model.base import _numbers, _validate
 from ga_model.base._identity import is_in, unique
-from ga_model.base._internals import copy_of, loss_tracker, overwrites
+from ga_model.base._internals import copy_of, loss_tracker, overwrites, unscaled_for_replicas
 from ga_model.core import messages
 from ga_model.core.backend import Backend
 from ga_model.core.backend_types import GradientSums
@@ -195,7 +195,7 @@ class Recording:
         if position.sums is not None:
             counts = relative is None or relative != 0
             position.sums.begin(shrinkage(position.unit, self.unit), counts)
-        wide = _numbers.constant(_numbers.float64(self.backend.unscaled(loss)))
+        wide = _numbers.constant(_numbers.float64(unscaled_for_replicas(loss)))
         numerator = _numbers.constant(terms.fold(wide, weight, position.is_first))
         if weight is None:
             self._loss = numerator, _numbers.float64(position.is_first)
@@ -281,7 +281,7 @@ class Recording:
 
     def numbers(self) -> list[Any]:
         """Return the numbers that wait for the full batch."""
-        return [_numbers.float64(call.value) for call in self._metrics.updates_by_key().values()]
+        return [_numbers.float64(call.value) for call in self._metrics.updates]
 
     def split_logs(self, logs: Any) -> tuple[dict[str, Any], tuple[tuple[str, Any, Any], ...]]:
         """Return the numbers that a step logs itself, and the metrics whose results others are.
@@ -308,7 +308,7 @@ class Recording:
     def updates(self) -> list[tuple[Update, Any]]:
         """Return the updates of metrics that wait for the full batch, and what each counts."""
         rows, found = self.losses.num_rows(), []
-        for call in self._metrics.updates_by_key().values():
+        for call in self._metrics.updates:
             metric, _, weight, term = call
             is_tracker = metric is loss_tracker(self.model)
             # Where a graph is for any number, Keras counts a batch of a term once.
@@ -323,7 +323,7 @@ class Recording:
 
         None of those that are of no loss.
         """
-        return [self._mean_of(call) for call in self._metrics.updates_by_key().values()]
+        return [self._mean_of(call) for call in self._metrics.updates]
 
     def _mean_of(self, call: Any) -> tuple[Any, Any] | None:
         if call.metric is loss_tracker(self.model) and self._loss is not None:
@@ -388,6 +388,6 @@ def record(
     results: Any = contextlib.nullcontext()
     if options.get("is_own") or options.get("moves_by") is not None or backend.traces:
         parts = [part for metric in model.metrics for part in (metric, *parts_of(metric))]
-        results = noting_results(unique(parts))
+        results = noting_results.of(unique(parts))
     with recording_of_thread.set(recording), waiting(recording._metrics), results:
         yield recording

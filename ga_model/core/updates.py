@@ -159,8 +159,7 @@ class Updates:
         self, structure: Structure, sums: list[Any], others: Sums, counters: Counters
     ) -> Counters:
         variables = [v for a in structure.applied for v in a.variables]
-        means = others._replace(gradients=sums).mean(variables)
-        gradients = iter(self._backend.in_place_of(means))
+        gradients = iter(others._replace(gradients=sums).mean(variables))
         with self._checking():
             for applied in structure.applied:
                 self._backend.apply(applied, [next(gradients) for _ in applied.variables])

@@ -33,7 +33,6 @@ from ga_model.base._internals import (
     is_built,
     raw,
     strategy_of_model,
-    unscaled_for_replicas,
 )
 from ga_model.base._internals_tf import graph_being_made, is_branch, noting_writes
 from ga_model.base._method_patch import MethodPatch
@@ -255,9 +254,6 @@ class TensorFlowBackend(Backend):
             function()
         else:
             self._replicas.once(function)
-
-    def unscaled(self, loss: Any) -> Any:
-        return unscaled_for_replicas(loss)
 
     is_driven_by_python = staticmethod(tf.executing_eagerly)
 
