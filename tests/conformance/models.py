@@ -612,6 +612,9 @@ CASES |= {
     "a layer that adds all the loss per sample": adding(
         of_each_sample, compile=sgd(None), data=inputs_alone
     ),
+    "a layer that adds a mean of each column": adding(
+        lambda x: 0.1 * ops.mean(ops.square(x), axis=0), settings=("recomputed",)
+    ),
     "a layer that takes from the sample before": behind(
         lambda: Applies(lambda x: ops.roll(x, 1)),
         settings=("windows", "batches of three"),
