@@ -53,11 +53,7 @@ class State(Protocol):
 
 
 class States:
-    """Several of them.
-
-    Args:
-        *states: each of something else.
-    """
+    """Several of them, each of something else."""
 
     def __init__(self, *states: State) -> None:
         self._states = states

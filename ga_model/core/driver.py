@@ -257,7 +257,7 @@ class Driver(ModelState):
         )
         parts = _power_of_two(window.steps) * _power_of_two(batch.num_microbatches)
         if (
-            self.updates.overwrites or self.updates.is_scaled
+            self.updates.overwrites or self.updates.scaled_optimizers
         ):  # so gradients are as large as those of the mean
             parts = float(window.steps * batch.num_microbatches)
         num_microbatches = window.steps * batch.num_microbatches * self.backend.num_processes

@@ -133,7 +133,7 @@ class ModelState:
         is_only_setting = size is not None and not self.is_automatic and steps == 1
         if is_only_setting and self._most_samples() <= size:
             model._warn_once(_nothing_split_message(model.name, size))
-        number = 0 if self.window is None else self.window.num_batches()
+        number = 0 if self.window is None else self.window.num_batches
         if number and not self.window.was_full:
             model._warn_once(_one_update_message(model.name, steps, number))
 

@@ -175,11 +175,6 @@ class Updates:
         )
 
     @functools.cached_property
-    def is_scaled(self) -> bool:
-        """Whether a loss is scaled until gradients overflow."""
-        return bool(self.scaled_optimizers())
-
-    @functools.cached_property
     def overwrites(self) -> bool:
         """Whether gradients overwrite a variable of the model, such as the scale of a float8 layer,
         which remembers how large gradients are."""
@@ -195,15 +190,16 @@ class Updates:
             if total and abs(total - 1.0) > 1e-6:
                 self._model._warn_once(messages.rescaled_message(found))
 
+    @functools.cached_property
     def scaled_optimizers(self) -> list[Any]:
-        """Return the optimizers that scale a loss until gradients overflow."""
+        """The optimizers that scale a loss until gradients overflow."""
         return [o for o in self._backend.optimizers() if hasattr(o, "dynamic_scale")]
 
     def _checking(self) -> AbstractContextManager[None]:
         """Return a context in which a gradient is not finite where that of the full batch overflows
         in float16: those of microbatches are smaller, and are summed in float32.
         """
-        return self._checks.of(self.scaled_optimizers())
+        return self._checks.of(self.scaled_optimizers)
 
     @functools.cached_property
     def _half(self) -> set[int]:

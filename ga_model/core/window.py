@@ -268,6 +268,7 @@ class Window:
 
     Attributes:
         steps: batches that fill the open window, or the next one.
+        num_batches: batches that no update has used yet.
         sums: what its microbatches have come to, or None before the first.
         held: of its microbatches, samples, where they may be tried.
         was_full: whether a window has been full.
@@ -288,7 +289,7 @@ class Window:
         """Begin the next window, and drop this one."""
         self.steps = self._next_steps
         self.sums: Sums | None = None
-        self._num_batches = 0
+        self.num_batches = 0
         self.applied: list[Any] | None = None  # what the last step has applied
         self.held: list[Held] = []
 
@@ -310,15 +311,11 @@ class Window:
 
     def end_batch(self) -> bool:
         """Count a batch, and return whether it fills the window."""
-        self._num_batches += 1
-        is_full = self._num_batches >= self.steps
+        self.num_batches += 1
+        is_full = self.num_batches >= self.steps
         self.was_full = self.was_full or is_full
         return is_full
 
     def is_open(self) -> bool:
         """Return whether there are batches that no update has used yet."""
-        return self._num_batches > 0
-
-    def num_batches(self) -> int:
-        """Return how many batches there are that no update has used yet."""
-        return self._num_batches
+        return self.num_batches > 0

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from ga_model.core.losses import Kinds
+from ga_model.core.proof.runner import StepRunner
 from ga_model.core.proof.verdict import LAST, WATCHED, Difference, Verdict
 from ga_model.core.proof.weighing import Watched, Weighing
-from ga_model.core.proof.windows import Outcome, Runner, Window, norm_of
+from ga_model.core.proof.windows import Outcome, Window, norm_of
 
 _TOLERANCE = 2e-4  # relative, of what many operations make of rounding in float32
 
@@ -31,7 +32,7 @@ class Judge:
     """
 
     def __init__(
-        self, runner: Runner, tried: Sequence[Window], assumed: Weighing | None = None
+        self, runner: StepRunner, tried: Sequence[Window], assumed: Weighing | None = None
     ) -> None:
         self.runner = runner
         # How much more rounding may do than one of each weight. Half precision rounds far more.

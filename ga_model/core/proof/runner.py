@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,7 +18,7 @@ from ga_model.base._internals import copy_of, counter_of, layers_in, seeds
 from ga_model.base._method_patch import MethodPatch
 from ga_model.core.backend import Backend
 from ga_model.core.backend_types import GROUPS
-from ga_model.core.batch import num_rows, part_of
+from ga_model.core.batch import part_of
 from ga_model.core.losses import Kinds, Position
 from ga_model.core.of_user import parts_of
 from ga_model.core.proof.draws import Draws
@@ -32,7 +32,7 @@ _ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8}  # of one operation
 
 
 class StepRunner:
-    """Runs the `train_step` of a model, as `windows.Runner` has it.
+    """Runs the `train_step` of a model.
 
     Args:
         model: the model.
@@ -45,10 +45,19 @@ class StepRunner:
         put_back: restores the state that is in no variable.
 
     Attributes:
+        start: values of all variables, as they are.
+        names: of the variables.
+        metrics: names of those that got the numbers of an outcome, after a run.
+        trained: places of the trained variables.
+        is_free: of each variable, whether it may be anything after a step: a random state.
+        is_moved: of each variable that is not trained, whether starts may differ in it.
+        scales: places of the scales of losses.
+        epsilon: the rounding of one operation in float32.
         has_mismatch: whether terms of the loss have weights that are not proportional.
         has_own_loss: whether the loss, or a part of it, is the user's own.
         is_folded: as it is passed, or set later.
-        is_plain: whether gradients do not depend on that.
+        is_plain: whether gradients do not depend on that, after a run.
+        put_back: as it is passed.
         written: paths of the variables that the step has written to.
     """
 
@@ -122,7 +131,12 @@ class StepRunner:
         return [copy_of(variable) for variable in self._variables]
 
     def run(self, begin: int, end: int, values: list[Any], whole: Outcome | None = None) -> Outcome:
-        """Run the step, as `windows.Runner` has it."""
+        """Run the step on samples from `begin` up to `end`, from values of all variables.
+
+        Args:
+            whole: what all samples of the window at once have come to, of which these are a part
+                without an update; or None, if these are all.
+        """
         rows = total = end - begin
         totals: list[Any] = []
         moves_by, number = MOVES_BY, 0
@@ -264,130 +278,6 @@ def _without_training(_: Any, call: Callable[..., Any]) -> Callable[..., Any]:
 _averaging = MethodPatch("call", _without_training)
 
 
-def samples_for_trial(data: Any, number: int) -> Iterator[Any]:
-    """Yield so many samples of a batch, as arrays: altered copies, too, if it has fewer.
-
-    The largest target comes first, also with another input, as what is rare may be what a loss is
-    divided by. Where some samples have numbers that are not finite, which may stand for missing
-    ones, others without these follow. Ragged and sparse tensors stay what they are, and are
-    repeated if there are fewer.
-
-    Raises:
-        ValueError: there are fewer than three of these, which would all be alike.
-    """
-    if any(
-        hasattr(leaf, "flat_values") or hasattr(leaf, "dense_shape")
-        for leaf in keras.tree.flatten(data)
-    ):
-        if (rows := int(num_rows(data))) < 3:
-            raise ValueError(f"Ragged and sparse samples are not altered. Received: {rows} samples")
-        times = -(-number // rows)
-        yield part_of(keras.tree.map_structure(lambda x: _repeated(x, times), data), 0, number)
-        return
-
-    def in_numpy(leaf: Any) -> Any:
-        return ops.convert_to_numpy(leaf) if leaf is not None and ops.shape(leaf) else leaf
-
-    data = keras.tree.map_structure(in_numpy, data)
-    is_finite = _are_finite(data, num_rows(data))
-    everything = np.arange(len(is_finite))
-    if not is_finite.all():
-        yield _samples(data, everything, number, everything[~is_finite])
-    if is_finite.any():
-        yield _samples(data, everything[is_finite], number)
-
-
-def _samples(data: Any, places: Any, number: int, preferred: Sequence[int] = ()) -> Any:
-    """Return so many samples of these places.
-
-    Args:
-        preferred: places of which some are chosen in any case.
-    """
-    rows, generator = len(places), np.random.default_rng(0)
-    largest = _largest_rows(data, places)[: number // 4]
-    chosen = generator.permutation(rows) if rows >= number else np.arange(number)
-    is_first = np.isin(chosen, preferred)
-    is_first &= np.cumsum(is_first) <= number // 3
-    chosen = np.concatenate([chosen[is_first], chosen[~is_first]])
-    others = chosen[~np.isin(chosen, [row for _, row in largest])]
-    others = np.sort(others[: number - 2 * len(largest)])
-
-    def taken(array: Any) -> Any:
-        if not isinstance(array, np.ndarray) or not array.shape:
-            return array
-        twins = [(row, row if found_in is array else row - 1) for found_in, row in largest]
-        array = array[places] if len(array) > rows else array
-        array = array if rows >= number else _altered(array, number, generator)
-        return array[[*itertools.chain(*twins), *others]]
-
-    return keras.tree.map_structure(taken, data)
-
-
 def _copied(leaf: Any) -> Any:
     """Return a copy of an array, which a loss may write to."""
     return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
-
-
-def _repeated(leaf: Any, times: int) -> Any:
-    has_rows = leaf is not None and len(leaf.shape) > 0
-    return ops.concatenate([leaf] * times) if has_rows and times > 1 else leaf
-
-
-def _are_finite(data: Any, rows: int) -> Any:
-    """Return of each sample whether its numbers are all finite."""
-    is_finite = np.ones(rows, bool)
-    for array in keras.tree.flatten(data):
-        is_array = isinstance(array, np.ndarray) and array.shape[:1] == (rows,)
-        if is_array and array.dtype.kind not in "iubUSO":
-            is_finite &= np.isfinite(array.astype("float32")).reshape(rows, -1).all(1)
-    return is_finite
-
-
-def _largest_rows(data: Any, places: Any) -> list[tuple[Any, int]]:
-    """Return arrays, and which of these rows is the largest of each, by its sum.
-
-    Where numbers are missing, that is the one which has most of them. Arrays of whole numbers, such
-    as labels and masks, come first, and targets before inputs.
-    """
-    of_wholes: list[tuple[Any, int]] = []
-    others: list[tuple[Any, int]] = []
-    for array in reversed(keras.tree.flatten(data)):
-        is_array = isinstance(array, np.ndarray) and array.ndim > 0 and len(array) > places[-1]
-        if is_array and array.dtype.kind not in "USO":
-            rows = array.reshape(len(array), -1)
-            sums = rows.sum(1, "float64")[places]
-            if not np.isfinite(sums).all():  # so of numbers some are missing
-                sums = np.isfinite(rows).sum(1)[places]
-            if np.ptp(sums):
-                found = of_wholes if np.array_equal(sums, np.round(sums)) else others
-                found.append((array, int(np.argmax(sums))))
-    return of_wholes + others
-
-
-def _altered(array: Any, number: int, generator: Any) -> Any:
-    """Return the samples of an array, followed by new ones.
-
-    Copies would be alike where it matters what stands beside a sample.
-    """
-    rows, more = len(array), number - len(array)
-    chosen = generator.integers(0, rows, more)
-    new = np.array(array[chosen])
-    is_number = new.dtype.kind == "f" and np.any(new != np.round(new))
-    if new.dtype.kind == "f" and rows < 3:
-        noise = generator.normal(size=(2, *new.shape))
-        size = float(np.sqrt(np.mean(np.square(array)))) or 1.0
-        new = new * (1 + 0.3 * noise[0]) + size * noise[1]
-        new[::2] *= -1  # so that samples are on both sides of a threshold
-    elif new.dtype.kind in "iub" and rows < 3 and new.ndim > 1:  # ids, or masks
-        new = generator.permuted(new, axis=-1)
-        share = generator.uniform(0.0, 0.6, (more, *[1] * (new.ndim - 1)))
-        new = np.where(generator.random(new.shape) < share, np.zeros_like(new), new)
-    elif rows >= 3 and new.dtype.kind in "iubf" and (is_number or new.ndim > 1):
-        other = array[(chosen + generator.integers(1, rows, more)) % rows]
-        ones = [1] * (new.ndim - 1)
-        if is_number:  # probabilities stay such
-            new = new + generator.uniform(0.2, 0.8, (more, *ones)) * (other - new)
-        else:  # the end of another row, as of ids, masks or one-hot vectors
-            begin = generator.integers(1, max(new.shape[-1], 2), (more, *ones))
-            new = np.where(np.arange(new.shape[-1]) < begin, new, other)
-    return np.concatenate([array, new.astype(array.dtype)])

@@ -17,7 +17,8 @@ from ga_model.core.backend import Backend
 from ga_model.core.batch import num_rows
 from ga_model.core.losses import Kinds
 from ga_model.core.proof.judge import Judge
-from ga_model.core.proof.runner import StepRunner, samples_for_trial
+from ga_model.core.proof.runner import StepRunner
+from ga_model.core.proof.samples import samples_for_trial
 from ga_model.core.proof.verdict import Difference, Verdict
 from ga_model.core.proof.weighing import Weighing
 from ga_model.core.proof.windows import Cuts, Window, windows
@@ -78,7 +79,9 @@ def of_step(
                 found = _of_samples(model, backend, samples, cuts, is_own, is_split, assumed)
                 if found[1] is None:
                     break
-        except ValueError as error:  # there are too few
+        except CannotAccumulateError:
+            raise
+        except Exception as error:  # as there are too few samples, or others of each array
             return assumed_of(is_own), error
         return found
 

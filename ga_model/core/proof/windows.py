@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ga_model.core.proof.weighing import Seen, Weighing
+
+if TYPE_CHECKING:
+    from ga_model.core.proof.runner import StepRunner
 
 MOVES_BY = 0.03  # of their norm, by which the surrogate update moves weights
 _LARGE = 5_000_000  # values, of which fewer windows are tried
@@ -69,57 +72,6 @@ class Outcome(NamedTuple):
         return self._replace(numbers=numbers, logs=logs, seen=seen)
 
 
-class Runner(Protocol):
-    """Runs the step of a model.
-
-    Attributes:
-        start: values of all variables, as they are.
-        names: of the variables.
-        metrics: names of those that got the numbers of an outcome, after a run.
-        trained: places of the trained variables.
-        is_free: of each variable, whether it may be anything after a step: a random state.
-        is_moved: of each variable that is not trained, whether starts may differ in it.
-        scales: places of the scales of losses.
-        epsilon: the rounding of one operation in float32.
-        has_own_loss: whether the loss, or a part of it, is the user's own.
-        is_folded: whether weights of compiled losses are folded into the loss.
-        is_plain: whether gradients are the same if they are, after a run.
-        written: paths of the variables that the step has written to.
-    """
-
-    start: list[Any]
-    names: list[str]
-    metrics: list[str]
-    trained: list[int]
-    is_free: list[bool]
-    is_moved: list[bool]
-    scales: list[int]
-    epsilon: float
-    has_own_loss: bool
-    is_folded: bool
-    is_plain: bool
-    written: set[str]
-
-    @property
-    def rounding(self) -> float:
-        """The rounding of one operation in the precision of the model."""
-
-    @property
-    def of_shapes(self) -> set[str]:
-        """The names of scalars that follow from shapes alone, and say no more than these."""
-
-    def put_back(self) -> None:
-        """Restore the state that is in no variable."""
-
-    def run(self, begin: int, end: int, values: list[Any], whole: Outcome | None = None) -> Outcome:
-        """Run the step on samples from `begin` up to `end`, from values of all variables.
-
-        Args:
-            whole: what all samples of the window at once have come to, of which these are a part
-                without an update; or None, if these are all.
-        """
-
-
 class Window(NamedTuple):
     """A window that was tried.
 
@@ -156,7 +108,7 @@ class Window(NamedTuple):
         return [weight / total if total else float("nan") for weight in weights]
 
 
-def windows(runner: Runner, cuts: Cuts, is_brief: bool = False) -> Iterator[Window]:
+def windows(runner: StepRunner, cuts: Cuts, is_brief: bool = False) -> Iterator[Window]:
     """Try windows of samples in parts of these sizes.
 
     Args:
@@ -205,7 +157,7 @@ class _Start(NamedTuple):
     chosen: _Entries
     whole: Outcome
 
-    def values(self, runner: Runner) -> list[Any]:
+    def values(self, runner: StepRunner) -> list[Any]:
         """Return the values of all variables, which are not held."""
         found = _perturbed(runner, self.noise, self.seed)
         for place, scale in zip(runner.scales, self.scales):
@@ -213,7 +165,7 @@ class _Start(NamedTuple):
         return found
 
 
-def _in_parts(runner: Runner, start: _Start, values: list[Any] | None = None) -> Window | None:
+def _in_parts(runner: StepRunner, start: _Start, values: list[Any] | None = None) -> Window | None:
     """Try a window in parts.
 
     Args:
@@ -282,13 +234,13 @@ class _Entries:
         return array if chosen is None else np.asarray(array).ravel()[chosen]
 
 
-def _from_start(runner: Runner, total: int, values: list[Any]) -> Outcome:
+def _from_start(runner: StepRunner, total: int, values: list[Any]) -> Outcome:
     """Run the step on the samples of a window at once."""
     runner.put_back()
     return runner.run(0, total, values)
 
 
-def _finite(runner: Runner, total: int, values: list[Any]) -> Outcome | None:
+def _finite(runner: StepRunner, total: int, values: list[Any]) -> Outcome | None:
     """Run the step on all samples, with smaller scales of the loss in `values` if it overflows."""
     for factor in _SCALES if runner.scales else _SCALES[:1]:
         for place in runner.scales:
@@ -315,7 +267,7 @@ def _number(value: Any) -> float:
     return float(np.asarray(value))
 
 
-def _perturbed(runner: Runner, noise: float, seed: int) -> list[Any]:
+def _perturbed(runner: StepRunner, noise: float, seed: int) -> list[Any]:
     """Return values with noise that shows also in weights that are zero."""
     if not noise:
         return list(runner.start)
@@ -336,7 +288,7 @@ def _perturbed(runner: Runner, noise: float, seed: int) -> list[Any]:
     return found
 
 
-def _rounded(runner: Runner, values: list[Any]) -> list[Any]:
+def _rounded(runner: StepRunner, values: list[Any]) -> list[Any]:
     generator, found = np.random.default_rng(1), list(values)
     for place in runner.trained:
         value = np.asarray(values[place])

@@ -1,0 +1,137 @@
+"""Choose the samples of a trial."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from ga_model.core.batch import num_rows, part_of
+
+
+def samples_for_trial(data: Any, number: int) -> Iterator[Any]:
+    """Yield so many samples of a batch, as arrays: altered copies, too, if it has fewer.
+
+    The largest target comes first, also with another input, as what is rare may be what a loss is
+    divided by. Where some samples have numbers that are not finite, which may stand for missing
+    ones, others without these follow. Ragged and sparse tensors stay what they are, and are
+    repeated if there are fewer.
+
+    Raises:
+        ValueError: there are fewer than three of these, which would all be alike.
+    """
+    if any(
+        hasattr(leaf, "flat_values") or hasattr(leaf, "dense_shape")
+        for leaf in keras.tree.flatten(data)
+    ):
+        if (rows := int(num_rows(data))) < 3:
+            raise ValueError(f"Ragged and sparse samples are not altered. Received: {rows} samples")
+        times = -(-number // rows)
+        yield part_of(keras.tree.map_structure(lambda x: _repeated(x, times), data), 0, number)
+        return
+
+    def in_numpy(leaf: Any) -> Any:
+        return ops.convert_to_numpy(leaf) if leaf is not None and ops.shape(leaf) else leaf
+
+    data = keras.tree.map_structure(in_numpy, data)
+    is_finite = _are_finite(data, num_rows(data))
+    everything = np.arange(len(is_finite))
+    if not is_finite.all():
+        yield _samples(data, everything, number, everything[~is_finite])
+    if is_finite.any():
+        yield _samples(data, everything[is_finite], number)
+
+
+def _samples(data: Any, places: Any, number: int, preferred: Sequence[int] = ()) -> Any:
+    """Return so many samples of these places.
+
+    Args:
+        preferred: places of which some are chosen in any case.
+    """
+    rows, generator = len(places), np.random.default_rng(0)
+    largest = _largest_rows(data, places)[: number // 4]
+    chosen = generator.permutation(rows) if rows >= number else np.arange(number)
+    is_first = np.isin(chosen, preferred)
+    is_first &= np.cumsum(is_first) <= number // 3
+    chosen = np.concatenate([chosen[is_first], chosen[~is_first]])
+    others = chosen[~np.isin(chosen, [row for _, row in largest])]
+    others = np.sort(others[: number - 2 * len(largest)])
+
+    def taken(array: Any) -> Any:
+        if not isinstance(array, np.ndarray) or not array.shape:
+            return array
+        twins = [(row, row if found_in is array else row - 1) for found_in, row in largest]
+        array = array[places] if len(array) > rows else array
+        array = array if rows >= number else _altered(array, number, generator)
+        return array[[*itertools.chain(*twins), *others]]
+
+    return keras.tree.map_structure(taken, data)
+
+
+def _repeated(leaf: Any, times: int) -> Any:
+    has_rows = leaf is not None and len(leaf.shape) > 0
+    return ops.concatenate([leaf] * times) if has_rows and times > 1 else leaf
+
+
+def _are_finite(data: Any, rows: int) -> Any:
+    """Return of each sample whether its numbers are all finite."""
+    is_finite = np.ones(rows, bool)
+    for array in keras.tree.flatten(data):
+        is_array = isinstance(array, np.ndarray) and array.shape[:1] == (rows,)
+        if is_array and array.dtype.kind not in "iubUSO":
+            is_finite &= np.isfinite(array.astype("float32")).reshape(rows, -1).all(1)
+    return is_finite
+
+
+def _largest_rows(data: Any, places: Any) -> list[tuple[Any, int]]:
+    """Return arrays, and which of these rows is the largest of each, by its sum.
+
+    Where numbers are missing, that is the one which has most of them. Arrays of whole numbers, such
+    as labels and masks, come first, and targets before inputs.
+    """
+    of_wholes: list[tuple[Any, int]] = []
+    others: list[tuple[Any, int]] = []
+    for array in reversed(keras.tree.flatten(data)):
+        is_array = isinstance(array, np.ndarray) and array.ndim > 0 and len(array) > places[-1]
+        if is_array and array.dtype.kind not in "USO":
+            rows = array.reshape(len(array), -1)
+            sums = rows.sum(1, "float64")[places]
+            if not np.isfinite(sums).all():  # so of numbers some are missing
+                sums = np.isfinite(rows).sum(1)[places]
+            if np.ptp(sums):
+                found = of_wholes if np.array_equal(sums, np.round(sums)) else others
+                found.append((array, int(np.argmax(sums))))
+    return of_wholes + others
+
+
+def _altered(array: Any, number: int, generator: Any) -> Any:
+    """Return the samples of an array, followed by new ones.
+
+    Copies would be alike where it matters what stands beside a sample.
+    """
+    rows, more = len(array), number - len(array)
+    chosen = generator.integers(0, rows, more)
+    new = np.array(array[chosen])
+    is_number = new.dtype.kind == "f" and np.any(new != np.round(new))
+    if new.dtype.kind == "f" and rows < 3:
+        noise = generator.normal(size=(2, *new.shape))
+        size = float(np.sqrt(np.mean(np.square(array)))) or 1.0
+        new = new * (1 + 0.3 * noise[0]) + size * noise[1]
+        new[::2] *= -1  # so that samples are on both sides of a threshold
+    elif new.dtype.kind in "iub" and rows < 3 and new.ndim > 1:  # ids, or masks
+        new = generator.permuted(new, axis=-1)
+        share = generator.uniform(0.0, 0.6, (more, *[1] * (new.ndim - 1)))
+        new = np.where(generator.random(new.shape) < share, np.zeros_like(new), new)
+    elif rows >= 3 and new.dtype.kind in "iubf" and (is_number or new.ndim > 1):
+        other = array[(chosen + generator.integers(1, rows, more)) % rows]
+        ones = [1] * (new.ndim - 1)
+        if is_number:  # probabilities stay such
+            new = new + generator.uniform(0.2, 0.8, (more, *ones)) * (other - new)
+        else:  # the end of another row, as of ids, masks or one-hot vectors
+            begin = generator.integers(1, max(new.shape[-1], 2), (more, *ones))
+            new = np.where(np.arange(new.shape[-1]) < begin, new, other)
+    return np.concatenate([array, new.astype(array.dtype)])
