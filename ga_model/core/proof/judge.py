@@ -15,6 +15,7 @@ from ga_model.core.proof.verdict import LAST, WATCHED, Difference, Verdict
 from ga_model.core.proof.weighing import Watched, Weighing
 from ga_model.core.proof.windows import Outcome, Window, norm_of
 
+_ORDER = "the order of updates"
 _TOLERANCE = 2e-4  # relative, of what many operations make of rounding in float32
 
 
@@ -76,7 +77,10 @@ class Judge:
         exact = [weighing for weighing, found in off.items() if not found]
         plain = [w for w in self._candidates if w.source in ("loss", "samples", "sum")]
         weighing = exact[0] if exact else min(plain, key=lambda w: _badness(off[w]))
-        differences = [(f"the gradient of {n}", size) for n, size in _largest(off[weighing])]
+        differences = [
+            (n if n == _ORDER else f"the gradient of {n}", size)
+            for n, size in _largest(off[weighing])
+        ]
         others = self._values_off(weighing)
         differences += [(n, size) for n, size in _largest(others) if n not in off[weighing]]
         first = self._windows[0].whole
@@ -161,7 +165,7 @@ class Judge:
         for window, everything in zip(self._windows, self._norms):
             shares = window.shares(weighing)
             if any(part.places != window.whole.places for part in window.parts):
-                return {"the order of updates": inf}
+                return {_ORDER: inf}
             for number, place in enumerate(window.whole.places):
                 size = self._gradient_off(window, number, shares, everything)
                 if size:
@@ -198,7 +202,7 @@ class Judge:
 
         for window, everything in zip(self._windows, self._norms):
             if any(part.places != window.whole.places for part in window.parts):
-                return {"the order of updates": inf}
+                return {_ORDER: inf}
             left = [np.asarray(value).astype("float64") for value in window.parts[-1].values]
             shares = window.shares(weighing)
             rounding = 100 * runner.epsilon * everything
