@@ -60,7 +60,6 @@ class Driver(ModelState):
         self._findings = Findings(model, backend)
         self._weights_watch = WeightsWatch(model, backend, self.steps.step)
         self._adds_up = True  # as far as is known
-        self._most_rows = 0
 
     # What a step is.
 
@@ -256,9 +255,7 @@ class Driver(ModelState):
             is_trial,
         )
         parts = _power_of_two(window.steps) * _power_of_two(batch.num_microbatches)
-        if (
-            self.updates.overwrites or self.updates.scaled_optimizers
-        ):  # so gradients are as large as those of the mean
+        if self.updates.overwrites or self.updates.scaled_optimizers:  # as large as of the mean
             parts = float(window.steps * batch.num_microbatches)
         num_microbatches = window.steps * batch.num_microbatches * self.backend.num_processes
         values = window.steps, num_microbatches, parts, batch.rows
@@ -350,9 +347,6 @@ class Driver(ModelState):
 
     def _has_replicas(self) -> bool:
         return self.backend.num_replicas > 1
-
-    def _most_samples(self) -> int:
-        return self._most_rows
 
     # Steps that the driver does not run.
 

@@ -48,6 +48,7 @@ class ModelState:
         self.counters: Counters | None = None
         self.is_scheduled = self.is_verbose = False
         self._has_ended_epoch = False
+        self._most_rows = 0  # of the largest batch so far, of those that may be split
         self.warnings: set[str] = set()
         self.held_back: list[str] | None = None
 
@@ -131,15 +132,11 @@ class ModelState:
             return
         model, size, steps = self._model, self.size, self.settings.accumulation_steps
         is_only_setting = size is not None and not self.is_automatic and steps == 1
-        if is_only_setting and self._most_samples() <= size:
+        if is_only_setting and self._most_rows <= size:
             model._warn_once(_nothing_split_message(model.name, size))
         number = 0 if self.window is None else self.window.num_batches
         if number and not self.window.was_full:
             model._warn_once(_one_update_message(model.name, steps, number))
-
-    def _most_samples(self) -> int:
-        """Return the samples of the largest batch so far, of those that may be split."""
-        raise NotImplementedError
 
     def warn_of_accumulating_optimizers(self) -> None:
         """Warn of optimizers that accumulate gradients of batches that are split."""

@@ -125,7 +125,8 @@ class RecordedStep:
             )
             counts = [_numbers.float64(count) for _, count in updates]
             numbers = list(zip(recording.numbers(), counts, recording.means()))
-            said = losses.terms().weight if verdict.is_folded else recording.weight_of_loss()
+            is_said = verdict.is_folded or recording.says_weight
+            said = losses.terms().weight if is_said else None
             said = None if said is None else _numbers.float64(said)
             weight = recording.relative_weight, recording.unit
             found = recording.gradients, recorder.moments, numbers, own

@@ -274,11 +274,6 @@ class Recording:
         """Whether the compiled losses were computed, or the user's rule says what these weigh."""
         return bool(self.losses.compiled_terms() or self.model._has_rule())
 
-    def weight_of_loss(self) -> Any:
-        """Return the weight of the compiled losses, or None: sums, or not computed."""
-        weight = self.losses.terms().weight if self.says_weight else None
-        return None if weight is None else _numbers.float64(weight)
-
     def numbers(self) -> list[Any]:
         """Return the numbers that wait for the full batch."""
         return [_numbers.float64(call.value) for call in self._metrics.updates]

@@ -6,13 +6,7 @@ from typing import Any
 
 import keras
 
-from ga_model.base._internals import (
-    layers_in,
-    loss_tracker,
-    operations_in,
-    overwrites,
-    own_state,
-)
+from ga_model.base._internals import layers_in, loss_tracker, operations_in, overwrites, own_state
 from ga_model.core.backend import Backend
 from ga_model.core.of_user import counts_samples
 from ga_model.core.proof.calls import combines_samples
