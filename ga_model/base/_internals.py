@@ -132,6 +132,11 @@ def seeds(layer: Any) -> list[Any]:
     return [generator.state for generator in layer._seed_generators]
 
 
+def ids_of_seeds(layer: Any) -> set[int]:
+    """Return the ids of these of a layer and of all layers in it."""
+    return {id(state) for part in layers_in(layer) for state in seeds(part)}
+
+
 def unwrapped(value: Any) -> Any:
     """Return the dict or list inside a wrapper of TensorFlow's that tracks it."""
     if not type(value).__module__.startswith("tensorflow."):

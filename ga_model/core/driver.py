@@ -313,8 +313,7 @@ class Driver(ModelState):
             Whether no process has.
         """
         sums, structure, noise = window.sums, self._structure, self.measured_noise
-        if not self._findings.is_told:
-            self._weights_watch.end()
+        self._weights_watch.end(window, self._findings.is_told)
         window.discard()
         applied = [] if structure is None else structure.applied
         sums, is_end = self.backend.exchanged(applied, sums, noise is not None, is_end)

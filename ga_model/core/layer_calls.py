@@ -21,12 +21,12 @@ from ga_model.base._context import ThreadValue
 from ga_model.base._internals import (
     MOMENTS,
     adder_of,
+    ids_of_seeds,
     is_built,
     layers_in,
     losses_of_scope,
     mask_of,
     scope_of,
-    seeds,
     set_mask,
     stateless_scope,
     value_in,
@@ -264,7 +264,7 @@ class LayerCall:
         """Return the paths of variables that it writes to, without seeds and BatchNormalization."""
         parts = layers_in(self._layer)
         normal = [part for part in parts if isinstance(part, keras.layers.BatchNormalization)]
-        known = {id(seed) for part in parts for seed in seeds(part)}
+        known = ids_of_seeds(self._layer)
         known |= {id(variable) for part in normal for variable in part.variables}
         found = [self._variables[place] for place in self._written]
         return sorted({variable.path for variable in found if id(variable) not in known})

@@ -12,7 +12,7 @@ from keras import ops
 
 from ga_model.base import _numbers
 from ga_model.base._identity import is_in
-from ga_model.base._internals import copy_of, layers_in, seeds
+from ga_model.base._internals import copy_of, ids_of_seeds
 from ga_model.core import messages
 from ga_model.core.backend import Backend
 from ga_model.core.backend_types import GradientSums
@@ -234,7 +234,7 @@ class RecordedStep:
 
     def _without_state(self, written: list[Any], normalizing: list[Any]) -> list[Any]:
         """Return written variables without seeds and running averages."""
-        known = {id(s) for layer in layers_in(self._model) for s in seeds(layer)}
+        known = ids_of_seeds(self._model)
         known |= {id(v) for layer in normalizing for v in layer.non_trainable_variables}
         return [variable for variable in written if id(variable) not in known]
 

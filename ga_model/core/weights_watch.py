@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from keras import ops
 
-from ga_model.base._internals import layers_in, seeds
+from ga_model.base._internals import ids_of_seeds
 from ga_model.core import messages
 from ga_model.core.backend import Backend
 from ga_model.core.backend_types import Group
@@ -38,25 +38,27 @@ class WeightsWatch:
         self._model = model
         self._backend = backend
         self._step = step
-        self._num_windows, self._next = 0, 1
+        self._num_windows = 0  # of several batches, that have ended
         self._before: dict[int, Any] = {}  # by the ids of variables
 
     def begin(self, window: Window) -> None:
         """Read the variables if a window of several batches begins that is to be compared."""
-        self._before = {}
-        if window.steps == 1:
-            return
-        self._num_windows += 1
-        if self._num_windows == self._next:
-            self._next *= 2
-            self._before = {id(variable): value for variable, value in self._values()}
+        is_compared = window.steps > 1 and not self._num_windows & (self._num_windows + 1)
+        values = self._values() if is_compared else ()
+        self._before = {id(variable): value for variable, value in values}
 
-    def end(self) -> None:
-        """Warn if variables have changed that the step itself does not write to."""
+    def end(self, window: Window, is_told: bool) -> None:
+        """Warn if variables have changed that the step itself does not write to.
+
+        Args:
+            window: the window.
+            is_told: whether a warning says already that the step is not exact.
+        """
+        self._num_windows += window.steps > 1
         before, self._before = self._before, {}
         changed = [
             variable.path
-            for variable, value in (self._values() if before else ())
+            for variable, value in (self._values() if before and not is_told else ())
             if not np.array_equal(value, before.get(id(variable), value), equal_nan=True)
         ]
         if changed:
@@ -65,8 +67,7 @@ class WeightsWatch:
     def _values(self) -> Iterator[tuple[Any, Any]]:
         """Yield variables, but random states and those that the step writes to, and values."""
         model = self._model
-        left = {id(seed) for layer in layers_in(model) for seed in seeds(layer)}
-        left |= self._step.writes_to
+        left = ids_of_seeds(model) | self._step.writes_to
         for group in _GROUPS:
             for variable, value in zip(
                 getattr(model, f"{group}_variables"), self._backend.values(group)

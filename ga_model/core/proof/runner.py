@@ -14,7 +14,7 @@ from keras import ops
 
 from ga_model.base import _numbers
 from ga_model.base._identity import is_in, unique
-from ga_model.base._internals import copy_of, counter_of, layers_in, seeds
+from ga_model.base._internals import copy_of, counter_of, ids_of_seeds, layers_in
 from ga_model.base._method_patch import MethodPatch
 from ga_model.core.backend import Backend
 from ga_model.core.backend_types import GROUPS
@@ -98,7 +98,7 @@ class StepRunner:
         scales = [getattr(optimizer, "dynamic_scale", None) for optimizer in optimizers]
         self.scales = [self._places[id(scale)] for scale in scales if scale is not None]
         self.trained = list(range(len(model.trainable_variables)))
-        random = {id(seed) for layer in layers_in(model) for seed in seeds(layer)}
+        random = ids_of_seeds(model)
         metrics = set(map(id, model.metrics_variables))
         self.is_free = [id(v) in random for v in self._variables]
         self.is_moved = [
