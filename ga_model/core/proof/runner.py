@@ -151,7 +151,9 @@ class StepRunner:
             discards=True,
         )
         place = np.float32(moves_by), np.int32(begin), np.int32(number)
-        data = keras.tree.map_structure(_copied, part_of(self._data, begin, end))
+        data = part_of(self._data, begin, end)
+        if not self._backend.traces:  # losses may write to what they get
+            data = self._backend.copied(data)
         data = self._backend.as_traced(data)  # as in training
         found = keras.tree.map_structure(
             lambda x: None if x is None else ops.convert_to_numpy(x),
@@ -276,8 +278,3 @@ def _without_training(_: Any, call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _averaging = MethodPatch("call", _without_training)
-
-
-def _copied(leaf: Any) -> Any:
-    """Return a copy of an array, which a loss may write to."""
-    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
