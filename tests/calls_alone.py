@@ -14,16 +14,21 @@ ROWS = 6
 SPLIT = None, []
 
 
-def call_of(layer, *inputs, **kwargs):
-    """Return a call that is to go by microbatches of two."""
+def call_of(layer, *inputs, known=None, **kwargs):
+    """Return a call that is to go by microbatches of two.
+
+    Args:
+        known: samples of a batch, for a trial.
+    """
     adapter = importlib.import_module(f"ga_model.backends.{_BACKEND}.adapter")
     backend = getattr(adapter, _NAMES[_BACKEND])(keras.Sequential())
-    return LayerCall(backend, layer, layer.call, inputs, kwargs, 2)
+    return LayerCall(backend, layer, layer.call, inputs, kwargs, 2, lambda array: known)
 
 
-def tried(layer, *inputs):
+def tried(layer, *inputs, known=None):
     """Return why a call in training is not split, or None, and the kinds of the losses it adds."""
-    call = call_of(layer, *inputs, **({"training": True} if layer._call_has_training_arg else {}))
+    training = {"training": True} if layer._call_has_training_arg else {}
+    call = call_of(layer, *inputs, known=known, **training)
     return call.analyze(True), call.kinds
 
 

@@ -49,6 +49,7 @@ class Backend(ABC):
         noted_dtypes: names of the dtypes that code computed in where it was noted, if known.
         noted_of_shapes: names of scalars that were noted and follow from shapes alone, if known.
         known_calls: what `LayerCall.analyze` finds of calls, and why a layer runs whole, by its id.
+        present_batch: the batch that is trained, as it came, while it is, or None.
     """
 
     optimizer_stand_in: type
@@ -67,6 +68,7 @@ class Backend(ABC):
         self.noted_dtypes: set[str] = set()
         self.noted_of_shapes: set[str] = set()
         self.known_calls: dict[Any, Any] = {}
+        self.present_batch: Any = None
         self._made: dict[Any, Callable[..., Any]] = {}  # what was compiled, by its name
 
     # What is compiled.

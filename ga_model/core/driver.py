@@ -118,6 +118,7 @@ class Driver(ModelState):
             is_known = self._has_trained or self.backend.traces
             passed = data if is_known else self.backend.copied(data)
             try:
+                self.backend.present_batch = passed
                 with self.backend.keeping_state():
                     logs = self._train_batch(passed, **options)
                 self._has_trained = True
@@ -136,6 +137,8 @@ class Driver(ModelState):
                     raise
                 else:  # the second may follow from what the first left half done
                     raise first from None
+            finally:
+                self.backend.present_batch = None
 
     def _train_automatic(self, data: Any) -> Any:
         """Train a batch in microbatches as large as there is memory for."""

@@ -38,7 +38,7 @@ from ga_model.core.messages import text_of
 from ga_model.core.metric_calls import waiting
 from ga_model.core.models import unrecorded
 from ga_model.core.proof.calls import HALF, NotByRowsError, kinds_of_call
-from ga_model.core.proof.own_code import has_own_gradients
+from ga_model.core.proof.own_code import has_own_gradients, has_own_operations
 from ga_model.core.statistics import MomentsRecorder, is_known, present_recorder
 
 _NOT_ROWS = "it combines samples, or gives something other than one value per sample"
@@ -56,6 +56,7 @@ class LayerCall:
         args, kwargs: the arguments. The first array whose axis 0 has not the length 1 has the
             samples, and so have all that are as long.
         size: samples of a microbatch.
+        known: returns samples of an array as a batch has them, for a trial, or None.
 
     Attributes:
         samples: the arrays that have them, and their masks.
@@ -74,9 +75,10 @@ class LayerCall:
         args: Any,
         kwargs: Any,
         size: int,
+        known: Callable[[Any], Any],
     ) -> None:
         self._backend, self._layer, self._call = backend, layer, call
-        self._arguments, self._size = (args, kwargs), size
+        self._arguments, self._size, self._known = (args, kwargs), size, known
         self._leaves: list[Any] = []  # in the order of `map_structure`, unlike that of `flatten`
         keras.tree.map_structure(self._leaves.append, self._arguments)
         self._leaves = list(map(_tensor_of, self._leaves))
@@ -243,8 +245,10 @@ class LayerCall:
                     gradients = self._backend.run_isolated(of_outputs, derives=True)
                 dtypes = {part.compute_dtype for part in layers_in(self._layer)}
                 is_half = not dtypes.isdisjoint(HALF)
+                is_own = has_own_operations(self._layer, self._backend)
+                known = [self._known(array) if is_own else None for array in self.samples]
                 found, adds_up = kinds_of_call(
-                    run, gradients, self._fixed, self.samples, trained, is_half
+                    run, gradients, self._fixed, self.samples, known, trained, is_half
                 )
         except NotByRowsError as error:
             return str(error), [], self._written

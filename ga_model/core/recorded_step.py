@@ -194,7 +194,8 @@ class RecordedStep:
         layers = model._batch_normalization_layers()
         splitting: Any = contextlib.nullcontext()
         if mode.size is not None:
-            splitting = splitting_calls(model, backend, mode.size, 2 if mode.is_trial else None)
+            most = 2 if mode.is_trial else None
+            splitting = splitting_calls(model, backend, data, mode.size, most)
         kinds = None if verdict is None else verdict.kinds
         is_own = verdict is not None and not verdict.is_folded
         options = {"is_own": is_own, "kinds": kinds, "is_trial": mode.is_trial}

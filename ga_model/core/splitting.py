@@ -10,8 +10,12 @@ then the outermost ones: always exact, at the cost of memory.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
+
+import keras
+import numpy as np
 
 from ga_model.base._call_again import inside_of_call
 from ga_model.base._context import ThreadValue
@@ -27,7 +31,8 @@ from ga_model.base._method_patch import MethodPatch
 from ga_model.core import messages
 from ga_model.core.backend import Backend
 from ga_model.core.layer_calls import LayerCall
-from ga_model.core.proof.calls import NotByRowsError
+from ga_model.core.proof.calls import KNOWN, NotByRowsError
+from ga_model.core.proof.samples import samples_for_trial
 from ga_model.core.statistics import is_known, passing_moments
 
 _splitting = ThreadValue()  # how calls are split in this thread, or None
@@ -39,11 +44,14 @@ class _Splitting:
     Args:
         model: the model whose step runs.
         backend: what it runs on.
-        size, most: as `splitting_calls` takes them.
+        data, size, most: as `splitting_calls` takes them.
     """
 
-    def __init__(self, model: Any, backend: Backend, size: int, most: int | None) -> None:
+    def __init__(
+        self, model: Any, backend: Backend, data: Any, size: int, most: int | None
+    ) -> None:
         self._model, self._backend, self._place = model, backend, backend.place()
+        self._data = data
         self._size, self._most = size, most
         self._is_in_whole_call = ThreadValue(False)
         self._has_seen_call = False  # a call that could be split
@@ -83,7 +91,7 @@ class _Splitting:
     def _by_microbatches(
         self, layer: Any, call: Callable[..., Any], args: Any, kwargs: Any, training: Any
     ) -> Any:
-        found = LayerCall(self._backend, layer, call, args, kwargs, self._size)
+        found = LayerCall(self._backend, layer, call, args, kwargs, self._size, self._known)
         why = found.analyze(training)
         if why is None and None in found.kinds:
             why = "it adds a loss that is neither a mean nor a sum over samples"
@@ -102,6 +110,23 @@ class _Splitting:
             self._model._warn_once(message)
         return outputs
 
+    def _known(self, array: Any) -> Any:
+        """Return samples for a trial of an array of the batch, or None: it is another one."""
+        leaves = keras.tree.flatten(self._data)
+        place = next((place for place, leaf in enumerate(leaves) if leaf is array), None)
+        found = [] if place is None else self._samples
+        known = found[place] if place is not None and len(found) == len(leaves) else None
+        return known if isinstance(known, np.ndarray) else None
+
+    @functools.cached_property
+    def _samples(self) -> list[Any]:
+        """Samples of the batch that is trained, for a trial."""
+        data = self._backend.samples_of(self._backend.present_batch)
+        try:
+            return list(keras.tree.flatten(next(samples_for_trial(data, KNOWN))))
+        except ValueError:  # of ragged ones
+            return []
+
 
 def _split_call(layer: Any, call: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -118,18 +143,19 @@ _calls_of_layers = MethodPatch("call", _split_call)
 
 @contextlib.contextmanager
 def splitting_calls(
-    model: Any, backend: Backend, size: int, most: int | None = None
+    model: Any, backend: Backend, data: Any, size: int, most: int | None = None
 ) -> Iterator[None]:
     """Return a context in which the outermost calls of layers go by microbatches.
 
     Args:
         model: the model whose step runs.
         backend: what it runs on.
+        data: the batch, as the step gets it.
         size: samples of a microbatch.
         most: microbatches of each call that are run, or None for all. What comes out for the other
             samples is then any number.
     """
-    splitting = _Splitting(model, backend, size, most)
+    splitting = _Splitting(model, backend, data, size, most)
     moments = passing_moments(model._batch_normalization_layers())
     with _calls_of_layers.of(layers_in(model)), moments, _splitting.set(splitting):
         yield

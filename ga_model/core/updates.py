@@ -227,7 +227,7 @@ class Updates:
         return run(self._backend.as_traced(data))
 
     def _whole(self, size: int, data: Any) -> Any:
-        with splitting_calls(self._model, self._backend, size), self._checking():
+        with splitting_calls(self._model, self._backend, data, size), self._checking():
             logs, _ = self._backend.run_step(data)
         self._backend.once(self.after_update)
         return logs

@@ -401,6 +401,32 @@ class Centers(layers.Layer):
         return x - self.factor * ops.mean(x, axis=0, keepdims=True)
 
 
+class Imputes(layers.Layer):
+    """Puts means of the samples where numbers are missing."""
+
+    def __init__(self, is_missing):
+        super().__init__()
+        self.is_missing = is_missing
+
+    def call(self, x):
+        is_missing = self.is_missing(x)
+        number = ops.sum(ops.cast(ops.logical_not(is_missing), x.dtype), 0)
+        means = ops.sum(ops.where(is_missing, 0.0, x), 0) / ops.maximum(number, 1.0)
+        return ops.where(is_missing, means, x)
+
+
+def imputing(is_missing, code):
+    """Return a case of inputs of which some numbers are missing, which have this code."""
+
+    def data(rows):
+        x, y = dense_data(rows)
+        is_known = np.random.default_rng(1).random(x.shape) < 0.7
+        return np.where(is_known, x, code).astype(x.dtype), y
+
+    make = functools.partial(Imputes, is_missing)
+    return Case(lambda: sequential((4,), make(), dense_model()), data, **IN_ONE_BATCH)
+
+
 def with_gradient(rule):
     """Return an activation whose gradient is a function of that behind it, and of its values."""
 
@@ -673,6 +699,8 @@ CASES |= {
         lambda: sequential((4,), Centers(), dense_model()), values_alike_at_first, **IN_ONE_BATCH
     ),
     "a layer that combines samples behind a head of zeros": behind_zeros(),
+    "a layer that combines samples where numbers are missing": imputing(ops.isnan, np.nan),
+    "a layer that combines samples where there is a code": imputing(lambda x: x == -9.0, -9.0),
     "a layer that writes to its weights": before(
         lambda: layers.SpectralNormalization(layers.Dense(5, "tanh")), expects=WRITES
     ),

@@ -1,9 +1,12 @@
 """What a trial tells of a call: whether it treats samples one by one, or sums over them."""
 
+import numpy as np
 import pytest
 from calls_alone import ALONE, FUNCTIONS, LOSSES, ROWS, SPLIT, adding, own, tried
 from helpers import assert_equal, values_of
 from keras import layers, ops
+
+from ga_model.core.proof.calls import KNOWN
 
 pytestmark = pytest.mark.every_case
 
@@ -61,3 +64,21 @@ def test_losses_are_told_apart(name):
 def test_a_loss_that_is_zero_is_not_known():
     losses = [ops.mean, ops.sum, lambda x: 0.0 * ops.sum(x)]
     assert tried(adding(*losses), ones(4))[1] == ["mean", "sum", "zero"]
+
+
+def of_rows(layer, x):
+    """Compute what rounding changes much where inputs are large, which differs with the size."""
+    return ops.sin(layer.weight * x * (1 + 2.0**-23 * x.shape[0]))
+
+
+def combines_rounded(layer, x):
+    return of_rows(layer, x) + ops.where(x == 0.0, ops.mean(x, 0, keepdims=True), 0.0)
+
+
+@pytest.mark.parametrize(("function", "is_split"), [(of_rows, True), (combines_rounded, False)])
+def test_samples_of_a_batch_are_tried_up_to_their_rounding(function, is_split):
+    samples = np.random.default_rng(0).normal(scale=1e4, size=(KNOWN, 4)).astype("float32")
+    samples[::3, 1] = 0.0
+    assert tried(own(function), ones(4))[0] is None
+    reason, _ = tried(own(function), ones(4), known=samples)
+    assert (reason is None) == is_split

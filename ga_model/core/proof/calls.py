@@ -13,6 +13,7 @@ from keras import ops
 from ga_model.core.proof.windows import norm_of
 
 TOTAL = 5  # samples of a trial, in parts of three and two
+KNOWN = 4 * TOTAL  # samples of a batch, of as many trials
 _PARTS = (0, 3), (3, TOTAL)
 _UNKNOWN = 8  # entries along an axis of any length
 HALF = {"float16": 1e-3, "bfloat16": 1e-2}  # of what counts as equal in half precision
@@ -31,14 +32,12 @@ def agreed(found: Sequence[Sequence[str | None]]) -> list[str | None]:
     return [kinds.pop() if len(kinds) == 1 else None for kinds in seen]
 
 
-def kinds_of(
-    run: Callable[[int, int], Sequence[Any]], tolerance: float | None = None
-) -> list[str | None]:
+def kinds_of(run: Callable[[int, int], Sequence[Any]], tolerance: float = 0.0) -> list[str | None]:
     """Return how each output of a function depends on the samples.
 
     Args:
         run: runs it on samples from one place up to another, and returns arrays.
-        tolerance: relative, of what counts as equal, or None: that of an output's precision.
+        tolerance: relative, of what counts as equal, if it is more than an output's precision.
 
     Returns:
         "rows" of what has one entry of axis 0 for each sample, which follows from that sample
@@ -62,6 +61,7 @@ def kinds_of_call(
     gradients: Callable[[list[Any], list[Any], int, int], Sequence[Any]] | None,
     fixed: Sequence[Any],
     samples: Sequence[Any],
+    known: Sequence[Any],
     is_trained: Sequence[bool],
     is_half: bool = False,
 ) -> tuple[list[str | None], bool]:
@@ -75,6 +75,7 @@ def kinds_of_call(
         gradients: likewise, gradients by samples and by `fixed`; or None: they are Keras's own.
         fixed: tensors that have no samples, of which shapes and dtypes matter.
         samples: tensors that have samples on axis 0, likewise.
+        known: of each of these, arrays of `KNOWN` samples as training has them, or None.
         is_trained: of each of `fixed`, whether it is trained. Other vectors may be variances.
         is_half: whether something is computed in half precision.
 
@@ -98,7 +99,38 @@ def kinds_of_call(
             except Exception:  # of what has none, or takes too much memory
                 continue
             adds_up = None not in kinds and "mean" not in kinds
+    for begin in range(0, KNOWN if any(k is not None for k in known) else 0, TOTAL):
+        chosen = [None if k is None else k[begin : begin + TOTAL] for k in known]
+        pairs = zip(chosen, arrays)
+        arrays = [a if k is None else k.astype(a.dtype, copy=False) for k, a in pairs]
+        try:
+            found.append(_kinds_of_known(run, values, arrays, generator))
+        except NotByRowsError:
+            raise
+        except Exception:  # of arrays that do not fit the drawn ones
+            break
     return agreed(found), adds_up
+
+
+def _kinds_of_known(
+    run: Callable[..., Sequence[Any]], values: list[Any], arrays: list[Any], generator: Any
+) -> list[str | None]:
+    """Return kinds of outputs for samples of a batch, whose size may make rounding large."""
+    if None not in (kinds := kinds_of(functools.partial(run, values, arrays))):
+        return kinds
+    # Of weights, as some numbers of samples may stand for missing ones.
+    rounded = [_rounded(v, generator) if v.dtype.kind == "f" else v for v in values]
+    outputs, others = (
+        [np.nan_to_num(_folded(a), posinf=0, neginf=0) for a in run(each, arrays, 0, TOTAL)]
+        for each in (values, rounded)
+    )
+    roundings = [norm_of([a - b]) / (norm_of([a]) or 1) for a, b in zip(outputs, others)]
+    return kinds_of(functools.partial(run, values, arrays), 10 * max(roundings))
+
+
+def _rounded(array: Any, generator: Any) -> Any:
+    signs = generator.choice([-1.0, 1.0], array.shape)
+    return (array + signs * np.spacing(array)).astype(array.dtype)
 
 
 def _scale(weight: Any) -> float:
@@ -163,8 +195,8 @@ def drawn(dtype: Any, shape: tuple[int, ...], generator: Any, scale: float | Non
     return numbers
 
 
-def _tolerance_of(output: Any, tolerance: float | None) -> float:
-    return tolerance or HALF.get(str(output.dtype), 1e-4)
+def _tolerance_of(output: Any, tolerance: float) -> float:
+    return max(tolerance, HALF.get(str(output.dtype), 1e-4))
 
 
 def _folded(array: Any) -> Any:

@@ -27,6 +27,13 @@ def has_code_of_user(model: Any, backend: Backend) -> bool:
     return not all(counts_samples(metric) for metric in model.metrics if metric is not tracker)
 
 
+def has_own_operations(layer: Any, backend: Backend) -> bool:
+    """Return whether a call may compute other things than layers of Keras's do."""
+    parts = layers_in(layer)
+    is_of_user = backend.has_hooks() or any(map(_is_of_user, parts))
+    return is_of_user or any(map(operations_in, parts))
+
+
 def has_own_gradients(layer: Any, backend: Backend) -> bool:
     """Return whether gradients of a call may be other than those of Keras's operations."""
     parts = layers_in(layer)
