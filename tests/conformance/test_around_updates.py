@@ -793,6 +793,17 @@ def test_what_shows_nothing_new_is_tried_once(monkeypatch):
     assert tried == ["of_step"]
 
 
+def nearly_a_mean(y, z):
+    """Has a term that is small unless outputs are large."""
+    return losses.mean(y, z) + 1e-2 * ops.square(ops.mean(ops.square(z)))
+
+
+def test_a_warning_says_how_much_differs_at_the_weights_that_are_trained():
+    model = compiled(compile_args=lambda: arguments(loss=nearly_a_mean), accumulation_steps=2)
+    with pytest.warns(UserWarning, match=r"differs by [0-9]e-"):
+        model.fit(*dense_data(8), batch_size=4, verbose=0)
+
+
 def hardest(y, z):
     return ops.mean(ops.sort(losses.per_sample(y, z))[-8:])
 

@@ -160,7 +160,11 @@ class Judge:
         return "mean" if is_mean else "sum" if is_sum else ""
 
     def _gradients_off(self, weighing: Weighing) -> dict[str, float]:
-        """Return how much gradients differ that are put together by a weighing, by variable."""
+        """Return how much gradients differ that are put together by a weighing, by variable.
+
+        That is in the first window where they do: the first of all starts from the weights as they
+        are.
+        """
         found: dict[str, float] = {}
         for window, everything in zip(self._windows, self._norms):
             shares = window.shares(weighing)
@@ -170,7 +174,7 @@ class Judge:
                 size = self._gradient_off(window, number, shares, everything)
                 if size:
                     name = self.runner.names[place]
-                    found[name] = max(size, found.get(name, 0.0))
+                    found.setdefault(name, size)
         return found
 
     def _gradient_off(
@@ -198,7 +202,7 @@ class Judge:
         def compare(place: int, value: Any, floor: float, size: float) -> None:
             if off := self._off(left[place], value, floor, size):
                 name = runner.names[place]
-                found[name] = max(off, found.get(name, 0.0))
+                found.setdefault(name, off)
 
         for window, everything in zip(self._windows, self._norms):
             if any(part.places != window.whole.places for part in window.parts):
