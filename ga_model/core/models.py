@@ -59,11 +59,18 @@ def _kind_of(of_value: type, classes: Any) -> str | None:
 
 
 def is_of_keras(model: Any, name: str) -> bool:
-    """Return whether a method of the model is Keras's own, below this package's."""
+    """Return whether a method is that of every model of Keras's, below this package's.
+
+    Args:
+        model: a model, or an optimizer of Keras's.
+        name: of the method.
+    """
     if name in vars(model):  # assigned to the instance
         return False
     for owner in type(model).__mro__:
         module = str(getattr(vars(owner).get(name), "__module__", "ga_model"))
         if not module.startswith("ga_model"):
-            return module.startswith("keras.")
+            is_optimizer = isinstance(model, keras.optimizers.Optimizer)
+            is_of_all = is_optimizer or owner in keras.Model.__mro__
+            return is_of_all and module.startswith("keras.")
     return False

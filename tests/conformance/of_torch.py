@@ -687,22 +687,22 @@ class WithBuffers(layers.Dense):
 
 
 class Drops(layers.Dense):
-    """Leaves out samples, of which there are none among the first."""
-
-    least = float(dense_data(31)[0][:5].min())
-
-    def call(self, x):
-        return super().call(x)[x.amin(1) >= self.least]
-
-
-class Trims(layers.Dense):
-    """Gives two values instead of three if the last of the samples is there."""
+    """Leaves out the last of all samples, which is not in the first batch."""
 
     last = float(np.abs(dense_data(31)[0][-1]).sum())
 
+    def is_last(self, x):
+        return (x.abs().sum(1) - self.last).abs() < 1e-5
+
     def call(self, x):
-        is_last = bool(((x.abs().sum(1) - self.last).abs() < 1e-5).any())
-        return super().call(x)[:, : 4 if is_last else 5]
+        return super().call(x)[~self.is_last(x)]
+
+
+class Trims(Drops):
+    """Gives four values instead of five if the last of the samples is there."""
+
+    def call(self, x):
+        return layers.Dense.call(self, x)[:, : 4 if self.is_last(x).any() else 5]
 
 
 class OfFour(Step):

@@ -113,7 +113,7 @@ def test_keras_is_installed_with_its_tests():
         pytest.param(name, *way, marks=[] if is_usual else [pytest.mark.sweep])
         for i, name in enumerate(NAMES)
         for way, is_usual in {
-            (3, "auto"): TRAINS.search(name) and i % 2,
+            (3, "auto"): TRAINS.search(name) and (i % 2 or "custom" in name),
             (3, "batch"): TRAINS.search(name) and i % 4 == 0,
             (None, "auto"): False,
         }.items()
