@@ -108,13 +108,18 @@ if keras.backend.backend() == "tensorflow":
         """Return the rows of any tensor or array from `start` up to `stop`."""
         if isinstance(tensor, tf.SparseTensor):
             shape = [int(size) for size in tensor.dense_shape]
-            number = min(stop, shape[0]) - start
+            start, number = _within(shape[0], start, stop)
             return tf.sparse.slice(tensor, [start, *(0 for _ in shape[1:])], [number, *shape[1:]])
         if not (isinstance(tensor, tf.Tensor) and tf.executing_eagerly()):
             return tensor[start:stop]
-        number = min(stop, tensor.shape[0]) - start  # a tenth of the time of an index
+        start, number = _within(tensor.shape[0], start, stop)  # a tenth of the time of an index
         begin, size = (_filled(*a, tensor.shape.rank) for a in ((start, 0), (number, -1)))
         return tf.raw_ops.Slice(input=tensor, begin=begin, size=size)
+
+    def _within(rows: int, start: int, stop: int) -> tuple[int, int]:
+        """Return where rows begin and how many there are, of which some or all may be missing."""
+        start = min(start, rows)
+        return start, min(stop, rows) - start
 
     @functools.lru_cache(maxsize=1024)
     def _filled(first: int, others: int, rank: int) -> Any:
