@@ -11,6 +11,7 @@ from ga_model.core import messages
 from ga_model.core.backend import Backend
 from ga_model.core.batch import shapes_in, unpack
 from ga_model.core.proof import trial
+from ga_model.core.proof.runner import Step
 from ga_model.core.proof.verdict import Verdict
 from ga_model.core.proof.weighing import Weighing
 from ga_model.core.window import Window, is_list, values_of
@@ -54,12 +55,11 @@ class Findings:
         Args:
             data: a batch.
             rows: samples of its microbatches.
-            is_own: whether the step is the user's own.
-            is_split: whether a window is one batch that is split.
+            is_own, is_split, is_one: as `Step` has them.
             window: the open one, or None.
-            is_one: whether a window is one microbatch, so that updates at its end may differ only.
         """
         model, backend = self._model, self._backend
+        step = Step(model, backend, is_own, is_split, is_one)
         kind = self._kind_of(data, is_split, is_one)
         if kind not in self._found:
             data = backend.samples_of(data, of_all=True)
@@ -75,9 +75,7 @@ class Findings:
             assumed = self._unseen.pop(kind, None)
             before = None if assumed is None else assumed.weighing
             with backend.on_one_replica():
-                found, error = trial.of_step(
-                    model, backend, data, rows, is_own, is_split, is_one, before
-                )
+                found, error = trial.of_step(step, data, rows, before)
             if isinstance(error, trial.NothingSeenError):  # so the next batch is tried
                 self._unseen[kind] = found._replace(differences=())
                 return self._unseen[kind]
@@ -88,9 +86,9 @@ class Findings:
             known = self._found[kind]
             data = backend.samples_of(data, of_all=True)
             with backend.on_one_replica():
-                if trial.still_holds(model, backend, data, known, is_own, is_split, is_one):
+                if trial.still_holds(step, data, known):
                     return known
-                found, error = trial.of_step(model, backend, data, rows, is_own, is_split, is_one)
+                found, error = trial.of_step(step, data, rows)
             if self._note_later(kind, found, error, None if is_own else data):
                 self._warn_of_later(kind)
         return self._found[kind]
@@ -137,7 +135,7 @@ class Findings:
             return
         model, backend = self._model, self._backend
         with backend.on_one_replica():
-            found, error = trial.of_microbatches(model, backend, chosen, is_own, is_split)
+            found, error = trial.of_microbatches(Step(model, backend, is_own, is_split), chosen)
         if isinstance(error, trial.NothingSeenError):
             return
         is_other = self._note_later(kind, found, error, None if is_own else data)

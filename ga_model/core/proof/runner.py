@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -31,16 +31,33 @@ from ga_model.core.weights import FullBatch
 _ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8}  # of one operation
 
 
+class Step(NamedTuple):
+    """The `train_step` of a model, and the windows that it is to be tried for.
+
+    Attributes:
+        model: the model.
+        backend: what it runs on.
+        is_own: whether the step is the user's own.
+        is_split: whether a window is one batch that is split, of which the weights of all terms are
+            known.
+        is_one: whether a window is one microbatch, so that updates at its end may differ only.
+    """
+
+    model: Any
+    backend: Backend
+    is_own: bool
+    is_split: bool
+    is_one: bool = False
+
+
 class StepRunner:
     """Runs the `train_step` of a model.
 
     Args:
-        model: the model.
-        backend: what it runs on.
+        step: the step.
         data: the samples of the trial, a nest of arrays.
         is_folded: whether the step is Keras's, in which the weight of a part is folded into its
             loss.
-        is_split: whether the window is one batch, of which the weights of all terms are known.
         kinds: what losses of the user's own are.
         put_back: restores the state that is in no variable.
 
@@ -62,20 +79,12 @@ class StepRunner:
     """
 
     def __init__(
-        self,
-        model: Any,
-        backend: Backend,
-        data: Any,
-        is_folded: bool,
-        is_split: bool,
-        kinds: Kinds,
-        put_back: Callable[[], None],
+        self, step: Step, data: Any, is_folded: bool, kinds: Kinds, put_back: Callable[[], None]
     ) -> None:
-        self._model = model
-        self._backend = backend
+        model, backend = self._model, self._backend = step[:2]
         self._data = data
         self._runs = itertools.count(1)
-        self._is_split = is_split
+        self._is_split = step.is_split
         self._kinds = kinds
         self.put_back = put_back
         self.is_folded, self.is_plain = is_folded, True
