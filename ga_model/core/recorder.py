@@ -24,9 +24,9 @@ from ga_model.core.backend import Backend
 from ga_model.core.backend_types import GradientSums
 from ga_model.core.losses import Kinds, Position, StepLosses, observer_of
 from ga_model.core.metric_calls import MetricCalls, give, noting_results, waiting
-from ga_model.core.models import recording_of_thread
+from ga_model.core.models import instances_in, recording_of_thread
 from ga_model.core.of_user import parts_of
-from ga_model.core.stand_ins import copy_with, stand_in
+from ga_model.core.stand_ins import copy_with
 from ga_model.core.window import Amount, Largest, shrinkage, with_values
 
 
@@ -139,10 +139,6 @@ class Recording:
     def sums(self) -> GradientSums | None:
         """What the backward pass adds gradients to, or None."""
         return self._position.sums
-
-    def stand_in(self, value: Any) -> Any:
-        """Return an attribute's value with stand-ins for optimizers and metrics."""
-        return stand_in(value, self, self._metrics, self.backend.optimizer_stand_in)
 
     def observed_loss(self, compiled: Any) -> Any:
         """Return a copy of the compiled loss that notes its terms."""
@@ -381,8 +377,9 @@ def record(
     """
     recording = Recording(model, data, position, backend, **options)
     results: Any = contextlib.nullcontext()
-    if options.get("is_own") or options.get("moves_by") is not None or backend.traces:
-        parts = [part for metric in model.metrics for part in (metric, *parts_of(metric))]
+    if options.get("kinds") is not None or backend.traces:
+        metrics = [*model.metrics, *instances_in(list(vars(model).values()), keras.metrics.Metric)]
+        parts = [part for metric in metrics for part in (metric, *parts_of(metric))]
         results = noting_results.of(unique(parts))
     with recording_of_thread.set(recording), waiting(recording._metrics), results:
         yield recording
