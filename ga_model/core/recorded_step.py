@@ -26,7 +26,7 @@ from ga_model.core.recorder import Recording, by_optimizer, record
 from ga_model.core.splitting import splitting_calls
 from ga_model.core.statistics import MomentsRecorder, passing_moments, present_recorder
 from ga_model.core.weights import FullBatch
-from ga_model.core.window import Amount, Positions, Rows, Sums, values_of, with_values
+from ga_model.core.window import Amount, Rows, Sums, values_of, with_values
 
 
 class RecordedStep:
@@ -273,7 +273,7 @@ def _known(totals: list[Any] | None) -> list[Any]:
 
 def _ended(gradient: Any, total: Any, unit: Any) -> Any:
     """Return a gradient with the unit that its rows are in, and zero where these do not count."""
-    if not isinstance(gradient, (Rows, Positions)):
+    if not isinstance(gradient, Rows):
         return gradient
     values = gradient.values
     if total is not None:

@@ -53,18 +53,11 @@ class Rows(NamedTuple):
     unit: Any
 
 
-class Positions(NamedTuple):
+class Positions(Rows):
     """The same where as many rows are looked up for any number of samples, such as positions.
 
     If all microbatches of a window have the same indices, the full batch has each row once.
-
-    Attributes:
-        values, indices, unit: as `Rows` has them.
     """
-
-    values: Any
-    indices: Any
-    unit: Any
 
 
 class Largest(NamedTuple):
@@ -173,7 +166,7 @@ class Sums(NamedTuple):
                 with_values(g, lambda v: _numbers.where(counts, v, ops.zeros_like(v)))
                 for g in gradients
             ]
-        gradients = [(g,) if isinstance(g, (Rows, Positions)) else g for g in gradients]
+        gradients = [(g,) if isinstance(g, Rows) else g for g in gradients]
         return self._replace(gradients=gradients)
 
     def mean(self, variables: list[Any]) -> list[Any]:
@@ -194,7 +187,7 @@ class Sums(NamedTuple):
 
     def without_rows(self) -> Sums:
         """Return the sums without rows, which are not summed."""
-        is_sparse = [isinstance(g, (Rows, Positions)) or is_list(g) for g in self.gradients]
+        is_sparse = [isinstance(g, Rows) or is_list(g) for g in self.gradients]
         pairs = zip(self.gradients, is_sparse)
         return self._replace(gradients=[() if sparse else g for g, sparse in pairs])
 
@@ -206,7 +199,7 @@ def shrinkage(unit: Any, later: Any) -> Any:
 
 def _sum(a: Any, b: Any, *args: Any) -> Any:
     """Return a sum with what a microbatch adds, as `_numbers.added` has it."""
-    if isinstance(b, (Rows, Positions)):
+    if isinstance(b, Rows):
         if a is None or is_list(a):
             return (*(a or ()), b)
         b = _numbers.dense(b.values, b.indices, a.shape)
@@ -228,12 +221,12 @@ def shrunk(total: Any, shrink: Any) -> Any:
 
 def is_list(gradient: Any) -> bool:
     """Return whether a gradient is that of several microbatches, whose rows are not summed."""
-    return isinstance(gradient, tuple) and not isinstance(gradient, (Rows, Positions, Largest))
+    return type(gradient) is tuple
 
 
 def values_of(gradient: Any) -> Any:
     """Return the values of a gradient, sparse or not."""
-    return gradient.values if isinstance(gradient, (Rows, Positions, Largest)) else gradient
+    return gradient.values if isinstance(gradient, (Rows, Largest)) else gradient
 
 
 def with_values(gradient: Any, function: Callable[[Any], Any]) -> Any:
@@ -243,7 +236,7 @@ def with_values(gradient: Any, function: Callable[[Any], Any]) -> Any:
     """
     if isinstance(gradient, Largest):
         return gradient
-    if isinstance(gradient, (Rows, Positions)):
+    if isinstance(gradient, Rows):
         return gradient._replace(values=function(gradient.values))
     return None if gradient is None else function(gradient)
 
