@@ -140,7 +140,8 @@ class RecordedStep:
         if not is_noted:
             found = run(data)
         else:
-            found, scalars = self._backend.noting(run, (data,))
+            found, noted = self._backend.noting(run, (data,))
+            scalars = noted.scalars
         gradients, moments, numbers, own, said, (relative, unit), has_lost, entries = found
         seen = Seen(num_rows(unpack(data)[0]), scalars, said)
         num_news = _numbers.int32(0)

@@ -80,7 +80,7 @@ class Steps:
                 watch_attributes(self._model)
                 self.step.found = None
                 with forgetting_losses(self._model):
-                    self._shapes[key] = self._backend.shapes(self._recording(mode), arguments)
+                    self._shapes[key] = self._recording(mode).shapes(arguments)
                 # A trace for any number of samples serves others, too.
                 self._seen[key] = self._traced[mode] = self.step.found or self._traced[mode]
             found.append(self._seen[key])
@@ -194,7 +194,7 @@ class Steps:
             return None
         return self._backend.gradient_sums(totals)
 
-    def _recording(self, mode: Mode) -> Callable[..., Sums]:
+    def _recording(self, mode: Mode) -> Any:
         function = functools.partial(self.step.record, mode)
         return self._backend.compiled(("record", mode), function, self._reads(mode))
 

@@ -17,8 +17,9 @@ class Noted:
         draws: what random numbers are drawn by, or None: as always.
 
     Attributes:
-        scalars: those that were divided by, bounded or decided by, by names. These have the place
-            in the code, numbered in their order, and how often it was passed before.
+        scalars: those that were divided by, bounded or decided by, by names, which are the same for
+            other numbers of samples. These have the place in the code, numbered in their order, and
+            how often it was passed before.
         of_shapes: names of those that follow from shapes alone, if known.
         dtypes: names of the dtypes that were computed in, if known.
     """

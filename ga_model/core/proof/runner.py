@@ -76,6 +76,7 @@ class StepRunner:
         is_plain: whether gradients do not depend on that, after a run.
         put_back: as it is passed.
         written: paths of the variables that the step has written to.
+        of_shapes: names of scalars that follow from shapes alone, and say no more than these.
     """
 
     def __init__(
@@ -119,22 +120,15 @@ class StepRunner:
         self._static: dict[tuple[int, int], tuple[list[tuple[list[int], int]], list[bool], bool]]
         self._static = {}
         self.epsilon = float(np.finfo("float32").eps)
-        self._dtypes = {layer.compute_dtype for layer in layers_in(model)}
-        backend.noted_dtypes.clear()
-        backend.noted_of_shapes.clear()
+        self._dtypes = {layer.compute_dtype for layer in layers_in(model)}  # and of what has run
+        self.of_shapes: set[str] = set()
         read = backend.compiled(("trial", "values"), self._values, GROUPS)
         self.start = [ops.convert_to_numpy(value) for value in read()]
 
     @property
     def rounding(self) -> float:
         """The rounding of one operation in the precision of the model, as far as it has run."""
-        dtypes = self._dtypes | self._backend.noted_dtypes
-        return max([self.epsilon, *(_ROUNDING[d] for d in dtypes if d in _ROUNDING)])
-
-    @property
-    def of_shapes(self) -> set[str]:
-        """The names of scalars that follow from shapes alone, and say no more than these."""
-        return self._backend.noted_of_shapes
+        return max([self.epsilon, *(_ROUNDING[d] for d in self._dtypes if d in _ROUNDING)])
 
     def _values(self) -> list[Any]:
         return [copy_of(variable) for variable in self._variables]
@@ -209,8 +203,10 @@ class StepRunner:
             variable.assign(value)
         step = functools.partial(self._step, rows, total)
         draws = Draws(rows, total, begin, number)
-        found, scalars = self._backend.noting(step, (data, totals, moves_by, begin), draws)
-        return (self._values(), scalars, *found)
+        found, noted = self._backend.noting(step, (data, totals, moves_by, begin), draws)
+        self._dtypes |= noted.dtypes
+        self.of_shapes |= noted.of_shapes
+        return (self._values(), noted.scalars, *found)
 
     def _step(
         self, rows: int, total: int, data: Any, totals: list[Any], moves_by: Any, begin: Any
