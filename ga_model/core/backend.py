@@ -21,8 +21,7 @@ from ga_model.core.of_user import others_of_user
 
 if TYPE_CHECKING:
     from ga_model.core.call_types import IsolatedCall, Split, Traced
-    from ga_model.core.proof.draws import Draws
-    from ga_model.core.proof.noted import Noted
+    from ga_model.core.proof.noted import Draws, Noted
     from ga_model.core.recorder import Applied
     from ga_model.core.window import Amount, Rows, Sums
 

@@ -17,8 +17,7 @@ from ga_model.base._internals import counter_of, scope_of, stateless_scope, valu
 from ga_model.base._internals_jax import MORE_METHODS_OF_STEP, leave_values, put_values_back
 from ga_model.core.backend import Backend
 from ga_model.core.backend_types import GROUPS, Function, Group
-from ga_model.core.proof.draws import Draws
-from ga_model.core.proof.noted import Noted
+from ga_model.core.proof.noted import Draws, Noted
 from ga_model.core.recorder import Applied
 from ga_model.core.stand_ins import OptimizerStandIn
 

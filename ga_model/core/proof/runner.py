@@ -21,7 +21,7 @@ from ga_model.core.backend_types import GROUPS
 from ga_model.core.batch import part_of
 from ga_model.core.losses import Kinds, Position
 from ga_model.core.of_user import parts_of
-from ga_model.core.proof.draws import Draws
+from ga_model.core.proof.noted import Draws
 from ga_model.core.proof.weighing import Seen
 from ga_model.core.proof.windows import MOVES_BY, Outcome
 from ga_model.core.recorder import record
