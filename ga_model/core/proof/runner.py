@@ -158,12 +158,9 @@ class StepRunner:
         if not self._backend.traces:  # losses may write to what they get
             data = self._backend.copied(data)
         data = self._backend.as_traced(data)  # as in training
-        found = keras.tree.map_structure(
+        (rates, numbers, logs, of_loss), scalars, found = keras.tree.map_structure(
             lambda x: None if x is None else ops.convert_to_numpy(x),
             run(values, data, totals, *place),
-        )
-        after, scalars, gradients, rates, numbers, logs, of_loss, terms, compiled, added, others = (
-            found
         )
         applied, are_known, is_said = self._static[rows, total]
         seen = Seen(rows, scalars, of_loss if is_said else None)
@@ -173,19 +170,14 @@ class StepRunner:
             logs, seen = {}, Seen(rows, scalars, of_loss)
         rates = [float(rate) for rate in rates] or [0.0] * len(applied)
         return Outcome(
-            gradients,
-            [place for places, _ in applied for place in places],
-            [rate for (places, _), rate in zip(applied, rates) for _ in places],
-            [counter for (_, counter), rate in zip(applied, rates) if rate],
-            after,
-            numbers,
-            logs,
-            seen,
-            compiled,
-            added,
-            others,
-            terms,
-            unfolded,
+            places=[place for places, _ in applied for place in places],
+            rates=[rate for (places, _), rate in zip(applied, rates) for _ in places],
+            counters=[counter for (_, counter), rate in zip(applied, rates) if rate],
+            numbers=numbers,
+            logs=logs,
+            seen=seen,
+            unfolded=unfolded,
+            **found,
         )
 
     def _run(
@@ -198,19 +190,21 @@ class StepRunner:
         moves_by: Any,
         begin: Any,
         number: Any,
-    ) -> tuple[Any, ...]:
+    ) -> tuple[Any, dict[str, Any], dict[str, Any]]:
         for variable, value in zip(self._variables, values):
             variable.assign(value)
         step = functools.partial(self._step, rows, total)
         draws = Draws(rows, total, begin, number)
-        found, noted = self._backend.noting(step, (data, totals, moves_by, begin), draws)
+        arguments = data, totals, moves_by, begin
+        (weighed, found), noted = self._backend.noting(step, arguments, draws)
         self._dtypes |= noted.dtypes
         self.of_shapes |= noted.of_shapes
-        return (self._values(), noted.scalars, *found)
+        return weighed, noted.scalars, {**found, "values": self._values()}
 
     def _step(
         self, rows: int, total: int, data: Any, totals: list[Any], moves_by: Any, begin: Any
-    ) -> tuple[Any, ...]:
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return numbers that an outcome is computed from, and entries of it."""
         model, backend = self._model, self._backend
         is_part, whole = rows < total, None
         if is_part and self._is_split:
@@ -248,23 +242,22 @@ class StepRunner:
         self.metrics = [update.metric.name for update, _ in recording.updates()]
         terms = [0.0 if term.weight is None else term.weight for term in losses.compiled_terms()]
         of_loss = losses.terms().weight
-        found = (
-            recording.gradients,
-            recording.rates,
-            recording.numbers(),
-            recording.split_logs(logs)[0],
-            None if of_loss is None else _numbers.float64(of_loss),
-            [_numbers.float64(weight) for weight in terms],
-            dict(losses.values),
-            [_numbers.float64(value) for value in losses.added],
-            {
+        of_loss = None if of_loss is None else _numbers.float64(of_loss)
+        own = recording.split_logs(logs)[0]
+        found = {
+            "gradients": recording.gradients,
+            "terms": [_numbers.float64(weight) for weight in terms],
+            "compiled": dict(losses.values),
+            "added": [_numbers.float64(value) for value in losses.added],
+            "at_updates": {
                 self._places[id(v)]: value
                 for v, value in recording.at_updates
                 if id(v) in self._places and not is_in(v, counters)
             },
-        )
+        }
+        weighed = recording.rates, recording.numbers(), own, of_loss
         recording.release()
-        return found
+        return weighed, found
 
 
 def averaging(layers: Iterable[Any]) -> AbstractContextManager[None]:
