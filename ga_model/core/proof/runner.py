@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import keras
@@ -15,7 +14,7 @@ from keras import ops
 from ga_model.base import _numbers
 from ga_model.base._identity import is_in, unique
 from ga_model.base._internals import copy_of, counter_of, ids_of_seeds, layers_in
-from ga_model.base._method_patch import MethodPatch
+from ga_model.base._method_patch import without_training
 from ga_model.core.backend import Backend
 from ga_model.core.backend_types import GROUPS
 from ga_model.core.batch import part_of
@@ -216,7 +215,7 @@ class StepRunner:
         options = {"is_own": not self.is_folded, "moves_by": moves_by, "waits": is_part}
         with (
             model._accumulation.holding_back(),
-            averaging(layers_in(model)),
+            without_training.of(filter(is_known, layers_in(model))),  # others may do anything
             record(model, data, position, backend, kinds=self._kinds, **options) as recording,
         ):
             logs, written = backend.run_step(data)
@@ -258,21 +257,3 @@ class StepRunner:
         weighed = recording.rates, recording.numbers(), own, of_loss
         recording.release()
         return weighed, found
-
-
-def averaging(layers: Iterable[Any]) -> AbstractContextManager[None]:
-    """Return a context in which BatchNormalization layers normalize by their running averages.
-
-    Others that are derived from it may do anything.
-    """
-    return _averaging.of(layer for layer in layers if is_known(layer))
-
-
-def _without_training(_: Any, call: Callable[..., Any]) -> Callable[..., Any]:
-    def averaged(inputs: Any, training: Any = None, **kwargs: Any) -> Any:
-        return call(inputs, training=False, **kwargs)
-
-    return averaged
-
-
-_averaging = MethodPatch("call", _without_training)
