@@ -32,9 +32,6 @@ class Backend(ABC):
     These functions read and write variables of the model as any code of Keras's does. What a window
     has come to, they take as arguments and return: nests of tensors.
 
-    Args:
-        model: the model.
-
     Attributes:
         optimizer_stand_in: the class of what stands in for optimizers while a step is recorded.
         methods_of_step: names of the model's methods that make its step, and what it logs.

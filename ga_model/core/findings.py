@@ -24,12 +24,7 @@ class FoundOtherwiseError(Exception):
 
 
 class Findings:
-    """Has the step of a model tried, once for each structure of data, and again if there is news.
-
-    Args:
-        model: the model.
-        backend: what it runs on.
-    """
+    """Has the step of a model tried, once for each structure of data, and again if it has news."""
 
     def __init__(self, model: Any, backend: Backend) -> None:
         self._model = model
@@ -118,7 +113,6 @@ class Findings:
         """Try samples of a full window that shows what was not tried before, if it does.
 
         Args:
-            window: the window.
             data, is_own, is_split: of its last batch, as `of` takes them.
             verdict: what it was trained by.
             written: paths of the variables that the step has written to so far.

@@ -173,7 +173,6 @@ class StepLosses:
 
         Args:
             name: of the loss.
-            loss: the loss.
             y_true, y_pred: what it got.
             values: what its `call` gave, or None if it has a `__call__` of its own.
 
@@ -255,7 +254,6 @@ def _seeing(loss: Any, seen: list[Any]) -> Any:
     """Return a twin of a loss that tells what it computes.
 
     Args:
-        loss: the loss.
         seen: gets its values before they are reduced.
     """
     if not isinstance(loss, keras.losses.Loss):

@@ -78,7 +78,6 @@ class Squares(NamedTuple):
 
         Args:
             gradients: of variables, times `relative_weight`, or None.
-            variables: these.
             relative_weight: the weight in the unit.
             scale: what the loss was scaled by.
         """
@@ -114,7 +113,6 @@ class Estimate:
     Attributes:
         sums: of what was seen, times what each still counts, a vector; the entry before the last is
             of ones, and the last is the number of windows.
-        decay: as it is passed.
     """
 
     def __init__(self, decay: float) -> None:
@@ -132,7 +130,6 @@ def averaged(before: Any, decay: Any, squares: Squares, weight: Any, norm: Any) 
     """Return the sums of an `Estimate` after one more window.
 
     Args:
-        before: the sums.
         decay: of the averages.
         squares: of its microbatches: the sum of n_i * |g_i|^2, and K.
         weight: N, the sum of the weights.

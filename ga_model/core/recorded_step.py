@@ -32,10 +32,6 @@ from ga_model.core.window import Amount, Rows, Sums, values_of, with_values
 class RecordedStep:
     """Runs the step of a model on a microbatch, recorded, and weighs what it gives.
 
-    Args:
-        model: the model.
-        backend: what it runs on.
-
     Attributes:
         found: what is known of the microbatch that was run or traced last, or None.
         written: paths of variables that watched steps have written to.

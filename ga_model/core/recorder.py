@@ -84,7 +84,6 @@ class Recording:
         model: the model that is recorded.
         data: the microbatch, as `train_step` gets it.
         position: where it stands in its window.
-        backend: what the model runs on.
         is_own: whether the step, or its loss, is the user's own. Then nothing is folded into the
             loss, and what the microbatch weighs is found out later.
         moves_by: scalar, how much of their norm weights are moved by the surrogate update where a
@@ -94,7 +93,6 @@ class Recording:
         is_trial: whether there is to be no update: optimizers may be applied in any way.
 
     Attributes:
-        moves_by, backend: as they are passed.
         applied: the optimizers that the step has applied, in their order.
         gradients: of all their variables, tensors or None.
         rates: of surrogate updates, scalars, if weights were moved.

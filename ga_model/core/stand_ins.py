@@ -74,7 +74,6 @@ class StandIn:
     """Passes everything on to an object. Subclasses define what they answer themselves.
 
     Args:
-        original: the object.
         recorder: the object that a subclass passes calls to.
     """
 
@@ -124,7 +123,6 @@ def stand_in(value: Any, recording: Any) -> Any:
     """Return an attribute's value with stand-ins for optimizers, also in lists and dicts.
 
     Args:
-        value: the value.
         recording: what the stand-ins pass calls to.
     """
     if not optimizers_in(value):

@@ -28,8 +28,6 @@ class Steps:
     """What trains a model, compiled.
 
     Args:
-        model: the model.
-        backend: what it runs on.
         logs_of: returns the logs of a batch, as `Updates.logs_of` does.
 
     Attributes:
@@ -59,7 +57,6 @@ class Steps:
 
         Args:
             mode, numbers, totals: as `microbatch` takes them.
-            batch: the batch.
 
         Returns:
             What is known of its microbatches, and of the last one, which may be smaller.
@@ -110,7 +107,6 @@ class Steps:
         Args:
             mode: what the function is made for.
             sums: of the window so far, whose gradients are not to be used again, or None.
-            data: the microbatch.
             numbers: of its batch.
             totals: what the terms of the loss weigh in the batch, where it needs them.
             alone: what is known of it, if its batch has no other microbatch.

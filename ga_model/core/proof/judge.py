@@ -27,9 +27,6 @@ class Judge:
         runner: what has run them.
         tried: the windows, with the same samples.
         assumed: what microbatches were weighed by so far, or None.
-
-    Attributes:
-        runner: as it is passed.
     """
 
     def __init__(

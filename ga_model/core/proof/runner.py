@@ -53,7 +53,6 @@ class StepRunner:
     """Runs the `train_step` of a model.
 
     Args:
-        step: the step.
         data: the samples of the trial, a nest of arrays.
         is_folded: whether the step is Keras's, in which the weight of a part is folded into its
             loss.
@@ -73,7 +72,6 @@ class StepRunner:
         has_own_loss: whether the loss, or a part of it, is the user's own.
         is_folded: as it is passed, or set later.
         is_plain: whether gradients do not depend on that, after a run.
-        put_back: as it is passed.
         written: paths of the variables that the step has written to.
         of_shapes: names of scalars that follow from shapes alone, and say no more than these.
     """

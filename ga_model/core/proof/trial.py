@@ -50,7 +50,6 @@ def of_step(
     """Try the step of a model on some samples, and leave the model as it was.
 
     Args:
-        step: the step.
         data: a batch, of one replica.
         rows: samples of a microbatch. A step may need multiples of some number of samples, and
             there may be memory for few.
@@ -112,7 +111,6 @@ def of_microbatches(step: Step, held: Sequence[Any]) -> tuple[Verdict, Exception
     """Try a step on samples of several microbatches. The first has shown something new.
 
     Args:
-        step: the step.
         held: of each microbatch its first samples, or all. Those of other shapes or names than
             the first ones are left out.
     """
