@@ -22,11 +22,11 @@ from ga_model.base._internals import copy_of, loss_tracker, overwrites, unscaled
 from ga_model.core import messages
 from ga_model.core.backend import Backend
 from ga_model.core.backend_types import GradientSums
-from ga_model.core.losses import Kinds, Position, StepLosses, observer_of
+from ga_model.core.losses import Kinds, Position, StepLosses
 from ga_model.core.metric_calls import MetricCalls, give, noting_results, waiting
 from ga_model.core.models import instances_in, recording_of_thread
 from ga_model.core.of_user import parts_of
-from ga_model.core.stand_ins import copy_with
+from ga_model.core.stand_ins import observed_loss
 from ga_model.core.window import Amount, Largest, shrinkage, with_values
 
 
@@ -140,13 +140,7 @@ class Recording:
 
     def observed_loss(self, compiled: Any) -> Any:
         """Return a copy of the compiled loss that notes its terms."""
-        losses = self.losses
-        copy = copy_with(
-            compiled,
-            lambda entry, copy: observer_of(entry, copy, losses),
-            losses.note_term,
-            self._metrics,
-        )
+        copy = observed_loss(compiled, self.losses, self._metrics)
         self._copies.append(copy)
         return copy
 

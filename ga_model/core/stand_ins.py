@@ -9,12 +9,14 @@ before: so losses are observed where they are computed, in a copy of the compile
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 
 from ga_model.base._internals import losses_in, set_losses, set_metrics, variables_to_train
+from ga_model.core.losses import StepLosses, observer_of
+from ga_model.core.metric_calls import MetricCalls
 from ga_model.core.models import current_recording, optimizers_in
 from ga_model.core.weights import Term
 
@@ -135,12 +137,7 @@ def stand_in(value: Any, recording: Any) -> Any:
     return recording.backend.optimizer_stand_in(value, recording)
 
 
-def copy_with(
-    compiled: Any,
-    observer: Callable[[Any, Any], Any],
-    note: Callable[[Term], None],
-    calls: Any,
-) -> Any:
+def observed_loss(compiled: Any, losses: StepLosses, calls: MetricCalls) -> Any:
     """Return a copy of a compiled loss that notes the term of every loss it computes.
 
     The copy computes the loss, as `CompileLoss` does, and its losses are observers that pass
@@ -148,11 +145,8 @@ def copy_with(
 
     Args:
         compiled: the `keras.src.trainers.compile_utils.CompileLoss` of a model.
-        observer: takes an entry of it and the copy; returns what stands in for the entry's loss and
-            appends a `Term` to the copy's `_terms`.
-        note: called with each term.
-        calls: the `MetricCalls` that get the updates of metrics which track one of several losses,
-            in their place.
+        losses: of the step that runs.
+        calls: get the updates of metrics which track one of several losses, in their place.
     """
 
     class Observed(type(compiled)):  # type: ignore[misc]
@@ -167,7 +161,7 @@ def copy_with(
             if not keras.tree.is_nested(y_true) and not keras.tree.is_nested(y_pred):
                 del terms[1:]  # of several losses of one output, Keras uses the first
             for term in terms:
-                note(term)
+                losses.note_term(term)
             return loss
 
     copy = object.__new__(Observed)
@@ -175,8 +169,8 @@ def copy_with(
     def adopt() -> None:
         copy.__dict__.update(compiled.__dict__)
         if compiled.built:
-            losses = [entry._replace(loss=observer(entry, copy)) for entry in losses_in(compiled)]
-            set_losses(copy, losses)
+            pairs = [(entry, observer_of(entry, copy, losses)) for entry in losses_in(compiled)]
+            set_losses(copy, [entry._replace(loss=observer) for entry, observer in pairs])
         copy.__dict__["_calls"] = calls
         set_metrics(copy, [_Tracked(metric, copy) for metric in compiled.metrics])
 
