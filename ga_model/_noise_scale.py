@@ -240,7 +240,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
                 f"scale. Received: {len(scales)} optimizers. "
                 f"Use `noise_scales[name]`, with one of {list(scales)}."
             )
-        nothing = NoiseScale(Averages.of_nothing(), self._decay, self._unit)
+        nothing = NoiseScale(Averages(), self._decay, self._unit)
         return next(iter(scales.values()), nothing)
 
 

@@ -79,11 +79,7 @@ def waiting(calls: MetricCalls | None) -> Iterator[None]:
     Args:
         calls: what collects them, or None: they do not wait.
     """
-    if calls is None:
-        with _calls.set(None):
-            yield
-        return
-    with _updates_of_means.of(_MEANS), _calls.set(calls):
+    with _updates_of_means.of(_MEANS if calls else ()), _calls.set(calls):
         yield
 
 

@@ -30,6 +30,7 @@ first: it can be so large that their squares would leave the range of float32.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import nan
 from typing import Any, NamedTuple
 
 from keras import ops
@@ -48,15 +49,10 @@ class Averages(NamedTuple):
         num_windows: windows that were measured.
     """
 
-    trace_of_covariance: float
-    squared_gradient_norm: float
-    batch_size: float
-    num_windows: int
-
-    @classmethod
-    def of_nothing(cls) -> Averages:
-        nan = float("nan")
-        return cls(nan, nan, nan, 0)
+    trace_of_covariance: float = nan
+    squared_gradient_norm: float = nan
+    batch_size: float = nan
+    num_windows: int = 0
 
 
 class Squares(NamedTuple):
@@ -122,7 +118,7 @@ class Estimate:
     def averages(self) -> Averages:
         trace, norm, size, weight, number = map(float, ops.convert_to_numpy(self.sums))
         if not number:
-            return Averages.of_nothing()
+            return Averages()
         return Averages(trace / weight, norm / weight, size / weight, int(number))
 
 

@@ -244,7 +244,7 @@ class RecordedStep:
             record(model, data, position, self._backend, kinds=Kinds()) as recording,
         ):
             self._backend.run_step(data)
-        weights = [term.weight for term in recording.losses.compiled_terms()]
+        weights = [term.weight for term in recording.losses.compiled]
         recording.release()
         return [_numbers.float64(0.0 if weight is None else weight) for weight in weights]
 

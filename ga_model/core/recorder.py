@@ -21,7 +21,6 @@ from ga_model.base._identity import is_in, unique
 from ga_model.base._internals import copy_of, loss_tracker, overwrites, unscaled_for_replicas
 from ga_model.core import messages
 from ga_model.core.backend import Backend
-from ga_model.core.backend_types import GradientSums
 from ga_model.core.losses import Kinds, Position, StepLosses
 from ga_model.core.metric_calls import MetricCalls, give, noting_results, waiting
 from ga_model.core.models import instances_in, recording_of_thread
@@ -101,6 +100,7 @@ class Recording:
         relative_weight: scalar, what the microbatch counts, in `unit`, or None: it is a sum.
         unit: scalar, what weights are counted in now.
         losses: what is known of the step's losses.
+        sums: what the backward pass adds gradients to, or None.
     """
 
     def __init__(
@@ -127,16 +127,11 @@ class Recording:
         self.backend = backend
         self._is_own = is_own
         self._is_trial = is_trial
-        self._position = position
+        self._position, self.sums = position, position.sums
         self._metrics = MetricCalls(waits, backend.unnoted)
         self._divided: list[Any] = []  # optimizers whose losses were
         self._copies: list[Any] = []  # of compiled losses
         self._loss: tuple[Any, Any] | None = None  # numerator and denominator
-
-    @property
-    def sums(self) -> GradientSums | None:
-        """What the backward pass adds gradients to, or None."""
-        return self._position.sums
 
     def observed_loss(self, compiled: Any) -> Any:
         """Return a copy of the compiled loss that notes its terms."""
@@ -180,9 +175,9 @@ class Recording:
             weight = _numbers.constant(_numbers.float64(terms.weight))
             self.unit, relative = position.in_unit(weight)
         self.relative_weight = relative
-        if position.sums is not None:
+        if self.sums is not None:
             counts = relative is None or relative != 0
-            position.sums.begin(shrinkage(position.unit, self.unit), counts)
+            self.sums.begin(shrinkage(position.unit, self.unit), counts)
         wide = _numbers.constant(_numbers.float64(unscaled_for_replicas(loss)))
         numerator = _numbers.constant(terms.fold(wide, weight, position.is_first))
         if weight is None:
@@ -260,7 +255,7 @@ class Recording:
     @property
     def says_weight(self) -> bool:
         """Whether the compiled losses were computed, or the user's rule says what these weigh."""
-        return bool(self.losses.compiled_terms() or self.model._has_rule())
+        return bool(self.losses.compiled or self.model._has_rule())
 
     def numbers(self) -> list[Any]:
         """Return the numbers that wait for the full batch."""

@@ -26,6 +26,7 @@ from ga_model.backends.tensorflow.sparse import Tables
 from ga_model.backends.tensorflow.state import State, Variables
 from ga_model.base import _numbers
 from ga_model.base._call_again import PythonState
+from ga_model.base._context import ThreadValue
 from ga_model.base._internals import (
     build,
     compiled_loss,
@@ -99,7 +100,7 @@ class TensorFlowBackend(Backend):
     def __init__(self, model: Any) -> None:
         super().__init__(model)
         self.held, self.tables = HeldSums(), Tables()
-        self.is_for_any_samples = False
+        self.is_for_any_samples = ThreadValue(False)
         self.knows_number: Callable[[], bool] = lambda: True
         self.needs_number = False
         strategy = strategy_of_model(model)
@@ -263,7 +264,8 @@ class TensorFlowBackend(Backend):
             gradient = tf.convert_to_tensor(gradient)
             gradient.set_shape(variable.shape)
             return gradient
-        return self.tables.rows_of(gradient, id(variable), self.traces, self.is_for_any_samples)
+        is_any = self.is_for_any_samples.get()
+        return self.tables.rows_of(gradient, id(variable), self.traces, is_any)
 
     apply = staticmethod(optimizers.apply)
 

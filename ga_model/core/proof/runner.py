@@ -237,7 +237,7 @@ class StepRunner:
         self._static[rows, total] = of_applied, are_known, recording.says_weight
         self.is_plain = self.is_plain and losses.terms().is_plain and not self.scales
         self.metrics = [update.metric.name for update, _ in recording.updates()]
-        terms = [0.0 if term.weight is None else term.weight for term in losses.compiled_terms()]
+        terms = [0.0 if term.weight is None else term.weight for term in losses.compiled]
         of_loss = losses.terms().weight
         of_loss = None if of_loss is None else _numbers.float64(of_loss)
         own = recording.split_logs(logs)[0]
