@@ -165,28 +165,27 @@ class StepLosses:
             raise NeedsTrialError
         return self._kinds.added[index : index + 1] == ("sum",)
 
-    def kind_of(self, name: str, loss: Any, y_true: Any, y_pred: Any, values: Any) -> str:
+    def kind_of(self, name: str, loss: Any, y_true: Any, y_pred: Any, number: Any) -> str:
         """Return whether a compiled loss has values by "rows", or is a "mean" or "sum".
 
         Args:
             name: of the loss.
             y_true, y_pred: what it got.
-            values: what its `call` gave, or None if it has a `__call__` of its own.
+            number: what its `call` gave, or None if it is no number.
 
         Raises:
             NeedsTrialError: that is not known.
         """
-        is_number = values is not None and len(values.shape) == 0
-        assumed = "mean" if is_number else "rows"
+        assumed = "rows" if number is None else "mean"
         is_loss = isinstance(loss, keras.losses.Loss)
         if self._is_ruled or (is_loss and is_by_sample(loss) and _fit(loss, y_true, y_pred)):
             return assumed
         if self._kinds is None:
             raise NeedsTrialError
         self.has_own = True
-        if not is_number:
+        if number is None:
             return assumed
-        self.values[name] = ops.stop_gradient(values)
+        self.values[name] = ops.stop_gradient(number)
         return dict(self._kinds.compiled).get(name, assumed)
 
     def num_rows(self) -> Any:
@@ -221,8 +220,8 @@ def observer_of(entry: Any, compiled: Any, losses: StepLosses) -> Any:
         seen: list[Any] = []
         value = _seeing(loss, seen)(y_true, y_pred, sample_weight)
         values = seen[-1] if seen else None
-        found = losses.kind_of(name, loss, y_true, y_pred, values)
         is_number = values is not None and len(values.shape) == 0
+        found = losses.kind_of(name, loss, y_true, y_pred, values if is_number else None)
         is_product = is_number and sample_weight is not None
         rows = num_rows(y_pred)
         weight: Any = rows

@@ -72,9 +72,7 @@ class RecordedStep:
         model = self._model
         whole = None
         if mode.is_split:
-            whole = FullBatch(
-                lambda: numbers.rows, mode.is_alone, functools.partial(_known, totals)
-            )
+            whole = FullBatch(numbers.rows, mode.is_alone, functools.partial(_known, totals))
         position = Position(
             numbers.steps,
             numbers.num_microbatches,

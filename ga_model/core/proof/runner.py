@@ -205,7 +205,7 @@ class StepRunner:
         model, backend = self._model, self._backend
         is_part, whole = rows < total, None
         if is_part and self._is_split:
-            whole = FullBatch(lambda: _numbers.float64(total), True, lambda: totals)
+            whole = FullBatch(_numbers.float64(total), True, lambda: totals)
         zero, parts = _numbers.float64(0.0), _numbers.float64(3.0 if is_part else 1.0)
         # The unit is the weight, so gradients are those of the loss.
         position = Position(1.0, parts, 1.0, begin == 0, zero, whole)
