@@ -17,7 +17,6 @@ from ga_model.backends.tensorflow.compiled import (
     each_tensors,
     key_of_nest,
     nothing,
-    specs_of,
     tensors_in,
 )
 from ga_model.backends.tensorflow.noting import Noting
@@ -317,14 +316,10 @@ class TensorFlowBackend(Backend):
 
         def step(data: Any) -> None:
             with unrecorded(), _built_outside.of(left):
-                self.run_step(data.data if isinstance(data, AnySamples) else data)
+                self.run_step(data)
 
-        data = tensors_in(data)
-        if self.replicas is not None:
-            Compiled(self, step).shapes((AnySamples(data),))
-            return
-        traced = data if self.knows_number() else AnySamples(data)  # shapes of layers show it
-        tf.function(step, autograph=False).get_concrete_function(specs_of(traced))
+        is_any = self.replicas is not None or not self.knows_number()  # shapes of layers show it
+        Compiled(self, step).shapes((AnySamples(data) if is_any else data,))
 
     # What is refused, or found out.
 
