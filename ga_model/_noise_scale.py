@@ -147,7 +147,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
     ) -> None:
         super().__init__()
         self._decay = _validate.check_decay(decay)
-        self._unit = _validate.check_text("unit", unit, "samples")
+        self._unit = _validate.check_type("unit", unit, str, "a string", "Pass 'samples'.")
         self._verbose = _validate.check_bool("verbose", verbose)
         self._noise: GradientNoise | None = None
         self._noise_scales: dict[str, NoiseScale] = {}
