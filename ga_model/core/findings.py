@@ -144,8 +144,9 @@ class Findings:
         self._warn_of_later(kind)
 
     def _kind_of(self, data: Any, is_split: bool, is_one: bool = False) -> Any:
-        """Return a key for what is to be found out once."""
-        return is_split, is_one, _structure_of(self._backend.each(data)[0])
+        """Return a key for what is to be found out once: by the nest of a batch, too."""
+        kinds = keras.tree.map_structure(_rank_and_dtype, self._backend.each(data)[0])
+        return is_split, is_one, repr(kinds)
 
     def _is_due(self, kind: Any, window: Window | None) -> bool:
         """Return whether a step is to be tried again, as code that runs eagerly may change.
@@ -231,11 +232,6 @@ class Findings:
             self._model._warn_once(messages.unseen_message(self._model.name))
 
 
-def _structure_of(data: Any) -> str:
-    """Return a key for the nest of a batch, and the ranks and dtypes of its arrays."""
-    return repr(keras.tree.map_structure(_kind_of, data))
-
-
-def _kind_of(leaf: Any) -> tuple[int, str]:
+def _rank_and_dtype(leaf: Any) -> tuple[int, str]:
     dtype = str(getattr(leaf, "dtype", type(leaf)))
     return len(getattr(leaf, "shape", ())), dtype.removeprefix("torch.")  # of arrays, too

@@ -241,18 +241,6 @@ def with_values(gradient: Any, function: Callable[[Any], Any]) -> Any:
     return None if gradient is None else function(gradient)
 
 
-class Held(NamedTuple):
-    """Samples of a microbatch.
-
-    Attributes:
-        data: the first ones, or all if they are few.
-        num_news: as `Sums` has it, of the window up to the microbatch.
-    """
-
-    data: Any
-    num_news: Any
-
-
 class Window:
     """Counts batches, and holds their sums.
 
@@ -263,7 +251,8 @@ class Window:
         steps: batches that fill the open window, or the next one.
         num_batches: batches that no update has used yet.
         sums: what its microbatches have come to, or None before the first.
-        held: of its microbatches, samples, where they may be tried.
+        held: of its microbatches, where they may be tried, the first samples, or all if they are
+            few, and `num_news` of the sums up to each.
         was_full: whether a window has been full.
     """
 
@@ -284,23 +273,23 @@ class Window:
         self.sums: Sums | None = None
         self.num_batches = 0
         self.applied: list[Any] | None = None  # what the last step has applied
-        self.held: list[Held] = []
+        self.held: list[tuple[Any, Any]] = []
 
     def hold(self, data: Any, num_news: Any) -> None:
-        """Hold samples of a microbatch: all, if they are few."""
+        """Hold samples of a microbatch."""
         rows = num_rows(data)
-        self.held.append(Held(part_of(data, 0, rows if rows <= 8 else 5), num_news))
+        self.held.append((part_of(data, 0, rows if rows <= 8 else 5), num_news))
 
     def samples_with_news(self) -> list[Any]:
         """Return samples of a microbatch with news, if there is one, and then of the others."""
-        numbers = [int(held.num_news) for held in self.held]
+        numbers = [int(num_news) for _, num_news in self.held]
         if not numbers or not numbers[-1]:
             return []
         is_news = [now > before for before, now in zip([0, *numbers], numbers)]
         first = is_news.index(True)
         others = [place for place in range(len(numbers)) if place != first]
         others.sort(key=lambda place: is_news[place])
-        return [self.held[place].data for place in (first, *others)]
+        return [self.held[place][0] for place in (first, *others)]
 
     def end_batch(self) -> bool:
         """Count a batch, and return whether it fills the window."""
