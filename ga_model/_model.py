@@ -111,7 +111,6 @@ class AccumulatingModel(ModelSettings, _Base):
     train_function: Any
     optimizer = RecordedAttribute("optimizer")
     _compile_loss = CompiledLossAttribute("_compile_loss")
-    _loss_tracker = RecordedAttribute("_loss_tracker")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -147,7 +147,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
     ) -> None:
         super().__init__()
         self._decay = _validate.check_decay(decay)
-        self._unit = _validate.check_text("unit", unit, "samples")
+        self._unit = _validate.check_type("unit", unit, str, "a string", "Pass 'samples'.")
         self._verbose = _validate.check_bool("verbose", verbose)
         self._noise: GradientNoise | None = None
         self._noise_scales: dict[str, NoiseScale] = {}
@@ -240,7 +240,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
                 f"scale. Received: {len(scales)} optimizers. "
                 f"Use `noise_scales[name]`, with one of {list(scales)}."
             )
-        nothing = NoiseScale(Averages.of_nothing(), self._decay, self._unit)
+        nothing = NoiseScale(Averages(), self._decay, self._unit)
         return next(iter(scales.values()), nothing)
 
 

@@ -144,7 +144,7 @@ commands/test_demo.py::test_settings_that_can_not_tell_the_runs_apart_prove_noth
 +
 
 a window without weight has no gradients of regularizers: core/losses.py
--if not (regularization and self._terms) or terms.weight is None:
+-if not (regularization and self.compiled) or terms.weight is None:
 +if True:
 
 what is saved within a window is not told: _model.py
@@ -187,7 +187,7 @@ what is not exact is not told: core/driver.py
 -
 +
 
-layers that combine samples are taken to treat them one by one: core/proof/trial.py
+layers that combine samples are taken to treat them one by one: core/proof/own_code.py
 -    if any(combines_samples(*part) for layer in layers for part in operations_in(layer)):
 +    if False:
 

@@ -10,8 +10,8 @@ that has it.
 
 These names are used where they are overridden, in `_model`:
 
-* `Trainer._compile_loss` and `Trainer._loss_tracker` are descriptors of the model class, which
-  answer with stand-ins while a step is recorded. `tests/equivalence/test_weights.py`.
+* `Trainer._compile_loss` is a descriptor of the model class, which answers with a stand-in while
+  a step is recorded. `tests/equivalence/test_weights.py`.
 * `Trainer._aggregate_additional_loss` is the one place where the losses that layers add meet.
   `tests/equivalence/test_weights.py`.
 * `Trainer._maybe_symbolic_build` and `Trainer._make_function` are what Keras does with several
@@ -185,7 +185,7 @@ def compiled_loss(model: Any) -> Any:
 
 
 def loss_tracker(model: Any) -> Any:
-    """Return Keras's own metric for a model's loss, with no stand-in, or None."""
+    """Return Keras's own metric for a model's loss, or None."""
     return vars(model).get("_loss_tracker")
 
 

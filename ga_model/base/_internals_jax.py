@@ -24,7 +24,6 @@ def leave_values(model: Any, values: Mapping[Any, Iterable[Any]]) -> None:
     """Make Keras write values to the variables of a model after a step on JAX that failed.
 
     Args:
-        model: the model.
         values: those before the step, by `core.backend_types.Group`.
     """
     found = {f"{group}_variables": list(of_group) for group, of_group in values.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -59,3 +60,16 @@ class MethodPatch:
                 _put(owner, self._name, before)
             else:
                 vars(owner).pop(self._name, None)
+
+
+def _without_training(_: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(call).bind(*args, **kwargs)
+        bound.arguments["training"] = False
+        return call(*bound.args, **bound.kwargs)
+
+    return run
+
+
+# In its block layers run as they do outside of training.
+without_training = MethodPatch("call", _without_training)

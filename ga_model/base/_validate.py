@@ -122,15 +122,11 @@ def accumulating_optimizers(optimizers: Iterable[Any]) -> list[tuple[str, int]]:
 
 def check_bool(name: str, value: Any, way_out: str = "Pass True or False.") -> bool:
     """Return the value of the argument `name`, or raise TypeError if it is no bool."""
-    return bool(_check_type(name, value, bool, "a bool", way_out))
+    return bool(check_type(name, value, bool, "a bool", way_out))
 
 
-def check_text(name: str, value: Any, example: str) -> str:
-    """Return the value of the argument `name`, or raise TypeError if it is no text."""
-    return str(_check_type(name, value, str, "a string", f"Pass {example!r}."))
-
-
-def _check_type(name: str, value: Any, kind: type, words: str, way_out: str) -> Any:
+def check_type(name: str, value: Any, kind: type, words: str, way_out: str) -> Any:
+    """Return the value of the argument `name`, or raise TypeError if it is of another type."""
     if not isinstance(value, kind):
         raise TypeError(
             f"`{name}` must be {words}. "

@@ -11,7 +11,7 @@ import numpy as np
 from keras import ops
 
 from ga_model.base._internals import layers_in, takes_training
-from ga_model.base._method_patch import MethodPatch
+from ga_model.base._method_patch import MethodPatch, without_training
 from ga_model.core.models import instances_in
 
 # Keras's names for the rate or width of a layer's noise. If all are zero, it draws nothing.
@@ -49,7 +49,7 @@ def shared_randomness(model: Any) -> Iterator[Randomness]:
         (shared if _is_dropout(layer) else off if is_of_keras else left).append(layer)
     seeds = {id(layer): seed for seed, layer in enumerate(shared)}
     one_mask = MethodPatch("call", lambda layer, _: _with_one_mask(layer, seeds[id(layer)]))
-    with one_mask.of(shared), _off.of(off):
+    with one_mask.of(shared), without_training.of(off):
         yield Randomness(*([layer.name for layer in layers] for layers in (shared, off, left)))
 
 
@@ -76,10 +76,3 @@ def _with_one_mask(layer: Any, seed: int) -> Callable[..., Any]:
         return inputs * ops.cast(is_kept / max(1.0 - layer.rate, 1e-7), inputs.dtype)
 
     return call
-
-
-def _without_training(_: Any, call: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **kwargs: call(*args, **{**kwargs, "training": False})
-
-
-_off = MethodPatch("call", _without_training)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -85,7 +84,7 @@ class Accumulator:
         sums = sums._replace(gradients=so_far, num_counted=sums.num_counted + 1)
         if is_sum or weight:  # of one without weight gradients may be NaN
             number = 1.0 if is_sum else weight
-            unit = _in_unit(sums.unit, number)
+            unit = max(sums.unit, abs(number))  # so a window of one has its gradient to the bit
             relative, shrink = number / unit, sums.unit / unit if sums.unit else 1.0
             sums = sums._replace(
                 gradients=self._added(so_far, gradients, relative, shrink),
@@ -179,17 +178,6 @@ def check_optimizer(optimizer: Any) -> None:
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(_not_an_optimizer_message(optimizer))
     _validate.check_single_accumulation([optimizer])
-
-
-def _in_unit(unit: float, weight: float) -> float:
-    """Return the unit of a window with one more weight, which is not zero.
-
-    It is the first weight, so a window of one has its gradient to the bit. Where a heavier one
-    comes, it grows by a power of two.
-    """
-    if not unit or abs(weight) <= abs(unit):
-        return unit or weight
-    return unit * math.ldexp(1.0, math.frexp(weight / unit)[1])
 
 
 def nothing(shape: Any, dtype: Any) -> Any:

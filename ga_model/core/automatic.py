@@ -68,7 +68,6 @@ class FoundSize:
         """Halve the size, after a batch that did not fit in memory.
 
         Args:
-            model: the model.
             rows: samples of the batch.
             error: how it failed.
 
@@ -100,7 +99,6 @@ class SizeTrials:
     size, which is at most twice the last.
 
     Args:
-        backend: what the model runs on.
         run: runs two microbatches of so many samples, and changes nothing.
 
     Attributes:

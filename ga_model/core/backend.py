@@ -21,8 +21,7 @@ from ga_model.core.of_user import others_of_user
 
 if TYPE_CHECKING:
     from ga_model.core.call_types import IsolatedCall, Split, Traced
-    from ga_model.core.proof.draws import Draws
-    from ga_model.core.proof.noted import Noted
+    from ga_model.core.proof.noted import Draws, Noted
     from ga_model.core.recorder import Applied
     from ga_model.core.window import Amount, Rows, Sums
 
@@ -32,9 +31,6 @@ class Backend(ABC):
 
     These functions read and write variables of the model as any code of Keras's does. What a window
     has come to, they take as arguments and return: nests of tensors.
-
-    Args:
-        model: the model.
 
     Attributes:
         optimizer_stand_in: the class of what stands in for optimizers while a step is recorded.
@@ -46,8 +42,6 @@ class Backend(ABC):
         traces: whether functions are traced before they run, and their sums are there before.
         nests: whether what was traced can be a part of another function.
         has_several_optimizers: whether a step may apply more than one.
-        noted_dtypes: names of the dtypes that code computed in where it was noted, if known.
-        noted_of_shapes: names of scalars that were noted and follow from shapes alone, if known.
         known_calls: what `LayerCall.analyze` finds of calls, and why a layer runs whole, by its id.
         present_batch: the batch that is trained, as it came, while it is, or None.
     """
@@ -65,8 +59,6 @@ class Backend(ABC):
     def __init__(self, model: Any) -> None:
         self._model = model
         self._is_running_step = ThreadValue(False)
-        self.noted_dtypes: set[str] = set()
-        self.noted_of_shapes: set[str] = set()
         self.known_calls: dict[Any, Any] = {}
         self.present_batch: Any = None
         self._made: dict[Any, Callable[..., Any]] = {}  # what was compiled, by its name
@@ -86,10 +78,12 @@ class Backend(ABC):
         updates: Iterable[Group] = (),
         consumes: bool = False,
         discards: bool = False,
-    ) -> Callable[..., Any]:
+    ) -> Any:
         """Return a function that runs another one compiled, if the model is.
 
-        It may be called in other functions of the core. Nothing of it waits for the device.
+        It may be called in other functions of the core. Nothing of it waits for the device. Where
+        functions are traced, its method `shapes` takes a tuple of arguments, and returns the shapes
+        of its result: code runs, and nothing is computed, written to or kept.
 
         Args:
             name: what was made by the same name before is returned again.
@@ -111,19 +105,12 @@ class Backend(ABC):
         """Drop compiled functions whose name is a tuple with this first entry."""
         self._made = {name: made for name, made in self._made.items() if name[0] != kind}
 
-    def shapes(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        """Return the shapes of the result of a function of `compiled`.
-
-        Code of the model's and of the core runs, and nothing is computed, written to or kept.
-        """
-        return function.shapes(arguments)  # type: ignore[attr-defined]
-
     def key_of(self, arguments: tuple[Any, ...]) -> Any:
         """Return a key for the shapes and dtypes of arguments, and for what is trained."""
         raise NotImplementedError
 
     def zeros(self, name: Any, shapes: Sums) -> Sums:
-        """Return zeros of shapes that `shapes` has returned, which have this name.
+        """Return zeros of shapes that a compiled function has told, which have this name.
 
         They are -0.0, to which numbers are added bit by bit.
         """
@@ -166,7 +153,7 @@ class Backend(ABC):
 
     def noting(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], draws: Draws | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    ) -> tuple[Any, Noted]:
         """Run a function within one of the core, and note what it divides by.
 
         Args:
@@ -175,14 +162,10 @@ class Backend(ABC):
             draws: what random numbers are drawn by, or None: as always.
 
         Returns:
-            What the function returns, and floating-point scalars by names, which are the same for
-            other numbers of samples.
+            What the function returns, and what was noted.
         """
         noted = self.noted_by(draws)
-        found = noted.run(function, arguments)
-        self.noted_dtypes |= noted.dtypes
-        self.noted_of_shapes |= noted.of_shapes
-        return found, noted.scalars
+        return noted.run(function, arguments), noted
 
     def is_running_step(self) -> bool:
         """Return whether a `train_step` that runs here is run by the core."""

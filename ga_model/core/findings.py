@@ -11,6 +11,7 @@ from ga_model.core import messages
 from ga_model.core.backend import Backend
 from ga_model.core.batch import shapes_in, unpack
 from ga_model.core.proof import trial
+from ga_model.core.proof.runner import Step
 from ga_model.core.proof.verdict import Verdict
 from ga_model.core.proof.weighing import Weighing
 from ga_model.core.window import Window, is_list, values_of
@@ -23,12 +24,7 @@ class FoundOtherwiseError(Exception):
 
 
 class Findings:
-    """Has the step of a model tried, once for each structure of data, and again if there is news.
-
-    Args:
-        model: the model.
-        backend: what it runs on.
-    """
+    """Has the step of a model tried, once for each structure of data, and again if it has news."""
 
     def __init__(self, model: Any, backend: Backend) -> None:
         self._model = model
@@ -54,12 +50,11 @@ class Findings:
         Args:
             data: a batch.
             rows: samples of its microbatches.
-            is_own: whether the step is the user's own.
-            is_split: whether a window is one batch that is split.
+            is_own, is_split, is_one: as `Step` has them.
             window: the open one, or None.
-            is_one: whether a window is one microbatch, so that updates at its end may differ only.
         """
         model, backend = self._model, self._backend
+        step = Step(model, backend, is_own, is_split, is_one)
         kind = self._kind_of(data, is_split, is_one)
         if kind not in self._found:
             data = backend.samples_of(data, of_all=True)
@@ -75,9 +70,7 @@ class Findings:
             assumed = self._unseen.pop(kind, None)
             before = None if assumed is None else assumed.weighing
             with backend.on_one_replica():
-                found, error = trial.of_step(
-                    model, backend, data, rows, is_own, is_split, is_one, before
-                )
+                found, error = trial.of_step(step, data, rows, before)
             if isinstance(error, trial.NothingSeenError):  # so the next batch is tried
                 self._unseen[kind] = found._replace(differences=())
                 return self._unseen[kind]
@@ -88,9 +81,9 @@ class Findings:
             known = self._found[kind]
             data = backend.samples_of(data, of_all=True)
             with backend.on_one_replica():
-                if trial.still_holds(model, backend, data, known, is_own, is_split, is_one):
+                if trial.still_holds(step, data, known):
                     return known
-                found, error = trial.of_step(model, backend, data, rows, is_own, is_split, is_one)
+                found, error = trial.of_step(step, data, rows)
             if self._note_later(kind, found, error, None if is_own else data):
                 self._warn_of_later(kind)
         return self._found[kind]
@@ -120,7 +113,6 @@ class Findings:
         """Try samples of a full window that shows what was not tried before, if it does.
 
         Args:
-            window: the window.
             data, is_own, is_split: of its last batch, as `of` takes them.
             verdict: what it was trained by.
             written: paths of the variables that the step has written to so far.
@@ -137,7 +129,7 @@ class Findings:
             return
         model, backend = self._model, self._backend
         with backend.on_one_replica():
-            found, error = trial.of_microbatches(model, backend, chosen, is_own, is_split)
+            found, error = trial.of_microbatches(Step(model, backend, is_own, is_split), chosen)
         if isinstance(error, trial.NothingSeenError):
             return
         is_other = self._note_later(kind, found, error, None if is_own else data)
@@ -152,8 +144,9 @@ class Findings:
         self._warn_of_later(kind)
 
     def _kind_of(self, data: Any, is_split: bool, is_one: bool = False) -> Any:
-        """Return a key for what is to be found out once."""
-        return is_split, is_one, _structure_of(self._backend.each(data)[0])
+        """Return a key for what is to be found out once: by the nest of a batch, too."""
+        kinds = keras.tree.map_structure(_rank_and_dtype, self._backend.each(data)[0])
+        return is_split, is_one, repr(kinds)
 
     def _is_due(self, kind: Any, window: Window | None) -> bool:
         """Return whether a step is to be tried again, as code that runs eagerly may change.
@@ -239,11 +232,6 @@ class Findings:
             self._model._warn_once(messages.unseen_message(self._model.name))
 
 
-def _structure_of(data: Any) -> str:
-    """Return a key for the nest of a batch, and the ranks and dtypes of its arrays."""
-    return repr(keras.tree.map_structure(_kind_of, data))
-
-
-def _kind_of(leaf: Any) -> tuple[int, str]:
+def _rank_and_dtype(leaf: Any) -> tuple[int, str]:
     dtype = str(getattr(leaf, "dtype", type(leaf)))
     return len(getattr(leaf, "shape", ())), dtype.removeprefix("torch.")  # of arrays, too

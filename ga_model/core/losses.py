@@ -84,6 +84,7 @@ class StepLosses:
         kinds: what losses of the user's own are, as far as is known, or None: they need a trial.
 
     Attributes:
+        compiled: the terms of the compiled loss.
         lost: bool scalars, each whether a term was made zero because it was divided by zero.
         values: of compiled losses of the user's own that are numbers, by name.
         added: losses that layers have added, and weight regularizers after them.
@@ -94,7 +95,7 @@ class StepLosses:
         self._model = model
         self._data = data
         self._position = position
-        self._terms: list[Term] = []
+        self.compiled: list[Term] = []
         self._additional: list[Any] = []  # losses of layers, and of weight regularizers
         self._known_terms: tuple[tuple[int, int], LossTerms] | None = None
         self.lost: list[Any] = []
@@ -106,23 +107,19 @@ class StepLosses:
 
     def entries(self) -> tuple[Any, ...]:
         """Return the loss values of each term that averages over all, where there are several."""
-        found = [term.weight for term in self._terms if term.kind == "rows"]
+        found = [term.weight for term in self.compiled if term.kind == "rows"]
         return tuple(map(_numbers.float64, found)) if len(found) > 1 else ()
 
     def release(self) -> None:
         """Drop all tensors."""
-        self._terms, self._additional, self._known_terms = [], [], None
+        self.compiled, self._additional, self._known_terms = [], [], None
         self.added, self.lost, self.values, self._data = [], [], {}, None
-
-    def compiled_terms(self) -> list[Term]:
-        """Return the terms of the compiled loss."""
-        return self._terms
 
     def note_term(self, term: Term) -> None:
         """Note a term of the compiled loss."""
         if term.is_product and not self._is_ruled:
             self._model._warn_once(messages.product_message(term.name, self._model.name))
-        self._terms.append(term)
+        self.compiled.append(term)
         self.lost += term.lost
 
     def note_additional(self, total: Any) -> None:
@@ -132,7 +129,7 @@ class StepLosses:
 
     def terms(self) -> LossTerms:
         """Return the weight that serves the terms of the loss so far."""
-        so_far = (len(self._terms), len(self._additional))
+        so_far = (len(self.compiled), len(self._additional))
         if self._known_terms is None or self._known_terms[0] != so_far:
             self._known_terms = (so_far, self._combine())
         return self._known_terms[1]
@@ -153,10 +150,10 @@ class StepLosses:
         # What the terms weigh in the full batch is of no use where a part of it may be left out.
         whole = None if self._model.skip_nonfinite else position.whole
         steps = position.num_microbatches if whole is None else position.steps
-        terms = combine(self._terms, additional, regularization, rows, steps, whole)
+        terms = combine(self.compiled, additional, regularization, rows, steps, whole)
         if terms.mismatch:
             self._model._warn_once(messages.one_weight_message(terms.exact, terms.mismatch))
-        if not (regularization and self._terms) or terms.weight is None:
+        if not (regularization and self.compiled) or terms.weight is None:
             return terms
         return terms._replace(weight=_numbers.not_zero(terms.weight, rows))
 
@@ -168,29 +165,27 @@ class StepLosses:
             raise NeedsTrialError
         return self._kinds.added[index : index + 1] == ("sum",)
 
-    def kind_of(self, name: str, loss: Any, y_true: Any, y_pred: Any, values: Any) -> str:
+    def kind_of(self, name: str, loss: Any, y_true: Any, y_pred: Any, number: Any) -> str:
         """Return whether a compiled loss has values by "rows", or is a "mean" or "sum".
 
         Args:
             name: of the loss.
-            loss: the loss.
             y_true, y_pred: what it got.
-            values: what its `call` gave, or None if it has a `__call__` of its own.
+            number: what its `call` gave, or None if it is no number.
 
         Raises:
             NeedsTrialError: that is not known.
         """
-        is_number = values is not None and len(values.shape) == 0
-        assumed = "mean" if is_number else "rows"
+        assumed = "rows" if number is None else "mean"
         is_loss = isinstance(loss, keras.losses.Loss)
         if self._is_ruled or (is_loss and is_by_sample(loss) and _fit(loss, y_true, y_pred)):
             return assumed
         if self._kinds is None:
             raise NeedsTrialError
         self.has_own = True
-        if not is_number:
+        if number is None:
             return assumed
-        self.values[name] = ops.stop_gradient(values)
+        self.values[name] = ops.stop_gradient(number)
         return dict(self._kinds.compiled).get(name, assumed)
 
     def num_rows(self) -> Any:
@@ -225,8 +220,8 @@ def observer_of(entry: Any, compiled: Any, losses: StepLosses) -> Any:
         seen: list[Any] = []
         value = _seeing(loss, seen)(y_true, y_pred, sample_weight)
         values = seen[-1] if seen else None
-        found = losses.kind_of(name, loss, y_true, y_pred, values)
         is_number = values is not None and len(values.shape) == 0
+        found = losses.kind_of(name, loss, y_true, y_pred, values if is_number else None)
         is_product = is_number and sample_weight is not None
         rows = num_rows(y_pred)
         weight: Any = rows
@@ -255,7 +250,6 @@ def _seeing(loss: Any, seen: list[Any]) -> Any:
     """Return a twin of a loss that tells what it computes.
 
     Args:
-        loss: the loss.
         seen: gets its values before they are reduced.
     """
     if not isinstance(loss, keras.losses.Loss):

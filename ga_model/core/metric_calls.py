@@ -58,12 +58,6 @@ class MetricCalls:
         if not self._waits:
             give(call._replace(value=value))
 
-    def result(self, metric: Any) -> Any:
-        """Return the metric's result, and remember that it is that."""
-        with self.unnoted():
-            found = metric.result()
-        return self.note_result(metric, found)
-
     def note_result(self, metric: Any, result: Any) -> Any:
         """Remember that something is a metric's result, and return it."""
         by_key = result if isinstance(result, dict) else {None: result}
@@ -85,11 +79,7 @@ def waiting(calls: MetricCalls | None) -> Iterator[None]:
     Args:
         calls: what collects them, or None: they do not wait.
     """
-    if calls is None:
-        with _calls.set(None):
-            yield
-        return
-    with _updates_of_means.of(_MEANS), _calls.set(calls):
+    with _updates_of_means.of(_MEANS if calls else ()), _calls.set(calls):
         yield
 
 

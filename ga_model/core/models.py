@@ -29,11 +29,6 @@ def optimizers_in(value: Any) -> list[Any]:
     return instances_in(value, keras.optimizers.Optimizer)
 
 
-def is_recorded(value: Any) -> bool:
-    """Return whether an attribute with this value has a stand-in while a step is recorded."""
-    return bool(instances_in(value, (keras.optimizers.Optimizer, keras.metrics.Metric)))
-
-
 def instances_in(value: Any, classes: Any) -> list[Any]:
     """Return the instances of `classes` that a value is, or that a list or dict in it holds.
 

@@ -30,6 +30,7 @@ first: it can be so large that their squares would leave the range of float32.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import nan
 from typing import Any, NamedTuple
 
 from keras import ops
@@ -48,15 +49,10 @@ class Averages(NamedTuple):
         num_windows: windows that were measured.
     """
 
-    trace_of_covariance: float
-    squared_gradient_norm: float
-    batch_size: float
-    num_windows: int
-
-    @classmethod
-    def of_nothing(cls) -> Averages:
-        nan = float("nan")
-        return cls(nan, nan, nan, 0)
+    trace_of_covariance: float = nan
+    squared_gradient_norm: float = nan
+    batch_size: float = nan
+    num_windows: int = 0
 
 
 class Squares(NamedTuple):
@@ -78,7 +74,6 @@ class Squares(NamedTuple):
 
         Args:
             gradients: of variables, times `relative_weight`, or None.
-            variables: these.
             relative_weight: the weight in the unit.
             scale: what the loss was scaled by.
         """
@@ -114,7 +109,6 @@ class Estimate:
     Attributes:
         sums: of what was seen, times what each still counts, a vector; the entry before the last is
             of ones, and the last is the number of windows.
-        decay: as it is passed.
     """
 
     def __init__(self, decay: float) -> None:
@@ -124,7 +118,7 @@ class Estimate:
     def averages(self) -> Averages:
         trace, norm, size, weight, number = map(float, ops.convert_to_numpy(self.sums))
         if not number:
-            return Averages.of_nothing()
+            return Averages()
         return Averages(trace / weight, norm / weight, size / weight, int(number))
 
 
@@ -132,7 +126,6 @@ def averaged(before: Any, decay: Any, squares: Squares, weight: Any, norm: Any) 
     """Return the sums of an `Estimate` after one more window.
 
     Args:
-        before: the sums.
         decay: of the averages.
         squares: of its microbatches: the sum of n_i * |g_i|^2, and K.
         weight: N, the sum of the weights.

@@ -10,7 +10,6 @@ from ga_model.base._call_again import leaves_in
 from ga_model.base._identity import unique
 from ga_model.base._internals import arguments_of_loss, is_along_samples, layers_in
 from ga_model.core.models import instances_in
-from ga_model.core.stand_ins import original_of
 
 _COMPARING = {"dice", "tversky", "circle"}  # losses that give one number for all samples
 
@@ -32,7 +31,6 @@ def is_by_sample(loss: Any) -> bool:
 
 def parts_of(metric: Any) -> list[Any]:
     """Return the metrics that one of a model's `metrics` consists of, those held by it last."""
-    metric = original_of(metric)
     if type(metric).__name__ == "CompileMetrics":
         return [part for inner in metric.metrics for part in parts_of(inner)]
     held = instances_in(vars(metric), keras.metrics.Metric)
@@ -47,7 +45,7 @@ def is_of_user(value: Any) -> bool:
 
 def counts_samples(metric: Any) -> bool:
     """Return whether a metric is one of Keras's own that counts what it gets of each sample."""
-    parts = [original_of(metric), *parts_of(metric)]
+    parts = [metric, *parts_of(metric)]
     if any(map(is_along_samples, parts)):
         return False
     held = [value for part in parts for value in vars(part).values()]

@@ -26,15 +26,11 @@ from ga_model.core.recorder import Recording, by_optimizer, record
 from ga_model.core.splitting import splitting_calls
 from ga_model.core.statistics import MomentsRecorder, passing_moments, present_recorder
 from ga_model.core.weights import FullBatch
-from ga_model.core.window import Amount, Positions, Rows, Sums, values_of, with_values
+from ga_model.core.window import Amount, Rows, Sums, values_of, with_values
 
 
 class RecordedStep:
     """Runs the step of a model on a microbatch, recorded, and weighs what it gives.
-
-    Args:
-        model: the model.
-        backend: what it runs on.
 
     Attributes:
         found: what is known of the microbatch that was run or traced last, or None.
@@ -76,9 +72,7 @@ class RecordedStep:
         model = self._model
         whole = None
         if mode.is_split:
-            whole = FullBatch(
-                lambda: numbers.rows, mode.is_alone, functools.partial(_known, totals)
-            )
+            whole = FullBatch(numbers.rows, mode.is_alone, functools.partial(_known, totals))
         position = Position(
             numbers.steps,
             numbers.num_microbatches,
@@ -140,7 +134,8 @@ class RecordedStep:
         if not is_noted:
             found = run(data)
         else:
-            found, scalars = self._backend.noting(run, (data,))
+            found, noted = self._backend.noting(run, (data,))
+            scalars = noted.scalars
         gradients, moments, numbers, own, said, (relative, unit), has_lost, entries = found
         seen = Seen(num_rows(unpack(data)[0]), scalars, said)
         num_news = _numbers.int32(0)
@@ -248,7 +243,7 @@ class RecordedStep:
             record(model, data, position, self._backend, kinds=Kinds()) as recording,
         ):
             self._backend.run_step(data)
-        weights = [term.weight for term in recording.losses.compiled_terms()]
+        weights = [term.weight for term in recording.losses.compiled]
         recording.release()
         return [_numbers.float64(0.0 if weight is None else weight) for weight in weights]
 
@@ -274,7 +269,7 @@ def _known(totals: list[Any] | None) -> list[Any]:
 
 def _ended(gradient: Any, total: Any, unit: Any) -> Any:
     """Return a gradient with the unit that its rows are in, and zero where these do not count."""
-    if not isinstance(gradient, (Rows, Positions)):
+    if not isinstance(gradient, Rows):
         return gradient
     values = gradient.values
     if total is not None:

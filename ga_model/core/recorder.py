@@ -21,12 +21,11 @@ from ga_model.base._identity import is_in, unique
 from ga_model.base._internals import copy_of, loss_tracker, overwrites, unscaled_for_replicas
 from ga_model.core import messages
 from ga_model.core.backend import Backend
-from ga_model.core.backend_types import GradientSums
-from ga_model.core.losses import Kinds, Position, StepLosses, observer_of
+from ga_model.core.losses import Kinds, Position, StepLosses
 from ga_model.core.metric_calls import MetricCalls, give, noting_results, waiting
-from ga_model.core.models import recording_of_thread
+from ga_model.core.models import instances_in, recording_of_thread
 from ga_model.core.of_user import parts_of
-from ga_model.core.stand_ins import copy_with, stand_in
+from ga_model.core.stand_ins import observed_loss
 from ga_model.core.window import Amount, Largest, shrinkage, with_values
 
 
@@ -84,7 +83,6 @@ class Recording:
         model: the model that is recorded.
         data: the microbatch, as `train_step` gets it.
         position: where it stands in its window.
-        backend: what the model runs on.
         is_own: whether the step, or its loss, is the user's own. Then nothing is folded into the
             loss, and what the microbatch weighs is found out later.
         moves_by: scalar, how much of their norm weights are moved by the surrogate update where a
@@ -94,7 +92,6 @@ class Recording:
         is_trial: whether there is to be no update: optimizers may be applied in any way.
 
     Attributes:
-        moves_by, backend: as they are passed.
         applied: the optimizers that the step has applied, in their order.
         gradients: of all their variables, tensors or None.
         rates: of surrogate updates, scalars, if weights were moved.
@@ -103,6 +100,7 @@ class Recording:
         relative_weight: scalar, what the microbatch counts, in `unit`, or None: it is a sum.
         unit: scalar, what weights are counted in now.
         losses: what is known of the step's losses.
+        sums: what the backward pass adds gradients to, or None.
     """
 
     def __init__(
@@ -129,30 +127,15 @@ class Recording:
         self.backend = backend
         self._is_own = is_own
         self._is_trial = is_trial
-        self._position = position
+        self._position, self.sums = position, position.sums
         self._metrics = MetricCalls(waits, backend.unnoted)
         self._divided: list[Any] = []  # optimizers whose losses were
         self._copies: list[Any] = []  # of compiled losses
         self._loss: tuple[Any, Any] | None = None  # numerator and denominator
 
-    @property
-    def sums(self) -> GradientSums | None:
-        """What the backward pass adds gradients to, or None."""
-        return self._position.sums
-
-    def stand_in(self, value: Any) -> Any:
-        """Return an attribute's value with stand-ins for optimizers and metrics."""
-        return stand_in(value, self, self._metrics, self.backend.optimizer_stand_in)
-
     def observed_loss(self, compiled: Any) -> Any:
         """Return a copy of the compiled loss that notes its terms."""
-        losses = self.losses
-        copy = copy_with(
-            compiled,
-            lambda entry, copy: observer_of(entry, copy, losses),
-            losses.note_term,
-            self._metrics,
-        )
+        copy = observed_loss(compiled, self.losses, self._metrics)
         self._copies.append(copy)
         return copy
 
@@ -192,9 +175,9 @@ class Recording:
             weight = _numbers.constant(_numbers.float64(terms.weight))
             self.unit, relative = position.in_unit(weight)
         self.relative_weight = relative
-        if position.sums is not None:
+        if self.sums is not None:
             counts = relative is None or relative != 0
-            position.sums.begin(shrinkage(position.unit, self.unit), counts)
+            self.sums.begin(shrinkage(position.unit, self.unit), counts)
         wide = _numbers.constant(_numbers.float64(unscaled_for_replicas(loss)))
         numerator = _numbers.constant(terms.fold(wide, weight, position.is_first))
         if weight is None:
@@ -272,7 +255,7 @@ class Recording:
     @property
     def says_weight(self) -> bool:
         """Whether the compiled losses were computed, or the user's rule says what these weigh."""
-        return bool(self.losses.compiled_terms() or self.model._has_rule())
+        return bool(self.losses.compiled or self.model._has_rule())
 
     def numbers(self) -> list[Any]:
         """Return the numbers that wait for the full batch."""
@@ -381,8 +364,9 @@ def record(
     """
     recording = Recording(model, data, position, backend, **options)
     results: Any = contextlib.nullcontext()
-    if options.get("is_own") or options.get("moves_by") is not None or backend.traces:
-        parts = [part for metric in model.metrics for part in (metric, *parts_of(metric))]
+    if options.get("kinds") is not None or backend.traces:
+        metrics = [*model.metrics, *instances_in(list(vars(model).values()), keras.metrics.Metric)]
+        parts = [part for metric in metrics for part in (metric, *parts_of(metric))]
         results = noting_results.of(unique(parts))
     with recording_of_thread.set(recording), waiting(recording._metrics), results:
         yield recording

@@ -13,7 +13,6 @@ def state_variables(model: Any, optimizers: Iterable[Any], with_weights: bool = 
     """Return the variables of a model that steps write to.
 
     Args:
-        model: the model.
         optimizers: of the model.
         with_weights: whether all of its weights are among them. Else they are what layers and
             metrics keep.
@@ -30,7 +29,6 @@ class VariableSnapshot:
     """Variables, whose values a subclass keeps, and the generator of Keras's random numbers.
 
     Args:
-        model: the model.
         variables: what `state_variables` has found.
     """
 

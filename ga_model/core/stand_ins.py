@@ -1,6 +1,6 @@
 """Stand-ins for attributes of a model while its step is recorded.
 
-Optimizers return gradients instead of updating, metrics keep what they get, and the compiled loss
+Optimizers return gradients instead of updating, and the compiled loss
 notes what its terms average over. Keras matches targets, outputs and sample weights with the user's
 losses in `CompileLoss.call`, in many ways, and a `compute_loss` of the user's own may change them
 before: so losses are observed where they are computed, in a copy of the compiled loss.
@@ -9,14 +9,15 @@ before: so losses are observed where they are computed, in a copy of the compile
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 
 from ga_model.base._internals import losses_in, set_losses, set_metrics, variables_to_train
+from ga_model.core.losses import StepLosses, observer_of
 from ga_model.core.metric_calls import MetricCalls
-from ga_model.core.models import current_recording, is_recorded
+from ga_model.core.models import current_recording, optimizers_in
 from ga_model.core.weights import Term
 
 _MISSING = object()
@@ -47,7 +48,7 @@ class RecordedAttribute:
         return value if recording is None else self._stand_in(recording, value)
 
     def _stand_in(self, recording: Any, value: Any) -> Any:
-        return recording.stand_in(value)
+        return stand_in(value, recording)
 
     def __set__(self, model: Any, value: Any) -> None:
         model.__dict__[self._name] = value
@@ -64,8 +65,8 @@ class CompiledLossAttribute(RecordedAttribute):
 
 
 def watch_attributes(model: Any) -> None:
-    """Make every attribute that has a stand-in a `RecordedAttribute` of the model's class."""
-    for name in [name for name, value in vars(model).items() if is_recorded(value)]:
+    """Make every attribute that holds optimizers a `RecordedAttribute` of the model's class."""
+    for name in [name for name, value in vars(model).items() if optimizers_in(value)]:
         present = inspect.getattr_static(type(model), name, _MISSING)
         if not hasattr(present, "__get__"):
             setattr(type(model), name, RecordedAttribute(name, present))
@@ -75,7 +76,6 @@ class StandIn:
     """Passes everything on to an object. Subclasses define what they answer themselves.
 
     Args:
-        original: the object.
         recorder: the object that a subclass passes calls to.
     """
 
@@ -121,57 +121,23 @@ class OptimizerStandIn(StandIn):
         )
 
 
-class MetricStandIn(StandIn):
-    """Stands in for a metric in an attribute of the model during one recorded step, and
-    passes its updates to the `MetricCalls`.
-    """
-
-    def result(self) -> Any:
-        return self._recorder.result(self._original)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.update_state(*args, **kwargs)
-        return self.result()
-
-
-def stand_in(
-    value: Any, recording: Any, metrics: MetricCalls, of_optimizer: type[OptimizerStandIn]
-) -> Any:
-    """Return an attribute's value with stand-ins for what has one, also in lists and dicts.
+def stand_in(value: Any, recording: Any) -> Any:
+    """Return an attribute's value with stand-ins for optimizers, also in lists and dicts.
 
     Args:
-        value: the value.
-        recording: what the stand-ins of optimizers pass calls to.
-        metrics: what those of metrics do.
-        of_optimizer: the class of stand-ins of optimizers.
+        recording: what the stand-ins pass calls to.
     """
-
-    def of(part: Any) -> Any:
-        return stand_in(part, recording, metrics, of_optimizer)
-
-    if not is_recorded(value):
+    if not optimizers_in(value):
         return value
     if isinstance(value, dict):
-        return {key: of(part) for key, part in value.items()}
+        return {key: stand_in(part, recording) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
-        parts = map(of, value)
-        return type(value)(*parts) if hasattr(value, "_fields") else list(parts)
-    if isinstance(value, keras.optimizers.Optimizer):
-        return of_optimizer(value, recording)
-    return MetricStandIn(value, metrics)
+        parts = [stand_in(part, recording) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else parts
+    return recording.backend.optimizer_stand_in(value, recording)
 
 
-def original_of(value: Any) -> Any:
-    """Return the original of a stand-in, or the value itself if it is none."""
-    return vars(value)["_original"] if isinstance(value, StandIn) else value
-
-
-def copy_with(
-    compiled: Any,
-    observer: Callable[[Any, Any], Any],
-    note: Callable[[Term], None],
-    calls: Any,
-) -> Any:
+def observed_loss(compiled: Any, losses: StepLosses, calls: MetricCalls) -> Any:
     """Return a copy of a compiled loss that notes the term of every loss it computes.
 
     The copy computes the loss, as `CompileLoss` does, and its losses are observers that pass
@@ -179,11 +145,8 @@ def copy_with(
 
     Args:
         compiled: the `keras.src.trainers.compile_utils.CompileLoss` of a model.
-        observer: takes an entry of it and the copy; returns what stands in for the entry's loss and
-            appends a `Term` to the copy's `_terms`.
-        note: called with each term.
-        calls: the `MetricCalls` that get the updates of metrics which track one of several losses,
-            in their place.
+        losses: of the step that runs.
+        calls: get the updates of metrics which track one of several losses, in their place.
     """
 
     class Observed(type(compiled)):  # type: ignore[misc]
@@ -198,7 +161,7 @@ def copy_with(
             if not keras.tree.is_nested(y_true) and not keras.tree.is_nested(y_pred):
                 del terms[1:]  # of several losses of one output, Keras uses the first
             for term in terms:
-                note(term)
+                losses.note_term(term)
             return loss
 
     copy = object.__new__(Observed)
@@ -206,8 +169,8 @@ def copy_with(
     def adopt() -> None:
         copy.__dict__.update(compiled.__dict__)
         if compiled.built:
-            losses = [entry._replace(loss=observer(entry, copy)) for entry in losses_in(compiled)]
-            set_losses(copy, losses)
+            pairs = [(entry, observer_of(entry, copy, losses)) for entry in losses_in(compiled)]
+            set_losses(copy, [entry._replace(loss=observer) for entry, observer in pairs])
         copy.__dict__["_calls"] = calls
         set_metrics(copy, [_Tracked(metric, copy) for metric in compiled.metrics])
 
@@ -227,4 +190,4 @@ class _Tracked(StandIn):
         compiled._calls.update(self._original, value, sample_weight, compiled._terms[-1])
 
     def result(self) -> Any:
-        return self._recorder._calls.result(self._original)
+        return self._recorder._calls.note_result(self._original, self._original.result())

@@ -28,8 +28,6 @@ class Steps:
     """What trains a model, compiled.
 
     Args:
-        model: the model.
-        backend: what it runs on.
         logs_of: returns the logs of a batch, as `Updates.logs_of` does.
 
     Attributes:
@@ -59,7 +57,6 @@ class Steps:
 
         Args:
             mode, numbers, totals: as `microbatch` takes them.
-            batch: the batch.
 
         Returns:
             What is known of its microbatches, and of the last one, which may be smaller.
@@ -80,7 +77,7 @@ class Steps:
                 watch_attributes(self._model)
                 self.step.found = None
                 with forgetting_losses(self._model):
-                    self._shapes[key] = self._backend.shapes(self._recording(mode), arguments)
+                    self._shapes[key] = self._recording(mode).shapes(arguments)
                 # A trace for any number of samples serves others, too.
                 self._seen[key] = self._traced[mode] = self.step.found or self._traced[mode]
             found.append(self._seen[key])
@@ -110,7 +107,6 @@ class Steps:
         Args:
             mode: what the function is made for.
             sums: of the window so far, whose gradients are not to be used again, or None.
-            data: the microbatch.
             numbers: of its batch.
             totals: what the terms of the loss weigh in the batch, where it needs them.
             alone: what is known of it, if its batch has no other microbatch.
@@ -194,7 +190,7 @@ class Steps:
             return None
         return self._backend.gradient_sums(totals)
 
-    def _recording(self, mode: Mode) -> Callable[..., Sums]:
+    def _recording(self, mode: Mode) -> Any:
         function = functools.partial(self.step.record, mode)
         return self._backend.compiled(("record", mode), function, self._reads(mode))
 

@@ -87,16 +87,15 @@ class FullBatch(NamedTuple):
     """The batch that a microbatch is a part of.
 
     Attributes:
-        rows: function that returns its rows, a float64 scalar tensor.
+        rows: its rows, a float64 scalar tensor.
         is_window: whether it makes an update of its own.
         weights: function that returns the weights that the terms of the compiled loss have in it,
-            float64 scalar tensors, zero for sums; or None where nothing but training it tells.
-
+            float64 scalar tensors, zero for sums.
     """
 
-    rows: Callable[[], Any]
+    rows: Any
     is_window: bool
-    weights: Callable[[], list[Any] | None]
+    weights: Callable[[], list[Any]]
 
 
 class LossTerms(NamedTuple):
@@ -177,7 +176,7 @@ def combine(
     mismatch = [term.name for term in terms if term.kind != first.kind]
     parts: Any = _numbers.float64(1.0)
     if whole is not None and (mismatch or any(term.weight is None for term in terms)):
-        parts = whole.rows() / _numbers.float64(rows)
+        parts = whole.rows / _numbers.float64(rows)
     factors = [
         (term.value, _numbers.float64(steps) * parts) for term in terms if term.weight is None
     ]
@@ -187,7 +186,7 @@ def combine(
         return unmatched
     if {term.kind for term in means} != {"rows"}:
         totals = whole.weights()
-        if totals is None or len(totals) != len(compiled):
+        if len(totals) != len(compiled):
             return unmatched
         totals = [_numbers.constant(total) for total in totals]
         for term, total in zip(compiled, totals):
@@ -197,7 +196,7 @@ def combine(
         weight = rows
         if not whole.is_window:
             of_first = [total for term, total in zip(compiled, totals) if term is first]
-            weight = (of_first[0] if of_first else whole.rows()) / parts
+            weight = (of_first[0] if of_first else whole.rows) / parts
     if whole.is_window:
         return LossTerms(weight, factors, [], [*exact, *mismatch], [])
     return LossTerms(weight, factors, [], exact, mismatch)

@@ -29,8 +29,6 @@ class WeightsWatch:
     As they are read from the device, it does so in the windows 1, 2, 4, 8 and so on.
 
     Args:
-        model: the model.
-        backend: what it runs on.
         step: the model's step, recorded, which may write to variables itself.
     """
 
@@ -51,7 +49,6 @@ class WeightsWatch:
         """Warn if variables have changed that the step itself does not write to.
 
         Args:
-            window: the window.
             is_told: whether a warning says already that the step is not exact.
         """
         self._num_windows += window.steps > 1

@@ -53,18 +53,11 @@ class Rows(NamedTuple):
     unit: Any
 
 
-class Positions(NamedTuple):
+class Positions(Rows):
     """The same where as many rows are looked up for any number of samples, such as positions.
 
     If all microbatches of a window have the same indices, the full batch has each row once.
-
-    Attributes:
-        values, indices, unit: as `Rows` has them.
     """
-
-    values: Any
-    indices: Any
-    unit: Any
 
 
 class Largest(NamedTuple):
@@ -173,7 +166,7 @@ class Sums(NamedTuple):
                 with_values(g, lambda v: _numbers.where(counts, v, ops.zeros_like(v)))
                 for g in gradients
             ]
-        gradients = [(g,) if isinstance(g, (Rows, Positions)) else g for g in gradients]
+        gradients = [(g,) if isinstance(g, Rows) else g for g in gradients]
         return self._replace(gradients=gradients)
 
     def mean(self, variables: list[Any]) -> list[Any]:
@@ -194,7 +187,7 @@ class Sums(NamedTuple):
 
     def without_rows(self) -> Sums:
         """Return the sums without rows, which are not summed."""
-        is_sparse = [isinstance(g, (Rows, Positions)) or is_list(g) for g in self.gradients]
+        is_sparse = [isinstance(g, Rows) or is_list(g) for g in self.gradients]
         pairs = zip(self.gradients, is_sparse)
         return self._replace(gradients=[() if sparse else g for g, sparse in pairs])
 
@@ -206,7 +199,7 @@ def shrinkage(unit: Any, later: Any) -> Any:
 
 def _sum(a: Any, b: Any, *args: Any) -> Any:
     """Return a sum with what a microbatch adds, as `_numbers.added` has it."""
-    if isinstance(b, (Rows, Positions)):
+    if isinstance(b, Rows):
         if a is None or is_list(a):
             return (*(a or ()), b)
         b = _numbers.dense(b.values, b.indices, a.shape)
@@ -228,12 +221,12 @@ def shrunk(total: Any, shrink: Any) -> Any:
 
 def is_list(gradient: Any) -> bool:
     """Return whether a gradient is that of several microbatches, whose rows are not summed."""
-    return isinstance(gradient, tuple) and not isinstance(gradient, (Rows, Positions, Largest))
+    return type(gradient) is tuple
 
 
 def values_of(gradient: Any) -> Any:
     """Return the values of a gradient, sparse or not."""
-    return gradient.values if isinstance(gradient, (Rows, Positions, Largest)) else gradient
+    return gradient.values if isinstance(gradient, (Rows, Largest)) else gradient
 
 
 def with_values(gradient: Any, function: Callable[[Any], Any]) -> Any:
@@ -243,21 +236,9 @@ def with_values(gradient: Any, function: Callable[[Any], Any]) -> Any:
     """
     if isinstance(gradient, Largest):
         return gradient
-    if isinstance(gradient, (Rows, Positions)):
+    if isinstance(gradient, Rows):
         return gradient._replace(values=function(gradient.values))
     return None if gradient is None else function(gradient)
-
-
-class Held(NamedTuple):
-    """Samples of a microbatch.
-
-    Attributes:
-        data: the first ones, or all if they are few.
-        num_news: as `Sums` has it, of the window up to the microbatch.
-    """
-
-    data: Any
-    num_news: Any
 
 
 class Window:
@@ -270,7 +251,8 @@ class Window:
         steps: batches that fill the open window, or the next one.
         num_batches: batches that no update has used yet.
         sums: what its microbatches have come to, or None before the first.
-        held: of its microbatches, samples, where they may be tried.
+        held: of its microbatches, where they may be tried, the first samples, or all if they are
+            few, and `num_news` of the sums up to each.
         was_full: whether a window has been full.
     """
 
@@ -291,23 +273,23 @@ class Window:
         self.sums: Sums | None = None
         self.num_batches = 0
         self.applied: list[Any] | None = None  # what the last step has applied
-        self.held: list[Held] = []
+        self.held: list[tuple[Any, Any]] = []
 
     def hold(self, data: Any, num_news: Any) -> None:
-        """Hold samples of a microbatch: all, if they are few."""
+        """Hold samples of a microbatch."""
         rows = num_rows(data)
-        self.held.append(Held(part_of(data, 0, rows if rows <= 8 else 5), num_news))
+        self.held.append((part_of(data, 0, rows if rows <= 8 else 5), num_news))
 
     def samples_with_news(self) -> list[Any]:
         """Return samples of a microbatch with news, if there is one, and then of the others."""
-        numbers = [int(held.num_news) for held in self.held]
+        numbers = [int(num_news) for _, num_news in self.held]
         if not numbers or not numbers[-1]:
             return []
         is_news = [now > before for before, now in zip([0, *numbers], numbers)]
         first = is_news.index(True)
         others = [place for place in range(len(numbers)) if place != first]
         others.sort(key=lambda place: is_news[place])
-        return [self.held[place].data for place in (first, *others)]
+        return [self.held[place][0] for place in (first, *others)]
 
     def end_batch(self) -> bool:
         """Count a batch, and return whether it fills the window."""

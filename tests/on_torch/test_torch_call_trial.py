@@ -8,7 +8,7 @@ from of_torch import Centered, Tanh, torch
 
 from ga_model.backends.torch.noting import Noting
 from ga_model.core.proof.calls import TOTAL, NotByRowsError, kinds_of
-from ga_model.core.proof.draws import Draws
+from ga_model.core.proof.noted import Draws
 
 
 class OfTorch(layers.Layer):

@@ -17,7 +17,7 @@ from ga_model.base._internals import counter_of, scope_of, stateless_scope, valu
 from ga_model.base._internals_jax import MORE_METHODS_OF_STEP, leave_values, put_values_back
 from ga_model.core.backend import Backend
 from ga_model.core.backend_types import GROUPS, Function, Group
-from ga_model.core.proof.draws import Draws
+from ga_model.core.proof.noted import Draws, Noted
 from ga_model.core.recorder import Applied
 from ga_model.core.stand_ins import OptimizerStandIn
 
@@ -200,7 +200,7 @@ class JaxBackend(Backend):
 
     def noting(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], draws: Draws | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    ) -> tuple[Any, Noted]:
         variables = {g: self.variables(g) for g in GROUPS if self._is_read(g)}
         values = {group: self.values(group) for group in variables}
 
@@ -213,10 +213,10 @@ class JaxBackend(Backend):
             }
             return result, after
 
-        (result, after), scalars = super().noting(pure, (values, arguments), draws)
+        (result, after), noted = super().noting(pure, (values, arguments), draws)
         for group, found in after.items():
             self.put(group, found)
-        return result, scalars
+        return result, noted
 
     def run_plain(
         self, train_step: Callable[..., Any], after: Callable[[], None], state: Any, data: Any

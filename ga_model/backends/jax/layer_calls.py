@@ -16,7 +16,7 @@ import numpy as np
 from ga_model.backends.jax.noting import Noting
 from ga_model.core.call_types import IsolatedCall, Split, Traced
 from ga_model.core.proof import calls
-from ga_model.core.proof.draws import Draws
+from ga_model.core.proof.noted import Draws
 from ga_model.core.statistics import Moments
 
 # Options of XLA for a program that runs few times and takes longer to compile than to run.

@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from ga_model.core.proof.draws import Draws
-from ga_model.core.proof.noted import Noted
+from ga_model.core.proof.noted import Draws, Noted
 
 # Equations that call one jaxpr with their inputs, and the parameters that it may be under.
 # What JAX is to recompute (`remat`) is left as it is.

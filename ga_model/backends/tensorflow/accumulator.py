@@ -186,7 +186,7 @@ class GradientAccumulator(Accumulator):
         for state in (self.num_microbatches, self._total, self._unit):
             state.assign(tf.zeros((), state.dtype))
         for so_far in self._sums:
-            if isinstance(so_far, Rows):
+            if type(so_far) is Rows:
                 _assign(so_far, tf.nest.map_structure(lambda v: tf.zeros_like(v[:0]), so_far))
 
     def _check_is_on_replica(self) -> None:
@@ -268,12 +268,12 @@ def _read(so_far: Any, is_first: Any) -> Any:
     if so_far is None:
         return None
     found = tf.nest.map_structure(lambda variable: variable.read_value(), so_far)
-    if isinstance(found, Rows):
+    if type(found) is Rows:
         return found
     values = values_of(found)
     begin = values.dtype.min if isinstance(found, Largest) else nothing((), values.dtype)
     values = tf.where(is_first, begin, values)
-    return found._replace(values=values) if isinstance(found, (Largest, Positions)) else values
+    return found._replace(values=values) if isinstance(found, (Largest, Rows)) else values
 
 
 def _assign(so_far: Any, value: Any) -> None:
@@ -285,7 +285,7 @@ def _weighed(gradient: Any, so_far: Any, variable: Any, relative: Any) -> Any:
     dtype = _numbers.sum_dtype(variable.dtype)
     if isinstance(so_far, Largest):
         return Largest(tf.cast(tf.convert_to_tensor(gradient), dtype))
-    if isinstance(so_far, (Rows, Positions)):
+    if isinstance(so_far, Rows):
         if not isinstance(gradient, tf.IndexedSlices):
             ids = tf.range(tf.shape(gradient)[0], dtype=so_far.indices.dtype)
             gradient = tf.IndexedSlices(gradient, ids)

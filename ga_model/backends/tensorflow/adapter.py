@@ -17,7 +17,6 @@ from ga_model.backends.tensorflow.compiled import (
     each_tensors,
     key_of_nest,
     nothing,
-    specs_of,
     tensors_in,
 )
 from ga_model.backends.tensorflow.noting import Noting
@@ -26,6 +25,7 @@ from ga_model.backends.tensorflow.sparse import Tables
 from ga_model.backends.tensorflow.state import State, Variables
 from ga_model.base import _numbers
 from ga_model.base._call_again import PythonState
+from ga_model.base._context import ThreadValue
 from ga_model.base._internals import (
     build,
     compiled_loss,
@@ -99,7 +99,7 @@ class TensorFlowBackend(Backend):
     def __init__(self, model: Any) -> None:
         super().__init__(model)
         self.held, self.tables = HeldSums(), Tables()
-        self.is_for_any_samples = False
+        self.is_for_any_samples = ThreadValue(False)
         self.knows_number: Callable[[], bool] = lambda: True
         self.needs_number = False
         strategy = strategy_of_model(model)
@@ -263,7 +263,8 @@ class TensorFlowBackend(Backend):
             gradient = tf.convert_to_tensor(gradient)
             gradient.set_shape(variable.shape)
             return gradient
-        return self.tables.rows_of(gradient, id(variable), self.traces, self.is_for_any_samples)
+        is_any = self.is_for_any_samples.get()
+        return self.tables.rows_of(gradient, id(variable), self.traces, is_any)
 
     apply = staticmethod(optimizers.apply)
 
@@ -315,14 +316,10 @@ class TensorFlowBackend(Backend):
 
         def step(data: Any) -> None:
             with unrecorded(), _built_outside.of(left):
-                self.run_step(data.data if isinstance(data, AnySamples) else data)
+                self.run_step(data)
 
-        data = tensors_in(data)
-        if self.replicas is not None:
-            Compiled(self, step).shapes((AnySamples(data),))
-            return
-        traced = data if self.knows_number() else AnySamples(data)  # shapes of layers show it
-        tf.function(step, autograph=False).get_concrete_function(specs_of(traced))
+        is_any = self.replicas is not None or not self.knows_number()  # shapes of layers show it
+        Compiled(self, step).shapes((AnySamples(data) if is_any else data,))
 
     # What is refused, or found out.
 

@@ -81,12 +81,9 @@ class Compiled:
         return outputs if self._backend.replicas is None else outputs[0]
 
     def _call(self, *arguments: Any) -> Any:
-        backend, outer = self._backend, self._backend.is_for_any_samples
-        backend.is_for_any_samples = any(isinstance(a, AnySamples) for a in arguments)
-        try:
-            return self._function(*(a.data if isinstance(a, AnySamples) else a for a in arguments))
-        finally:
-            backend.is_for_any_samples = outer
+        is_any = [isinstance(argument, AnySamples) for argument in arguments]
+        with self._backend.is_for_any_samples.set(any(is_any)):
+            return self._function(*(a.data if yes else a for a, yes in zip(arguments, is_any)))
 
     def _call_on_held(self, unheld: list[Any], *others: Any) -> Any:
         """Call the function on the sums that variables hold, and write its sums to them."""

@@ -27,7 +27,7 @@ from ga_model.base._internals_tf import (
 )
 from ga_model.core.call_types import IsolatedCall, Split, Traced
 from ga_model.core.proof.calls import TOTAL, NotByRowsError
-from ga_model.core.proof.draws import Draws
+from ga_model.core.proof.noted import Draws
 from ga_model.core.statistics import Moments
 
 # The activations whose inputs, found in the graph, Keras's losses use as logits.

@@ -12,8 +12,7 @@ import tensorflow as tf
 
 from ga_model.base._context import is_unnoted
 from ga_model.base._internals_tf import seeing_operations
-from ga_model.core.proof.draws import Draws
-from ga_model.core.proof.noted import Noted
+from ga_model.core.proof.noted import Draws, Noted
 
 # Operations, and the places of inputs that they divide by, or that bound a divisor, as in
 # `x / maximum(n, 1)`.

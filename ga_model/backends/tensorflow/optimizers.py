@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from ga_model.backends.tensorflow.replicas import copies, largest
 from ga_model.core.recorder import Applied
-from ga_model.core.window import Largest, Positions, Rows
+from ga_model.core.window import Largest, Rows
 
 
 def build_outside(
@@ -47,7 +47,7 @@ def as_applied(gradient: Any, variable: Any) -> Any:
     """Return the gradient of a variable as optimizers take it."""
     if isinstance(gradient, Largest):
         return tf.cast(largest(gradient.values), variable.dtype)
-    if not isinstance(gradient, (Rows, Positions)):
+    if not isinstance(gradient, Rows):
         return gradient
     shape = tf.constant(list(variable.shape), tf.int64)
     return tf.IndexedSlices(gradient.values, gradient.indices, shape)

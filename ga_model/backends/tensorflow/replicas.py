@@ -36,6 +36,7 @@ from ga_model.core.window import Amount, Sums
 
 _MIRRORED = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
 _TRIED = (tf.distribute.OneDeviceStrategy, *_MIRRORED)
+_COUNTS, _FLAGS = ("num_counted", "num_skipped", "num_news"), ("has_lost", "has_unlike")
 
 
 class OnReplicas:
@@ -139,16 +140,12 @@ class Replicas:
     def exchanged(self, sums: Sums) -> Sums:
         """Return the sums of this replica, without gradients and amounts, summed over replicas."""
         is_sum = sums.total is None
-        numbers = (
-            sums.unit,
-            0.0 if is_sum else sums.total,
-            sums.num_counted,
-            sums.num_skipped,
-            sums.has_lost,
-            sums.num_news,
-            sums.has_unlike,
-        )
-        unit, total, counted, skipped, lost, news, unlike = _vectors(numbers)
+        numbers = {name: getattr(sums, name) for name in (*_COUNTS, *_FLAGS)}
+        weights = sums.unit, 0.0 if is_sum else sums.total
+        unit, total, *others = _vectors([*weights, *numbers.values()])
+        added = {name: tf.reduce_sum(vector) for name, vector in zip(numbers, others)}
+        flags = {name: added[name] != 0 for name in _FLAGS}
+        counts = {name: tf.cast(added[name], tf.int32) for name in _COUNTS}
         shares = tf.math.divide_no_nan(unit, tf.reduce_max(unit))
         squares = sums.squares
         if squares:
@@ -156,15 +153,11 @@ class Replicas:
             # In this replica's unit, of gradients of a loss that was not divided.
             in_own = tf.math.divide_no_nan(tf.reduce_max(unit), sums.unit) * self.number**2
             totals = [tf.reduce_sum(v * shares) * in_own for v in of_all[::2]]
-            counts = [tf.reduce_sum(v) for v in of_all[1::2]]
-            squares = tuple(Squares(*pair) for pair in zip(totals, counts))
+            squares = tuple(map(Squares, totals, map(tf.reduce_sum, of_all[1::2])))
         return sums._replace(
             total=None if is_sum else _total_of(sums.unit, unit, total),
-            num_counted=tf.cast(tf.reduce_sum(counted), tf.int32),
-            num_skipped=tf.cast(tf.reduce_sum(skipped), tf.int32),
-            has_lost=tf.reduce_any(lost != 0),
-            has_unlike=tf.reduce_any(unlike != 0),
-            num_news=tf.cast(tf.reduce_sum(news), tf.int32),
+            **counts,
+            **flags,
             moments=[Moments.of_stacked(Moments._make(map(_stacked, m))) for m in sums.moments],
             squares=squares,
         )

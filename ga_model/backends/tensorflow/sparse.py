@@ -19,7 +19,7 @@ class Tables:
 
     def rows_of(
         self, gradient: tf.IndexedSlices, name: int, traces: bool, is_for_any_samples: bool
-    ) -> Rows | Positions:
+    ) -> Rows:
         """Return the sparse gradient of a table as the core takes it.
 
         In a trace for any number of samples, rows of a known number are those of positions. In
@@ -39,7 +39,7 @@ def _counts_up(indices: Any) -> bool:
     return number > 1 and bool(tf.reduce_all(indices == tf.range(number, dtype=indices.dtype)))
 
 
-def joined(rows: Sequence[Rows | Positions], unit: Any) -> Rows:
+def joined(rows: Sequence[Rows], unit: Any) -> Rows:
     """Return all rows of a window as one sparse gradient in a unit."""
     factors = shrinkage(tf.stack([part.unit for part in rows]), unit)
     factors = tf.unstack(_numbers.like(rows[0].values, factors))

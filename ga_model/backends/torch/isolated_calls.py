@@ -19,7 +19,7 @@ from ga_model.base._internals_torch import function_of
 from ga_model.core.call_types import IsolatedCall
 from ga_model.core.proof import calls
 from ga_model.core.proof.calls import NotByRowsError
-from ga_model.core.proof.draws import Draws
+from ga_model.core.proof.noted import Draws
 
 _LIBRARIES = ("torch.", "ga_model.")
 

@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ga_model.backends.torch.state import preserving_random_state, seed_random
 from ga_model.base._context import is_unnoted
 from ga_model.base._internals_torch import PRIVATE_DRAWS, READS_NUMBER, is_in_derivative, name_of
-from ga_model.core.proof.draws import Draws
-from ga_model.core.proof.noted import Noted
+from ga_model.core.proof.noted import Draws, Noted
 
 # Operations, and the places of arguments that they divide by, or that bound a divisor, as in
 # `x / maximum(n, 1)`.

@@ -27,9 +27,6 @@ class Judge:
         runner: what has run them.
         tried: the windows, with the same samples.
         assumed: what microbatches were weighed by so far, or None.
-
-    Attributes:
-        runner: as it is passed.
     """
 
     def __init__(
@@ -105,7 +102,8 @@ class Judge:
             scalars=scalars,
             watched=tuple(self._watched(weighing)),
             written=tuple(sorted(self.runner.written)),
-            has_seen_zero=self._has_zero(weighing),
+            has_seen_zero=weighing.is_divisor
+            and 0 in (_weight(weighing, o) for o in self._outcomes),
             is_tried=True,
             fitting=tuple(exact),
         )
@@ -127,9 +125,6 @@ class Judge:
                 for window in self._windows
             )
         )
-
-    def _has_zero(self, weighing: Weighing) -> bool:
-        return weighing.is_divisor and not all(_weight(weighing, o) for o in self._outcomes)
 
     def _watched(self, weighing: Weighing) -> Iterator[Watched]:
         """Yield the scalars that were the same in all outcomes, or went with their weight."""

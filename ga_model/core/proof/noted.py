@@ -1,13 +1,42 @@
-"""Notes the scalars that code divides by while it runs."""
+"""Random numbers in a trial, and notes of the scalars that code divides by while it runs."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
-from ga_model.core.proof.draws import Draws
+
+class Draws:
+    """Gives each sample the same random numbers, at once with others and in a part of them.
+
+    What is drawn once per batch is different in each part, or it would look exact.
+
+    Args:
+        rows: samples of the part that runs.
+        total: samples of the trial.
+        begin: scalar, where the part begins among them.
+        run: scalar, a number for the part.
+    """
+
+    def __init__(self, rows: int, total: int, begin: Any, run: Any) -> None:
+        self.rows = rows
+        self.total = total
+        self.begin = begin
+        self.run = run
+        self._num_draws = 0
+
+    def next_seed(self) -> int:
+        """Return the seed of the next draw, the same one in each part."""
+        self._num_draws += 1
+        return self._num_draws
+
+    def kind_of(self, shape: tuple[int, ...]) -> Literal["by sample", "alike", "by batch"]:
+        """Return whether draws of a shape are one or several per sample, or per batch."""
+        if shape and shape[0] == self.rows:
+            return "by sample"
+        return "alike" if shape and shape[0] and shape[0] % self.rows == 0 else "by batch"
 
 
 class Noted:
@@ -17,8 +46,9 @@ class Noted:
         draws: what random numbers are drawn by, or None: as always.
 
     Attributes:
-        scalars: those that were divided by, bounded or decided by, by names. These have the place
-            in the code, numbered in their order, and how often it was passed before.
+        scalars: those that were divided by, bounded or decided by, by names, which are the same for
+            other numbers of samples. These have the place in the code, numbered in their order, and
+            how often it was passed before.
         of_shapes: names of those that follow from shapes alone, if known.
         dtypes: names of the dtypes that were computed in, if known.
     """

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -15,13 +14,13 @@ from keras import ops
 from ga_model.base import _numbers
 from ga_model.base._identity import is_in, unique
 from ga_model.base._internals import copy_of, counter_of, ids_of_seeds, layers_in
-from ga_model.base._method_patch import MethodPatch
+from ga_model.base._method_patch import without_training
 from ga_model.core.backend import Backend
 from ga_model.core.backend_types import GROUPS
 from ga_model.core.batch import part_of
 from ga_model.core.losses import Kinds, Position
 from ga_model.core.of_user import parts_of
-from ga_model.core.proof.draws import Draws
+from ga_model.core.proof.noted import Draws
 from ga_model.core.proof.weighing import Seen
 from ga_model.core.proof.windows import MOVES_BY, Outcome
 from ga_model.core.recorder import record
@@ -31,16 +30,32 @@ from ga_model.core.weights import FullBatch
 _ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8}  # of one operation
 
 
+class Step(NamedTuple):
+    """The `train_step` of a model, and the windows that it is to be tried for.
+
+    Attributes:
+        model: the model.
+        backend: what it runs on.
+        is_own: whether the step is the user's own.
+        is_split: whether a window is one batch that is split, of which the weights of all terms are
+            known.
+        is_one: whether a window is one microbatch, so that updates at its end may differ only.
+    """
+
+    model: Any
+    backend: Backend
+    is_own: bool
+    is_split: bool
+    is_one: bool = False
+
+
 class StepRunner:
     """Runs the `train_step` of a model.
 
     Args:
-        model: the model.
-        backend: what it runs on.
         data: the samples of the trial, a nest of arrays.
         is_folded: whether the step is Keras's, in which the weight of a part is folded into its
             loss.
-        is_split: whether the window is one batch, of which the weights of all terms are known.
         kinds: what losses of the user's own are.
         put_back: restores the state that is in no variable.
 
@@ -57,25 +72,17 @@ class StepRunner:
         has_own_loss: whether the loss, or a part of it, is the user's own.
         is_folded: as it is passed, or set later.
         is_plain: whether gradients do not depend on that, after a run.
-        put_back: as it is passed.
         written: paths of the variables that the step has written to.
+        of_shapes: names of scalars that follow from shapes alone, and say no more than these.
     """
 
     def __init__(
-        self,
-        model: Any,
-        backend: Backend,
-        data: Any,
-        is_folded: bool,
-        is_split: bool,
-        kinds: Kinds,
-        put_back: Callable[[], None],
+        self, step: Step, data: Any, is_folded: bool, kinds: Kinds, put_back: Callable[[], None]
     ) -> None:
-        self._model = model
-        self._backend = backend
+        model, backend = self._model, self._backend = step[:2]
         self._data = data
         self._runs = itertools.count(1)
-        self._is_split = is_split
+        self._is_split = step.is_split
         self._kinds = kinds
         self.put_back = put_back
         self.is_folded, self.is_plain = is_folded, True
@@ -110,22 +117,15 @@ class StepRunner:
         self._static: dict[tuple[int, int], tuple[list[tuple[list[int], int]], list[bool], bool]]
         self._static = {}
         self.epsilon = float(np.finfo("float32").eps)
-        self._dtypes = {layer.compute_dtype for layer in layers_in(model)}
-        backend.noted_dtypes.clear()
-        backend.noted_of_shapes.clear()
+        self._dtypes = {layer.compute_dtype for layer in layers_in(model)}  # and of what has run
+        self.of_shapes: set[str] = set()
         read = backend.compiled(("trial", "values"), self._values, GROUPS)
         self.start = [ops.convert_to_numpy(value) for value in read()]
 
     @property
     def rounding(self) -> float:
         """The rounding of one operation in the precision of the model, as far as it has run."""
-        dtypes = self._dtypes | self._backend.noted_dtypes
-        return max([self.epsilon, *(_ROUNDING[d] for d in dtypes if d in _ROUNDING)])
-
-    @property
-    def of_shapes(self) -> set[str]:
-        """The names of scalars that follow from shapes alone, and say no more than these."""
-        return self._backend.noted_of_shapes
+        return max([self.epsilon, *(_ROUNDING[d] for d in self._dtypes if d in _ROUNDING)])
 
     def _values(self) -> list[Any]:
         return [copy_of(variable) for variable in self._variables]
@@ -155,12 +155,9 @@ class StepRunner:
         if not self._backend.traces:  # losses may write to what they get
             data = self._backend.copied(data)
         data = self._backend.as_traced(data)  # as in training
-        found = keras.tree.map_structure(
+        (rates, numbers, logs, of_loss), scalars, found = keras.tree.map_structure(
             lambda x: None if x is None else ops.convert_to_numpy(x),
             run(values, data, totals, *place),
-        )
-        after, scalars, gradients, rates, numbers, logs, of_loss, terms, compiled, added, others = (
-            found
         )
         applied, are_known, is_said = self._static[rows, total]
         seen = Seen(rows, scalars, of_loss if is_said else None)
@@ -170,19 +167,14 @@ class StepRunner:
             logs, seen = {}, Seen(rows, scalars, of_loss)
         rates = [float(rate) for rate in rates] or [0.0] * len(applied)
         return Outcome(
-            gradients,
-            [place for places, _ in applied for place in places],
-            [rate for (places, _), rate in zip(applied, rates) for _ in places],
-            [counter for (_, counter), rate in zip(applied, rates) if rate],
-            after,
-            numbers,
-            logs,
-            seen,
-            compiled,
-            added,
-            others,
-            terms,
-            unfolded,
+            places=[place for places, _ in applied for place in places],
+            rates=[rate for (places, _), rate in zip(applied, rates) for _ in places],
+            counters=[counter for (_, counter), rate in zip(applied, rates) if rate],
+            numbers=numbers,
+            logs=logs,
+            seen=seen,
+            unfolded=unfolded,
+            **found,
         )
 
     def _run(
@@ -195,21 +187,25 @@ class StepRunner:
         moves_by: Any,
         begin: Any,
         number: Any,
-    ) -> tuple[Any, ...]:
+    ) -> tuple[Any, dict[str, Any], dict[str, Any]]:
         for variable, value in zip(self._variables, values):
             variable.assign(value)
         step = functools.partial(self._step, rows, total)
         draws = Draws(rows, total, begin, number)
-        found, scalars = self._backend.noting(step, (data, totals, moves_by, begin), draws)
-        return (self._values(), scalars, *found)
+        arguments = data, totals, moves_by, begin
+        (weighed, found), noted = self._backend.noting(step, arguments, draws)
+        self._dtypes |= noted.dtypes
+        self.of_shapes |= noted.of_shapes
+        return weighed, noted.scalars, {**found, "values": self._values()}
 
     def _step(
         self, rows: int, total: int, data: Any, totals: list[Any], moves_by: Any, begin: Any
-    ) -> tuple[Any, ...]:
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return numbers that an outcome is computed from, and entries of it."""
         model, backend = self._model, self._backend
         is_part, whole = rows < total, None
         if is_part and self._is_split:
-            whole = FullBatch(lambda: _numbers.float64(total), True, lambda: totals)
+            whole = FullBatch(_numbers.float64(total), True, lambda: totals)
         zero, parts = _numbers.float64(0.0), _numbers.float64(3.0 if is_part else 1.0)
         # The unit is the weight, so gradients are those of the loss.
         position = Position(1.0, parts, 1.0, begin == 0, zero, whole)
@@ -217,7 +213,7 @@ class StepRunner:
         options = {"is_own": not self.is_folded, "moves_by": moves_by, "waits": is_part}
         with (
             model._accumulation.holding_back(),
-            averaging(layers_in(model)),
+            without_training.of(filter(is_known, layers_in(model))),  # others may do anything
             record(model, data, position, backend, kinds=self._kinds, **options) as recording,
         ):
             logs, written = backend.run_step(data)
@@ -241,40 +237,21 @@ class StepRunner:
         self._static[rows, total] = of_applied, are_known, recording.says_weight
         self.is_plain = self.is_plain and losses.terms().is_plain and not self.scales
         self.metrics = [update.metric.name for update, _ in recording.updates()]
-        terms = [0.0 if term.weight is None else term.weight for term in losses.compiled_terms()]
+        terms = [0.0 if term.weight is None else term.weight for term in losses.compiled]
         of_loss = losses.terms().weight
-        found = (
-            recording.gradients,
-            recording.rates,
-            recording.numbers(),
-            recording.split_logs(logs)[0],
-            None if of_loss is None else _numbers.float64(of_loss),
-            [_numbers.float64(weight) for weight in terms],
-            dict(losses.values),
-            [_numbers.float64(value) for value in losses.added],
-            {
+        of_loss = None if of_loss is None else _numbers.float64(of_loss)
+        own = recording.split_logs(logs)[0]
+        found = {
+            "gradients": recording.gradients,
+            "terms": [_numbers.float64(weight) for weight in terms],
+            "compiled": dict(losses.values),
+            "added": [_numbers.float64(value) for value in losses.added],
+            "at_updates": {
                 self._places[id(v)]: value
                 for v, value in recording.at_updates
                 if id(v) in self._places and not is_in(v, counters)
             },
-        )
+        }
+        weighed = recording.rates, recording.numbers(), own, of_loss
         recording.release()
-        return found
-
-
-def averaging(layers: Iterable[Any]) -> AbstractContextManager[None]:
-    """Return a context in which BatchNormalization layers normalize by their running averages.
-
-    Others that are derived from it may do anything.
-    """
-    return _averaging.of(layer for layer in layers if is_known(layer))
-
-
-def _without_training(_: Any, call: Callable[..., Any]) -> Callable[..., Any]:
-    def averaged(inputs: Any, training: Any = None, **kwargs: Any) -> Any:
-        return call(inputs, training=False, **kwargs)
-
-    return averaged
-
-
-_averaging = MethodPatch("call", _without_training)
+        return weighed, found

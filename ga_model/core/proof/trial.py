@@ -17,7 +17,7 @@ from ga_model.core.backend import Backend
 from ga_model.core.batch import num_rows
 from ga_model.core.losses import Kinds
 from ga_model.core.proof.judge import Judge
-from ga_model.core.proof.runner import StepRunner
+from ga_model.core.proof.runner import Step, StepRunner
 from ga_model.core.proof.samples import samples_for_trial
 from ga_model.core.proof.verdict import Difference, Verdict
 from ga_model.core.proof.weighing import Weighing
@@ -45,44 +45,33 @@ class NothingSeenError(ValueError):
 
 
 def of_step(
-    model: Any,
-    backend: Backend,
-    data: Any,
-    rows: int,
-    is_own: bool,
-    is_split: bool,
-    is_one: bool,
-    assumed: Weighing | None = None,
+    step: Step, data: Any, rows: int, assumed: Weighing | None = None
 ) -> tuple[Verdict, Exception | None]:
     """Try the step of a model on some samples, and leave the model as it was.
 
     Args:
-        model: the model.
-        backend: what it runs on.
         data: a batch, of one replica.
         rows: samples of a microbatch. A step may need multiples of some number of samples, and
             there may be memory for few.
-        is_own: whether the step is the user's own.
-        is_split: whether a window is one batch that is split.
-        is_one: whether a window is one microbatch.
         assumed: what microbatches were weighed by so far that have shown nothing.
 
     Returns:
         What is found, and the error if it cannot be tried.
     """
+    backend = step.backend
 
     def tried(cuts: Cuts) -> tuple[Verdict, Exception | None]:
-        cuts = tuple((sum(sizes),) for sizes in cuts) if is_one else cuts
+        cuts = tuple((sum(sizes),) for sizes in cuts) if step.is_one else cuts
         found: tuple[Verdict, Exception | None]
         try:
             for samples in samples_for_trial(data, sum(cuts[0])):
-                found = _of_samples(model, backend, samples, cuts, is_own, is_split, assumed)
+                found = _of_samples(step, samples, cuts, assumed)
                 if found[1] is None:
                     break
         except CannotAccumulateError:
             raise
         except Exception as error:  # as there are too few samples, or others of each array
-            return assumed_of(is_own), error
+            return assumed_of(step.is_own), error
         return found
 
     verdict, error = tried(cuts := _cuts(backend, min(rows, int(num_rows(data)))))
@@ -103,29 +92,14 @@ def of_step(
     return verdict, error
 
 
-def still_holds(
-    model: Any,
-    backend: Backend,
-    data: Any,
-    known: Verdict,
-    is_own: bool,
-    is_split: bool,
-    is_one: bool,
-) -> bool:
-    """Try one window of a step that was tried before, and return whether all is as it was.
-
-    Args:
-        model, backend, data, is_own, is_split, is_one: as `of_step` takes them.
-        known: what was found of the step.
-    """
-    cuts: Cuts = ((7,),) if is_one else ((4, 3),)
-    with _trying(model, backend) as put_back:
+def still_holds(step: Step, data: Any, known: Verdict) -> bool:
+    """Try one window of a step that was tried before, and return whether all is as it was found."""
+    cuts: Cuts = ((7,),) if step.is_one else ((4, 3),)
+    with _trying(step) as put_back:
         try:
             *_, samples = samples_for_trial(data, sum(cuts[0]))
-            runner = StepRunner(
-                model, backend, samples, not is_own, is_split, known.kinds, put_back
-            )
-            with forgetting_losses(model):
+            runner = StepRunner(step, samples, not step.is_own, known.kinds, put_back)
+            with forgetting_losses(step.model):
                 tried = list(windows(runner, cuts, is_brief=True))
             is_known = not tried or not tried[0].is_moved or Judge(runner, tried).agrees(known)
         except Exception:  # what cannot be tried with so many samples, as before
@@ -133,13 +107,10 @@ def still_holds(
         return is_known and runner.written <= set(known.written)
 
 
-def of_microbatches(
-    model: Any, backend: Backend, held: Sequence[Any], is_own: bool, is_split: bool
-) -> tuple[Verdict, Exception | None]:
+def of_microbatches(step: Step, held: Sequence[Any]) -> tuple[Verdict, Exception | None]:
     """Try a step on samples of several microbatches. The first has shown something new.
 
     Args:
-        model, backend, is_own, is_split: as `of_step` takes them.
         held: of each microbatch its first samples, or all. Those of other shapes or names than
             the first ones are left out.
     """
@@ -149,7 +120,7 @@ def of_microbatches(
     cuts: Cuts = ((first, first, others),) if others else ((first, first),)
     if others > 1:
         cuts = (first, first, others - 1, 1), (first, first, *[1] * others)
-    return _of_samples(model, backend, data, cuts, is_own, is_split)
+    return _of_samples(step, data, cuts)
 
 
 def _shapes(data: Any) -> Any:
@@ -164,38 +135,32 @@ def _joined(*leaves: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _trying(model: Any, backend: Backend) -> Iterator[Callable[[], None]]:
+def _trying(step: Step) -> Iterator[Callable[[], None]]:
     """Return a context in which the step of a model may be tried.
 
     It gives a function that lets all be as it was that is in no variable.
     """
-    state = backend.state()
-    watch_attributes(model)
+    state = step.backend.state()
+    watch_attributes(step.model)
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
         try:
             yield state.put_back
         finally:
             state.put_back()
-            backend.forget("trial")
+            step.backend.forget("trial")
 
 
 def _of_samples(
-    model: Any,
-    backend: Backend,
-    samples: Any,
-    cuts: Cuts,
-    is_own: bool,
-    is_split: bool,
-    assumed: Weighing | None = None,
+    step: Step, samples: Any, cuts: Cuts, assumed: Weighing | None = None
 ) -> tuple[Verdict, Exception | None]:
     """Try the step of a model on these samples."""
-    kinds, is_folded = Kinds(), not is_own
-    with _trying(model, backend) as put_back:
+    kinds, is_folded = Kinds(), not step.is_own
+    with _trying(step) as put_back:
         try:
             for _ in range(4):
-                runner = StepRunner(model, backend, samples, is_folded, is_split, kinds, put_back)
-                with forgetting_losses(model):
+                runner = StepRunner(step, samples, is_folded, kinds, put_back)
+                with forgetting_losses(step.model):
                     coming = windows(runner, cuts)
                     first = list(itertools.islice(coming, 2))
                     judge, instead = _judged(runner, first, assumed, kinds)
@@ -206,14 +171,14 @@ def _of_samples(
                 if instead is None:
                     break
                 kinds, is_folded = instead
-                backend.forget("trial")
+                step.backend.forget("trial")
         except CannotAccumulateError:
             raise
         except Exception as error:  # whatever code of the user's raises on other samples
-            return assumed_of(is_own, kinds), error
+            return assumed_of(step.is_own, kinds), error
         if not judge.is_moved:
-            return assumed_of(is_own, kinds), NothingSeenError()
-    if runner.has_mismatch and not is_split:  # which is told of where weights are combined
+            return assumed_of(step.is_own, kinds), NothingSeenError()
+    if runner.has_mismatch and not step.is_split:  # which is told of where weights are combined
         verdict = verdict._replace(weighing=Weighing("loss"), differences=(), is_folded=True)
     return verdict, None
 
