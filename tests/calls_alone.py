@@ -3,7 +3,7 @@
 import importlib
 
 import keras
-from helpers import sequential
+from helpers import Applies, sequential
 from keras import layers, ops
 
 from ga_model.core.layer_calls import LayerCall
@@ -32,12 +32,8 @@ def tried(layer, *inputs, known=None):
     return call.analyze(True), call.kinds
 
 
-class Own(layers.Layer):
+class Own(Applies):
     """Computes by a function of itself and its input."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
 
     def build(self, shape):
         self.weight = self.add_weight(shape=(4,), initializer="zeros")

@@ -41,47 +41,42 @@ def mean_and_sum(y, z):
     return mean_error(y, z) + number_above(y, z)
 
 
-class MeanOfDice(keras.metrics.Metric):
-    def __init__(self):
-        super().__init__(name="mean_of_dice")
-        self.sum = self.add_weight(initializer="zeros", name="sum")
-        self.number = self.add_weight(initializer="zeros", name="number")
+class Own(keras.metrics.Metric):
+    """Keeps numbers of some shapes, which a function of targets and outputs updates."""
+
+    def __init__(self, update, result, *shapes):
+        super().__init__(name="own")
+        self.update, self.result_of = update, result
+        self.kept = [
+            self.add_weight(shape, "zeros", name=f"kept_{i}") for i, shape in enumerate(shapes)
+        ]
 
     def update_state(self, y, z, sample_weight=None):
-        self.sum.assign_add(dice(y, z))
-        self.number.assign_add(1.0)
+        self.update(y, z, *self.kept)
 
     def result(self):
-        return self.sum / self.number
+        return self.result_of(*self.kept)
 
 
-class Confusion(keras.metrics.Metric):
-    """Counts in a way that puts samples together."""
-
-    def __init__(self):
-        super().__init__(name="confusion")
-        self.matrix = self.add_weight(shape=(2, 2), initializer="zeros", name="matrix")
-
-    def update_state(self, y, z, sample_weight=None):
-        rows = ops.one_hot(ops.argmax(y, -1), 2), ops.one_hot(ops.argmax(z, -1), 2)
-        self.matrix.assign_add(ops.matmul(ops.transpose(rows[0]), rows[1]))
-
-    def result(self):
-        return ops.trace(self.matrix)
+def dice_of_batches(y, z, total, number):
+    total.assign_add(dice(y, z))
+    number.assign_add(1.0)
 
 
-class Largest(keras.metrics.Metric):
-    """A maximum, which adds up to nothing, and is that of all batches."""
+def confusion(y, z, matrix):
+    """Count in a way that puts samples together."""
+    rows = ops.one_hot(ops.argmax(y, -1), 2), ops.one_hot(ops.argmax(z, -1), 2)
+    matrix.assign_add(ops.matmul(ops.transpose(rows[0]), rows[1]))
 
-    def __init__(self):
-        super().__init__(name="largest")
-        self.most = self.add_weight(initializer="zeros", name="most")
 
-    def update_state(self, y, z, sample_weight=None):
-        self.most.assign(ops.maximum(self.most, ops.max(ops.abs(y - z))))
+def largest(y, z, most):
+    """Keep a maximum, which adds up to nothing, and is that of all batches."""
+    most.assign(ops.maximum(most, ops.max(ops.abs(y - z))))
 
-    def result(self):
-        return ops.convert_to_tensor(self.most)
+
+def decaying(y, z, total):
+    """Forget, by batches."""
+    total.assign(0.9 * total + ops.sum(z))
 
 
 class TracksItsInputs(layers.Layer):
@@ -94,14 +89,6 @@ class TracksItsInputs(layers.Layer):
         for tracker in self.trackers:
             tracker.update_state(self.function(ops.mean(ops.square(x))))
         return x
-
-
-class Decays(MeanOfDice):
-    """Forgets, by batches."""
-
-    def update_state(self, y, z, sample_weight=None):
-        self.sum.assign(0.9 * self.sum + ops.sum(z))
-        self.number.assign(1.0)
 
 
 def share_above(y, z):
@@ -124,17 +111,17 @@ OF_SAMPLES = {
     "a share": lambda: share_above,
     "a loss that compares": keras.losses.Dice,
     "a function that compares": lambda: keras.losses.dice,
-    "a matrix": Confusion,
-    "the largest": Largest,
+    "a matrix": lambda: Own(confusion, ops.trace, (2, 2)),
+    "the largest": lambda: Own(largest, ops.convert_to_tensor, ()),
     "a loss of Keras": keras.losses.MeanSquaredError,
     "of Keras": lambda: keras.metrics.R2Score(name="r2"),
 }
 OF_BATCHES = {
-    "a mean of batches": MeanOfDice,
+    "a mean of batches": lambda: Own(dice_of_batches, ops.divide, (), ()),
     "matches": lambda: matches,
     "a mean and a number": lambda: mean_and_sum,
     "a root": lambda: root_error,
-    "a decaying sum": Decays,
+    "a decaying sum": lambda: Own(decaying, ops.convert_to_tensor, ()),
 }
 
 

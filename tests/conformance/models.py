@@ -589,14 +589,15 @@ class Named(keras.Model):
 
 
 class Draws(layers.Layer):
-    """Draws random numbers that change nothing."""
+    """Draws random numbers, which change nothing without a factor."""
 
-    def __init__(self):
+    def __init__(self, factor=0.0):
         super().__init__()
-        self.seeds = keras.random.SeedGenerator(3)
+        self.factor, self.seeds = factor, keras.random.SeedGenerator(3)
 
     def call(self, x):
-        return x + 0 * keras.random.normal(ops.shape(x), dtype=x.dtype, seed=self.seeds)
+        numbers = keras.random.normal(ops.shape(x), dtype=x.dtype, seed=self.seeds)
+        return x + self.factor * numbers
 
 
 def followed_by(*parts):

@@ -297,11 +297,6 @@ def derived(*bases, **methods):
 # Objectives.
 
 
-def weighted_by_target(y, z):
-    weights = ops.square(y[:, 0])
-    return ops.sum(weights * losses.per_sample(y, z)) / ops.sum(weights)
-
-
 def masked_mean_in_float32(y, z):
     """Of float16 gradients those of few entries overflow where those of a full batch do not."""
     return losses.masked_mean(losses.at_least(1e-3))(y, ops.cast(z, "float32"))
@@ -792,7 +787,7 @@ def of_networks(make, **kwargs):
 CASES = {
     "mean": by(losses.mean),
     "sum": by(losses.total, learning_rate=0.005),
-    "weighted by targets": by(weighted_by_target),
+    "weighted by targets": by(losses.weighted_by_target),
     "masked mean": by(losses.masked_mean(losses.at_least(1e-3)), False, 0.02),
     "masked mean with epsilon": by(losses.masked_mean(lambda count: count + 1e-3), False, 0.02),
     "masked mean in float16": by(masked_mean_in_float32, False, 0.02, precision="mixed_float16"),

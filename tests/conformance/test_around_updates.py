@@ -260,29 +260,24 @@ class Notes(keras.callbacks.Callback):
         self.weights.append(self.model.get_weights())
 
 
-def test_a_callback_is_told_of_every_update_before_whatever_else_looks():
-    """And `on_update` is called once for each."""
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("settings", "batches"), [(WINDOWS, (3, 2)), (SPLIT, (1, 1)), ({}, (1, 1))]
+)
+def test_a_callback_is_told_of_every_update_before_whatever_else_looks(settings, batches):
+    """And `on_update` is called once for each. What is seen are the weights of the update."""
     notes, (x, y) = Notes(), dense_data(20)
     model = seeded(lambda: CountsUpdates([keras.Input((4,)), *dense_model().layers]))
-    model.compile(**arguments(), accumulation_steps=3)
-    model.fit(x, y, 4, 2, 0, [notes], validation_data=(x, y))
+    model.compile(**arguments(), **settings)
+    model.fit(x, y, 12 // batches[0], 2, 0, [notes], validation_data=(x, y))
+    expected = []
+    for number, of_window in enumerate(2 * batches, start=1):
+        expected += ["train_batch_end"] * of_window
+        is_full = of_window == batches[0]  # else the epoch's end closes it
+        expected.insert(len(expected) - is_full, number)
+        expected += [] if number % 2 else ["test_begin", "epoch_end"]
+    assert notes.events == expected
     assert float(model.updates) == 4
-    batch, ends = "train_batch_end", ["test_begin", "epoch_end"]
-    assert notes.events == [
-        *(batch, batch, 1, batch, batch, batch, 2, *ends),
-        *(batch, batch, 3, batch, batch, batch, 4, *ends),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("settings", "rows"), [(SPLIT, 12), ({}, 12), ({"accumulation_steps": 2}, 6)]
-)
-def test_what_a_callback_sees_after_an_update_are_the_weights_of_the_full_batch(settings, rows):
-    notes = Notes()
-    model = accumulate(seeded(dense_model), **settings)
-    model.compile(**arguments())
-    model.fit(*dense_data(36), rows, verbose=0, callbacks=notes)
-    assert [event for event in notes.events if isinstance(event, int)] == [1, 2, 3]
     assert_equal(model.get_weights(), notes.weights[-1])
     assert all(np.any(a[0] != b[0]) for a, b in itertools.pairwise(notes.weights))
 

@@ -3,12 +3,24 @@
 What fits is decided by a layer, by the number of rows: on JAX as programs are traced.
 """
 
+import itertools
 import re
 import warnings
 
 import keras
+import numpy as np
 import pytest
-from helpers import assert_close, assert_equal, dense_data, seeded, sequential, told, values_of
+from case import BACKEND
+from helpers import (
+    assert_close,
+    assert_equal,
+    dense_data,
+    seeded,
+    sequential,
+    state_of,
+    told,
+    values_of,
+)
 from keras import layers, ops
 from limited_memory import Memory, limited, out_of_memory
 
@@ -72,30 +84,52 @@ def test_training_is_that_with_the_size_as_a_number(settings):
     assert logs[0] == logs[1]
 
 
-@pytest.mark.gate
-def test_a_batch_that_does_not_fit_is_repeated_in_smaller_microbatches():
-    """It failed after one of its microbatches."""
-    data = dense_data(48)
-    expected = compiled(Memory(), 5)
-    start = expected.get_weights()
-    expected.train_on_batch(*(part[:12] for part in data))
-    expected.microbatch_size = 3
-    fit(expected, tuple(part[12:] for part in data))
-    model = compiled(Memory(5))
-    model.train_on_batch(*(part[:12] for part in data))
-    steps = model._accumulation.steps
-    run, number = steps.microbatch, iter(range(10**6))
+def fails_from_now_on(model, memory, monkeypatch):
+    """Let the second microbatch from now on fail, and as large ones that come after it."""
+    if BACKEND != "jax":
+        memory.drop_in(1, 3)
+        return
+    steps = model._accumulation.steps  # which run programs that know no memory
+    run, number = steps.microbatch, itertools.count()
 
     def microbatch(*args):
         if next(number) == 1:
             raise out_of_memory("less memory than before")
         return run(*args)
 
-    steps.microbatch = microbatch
-    with pytest.warns(UserWarning, match="retried with 3"):
-        fit(model, tuple(part[12:] for part in data))
+    monkeypatch.setattr(steps, "microbatch", microbatch)
+
+
+REPEATED = [{}, {"accumulation_steps": 3}, {"skip_nonfinite": True}]
+if BACKEND != "jax":  # whose programs for full batches run no microbatch
+    REPEATED.append({"accumulation_steps": 2, "loss_over": "batch"})
+if BACKEND == "torch":  # TensorFlow updates in the same graph, and cannot go back
+    REPEATED.append({"loss_over": "batch"})
+
+
+@(pytest.mark.gate_every_case if BACKEND == "torch" else pytest.mark.gate)
+@pytest.mark.parametrize("settings", REPEATED, ids=str)
+def test_a_batch_that_does_not_fit_is_repeated_in_smaller_microbatches(settings, monkeypatch):
+    """It failed after one of its microbatches, in windows of several batches in the last of one."""
+    expected = compiled(Memory(), 5, **settings)
+    model = compiled(memory := Memory(5), **settings)
+
+    class Sizes(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch == 4 and self.model is model:
+                fails_from_now_on(model, memory, monkeypatch)
+            elif batch == 4:
+                expected.microbatch_size = 3
+
+    data, start = dense_data(84), expected.get_weights()
+    expected_logs = fit(expected, data, callbacks=[Sizes()])
+    with pytest.warns(UserWarning, match="no longer fits in memory.*retried with 3"):
+        logs = fit(model, data, callbacks=[Sizes()])
     assert model.microbatch_size == 3
     assert_close(model, expected, start)
+    found = [*state_of(model), *logs.values()]
+    for value, other in zip(found, [*state_of(expected), *expected_logs.values()], strict=True):
+        np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-5)
 
 
 def test_not_even_one_sample_fits():

@@ -11,6 +11,7 @@ from helpers import assert_changed, dense_data, dense_model, scope, seeded, told
 from keras import ops
 from noise import (
     DECAY,
+    FEATURES,
     SETTINGS,
     compiled_for_weights,
     fit,
@@ -21,7 +22,7 @@ from noise import (
     weighted_data,
     windows_of,
 )
-from own_train_steps import Differentiates
+from own_train_steps import GANOfOneState
 
 from ga_model import AccumulatingModel, GradientNoiseScale, accumulate
 
@@ -143,32 +144,23 @@ def test_weights_are_those_of_training_without_it(name):
         np.testing.assert_allclose(with_it, without, rtol=1e-5, atol=1e-6)
 
 
-class OfTwo(AccumulatingModel, Differentiates):
-    """Each network has an optimizer; the second one's loss is three times the first one's."""
+class OfTwo(AccumulatingModel, GANOfOneState):
+    """The second network's loss is three times the first one's."""
 
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = (keras.layers.Dense(1, use_bias=False) for _ in range(2))
-        self.first_optimizer, self.second_optimizer = (keras.optimizers.SGD(0.1) for _ in range(2))
+    def make(self):
+        inputs, head = keras.Input((FEATURES,)), keras.layers.Dense
+        self.discriminator, self.generator = (
+            keras.Sequential([inputs, head(1, use_bias=False)]) for _ in range(2)
+        )
 
-    def build(self, shape):
-        self.first.build(shape)
-        self.second.build(shape)
+    def loss_of_discriminator(self, x, y):
+        return ops.mean(self.discriminator(x))
 
-    def call(self, inputs):
-        return self.first(inputs)
+    def loss_of_generator(self, x, y):
+        return 3.0 * ops.mean(self.generator(x))
 
     def microbatch_weight(self, x, y=None, sample_weight=None):
         return ops.shape(x)[0]
-
-    def step(self, x, y):
-        first, second = self.first.trainable_variables, self.second.trainable_variables
-        loss, of_first = self.gradients(lambda: ops.mean(self.first(x)), first)
-        of_first = [ops.copy(gradient) for gradient in of_first]
-        _, of_second = self.gradients(lambda: 3.0 * ops.mean(self.second(x)), second)
-        self.update(of_first, first, self.first_optimizer)
-        self.update(of_second, second, self.second_optimizer)
-        return {"first": loss}
 
 
 @pytest.mark.gate
@@ -176,13 +168,14 @@ class OfTwo(AccumulatingModel, Differentiates):
 @every_setting
 def test_several_optimizers_each_have_their_own(name, capsys):
     (x, _, _), model = normal_rows(64), OfTwo()
-    model.compile(**SETTINGS[name], loss_over="microbatch")
+    sgd = [keras.optimizers.SGD(0.1) for _ in range(2)]
+    model.compile(sgd, **SETTINGS[name], loss_over="microbatch")
     noise, alone = GradientNoiseScale(verbose=True), GradientNoiseScale()
     history = fit(model, x, noise)
     fit(linear_model(settings=SETTINGS[name]), x, alone)
     expected = np.array([alone.trace_of_covariance, alone.squared_gradient_norm])
     scales = noise.noise_scales
-    assert list(scales) == ["first_optimizer", "second_optimizer"]
+    assert list(scales) == ["d_optimizer", "g_optimizer"]
     for number, (key, scale) in zip((1, 9), scales.items(), strict=True):
         np.testing.assert_allclose(scale.averages[:2], number * expected, rtol=1e-5)
         assert history[f"gradient_noise_scale_{key}"] == [scale.noise_scale]

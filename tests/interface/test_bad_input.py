@@ -382,7 +382,7 @@ def compiles_in_half_precision(_):
 # The table.
 
 V = [tf.Variable([1.0, 2.0]), tf.Variable([3.0])]
-ONE, TWO, THREE = tf.ones(1), tf.ones(2), tf.ones(3)
+ONE, TWO = tf.ones(1), tf.ones(2)
 SIDE = "must come before the Keras model class.* Received: class Wrong"
 NO_KERAS_MODEL = r"Received: class Wrong, which is not a subclass of `keras\.Model`"
 NO_MODEL = "takes a Keras model. Received: model="

@@ -4,12 +4,14 @@ Every fault happens to plain Keras, too, which shows what the user would see wit
 """
 
 import functools
+import json
+import os
 import signal
 import tempfile
 from pathlib import Path
 
+import h5py
 import keras
-import killed_run
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -23,7 +25,6 @@ from helpers import (
     assert_equal,
     dense_data,
     dense_model,
-    in_the_sweep,
     parts_of,
     relative_difference,
     seeded,
@@ -292,37 +293,75 @@ def test_training_that_is_stopped_inside_a_window_closes_it(way, models):
     assert_goes_on(model, reference, rows)
 
 
-def fit_in_own_process(folder, *args):
-    return in_own_process("The run", killed_run.train, folder, *args)
+class DeadlyBackup(keras.callbacks.BackupAndRestore):
+    """Kills the process with SIGKILL where it is told to.
+
+    Args:
+        moment: an epoch, and what to do in it: the second "batch", or "saving" the weights without
+            the number of the epoch; or None.
+    """
+
+    def __init__(self, folder, moment):
+        super().__init__(folder / "backup", double_checkpoint=True, delete_checkpoint=False)
+        self._moment, self._epoch = moment, None
+
+    def on_epoch_begin(self, epoch, logs=None):
+        super().on_epoch_begin(epoch, logs)
+        self._epoch = epoch
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if (self._epoch, "batch") == self._moment and batch == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def _save_model(self):
+        if (self._epoch, "saving") == self._moment:
+            self.model.save_weights(self._weights_path, overwrite=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        super()._save_model()
+
+
+def run(settings, rows, *callbacks):
+    """Return a model that was trained, for five epochs of a partial and ragged window each."""
+    model, (x, y) = compiled(dense_model, "mse", **settings), dense_data(40)
+    fit(model, epochs=5, x=x, y=y, batch_size=rows, callbacks=list(callbacks))
+    return model
+
+
+def run_with_a_backup(folder, *args, moment=None):
+    """Train from the backup in a folder on, and return the weights, and the epochs."""
+    signal.alarm(240)  # seconds within which it has to end
+    set_dtype("float64")
+    model = run(*args, DeadlyBackup(folder, moment))
+    return model.get_weights(), model.history.epoch
+
+
+def mend(backup):
+    """Make the epoch of a backup that of its weights, which the optimizer's iterations tell."""
+    with h5py.File(backup / "latest.weights.h5") as file:
+        updates = int(file["optimizer/vars/0"][()])
+    epoch = {"epoch": updates // 4, "batch": 0}  # of 40 rows, 12 for each
+    (backup / "training_metadata.json").write_text(json.dumps(epoch))
 
 
 @pytest.mark.gate
-@pytest.mark.parametrize(
-    ("way", "kills"),
-    [("accumulation_steps", 2), in_the_sweep("microbatch_size", 5), in_the_sweep("both", 5)],
-)
-def test_a_run_that_is_killed_and_started_again_ends_as_one_that_was_not(way, kills, tmp_path):
-    """Kills at random moments, the first of them around the writing of a backup."""
-    settings, rows = WAYS[way]
-    epochs = 3 * kills + 10  # more than are trained before the last kill
-    random = np.random.default_rng(kills)
-    events = tmp_path / "events"
-    for kill in range(kills):
-        event, most = ("batch", 24) if kill % 2 else ("saving", 3)
-        moment = event, random.integers(2, most, endpoint=True)
-        arguments = settings, rows, epochs, moment, random.uniform(0.0, 0.003)
-        with pytest.raises(ProcessError) as error:
-            fit_in_own_process(tmp_path, *arguments)
-        assert error.value.exit_code == -signal.SIGKILL, error.value
-        events.write_text(events.read_text() + "killed\n")
-        epoch = killed_run.mend(tmp_path / "backup")
-    weights = fit_in_own_process(tmp_path, settings, rows, epochs)
+@every_way
+def test_a_run_that_is_killed_and_started_again_ends_as_one_that_was_not(way, tmp_path):
+    """In a window, and when the weights of a backup are written, and the number of epochs not."""
 
-    *_, last_run = events.read_text().split("killed")
-    assert epoch == epochs - last_run.count("batch") // -(-40 // rows)
-    assert_equal(weights, killed_run.fit(settings, rows, epochs).get_weights())
-    reference = killed_run.fit({}, BIG, epochs)  # plain Keras, on whole windows
-    start = killed_run.compiled({}).get_weights()
+    def in_a_process(**kwargs):
+        train = functools.partial(run_with_a_backup, tmp_path, *WAYS[way], **kwargs)
+        return in_own_process("The run", train)
+
+    for moment in ((1, "batch"), (2, "saving")):
+        with pytest.raises(ProcessError) as error:
+            in_a_process(moment=moment)
+        assert error.value.exit_code == -signal.SIGKILL, error.value
+    mend(tmp_path / "backup")
+    weights, epochs = in_a_process()
+    assert epochs == [3, 4]
+    assert_equal(weights, run(*WAYS[way]).get_weights())
+    reference = run({}, BIG)  # plain Keras, on whole windows
+    start = compiled(dense_model, "mse").get_weights()
     assert relative_difference(weights, reference.get_weights(), start) <= TOLERANCE["float64"]
 
 

@@ -2,12 +2,11 @@
 
 import concurrent.futures
 import multiprocessing
-import os
-import pickle
 import threading
 
 import keras
 import pytest
+from conftest import set_dtype
 from helpers import TOLERANCE, dense_data, dense_model, relative_difference, run_python, seeded
 
 from ga_model import accumulate
@@ -80,46 +79,33 @@ def test_a_model_inside_another_trains_by_the_outer_ones_settings(inner, outer, 
     assert difference([model, part], [reference, other], starts) <= TOLERANCE[float64]
 
 
-def train_alone(settings, pickled=None):
-    """Train in a process of its own, and return how far from plain Keras it ends.
-
-    Args:
-        pickled: a model, which is the plain one.
-    """
-    keras.config.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")
+def train_alone(settings):
+    """Train in a process of its own, and return how far from plain Keras it ends."""
+    set_dtype("float64")
     model, reference = (compiled(seeded(dense_model)) for _ in range(2))
-    model = accumulate(model if pickled is None else pickle.loads(pickled), **settings)
+    accumulate(model, **settings)
     start = model.get_weights()
     fit(model, dense_data(ROWS), settings)
     fit(reference, dense_data(ROWS))
     return difference([model], [reference], [start])
 
 
-def difference_in_a_process(method, *args):
+def difference_in_a_process(method):
     with multiprocessing.get_context(method).Pool(1) as pool:
-        return pool.apply_async(train_alone, args).get(SECONDS)
+        return pool.apply_async(train_alone, SETTINGS[:1]).get(SECONDS)
 
 
-@pytest.mark.sweep
-def test_a_model_trains_in_a_spawned_process(float64):
-    """One that was made here goes there as a pickle, and is wrapped again."""
-    settings = {"microbatch_size": 2}
-    pickled = pickle.dumps(compiled(accumulate(seeded(dense_model), **settings)))
-    assert difference_in_a_process("spawn", settings, pickled) <= TOLERANCE[float64]
-
-
-FORK = """
+SCRIPT = """
 import sys
 sys.path[:0] = "tests", "tests/interface"
 import test_side_by_side as tests
-difference = tests.difference_in_a_process("fork", {"accumulation_steps": 3})
+difference = tests.difference_in_a_process({method!r})
 assert difference <= tests.TOLERANCE["float64"], difference
 """
 
 
 @pytest.mark.sweep
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform cannot fork")
-def test_a_model_trains_in_a_forked_process():
-    """As long as TensorFlow has not run anything before the fork, which it does not survive."""
-    run_python("-c", FORK)
+@pytest.mark.parametrize("method", multiprocessing.get_all_start_methods())
+def test_a_model_trains_in_a_process_that_another_starts(method):
+    """As long as TensorFlow has not run anything before a fork, which it does not survive."""
+    run_python("-c", SCRIPT.format(method=method))

@@ -340,7 +340,6 @@ def of_torch(base=Own, rows=12, **settings):
 
 
 WINDOWS = {"rows": 4, "accumulation_steps": 3}
-SPLIT = {"microbatch_size": 5}
 
 
 def test_the_state_of_torch_optim_and_the_last_gradients_are_those_of_plain_training():

@@ -6,12 +6,19 @@ trains on so many devices, too: here is what only several devices have.
 """
 
 import contextlib
+import dataclasses
 import functools
+import re
 
+import helpers
 import keras
+import losses
+import models
 import numpy as np
 import pytest
 import tensorflow as tf
+from case import BUT_LOGS, MSE, SETTINGS, Case, Setting, check, sgd
+from conftest import set_dtype
 from helpers import (
     TOLERANCE,
     Counting,
@@ -21,166 +28,118 @@ from helpers import (
     dense_model,
     metrics_of_replicas_add_up,
     mirrored,
-    num_updates,
     relative_difference,
     seeded,
 )
-from training import assert_equal_logs, difference_of_fits, train_pair
-from zoo import ZOO, LazilyBuilt, float8, masked_data, masked_recurrent
+from own_train_steps import GANOfOneState, of_two
+from training import assert_equal_logs, difference_of_fits, train
+from zoo import LazilyBuilt, float8, masked_data, masked_recurrent
 
 from ga_model import GradientAccumulator, accumulate
-
-STEPS, SIZE, BOTH = {"steps": 3}, {"steps": 1, "size": 3}, {"steps": 2, "size": 2}
-WAYS = {"steps-2": (STEPS, 2), "size-3": (SIZE, 3), "both-2": (BOTH, 2)}  # with the replicas
-
-
-def adam(metrics=None, **kwargs):
-    optimizer = functools.partial(keras.optimizers.Adam, 0.01, **kwargs)
-    return lambda: {"optimizer": optimizer(), "loss": "mse", "metrics": metrics}
-
-
-def sgd(loss="mse", rate=0.1):
-    return lambda: {"optimizer": keras.optimizers.SGD(rate, momentum=0.9), "loss": loss}
 
 
 def compiled(make=dense_model, replicas=1, **settings):
     """Return a model on so many replicas, on one without settings."""
     with mirrored(replicas).scope() if replicas > 1 else contextlib.nullcontext():
         model = accumulate(seeded(make), **settings) if replicas > 1 else seeded(make)
-        model.compile(**adam()())
+        model.compile(keras.optimizers.Adam(0.01), "mse")
     return model
 
 
-def mean(y, y_pred):
-    """Of no rows it is NaN."""
-    return tf.reduce_mean(tf.square(y - y_pred))
+class TwoNetworks(GANOfOneState):
+    """Two networks, each with an optimizer of its own, and a loss of Keras's that looks at both."""
+
+    def call(self, x):
+        return self.generator(x)
+
+    def loss_of_generator(self, x, y):
+        return self.compute_loss(x, y, self(x) + self.discriminator(y))
+
+    loss_of_discriminator = loss_of_generator
 
 
-def masks_that_differ(rows):
-    x, y = masked_data(rows)
-    x[4:8] = 0.0  # a replica whose rows are all masked
-    return x, y, np.random.default_rng(1).uniform(0.1, 3.0, size=(rows, 1))
+def overflowing(rows):
+    x, y = dense_data(rows)
+    y[23] = 1e38  # where the scaled gradient overflows, on one replica
+    return x, y
 
 
-class TwoNetworks(keras.Sequential):
-    """Two networks, each with an optimizer of its own, and a loss that looks at both."""
-
-    def compile(self, first, second, **kwargs):
-        super().compile(**kwargs)
-        self.first_optimizer, self.second_optimizer = first, second
-
-    def train_step(self, data):
-        x, y = data
-        networks = [layer.trainable_variables for layer in self.layers]
-        with tf.GradientTape() as tape:
-            loss = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
-        first, second = tape.gradient(loss, networks)
-        self.first_optimizer.apply(first, networks[0])
-        self.second_optimizer.apply(second, networks[1])
-        return {"loss": loss}
+def loss_scale():
+    momentum = keras.optimizers.SGD(0.1, momentum=0.9)
+    optimizer = keras.optimizers.LossScaleOptimizer(momentum, dynamic_growth_steps=2)
+    return {"optimizer": optimizer, "loss": "mse"}
 
 
-def two_networks():
-    return TwoNetworks(dense_model().layers)
-
-
-def of_two():
-    first = keras.optimizers.Adam(0.01, clipnorm=0.1)
-    return {"first": first, "second": keras.optimizers.SGD(0.1), "loss": "mse"}
-
-
-# Of 29 rows the last batch of 5 is shared out as 3 + 2 or 2 + 2 + 1, in a partial window; of 25 it
-# is one row, and other replicas have none.
-CASES = {
-    "clipped by the norm": (ZOO["regularized"][0], adam(["mae"], clipnorm=0.05), dense_data, 29),
-    "compiled by XLA": (dense_model, lambda: {**adam()(), "jit_compile": True}, dense_data, 25),
-    **{
-        f"masks, {reduction}": (
-            masked_recurrent,
-            lambda reduction=reduction: sgd(keras.losses.MeanSquaredError(reduction), 0.003)(),
-            masks_that_differ,
-            25,
-        )
-        for reduction in ("mean_with_sample_weight", "sum", "sum_over_batch_size")
-    },
-    "a mean of one's own": (dense_model, sgd(mean), dense_data, 25),
-    "several optimizers": (two_networks, of_two, dense_data, 29),
-    # Which plain Keras cannot do.
-    "several batches per execution": (
-        dense_model,
-        lambda: {**adam()(), "steps_per_execution": 2},
-        dense_data,
-        29,
-    ),
+# How windows of 12 samples are made, and the replicas: three share a batch of 4 as 2 + 2 + 0, two
+# the last one of 7 as 4 + 3, in a partial window, or the one of a single sample as 1 + 0.
+WAYS = {
+    "windows": (SETTINGS["windows"], 3),
+    "split": (SETTINGS["split"], 2),
+    "both": (Setting(6, {"accumulation_steps": 2, "microbatch_size": 2}, False), 2),
 }
+SUITE = models.CASES | losses.CASES
+SUITE |= {
+    "compiled by XLA": Case(dense_model, compile=sgd(jit_compile=True)),
+    # Which plain Keras cannot do.
+    "several batches per execution": Case(dense_model, compile=sgd(steps_per_execution=2)),
+    "an overflow": Case(dense_model, overflowing, loss_scale, precision="float32"),
+}
+# A third of the samples weighs nothing, all those of a replica, too.
+NAMES = """clipnorm; compiled by XLA; mean_with_sample_weight, masked, weights: zeros;
+sum, masked, weights: zeros; sum_over_batch_size, masked, weights: zeros; own loss: mean;
+several batches per execution; regularized; an overflow"""
 
 
 def trainings():
     """Return each case in each way: one in every run, of each case one in the gate."""
-    for turn, name in enumerate(CASES):
+    for turn, name in enumerate(re.split(r";\s", NAMES)):
         for place, way in enumerate(WAYS):
             marks = [pytest.mark.gate if place == turn % 3 else pytest.mark.sweep]
-            yield pytest.param(name, way, marks=marks if turn + place else [], id=f"{name}-{way}")
+            yield pytest.param(name, way, marks=marks if turn + place else [])
 
 
 @pytest.mark.every_case
+@pytest.mark.filterwarnings("ignore:invalid value encountered in:RuntimeWarning")
 @pytest.mark.parametrize(("name", "way"), list(trainings()))
-def test_updates_are_those_of_one_device(name, way, float64):
-    make, arguments, data, rows = CASES[name]
-    settings, replicas = WAYS[way]
-    if name == "several optimizers":
-        # Over the batch the step is plain Keras's, where replicas count alike whatever they have.
-        settings = {**settings, "loss_over": "microbatch"}
-    train = functools.partial(
-        train_pair, make, arguments, data(rows), rows=8, replicas=replicas, **settings
-    )
-    if name == "compiled by XLA" and settings is STEPS and not metrics_of_replicas_add_up():
+def test_updates_are_those_of_one_device(name, way, monkeypatch):
+    setting, replicas = WAYS[way]
+    monkeypatch.setattr(helpers, "num_replicas", replicas)
+    monkeypatch.setitem(SETTINGS, way, setting)
+    case, is_right = SUITE[name], metrics_of_replicas_add_up()
+    precision = case.precision or "float64"
+    set_dtype(precision)
+    if name == "compiled by XLA" and way == "windows" and not is_right:
         with pytest.raises(ValueError, match=r"keras>=3\.10, or set `jit_compile=False`"):
-            train()
+            check(case, way, precision)
         return
-    model, reference, start = train()
+    seen = check(dataclasses.replace(case, compares=BUT_LOGS), way, precision)
+    assert seen["logs"] <= 1e-6 or not is_right or name == "an overflow"
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("way", WAYS)
+def test_several_optimizers_make_the_updates_of_one_device(way, float64):
+    """Over the batch the step is plain Keras's, where replicas count alike whatever they have."""
+    ((rows, settings, _), replicas), data = WAYS[way], dense_data(31)
+    trained = functools.partial(train, TwoNetworks, lambda: {**of_two(), "loss": "mse"}, data)
+    reference, start = trained(rows=12)
+    model, _ = trained(rows=rows, replicas=replicas, loss_over="microbatch", **settings)
     assert_close(model, reference, start)
-    if reference.optimizer is not None:
-        assert num_updates(model.optimizer) == num_updates(reference.optimizer)
-    means_alike = "masks" not in name or settings is SIZE
-    if metrics_of_replicas_add_up() and name != "several optimizers" and means_alike:
-        assert_equal_logs(model, reference, rtol=1e-6)
 
 
 @pytest.mark.gate
 def test_control_plain_keras_weighs_replicas_alike(float64):
     """Parts larger than the batch are the way out."""
-    arguments = masked_recurrent, sgd(), masked_data(25)
+    arguments = masked_recurrent, MSE, masked_data(25)
     assert difference_of_fits(*arguments, rows=8, steps=1, replicas=2) > 1e-2
     difference = difference_of_fits(*arguments, rows=8, steps=1, size=8, replicas=2)
     assert difference <= TOLERANCE[float64]
 
 
 @pytest.mark.gate
-@pytest.mark.parametrize("way", WAYS)
-def test_a_loss_scale_optimizer_sees_an_overflow_on_any_replica(way):
-    x, y = dense_data(48)
-    y[23] = 1e38  # on the last replica, where the scaled gradient overflows
-    settings, replicas = WAYS[way]
-
-    def arguments():
-        adam = keras.optimizers.Adam(0.01)
-        optimizer = keras.optimizers.LossScaleOptimizer(adam, dynamic_growth_steps=2)
-        return {"optimizer": optimizer, "loss": "mse"}
-
-    model, reference, start = train_pair(
-        dense_model, arguments, (x, y), rows=8, replicas=replicas, **settings
-    )
-    updates = 2 * 48 // (8 * settings["steps"])  # without the two that overflow
-    assert [num_updates(m.optimizer) for m in (model, reference)] == [updates - 2, updates - 2]
-    scales = [m.optimizer.dynamic_scale.numpy() for m in (model, reference)]
-    assert scales[0] == scales[1]
-    assert_close(model, reference, start)
-
-
-@pytest.mark.gate
 def test_float8_layers_match_the_whole_batch():
-    difference = difference_of_fits(float8, sgd(), dense_data(48), rows=8, replicas=2, **BOTH)
+    settings = {"rows": 8, "steps": 2, "size": 2, "replicas": 2}
+    difference = difference_of_fits(float8, MSE, dense_data(48), **settings)
     assert difference <= TOLERANCE["float32"]
 
 
