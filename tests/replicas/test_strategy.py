@@ -71,11 +71,13 @@ def loss_scale():
 
 
 # How windows of 12 samples are made, and the replicas: three share a batch of 4 as 2 + 2 + 0, two
-# the last one of 7 as 4 + 3, in a partial window, or the one of a single sample as 1 + 0.
+# the last one of 7 as 4 + 3, in a partial window, or the one of a single sample as 1 + 0; three the
+# one of 7 as 3 + 3 + 1, of which one has fewer microbatches.
 WAYS = {
     "windows": (SETTINGS["windows"], 3),
     "split": (SETTINGS["split"], 2),
     "both": (Setting(6, {"accumulation_steps": 2, "microbatch_size": 2}, False), 2),
+    "microbatches of one": (SETTINGS["microbatches of one"], 3),
 }
 SUITE = models.CASES | losses.CASES
 SUITE |= {
@@ -94,7 +96,7 @@ def trainings():
     """Return each case in each way: one in every run, of each case one in the gate."""
     for turn, name in enumerate(re.split(r";\s", NAMES)):
         for place, way in enumerate(WAYS):
-            marks = [pytest.mark.gate if place == turn % 3 else pytest.mark.sweep]
+            marks = [pytest.mark.gate if place == turn % len(WAYS) else pytest.mark.sweep]
             yield pytest.param(name, way, marks=marks if turn + place else [])
 
 
