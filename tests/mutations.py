@@ -183,7 +183,7 @@ the first window of a step of one's own is not tried: core/driver.py
 +        if self._has_own_code
 
 what is not exact is not told: core/driver.py
--            model._warn_once(self._findings.message_of(verdict))
+-            model._warn_once(known.warning)
 -
 +
 

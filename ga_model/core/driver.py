@@ -15,14 +15,14 @@ from ga_model.core import messages
 from ga_model.core.automatic import FoundSize, SizeTrials, torn_message
 from ga_model.core.backend import Backend
 from ga_model.core.batch import Batch
-from ga_model.core.findings import Findings, FoundOtherwiseError
+from ga_model.core.findings import Findings, FoundOtherwiseError, Known
 from ga_model.core.losses import NeedsTrialError
 from ga_model.core.model_state import ModelState
 from ga_model.core.models import is_of_keras, optimizers_in
 from ga_model.core.modes import Mode, NeedsTotalsError, Numbers, Structure
 from ga_model.core.noise import GradientNoise
 from ga_model.core.proof.own_code import has_code_of_user
-from ga_model.core.proof.verdict import Verdict
+from ga_model.core.proof.runner import Step
 from ga_model.core.recorder import Applied
 from ga_model.core.steps import Steps
 from ga_model.core.updates import Counters, Updates, count
@@ -202,22 +202,22 @@ class Driver(ModelState):
             return self.updates.whole(size or batch.rows, data)
         is_alone = is_alone and batch.is_split
         rows = size or batch.rows
-        verdict = None
+        known = None
         if self._needs_trial() and not (is_whole and is_trial):
-            is_own, is_one = self.has_own_step, not self.accumulates()
-            is_one = is_one and (is_whole or not batch.is_split)
-            verdict = self._findings.of(data, rows, is_own, is_alone, self.window, is_one)
-            is_unseen = is_alone and self._findings.is_unseen(verdict) and not is_trial
+            is_one = not self.accumulates() and (is_whole or not batch.is_split)
+            step = Step(model, self.backend, self.has_own_step, is_alone, is_one)
+            known = self._findings.of(step, data, rows, self.window)
+            is_unseen = is_alone and known.is_unseen and not is_trial
             if is_unseen and self.settings.loss_over == "auto" and self.backend.trains_alone:
                 return self.updates.whole(rows, data)  # exact, whatever the step is
-        if verdict is not None and not verdict.is_exact:
+        if known is not None and not known.verdict.is_exact:
             if batch.is_split and not is_whole and self.settings.loss_over == "auto":
                 self._adds_up = False
                 return self._train_batch(data, is_trial)
-            model._warn_once(self._findings.message_of(verdict))
+            model._warn_once(known.warning)
         batch = self.backend.batch(data, None) if is_whole else batch
         size = size if is_whole else None
-        return self._by_microbatches(batch, size, verdict, is_alone, is_trial)
+        return self._by_microbatches(batch, size, known, is_trial)
 
     def _needs_trial(self) -> bool:
         """Return whether it is not known of the step without a trial that it adds up."""
@@ -234,17 +234,12 @@ class Driver(ModelState):
         return None if self.size is None else max(self.size // devices, 1) * devices
 
     def _by_microbatches(
-        self,
-        batch: Batch,
-        size: int | None,
-        verdict: Verdict | None,
-        is_alone: bool,
-        is_trial: bool,
+        self, batch: Batch, size: int | None, found: Known | None, is_trial: bool
     ) -> Any:
         """Train the microbatches of a batch, or all of it with calls split by `size` samples.
 
         Args:
-            is_alone: whether the batch is split, and makes an update of its own.
+            found: what is known of the step, or None: it needs no trial.
         """
         steps = self.steps
         window = self.window = self.window or Window(self.settings.accumulation_steps)
@@ -254,7 +249,7 @@ class Driver(ModelState):
             size,
             self._model.skip_nonfinite,
             self.measured_noise is not None,
-            verdict,
+            None if found is None else found.verdict,
             is_trial,
         )
         parts = _power_of_two(window.steps) * _power_of_two(batch.num_microbatches)
@@ -291,9 +286,8 @@ class Driver(ModelState):
             logs = self.updates.report(structure, before, sums.amounts)
         window.sums, self._structure = sums, known or structure
         if window.end_batch():
-            if verdict is not None:
-                is_own, written = self.has_own_step, steps.step.written
-                self._findings.look_at(window, data, is_own, is_alone, verdict, written)
+            if found is not None:
+                self._findings.look_at(found, window, data, steps.step.written)
             self._update(window)
         return logs
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import keras
@@ -23,194 +24,175 @@ class FoundOtherwiseError(Exception):
     """A batch has shown that its microbatches weigh otherwise than was found before."""
 
 
+@dataclasses.dataclass
+class Known:
+    """What is known of a step on batches of one structure.
+
+    Attributes:
+        step: the step.
+        verdict: on it.
+        warning: what is said of it if it is not exact.
+        is_unseen: whether the verdict is assumed, as samples have shown nothing yet.
+        num_batches: that came.
+        next_trial: the number of the batch in which it is tried again.
+        num_fruitless: trials because of news that showed none.
+    """
+
+    step: Step
+    verdict: Verdict
+    warning: str = ""
+    is_unseen: bool = False
+    num_batches: int = 1
+    next_trial: int = 4
+    num_fruitless: int = 0
+
+
 class Findings:
     """Has the step of a model tried, once for each structure of data, and again if it has news."""
 
     def __init__(self, model: Any, backend: Backend) -> None:
         self._model = model
         self._backend = backend
-        self._found: dict[Any, Verdict] = {}  # by structure, and whether windows are one batch
-        self._warnings: dict[Verdict, str] = {}  # of those that are not exact
-        self._unseen: dict[Any, Verdict] = {}  # of structures whose samples have shown nothing yet
-        self._num_batches: dict[Any, int] = {}  # that were trained by what was found
-        self._next_trials: dict[Any, int] = {}  # the numbers of batches
-        self._num_fruitless: dict[Any, int] = {}  # trials because of news that showed none
+        self._found: dict[Any, Known] = {}  # by structure, and the windows that it is tried for
 
-    def of(
-        self,
-        data: Any,
-        rows: int,
-        is_own: bool,
-        is_split: bool,
-        window: Window | None,
-        is_one: bool = False,
-    ) -> Verdict:
-        """Return the verdict on the step.
+    def of(self, step: Step, data: Any, rows: int, window: Window | None) -> Known:
+        """Return what is known of a step.
 
         Args:
             data: a batch.
             rows: samples of its microbatches.
-            is_own, is_split, is_one: as `Step` has them.
             window: the open one, or None.
         """
-        model, backend = self._model, self._backend
-        step = Step(model, backend, is_own, is_split, is_one)
-        kind = self._kind_of(data, is_split, is_one)
-        if kind not in self._found:
-            data = backend.samples_of(data, of_all=True)
-            weight = model.microbatch_weight(*unpack(data))
-            if weight is not None:
-                weighing = Weighing("sum" if isinstance(weight, str) else "loss")
-                self._found[kind] = Verdict(weighing, otherwise=weighing)
-                return self._found[kind]
-            if not model.verify:
-                self._found[kind] = found = trial.assumed_of(is_own)
-                self._warnings[found] = messages.unverified_message(model.name)
-                return found
-            assumed = self._unseen.pop(kind, None)
-            before = None if assumed is None else assumed.weighing
-            with backend.on_one_replica():
-                found, error = trial.of_step(step, data, rows, before)
-            if isinstance(error, trial.NothingSeenError):  # so the next batch is tried
-                self._unseen[kind] = found._replace(differences=())
-                return self._unseen[kind]
-            self._note(kind, found, error, None if is_own else data)
-            if assumed is not None:
-                self._begin_again(assumed, found, window)
-        elif self._is_due(kind, window):
-            known = self._found[kind]
-            data = backend.samples_of(data, of_all=True)
-            with backend.on_one_replica():
-                if trial.still_holds(step, data, known):
+        structure = keras.tree.map_structure(_rank_and_dtype, self._backend.each(data)[0])
+        kind = step.is_split, step.is_one, repr(structure)
+        known = self._found.get(kind)
+        if known is None or known.is_unseen:
+            data = self._backend.samples_of(data, of_all=True)
+            known = self._found[kind] = self._first(step, data, rows, known, window)
+        elif self._is_due(known, window):
+            data = self._backend.samples_of(data, of_all=True)
+            with self._backend.on_one_replica():
+                if trial.still_holds(step, data, known.verdict):
                     return known
-                found, error = trial.of_step(step, data, rows)
-            if self._note_later(kind, found, error, None if is_own else data):
-                self._warn_of_later(kind)
-        return self._found[kind]
+                tried = trial.of_step(step, data, rows)
+            if self._note_later(known, data, *tried):
+                self._warn_of_later(known)
+        return known
+
+    def _first(
+        self, step: Step, data: Any, rows: int, assumed: Known | None, window: Window | None
+    ) -> Known:
+        """Return what is found of a step of which samples have shown nothing so far."""
+        model = self._model
+        weight = model.microbatch_weight(*unpack(data))
+        if weight is not None:
+            weighing = Weighing("sum" if isinstance(weight, str) else "loss")
+            return Known(step, Verdict(weighing, otherwise=weighing))
+        if not model.verify:
+            found = trial.assumed_of(step.is_own)
+            return Known(step, found, messages.unverified_message(model.name))
+        before = None if assumed is None else assumed.verdict.weighing
+        with self._backend.on_one_replica():
+            found, error = trial.of_step(step, data, rows, before)
+        if isinstance(error, trial.NothingSeenError):  # so the next batch is tried
+            return Known(step, found._replace(differences=()), is_unseen=True)
+        if assumed is not None:
+            self._begin_again(assumed.verdict, found, window)
+        return Known(step, found, self._warning_of(step, data, found, error))
 
     @property
     def is_told(self) -> bool:
         """Whether there is a warning of a step that is not exact."""
-        return not all(verdict.is_exact for verdict in self._found.values())
+        return not all(known.verdict.is_exact for known in self._found.values())
 
-    def is_unseen(self, verdict: Verdict) -> bool:
-        """Return whether this is assumed of a step that has shown nothing yet."""
-        return any(verdict is assumed for assumed in self._unseen.values())
-
-    def message_of(self, verdict: Verdict) -> str:
-        """Return the warning about what is not exact."""
-        return self._warnings[verdict]
-
-    def look_at(
-        self,
-        window: Window,
-        data: Any,
-        is_own: bool,
-        is_split: bool,
-        verdict: Verdict,
-        written: set[str],
-    ) -> None:
+    def look_at(self, known: Known, window: Window, data: Any, written: set[str]) -> None:
         """Try samples of a full window that shows what was not tried before, if it does.
 
         Args:
-            data, is_own, is_split: of its last batch, as `of` takes them.
-            verdict: what it was trained by.
+            known: what it was trained by.
+            data: its last batch.
             written: paths of the variables that the step has written to so far.
 
         Raises:
             FoundOtherwiseError: it is one batch, which can be trained again.
         """
-        kind = self._kind_of(data, is_split)
-        if self._unseen.get(kind) == verdict:
+        step, backend, before = known.step, self._backend, known.verdict
+        if known.is_unseen and not step.is_one:
             self._look_at_unseen(window)
-        if self._found.get(kind) != verdict or len(window.held) < 2:
+        if known.is_unseen or len(window.held) < 2:
             return
         if not (chosen := window.samples_with_news()):
             return
-        model, backend = self._model, self._backend
         with backend.on_one_replica():
-            found, error = trial.of_microbatches(Step(model, backend, is_own, is_split), chosen)
+            found, error = trial.of_microbatches(step, chosen)
         if isinstance(error, trial.NothingSeenError):
             return
-        is_other = self._note_later(kind, found, error, None if is_own else data)
+        is_other = self._note_later(known, data, found, error)
         if once := sorted(written.difference(found.written)):  # and not while it was tried
-            model._warn_once(messages.written_message(model.name, once))
+            self._model._warn_once(messages.written_message(self._model.name, once))
         if not is_other:
-            self._stop_watching(kind, verdict, written)
+            self._stop_watching(known, before, written)
             return
-        if is_split and backend.trains_alone and (backend.traces or not is_own):
+        if step.is_split and backend.trains_alone and (backend.traces or not step.is_own):
             window.discard()
             raise FoundOtherwiseError
-        self._warn_of_later(kind)
+        self._warn_of_later(known)
 
-    def _kind_of(self, data: Any, is_split: bool, is_one: bool = False) -> Any:
-        """Return a key for what is to be found out once: by the nest of a batch, too."""
-        kinds = keras.tree.map_structure(_rank_and_dtype, self._backend.each(data)[0])
-        return is_split, is_one, repr(kinds)
-
-    def _is_due(self, kind: Any, window: Window | None) -> bool:
+    def _is_due(self, known: Known, window: Window | None) -> bool:
         """Return whether a step is to be tried again, as code that runs eagerly may change.
 
         It is with growing distance: in the batches 4, 16, 64 and so on, not in the first window.
         """
-        number = self._num_batches[kind] = self._num_batches.get(kind, 1) + 1
-        due = self._next_trials.setdefault(kind, 4)
-        if self._backend.traces or number < due or window is None or not window.was_full:
+        known.num_batches += 1
+        is_early = known.num_batches < known.next_trial or window is None or not window.was_full
+        if self._backend.traces or is_early:
             return False
-        self._next_trials[kind] = 4 * due
-        return self._found[kind].is_watched
+        known.next_trial *= 4
+        return known.verdict.is_watched
 
-    def _note(self, kind: Any, found: Verdict, error: Exception | None, data: Any) -> None:
-        """Keep a verdict, and its warning if it is not exact.
-
-        Args:
-            data: a batch, or None: it may be split whatever it holds.
-        """
-        shapes = [] if data is None else shapes_in(data)
+    def _warning_of(self, step: Step, data: Any, found: Verdict, error: Exception | None) -> str:
+        """Return what is to be said of a step that is not exact, or could not be tried."""
+        shapes = [] if step.is_own else shapes_in(data)  # which may be split whatever it holds
         if not found.is_exact and len({rows for rows, *_ in shapes}) > 1:
-            self._warnings[found] = messages.unlike_rows_message(self._model.name, shapes)
-        elif error is not None:
-            self._warnings[found] = messages.untried_message(self._model.name, error)
-        elif not found.is_exact:
-            self._warnings[found] = messages.unlike_message(self._model.name, found)
-        self._found[kind] = found
+            return messages.unlike_rows_message(self._model.name, shapes)
+        if error is not None:
+            return messages.untried_message(self._model.name, error)
+        return "" if found.is_exact else messages.unlike_message(self._model.name, found)
 
-    def _note_later(self, kind: Any, found: Verdict, error: Exception | None, data: Any) -> bool:
+    def _note_later(self, known: Known, data: Any, found: Verdict, error: Exception | None) -> bool:
         """Note what is found of a step that was found to be exact, and return whether it differs.
 
         Processes that train together keep to what they have found together.
         """
-        known = self._found[kind]
-        found = known.after_news(found)
-        self._note(kind, found, error, data)
-        is_other = not found.is_exact or found.weighing != known.weighing
+        before, found = known.verdict, known.verdict.after_news(found)
+        known.verdict, known.warning = found, self._warning_of(known.step, data, found, error)
+        is_other = not found.is_exact or found.weighing != before.weighing
         if is_other and not self._backend.trains_alone:
-            self._warn_of_later(kind)
-            self._found[kind] = known
+            self._warn_of_later(known)
+            known.verdict = before
         return is_other
 
-    def _warn_of_later(self, kind: Any) -> None:
+    def _warn_of_later(self, known: Known) -> None:
         """Warn of what was found of a step when it had trained already."""
-        model, found = self._model, self._found[kind]
-        is_split, *_ = kind
-        is_whole = is_split and model.loss_over == "auto" and self._backend.trains_alone
-        if found.differences and is_whole:
+        model, found = self._model, known.verdict
+        is_auto = model.loss_over == "auto" and self._backend.trains_alone
+        if found.differences and known.step.is_split and is_auto:
             model._warn_once(messages.whole_from_now_message(model.name, found))
         else:
-            model._warn_once(self._warnings.get(found) or messages.late_message(model.name))
+            model._warn_once(known.warning or messages.late_message(model.name))
 
-    def _stop_watching(self, kind: Any, before: Verdict, written: set[str]) -> None:
+    def _stop_watching(self, known: Known, before: Verdict, written: set[str]) -> None:
         """Watch nothing more where what is news to training has been none to several trials.
 
         Args:
             before: the verdict before the last one.
             written: paths of the variables that the step has written to.
         """
-        if not self._found[kind].watches_as(before):
+        if not known.verdict.watches_as(before):
             return
-        number = self._num_fruitless[kind] = self._num_fruitless.get(kind, 0) + 1
-        if number == _MOST_FRUITLESS:
-            self._found[kind] = self._found[kind].without_news(written)
+        known.num_fruitless += 1
+        if known.num_fruitless == _MOST_FRUITLESS:
+            known.verdict = known.verdict.without_news(written)
 
     def _begin_again(self, assumed: Verdict, found: Verdict, window: Window | None) -> None:
         """Forget microbatches without a gradient that weigh otherwise than was assumed."""
