@@ -257,9 +257,9 @@ class Driver(ModelState):
             parts = float(window.steps * batch.num_microbatches)
         num_microbatches = window.steps * batch.num_microbatches * self.backend.num_processes
         values = window.steps, num_microbatches, parts, batch.rows
-        numbers = Numbers(*(self.backend.number(float(value)) for value in values))
         totals = steps.totals(batch) if mode.is_split and steps.needs_totals else None
-        known, of_last = steps.prepare(mode, batch, numbers, totals)
+        numbers = Numbers._make([*(self.backend.number(float(v)) for v in values), totals])
+        known, of_last = steps.prepare(mode, batch, numbers)
         if window.sums is None and not is_trial:
             self._weights_watch.begin(window)
         sums = window.sums or steps.begin()
@@ -268,7 +268,7 @@ class Driver(ModelState):
         for index in range(batch.num_microbatches):
             data = batch.microbatch(index)
             try:
-                sums, logs = steps.microbatch(mode, sums, data, numbers, totals, alone)
+                sums, logs = steps.microbatch(mode, sums, data, numbers, alone)
             except Exception:  # as of gradients of other shapes
                 if window.applied is not None:
                     self._check_applied(steps.step.structure, window)

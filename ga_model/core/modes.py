@@ -17,12 +17,14 @@ class Numbers(NamedTuple):
         num_microbatches: microbatches that do.
         parts: a power of two near that, or that itself where gradients are scaled.
         rows: samples of the batch.
+        totals: what the terms of the loss weigh in the batch, or None: that is not needed.
     """
 
     steps: float
     num_microbatches: float
     parts: float
     rows: float
+    totals: list[Any] | None
 
 
 class Mode(NamedTuple):

@@ -58,13 +58,12 @@ class RecordedStep:
         num_counted: Any,
         data: Any,
         numbers: Numbers,
-        totals: list[Any] | None,
         gradients: GradientSums | None = None,
     ) -> Sums:
         """Run the step on a microbatch, and return its sums.
 
         Args:
-            mode, data, numbers, totals: as `Steps.microbatch` takes them.
+            mode, data, numbers: as `Steps.microbatch` takes them.
             unit: what weights are counted in so far, or zero.
             num_counted: microbatches of the window that count so far.
             gradients: sums that the backward pass adds to, or None.
@@ -72,7 +71,8 @@ class RecordedStep:
         model = self._model
         whole = None
         if mode.is_split:
-            whole = FullBatch(numbers.rows, mode.is_alone, functools.partial(_known, totals))
+            totals = functools.partial(_known, numbers.totals)
+            whole = FullBatch(numbers.rows, mode.is_alone, totals)
         position = Position(
             numbers.steps,
             numbers.num_microbatches,

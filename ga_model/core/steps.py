@@ -49,14 +49,14 @@ class Steps:
     # Microbatches.
 
     def prepare(
-        self, mode: Mode, batch: Batch, numbers: Numbers, totals: list[Any] | None
+        self, mode: Mode, batch: Batch, numbers: Numbers
     ) -> tuple[Structure | None, Structure | None]:
         """Trace the step on the microbatches of a batch, each shape once, before anything runs.
 
         Where steps run eagerly, nothing is known of them before.
 
         Args:
-            mode, numbers, totals: as `microbatch` takes them.
+            mode, numbers: as `microbatch` takes them.
 
         Returns:
             What is known of its microbatches, and of the last one, which may be smaller.
@@ -70,10 +70,10 @@ class Steps:
         found, keys = [], []
         for index in sorted({0, batch.num_microbatches - 1}):
             data = self._backend.as_traced(batch.microbatch(index))
-            key = (mode, self._backend.key_of((data, totals)))
+            key = (mode, self._backend.key_of((data, numbers.totals)))
             if key not in self._seen:
                 unit, num_counted = _numbers.float64(0.0), _numbers.int32(0)
-                arguments = (unit, num_counted, data, numbers, totals)
+                arguments = (unit, num_counted, data, numbers)
                 watch_attributes(self._model)
                 self.step.found = None
                 with forgetting_losses(self._model):
@@ -99,7 +99,6 @@ class Steps:
         sums: Sums | None,
         data: Any,
         numbers: Numbers,
-        totals: list[Any] | None,
         alone: Structure | None = None,
     ) -> tuple[Sums, Any]:
         """Run the step on a microbatch, and add what it gives to the sums of its window.
@@ -108,7 +107,6 @@ class Steps:
             mode: what the function is made for.
             sums: of the window so far, whose gradients are not to be used again, or None.
             numbers: of its batch.
-            totals: what the terms of the loss weigh in the batch, where it needs them.
             alone: what is known of it, if its batch has no other microbatch.
 
         Returns:
@@ -120,11 +118,11 @@ class Steps:
             add_eagerly: Callable[..., Sums] = self._backend.compiled(
                 ("add", mode), function, self._reads(mode)
             )
-            return add_eagerly(sums, data, numbers, totals), None
+            return add_eagerly(sums, data, numbers), None
         run_one = self._recording(mode)
         if not self._backend.nests:
             data, given = self._backend.placed(data), sums.without_rows()
-            found = run_one(sums.unit, sums.num_counted, data, numbers, totals)
+            found = run_one(sums.unit, sums.num_counted, data, numbers)
             plus: Callable[..., Sums] = self._backend.compiled(("plus", mode), Sums.plus, [])
             return self._behind(sums, plus(given, found)), None
 
@@ -140,7 +138,7 @@ class Steps:
         )
         given, data = sums.without_rows(), self._backend.placed(data)
         others = given._replace(gradients=[])
-        after, logs = run(given.gradients, others, data, numbers, totals)
+        after, logs = run(given.gradients, others, data, numbers)
         return self._behind(sums, after), logs
 
     def _behind(self, before: Sums, after: Sums) -> Sums:
@@ -155,20 +153,13 @@ class Steps:
                 gradients[place] = add(gradient, joined)
         return after
 
-    def _add(
-        self,
-        mode: Mode,
-        sums: Sums | None,
-        data: Any,
-        numbers: Numbers,
-        totals: list[Any] | None,
-    ) -> Sums:
+    def _add(self, mode: Mode, sums: Sums | None, data: Any, numbers: Numbers) -> Sums:
         """Add a microbatch to the sums of its window where nothing is compiled."""
         unit = 0.0 if sums is None else sums.unit
         num_counted = 0 if sums is None else sums.num_counted
         gradients = self._gradient_sums(mode, None if sums is None else sums.gradients)
         try:
-            found = self.step.record(mode, unit, num_counted, data, numbers, totals, gradients)
+            found = self.step.record(mode, unit, num_counted, data, numbers, gradients)
         finally:
             added = None if gradients is None else gradients.end()
         if added is None:
