@@ -108,18 +108,15 @@ if keras.backend.backend() == "tensorflow":
         """Return the rows of any tensor or array from `start` up to `stop`."""
         if isinstance(tensor, tf.SparseTensor):
             shape = [int(size) for size in tensor.dense_shape]
-            start, number = _within(shape[0], start, stop)
-            return tf.sparse.slice(tensor, [start, *(0 for _ in shape[1:])], [number, *shape[1:]])
+            start, stop, _ = slice(start, stop).indices(shape[0])
+            size = [stop - start, *shape[1:]]
+            return tf.sparse.slice(tensor, [start, *(0 for _ in shape[1:])], size)
         if not (isinstance(tensor, tf.Tensor) and tf.executing_eagerly()):
             return tensor[start:stop]
-        start, number = _within(tensor.shape[0], start, stop)  # a tenth of the time of an index
-        begin, size = (_filled(*a, tensor.shape.rank) for a in ((start, 0), (number, -1)))
+        start, stop, _ = slice(start, stop).indices(tensor.shape[0])
+        pairs = (start, 0), (stop - start, -1)  # a tenth of the time of an index
+        begin, size = (_filled(*pair, tensor.shape.rank) for pair in pairs)
         return tf.raw_ops.Slice(input=tensor, begin=begin, size=size)
-
-    def _within(rows: int, start: int, stop: int) -> tuple[int, int]:
-        """Return where rows begin and how many there are, of which some or all may be missing."""
-        start = min(start, rows)
-        return start, min(stop, rows) - start
 
     @functools.lru_cache(maxsize=1024)
     def _filled(first: int, others: int, rank: int) -> Any:
