@@ -114,8 +114,9 @@ class _Splitting:
         """Return samples for a trial of an array of the batch, or None: it is another one."""
         leaves = keras.tree.flatten(self._data)
         place = next((place for place, leaf in enumerate(leaves) if leaf is array), None)
-        found = [] if place is None else self._samples
-        known = found[place] if place is not None and len(found) == len(leaves) else None
+        if place is None or len(self._samples) != len(leaves):
+            return None
+        known = self._samples[place]
         return known if isinstance(known, np.ndarray) else None
 
     @functools.cached_property

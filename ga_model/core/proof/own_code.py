@@ -19,7 +19,7 @@ _BACKENDS = ("tensorflow", "torch", "jax")
 def has_code_of_user(model: Any, backend: Backend) -> bool:
     """Return whether layers or metrics of a model are not Keras's, or may combine samples."""
     layers = layers_in(model)
-    if any(map(_is_of_user, layers)) or backend.has_hooks():
+    if _is_run_by_user(layers, backend):
         return True
     if any(combines_samples(*part) for layer in layers for part in operations_in(layer)):
         return True
@@ -30,8 +30,7 @@ def has_code_of_user(model: Any, backend: Backend) -> bool:
 def has_own_operations(layer: Any, backend: Backend) -> bool:
     """Return whether a call may compute other things than layers of Keras's do."""
     parts = layers_in(layer)
-    is_of_user = backend.has_hooks() or any(map(_is_of_user, parts))
-    return is_of_user or any(map(operations_in, parts))
+    return _is_run_by_user(parts, backend) or any(map(operations_in, parts))
 
 
 def has_own_gradients(layer: Any, backend: Backend) -> bool:
@@ -39,11 +38,15 @@ def has_own_gradients(layer: Any, backend: Backend) -> bool:
     parts = layers_in(layer)
     operations = [operation for part in parts for operation, *_ in operations_in(part)]
     return (
-        backend.has_hooks()
-        or any(map(_is_of_user, parts))
+        _is_run_by_user(parts, backend)
         or any(map(overwrites, layer.variables))
         or not all(type(operation).__module__.startswith("keras.") for operation in operations)
     )
+
+
+def _is_run_by_user(layers: list[Any], backend: Backend) -> bool:
+    """Return whether code of the user's runs in calls of these layers."""
+    return backend.has_hooks() or any(map(_is_of_user, layers))
 
 
 def _is_of_user(layer: Any) -> bool:
