@@ -10,7 +10,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from ga_model.core.proof.windows import norm_of
+from ga_model.core.proof.windows import norm_of, rounded
 
 TOTAL = 5  # samples of a trial, in parts of three and two
 KNOWN = 4 * TOTAL  # samples of a batch, of as many trials
@@ -100,6 +100,8 @@ def kinds_of_call(
                 continue
             adds_up = None not in kinds and "mean" not in kinds
     for begin in range(0, KNOWN if any(k is not None for k in known) else 0, TOTAL):
+        if any(None in kinds for kinds in found):
+            break  # it is not split, whatever others show
         chosen = [None if k is None else k[begin : begin + TOTAL] for k in known]
         pairs = zip(chosen, arrays)
         arrays = [a if k is None else k.astype(a.dtype, copy=False) for k, a in pairs]
@@ -119,18 +121,16 @@ def _kinds_of_known(
     if None not in (kinds := kinds_of(functools.partial(run, values, arrays))):
         return kinds
     # Of weights, as some numbers of samples may stand for missing ones.
-    rounded = [_rounded(v, generator) if v.dtype.kind == "f" else v for v in values]
+    moved = [
+        rounded(v, np.finfo(v.dtype).eps / 2, generator) if v.dtype.kind == "f" else v
+        for v in values
+    ]
     outputs, others = (
         [np.nan_to_num(_folded(a), posinf=0, neginf=0) for a in run(each, arrays, 0, TOTAL)]
-        for each in (values, rounded)
+        for each in (values, moved)
     )
     roundings = [norm_of([a - b]) / (norm_of([a]) or 1) for a, b in zip(outputs, others)]
     return kinds_of(functools.partial(run, values, arrays), 10 * max(roundings))
-
-
-def _rounded(array: Any, generator: Any) -> Any:
-    signs = generator.choice([-1.0, 1.0], array.shape)
-    return (array + signs * np.spacing(array)).astype(array.dtype)
 
 
 def _scale(weight: Any) -> float:

@@ -291,7 +291,11 @@ def _perturbed(runner: StepRunner, noise: float, seed: int) -> list[Any]:
 def _rounded(runner: StepRunner, values: list[Any]) -> list[Any]:
     generator, found = np.random.default_rng(1), list(values)
     for place in runner.trained:
-        value = np.asarray(values[place])
-        signs = generator.choice([-1.0, 1.0], value.shape)
-        found[place] = (value.astype("float64") * (1 + runner.rounding * signs)).astype(value.dtype)
+        found[place] = rounded(np.asarray(values[place]), runner.rounding, generator)
     return found
+
+
+def rounded(value: Any, rounding: float, generator: Any) -> Any:
+    """Return an array whose entries differ by a relative rounding, in directions by chance."""
+    signs = generator.choice([-1.0, 1.0], value.shape)
+    return (value.astype("float64") * (1 + rounding * signs)).astype(value.dtype)
