@@ -243,6 +243,10 @@ class Backend(ABC):
         """Return a context for computations of this package within a step, which are not noted."""
         return is_unnoted.set(True)
 
+    def calling_model(self) -> AbstractContextManager[Any]:
+        """Return a context in which methods of the user's run that Keras does not call."""
+        return contextlib.nullcontext()
+
     def apply(self, applied: Applied, gradients: list[Any]) -> None:
         """Apply an optimizer, as the step did, to gradients of its variables, tensors or None."""
         if applied.via_apply_gradients:

@@ -84,7 +84,8 @@ class Findings:
     ) -> Known:
         """Return what is found of a step of which samples have shown nothing so far."""
         model = self._model
-        weight = model.microbatch_weight(*unpack(data))
+        with self._backend.calling_model():
+            weight = model.microbatch_weight(*unpack(data))
         if weight is not None:
             weighing = Weighing("sum" if isinstance(weight, str) else "loss")
             return Known(step, Verdict(weighing, otherwise=weighing))

@@ -151,7 +151,7 @@ class Recording:
 
     def scale_loss(self, optimizer: Any, loss: Any) -> Any:
         """Fold the microbatch's weight into the loss, then scale it, as `_scale_loss` has it."""
-        with self.backend.unnoted():
+        with self.backend.unnoted(), self.backend.calling_model():
             return self._scale_loss(optimizer, loss)
 
     def _scale_loss(self, optimizer: Any, loss: Any) -> Any:

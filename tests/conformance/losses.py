@@ -610,9 +610,7 @@ CASES |= {
         of_class(computing(mean_of_some, number_of_positive)), some_positive, sgd(None, 0.02)
     ),
     "own compute_loss: with a rule of outputs": Case(
-        of_class(computing(mean_by_outputs, sum_of_outputs)),
-        compile=sgd(None, 0.02),
-        backends=("tensorflow", "torch"),  # on JAX, variables have no values where it is asked
+        of_class(computing(mean_by_outputs, sum_of_outputs)), compile=sgd(None, 0.02)
     ),
     "own compute_loss: a sum by rule": Case(
         lambda: computing(lambda of_keras, y, z: of_keras() + total(y, z), lambda *_: "sum")(

@@ -62,6 +62,7 @@ class JaxBackend(Backend):
     def __init__(self, model: Any) -> None:
         super().__init__(model)
         self._values: dict[Group, list[Any]] = {}
+        self._of_running: dict[Group, list[Any]] = {}  # what the step that runs began with
 
     def variables(self, group: Group) -> list[Any]:
         """Return the variables of a group, in the order in which Keras passes their values."""
@@ -182,8 +183,12 @@ class JaxBackend(Backend):
     def run_step(self, data: Any) -> tuple[Any, list[Any]]:
         before = {group: self.values(group) if self._is_read(group) else [] for group in GROUPS}
         state = tuple(list(before[group]) for group in GROUPS)
-        with self._is_running_step.set(True):
-            logs, state = self._model.train_step(state, data)
+        self._of_running = before
+        try:
+            with self._is_running_step.set(True):
+                logs, state = self._model.train_step(state, data)
+        finally:
+            self._of_running = {}
         changed = {group: _changed(values, before[group]) for group, values in zip(GROUPS, state)}
         for group, found in changed.items():
             self.put(group, found)
@@ -194,6 +199,14 @@ class JaxBackend(Backend):
         """Return whether the function that runs here reads a group of variables."""
         known = stateless_scope().state_mapping
         return all(id(variable) in known for variable in self.variables(group))
+
+    @contextlib.contextmanager
+    def calling_model(self) -> Iterator[None]:
+        outer = stateless_scope()  # of a scaled loss, with variables of the optimizer only
+        values = self._values if outer is None else self._of_running
+        with _scope({group: self.variables(group) for group in values}, values) as scope:
+            scope.state_mapping.update({} if outer is None else outer.state_mapping)
+            yield
 
     def unnoted(self) -> contextlib.AbstractContextManager[None]:
         return jax.named_scope(UNNOTED)  # type: ignore[no-any-return]
