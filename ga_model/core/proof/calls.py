@@ -15,6 +15,7 @@ from ga_model.core.proof.windows import norm_of, rounded
 TOTAL = 5  # samples of a trial, in parts of three and two
 KNOWN = 4 * TOTAL  # samples of a batch, of as many trials
 _PARTS = (0, 3), (3, TOTAL)
+_PARTS_OF_GRADIENTS = (0, 2), (2, 4)  # of one size, as compiling programs of gradients takes long
 _UNKNOWN = 8  # entries along an axis of any length
 HALF = {"float16": 1e-3, "bfloat16": 1e-2}  # of what counts as equal in half precision
 _OF_GRADIENTS = 1e-3, 0.05  # relative, in float32 and in half precision
@@ -32,12 +33,17 @@ def agreed(found: Sequence[Sequence[str | None]]) -> list[str | None]:
     return [kinds.pop() if len(kinds) == 1 else None for kinds in seen]
 
 
-def kinds_of(run: Callable[[int, int], Sequence[Any]], tolerance: float = 0.0) -> list[str | None]:
+def kinds_of(
+    run: Callable[[int, int], Sequence[Any]],
+    tolerance: float = 0.0,
+    parts: Sequence[tuple[int, int]] = _PARTS,
+) -> list[str | None]:
     """Return how each output of a function depends on the samples.
 
     Args:
         run: runs it on samples from one place up to another, and returns arrays.
         tolerance: relative, of what counts as equal, if it is more than an output's precision.
+        parts: where parts of the samples begin and end, in their order.
 
     Returns:
         "rows" of what has one entry of axis 0 for each sample, which follows from that sample
@@ -45,12 +51,13 @@ def kinds_of(run: Callable[[int, int], Sequence[Any]], tolerance: float = 0.0) -
         "zero" if that does not tell; or None.
     """
     tolerances, found = list[float](), []
-    for begin, end in ((0, TOTAL), *_PARTS):
+    sizes = [end - begin for begin, end in parts]
+    for begin, end in ((0, sum(sizes)), *parts):
         outputs = run(begin, end)
         tolerances = tolerances or [_tolerance_of(output, tolerance) for output in outputs]
         found.append(list(map(_folded, outputs)))
         del outputs  # before the next ones are there
-    return [_kind(whole, parts, most) for most, (whole, *parts) in zip(tolerances, zip(*found))]
+    return [_kind(each, sizes, most) for most, each in zip(tolerances, zip(*found))]
 
 
 _SCALES = (1.0, 0.1, 3.0)  # of samples: what saturates hides what it combines
@@ -93,7 +100,7 @@ def kinds_of_call(
         if gradients is not None and not number:
             derived = functools.partial(gradients, values, arrays)
             try:
-                kinds = kinds_of(derived, _OF_GRADIENTS[is_half])
+                kinds = kinds_of(derived, _OF_GRADIENTS[is_half], _PARTS_OF_GRADIENTS)
             except NotByRowsError:
                 raise
             except Exception:  # of what has none, or takes too much memory
@@ -217,9 +224,10 @@ def _folded(array: Any) -> Any:
     return folded if has_rows else folded[0]
 
 
-def _kind(whole: Any, parts: Sequence[Any], tolerance: float) -> str | None:
-    sizes = [end - begin for begin, end in _PARTS]
-    if whole.ndim and [part.shape for part in parts] == [(n, *whole.shape[1:]) for n in sizes]:
+def _kind(found: Sequence[Any], sizes: Sequence[int], tolerance: float) -> str | None:
+    whole, *parts = found
+    rows = [(number, *whole.shape[1:]) for number in (sum(sizes), *sizes)]
+    if whole.ndim and [each.shape for each in found] == rows:
         joined = np.concatenate([np.asarray(part) for part in parts])
         if not _are_alike(joined, whole, tolerance):
             return None
@@ -232,7 +240,7 @@ def _kind(whole: Any, parts: Sequence[Any], tolerance: float) -> str | None:
         return "zero"
     if _are_alike(sum(numbers), whole, tolerance):
         return "sum"
-    mean = sum(size / TOTAL * number for size, number in zip(sizes, numbers))
+    mean = sum(size / sum(sizes) * number for size, number in zip(sizes, numbers))
     return "mean" if _are_alike(mean, whole, tolerance) else None
 
 
