@@ -89,8 +89,11 @@ def test_a_window_of_one_microbatch_is_plain_keras_to_the_bit(rows, settings, na
     if name != "masked_recurrent":
         data = *data, np.linspace(0.1, 3, 31)[:number]
 
+    # TensorFlow optimizes graphs: it multiplies the constants of a loss first that is not scaled.
+    is_scaled = BACKEND == "tensorflow" and (name, rows) == ("masked_recurrent", 10)
+
     def adam():
-        return arguments(optimizer=keras.optimizers.Adam(0.01))
+        return arguments(optimizer=keras.optimizers.Adam(0.01), run_eagerly=is_scaled)
 
     reference, _ = trained(data, rows, make, adam)
     found, _ = trained(data, rows, make, adam, **settings)
