@@ -383,6 +383,12 @@ def with_weights(rows):
     return *dense_data(rows), weights.astype(keras.config.floatx())
 
 
+def with_weights_later(rows):
+    x, y, weights = with_weights(rows)
+    weights[:12] = 1.0
+    return x, y, weights
+
+
 # Counts that are zero at first, and masks of few samples.
 
 
@@ -493,6 +499,11 @@ CASES |= {
     ),
     "own loss: reads sample weights": calls(
         lambda k, y, z, w: ops.sum(per_sample(y, z) * w) / ops.sum(w), data=with_weights
+    ),
+    "own loss: a number, weights are alike at first": own(
+        mean,
+        data=with_weights_later,
+        expects={"across": Warns("must return one value per sample|does not train as")},
     ),
     **{
         f"own loss: masked mean of one in {every}": own(

@@ -17,7 +17,7 @@ def samples_for_trial(data: Any, number: int) -> Iterator[Any]:
     """Yield so many samples of a batch, as arrays: altered copies, too, if it has fewer.
 
     The largest target comes first, also with another input, as what is rare may be what a loss is
-    divided by. Where some samples have numbers that are not finite, which may stand for missing
+    divided by. Sample weights that are all alike are altered, as others may follow. Where some samples have numbers that are not finite, which may stand for missing
     ones, others without these follow. Ragged and sparse tensors stay what they are, and are
     repeated if there are fewer.
 
@@ -38,6 +38,8 @@ def samples_for_trial(data: Any, number: int) -> Iterator[Any]:
         return ops.convert_to_numpy(leaf) if leaf is not None and ops.shape(leaf) else leaf
 
     data = keras.tree.map_structure(in_numpy, data)
+    if isinstance(data, tuple) and len(data) == 3:
+        data = *data[:2], keras.tree.map_structure(_uneven, data[2])
     is_finite = _are_finite(data, num_rows(data))
     everything = np.arange(len(is_finite))
     if not is_finite.all():
@@ -70,6 +72,15 @@ def _samples(data: Any, places: Any, number: int, preferred: Sequence[int] = ())
         return array[[*itertools.chain(*twins), *others]]
 
     return keras.tree.map_structure(taken, data)
+
+
+def _uneven(weights: Any) -> Any:
+    """Return sample weights of which some are smaller, if all are alike."""
+    is_float = isinstance(weights, np.ndarray) and weights.ndim and weights.dtype.kind == "f"
+    if not is_float or np.ptp(weights):
+        return weights
+    shares = np.resize([1.0, 0.5, 0.75], len(weights)).reshape(-1, *[1] * (weights.ndim - 1))
+    return (weights * shares).astype(weights.dtype)
 
 
 def _repeated(leaf: Any, times: int) -> Any:
