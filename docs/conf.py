@@ -46,6 +46,7 @@ html_theme = "pydata_sphinx_theme"
 html_title = "ga_model"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_sidebars = {"questions": []}  # a page without others
 html_show_sourcelink = False
 html_copy_source = False
 html_theme_options = {
@@ -60,9 +61,9 @@ html_theme_options = {
 copybutton_exclude = ".linenos, .gp, .go"
 
 autodoc_member_order = "bysource"
+toc_object_entries_show_parents = "hide"
 autodoc_typehints = "none"  # the descriptions of arguments name the types
 napoleon_numpy_docstring = False
-napoleon_custom_sections = [("Warns", "notes_style")]
 
 
 def docstring_from_markdown(app, what, name, obj, options, lines):

@@ -32,7 +32,7 @@ def all_messages(package: Path = ROOT / "ga_model") -> list[Message]:
     for path in sorted(package.rglob("*.py")):
         module = path.relative_to(package.parent)
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Raise) or _makes_message(node):
+            if _raises(node) or _makes_message(node):
                 found += [Message(module, text) for text in _texts(node)]
     return list(dict.fromkeys(found))
 
@@ -48,13 +48,22 @@ def page() -> str:
     lines = [
         "# All messages",
         "",
-        f"All errors and warnings, by module; {FIELD} stands for a value. The most common ones are "
-        "explained under [questions, errors and warnings](../questions.md).",
+        f"All errors and warnings, by module; {FIELD} stands for a value. Short texts are parts of "
+        "others. The most common ones are explained under [questions, errors and "
+        "warnings](../questions.md).",
     ]
     for module, messages in itertools.groupby(all_messages(), lambda message: message.module):
         lines += ["", f"## `{module}`", ""]
         lines += [f"* {_escaped(message.text)}" for message in messages]
     return "\n".join([*lines, ""])
+
+
+def _raises(node: ast.AST) -> bool:
+    """Return whether an error is raised that users may see: not one with a private name."""
+    if not isinstance(node, ast.Raise):
+        return False
+    raised = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
+    return not (isinstance(raised, ast.Attribute) and raised.attr.startswith("_"))
 
 
 def _makes_message(node: ast.AST) -> bool:

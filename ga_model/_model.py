@@ -227,8 +227,9 @@ class AccumulatingModel(ModelSettings, _Base):
         weights for `mean_with_sample_weight`; a loss that is a sum is summed. For a custom
         `train_step`, it is found by trying the step on some samples of the first batch: samples,
         entries, the sum of a mask; a loss that cannot be added up causes a warning. If you override
-        this method, nothing is tried, nor warned about. With `microbatch_size` alone you need
-        not override it; if you do, microbatches are added up with your weights (see `loss_over`).
+        this method, nothing is tried, nor warned about. With `microbatch_size` alone you need not
+        override it; if you do, and the `train_step` is Keras's, microbatches are added up with your
+        weights (see `loss_over`).
 
         Args:
             x, y, sample_weight: the microbatch, as `train_step` receives it. If it is not a tuple

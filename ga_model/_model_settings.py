@@ -23,8 +23,8 @@ class ModelSettings:
     def accumulation_steps(self) -> int:
         """Batches per window, an integer >= 1. A new value takes effect with the next window.
 
-        If you wrap `train_step` in your own `tf.function`, a change between 1 and larger values
-        takes effect only when it is traced again.
+        A `tf.function` of your own that calls `train_step` sees it only when it is traced again,
+        and then raises an error for values above 1.
         """
         return self._accumulation.settings.accumulation_steps
 
@@ -93,11 +93,9 @@ class ModelSettings:
         samples, runs on all samples, with one warning; calls inside it are split. With several
         replicas the step sees the samples of one replica, as in plain Keras.
 
-        "auto", the default, chooses "microbatch" if Keras's `train_step` and `compute_loss` are
-        used with losses that are known to add up, if your own are proved to add up, or if
-        `microbatch_weight` is overridden and the step neither clips gradients nor computes with
-        what it has updated; otherwise "batch".
-        The graph of a custom loss is read to decide.
+        "auto", the default, chooses "batch" for each `train_step` or `compute_metrics` of your own.
+        Otherwise it chooses "microbatch" if the loss adds up, as is known of Keras's losses and
+        tried of yours (see `verify`), or if you override `microbatch_weight`; else "batch".
         """
         return self._accumulation.settings.loss_over
 
@@ -109,12 +107,13 @@ class ModelSettings:
     def verify(self) -> bool:
         """Whether code of your own is tried before it trains. True by default.
 
-        A `train_step`, `compute_loss`, loss, layer or metric of yours is run on 7 samples of the
-        first batch, at once and in parts, and leaves no trace in the model. So what trains exactly
-        is silent, and a warning names what does not. Models of Keras's own parts are not tried.
-        With False, what microbatches weigh is assumed: that losses of yours, and gradients of a
-        step of yours, are means over samples. One warning says so. With `microbatch_size` and
-        `loss_over="auto"`, a step of yours then always sees the full batch, which is exact.
+        A `train_step`, `compute_loss`, loss, layer or metric of yours is run on samples of the
+        first batch (two thirds of a microbatch, but at least 7), at once and in parts, and leaves
+        no trace in the model. If it trains exactly, there is no warning; if not, a warning names
+        what differs. Models of Keras's own parts are not tried. With False, losses of yours, and
+        gradients of a step of yours, are taken for means over samples, which one warning says. With
+        `microbatch_size` and `loss_over="auto"`, a step of yours then always sees the full batch,
+        which is exact.
         """
         return self._accumulation.settings.verify
 

@@ -57,9 +57,6 @@ def accumulate(
             `gradient_accumulation_steps`, or `skip_nonfinite` is combined with a
             LossScaleOptimizer.
 
-    Warns:
-        UserWarning: the model is compiled and has trainable BatchNormalization layers.
-
     Example:
 
     ```python
