@@ -301,8 +301,8 @@ def batch_normalization_messages(pooled: list[str], others: list[str]) -> list[s
         "the full batch. Their running averages are updated once per update, with the mean and "
         "variance of all its samples.": pooled,
         "and update their running averages once per microbatch, so training differs from the full "
-        "batch: their `call` is overridden, or runs inside a branch, a loop or a nested function, "
-        "or the first batch created them.": others,
+        "batch: their `call` is overridden, or runs inside a branch, a loop or a nested "
+        "function.": others,
     }
     return [
         f"BatchNormalization layers in training mode: {layers}. They normalize each microbatch by "
