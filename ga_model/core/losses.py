@@ -238,8 +238,9 @@ def observer_of(entry: Any, compiled: Any, losses: StepLosses) -> Any:
             masks = [mask for t in (y_pred, values) if (mask := mask_of(t)) is not None]
             weight, kind, lost = _denominator(reduction, values, sample_weight, masks, rows)
         is_product = is_product and reduction != "mean_with_sample_weight"
-        value = ops.sum(value)  # Keras leaves the values of no rows as they are
-        in_total = value if entry.loss_weights is None else value * entry.loss_weights
+        total = ops.sum(value)
+        value = value if kind == "none" else total  # Keras leaves those of no rows as they are
+        in_total = total if entry.loss_weights is None else total * entry.loss_weights
         compiled._terms.append(Term(name, weight, kind, in_total, is_product, lost))
         return value
 
