@@ -120,7 +120,8 @@ def trainings():
             is_taken = setting == order[0] and precision == precisions[0]
             marks = []
             if not (is_taken and name in first):
-                in_turn = turn % GATE_TAKES_ONE_IN[BACKEND] == 0 or name.startswith("PyTorch")
+                is_alone = case.backends == (BACKEND,)
+                in_turn = is_alone or turn % GATE_TAKES_ONE_IN[BACKEND] == 0
                 is_for_gate = is_taken and (in_turn or name in FIRST)
                 marks.append(pytest.mark.gate if is_for_gate else pytest.mark.sweep)
             reason = next((r for n, r in ONE_DEVICE.items() if name.startswith(n)), None)
