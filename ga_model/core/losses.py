@@ -134,6 +134,11 @@ class StepLosses:
             self._known_terms = (so_far, self._combine())
         return self._known_terms[1]
 
+    @property
+    def is_told(self) -> bool:
+        """Whether there is a warning of terms that have no one weight."""
+        return bool(self.terms().mismatch) or any(term.is_product for term in self.compiled)
+
     def _combine(self) -> LossTerms:
         # Keras adds the losses of layers first, and those of weight regularizers after them.
         regularizers = [v for v in self._model.trainable_weights if getattr(v, "regularizer", None)]

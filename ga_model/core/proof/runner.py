@@ -68,7 +68,7 @@ class StepRunner:
         is_moved: of each variable that is not trained, whether starts may differ in it.
         scales: places of the scales of losses.
         epsilon: the rounding of one operation in float32.
-        has_mismatch: whether terms of the loss have weights that are not proportional.
+        is_told: whether recording the step warns of terms of the loss, as of unlike weights.
         has_own_loss: whether the loss, or a part of it, is the user's own.
         is_folded: as it is passed, or set later.
         is_plain: whether gradients do not depend on that, after a run.
@@ -86,7 +86,7 @@ class StepRunner:
         self._kinds = kinds
         self.put_back = put_back
         self.is_folded, self.is_plain = is_folded, True
-        self.has_mismatch = self.has_own_loss = False
+        self.is_told = self.has_own_loss = False
         self.written: set[str] = set()
         optimizers = backend.optimizers()
         if not backend.has_several_optimizers:  # a step does not get the variables of others
@@ -225,7 +225,7 @@ class StepRunner:
             waiting = {id(v) for update, _ in recording.updates() for v in update.metric.variables}
             pairs = zip(self._variables, self.is_free)
             self.is_free = [is_free or id(v) in waiting for v, is_free in pairs]
-        self.has_mismatch = self.has_mismatch or bool(losses.terms().mismatch)
+        self.is_told = self.is_told or losses.is_told
         self.has_own_loss = losses.has_own
         applied = recording.applied
         counters = [counter_of(a.optimizer) for a in applied]

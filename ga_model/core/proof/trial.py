@@ -178,7 +178,7 @@ def _of_samples(
             return assumed_of(step.is_own, kinds), error
         if not judge.is_moved:
             return assumed_of(step.is_own, kinds), NothingSeenError()
-    if runner.has_mismatch and not step.is_split:  # which is told of where weights are combined
+    if runner.is_told and not step.is_split:
         verdict = verdict._replace(weighing=Weighing("loss"), differences=(), is_folded=True)
     return verdict, None
 
