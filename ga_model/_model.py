@@ -18,7 +18,6 @@ from ga_model.base._context import ThreadValue
 from ga_model.base._method_patch import MethodPatch
 from ga_model.base._names import check_names_for, showing, showing_only
 from ga_model.core.models import optimizers_in
-from ga_model.core.stand_ins import CompiledLossAttribute, RecordedAttribute
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -109,8 +108,7 @@ class AccumulatingModel(ModelSettings, _Base):
     """
 
     train_function: Any
-    optimizer = RecordedAttribute("optimizer")
-    _compile_loss = CompiledLossAttribute("_compile_loss")
+    optimizer: Any
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

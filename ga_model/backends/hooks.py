@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ga_model.base._internals import compiled_loss
 from ga_model.core.models import current_recording
 
 if TYPE_CHECKING:  # what `super()` finds
@@ -22,6 +23,21 @@ class CoreHooks(_Base):
 
     def _check_compile_arguments(self, arguments: Mapping[str, Any]) -> None:
         """Do nothing: every argument of Keras's `compile` is supported."""
+
+    @property
+    def _compile_loss(self) -> Any:
+        """The compiled loss, of which a copy notes its terms while a step is recorded, or None.
+
+        It stays under this name in the instance's `__dict__`, where Keras's saving finds it.
+        """
+        compiled, recording = compiled_loss(self), current_recording(self)
+        if compiled is None or recording is None:
+            return compiled
+        return recording.observed_loss(compiled)
+
+    @_compile_loss.setter
+    def _compile_loss(self, value: Any) -> None:
+        self.__dict__["_compile_loss"] = value
 
     def _aggregate_additional_loss(self, loss: Any) -> Any:
         total = super()._aggregate_additional_loss(loss)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -14,15 +14,17 @@ from ga_model.base._call_again import PythonState
 from ga_model.base._context import ThreadValue, is_unnoted
 from ga_model.base._identity import unique
 from ga_model.base._internals import mask_of, set_mask, value_in
-from ga_model.core.backend_types import Function, GradientSums, Group, State
+from ga_model.base._method_patch import MethodPatch
+from ga_model.core.backend_types import Applied, Function, GradientSums, Group, State
 from ga_model.core.batch import Batch
 from ga_model.core.models import optimizers_in, recording_of_thread
 from ga_model.core.of_user import others_of_user
+from ga_model.core.stand_ins import APPLY, SCALE_LOSS
 
 if TYPE_CHECKING:
     from ga_model.core.call_types import IsolatedCall, Split, Traced
     from ga_model.core.proof.noted import Draws, Noted
-    from ga_model.core.recorder import Applied
+    from ga_model.core.recorder import Recording
     from ga_model.core.window import Amount, Rows, Sums
 
 
@@ -33,7 +35,7 @@ class Backend(ABC):
     has come to, they take as arguments and return: nests of tensors.
 
     Attributes:
-        optimizer_stand_in: the class of what stands in for optimizers while a step is recorded.
+        recorded_methods: what stands in for methods of optimizers while a step is recorded.
         methods_of_step: names of the model's methods that make its step, and what it logs.
         noted_by: the class of `Noted` that runs code and notes what it divides by.
         num_devices: devices that share the samples of each microbatch evenly.
@@ -46,7 +48,7 @@ class Backend(ABC):
         present_batch: the batch that is trained, as it came, while it is, or None.
     """
 
-    optimizer_stand_in: type
+    recorded_methods: tuple[MethodPatch, ...] = (SCALE_LOSS, *APPLY)
     methods_of_step: tuple[str, ...] = ("train_step", "compute_metrics", "get_metrics_result")
     noted_by: type[Noted]
     num_devices = 1
@@ -150,6 +152,19 @@ class Backend(ABC):
         Returns:
             Its logs, and the non-trainable variables that it has written to.
         """
+
+    @contextlib.contextmanager
+    def recording_optimizers(self) -> Iterator[None]:
+        """Return a context in which the model's optimizers give gradients to a recording."""
+        optimizers = optimizers_in(vars(self._model))
+        with contextlib.ExitStack() as stack:
+            for patch in self.recorded_methods:
+                stack.enter_context(patch.of(optimizers))
+            yield
+
+    def take(self, recording: Recording, applied: Applied, gradients: list[Any]) -> None:
+        """Give a recording the gradients that a step applies, and make the update of a trial."""
+        raise NotImplementedError
 
     def noting(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], draws: Draws | None = None

@@ -30,6 +30,20 @@ class Function(NamedTuple):
     discards: bool
 
 
+class Applied(NamedTuple):
+    """What a step has applied an optimizer to.
+
+    Attributes:
+        optimizer: the optimizer.
+        variables: those that it updates, in the order of their gradients.
+        via_apply_gradients: whether `apply_gradients` was called, and not `apply`.
+    """
+
+    optimizer: Any
+    variables: tuple[Any, ...]
+    via_apply_gradients: bool = False
+
+
 class GradientSums(Protocol):
     """Sums of gradients that a backward pass adds to."""
 

@@ -14,6 +14,7 @@ from ga_model.base import _numbers
 from ga_model.core import messages
 from ga_model.core.automatic import FoundSize, SizeTrials, torn_message
 from ga_model.core.backend import Backend
+from ga_model.core.backend_types import Applied
 from ga_model.core.batch import Batch
 from ga_model.core.findings import Findings, FoundOtherwiseError, Known
 from ga_model.core.losses import NeedsTrialError
@@ -23,7 +24,6 @@ from ga_model.core.modes import Mode, NeedsTotalsError, Numbers, Structure
 from ga_model.core.noise import GradientNoise
 from ga_model.core.proof.own_code import has_code_of_user
 from ga_model.core.proof.runner import Step
-from ga_model.core.recorder import Applied
 from ga_model.core.steps import Steps
 from ga_model.core.updates import Counters, Updates, count
 from ga_model.core.weights_watch import WeightsWatch

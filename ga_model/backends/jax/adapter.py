@@ -16,29 +16,25 @@ from ga_model.backends.jax.noting import UNNOTED, Noting
 from ga_model.base._internals import counter_of, scope_of, stateless_scope, value_in
 from ga_model.base._internals_jax import MORE_METHODS_OF_STEP, leave_values, put_values_back
 from ga_model.core.backend import Backend
-from ga_model.core.backend_types import GROUPS, Function, Group
+from ga_model.core.backend_types import GROUPS, Applied, Function, Group
 from ga_model.core.proof.noted import Draws, Noted
-from ga_model.core.recorder import Applied
-from ga_model.core.stand_ins import OptimizerStandIn
+from ga_model.core.stand_ins import SCALE_LOSS, recorded
 
 
-class StandIn(OptimizerStandIn):
-    """Stands in for the optimizer while a step is traced."""
-
-    def stateless_apply(
-        self, optimizer_variables: Any, grads: Any, trainable_variables: Any
-    ) -> tuple[Any, Any]:
-        optimizer, recording = self._original, self._recorder
-        variables = recording.model.trainable_variables
-        recording.apply(optimizer, grads, variables, values=optimizer_variables)
-        if not recording.is_moving:
-            return trainable_variables, optimizer_variables
-        rate = recording.rate_of(grads, trainable_variables)
-        with recording.backend.unnoted():
-            moved = [_moved(*pair, rate) for pair in zip(trainable_variables, grads)]
-        counter = counter_of(optimizer)
-        pairs = zip(optimizer.variables, optimizer_variables)
-        return moved, [x + (rate != 0).astype(x.dtype) if v is counter else x for v, x in pairs]
+def _stateless_apply(
+    recording: Any, optimizer: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any
+) -> tuple[Any, Any]:
+    """Give a recording the gradients that a step applies, and make the update of a trial."""
+    applied = Applied(optimizer, tuple(recording.model.trainable_variables))
+    recording.apply(applied, grads, values=optimizer_variables)
+    if not recording.is_moving:
+        return trainable_variables, optimizer_variables
+    rate = recording.rate_of(grads, trainable_variables)
+    with recording.backend.unnoted():
+        moved = [_moved(*pair, rate) for pair in zip(trainable_variables, grads)]
+    counter = counter_of(optimizer)
+    pairs = zip(optimizer.variables, optimizer_variables)
+    return moved, [x + (rate != 0).astype(x.dtype) if v is counter else x for v, x in pairs]
 
 
 def _moved(weight: Any, gradient: Any, rate: Any) -> Any:
@@ -54,7 +50,7 @@ class JaxBackend(Backend):
     During `fit`, Keras takes them out of the variables and passes them to the train function.
     """
 
-    optimizer_stand_in = StandIn
+    recorded_methods = SCALE_LOSS, recorded("stateless_apply", _stateless_apply)
     methods_of_step = (*Backend.methods_of_step, *MORE_METHODS_OF_STEP)
     noted_by = Noting
     has_several_optimizers = False

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from ga_model.backends.tensorflow.replicas import copies, largest
-from ga_model.core.recorder import Applied
+from ga_model.core.backend_types import Applied
 from ga_model.core.window import Largest, Rows
 
 

@@ -10,7 +10,7 @@ from ga_model.backends.torch import refusals
 from ga_model.backends.torch.process_group import num_processes, processes_of
 from ga_model.base._names import answering
 from ga_model.core.accumulator import Accumulator, check_optimizer
-from ga_model.core.recorder import Applied
+from ga_model.core.backend_types import Applied
 from ga_model.core.window import Sums
 
 

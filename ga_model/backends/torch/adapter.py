@@ -11,20 +11,19 @@ import keras
 import numpy as np
 import torch
 
-from ga_model.backends.torch import call_hooks, isolated_calls, layer_calls, refusals
+from ga_model.backends.torch import call_hooks, isolated_calls, layer_calls, optimizers, refusals
 from ga_model.backends.torch.gradient_sums import GradientSums
 from ga_model.backends.torch.noting import Noting
-from ga_model.backends.torch.optimizers import StandIn, TorchOptimizers
+from ga_model.backends.torch.optimizers import TorchOptimizers
 from ga_model.backends.torch.process_group import processes_of
 from ga_model.backends.torch.state import LeftGradients, State
 from ga_model.base._call_again import Attributes, PythonState
 from ga_model.base._internals import raw, stateless_scope
 from ga_model.base._internals_torch import times_written
 from ga_model.core.backend import Backend
-from ga_model.core.backend_types import Function, Group, States
+from ga_model.core.backend_types import Applied, Function, Group, States
 from ga_model.core.call_types import Split, Traced
 from ga_model.core.models import optimizers_in
-from ga_model.core.recorder import Applied
 from ga_model.core.snapshots import state_variables
 from ga_model.core.window import Sums
 
@@ -40,7 +39,6 @@ class TorchBackend(Backend):
         processes: its processes, or None if this process trains alone.
     """
 
-    optimizer_stand_in = StandIn
     noted_by = Noting
     traces = False
     of_step: tuple[Group, ...] = ("non_trainable", "metrics")
@@ -85,11 +83,17 @@ class TorchBackend(Backend):
     def run_step(self, data: Any) -> tuple[Any, list[Any]]:
         others = self._model.non_trainable_variables
         versions = [times_written(raw(variable)) for variable in others]
-        steps = self._optimizers_of_torch.recorded()
-        with self._is_running_step.set(True), steps, torch.enable_grad():
+        with self._is_running_step.set(True), torch.enable_grad():
             logs = self._model.train_step(data)
         pairs = zip(others, versions)
         return logs, [v for v, version in pairs if times_written(raw(v)) != version]
+
+    @contextlib.contextmanager
+    def recording_optimizers(self) -> Iterator[None]:
+        with super().recording_optimizers(), self._optimizers_of_torch.recorded():
+            yield
+
+    take = staticmethod(optimizers.take)
 
     def once(self, function: Callable[[], Any]) -> None:
         with torch.no_grad():
