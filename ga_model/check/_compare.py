@@ -13,8 +13,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from ga_model._engine import Accumulation
-from ga_model._settings import UNCHANGED, Settings, passed
+from ga_model._engine import Backend
+from ga_model._settings import UNCHANGED, passed
 from ga_model._wrap import accumulate
 from ga_model.base._call_again import Attributes
 from ga_model.base._identity import unique
@@ -23,7 +23,6 @@ from ga_model.check import _diagnosis
 from ga_model.check._equivalence_report import EquivalenceReport, VariableDifference
 from ga_model.check._plan import Plan, make_plan
 from ga_model.check._randomness import Randomness, shared_randomness
-from ga_model.core.backend import Backend
 from ga_model.core.batch import part_of
 from ga_model.core.models import optimizers_in
 from ga_model.core.of_user import others_of_user
@@ -254,7 +253,7 @@ def _left_as_it_was(model: Any, plan: Plan) -> Iterator[None]:
     strategy = getattr(model, "distribute_strategy", None)  # on TensorFlow
     try:
         with contextlib.nullcontext() if strategy is None else strategy.scope():
-            backend = Accumulation(model, Settings()).backend
+            backend = Backend(model)
             before = backend.state() if is_built(model, model.metrics) else None
             _build(model, backend, part_of(plan.data, 0, plan.microbatch_rows))
             if before is not None:

@@ -182,6 +182,10 @@ class Backend(ABC):
         noted = self.noted_by(draws)
         return noted.run(function, arguments), noted
 
+    def running_step(self) -> AbstractContextManager[None]:
+        """Return a context in which a `train_step` runs as it is."""
+        return self._is_running_step.set(True)
+
     def is_running_step(self) -> bool:
         """Return whether a `train_step` that runs here is run by the core."""
         return self._is_running_step.get() or recording_of_thread.get() is not None
@@ -298,6 +302,24 @@ class Backend(ABC):
     @abstractmethod
     def check(self) -> None:
         """Raise ValueError if the model cannot be accumulated here."""
+
+    # Around `fit`.
+
+    def begin_epoch(self, epoch: int, is_first: bool) -> None:  # noqa: B027
+        """Note that an epoch of `fit` begins, perhaps its first.
+
+        Raises:
+            RuntimeError: others that train the model together with this process begin another one.
+        """
+
+    def explain(self, error: BaseException) -> None:  # noqa: B027
+        """Add to an error of `fit` what is known of its cause."""
+
+    def finish_fit(self) -> None:  # noqa: B027
+        """Note that `fit` has trained its last epoch."""
+
+    def end_fit(self) -> None:  # noqa: B027
+        """Note that `fit` has ended, perhaps by an error."""
 
     # Calls of layers, where `core.layer_calls` splits them.
 

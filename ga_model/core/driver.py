@@ -34,21 +34,17 @@ class Driver(ModelState):
     """Trains a compiled model batch by batch, and keeps the state between batches.
 
     Args:
-        model, settings: as `ModelState` takes them.
+        model, settings, backend: as `ModelState` takes them.
 
     Attributes:
-        backend_type: the class of that.
-        backend: what the model runs on.
         steps: what is compiled for microbatches.
         updates: what is for logs and updates.
     """
 
-    backend_type: type[Backend]
     window: Window | None
 
-    def __init__(self, model: Any, settings: Settings) -> None:
-        super().__init__(model, settings)
-        backend = self.backend = self.backend_type(model)
+    def __init__(self, model: Any, settings: Settings, backend: Backend) -> None:
+        super().__init__(model, settings, backend)
         self.automatic_size = FoundSize()
         self.noise = GradientNoise()
         self.updates = Updates(model, backend)
@@ -341,9 +337,6 @@ class Driver(ModelState):
                     pass
         self.warn_of_what_was_done()
 
-    def _has_replicas(self) -> bool:
-        return self.backend.num_replicas > 1
-
     # Steps that the driver does not run.
 
     def run_step(self, train_step: Callable[..., Any], *args: Any) -> Any:
@@ -355,7 +348,8 @@ class Driver(ModelState):
         if self.backend.is_running_step():
             return train_step(*args)
         if self.is_plain():
-            return self.backend.run_plain(train_step, self.updates.after_update, *args)
+            with self.backend.running_step():
+                return self.backend.run_plain(train_step, self.updates.after_update, *args)
         if self.backend.is_driven_by_python():
             return self.train(iter(args), 1)
         raise RuntimeError(messages.own_loop_message(self._model.name))

@@ -178,7 +178,7 @@ class JaxBackend(Backend):
     def run_step(self, data: Any) -> tuple[Any, list[Any]]:
         before = {group: self.values(group) if self._is_read(group) else [] for group in GROUPS}
         state = tuple(list(before[group]) for group in GROUPS)
-        with self._is_running_step.set(True):
+        with self.running_step():
             logs, state = self._model.train_step(state, data)
         changed = {group: _changed(values, before[group]) for group, values in zip(GROUPS, state)}
         for group, found in changed.items():

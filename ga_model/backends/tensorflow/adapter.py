@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import tensorflow as tf
 
-from ga_model.backends.tensorflow import layer_calls, optimizers, replicas, sparse
+from ga_model.backends.tensorflow import layer_calls, optimizers, replicas, sparse, workers
 from ga_model.backends.tensorflow.compiled import (
     AnySamples,
     Compiled,
@@ -184,7 +184,7 @@ class TensorFlowBackend(Backend):
     def run_step(self, data: Any) -> tuple[Any, list[Any]]:
         others = {id(raw(v)): v for v in self._model.non_trainable_variables}
         noting = noting_writes(list(map(raw, others.values())))
-        with self._is_running_step.set(True), noting as written:
+        with self.running_step(), noting as written:
             logs = self._model.train_step(data)
         return logs, [others[id(variable)] for variable in written]
 
@@ -311,6 +311,13 @@ class TensorFlowBackend(Backend):
 
         is_any = self.replicas is not None or not self.knows_number()  # shapes of layers show it
         Compiled(self, step).shapes((AnySamples(data) if is_any else data,))
+
+    def begin_epoch(self, epoch: int, is_first: bool) -> None:
+        if is_first:
+            workers.check_same_epoch(self._model.distribute_strategy, epoch)
+
+    def explain(self, error: BaseException) -> None:
+        workers.explain(error, self._model.distribute_strategy)
 
     # What is refused, or found out.
 

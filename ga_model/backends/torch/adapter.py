@@ -45,7 +45,8 @@ class TorchBackend(Backend):
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
-        self.set_process_group(None)
+        before = vars(model).get("_accumulation")  # `compile` leaves the group as it is
+        self.set_process_group(None if before is None else before.backend.process_group)
         self._optimizers_of_torch = TorchOptimizers(model)
         self._updated: list[tuple[Any, int]] = []
 
@@ -66,6 +67,24 @@ class TorchBackend(Backend):
             return sums, is_end
         return self.processes.sum(applied, sums, is_measured, is_end)
 
+    def begin_epoch(self, epoch: int, is_first: bool) -> None:
+        if self.processes is not None:
+            self.processes.begin_epoch(epoch, self._updated_variables())
+
+    def finish_fit(self) -> None:
+        if self.processes is not None:
+            self.processes.finish(self._updated_variables())
+
+    def end_fit(self) -> None:
+        if self.processes is not None:
+            self.processes.end_fit()
+
+    def _updated_variables(self) -> list[Any]:
+        """Return the variables that updates change."""
+        optimizers = optimizers_in(vars(self._model))
+        state = [v for optimizer in optimizers for v in optimizer.variables]
+        return [*self._model.trainable_variables, *state]
+
     # What is run.
 
     def _compiled(self, name: Any, function: Function) -> Callable[..., Any]:
@@ -83,7 +102,7 @@ class TorchBackend(Backend):
     def run_step(self, data: Any) -> tuple[Any, list[Any]]:
         others = self._model.non_trainable_variables
         versions = [times_written(raw(variable)) for variable in others]
-        with self._is_running_step.set(True), torch.enable_grad():
+        with self.running_step(), torch.enable_grad():
             logs = self._model.train_step(data)
         pairs = zip(others, versions)
         return logs, [v for v, version in pairs if times_written(raw(v)) != version]
