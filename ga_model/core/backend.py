@@ -15,7 +15,7 @@ from ga_model.base._context import ThreadValue, is_unnoted
 from ga_model.base._identity import unique
 from ga_model.base._internals import mask_of, set_mask, value_in
 from ga_model.base._method_patch import MethodPatch
-from ga_model.core.backend_types import Applied, Function, GradientSums, Group, State
+from ga_model.core.backend_types import GROUPS, Applied, Function, GradientSums, Group, State
 from ga_model.core.batch import Batch
 from ga_model.core.models import optimizers_in, recording_of_thread
 from ga_model.core.of_user import others_of_user
@@ -37,6 +37,7 @@ class Backend(ABC):
     Attributes:
         recorded_methods: what stands in for methods of optimizers while a step is recorded.
         methods_of_step: names of the model's methods that make its step, and what it logs.
+        of_step: the groups of variables that a recorded step reads.
         noted_by: the class of `Noted` that runs code and notes what it divides by.
         num_devices: devices that share the samples of each microbatch evenly.
         num_processes: processes that make updates together, each of windows of its own samples.
@@ -50,6 +51,7 @@ class Backend(ABC):
 
     recorded_methods: tuple[MethodPatch, ...] = (SCALE_LOSS, *APPLY)
     methods_of_step: tuple[str, ...] = ("train_step", "compute_metrics", "get_metrics_result")
+    of_step: tuple[Group, ...] = GROUPS
     noted_by: type[Noted]
     num_devices = 1
     num_processes = 1
@@ -66,11 +68,6 @@ class Backend(ABC):
         self._made: dict[Any, Callable[..., Any]] = {}  # what was compiled, by its name
 
     # What is compiled.
-
-    @property
-    @abstractmethod
-    def of_step(self) -> tuple[Group, ...]:
-        """The groups of variables that a recorded step reads."""
 
     def compiled(
         self,

@@ -12,7 +12,7 @@ import keras
 from ga_model._settings import Settings
 from ga_model.base import _numbers
 from ga_model.core import messages
-from ga_model.core.automatic import FoundSize, SizeTrials, torn_message
+from ga_model.core.automatic import SizeTrials, torn_message
 from ga_model.core.backend import Backend
 from ga_model.core.backend_types import Applied
 from ga_model.core.batch import Batch
@@ -21,7 +21,6 @@ from ga_model.core.losses import NeedsTrialError
 from ga_model.core.model_state import ModelState
 from ga_model.core.models import is_of_keras, optimizers_in
 from ga_model.core.modes import Mode, NeedsTotalsError, Numbers, Structure
-from ga_model.core.noise import GradientNoise
 from ga_model.core.proof.own_code import has_code_of_user
 from ga_model.core.proof.runner import Step
 from ga_model.core.steps import Steps
@@ -45,8 +44,6 @@ class Driver(ModelState):
 
     def __init__(self, model: Any, settings: Settings, backend: Backend) -> None:
         super().__init__(model, settings, backend)
-        self.automatic_size = FoundSize()
-        self.noise = GradientNoise()
         self.updates = Updates(model, backend)
         self.steps = Steps(model, backend, self.updates.logs_of)
         self._structure: Structure | None = None
@@ -314,8 +311,7 @@ class Driver(ModelState):
             return is_end
         assert structure is not None
         if noise is not None and sums.squares:
-            estimates = [noise.of(a.optimizer) for a in applied]
-            self.updates.measure(structure, estimates, sums)
+            self.updates.measure(structure, noise, sums)
         self.updates.look_at_scale(structure, sums)
         counters = self.counters or Counters(*(_numbers.int32(0) for _ in Counters._fields))
         if self.settings.skip_nonfinite and not int(sums.num_counted):

@@ -40,12 +40,10 @@ class ModelState:
         held_back: warnings for later, in their order, or None.
     """
 
-    automatic_size: FoundSize
-    noise: GradientNoise
-
     def __init__(self, model: Any, settings: Settings, backend: Backend) -> None:
         self._model, self.backend = model, backend
         self.settings = settings
+        self.automatic_size, self.noise = FoundSize(), GradientNoise()
         self.window: Any = None
         self.counters: Counters | None = None
         self.is_scheduled = self.is_verbose = False

@@ -66,7 +66,7 @@ class JaxBackend(Backend):
         return list(getattr(self._model, f"{group}_variables"))
 
     @property
-    def of_step(self) -> tuple[Group, ...]:
+    def of_step(self) -> tuple[Group, ...]:  # type: ignore[override]
         # Passing an optimizer's hundreds of arrays would cost time in each call.
         scale_loss = self._model.optimizer.__class__.scale_loss
         if scale_loss is keras.optimizers.Optimizer.scale_loss:

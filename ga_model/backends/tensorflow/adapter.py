@@ -37,7 +37,7 @@ from ga_model.base._internals import (
 from ga_model.base._internals_tf import graph_being_made, is_branch, noting_writes
 from ga_model.base._method_patch import MethodPatch
 from ga_model.core.backend import Backend
-from ga_model.core.backend_types import GROUPS, Applied, Function, Group, States
+from ga_model.core.backend_types import Applied, Function, States
 from ga_model.core.batch import Batch
 from ga_model.core.call_types import Split, Traced
 from ga_model.core.messages import inner_graph_message
@@ -69,7 +69,6 @@ class TensorFlowBackend(Backend):
     """
 
     noted_by = Noting
-    of_step: tuple[Group, ...] = GROUPS
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)

@@ -21,7 +21,7 @@ from ga_model.base._call_again import Attributes, PythonState
 from ga_model.base._internals import raw, stateless_scope
 from ga_model.base._internals_torch import times_written
 from ga_model.core.backend import Backend
-from ga_model.core.backend_types import Applied, Function, Group, States
+from ga_model.core.backend_types import Applied, Function, States
 from ga_model.core.call_types import Split, Traced
 from ga_model.core.models import optimizers_in
 from ga_model.core.snapshots import state_variables
@@ -41,7 +41,6 @@ class TorchBackend(Backend):
 
     noted_by = Noting
     traces = False
-    of_step: tuple[Group, ...] = ("non_trainable", "metrics")
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
