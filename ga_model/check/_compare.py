@@ -26,6 +26,7 @@ from ga_model.check._randomness import Randomness, shared_randomness
 from ga_model.core.batch import part_of
 from ga_model.core.models import optimizers_in
 from ga_model.core.of_user import others_of_user
+from ga_model.core.proof.windows import rounded
 from ga_model.tools._difference import change, relative_differences
 
 # The attributes of a model that accumulation sets, or that were traced with its settings.
@@ -313,11 +314,8 @@ def _add_rounding_errors(model: Any) -> None:
     generator = np.random.default_rng(0)
     for variable in model.weights:
         if variable.dtype in _ROUNDING:
-            value = _value_of(variable)
-            finite = np.where(np.isfinite(value), value, 0)
             error = _ROUNDING[_coarser(str(variable.dtype), computed_in[id(variable)])]
-            sign = generator.choice([-error, error], size=value.shape)
-            variable.assign((value + finite * sign).astype(value.dtype))
+            variable.assign(rounded(_value_of(variable), error, generator))
 
 
 def _compute_dtypes(model: Any) -> dict[int, str]:

@@ -261,10 +261,7 @@ class Backend(ABC):
 
     def apply(self, applied: Applied, gradients: list[Any]) -> None:
         """Apply an optimizer, as the step did, to gradients of its variables, tensors or None."""
-        if applied.via_apply_gradients:
-            applied.optimizer.apply_gradients(zip(gradients, applied.variables))
-        else:
-            applied.optimizer.apply(gradients, list(applied.variables))
+        applied.again(gradients)
 
     def joined(self, rows: Sequence[Rows], unit: Any) -> Rows:
         """Return all rows of a window as one sparse gradient in a unit."""
