@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ga_model.base._internals import compiled_loss
@@ -46,21 +46,18 @@ class CoreHooks(_Base):
         return total
 
     def make_train_function(self, force: bool = False) -> Any:
-        """Make the function that `fit` calls for each execution."""
+        """Make the function that `fit` calls for each execution: Keras's own, or accumulation."""
         if self.train_function is None or force:
             super().make_train_function(force=True)
-            self.train_function = self._switching(self.train_function)
+            of_keras = self.train_function
+
+            def run(*arguments: Any) -> Any:
+                self._accumulation.check_step()
+                train = of_keras if self._accumulation.is_plain() else self._train
+                return train(*arguments)
+
+            self.train_function = run
         return self.train_function
-
-    def _switching(self, of_keras: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a train function that runs Keras's own unless the model accumulates."""
-
-        def run(*arguments: Any) -> Any:
-            self._accumulation.check_step()
-            train = of_keras if self._accumulation.is_plain() else self._train
-            return train(*arguments)
-
-        return run
 
     def _train(self, *arguments: Any) -> Any:
         """Train as Keras's train function does, with accumulation."""

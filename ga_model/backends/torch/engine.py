@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ga_model.backends.hooks import CoreHooks
@@ -46,9 +46,5 @@ class Hooks(CoreHooks):
             raise ValueError(refusals.compiled_message(self.name))
         return super().make_train_function(force)
 
-    def _switching(self, of_keras: Callable[..., Any]) -> Callable[..., Any]:
-        def run(data: Any) -> Any:
-            self._accumulation.check_step()
-            return of_keras(data)  # which calls `train_step`
-
-        return run
+    def _train(self, data: Any) -> Any:
+        return self._accumulation.train(iter(data), 1)
