@@ -1,6 +1,6 @@
 """Record the gradients and the loss of an unchanged `train_step`.
 
-Others stand in for methods of optimizers while a step is recorded. Weights and numbers are
+Methods of optimizers are replaced while a step is recorded. Weights and numbers are
 noted where losses are computed, which on JAX is inside of what it differentiates, from where
 tracers must not escape: `stop_gradient` gives those of the trace outside.
 """
